@@ -1,0 +1,321 @@
+"""What a Llama-family model is, read from a Hugging Face ``config.json`` or the built-in tiny
+default.
+
+Both spellings of config files are read (``rope_theta`` / ``rope_parameters``, ``torch_dtype`` /
+``dtype``). What the reference engine does not compute is refused by the name of its key: a model
+that runs and answers wrongly would make every comparison of the two sides worthless.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvxfer.errors import ModelError
+
+_T = TypeVar("_T")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class Llama3Rope(msgspec.Struct, frozen=True, kw_only=True):
+    """The frequency scaling of Llama 3.1 and later (``rope_type: llama3``)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One decoder. ``weights`` is the folder of the safetensors files, or None for seeded random
+    weights.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    weights: Path | None
+
+
+class TpShard(msgspec.Struct, frozen=True, kw_only=True):
+    """Which heads and which part of the MLP one tensor-parallel rank owns; global ranges ``[lo,
+    hi)``.
+    """
+
+    tp_rank: int
+    tp_size: int
+    query_lo: int
+    query_hi: int
+    kv_lo: int
+    kv_hi: int
+    mlp_lo: int
+    mlp_hi: int
+
+
+DEFAULT_MODEL = ModelConfig(
+    model_type="llama",
+    vocab_size=2048,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=8,
+    head_size=64,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    max_position_embeddings=8192,
+    tie_word_embeddings=False,
+    eos_token_ids=(),
+    dtype="float32",
+    weights=None,
+)
+
+
+class _HfConfig(msgspec.Struct, frozen=True):
+    """The keys of ``config.json`` that matter here, spelled as there; others are ignored."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    eos_token_id: int | list[int] | None = None
+    torch_dtype: str | None = None
+    dtype: str | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    partial_rotary_factor: float | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _HfGenerationConfig(msgspec.Struct, frozen=True):
+    eos_token_id: int | list[int] | None = None
+
+
+def layer_names(config: ModelConfig) -> tuple[str, ...]:
+    """The names under which the layers' KV is known to the other engine, in order of depth."""
+    return tuple(f"model.layers.{layer}.self_attn" for layer in range(config.num_layers))
+
+
+def load_model_config(
+    path: str | Path | None, *, num_kv_heads: int | None = None, dtype: str | None = None
+) -> ModelConfig:
+    """Read a model's config.
+
+    ``path``: None for the built-in tiny model, a Hugging Face folder (config.json and safetensors
+    files), or a bare config file (seeded random weights). ``num_kv_heads`` overrides the file's
+    where no weights are read. ``dtype``: one of :data:`DTYPES`, "auto" for the file's own, or None
+    for float32 (greedy tokens flip by the order of summation in bfloat16, 2 % per token). Raises
+    ModelError naming key and value for anything missing, malformed or not supported.
+    """
+    config = DEFAULT_MODEL if path is None else _from_file(Path(path))
+    if dtype != "auto":
+        config = msgspec.structs.replace(config, dtype=dtype or "float32")
+    if num_kv_heads is not None and num_kv_heads != config.num_kv_heads:
+        if config.weights is not None:
+            raise ModelError(
+                f"num_kv_heads: the weights in {config.weights} have {config.num_kv_heads}, got "
+                f"{num_kv_heads}; "
+                "other head counts need seeded random weights (a bare config.json)"
+            )
+        config = msgspec.structs.replace(config, num_kv_heads=num_kv_heads)
+    _check(config)
+    return config
+
+
+def shard_for(config: ModelConfig, tp_rank: int, tp_size: int) -> TpShard:
+    """The part of rank ``tp_rank`` of ``tp_size``; KV heads are replicated when ``tp_size >
+    num_kv_heads``.
+
+    Raises ModelError when the TP size neither divides the KV heads nor is a multiple of them, or
+    does not divide the query heads or the intermediate size.
+    """
+    if tp_size < 1 or not 0 <= tp_rank < tp_size:
+        raise ModelError(f"tp_rank: expected 0 <= tp_rank < tp_size, got {tp_rank} of {tp_size}")
+    num_kv = config.num_kv_heads
+    if num_kv % tp_size and tp_size % num_kv:
+        raise ModelError(
+            f"tp_size: expected a divisor or a multiple of {num_kv} KV heads, got {tp_size}; "
+            "choose another TP size"
+        )
+    for name, count in (
+        ("num_heads", config.num_heads),
+        ("intermediate_size", config.intermediate_size),
+    ):
+        if count % tp_size:
+            raise ModelError(
+                f"tp_size: expected a divisor of {name} {count}, got {tp_size}; choose another "
+                "TP size"
+            )
+    query, mlp = config.num_heads // tp_size, config.intermediate_size // tp_size
+    kv_lo = tp_rank * num_kv // tp_size
+    return TpShard(
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        query_lo=tp_rank * query,
+        query_hi=(tp_rank + 1) * query,
+        kv_lo=kv_lo,
+        kv_hi=kv_lo + max(1, num_kv // tp_size),
+        mlp_lo=tp_rank * mlp,
+        mlp_hi=(tp_rank + 1) * mlp,
+    )
+
+
+def _from_file(path: Path) -> ModelConfig:
+    folder = path if path.is_dir() else None
+    file = path / "config.json" if folder else path
+    raw = _decode(file, _HfConfig)
+    _refuse_unsupported(raw, file)
+    if folder and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{folder}: expected *.safetensors files, got none; "
+            f"give {file} itself for seeded random weights"
+        )
+    theta, scaling = _rope(raw, file)
+    eos = raw.eos_token_id
+    generation = file.parent / "generation_config.json"
+    if folder and generation.is_file():
+        # Llama 3 Instruct lists <|eot_id|> only there
+        eos = _decode(generation, _HfGenerationConfig).eos_token_id or eos
+    if raw.head_dim is None and (
+        raw.num_attention_heads < 1 or raw.hidden_size % raw.num_attention_heads
+    ):
+        raise ModelError(
+            f"{file}: num_attention_heads: expected a divisor of hidden_size {raw.hidden_size} "
+            f"(there is no head_dim), got {raw.num_attention_heads}"
+        )
+    return ModelConfig(
+        model_type=raw.model_type,
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=raw.num_attention_heads
+        if raw.num_key_value_heads is None
+        else raw.num_key_value_heads,
+        head_size=raw.hidden_size // raw.num_attention_heads
+        if raw.head_dim is None
+        else raw.head_dim,
+        rms_norm_eps=raw.rms_norm_eps,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=raw.max_position_embeddings,
+        tie_word_embeddings=raw.tie_word_embeddings,
+        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        dtype=raw.dtype or raw.torch_dtype or "float32",
+        weights=folder,
+    )
+
+
+def _decode(file: Path, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except OSError as exc:
+        raise ModelError(
+            f"{file}: cannot be read ({exc.strerror}); give a Hugging Face folder or a config.json"
+        ) from exc
+    except msgspec.MsgspecError as exc:
+        raise ModelError(f"{file}: {exc}") from exc
+
+
+def _refuse_unsupported(raw: _HfConfig, file: Path) -> None:
+    expected: tuple[tuple[str, object], ...] = (
+        ("model_type", "llama"),
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("sliding_window", None),
+        ("quantization_config", None),
+    )
+    for key, want in expected:
+        if (got := getattr(raw, key)) != want:
+            raise ModelError(f"{file}: {key}: expected {want!r}, got {got!r}; it is not supported")
+    if raw.partial_rotary_factor not in (None, 1.0):
+        raise ModelError(
+            f"{file}: partial_rotary_factor: expected 1.0, got {raw.partial_rotary_factor}; it "
+            "is not supported"
+        )
+
+
+def _rope(raw: _HfConfig, file: Path) -> tuple[float, Llama3Rope | None]:
+    """Base and scaling from either spelling."""
+    key = "rope_parameters" if raw.rope_parameters else "rope_scaling"
+    rope = raw.rope_parameters or raw.rope_scaling or {}
+    theta = rope.get("rope_theta", raw.rope_theta)
+    # 10000 is what transformers takes when the file names none
+    theta = 10000.0 if theta is None else theta
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ModelError(f"{file}: {key}.rope_theta: expected a number, got {theta!r}")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ModelError(
+            f"{file}: {key}.partial_rotary_factor: expected 1.0, got "
+            f"{rope['partial_rotary_factor']!r}; "
+            "it is not supported"
+        )
+    if rope_type == "default":
+        return float(theta), None
+    if rope_type != "llama3":
+        raise ModelError(
+            f"{file}: {key}.rope_type: expected 'default' or 'llama3', got {rope_type!r}; it is "
+            "not supported"
+        )
+    try:
+        return float(theta), msgspec.convert(rope, Llama3Rope)
+    except msgspec.ValidationError as exc:
+        raise ModelError(f"{file}: {key}: {exc}") from exc
+
+
+def _check(config: ModelConfig) -> None:
+    """What holds for every model, wherever its numbers came from."""
+    if config.dtype not in DTYPES:
+        raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "head_size",
+        "rope_theta",
+        "max_position_embeddings",
+    ):
+        if (value := getattr(config, name)) <= 0:
+            raise ModelError(f"{name}: expected more than 0, got {value}")
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"num_kv_heads: expected a divisor of num_heads {config.num_heads}, got "
+            f"{config.num_kv_heads}"
+        )
+    if config.head_size % 2:
+        raise ModelError(
+            f"head_size: expected an even number (rotary pairs), got {config.head_size}"
+        )

@@ -1,0 +1,62 @@
+"""Every error that kvxfer raises on purpose.
+
+KvxferError
+  ConfigError              the user's settings are wrong; nothing was started
+    TransportUnavailable   a wire that was asked for cannot work here
+  PeerError                the other engine is the reason
+    IncompatiblePeer       its cache or its protocol cannot be served; the message lists every differing field
+    UnknownEngine          an engine id that was never registered
+    PeerLost               it stopped answering
+  TransferFailed           one request failed; other requests go on
+  ProtocolError            a message came in a state that does not allow it, or could not be decoded
+  OutOfBlocks              a request can never fit into the cache
+  ModelError               model files are missing or describe something that is not supported
+"""
+
+
+class KvxferError(Exception):
+    """Base of all."""
+
+
+class ConfigError(KvxferError):
+    """The user's settings are wrong; nothing was started."""
+
+
+class TransportUnavailable(ConfigError):
+    """A wire that was asked for cannot work here; the message names the reason."""
+
+
+class PeerError(KvxferError):
+    """The other engine is the reason."""
+
+
+class IncompatiblePeer(PeerError):
+    """The peer's cache or protocol cannot be served; the message lists every differing field."""
+
+
+class UnknownEngine(PeerError, KeyError):
+    """An engine id that was never registered."""
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of the message.
+        return str(self.args[0]) if self.args else ""
+
+
+class PeerLost(PeerError):
+    """The peer stopped answering."""
+
+
+class TransferFailed(KvxferError):
+    """One request failed; other requests go on."""
+
+
+class ProtocolError(KvxferError):
+    """A message came in a state that does not allow it, or could not be decoded."""
+
+
+class OutOfBlocks(KvxferError):
+    """A request can never fit into the cache."""
+
+
+class ModelError(KvxferError):
+    """Model files are missing or describe something that is not supported."""
