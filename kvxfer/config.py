@@ -1,0 +1,320 @@
+"""Settings: one frozen record, read once. The one place in kvxfer that reads the environment.
+
+A value comes from the first of: arguments, the engine's extra config, ``KVXFER_<NAME>``, the
+default. :func:`load_config` also says which one it was, so that an operator can see why a setting
+has its value.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+
+from kvxfer.errors import ConfigError
+
+Transport = Literal["auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl"]
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+Origin = Literal["argument", "engine", "environment", "default"]
+
+ENV_PREFIX: Final = "KVXFER_"
+# What a peer may be without being named: this host, and the private ranges of RFC 1918 and RFC
+# 4193.
+LOOPBACK_AND_PRIVATE: Final = (
+    *("localhost", "127.0.0.0/8", "::1/128"),
+    *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
+)
+# A CURVE key is 32 bytes; ZeroMQ writes them as 40 characters of Z85.
+_Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
+# At least one letter: 127.1 and 2130706433 are addresses to some resolvers, and no names to us.
+_HOST_NAME = re.compile(r"(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z0-9_]([a-zA-Z0-9_.\-]*[a-zA-Z0-9_])?\.?")
+_POSITIVE: Final = (
+    *("lease_s", "keep_s", "max_hold_s", "pull_timeout_s", "peer_silent_s", "connect_timeout_s"),
+    *("chunk_nbytes", "staging_slots", "control_max_nbytes", "min_gbps"),
+)
+# (shorter, longer, why)
+_ORDERED: Final = (
+    ("keep_s", "lease_s", "a lease must outlive the wait for the message that extends it"),
+    ("lease_s", "max_hold_s", "max_hold_s caps what a lease can be extended to"),
+)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every setting. Durations end in ``_s`` (seconds), sizes in ``_nbytes``.
+
+    Raises ConfigError for a value that cannot work, naming field, expected and got.
+    """
+
+    transport: Transport = "auto"
+    """The wire. ``auto`` tries candidates with real bytes; any other choice works or is an
+    error."""
+    host: str = "127.0.0.1"
+    """Where this engine listens."""
+    port: int = 5700
+    """Its front door; 0 takes a free one."""
+    allowed_peers: tuple[str, ...] = LOOPBACK_AND_PRIVATE
+    """Names, addresses and ranges that this engine connects to; see :meth:`peer_allowed`."""
+    lease_s: float = 30.0
+    """How long an offer is kept without a word from its sink."""
+    keep_s: float = 5.0
+    """How often the sink extends the leases of the requests it still wants."""
+    max_hold_s: float = 480.0
+    """The longest that an offer is kept, however often it is extended."""
+    pull_timeout_s: float = 10.0
+    """A load without a verdict for this long has failed."""
+    peer_silent_s: float = 3.0
+    """A peer that owes an answer and says nothing for this long is down."""
+    connect_timeout_s: float = 5.0
+    """First contact with a peer ends after this long."""
+    chunk_nbytes: int = 1 << 20
+    """Payload of one message of a stream: over TCP 1 MiB is twice as fast as 64 MiB."""
+    staging_slots: int = 16
+    """Chunks in flight on one connection."""
+    control_max_nbytes: int = 4 << 20
+    """A longer control message is refused, answered and counted."""
+    min_gbps: float | None = None
+    """Refuse a peer whose measured wire is slower (GB/s, 1e9 bytes)."""
+    hash_seed: str | None = None
+    """Root of the block hashes; equal on engines that share a cache. PYTHONHASHSEED if unset."""
+    curve_public_key: str | None = None
+    """This engine's CURVE keys (Z85); both or neither."""
+    curve_secret_key: str | None = None
+    curve_server_keys: dict[str, str] | None = None
+    """The public key expected of each engine, by engine id (Z85)."""
+    bind_tokens: bool = True
+    """Compare digests of the token ids on both sides before any KV moves."""
+    faults: str = ""
+    """Specification of the fault-injecting wire that wraps the real one; empty means none."""
+    log_level: LogLevel = "INFO"
+
+    def __post_init__(self) -> None:
+        for check in (_check_numbers, _check_order, _check_peers, _check_curve):
+            check(self)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={_shown(name, value)}" for name, value in _items(self))
+        return f"Config({shown})"
+
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        return [(name, _open(name, value)) for name, value in _items(self)]
+
+    @property
+    def hash_seed_bytes(self) -> bytes | None:
+        """The seed of the block hashes as UTF-8, or None if nobody chose one."""
+        return None if self.hash_seed is None else self.hash_seed.encode()
+
+    def peer_allowed(self, host: str) -> bool:
+        """Does ``allowed_peers`` admit this host?
+
+        An address is compared with addresses and ranges, a name with names (letter case aside).
+        Names are never looked up here: who connects by a name that is not listed resolves it first,
+        asks about the address, and connects to that.
+        """
+        address = _address(host)
+        if address is None:
+            return host.rstrip(".").lower() in {
+                entry.rstrip(".").lower() for entry in self.allowed_peers if _network(entry) is None
+            }
+        networks = (_network(entry) for entry in self.allowed_peers)
+        return any(network is not None and address in network for network in networks)
+
+
+class LoadedConfig(msgspec.Struct, frozen=True):
+    """A config and, for each of its fields, where the value came from."""
+
+    config: Config
+    origins: dict[str, Origin]
+
+    def rows(self) -> list[tuple[str, str, Origin]]:
+        """(field, value as text, origin) for each field, in order; the secret key is not shown."""
+        return [
+            (name, _shown(name, value), self.origins[name]) for name, value in _items(self.config)
+        ]
+
+
+def load_config(
+    arguments: Mapping[str, Any],
+    extra_config: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> LoadedConfig:
+    """The settings of this process; ``environ`` is the process's own unless given.
+
+    Values may be text, as the environment has them: ``allowed_peers`` separated by commas,
+    ``curve_server_keys`` as ``ENGINE=KEY`` separated by commas. None, or an empty variable, means
+    not set.
+
+    Raises ConfigError for unknown names (also unknown ``KVXFER_`` variables) and values that cannot
+    work.
+    """
+    sources: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
+        ("argument", arguments),
+        ("engine", extra_config or {}),
+        ("environment", _from_environment(os.environ if environ is None else environ)),
+    )
+    values: dict[str, Any] = {}
+    origins: dict[str, Origin] = dict.fromkeys(Config.__struct_fields__, "default")
+    for origin, found in sources:
+        for name, value in found.items():
+            if name not in Config.__struct_fields__:
+                raise ConfigError(
+                    f"{name}: expected a setting of kvxfer, got an unknown name ({origin}); "
+                    f"known are {', '.join(Config.__struct_fields__)}"
+                )
+            if value is not None and name not in values:
+                values[name], origins[name] = _from_text(name, value), origin
+    try:
+        config = msgspec.convert(values, Config, strict=False)
+    except msgspec.ValidationError as exc:
+        raise _explained(exc, values, origins) from exc
+    return LoadedConfig(config, origins)
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in Config.__struct_fields__:
+            known = ", ".join(ENV_PREFIX + field.upper() for field in Config.__struct_fields__)
+            raise ConfigError(
+                f"{variable}: expected a setting of kvxfer, got an unknown name (environment); "
+                f"known are {known}"
+            )
+        found[name] = text or None
+    seed = environ.get("PYTHONHASHSEED", "")
+    # "random" is what Python itself does when the variable is not set.
+    if seed and seed != "random" and found.get("hash_seed") is None:
+        found["hash_seed"] = seed
+    return found
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _split_keys(text: str) -> dict[str, str]:
+    keys: dict[str, str] = {}
+    for part in _split(text):
+        engine_id, equals, key = part.partition("=")
+        if not equals or not engine_id:
+            raise ConfigError(f"curve_server_keys: expected ENGINE=KEY,..., got {part!r}")
+        keys[engine_id] = key
+    return keys
+
+
+def _from_text(name: str, value: object) -> object:
+    """Text of a list or a mapping in parts; the decoder reads all other text."""
+    if isinstance(value, str) and name == "allowed_peers":
+        return _split(value)
+    if isinstance(value, str) and name == "curve_server_keys":
+        return _split_keys(value)
+    return value
+
+
+def _items(config: Config) -> Iterator[tuple[str, Any]]:
+    return ((name, getattr(config, name)) for name in Config.__struct_fields__)
+
+
+def _open(name: str, value: object) -> object:
+    """The value, unless it is a secret."""
+    return "(set)" if name == "curve_secret_key" and value is not None else value
+
+
+def _shown(name: str, value: object) -> str:
+    return repr(_open(name, value))
+
+
+def _explained(
+    exc: msgspec.ValidationError, values: Mapping[str, Any], origins: Mapping[str, Origin]
+) -> ConfigError:
+    """The decoder's sentence in the project's form: field first, then expected and got."""
+    reason, _, path = str(exc).rpartition(" - at `$.")
+    name = re.split(r"[.\[`]", path, maxsplit=1)[0]
+    if name not in values:
+        return ConfigError(f"settings: {exc}")
+    got = _shown(name, values[name])
+    choices = {"transport": get_args(Transport), "log_level": get_args(LogLevel)}
+    if name in choices:
+        reason = f"expected one of {', '.join(choices[name])}"
+    else:
+        reason = reason[:1].lower() + reason[1:].partition(", got")[0]
+    return ConfigError(f"{name}: {reason}, got {got} ({origins[name]})")
+
+
+def _check_numbers(config: Config) -> None:
+    for name in _POSITIVE:
+        value = getattr(config, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"{name}: expected a finite number above 0, got {value}")
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"port: expected 0 (any free port) to 65535, got {config.port}")
+    if not config.host:
+        raise ConfigError("host: expected a name or an address to listen on, got ''")
+
+
+def _check_order(config: Config) -> None:
+    for shorter, longer, why in _ORDERED:
+        small, large = getattr(config, shorter), getattr(config, longer)
+        if small >= large:
+            raise ConfigError(
+                f"{shorter}: expected less than {longer} ({large}), got {small}; {why}"
+            )
+
+
+def _check_peers(config: Config) -> None:
+    for entry in config.allowed_peers:
+        if _network(entry) is None and not _HOST_NAME.fullmatch(entry):
+            raise ConfigError(
+                f"allowed_peers: expected names, addresses and ranges, got {entry!r}; "
+                "a range has no bits set after its prefix, as in 10.0.0.0/8"
+            )
+
+
+def _check_curve(config: Config) -> None:
+    if (config.curve_public_key is None) != (config.curve_secret_key is None):
+        missing = "public" if config.curve_public_key is None else "secret"
+        raise ConfigError(
+            f"curve_{missing}_key: expected one beside the other key, got none; set both or neither"
+        )
+    if config.curve_server_keys and config.curve_public_key is None:
+        raise ConfigError(
+            "curve_server_keys: expected this engine's own key pair beside them, got none; "
+            "set curve_public_key and curve_secret_key"
+        )
+    keys = {
+        "curve_public_key": config.curve_public_key,
+        "curve_secret_key": config.curve_secret_key,
+    }
+    for engine_id, server_key in (config.curve_server_keys or {}).items():
+        keys[f"curve_server_keys[{engine_id!r}]"] = server_key
+    for name, key in keys.items():
+        if key is not None and not _Z85_KEY.fullmatch(key):
+            # the value stays out of the message: it may be the secret one
+            raise ConfigError(
+                f"{name}: expected 40 characters of Z85, got {len(key)} characters; "
+                "zmq.curve_keypair() makes a pair"
+            )
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that this text is, or None for a name; IPv4 inside IPv6 counts as IPv4."""
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return None
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped
+    return address
+
+
+def _network(entry: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
+    try:
+        return ipaddress.ip_network(entry)
+    except ValueError:
+        return None

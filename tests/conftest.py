@@ -1,0 +1,69 @@
+"""Set-up of every test: device, seeds, and how hard hypothesis looks.
+
+``--long`` (or HYPOTHESIS_PROFILE=long) draws many random examples; the default is quick and the
+same every time.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+HAS_CUDA = torch.cuda.is_available()
+if not HAS_CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # before any test imports a kernel
+
+settings.register_profile(
+    "ci",
+    max_examples=25,
+    derandomize=True,
+    deadline=None,  # a busy machine is no bug
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    "long",
+    max_examples=1000,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--long", action="store_true", help="hypothesis draws many examples, new ones in each run"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--hypothesis-profile", default=None):
+        return  # hypothesis loads it
+    chosen = "long" if config.getoption("--long") else os.environ.get("HYPOTHESIS_PROFILE", "ci")
+    settings.load_profile(chosen)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The accelerator where there is one."""
+    return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Every test starts from the same random numbers."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)

@@ -1,0 +1,106 @@
+"""What several test modules need: poisoned buffers, comparison in bytes, two processes, a port."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing as mp
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
+from typing import Literal
+
+import torch
+
+POISON = 0xEE
+# A side that fails leaves the other one waiting for it; it gets this long to notice.
+_GRACE_S = 10.0
+
+
+def poisoned(
+    shape: tuple[int, ...],
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.uint8,
+) -> torch.Tensor:
+    """A buffer of 0xEE bytes: a byte that was forgotten, or wrongly touched, is seen."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
+    return raw.view(dtype).view(shape)
+
+
+def assert_same_bytes(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Equal shape, dtype and bytes (so NaN equals NaN, and 0.0 differs from -0.0)."""
+    assert got.shape == want.shape, f"shape: got {tuple(got.shape)}, want {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"dtype: got {got.dtype}, want {want.dtype}"
+    got_bytes, want_bytes = _as_bytes(got), _as_bytes(want)
+    bad = (got_bytes != want_bytes).nonzero().flatten()
+    if bad.numel():
+        first = int(bad[0])
+        raise AssertionError(
+            f"{bad.numel()} of {got_bytes.numel()} bytes differ; first at {first}: "
+            f"got {int(got_bytes[first])}, want {int(want_bytes[first])}"
+        )
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def run_pair(
+    prefill: Callable[[Connection], None],
+    decode: Callable[[Connection], None],
+    *,
+    timeout_s: float = 60.0,
+    exit_codes: tuple[int, int] = (0, 0),
+    method: Literal["forkserver", "spawn"] = "forkserver",
+) -> None:
+    """Run the two sides in two processes, joined by a pipe.
+
+    Each side is a function of a test module and gets its end of the pipe. Fails when an exit code
+    is not the expected one (-9: killed), or a side still runs after ``timeout_s`` (shown as None).
+    """
+    ctx = _context(method)
+    ends = ctx.Pipe()
+    sides = [
+        ctx.Process(target=side, args=(end,))
+        for side, end in zip((prefill, decode), ends, strict=True)
+    ]
+    try:
+        for side, end in zip(sides, ends, strict=True):
+            side.start()
+            end.close()  # so that a side sees the other one's end as the end of the pipe
+        deadline = time.monotonic() + timeout_s
+        while running := [side for side in sides if side.exitcode is None]:
+            codes = zip(sides, exit_codes, strict=True)
+            if any(side.exitcode not in (None, want) for side, want in codes):
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not connection.wait([s.sentinel for s in running], left_s):
+                break
+            for side in running:
+                side.join(0)
+        got = tuple(side.exitcode for side in sides)
+    finally:
+        for side in sides:
+            if side.pid is not None:
+                side.kill()
+                side.join()
+                side.close()
+    assert got == exit_codes, f"prefill, decode exit codes: {got}, expected {exit_codes}"
+
+
+def _context(method: Literal["forkserver", "spawn"]) -> ForkServerContext | SpawnContext:
+    if method == "spawn":
+        return mp.get_context("spawn")
+    ctx = mp.get_context("forkserver")
+    ctx.set_forkserver_preload(["torch"])  # seconds for each process otherwise
+    return ctx
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody used a moment ago."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

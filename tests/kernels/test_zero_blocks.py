@@ -1,0 +1,58 @@
+"""The zeroing kernel, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvxfer.kernels.zero_blocks import segment_table, zero_blocks, zero_blocks_ref
+from tests.helpers import assert_same_bytes, poisoned
+
+CASES = [  # (num_segments, num_blocks, nbytes, gap_nbytes, block_ids)
+    pytest.param(1, 1, 4, 0, [0], id="one-word"),
+    pytest.param(3, 8, 4096, 0, [7, 0, 3], id="several-segments"),
+    pytest.param(2, 8, 4096 + 36, 64, [1, 2], id="ragged-with-gaps"),
+    pytest.param(2, 4, 64, 0, [2, 2], id="repeated"),
+    pytest.param(2, 4, 64, 0, [], id="nothing"),
+]
+
+
+@pytest.mark.parametrize(("num_segments", "num_blocks", "nbytes", "gap_nbytes", "block_ids"), CASES)
+def test_zeroes_these_blocks_and_nothing_else(
+    num_segments: int,
+    num_blocks: int,
+    nbytes: int,
+    gap_nbytes: int,
+    block_ids: list[int],
+    device: torch.device,
+) -> None:
+    shape = (num_segments, num_blocks, nbytes + gap_nbytes)
+    got, want = poisoned(shape, device), poisoned(shape, device)
+    ids = torch.tensor(block_ids, dtype=torch.int64, device=device)
+    zero_blocks(segment_table(got[:, :, :nbytes]), ids, nbytes)
+    zero_blocks_ref(want[:, :, :nbytes], ids)
+    assert_same_bytes(got, want)
+    num_zeros = int((got == 0).sum())
+    assert num_zeros == num_segments * nbytes * len(set(block_ids))
+
+
+def test_segments_of_different_allocations_and_sizes(device: torch.device) -> None:
+    large, small = poisoned((1, 4, 8192), device), poisoned((1, 4, 12), device)
+    table = torch.cat([segment_table(large), segment_table(small)])
+    zero_blocks(table, torch.tensor([1, 3], device=device), 8192)
+    for pool in (large, small):
+        assert pool[0, [1, 3]].count_nonzero() == 0
+        assert (pool[0, [0, 2]] == 0xEE).all()
+
+
+def test_refusals(device: torch.device) -> None:
+    table = torch.zeros((2, 3), dtype=torch.int64, device=device)
+    ids = torch.zeros(2, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match=r"expected shape \(num_segments, 3\), got \(3, 2\)"):
+        zero_blocks(table.T, ids, 4)
+    with pytest.raises(TypeError, match="expected int64"):
+        zero_blocks(table, ids.int(), 4)
+    with pytest.raises(ValueError, match="expected a multiple of 4, got 6"):
+        zero_blocks(table, ids, 6)
+    with pytest.raises(ValueError, match="contiguous last dimension"):
+        segment_table(torch.zeros((2, 4, 4), device=device).transpose(1, 2))

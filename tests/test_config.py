@@ -1,0 +1,285 @@
+import re
+from collections.abc import Mapping
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.config import Config, load_config
+from kvxfer.errors import ConfigError
+
+KEY, SECRET, OTHER = "k" * 40, "s" * 40, "o" * 40
+DEFAULTS = {
+    "transport": "auto",
+    "host": "127.0.0.1",
+    "port": 5700,
+    "allowed_peers": (
+        "localhost",
+        "127.0.0.0/8",
+        "::1/128",
+        "10.0.0.0/8",
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "fc00::/7",
+    ),
+    "lease_s": 30.0,
+    "keep_s": 5.0,
+    "max_hold_s": 480.0,
+    "pull_timeout_s": 10.0,
+    "peer_silent_s": 3.0,
+    "connect_timeout_s": 5.0,
+    "chunk_nbytes": 1048576,
+    "staging_slots": 16,
+    "control_max_nbytes": 4194304,
+    "min_gbps": None,
+    "hash_seed": None,
+    "curve_public_key": None,
+    "curve_secret_key": None,
+    "curve_server_keys": None,
+    "bind_tokens": True,
+    "faults": "",
+    "log_level": "INFO",
+}
+
+
+def load(
+    arguments: Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    return load_config(arguments or {}, extra, environ or {}).config
+
+
+def test_defaults() -> None:
+    loaded = load_config({}, {}, {})
+    assert msgspec.structs.asdict(loaded.config) == DEFAULTS
+    assert loaded.config == Config()
+    assert loaded.origins == dict.fromkeys(DEFAULTS, "default")
+
+
+def test_frozen() -> None:
+    with pytest.raises(AttributeError, match="immutable"):
+        Config().port = 1  # type: ignore[misc]
+
+
+def test_order_of_the_sources() -> None:
+    environ = {f"KVXFER_{name}": "7.5" for name in ("LEASE_S", "MIN_GBPS", "PEER_SILENT_S")}
+    environ["PATH"] = "/bin"
+    loaded = load_config(
+        {"lease_s": 9.0, "port": 1}, {"lease_s": 8.0, "min_gbps": 8.5, "port": 2}, environ
+    )
+    config, origins = loaded.config, loaded.origins
+    assert (config.lease_s, origins["lease_s"]) == (9.0, "argument")
+    assert (config.port, origins["port"]) == (1, "argument")
+    assert (config.min_gbps, origins["min_gbps"]) == (8.5, "engine")
+    assert (config.peer_silent_s, origins["peer_silent_s"]) == (7.5, "environment")
+    assert (config.keep_s, origins["keep_s"]) == (5.0, "default")
+    assert set(origins) == set(DEFAULTS)
+
+
+def test_not_given_is_no_value() -> None:
+    loaded = load_config({"port": None}, {"host": None}, {"KVXFER_PORT": "1", "KVXFER_HOST": ""})
+    assert (loaded.config.port, loaded.origins["port"]) == (1, "environment")
+    assert (loaded.config.host, loaded.origins["host"]) == ("127.0.0.1", "default")
+
+
+def test_reads_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_PORT", "1234")
+    assert load_config({}).config.port == 1234
+
+
+def test_every_value_as_text() -> None:
+    environ = dict(
+        KVXFER_TRANSPORT="shm",
+        KVXFER_HOST="::1",
+        KVXFER_PORT="0",
+        KVXFER_ALLOWED_PEERS="prefill-0, 10.1.0.0/16,",
+        KVXFER_CHUNK_NBYTES="4096",
+        KVXFER_MIN_GBPS="0.5",
+        KVXFER_CURVE_PUBLIC_KEY=KEY,
+        KVXFER_CURVE_SECRET_KEY=SECRET,
+        KVXFER_CURVE_SERVER_KEYS=f"p0={KEY},p1={OTHER}",
+        KVXFER_BIND_TOKENS="false",
+        KVXFER_FAULTS="drop=3",
+        KVXFER_LOG_LEVEL="DEBUG",
+    )
+    config = load(environ=environ)
+    assert (config.transport, config.host, config.port) == ("shm", "::1", 0)
+    assert config.allowed_peers == ("prefill-0", "10.1.0.0/16")
+    assert (config.chunk_nbytes, config.min_gbps) == (4096, 0.5)
+    assert (config.curve_public_key, config.curve_secret_key) == (KEY, SECRET)
+    assert config.curve_server_keys == {"p0": KEY, "p1": OTHER}
+    assert (config.bind_tokens, config.faults, config.log_level) == (False, "drop=3", "DEBUG")
+
+
+def test_text_and_lists_from_an_engine() -> None:
+    assert load({}, {"allowed_peers": "a,b"}).allowed_peers == ("a", "b")
+    assert load({}, {"allowed_peers": ["a", "b"]}).allowed_peers == ("a", "b")
+    assert load({}, {"lease_s": 20}).lease_s == 20.0
+
+
+@pytest.mark.parametrize(
+    ("environ", "seed"),
+    [
+        ({}, None),
+        ({"PYTHONHASHSEED": "random"}, None),
+        ({"PYTHONHASHSEED": ""}, None),
+        ({"PYTHONHASHSEED": "0"}, b"0"),
+        ({"PYTHONHASHSEED": "7", "KVXFER_HASH_SEED": "ünï"}, "ünï".encode()),
+        ({"PYTHONHASHSEED": "7", "KVXFER_HASH_SEED": ""}, b"7"),
+    ],
+)
+def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
+    loaded = load_config({}, {}, environ)
+    assert loaded.config.hash_seed_bytes == seed
+    assert loaded.origins["hash_seed"] == ("default" if seed is None else "environment")
+    assert load_config({"hash_seed": "mine"}, {}, environ).config.hash_seed_bytes == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"port": 70000}, "port: expected 0 (any free port) to 65535, got 70000"),
+        ({"port": -1}, "port: expected 0 (any free port) to 65535, got -1"),
+        ({"port": "x"}, "port: expected `int`, got 'x' (argument)"),
+        ({"host": ""}, "host: expected a name or an address to listen on, got ''"),
+        (
+            {"transport": "tcp"},
+            "transport: expected one of auto, zmq, shm, cuda_ipc, ucx, nixl, got 'tcp' (argument)",
+        ),
+        (
+            {"log_level": "LOUD"},
+            "log_level: expected one of DEBUG, INFO, WARNING, ERROR, CRITICAL, "
+            "got 'LOUD' (argument)",
+        ),
+        ({"transport": " - at `$.port`"}, "transport: expected one of auto, zmq, shm"),
+        ({"lease_s": 0}, "lease_s: expected a finite number above 0, got 0.0"),
+        ({"lease_s": "nan"}, "lease_s: expected a finite number above 0, got nan"),
+        ({"max_hold_s": "inf"}, "max_hold_s: expected a finite number above 0, got inf"),
+        ({"staging_slots": 0}, "staging_slots: expected a finite number above 0, got 0"),
+        ({"chunk_nbytes": 1.5}, "chunk_nbytes: expected `int`, got 1.5 (argument)"),
+        ({"control_max_nbytes": -4}, "control_max_nbytes: expected a finite number above 0, got"),
+        ({"min_gbps": 0.0}, "min_gbps: expected a finite number above 0, got 0.0"),
+        ({"keep_s": 30}, "keep_s: expected less than lease_s (30.0), got 30.0; a lease must"),
+        ({"lease_s": 481}, "lease_s: expected less than max_hold_s (480.0), got 481.0"),
+        ({"bind_tokens": "maybe"}, "bind_tokens: expected `bool`, got 'maybe' (argument)"),
+        ({"allowed_peers": ["10.0.0.1/8"]}, "allowed_peers: expected names, addresses and ranges"),
+        ({"allowed_peers": ["127.1"]}, "allowed_peers: expected names, addresses and ranges"),
+        ({"allowed_peers": ["a b"]}, "allowed_peers: expected names, addresses and ranges"),
+        ({"allowed_peers": 5}, "allowed_peers: expected `array`, got 5 (argument)"),
+        ({"allowed_peers": ["a", 5]}, "allowed_peers: expected `str`, got ['a', 5] (argument)"),
+        ({"curve_public_key": KEY}, "curve_secret_key: expected one beside the other key"),
+        ({"curve_secret_key": KEY}, "curve_public_key: expected one beside the other key"),
+        ({"curve_server_keys": {"p0": KEY}}, "curve_server_keys: expected this engine's own key"),
+        ({"curve_server_keys": "p0"}, "curve_server_keys: expected ENGINE=KEY,..., got 'p0'"),
+        (
+            {"curve_public_key": KEY, "curve_secret_key": "short"},
+            "curve_secret_key: expected 40 characters of Z85, got 5 characters",
+        ),
+        (
+            {"curve_public_key": KEY, "curve_secret_key": SECRET, "curve_server_keys": "p0=x"},
+            "curve_server_keys['p0']: expected 40 characters of Z85, got 1 characters",
+        ),
+        (
+            {"lease": 1},
+            "lease: expected a setting of kvxfer, got an unknown name (argument); known",
+        ),
+    ],
+)
+def test_refuses(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load(values)
+
+
+def test_says_which_source_was_wrong() -> None:
+    with pytest.raises(ConfigError, match=re.escape("port: expected `int`, got 'x' (environment)")):
+        load(environ={"KVXFER_PORT": "x"})
+    with pytest.raises(ConfigError, match=r"lease: .* unknown name \(engine\)"):
+        load({}, {"lease": 1})
+
+
+@pytest.mark.parametrize("text", ["1", ""])
+def test_refuses_unknown_variables(text: str) -> None:
+    with pytest.raises(ConfigError, match="KVXFER_LEASE: .* known are .*KVXFER_LEASE_S"):
+        load(environ={"KVXFER_LEASE": text})
+
+
+def test_a_config_made_by_hand_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match="keep_s"):
+        Config(keep_s=60)
+
+
+def test_the_secret_key_is_never_shown() -> None:
+    loaded = load_config(
+        {"curve_public_key": KEY}, {}, {"KVXFER_CURVE_SECRET_KEY": SECRET, "KVXFER_PORT": "1"}
+    )
+    rows = {name: (value, origin) for name, value, origin in loaded.rows()}
+    assert list(rows) == list(DEFAULTS)
+    assert rows["curve_public_key"] == (repr(KEY), "argument")
+    assert rows["curve_secret_key"] == ("'(set)'", "environment")
+    assert rows["port"] == ("1", "environment")
+    assert rows["lease_s"] == ("30.0", "default")
+    texts = [repr(loaded), str(loaded.config), repr(loaded.config.__rich_repr__()), str(rows)]
+    for wrong in ({"curve_secret_key": SECRET[1:]}, {"port": "x"}, {"curve_secret_key": [SECRET]}):
+        values = {"curve_public_key": KEY, "curve_secret_key": SECRET} | wrong
+        with pytest.raises(ConfigError) as refused:
+            load(values)
+        texts += [str(refused.value), repr(refused.value.__cause__)]
+    assert not any(SECRET[1:] in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.10", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("::ffff:10.1.2.3", True),
+        ("::ffff:8.8.8.8", False),
+        ("10.255.0.1", True),
+        ("11.0.0.1", False),
+        ("172.31.0.1", True),
+        ("172.32.0.1", False),
+        ("192.168.1.1", True),
+        ("fd00::7", True),
+        ("2001:db8::1", False),
+        ("0.0.0.0", False),
+        ("localhost", True),
+        ("LOCALHOST.", True),
+        ("localhost.example", False),
+        ("decode-0", False),
+        ("127.1", False),
+        ("2130706433", False),
+        ("", False),
+    ],
+)
+def test_peers_by_default(host: str, allowed: bool) -> None:
+    assert Config().peer_allowed(host) is allowed
+
+
+def test_peers_by_choice() -> None:
+    config = Config(allowed_peers=("Decode-0", "8.8.8.8", "2001:db8::/32"))
+    assert config.peer_allowed("decode-0")
+    assert config.peer_allowed("8.8.8.8")
+    assert config.peer_allowed("2001:db8::5")
+    assert not config.peer_allowed("127.0.0.1")
+    assert not config.peer_allowed("localhost")
+    assert not Config(allowed_peers=()).peer_allowed("127.0.0.1")
+
+
+@given(st.integers(min_value=0, max_value=2**32 - 1))
+def test_ipv4_ranges_by_hand(number: int) -> None:
+    a, b, c, d = number.to_bytes(4, "big")
+    want = a in (10, 127) or (a == 172 and 16 <= b < 32) or (a, b) == (192, 168)
+    assert Config().peer_allowed(f"{a}.{b}.{c}.{d}") is want
+
+
+@given(st.text(max_size=50), st.sampled_from(sorted(DEFAULTS)))
+def test_any_text_is_a_value_or_a_named_error(text: str, name: str) -> None:
+    try:
+        load(environ={f"KVXFER_{name.upper()}": text})
+    except ConfigError as refused:
+        assert "expected" in str(refused)  # noqa: PT017
+        assert "curve" in str(refused) if name.startswith("curve") else name in str(refused)  # noqa: PT017
