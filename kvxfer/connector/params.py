@@ -1,0 +1,133 @@
+"""``kv_transfer_params``: what travels with a request through routers and sidecars.
+
+The keys of the NIXL connector are kept, because routers forward them verbatim; ours stand under one
+key, ``kvxfer``.
+They are a hint and a freshness check, not a credential: block ids come only from a Grant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.wire import OfferRef
+
+NONCE_NBYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OfferWanted:
+    """Prefill this request and keep its KV for somebody."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadWanted:
+    """Take this request's KV from there."""
+
+    source: SourceRef
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """An ordinary request. ``reason`` is counted: no_params, null_params, other_connector or
+    bad_params.
+    """
+
+    reason: str
+    detail: str = ""
+
+
+Params = OfferWanted | LoadWanted | Plain
+
+
+class _Ours(msgspec.Struct, frozen=True):
+    incarnation: str
+    number: int
+    nonce: str
+    tokens: int
+    endpoint: str
+
+
+class _Outer(msgspec.Struct, frozen=True):
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+    remote_engine_id: str | None = None
+    kvxfer: _Ours | None = None
+
+
+def parse_params(raw: Mapping[str, Any] | None) -> Params:
+    """Parse at the door. Never guesses: what cannot be understood is Plain with the path of the
+    mistake.
+    """
+    if not raw:
+        return Plain("no_params")
+    try:
+        outer = msgspec.convert(dict(raw), _Outer)
+        if outer.do_remote_decode:
+            return OfferWanted()
+        if not outer.do_remote_prefill:
+            return Plain("null_params")
+        if outer.kvxfer is None:
+            return Plain("other_connector")
+        return LoadWanted(_source(outer.kvxfer, outer.remote_engine_id))
+    except (msgspec.ValidationError, ValueError, TypeError) as e:
+        return Plain("bad_params", f"kv_transfer_params: {e}")
+
+
+def _source(ours: _Ours, engine_id: str | None) -> SourceRef:
+    if not engine_id:
+        raise ValueError("remote_engine_id: expected a name, got none")
+    url = urlsplit(ours.endpoint)
+    if url.scheme != "tcp" or not url.hostname or not url.port:
+        raise ValueError(f"kvxfer.endpoint: expected tcp://host:port, got {ours.endpoint!r}")
+    if ours.tokens < 1:
+        raise ValueError(f"kvxfer.tokens: expected at least 1, got {ours.tokens}")
+    return SourceRef(
+        engine_id=engine_id,
+        endpoint=ours.endpoint,
+        offer=OfferRef(_hex(ours.nonce, "nonce"), _hex(ours.incarnation, "incarnation")),
+        num_tokens=ours.tokens,
+    )
+
+
+def _hex(text: str, name: str) -> bytes:
+    raw = bytes.fromhex(text)
+    if len(raw) != NONCE_NBYTES:
+        raise ValueError(f"kvxfer.{name}: expected {NONCE_NBYTES} bytes in hex, got {len(raw)}")
+    return raw
+
+
+def make_params(
+    source: SourceRef, *, request_id: str, number: int, tp_size: int, pp_size: int
+) -> dict[str, Any]:
+    """What a finished prefill request returns; JSON-serialisable. The inverse of
+    :func:`parse_params`.
+
+    ``remote_block_ids`` is empty on purpose: ids come from the Grant, and a stale id could be read
+    by mistake.
+    """
+    url = urlsplit(source.endpoint)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": source.engine_id,
+        "remote_block_ids": [],
+        "remote_request_id": request_id,
+        "remote_host": url.hostname,
+        "remote_port": url.port,
+        "tp_size": tp_size,
+        "pp_size": pp_size,
+        "remote_num_tokens": source.num_tokens,
+        "kvxfer": {
+            "incarnation": source.offer.incarnation.hex(),
+            "number": number,
+            "nonce": source.offer.nonce.hex(),
+            "tokens": source.num_tokens,
+            "endpoint": source.endpoint,
+        },
+    }

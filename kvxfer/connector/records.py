@@ -1,0 +1,176 @@
+"""What the scheduler side tells the workers each step, and what the workers tell back. Plain
+records, msgpack-ready.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvxfer.transfer.manifest import EngineManifest
+from kvxfer.transfer.wire import OfferRef, Reason
+
+GroupBlockIds = tuple[tuple[int, ...], ...]
+"""Block ids by KV cache group, positional from the request's first token, -1 where there is no
+block.
+"""
+
+
+class NewOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Minted at admission, sent with the request's first step. ``num_tokens``: what is offered,
+    from token 0.
+    """
+
+    request_id: str
+    nonce: bytes
+    num_tokens: int
+    digest: bytes
+
+
+class OfferBlocks(msgspec.Struct, frozen=True):
+    """The block table of an offered request as of this step (the whole table, not an increment)."""
+
+    request_id: str
+    block_ids: GroupBlockIds
+
+
+class EndOffer(msgspec.Struct, frozen=True):
+    """The engine takes the blocks back: the offer must be over before they are reused."""
+
+    request_id: str
+    reason: Reason
+
+
+class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an offer can be had: the front door of the source engine, and which offer. Parsed from
+    kv_transfer_params.
+    """
+
+    engine_id: str
+    endpoint: str
+    offer: OfferRef
+    num_tokens: int
+
+
+class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks. ``digest``: over the
+    offered tokens as we know them.
+    """
+
+    request_id: str
+    source: SourceRef
+    token_lo: int
+    token_hi: int
+    block_ids: GroupBlockIds
+    digest: bytes
+
+
+class AbortLoad(msgspec.Struct, frozen=True):
+    """The engine no longer wants a load that was handed to the workers. It is still reported,
+    once.
+    """
+
+    request_id: str
+    reason: Reason
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """From this step on, extend this offer's lease until the load ends or Unhold (rank 0 sends the
+    Keeps).
+    """
+
+    request_id: str
+    source: SourceRef
+
+
+class Unhold(msgspec.Struct, frozen=True):
+    """Not wanted any more and never handed to a worker as a load: rank 0 sends Cancel to every
+    source rank.
+    """
+
+    request_id: str
+    source: SourceRef
+    reason: Reason
+
+
+class ConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's orders for all ranks of one engine. Everything is empty in most steps.
+
+    ``manifest`` comes with the first step, and again when it changes. ``computed`` names the
+    offered requests whose
+    last offered token is computed by this very step: their ready event is recorded at its end.
+    ``delayed`` names the
+    finished requests whose blocks the engine keeps until finished_sending: only for these it is
+    reported, at once when
+    the offer is already over (an offer may end while its request still runs, and a running request
+    must not be freed).
+    """
+
+    manifest: EngineManifest | None = None
+    offers: tuple[NewOffer, ...] = ()
+    blocks: tuple[OfferBlocks, ...] = ()
+    computed: tuple[str, ...] = ()
+    ended: tuple[EndOffer, ...] = ()
+    delayed: tuple[str, ...] = ()
+    loads: tuple[NewLoad, ...] = ()
+    aborts: tuple[AbortLoad, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    unholds: tuple[Unhold, ...] = ()
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How one load went on one rank. Durations in seconds. ``reason`` None: every route was
+    valid.
+    """
+
+    request_id: str
+    reason: Reason | None
+    detail: str = ""
+    nbytes: int = 0
+    started_s: float = 0.0  # time.monotonic() of this host when the first Pull left
+    finished_s: float = 0.0  # the same clock, when the last verdict came
+    transports: tuple[str, ...] = ()
+
+
+class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts since the last report; ``aggregate`` adds two. ``reasons``: why KV was not used, by
+    Reason value.
+    """
+
+    counts: dict[str, int] = {}
+    reasons: dict[str, int] = {}
+    loads: tuple[LoadReport, ...] = ()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Both together; neither is changed."""
+        return KVConnectorStats(
+            counts=_added(self.counts, other.counts),
+            reasons=_added(self.reasons, other.reasons),
+            loads=self.loads + other.loads,
+        )
+
+    def is_empty(self) -> bool:
+        """Nothing to report."""
+        return not (self.counts or self.reasons or self.loads)
+
+
+def _added(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
+    return {key: left.get(key, 0) + right.get(key, 0) for key in left.keys() | right.keys()}
+
+
+class KVConnectorOutput(msgspec.Struct, kw_only=True):
+    """What one rank, or after aggregation one engine, reports after a step. Empty is None, as in
+    the field's contract.
+
+    ``failed_recving`` maps a request to the name of the reason; its ids are in ``finished_recving``
+    too.
+    """
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    failed_recving: dict[str, str] | None = None
+    kv_connector_stats: KVConnectorStats | None = None
+    kv_cache_events: Any = None
+    invalid_block_ids: set[int] = set()
+    expected_finished_count: int = 0

@@ -1,0 +1,246 @@
+"""The scheduler side of the connector: decides what is offered, loaded, held and given up; owns no
+socket.
+
+Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
+translation. Everything that
+the workers must do leaves in :meth:`SchedulerConnector.build_connector_meta`; everything that
+happened comes back in
+:meth:`SchedulerConnector.update_connector_output`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvxfer.config import Config
+from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
+from kvxfer.connector.loads import LoadBook
+from kvxfer.connector.offers import Offer, OfferBook
+from kvxfer.connector.params import OfferWanted, Plain, make_params, parse_params
+from kvxfer.connector.records import (
+    ConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorStats,
+    SourceRef,
+)
+from kvxfer.errors import ConfigError
+from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
+from kvxfer.transfer.wire import PROTOCOL_MAX, PROTOCOL_MIN, OfferRef, Reason
+
+log = logging.getLogger("kvxfer.connector")
+
+
+class SchedulerConnector:
+    """One per engine, in the scheduler's process.
+
+    Args:
+        incarnation: 16 random bytes, one registration of this engine's pools.
+        block_tokens, layout: as in the manifest.
+        can_send, can_receive: the role; params of the other role make a plain request, counted.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine_id: str,
+        incarnation: bytes,
+        facts: CacheFacts,
+        tp_size: int,
+        pp_size: int,
+        block_tokens: int,
+        layout: str,
+        can_send: bool,
+        can_receive: bool,
+    ) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self._incarnation = incarnation
+        self._facts = facts
+        self._tp_size, self._pp_size = tp_size, pp_size
+        self._block_tokens = block_tokens
+        self._layout = layout
+        self._can_send, self._can_receive = can_send, can_receive
+        self._manifest: EngineManifest | None = None
+        self._manifest_is_new = False
+        self._offers = OfferBook()
+        self._loads = LoadBook()
+        self._reasons: Counter[str] = Counter()
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, ranks: Mapping[tuple[int, int], RankManifest]
+    ) -> None:
+        """All ranks by (pp, tp), once their workers listen. Raises ConfigError when one is
+        missing.
+        """
+        expected = {(pp, tp) for pp in range(self._pp_size) for tp in range(self._tp_size)}
+        if set(ranks) != expected:
+            raise ConfigError(
+                f"ranks: expected (pp, tp) {sorted(expected)}, got {sorted(ranks)}; "
+                "every worker must register its caches first"
+            )
+        self._manifest = EngineManifest(
+            engine_id=self._engine_id,
+            incarnation=self._incarnation,
+            protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
+            capabilities=(),
+            facts=self._facts,
+            tp_size=self._tp_size,
+            pp_size=self._pp_size,
+            block_tokens=self._block_tokens,
+            layout=self._layout,
+            ranks=tuple(ranks[key] for key in sorted(ranks)),
+        )
+        self._manifest_is_new = True
+
+    def get_finished_count(self) -> int | None:
+        """None: every rank reports every request."""
+        return None
+
+    def on_new_request(self, request: RequestLike) -> None:
+        """A request has arrived: from now on its offer at the source is kept alive."""
+        params = parse_params(request.kv_transfer_params)
+        if isinstance(params, Plain):
+            if params.reason != "no_params":
+                self._count(request, params.reason, params.detail)
+        elif isinstance(params, OfferWanted):
+            if self._can_send:
+                self._offers.want(request)
+            else:
+                self._count(request, "role", "this engine does not offer KV")
+        else:
+            self._want(request, params.source)
+
+    def _want(self, request: RequestLike, source: SourceRef) -> None:
+        host = urlsplit(source.endpoint).hostname or ""
+        if not self._can_receive:
+            self._count(request, "role", "this engine does not load KV")
+        elif not self._config.peer_allowed(host):
+            self._count(request, Reason.NOT_ALLOWED, f"{host} is not in allowed_peers")
+        elif (reason := self._loads.want(request, source)) is not None:
+            self._count(
+                request,
+                reason,
+                f"{source.num_tokens} tokens offered, the prompt has {request.num_prompt_tokens}",
+            )
+
+    def get_num_new_matched_tokens(
+        self, request: RequestLike, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens beyond the locally cached ones can be loaded, and whether that is
+        asynchronous.
+
+        May be called any number of times; the last ``num_computed_tokens`` counts in
+        update_state_after_alloc.
+        """
+        num_tokens = self._loads.num_more_tokens(request.request_id, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def update_state_after_alloc(
+        self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
+    ) -> None:
+        """Blocks are allocated. With external tokens the load goes to the workers, else the offer
+        is given up.
+        """
+        reason = self._loads.allocated(
+            request.request_id, blocks.get_block_ids(), num_external_tokens
+        )
+        if reason is not None:
+            self._count(request, reason, "")
+
+    def request_finished(
+        self, request: RequestLike, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Called once per request, before its blocks are freed.
+
+        Returns whether the engine must keep the blocks until finished_sending, and the params for
+        the decode side. An
+        aborted load is still reported through finished_recving; its blocks stay with the engine
+        until then.
+        """
+        reason = self._loads.finish(request.request_id)
+        if reason is not None:
+            self._count(request, reason, "ended before its KV was loaded")
+        keep_blocks, offer = self._offers.finish(request)
+        if offer is None or self._manifest is None:
+            return keep_blocks, None
+        return keep_blocks, make_params(
+            self._source_ref(self._manifest, offer),
+            request_id=request.request_id,
+            number=offer.number,
+            tp_size=self._tp_size,
+            pp_size=self._pp_size,
+        )
+
+    def request_finished_all_groups(
+        self, request: RequestLike, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same for several KV cache groups."""
+        return self.request_finished(request, [i for group in block_ids for i in group])
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
+        """This step's orders. Reads ``scheduler_output``, changes nothing in it."""
+        offers = self._offers.step(scheduler_output)
+        loads = self._loads.step()
+        manifest = self._manifest if self._manifest_is_new else None
+        self._manifest_is_new = False
+        return ConnectorMetadata(
+            manifest=manifest,
+            offers=offers.offers,
+            blocks=offers.blocks,
+            computed=offers.computed,
+            ended=offers.ended,
+            delayed=offers.delayed,
+            loads=loads.loads,
+            aborts=loads.aborts,
+            holds=loads.holds,
+            unholds=loads.unholds,
+        )
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        """What the ranks reported, aggregated."""
+        for request_id in output.finished_recving or ():
+            self._loads.ended(request_id)
+        for request_id, reason in (output.failed_recving or {}).items():
+            self._reasons[reason] += 1
+            log.debug("request %s: KV not used: %s", request_id, reason)
+        for request_id in output.finished_sending or ():
+            self._offers.sent(request_id)
+
+    def has_orders(self) -> bool:
+        """Something waits for the next metadata: an idle engine should step once."""
+        return self._manifest_is_new or self._offers.has_orders() or self._loads.has_orders()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Why requests ran without transferred KV, since the last call."""
+        reasons, self._reasons = self._reasons, Counter()
+        return KVConnectorStats(reasons=dict(reasons)) if reasons else None
+
+    def take_events(self) -> tuple[Any, ...]:
+        """None: block events are the engine's own."""
+        return ()
+
+    def reset_cache(self) -> bool:
+        """Break every offer; kept blocks come back through finished_sending."""
+        self._offers.reset()
+        return True
+
+    def shutdown(self) -> None:
+        """Nothing is held here: offers end in the workers."""
+
+    def _source_ref(self, manifest: EngineManifest, offer: Offer) -> SourceRef:
+        return SourceRef(
+            engine_id=self._engine_id,
+            endpoint=manifest.rank(RankId(0, 0)).control_endpoint,
+            offer=OfferRef(offer.nonce, self._incarnation),
+            num_tokens=offer.num_tokens,
+        )
+
+    def _count(self, request: RequestLike, reason: str, detail: str) -> None:
+        self._reasons[str(reason)] += 1
+        if detail:
+            log.debug("request %s: KV not used: %s: %s", request.request_id, reason, detail)

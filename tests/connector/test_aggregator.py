@@ -1,0 +1,208 @@
+"""Reports of several ranks into one. Expectations are written out by hand."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvxfer.connector.aggregator import KVOutputAggregator
+from kvxfer.connector.records import KVConnectorOutput, KVConnectorStats
+
+
+@dataclass
+class Output:
+    kv_connector_output: KVConnectorOutput | None = None
+
+
+def sent(*ids: str) -> Output:
+    return Output(KVConnectorOutput(finished_sending=set(ids)))
+
+
+def received(*ids: str, failed: dict[str, str] | None = None) -> Output:
+    return Output(KVConnectorOutput(finished_recving=set(ids), failed_recving=failed))
+
+
+def nothing() -> Output:
+    return Output(KVConnectorOutput())
+
+
+def merged(
+    aggregator: KVOutputAggregator, *outputs: Output | None, output_rank: int = 0
+) -> KVConnectorOutput:
+    result = aggregator.aggregate(list(outputs), output_rank)
+    assert result is not None
+    assert result is outputs[output_rank]
+    assert result.kv_connector_output is not None
+    return result.kv_connector_output
+
+
+def test_a_request_is_done_when_every_rank_has_reported() -> None:
+    aggregator = KVOutputAggregator(2)
+    first = merged(aggregator, sent("a"), nothing())
+    assert first.finished_sending is None
+    second = merged(aggregator, nothing(), sent("a", "b"))
+    assert second.finished_sending == {"a"}
+    assert second.finished_recving is None
+    assert merged(aggregator, sent("b"), nothing()).finished_sending == {"b"}
+
+
+def test_sending_and_receiving_count_apart() -> None:
+    aggregator = KVOutputAggregator(2)
+    result = merged(aggregator, sent("a"), received("a"))
+    assert (result.finished_sending, result.finished_recving) == (None, None)
+    result = merged(aggregator, received("a"), sent("a"))
+    assert (result.finished_sending, result.finished_recving) == ({"a"}, {"a"})
+
+
+def test_a_rank_that_repeats_itself_does_not_stand_for_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    aggregator = KVOutputAggregator(2)
+    with caplog.at_level(logging.WARNING, "kvxfer.connector"):
+        for _ in range(3):
+            assert merged(aggregator, sent("a"), nothing()).finished_sending is None
+    assert aggregator.num_dropped == 2
+    assert len(caplog.records) == 1
+    assert merged(aggregator, nothing(), sent("a")).finished_sending == {"a"}
+
+
+def test_a_report_after_completion_is_dropped_and_starts_nothing() -> None:
+    aggregator = KVOutputAggregator(2)
+    assert merged(aggregator, sent("a"), sent("a")).finished_sending == {"a"}
+    assert merged(aggregator, sent("a"), nothing()).finished_sending is None
+    assert merged(aggregator, nothing(), sent("a")).finished_sending is None
+    assert aggregator.num_dropped == 2
+
+
+def test_a_failure_waits_until_all_ranks_have_reported() -> None:
+    aggregator = KVOutputAggregator(3)
+    result = merged(aggregator, received("a", failed={"a": "peer_lost"}), received("a"), nothing())
+    assert (result.finished_recving, result.failed_recving) == (None, None)
+    result = merged(aggregator, nothing(), nothing(), received("a", failed={"a": "cancelled"}))
+    assert result.finished_recving == {"a"}
+    assert result.failed_recving == {"a": "peer_lost"}  # the first reason
+    assert merged(aggregator, received("b"), received("b"), received("b")).failed_recving is None
+
+
+def test_a_round_without_the_output_rank_is_kept() -> None:
+    aggregator = KVOutputAggregator(2)
+    stats = KVConnectorStats(counts={"loads": 1})
+    lost = Output(KVConnectorOutput(finished_sending={"a"}, kv_connector_stats=stats))
+    assert aggregator.aggregate([None, lost]) is None
+    result = merged(aggregator, sent("a"), nothing())
+    assert result.finished_sending == {"a"}
+    assert result.kv_connector_stats == stats
+
+
+def test_another_output_rank_takes_the_result() -> None:
+    aggregator = KVOutputAggregator(2)
+    assert merged(aggregator, sent("a"), sent("a"), output_rank=1).finished_sending == {"a"}
+
+
+def test_the_expected_count_of_an_output_holds_for_later_requests_only() -> None:
+    aggregator = KVOutputAggregator(4)
+    merged(aggregator, sent("old"), nothing(), nothing(), nothing())
+    fewer = Output(KVConnectorOutput(expected_finished_count=2))
+    merged(aggregator, fewer, nothing(), nothing(), nothing())
+    result = merged(aggregator, sent("new"), sent("new", "old"), nothing(), nothing())
+    assert result.finished_sending == {"new"}
+    result = merged(aggregator, nothing(), nothing(), sent("old"), sent("old"))
+    assert result.finished_sending == {"old"}
+
+
+def test_inputs_are_left_alone() -> None:
+    aggregator = KVOutputAggregator(2)
+    outputs = [
+        Output(
+            KVConnectorOutput(
+                finished_sending={"a"},
+                kv_connector_stats=KVConnectorStats(counts={"loads": 1}, reasons={"ended": 2}),
+                invalid_block_ids={1, 2},
+            )
+        )
+        for _ in range(2)
+    ]
+    first = outputs[0].kv_connector_output
+    before = copy.deepcopy([output.kv_connector_output for output in outputs])
+    result = merged(aggregator, *outputs)
+    assert result.kv_connector_stats == KVConnectorStats(counts={"loads": 2}, reasons={"ended": 4})
+    assert result.invalid_block_ids == {1, 2}
+    assert [first, outputs[1].kv_connector_output] == before
+
+
+@dataclass
+class Events:
+    seen: list[object]
+    num_workers: int = 1
+
+    def get_all_events(self) -> list[object]:
+        return self.seen
+
+    def add_events(self, events: list[object]) -> None:
+        self.seen = self.seen + events
+
+    def increment_workers(self, count: int) -> None:
+        self.num_workers += count
+
+
+def test_events_are_joined_and_counted() -> None:
+    events = [Events(["stored 1"]), Events(["stored 2"])]
+    outputs = [Output(KVConnectorOutput(kv_cache_events=each)) for each in events]
+    result = merged(KVOutputAggregator(2), *outputs)
+    assert result.kv_cache_events == Events(["stored 1", "stored 2"], num_workers=2)
+    assert events == [Events(["stored 1"]), Events(["stored 2"])]
+
+
+@dataclass
+class OwnStats:
+    """An engine's statistics that add in place."""
+
+    counts: list[int] = field(default_factory=list)
+
+    def aggregate(self, other: OwnStats) -> OwnStats:
+        self.counts += other.counts
+        return self
+
+
+def test_statistics_that_add_in_place_do_not_change_a_rank() -> None:
+    stats = [OwnStats([1]), OwnStats([2]), OwnStats([3])]
+    outputs = [Output(KVConnectorOutput(kv_connector_stats=each)) for each in stats]  # type: ignore[arg-type]
+    result = merged(KVOutputAggregator(3), *outputs)
+    assert result.kv_connector_stats == OwnStats([1, 2, 3])
+    assert stats == [OwnStats([1]), OwnStats([2]), OwnStats([3])]
+
+
+def test_statistics_of_different_types_are_refused() -> None:
+    outputs = [
+        Output(KVConnectorOutput(kv_connector_stats=KVConnectorStats())),
+        Output(KVConnectorOutput(kv_connector_stats=OwnStats())),  # type: ignore[arg-type]
+    ]
+    with pytest.raises(TypeError, match="expected KVConnectorStats from every rank, got OwnStats"):
+        KVOutputAggregator(2).aggregate(outputs)
+
+
+@dataclass
+class Connector:
+    count: int | None
+
+    def get_finished_count(self) -> int | None:
+        return self.count
+
+
+@pytest.mark.parametrize(("count", "expected"), [(None, 3), (0, 3), (2, 2)])
+def test_from_connector(count: int | None, expected: int) -> None:
+    aggregator = KVOutputAggregator.from_connector(Connector(count), world_size=3)
+    outputs = [sent("a") if rank < expected else nothing() for rank in range(3)]
+    assert merged(aggregator, *outputs).finished_sending == {"a"}
+    outputs = [sent("b") if rank < expected - 1 else nothing() for rank in range(3)]
+    assert merged(aggregator, *outputs).finished_sending is None
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="expected at least 1, got 0"):
+        KVOutputAggregator(0)
+    with pytest.raises(IndexError):
+        KVOutputAggregator(2).aggregate([nothing(), nothing()], output_rank=2)

@@ -1,0 +1,91 @@
+"""kv_transfer_params at the door."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params, parse_params
+from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.wire import OfferRef
+
+SOURCE = SourceRef(
+    engine_id="prefill-1",
+    endpoint="tcp://10.0.0.7:5700",
+    offer=OfferRef(bytes(range(16)), bytes(range(16, 32))),
+    num_tokens=77,
+)
+
+
+def params(**ours: Any) -> dict[str, Any]:
+    made = make_params(SOURCE, request_id="r1", number=3, tp_size=2, pp_size=1)
+    made["kvxfer"] |= ours
+    return made
+
+
+def test_made_params_are_the_fields_that_routers_know() -> None:
+    assert json.loads(json.dumps(params())) == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "prefill-1",
+        "remote_block_ids": [],
+        "remote_request_id": "r1",
+        "remote_host": "10.0.0.7",
+        "remote_port": 5700,
+        "tp_size": 2,
+        "pp_size": 1,
+        "remote_num_tokens": 77,
+        "kvxfer": {
+            "incarnation": "101112131415161718191a1b1c1d1e1f",
+            "number": 3,
+            "nonce": "000102030405060708090a0b0c0d0e0f",
+            "tokens": 77,
+            "endpoint": "tcp://10.0.0.7:5700",
+        },
+    }
+
+
+def test_made_params_parse_back() -> None:
+    assert parse_params(json.loads(json.dumps(params()))) == LoadWanted(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        (None, Plain("no_params")),
+        ({}, Plain("no_params")),
+        (
+            {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None},
+            OfferWanted(),
+        ),
+        ({"do_remote_decode": None, "do_remote_prefill": None}, Plain("null_params")),
+        ({"do_remote_prefill": True, "remote_engine_id": "x"}, Plain("other_connector")),
+    ],
+)
+def test_kinds(raw: dict[str, Any] | None, expected: object) -> None:
+    assert parse_params(raw) == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "detail"),
+    [
+        ({"do_remote_decode": "yes"}, "do_remote_decode"),
+        (params(nonce="00"), "nonce: expected 16 bytes in hex, got 1"),
+        (params(nonce="zz"), "fromhex"),
+        (params(incarnation=7), "incarnation"),
+        (params(endpoint="http://10.0.0.7:80"), "expected tcp://host:port"),
+        (params(endpoint="tcp://10.0.0.7"), "expected tcp://host:port"),
+        (params(endpoint="tcp://10.0.0.7:99999"), "Port out of range"),
+        (params(tokens=0), "expected at least 1, got 0"),
+        (params(tokens="77"), "tokens"),
+        (params() | {"remote_engine_id": None}, "remote_engine_id: expected a name, got none"),
+        (params() | {"kvxfer": [1]}, "kvxfer"),
+    ],
+)
+def test_what_cannot_be_understood_is_named(raw: dict[str, Any], detail: str) -> None:
+    parsed = parse_params(raw)
+    assert isinstance(parsed, Plain)
+    assert parsed.reason == "bad_params"
+    assert detail in parsed.detail

@@ -1,0 +1,361 @@
+"""What the scheduler side tells the workers, step by step. Expectations are written out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace as Bag
+from typing import Any
+
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.connector.params import make_params
+from kvxfer.connector.records import (
+    AbortLoad,
+    ConnectorMetadata,
+    EndOffer,
+    Hold,
+    KVConnectorOutput,
+    NewLoad,
+    NewOffer,
+    OfferBlocks,
+    SourceRef,
+    Unhold,
+)
+from kvxfer.connector.scheduler_side import SchedulerConnector
+from kvxfer.errors import ConfigError
+from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest
+from kvxfer.transfer.tokens import token_digest
+from kvxfer.transfer.wire import OfferRef, Reason
+
+INCARNATION = b"i" * 16
+FACTS = CacheFacts(
+    model="llama",
+    weights="w",
+    rope="r",
+    dtype="float32",
+    quantisation="none",
+    num_kv_heads=4,
+    head_size=64,
+    num_layers=2,
+)
+SOURCE = SourceRef(
+    engine_id="p",
+    endpoint="tcp://127.0.0.1:5700",
+    offer=OfferRef(b"n" * 16, b"s" * 16),
+    num_tokens=40,
+)
+PROMPT = tuple(range(40))
+
+
+@dataclass
+class Request:
+    request_id: str = "r"
+    prompt_token_ids: tuple[int, ...] = PROMPT
+    kv_transfer_params: dict[str, Any] | None = None
+    status: str = "FINISHED_LENGTH_CAPPED"
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass
+class Blocks:
+    ids: list[int]
+
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return (self.ids,)
+
+
+def connector(*, can_send: bool = True, can_receive: bool = True) -> SchedulerConnector:
+    made = SchedulerConnector(
+        Config(),
+        engine_id="me",
+        incarnation=INCARNATION,
+        facts=FACTS,
+        tp_size=1,
+        pp_size=1,
+        block_tokens=16,
+        layout="HND",
+        can_send=can_send,
+        can_receive=can_receive,
+    )
+    made.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_manifest()})
+    assert made.build_connector_meta(step()).manifest is not None
+    return made
+
+
+def rank_manifest() -> RankManifest:
+    return RankManifest(
+        rank=RankId(0, 0),
+        control_endpoint="tcp://127.0.0.1:5999",
+        data_endpoints={},
+        memories=(),
+        regions=(),
+    )
+
+
+def step(
+    new: tuple[tuple[str, list[int], int], ...] = (),
+    cached: tuple[tuple[str, list[int] | None, int], ...] = (),
+    counts: dict[str, int] | None = None,
+    resumed: frozenset[str] = frozenset(),
+    preempted: frozenset[str] = frozenset(),
+) -> Any:
+    return Bag(
+        scheduled_new_reqs=[
+            Bag(req_id=i, block_ids=(ids,), num_computed_tokens=n) for i, ids, n in new
+        ],
+        scheduled_cached_reqs=Bag(
+            req_ids=[i for i, _, _ in cached],
+            new_block_ids=[None if ids is None else (ids,) for _, ids, _ in cached],
+            num_computed_tokens=[n for _, _, n in cached],
+            resumed_req_ids=resumed,
+        ),
+        num_scheduled_tokens=counts or {},
+        preempted_req_ids=preempted,
+    )
+
+
+def wanting(**kwargs: Any) -> Request:
+    """A decode request."""
+    params = make_params(SOURCE, request_id="x", number=1, tp_size=1, pp_size=1)
+    return Request(kv_transfer_params=params, **kwargs)
+
+
+def offering(**kwargs: Any) -> Request:
+    """A prefill request."""
+    return Request(kv_transfer_params={"do_remote_decode": True}, **kwargs)
+
+
+# ---------------------------------------------------------------- offers
+
+
+def test_an_offer_is_minted_grows_and_is_computed_in_chunks() -> None:
+    c = connector()
+    c.on_new_request(offering())
+    first = c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
+    (offer,) = first.offers
+    assert offer == NewOffer(
+        request_id="r", nonce=offer.nonce, num_tokens=40, digest=token_digest(PROMPT)
+    )
+    assert len(offer.nonce) == 16
+    assert first.blocks == (OfferBlocks("r", ((3, 4),)),)
+    assert first.computed == ()
+    second = c.build_connector_meta(step(cached=(("r", [9], 32),), counts={"r": 8}))
+    assert second == ConnectorMetadata(blocks=(OfferBlocks("r", ((3, 4, 9),)),), computed=("r",))
+    keep, params = c.request_finished(offering(), [3, 4, 9])
+    assert keep
+    assert params is not None
+    assert params["remote_engine_id"] == "me"
+    assert params["kvxfer"] == {
+        "incarnation": INCARNATION.hex(),
+        "number": 1,
+        "nonce": offer.nonce.hex(),
+        "tokens": 40,
+        "endpoint": "tcp://127.0.0.1:5999",
+    }
+    assert c.has_orders()
+    assert c.build_connector_meta(step()) == ConnectorMetadata(delayed=("r",))
+    assert not c.has_orders()
+
+
+def test_blocks_after_the_offered_tokens_are_not_told() -> None:
+    c = connector()
+    c.on_new_request(offering())
+    c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
+    assert c.build_connector_meta(step(cached=(("r", [6], 40),), counts={"r": 1})).blocks == ()
+
+
+def test_an_aborted_offer_ends_before_its_blocks_come_back() -> None:
+    c = connector()
+    c.on_new_request(offering())
+    c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
+    assert c.request_finished(offering(status="FINISHED_ABORTED"), [3, 4]) == (True, None)
+    assert c.build_connector_meta(step()) == ConnectorMetadata(
+        ended=(EndOffer("r", Reason.ABORTED),), delayed=("r",)
+    )
+
+
+@pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR"])
+def test_a_computed_offer_of_a_request_that_failed_is_taken_back(status: str) -> None:
+    c = connector()
+    c.on_new_request(offering())
+    c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
+    assert c.request_finished(offering(status=status), [3, 4, 5]) == (True, None)
+    assert c.build_connector_meta(step()).ended == (EndOffer("r", Reason.ABORTED),)
+
+
+def test_an_offer_that_no_worker_knows_needs_nothing() -> None:
+    c = connector()
+    c.on_new_request(offering())
+    assert c.request_finished(offering(status="FINISHED_ABORTED"), []) == (False, None)
+    assert not c.has_orders()
+
+
+def test_a_preempted_offer_dies_and_gets_a_new_nonce() -> None:
+    c = connector()
+    c.on_new_request(offering())
+    first = c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
+    gone = c.build_connector_meta(step(preempted=frozenset({"r"})))
+    assert gone == ConnectorMetadata(ended=(EndOffer("r", Reason.PREEMPTED),))
+    again = c.build_connector_meta(
+        step(cached=(("r", [7, 8, 9], 0),), counts={"r": 40}, resumed=frozenset({"r"}))
+    )
+    assert again.offers[0].nonce != first.offers[0].nonce
+    assert again.blocks == (OfferBlocks("r", ((7, 8, 9),)),)
+    assert again.computed == ("r",)
+
+
+def test_reset_cache_breaks_every_offer() -> None:
+    c = connector()
+    c.on_new_request(offering())
+    c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
+    assert c.reset_cache()
+    assert c.build_connector_meta(step()).ended == (EndOffer("r", Reason.RESET),)
+
+
+# ---------------------------------------------------------------- loads
+
+
+def test_a_load_is_held_then_handed_over_and_never_asked_for_again() -> None:
+    c = connector()
+    request = wanting()
+    c.on_new_request(request)
+    assert c.build_connector_meta(step()) == ConnectorMetadata(holds=(Hold("r", SOURCE),))
+    for _ in range(2):  # asked any number of times
+        assert c.get_num_new_matched_tokens(request, 16) == (23, True)
+    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 23)
+    load = NewLoad(
+        request_id="r",
+        source=SOURCE,
+        token_lo=16,
+        token_hi=39,  # the last prompt token is computed here
+        block_ids=((5, 6, 7),),
+        digest=token_digest(PROMPT),
+    )
+    assert c.build_connector_meta(step()) == ConnectorMetadata(loads=(load,))
+    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 0)  # the second call of async loads
+    assert c.get_num_new_matched_tokens(request, 0) == (0, False)
+    c.update_connector_output(KVConnectorOutput(finished_recving={"r"}))
+    assert c.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert c.request_finished(request, [5, 6, 7]) == (False, None)
+    assert not c.has_orders()
+
+
+@pytest.mark.parametrize("num_local", [39, 40, 48])
+def test_a_full_local_hit_gives_the_offer_up_at_once(num_local: int) -> None:
+    c = connector()
+    request = wanting()
+    c.on_new_request(request)
+    c.build_connector_meta(step())
+    assert c.get_num_new_matched_tokens(request, num_local) == (0, False)
+    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 0)
+    assert c.build_connector_meta(step()) == ConnectorMetadata(
+        unholds=(Unhold("r", SOURCE, Reason.LOCAL_HIT),)
+    )
+    assert c.request_finished(request, [5, 6, 7]) == (False, None)
+    assert not c.has_orders()
+
+
+def test_an_abort_before_allocation_gives_the_offer_up() -> None:
+    c = connector()
+    c.on_new_request(wanting())
+    assert c.request_finished(wanting(status="FINISHED_ABORTED"), []) == (False, None)
+    meta = c.build_connector_meta(step())
+    assert meta.unholds == (Unhold("r", SOURCE, Reason.CANCELLED),)
+
+
+def test_an_abort_while_loading_goes_to_the_workers() -> None:
+    c = connector()
+    request = wanting(status="FINISHED_ABORTED")
+    c.on_new_request(request)
+    c.get_num_new_matched_tokens(request, 0)
+    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 39)
+    c.build_connector_meta(step())
+    assert c.request_finished(request, [5, 6, 7]) == (False, None)
+    assert c.build_connector_meta(step()) == ConnectorMetadata(
+        aborts=(AbortLoad("r", Reason.CANCELLED),)
+    )
+
+
+def test_more_tokens_offered_than_the_prompt_has() -> None:
+    c = connector()
+    request = wanting(prompt_token_ids=PROMPT[:39])
+    c.on_new_request(request)
+    assert c.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert c.build_connector_meta(step()).unholds == (Unhold("r", SOURCE, Reason.TOKENS),)
+    stats = c.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.reasons == {"tokens": 1}
+    assert c.get_kv_connector_stats() is None
+
+
+def test_fewer_tokens_offered_than_the_prompt_has_are_all_loaded() -> None:
+    c = connector()
+    request = wanting(prompt_token_ids=(*PROMPT, 77, 78))
+    c.on_new_request(request)
+    assert c.get_num_new_matched_tokens(request, 16) == (24, True)
+    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 24)
+    (load,) = c.build_connector_meta(step()).loads
+    assert (load.token_lo, load.token_hi, load.digest) == (16, 40, token_digest(PROMPT))
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"do_remote_prefill": True}, "other_connector"),
+        ({"do_remote_prefill": "x"}, "bad_params"),
+        ({"do_remote_prefill": False}, "null_params"),
+    ],
+)
+def test_other_params_make_a_plain_request_and_are_counted(
+    params: dict[str, Any], reason: str
+) -> None:
+    c = connector()
+    request = Request(kv_transfer_params=params)
+    c.on_new_request(request)
+    assert c.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert not c.has_orders()
+    stats = c.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.reasons == {reason: 1}
+
+
+def test_the_other_role_is_refused() -> None:
+    prefill = connector(can_receive=False)
+    prefill.on_new_request(wanting())
+    decode = connector(can_send=False)
+    decode.on_new_request(offering())
+    for c in (prefill, decode):
+        assert not c.has_orders()
+        stats = c.get_kv_connector_stats()
+        assert stats is not None
+        assert stats.reasons == {"role": 1}
+
+
+def test_an_endpoint_outside_allowed_peers_is_not_even_held() -> None:
+    c = connector()
+    params = make_params(SOURCE, request_id="x", number=1, tp_size=1, pp_size=1)
+    params["kvxfer"]["endpoint"] = "tcp://8.8.8.8:5700"
+    c.on_new_request(Request(kv_transfer_params=params))
+    assert not c.has_orders()
+    stats = c.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.reasons == {"not_allowed": 1}
+
+
+def test_a_failed_load_is_counted_by_its_reason() -> None:
+    c = connector()
+    c.update_connector_output(
+        KVConnectorOutput(finished_recving={"r"}, failed_recving={"r": "peer_lost"})
+    )
+    stats = c.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.reasons == {"peer_lost": 1}
+
+
+def test_every_rank_must_register() -> None:
+    with pytest.raises(ConfigError, match=r"expected \(pp, tp\) \[\(0, 0\)\], got \[\]"):
+        connector().set_xfer_handshake_metadata_pp_aware({})
