@@ -1,0 +1,72 @@
+"""How one reference engine is set up. One frozen record; every rank gets the same one."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+
+
+class Role(enum.StrEnum):
+    """What the engine does with KV besides computing it."""
+
+    PREFILL = "prefill"  # offers KV
+    DECODE = "decode"  # loads KV
+    BOTH = "both"
+    ALONE = "alone"  # no connector: the single-engine run that others are compared with
+
+
+class OnLoadFailure(enum.StrEnum):
+    """What happens to a request whose KV could not be loaded."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine.
+
+    ``model``: a Hugging Face directory, a config.json, or None for the built-in tiny model.
+    ``num_blocks`` is per rank and
+    counts the null block. ``digests``: also digest each request's KV through the naive reader, to
+    compare both sides.
+    """
+
+    role: Role
+    engine_id: str
+    model: str | None = None
+    num_kv_heads: int | None = None
+    dtype: str = "float32"
+    tp_size: int = 1
+    block_size: int = 16
+    layout: str = "HND"
+    num_blocks: int = 512
+    max_model_len: int = 4096
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 2048
+    enable_prefix_caching: bool = True
+    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
+    digests: bool = False
+    seed: int = 0
+    device: str = "cpu"
+    kv: Config = Config()
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.num_blocks < 2:
+            raise ConfigError(
+                f"num_blocks: expected at least 2 (block 0 is never used), got {self.num_blocks}"
+            )
+        if self.block_size < 8 or self.block_size % 8:
+            raise ConfigError(f"block_size: expected a multiple of 8, got {self.block_size}")
+        if self.layout not in {"HND", "NHD"}:
+            raise ConfigError(f"layout: expected HND or NHD, got {self.layout!r}")
+        if self.device != "cpu":
+            raise ConfigError(
+                f"device: expected cpu, got {self.device!r}; this engine runs on CPUs"
+            )

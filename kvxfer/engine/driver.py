@@ -1,0 +1,203 @@
+"""Rank 0 of an engine: request channel, scheduler, worker 0, and the loop that joins them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import zmq
+
+from kvxfer.connector.aggregator import KVOutputAggregator
+from kvxfer.connector.scheduler_side import SchedulerConnector
+from kvxfer.engine.config import EngineConfig
+from kvxfer.engine.links import Activity, DriverLink, Output, Started
+from kvxfer.engine.model_config import ModelConfig
+from kvxfer.engine.request import Request
+from kvxfer.engine.rpc import Abort, Ask, Done, Generate, Info, Refused, RpcServer, ToEngine, Token
+from kvxfer.engine.runner import Runner
+from kvxfer.engine.scheduler import Finished, NewToken, Scheduler
+from kvxfer.engine.steps import StepOutput
+from kvxfer.errors import KvxferError
+from kvxfer.transfer.manifest import RankManifest
+
+log = logging.getLogger("kvxfer.engine")
+
+
+class StopSignal(Protocol):
+    """The pipe to the parent process: readable when it asks to stop, or has died."""
+
+    def fileno(self) -> int:
+        """For polling."""
+
+
+class Driver:
+    """One engine's main loop. Waits without polling when there is nothing to do."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelConfig,
+        runner: Runner,
+        links: Sequence[DriverLink],
+        rpc: RpcServer,
+        connector: SchedulerConnector | None,
+        pids: Sequence[int],
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._runner = runner
+        self._links = links
+        self._rpc = rpc
+        self._connector = connector
+        self._pids = (os.getpid(), *pids)
+        self._scheduler = Scheduler(config, connector, model.eos_token_ids)
+        self._aggregator = KVOutputAggregator(config.tp_size)
+        self._clients: dict[str, bytes] = {}
+        self._counts: Counter[str] = Counter()
+        self._is_rank_active = False
+
+    def gather(self) -> None:
+        """Wait until every rank is up, and let the connector know all of them."""
+        manifests: dict[tuple[int, int], RankManifest] = {}
+        for rank, manifest in enumerate([self._runner.manifest, *map(_started, self._links)]):
+            if manifest is not None:
+                manifests[(0, rank)] = manifest
+        if self._connector is not None:
+            self._connector.set_xfer_handshake_metadata_pp_aware(manifests)
+
+    def run(self, stop: StopSignal) -> None:
+        """Serve until ``stop`` is readable."""
+        poller = zmq.Poller()
+        poller.register(stop.fileno(), zmq.POLLIN)
+        poller.register(self._rpc.socket, zmq.POLLIN)
+        own = self._runner.connector
+        if own is not None:
+            poller.register(own.activity_fileno(), zmq.POLLIN)
+        for link in self._links:
+            poller.register(link.socket, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(0 if self._scheduler.has_work() else None))
+            if stop.fileno() in ready:
+                return
+            for client, message in self._rpc.receive():
+                self._handle(client, message)
+            self._is_rank_active |= own is not None and own.activity_fileno() in ready
+            for link in self._links:
+                if link.socket in ready:
+                    self._hear(link)
+            if self._scheduler.has_work() or self._is_rank_active:
+                self._step()
+
+    def _hear(self, link: DriverLink) -> None:
+        while int(link.socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if isinstance(link.receive(), Activity):
+                self._is_rank_active = True
+
+    # ------------------------------------------------------------------ one step
+
+    def _step(self) -> None:
+        self._is_rank_active = False
+        step = self._scheduler.schedule()
+        for link in self._links:
+            link.send(step)
+        outputs = [self._runner.execute(step), *(self._output(link) for link in self._links)]
+        self._merge(outputs)
+        for event in self._scheduler.update(step, outputs):
+            self._tell(event)
+
+    def _output(self, link: DriverLink) -> StepOutput:
+        while True:
+            message = link.receive()
+            if isinstance(message, Output):
+                return message.output
+            self._is_rank_active = True
+
+    def _merge(self, outputs: Sequence[StepOutput]) -> None:
+        self._aggregator.aggregate(outputs)
+        own = self._connector.get_kv_connector_stats() if self._connector else None
+        merged = outputs[0].kv_connector_output
+        for stats in (own, merged.kv_connector_stats if merged else None):
+            if stats is not None:
+                self._counts.update(stats.counts)
+                self._counts.update({f"reason:{key}": n for key, n in stats.reasons.items()})
+
+    # ------------------------------------------------------------------ clients
+
+    def _handle(self, client: bytes, message: ToEngine) -> None:
+        match message:
+            case Ask():
+                self._rpc.send(client, self._info())
+            case Abort(request_id=request_id):
+                for event in self._scheduler.abort(request_id):
+                    self._tell(event)
+            case Generate():
+                self._generate(client, message)
+
+    def _generate(self, client: bytes, message: Generate) -> None:
+        try:
+            self._check(message)
+            self._scheduler.add(
+                Request(
+                    request_id=message.request_id,
+                    prompt_token_ids=message.prompt_token_ids,
+                    max_new_tokens=message.max_new_tokens,
+                    kv_transfer_params=message.kv_transfer_params,
+                )
+            )
+        except (KvxferError, ValueError) as e:
+            self._rpc.send(client, Refused(message.request_id, str(e)))
+        else:
+            self._clients[message.request_id] = client
+
+    def _check(self, message: Generate) -> None:
+        tokens, vocab_size = message.prompt_token_ids, self._model.vocab_size
+        if not tokens or message.max_new_tokens < 1:
+            raise ValueError(
+                f"request {message.request_id}: expected at least one prompt token and one new "
+                f"token, got {len(tokens)} and {message.max_new_tokens}"
+            )
+        if min(tokens) < 0 or max(tokens) >= vocab_size:
+            raise ValueError(
+                f"request {message.request_id}: expected token ids in [0, {vocab_size}), "
+                f"got {min(tokens)} to {max(tokens)}"
+            )
+
+    def _tell(self, event: NewToken | Finished) -> None:
+        if isinstance(event, NewToken):
+            client = self._clients[event.request_id]
+            self._rpc.send(client, Token(event.request_id, event.token_id, event.logit_gap))
+            return
+        request = event.request
+        done = Done(
+            request_id=request.request_id,
+            status=request.status.name,
+            kv_transfer_params=event.kv_transfer_params,
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            num_external_tokens=request.num_external_tokens,
+            failure=request.failure,
+            loads=event.loads,
+            digests=event.digests,
+        )
+        self._rpc.send(self._clients.pop(request.request_id), done)
+
+    def _info(self) -> Info:
+        return Info(
+            engine_id=self._config.engine_id,
+            vocab_size=self._model.vocab_size,
+            max_model_len=self._config.max_model_len,
+            num_blocks=self._config.num_blocks,
+            num_free_blocks=self._scheduler.num_free_blocks,
+            pids=self._pids,
+            counts=dict(self._counts),
+        )
+
+
+def _started(link: DriverLink) -> RankManifest | None:
+    message = link.receive()
+    if not isinstance(message, Started):
+        raise KvxferError(f"rank start: expected Started, got {type(message).__name__}")
+    return message.manifest

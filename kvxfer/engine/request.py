@@ -1,0 +1,62 @@
+"""One request inside the reference engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Status(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_REMOTE_KVS = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED_STOPPED = enum.auto()  # an end-of-sequence token
+    FINISHED_LENGTH_CAPPED = enum.auto()  # max_new_tokens
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+
+    @property
+    def is_finished(self) -> bool:
+        """Nothing more will be computed."""
+        return self.name.startswith("FINISHED")
+
+
+@dataclass(slots=True)
+class Request:
+    """Token counts are totals from the first prompt token. ``num_computed_tokens``: tokens whose KV
+    is in the cache.
+
+    ``num_cached_tokens``: the local prefix hit; ``num_external_tokens``: tokens that were to be
+    loaded.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    kv_transfer_params: dict[str, Any] | None = None
+    status: Status = Status.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_external_tokens: int = 0
+    failure: str | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output so far."""
+        return (*self.prompt_token_ids, *self.output_token_ids)

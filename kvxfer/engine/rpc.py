@@ -1,0 +1,218 @@
+"""The reference engine's request channel: Generate and Abort in, tokens and results out. Apart from
+the KV protocol.
+
+msgspec tagged structs in msgpack over ZMQ ROUTER (engine) and DEALER (client). A frame that cannot
+be understood is
+refused and counted, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvxfer.connector.records import LoadReport
+from kvxfer.engine.digest import KVDigest
+from kvxfer.errors import ConfigError, PeerLost
+
+log = logging.getLogger("kvxfer.engine")
+
+MAX_FRAME_NBYTES = 64 << 20
+"""A million token ids are 5 MB; digests of a 10,000-token prompt on 8 ranks about 10 MB."""
+HEARTBEAT_S = 1.0
+"""ZMQ's own heartbeats: a peer whose process or host is gone is noticed without traffic."""
+
+
+class Generate(msgspec.Struct, frozen=True, tag="generate"):
+    """Run one request; ids are chosen by the client and unique per engine."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    max_new_tokens: int
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End a request now; its Done follows, unless it had ended."""
+
+    request_id: str
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Answered by Info, at once."""
+
+
+class Token(msgspec.Struct, frozen=True, tag="token"):
+    """One more token. ``logit_gap``: how far its logit was ahead of the second."""
+
+    request_id: str
+    token_id: int
+    logit_gap: float
+
+
+class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
+    """A request ended. ``loads``: one report per rank that loaded KV; ``failure``: why KV was
+    not used, if so.
+    """
+
+    request_id: str
+    status: str
+    kv_transfer_params: dict[str, Any] | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_external_tokens: int
+    failure: str | None
+    loads: tuple[LoadReport, ...]
+    digests: tuple[KVDigest, ...]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The request was not started, or the frame not understood (then ``request_id`` is empty)."""
+
+    request_id: str
+    error: str
+
+
+class Info(msgspec.Struct, frozen=True, tag="info", kw_only=True):
+    """The engine as it stands."""
+
+    engine_id: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    num_free_blocks: int
+    pids: tuple[int, ...]
+    counts: dict[str, int]
+
+
+ToEngine = Generate | Abort | Ask
+ToClient = Token | Done | Refused | Info
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(ToEngine)
+_to_client = msgspec.msgpack.Decoder(ToClient)
+
+
+def _tune(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_S * 5000))
+
+
+class RpcServer:
+    """The engine's end; used by one thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
+        """Listen on ``host:port`` (port 0: any). ConfigError when that cannot be had."""
+        self.num_malformed = 0
+        self.socket = context.socket(zmq.ROUTER)
+        _tune(self.socket)
+        try:
+            self.socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as e:
+            self.socket.close()
+            raise ConfigError(f"listen: cannot bind {host}:{port}: {e}; choose another port") from e
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> list[tuple[bytes, ToEngine]]:
+        """Everything that has come, with the client's identity. Never blocks."""
+        messages: list[tuple[bytes, ToEngine]] = []
+        while True:
+            try:
+                client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            try:
+                if len(frames) != 1:
+                    raise msgspec.ValidationError(f"expected 1 frame, got {len(frames)}")
+                messages.append((client, _to_engine.decode(frames[0])))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+                self.num_malformed += 1
+                self.send(client, Refused("", f"request frame: {e}"))
+
+    def send(self, client: bytes, message: ToClient) -> None:
+        """Answer; a client that has gone is forgotten by the socket."""
+        self.socket.send_multipart([client, _encoder.encode(message)])
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.socket.close()
+
+
+class RpcClient:
+    """The other end; used by one thread. Works as a context manager."""
+
+    def __init__(self, endpoint: str, *, connect_timeout_s: float) -> None:
+        """Connect to ``tcp://host:port`` and wait for its Info. PeerLost when none comes in
+        time.
+        """
+        self.endpoint = endpoint
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        _tune(self._socket)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._is_lost = False
+        try:
+            self._socket.connect(endpoint)
+            self.info = self.ask(connect_timeout_s)
+        except zmq.ZMQError as e:
+            self.close()
+            raise ConfigError(f"endpoint: expected tcp://host:port, got {endpoint!r} ({e})") from e
+        except PeerLost:
+            self.close()
+            raise
+
+    def send(self, message: ToEngine) -> None:
+        """Queue a message."""
+        self._socket.send(_encoder.encode(message))
+
+    def poll(self, timeout_s: float) -> list[ToClient]:
+        """What has come, after waiting for something up to ``timeout_s``. PeerLost when the
+        engine has gone.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        ready = dict(poller.poll(int(timeout_s * 1000) + 1))
+        messages: list[ToClient] = []
+        while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            messages.append(_to_client.decode(self._socket.recv(zmq.NOBLOCK)))
+        self._is_lost = self._is_lost or self._monitor in ready
+        if self._is_lost and not messages:
+            raise PeerLost(f"engine at {self.endpoint}: the connection ended; is it still running?")
+        return messages
+
+    def ask(self, timeout_s: float) -> Info:
+        """The engine as it stands; for use while no request is in flight. PeerLost without an
+        answer in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        self.send(Ask())
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            for message in self.poll(left_s):
+                if isinstance(message, Info):
+                    return message
+        raise PeerLost(
+            f"engine at {self.endpoint}: no answer within {timeout_s:g} s; is it running?"
+        )
+
+    def close(self) -> None:
+        """Disconnect; idempotent."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close()
+            self._context.term()
+
+    def __enter__(self) -> RpcClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,237 @@
+"""One rank's half of a step: zero, digest, load, compute, save, report. Owns the pool and the
+worker connector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
+from kvxfer.connector.worker_side import WorkerConnector
+from kvxfer.engine.attention import attention_backend, build_attn_metadata
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.digest import KVDigest, kv_digests
+from kvxfer.engine.model import LlamaModel
+from kvxfer.engine.model_config import ModelConfig, load_model_config, shard_for
+from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
+from kvxfer.engine.weights import load_weights, weights_identity
+from kvxfer.tensors.allocate import KVPool, allocate_kv_pool, kv_pool_nbytes
+from kvxfer.tensors.shared_memory import SharedPool, plain_info
+from kvxfer.tensors.zeroing import zero_blocks
+from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest
+from kvxfer.transports.base import LocalMemory
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What a rank keeps of a running request."""
+
+    token_ids: list[int]
+    block_ids: list[int]
+    num_computed_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One request's part of this step."""
+
+    req_id: str
+    sequence: _Sequence
+    num_new_tokens: int
+
+    @property
+    def reaches_end(self) -> bool:
+        """The last known token is computed: a next one can be sampled."""
+        return self.sequence.num_computed_tokens + self.num_new_tokens == len(
+            self.sequence.token_ids
+        )
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The pool and what keeps its memory alive."""
+
+    kv: KVPool
+    memory: LocalMemory
+    shared: SharedPool | None = field(default=None)
+
+
+def cache_facts(config: EngineConfig, model: ModelConfig) -> CacheFacts:
+    """What both sides of a transfer must agree on."""
+    return CacheFacts(
+        model=model.model_type,
+        weights=weights_identity(model, seed=config.seed),
+        rope=f"theta={model.rope_theta:g} scaling={model.rope_scaling}",
+        dtype=model.dtype,
+        quantisation="none",
+        num_kv_heads=model.num_kv_heads,
+        head_size=model.head_size,
+        num_layers=model.num_layers,
+    )
+
+
+class Runner:
+    """One rank of an engine.
+
+    Args:
+        incarnation: 16 random bytes, the same on all ranks of one life.
+        all_reduce: sum over the ranks, called inside the forward pass only; None with one rank.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        tp_rank: int,
+        incarnation: bytes,
+        all_reduce: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._config = config
+        self._tp_rank = tp_rank
+        model_config = load_model_config(
+            config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype
+        )
+        shard = shard_for(model_config, tp_rank, config.tp_size)
+        backend = attention_backend(config.layout)
+        self._model = LlamaModel(
+            model_config,
+            load_weights(model_config, shard, seed=config.seed, device=config.device),
+            tp_rank=tp_rank,
+            tp_size=config.tp_size,
+            backend=backend,
+            all_reduce=all_reduce,
+        )
+        spec = backend.pool_spec(
+            model_config, shard, num_blocks=config.num_blocks, block_tokens=config.block_size
+        )
+        self._pool = _allocate(
+            config, kv_pool_nbytes(spec), lambda take: allocate_kv_pool(spec, take)
+        )
+        self._layers = list(self._pool.kv.layers.values())
+        self._sequences: dict[str, _Sequence] = {}
+        self.connector: WorkerConnector | None = None
+        if config.role is not Role.ALONE:
+            self.connector = self._connect(model_config, incarnation)
+
+    def _connect(self, model: ModelConfig, incarnation: bytes) -> WorkerConnector:
+        config = self._config
+        connector = WorkerConnector(
+            config.kv,
+            engine_id=config.engine_id,
+            incarnation=incarnation,
+            rank=RankId(0, self._tp_rank),
+            facts=cache_facts(config, model),
+            tp_size=config.tp_size,
+            pp_size=1,
+            block_tokens=config.block_size,
+            layout=config.layout,
+            is_front_door=self._tp_rank == 0,
+        )
+        connector.register_kv_caches(self._pool.kv.regions, self._pool.memory)
+        return connector
+
+    @property
+    def manifest(self) -> RankManifest | None:
+        """What this rank says of itself; None without a connector."""
+        return self.connector.get_handshake_metadata() if self.connector else None
+
+    def execute(self, step: SchedulerOutput) -> StepOutput:
+        """Run one step. Samples come from rank 0 only."""
+        metadata = step.kv_connector_metadata or ConnectorMetadata()
+        if self.connector is not None:
+            # Offers that the engine takes back are over before anything below can overwrite their
+            # blocks.
+            self.connector.handle_preemptions(metadata)
+            self.connector.bind_connector_metadata(metadata)
+        zero_blocks(self._pool.kv, step.zero_block_ids)
+        digests = {
+            order.req_id: self._digest(order.block_ids, order.num_tokens) for order in step.digests
+        }
+        if self.connector is not None:
+            self.connector.start_load_kv()
+        samples = self._compute(self._shares(step)) if step.num_scheduled_tokens else ()
+        for req_id in step.finished_req_ids:
+            self._sequences.pop(req_id, None)
+        return StepOutput(
+            samples=samples,
+            kv_connector_output=self._report(step.finished_req_ids),
+            digests=digests,
+        )
+
+    def _report(self, finished_req_ids: frozenset[str]) -> KVConnectorOutput | None:
+        if self.connector is None:
+            return None
+        self.connector.wait_for_save()
+        output = self.connector.build_output(set(finished_req_ids))
+        self.connector.clear_connector_metadata()
+        return output
+
+    def _digest(self, block_ids: tuple[int, ...], num_tokens: int) -> KVDigest:
+        return kv_digests(self._pool.kv.regions, self._pool.kv.buffer, block_ids, num_tokens)
+
+    def _shares(self, step: SchedulerOutput) -> list[_Share]:
+        for new in step.scheduled_new_reqs:
+            self._sequences[new.req_id] = _Sequence(
+                list(new.prompt_token_ids), list(new.block_ids[0]), new.num_computed_tokens
+            )
+        cached = step.scheduled_cached_reqs
+        for req_id, tokens, num_computed in zip(
+            cached.req_ids, cached.new_token_ids, cached.num_computed_tokens, strict=True
+        ):
+            self._sequences[req_id].token_ids += tokens
+            self._sequences[req_id].num_computed_tokens = num_computed
+        return [
+            _Share(req_id, self._sequences[req_id], num_new)
+            for req_id, num_new in step.num_scheduled_tokens.items()
+        ]
+
+    def _compute(self, shares: list[_Share]) -> tuple[Sample, ...]:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        for share in shares:
+            lo = share.sequence.num_computed_tokens
+            token_ids += share.sequence.token_ids[lo : lo + share.num_new_tokens]
+            positions += range(lo, lo + share.num_new_tokens)
+        meta = build_attn_metadata(
+            [
+                (s.sequence.block_ids, s.sequence.num_computed_tokens, s.num_new_tokens)
+                for s in shares
+            ],
+            self._config.block_size,
+        )
+        hidden = self._model.forward(
+            torch.tensor(token_ids), torch.tensor(positions), self._layers, meta
+        )
+        ending = [index for index, share in enumerate(shares) if share.reaches_end]
+        if self._tp_rank != 0 or not ending:
+            return ()
+        rows = meta.query_start_loc[1:][ending] - 1
+        best = self._model.logits(hidden[rows]).topk(2, dim=-1)
+        return tuple(
+            Sample(shares[index].req_id, int(ids[0]), float(values[0] - values[1]))
+            for index, ids, values in zip(ending, best.indices, best.values, strict=True)
+        )
+
+    def close(self) -> None:
+        """End every offer and load, then give the memory back."""
+        if self.connector is not None:
+            self.connector.shutdown()
+        if self._pool.shared is not None:
+            self._pool.shared.close()
+
+
+def _allocate(
+    config: EngineConfig, nbytes: int, carve: Callable[[Callable[[int], Tensor]], KVPool]
+) -> _Pool:
+    """A pool that peers on this host can map, unless no wire of this engine could use that."""
+    if config.role is Role.ALONE or config.kv.transport not in {"auto", "shm"}:
+        pool = carve(lambda wanted: torch.zeros(wanted, dtype=torch.uint8))
+        return _Pool(pool, LocalMemory((pool.buffer,), (plain_info(pool.buffer),)))
+    shared = SharedPool.create(nbytes)
+    return _Pool(
+        carve(lambda _: shared.tensor), LocalMemory((shared.tensor,), (shared.info,)), shared
+    )

@@ -1,0 +1,79 @@
+"""What the scheduler sends to every rank for one step, and what comes back. They travel as
+msgpack.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
+from kvxfer.engine.digest import KVDigest
+
+GroupIds = tuple[tuple[int, ...], ...]
+
+
+class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
+    """A request in its first step: workers keep its tokens and its block table."""
+
+    req_id: str
+    prompt_token_ids: tuple[int, ...]
+    block_ids: GroupIds
+    num_computed_tokens: int
+
+
+class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that the workers know: one entry each in lists of equal length, as the connector
+    contract has them.
+
+    ``new_token_ids``: the token sampled in the step before, which ranks other than 0 have not seen.
+    """
+
+    req_ids: tuple[str, ...] = ()
+    new_block_ids: tuple[GroupIds | None, ...] = ()
+    resumed_req_ids: frozenset[str] = frozenset()
+    num_computed_tokens: tuple[int, ...] = ()
+    new_token_ids: tuple[tuple[int, ...], ...] = ()
+
+
+class DigestOrder(msgspec.Struct, frozen=True):
+    """Digest the first ``num_tokens`` tokens of a request's KV before this step computes
+    anything.
+    """
+
+    req_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. Empty ``num_scheduled_tokens``: nothing to compute, only the connector is
+    served.
+    """
+
+    scheduled_new_reqs: tuple[NewRequestData, ...] = ()
+    scheduled_cached_reqs: CachedRequestData = CachedRequestData()
+    num_scheduled_tokens: dict[str, int] = {}
+    finished_req_ids: frozenset[str] = frozenset()
+    preempted_req_ids: frozenset[str] = frozenset()
+    zero_block_ids: tuple[int, ...] = ()
+    digests: tuple[DigestOrder, ...] = ()
+    kv_connector_metadata: ConnectorMetadata | None = None
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """The greedy token of a request and how far its logit is ahead of the second."""
+
+    req_id: str
+    token_id: int
+    logit_gap: float
+
+
+class StepOutput(msgspec.Struct, kw_only=True):
+    """What one rank returns; samples come from rank 0 only. ``error``: the step failed, with a
+    traceback.
+    """
+
+    samples: tuple[Sample, ...] = ()
+    kv_connector_output: KVConnectorOutput | None = None
+    digests: dict[str, KVDigest] = {}
+    error: str | None = None
