@@ -1,0 +1,42 @@
+"""What binds an offer to its tokens: one digest of a whole span, computed alike on both sides.
+
+    sha256("kvxfer.tokens.v1\\0" | number of tokens, uint64 little-endian
+           | token ids, uint32 little-endian | msgpack(extra keys), only when there are any)
+
+The source puts it into the offer, the sink into the Pull, and unequal digests are refused. It
+depends on no block size and no hash seed, which may differ between two engines, and its tag keeps
+it apart from every block hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from kvxfer.cache.hashing import ExtraKey, pack_token_ids
+
+DIGEST_NBYTES = 32
+_DOMAIN = b"kvxfer.tokens.v1\0"
+
+
+def token_digest(token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] = ()) -> bytes:
+    """The 32-byte digest of a span of tokens and of what else decides their KV.
+
+    Args:
+        token_ids: every token of the span, from the first of the request.
+        extra_keys: multimodal items, LoRA, salt, as :mod:`kvxfer.cache.hashing` makes them; only
+            facts that both engines spell alike (an adapter's name, not the path where one host
+            keeps it).
+
+    Raises:
+        ValueError: a token id outside uint32; the message names its position.
+    """
+    hasher = hashlib.sha256(_DOMAIN)
+    # The length fixes where the tokens end, so no token can pass for a byte of the extra keys.
+    hasher.update(len(token_ids).to_bytes(8, "little"))
+    hasher.update(pack_token_ids(token_ids))
+    if extra_keys:
+        hasher.update(msgspec.msgpack.encode(extra_keys))
+    return hasher.digest()

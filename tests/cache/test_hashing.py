@@ -1,0 +1,311 @@
+"""Block hashes against their bytes written out by hand: lengths, msgpack bytes and chains."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.cache.hashing import (
+    NONE_HASH,
+    ExtraKey,
+    gen_lora_extra_hash_keys,
+    gen_mm_extra_hash_keys,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
+    hash_request_tokens,
+    need_extra_keys,
+    none_hash,
+    pack_token_ids,
+    sha256,
+)
+
+ROOT = none_hash(b"7")
+NO_KEYS: tuple[ExtraKey, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Position:
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Feature:
+    identifier: str
+    mm_position: Position
+
+
+@dataclass(frozen=True)
+class Lora:
+    lora_name: str
+    lora_path: str
+
+
+@dataclass(frozen=True)
+class Request:
+    all_token_ids: Sequence[int]
+    mm_features: Sequence[Feature] = ()
+    lora_request: Lora | None = None
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True)
+class BareRequest:
+    all_token_ids: Sequence[int]
+
+
+def image(identifier: str, offset: int, length: int) -> Feature:
+    return Feature(identifier, Position(offset, length))
+
+
+def plain(data: bytes) -> bytes:
+    """sha256 under another identity, so that the path for any hash function runs."""
+    return hashlib.sha256(data).digest()
+
+
+# --- the format ---------------------------------------------------------------------------------
+
+
+def test_vector_of_two_blocks() -> None:
+    # b"7" hashed is the root; tokens 1 2 | 258 4294967295 as uint32 little-endian.
+    root = hashlib.sha256(b"7").digest()
+    first = hashlib.sha256(root + b"\x01\0\0\0\x02\0\0\0").digest()
+    second = hashlib.sha256(first + b"\x02\x01\0\0\xff\xff\xff\xff").digest()
+    request = BareRequest([1, 2, 258, 4294967295, 9])
+    assert hash_request_tokens(sha256, 2, request, root=root) == [first, second]
+    assert hash_block_tokens(sha256, root, [1, 2]) == first
+    assert hash_block_tokens(sha256, first, [258, 4294967295]) == second
+    # The digits too: a change of the format cannot hide in both sides of a comparison.
+    assert first.hex() == "c02322ae8af4941d688a74161cee8d549aec9686086d969b792abd139e684cd7"
+    assert second.hex() == "6230beda6261f4d47994a472c422aff405a406ecf6a56017583ddd862eae54cd"
+
+
+def test_vector_with_every_extra_key() -> None:
+    # msgpack by hand: 0x93 array of 3, 0xa4 string of 4, 0xff is -1, 0xaa string of 10.
+    packed = b"\x93\x93\xa4lora\xa1a\xa2/p\x93\xa2mm\xa3img\xff\x92\xaacache_salt\xa4salt"
+    keys: tuple[ExtraKey, ...] = (("lora", "a", "/p"), ("mm", "img", -1), ("cache_salt", "salt"))
+    want = hashlib.sha256(ROOT + b"\x05\0\0\0" + packed).digest()
+    assert hash_block_tokens(sha256, ROOT, [5], keys) == want
+
+
+def test_no_extra_keys_and_empty_ones_add_no_byte() -> None:
+    want = hashlib.sha256(ROOT + b"\x05\0\0\0").digest()
+    assert hash_block_tokens(sha256, ROOT, [5]) == want
+    assert hash_block_tokens(sha256, ROOT, [5], NO_KEYS) == want
+    assert hash_block_tokens(sha256, ROOT, [5], ()) == want
+
+
+def test_roots() -> None:
+    assert none_hash(b"0") == hashlib.sha256(b"0").digest()
+    assert none_hash(b"") == hashlib.sha256(b"").digest()
+    assert len(NONE_HASH) == 32
+    assert len({none_hash(None), none_hash(None), NONE_HASH}) == 3
+
+
+def test_missing_parent_is_the_module_root() -> None:
+    want = hashlib.sha256(NONE_HASH + b"\x05\0\0\0").digest()
+    assert hash_block_tokens(sha256, None, [5]) == want
+    assert hash_request_tokens(sha256, 1, BareRequest([5])) == [want]
+
+
+def test_seeded_chain_is_equal_in_another_process() -> None:
+    code = (
+        "from types import SimpleNamespace as N\n"
+        "from kvxfer.cache.hashing import *\n"
+        "r = N(all_token_ids=list(range(32)), cache_salt='s')\n"
+        "h = hash_request_tokens(sha256, 16, r, root=none_hash(b'7'))\n"
+        "print(h[-1].hex(), end='')"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    request = Request(range(32), cache_salt="s")
+    assert other.stdout == hash_request_tokens(sha256, 16, request, root=ROOT)[-1].hex()
+
+
+# --- the bulk path ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_hashes"), [(0, 0), (3, 0), (4, 1), (5, 1), (7, 1), (8, 2)]
+)
+def test_only_full_blocks_are_hashed(num_tokens: int, num_hashes: int) -> None:
+    assert len(hash_request_tokens(sha256, 4, BareRequest(range(num_tokens)))) == num_hashes
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    token_ids = draw(st.lists(st.integers(0, 2**32 - 1), max_size=40))
+    features, start = [], 0
+    for name in draw(st.lists(st.sampled_from("abc"), max_size=4)):
+        start += draw(st.integers(0, 6))
+        length = draw(st.integers(0, 12))
+        features.append(image(name, start, length))
+        start += length
+    lora = draw(st.none() | st.just(Lora("adapter", "/adapter")))
+    return Request(token_ids, features, lora, draw(st.none() | st.sampled_from(["", "salt"])))
+
+
+def naive_keys(request: Request, start: int, end: int) -> tuple[ExtraKey, ...]:
+    keys: list[ExtraKey] = []
+    if request.lora_request is not None:
+        keys.append(("lora", request.lora_request.lora_name, request.lora_request.lora_path))
+    for feature in request.mm_features:
+        offset, length = feature.mm_position.offset, feature.mm_position.length
+        if any(start <= token < end for token in range(offset, offset + length)):
+            keys.append(("mm", feature.identifier, offset - start))
+    if request.cache_salt and start == 0:
+        keys.append(("cache_salt", request.cache_salt))
+    return tuple(keys)
+
+
+@given(requests(), st.integers(1, 9), st.booleans(), st.integers(0, 40))
+def test_bulk_path_is_the_chain(
+    request: Request, block_size: int, other_function: bool, num_known: int
+) -> None:
+    want, parent = [], ROOT
+    for start in range(0, len(request.all_token_ids) - block_size + 1, block_size):
+        end = start + block_size
+        parent = hash_block_tokens(
+            sha256, parent, request.all_token_ids[start:end], naive_keys(request, start, end)
+        )
+        want.append(parent)
+    function = plain if other_function else sha256
+    assert hash_request_tokens(function, block_size, request, root=ROOT) == want
+    known = want[:num_known]
+    rest = hash_request_tokens(function, block_size, request, root=ROOT, known=known)
+    assert known + rest == want
+
+
+@pytest.mark.parametrize("kind", [list, tuple, range])
+def test_kinds_of_token_sequences(kind: type) -> None:
+    token_ids = range(8) if kind is range else kind(range(8))
+    want = hash_request_tokens(sha256, 4, BareRequest(list(range(8))), root=ROOT)
+    assert hash_request_tokens(sha256, 4, BareRequest(token_ids), root=ROOT) == want
+    assert pack_token_ids(token_ids) == struct.pack("<8I", *range(8))
+
+
+def test_equal_tokens_after_different_prefixes_differ() -> None:
+    one = hash_request_tokens(sha256, 2, BareRequest([1, 2, 3, 4]), root=ROOT)
+    other = hash_request_tokens(sha256, 2, BareRequest([9, 2, 3, 4]), root=ROOT)
+    assert one[1] != other[1]
+
+
+# --- extra keys ---------------------------------------------------------------------------------
+
+
+def test_need_extra_keys() -> None:
+    assert not need_extra_keys(BareRequest([1]))
+    assert not need_extra_keys(Request([1], cache_salt=""))
+    assert need_extra_keys(Request([1], cache_salt="s"))
+    assert need_extra_keys(Request([1], lora_request=Lora("a", "/a")))
+    assert need_extra_keys(Request([1], mm_features=[image("x", 0, 1)]))
+
+
+def test_lora_keys() -> None:
+    assert gen_lora_extra_hash_keys(BareRequest([1])) == []
+    request = Request([1], lora_request=Lora("a", "/a"))
+    assert gen_lora_extra_hash_keys(request) == [("lora", "a", "/a")]
+
+
+# Two images: tokens 2..5 and 6..15.
+TWO_IMAGES = Request(range(24), mm_features=[image("x", 2, 4), image("y", 6, 10)])
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "start_mm_idx", "keys", "next_mm_idx"),
+    [
+        pytest.param(0, 2, 0, [], 0, id="before"),
+        pytest.param(0, 4, 0, [("mm", "x", 2)], 0, id="first-begins"),
+        pytest.param(4, 8, 0, [("mm", "x", -2), ("mm", "y", 2)], 1, id="both"),
+        pytest.param(4, 6, 0, [("mm", "x", -2)], 1, id="ends-with-the-block"),
+        pytest.param(6, 8, 0, [("mm", "y", 0)], 1, id="first-is-over"),
+        pytest.param(8, 12, 1, [("mm", "y", -2)], 1, id="middle"),
+        pytest.param(8, 12, -1, [("mm", "y", -2)], 1, id="from-the-end"),
+        pytest.param(12, 16, 1, [("mm", "y", -6)], 2, id="last-ends"),
+        pytest.param(16, 20, 2, [], 2, id="after"),
+        pytest.param(16, 20, 0, [], 2, id="after-from-the-start"),
+    ],
+)
+def test_mm_keys(
+    start: int, end: int, start_mm_idx: int, keys: list[ExtraKey], next_mm_idx: int
+) -> None:
+    got = gen_mm_extra_hash_keys(TWO_IMAGES, start, end, start_mm_idx)
+    assert got == (keys, next_mm_idx)
+
+
+def test_keys_in_order_and_salt_in_the_first_block_only() -> None:
+    request = Request(range(8), [image("x", 3, 3)], Lora("a", "/a"), "s")
+    first = (("lora", "a", "/a"), ("mm", "x", 3), ("cache_salt", "s"))
+    assert generate_block_hash_extra_keys(request, 0, 4, 0) == (first, 0)
+    second = (("lora", "a", "/a"), ("mm", "x", -1))
+    assert generate_block_hash_extra_keys(request, 4, 8, 0) == (second, 1)
+    assert generate_block_hash_extra_keys(BareRequest(range(8)), 0, 4, 0) == (None, 0)
+
+
+def test_each_extra_fact_changes_the_names() -> None:
+    token_ids = range(8)
+    variants = [
+        Request(token_ids),
+        Request(token_ids, cache_salt="s"),
+        Request(token_ids, cache_salt="t"),
+        Request(token_ids, lora_request=Lora("a", "/a")),
+        Request(token_ids, [image("x", 1, 2)]),
+        Request(token_ids, [image("x", 2, 2)]),
+        Request(token_ids, [image("y", 1, 2)]),
+    ]
+    chains = [hash_request_tokens(sha256, 4, request, root=ROOT) for request in variants]
+    assert len({chain[0] for chain in chains}) == len(variants)
+    assert len({chain[1] for chain in chains}) == len(variants)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 2**80, 1.5, "a", None])
+def test_bad_token_is_named_by_position(token: object) -> None:
+    token_ids = [0, 4294967295, token, -5]
+    message = r"token_ids\[2\]: expected an integer from 0 to 4294967295, got "
+    with pytest.raises(ValueError, match=message):
+        pack_token_ids(token_ids)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        hash_request_tokens(sha256, 2, BareRequest(token_ids))  # type: ignore[arg-type]
+
+
+def test_bad_token_after_known_blocks_keeps_its_position() -> None:
+    request = BareRequest([1, 2, 3, -1])
+    with pytest.raises(ValueError, match=r"token_ids\[3\]: .* got -1"):
+        hash_request_tokens(sha256, 2, request, known=[ROOT])
+
+
+@pytest.mark.parametrize("token_ids", [b"1234", bytearray(8), 5])
+def test_no_token_sequence(token_ids: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        pack_token_ids(token_ids)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block_size", [0, -16])
+def test_bad_block_size(block_size: int) -> None:
+    with pytest.raises(
+        ValueError, match=f"block_size: expected at least 1 token, got {block_size}"
+    ):
+        hash_request_tokens(sha256, block_size, BareRequest([1]))
+
+
+def test_bad_hashes() -> None:
+    with pytest.raises(ValueError, match="parent_block_hash: expected 32 bytes, got 0"):
+        hash_block_tokens(sha256, b"", [1])
+    with pytest.raises(ValueError, match="root: expected 32 bytes, got 3"):
+        hash_request_tokens(sha256, 1, BareRequest([1]), root=b"abc")
+    with pytest.raises(ValueError, match=r"known\[-1\]: expected 32 bytes, got 1"):
+        hash_request_tokens(sha256, 1, BareRequest([1]), known=[b"x"])
+    with pytest.raises(ValueError, match="known: expected at most 1 block hashes for 3 tokens"):
+        hash_request_tokens(sha256, 2, BareRequest([1, 2, 3]), known=[ROOT, ROOT])

@@ -1,0 +1,148 @@
+"""Every way a transfer can go wrong ends in a named reason, in time, with all blocks back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from kvxfer.engine.config import OnLoadFailure, Role
+from tests.end_to_end.harness import DECODE, PREFILL, engine_config, pair, prompt, tiny_model
+from tests.helpers import free_port
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("policy", list(OnLoadFailure))
+def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
+    transport: str, policy: OnLoadFailure, tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path)
+    # Small chunks, so that the wire is in the middle of the transfer when the process dies.
+    kv = {"transport": transport, "chunk_nbytes": 32768}
+    prefill = engine_config(Role.PREFILL, model, kv=kv | {"port": free_port()}, **PREFILL)
+    decode = engine_config(
+        Role.DECODE,
+        model,
+        kv=kv | {"faults": "read:slow=200ms", "pull_timeout_s": 5.0},
+        on_load_failure=policy,
+        **DECODE,
+    )
+    with pair(prefill, decode) as engines:
+        tokens = prompt(1000)
+        params = engines.prefilled(tokens).done.kv_transfer_params
+        request_id = engines.start_decode(tokens, params)
+        time.sleep(0.3)
+        engines.prefill.group.kill()
+        answer = engines.decode.wait_for(request_id, timeout_s=8)
+        assert answer.done.failure in {"peer_lost", "deadline"}
+        if policy is OnLoadFailure.FAIL:
+            assert (answer.done.status, answer.token_ids) == ("FINISHED_ERROR", ())
+        else:
+            assert answer.token_ids == engines.decoded(tokens, None).token_ids
+        engines.prefill.restart()
+        other = prompt(300, seed=1)
+        again = engines.run(other)
+        assert (again.done.failure, again.done.num_external_tokens) == (None, 299)
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_lease_that_ends_before_the_release_discards_the_kv(
+    transport: str, tmp_path: Path
+) -> None:
+    model = tiny_model(tmp_path)
+    kv = {"transport": transport, "lease_s": 1.0, "keep_s": 0.3, "chunk_nbytes": 32768}
+    with pair(
+        engine_config(Role.PREFILL, model, kv=kv, **PREFILL),
+        engine_config(Role.DECODE, model, kv=kv | {"faults": "read:slow=150ms"}, **DECODE),
+    ) as engines:
+        num_free = engines.prefill.info().num_free_blocks
+        tokens = prompt(1000)
+        params = engines.prefilled(tokens).done.kv_transfer_params
+        request_id = engines.start_decode(tokens, params)
+        time.sleep(0.3)
+        pids = engines.decode.group.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            # While the sink stands still the lease ends and the source takes its blocks back.
+            engines.prefill.wait_for_info(lambda info: info.num_free_blocks == num_free, 5)
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+        answer = engines.decode.wait_for(request_id, timeout_s=15)
+        assert answer.done.failure == "expired"
+        assert answer.token_ids == engines.decoded(tokens, None).token_ids
+
+
+def test_a_storm_of_aborts_gives_every_block_back(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    kv = {"chunk_nbytes": 32768}
+    with pair(
+        engine_config(Role.PREFILL, model, kv=kv, num_blocks=600, **PREFILL),
+        engine_config(
+            Role.DECODE, model, kv=kv | {"faults": "read:slow=2ms"}, num_blocks=300, **DECODE
+        ),
+    ) as engines:
+        before = (engines.prefill.info().num_free_blocks, engines.decode.info().num_free_blocks)
+        rng = random.Random(0)
+        decoding: list[str] = []
+        for number in range(200):
+            tokens = prompt(rng.randrange(2, 300), seed=number)
+            if number % 4 == 0:  # aborted on the prefill side, somewhere before its end
+                request_id = engines.new_id()
+                engines.prefill.send(
+                    request_id, tokens, kv_transfer_params={"do_remote_decode": True}
+                )
+                time.sleep(rng.random() * 0.01)
+                engines.prefill.abort(request_id)
+                engines.prefill.wait_for(request_id)
+                continue
+            params = engines.prefilled(tokens).done.kv_transfer_params
+            decoding.append(engines.start_decode(tokens, params, max_new_tokens=64))
+            time.sleep(rng.random() * 0.02)
+            engines.decode.abort(decoding[-1])
+        for request_id in decoding:
+            engines.decode.wait_for(request_id)
+        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == before[0], 2)
+        engines.decode.wait_for_info(lambda info: info.num_free_blocks == before[1], 2)
+        assert engines.run(prompt(200, seed=-1)).done.failure is None
+
+
+def test_a_source_that_never_answers_ends_in_a_deadline(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path)
+    kv = {"pull_timeout_s": 1.0, "peer_silent_s": 1.0, "connect_timeout_s": 1.0}
+    with pair(
+        engine_config(Role.PREFILL, model, **PREFILL),
+        engine_config(Role.DECODE, model, kv=kv, **DECODE),
+    ) as engines:
+        assert engines.run(prompt(40)).done.failure is None
+        tokens = prompt(200, seed=1)
+        params = engines.prefilled(tokens).done.kv_transfer_params
+        pids = engines.prefill.group.pids
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            started_s = time.monotonic()
+            answer = engines.decoded(tokens, params)
+            assert answer.done.failure in {"deadline", "peer_lost"}
+            assert time.monotonic() - started_s < 4
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGCONT)
+
+
+def test_incompatible_engines_say_every_difference(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pair(
+        engine_config(Role.PREFILL, tiny_model(tmp_path, num_kv_heads=4), seed=1, **PREFILL),
+        engine_config(Role.DECODE, tiny_model(tmp_path, num_kv_heads=2), seed=2, **DECODE),
+    ) as engines:
+        assert engines.run(prompt(40)).done.failure == "incompatible"
+    said = capfd.readouterr().err
+    assert "num_kv_heads" in said
+    assert "weights" in said
