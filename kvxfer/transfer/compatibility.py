@@ -1,0 +1,145 @@
+"""Whether two engines can exchange KV, decided field by field.
+
+Unknown is refused, never taken for equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.manifest import CacheFacts, EngineManifest
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One field in which two engines do not meet, both values as shown to a person."""
+
+    field: str
+    source: str
+    sink: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: source has {self.source}, sink has {self.sink}; {self.advice}"
+
+
+_SAME_MODEL = "serve the same model on both sides"
+_FACTS: Mapping[str, str] = {
+    "model": _SAME_MODEL,
+    "weights": "load the same revision of the weights on both sides",
+    "rope": "use the same rope settings on both sides",
+    "dtype": "use the same KV dtype on both sides",
+    "quantisation": "use the same KV quantisation on both sides",
+    "num_kv_heads": _SAME_MODEL,
+    "head_size": _SAME_MODEL,
+    "num_layers": _SAME_MODEL,
+    "is_mla": _SAME_MODEL,
+    "draft_layers": "use the same draft layers on both sides, or none",
+    "dcp_size": "use the same decode context parallel size on both sides",
+    "pcp_size": "use the same prefill context parallel size on both sides",
+}
+"""Every field of CacheFacts, and what to do where it differs."""
+
+
+def differences(source: EngineManifest, sink: EngineManifest) -> tuple[Difference, ...]:
+    """Every field in which KV of ``source`` is not KV for ``sink``; empty if they can exchange it.
+
+    TP and PP sizes, block sizes, layouts and engine versions may differ. Which layers and heads are
+    there is the plan's question.
+    """
+    return (
+        *_protocol_differences(source, sink),
+        *_facts_differences(source.facts, sink.facts),
+        *_interleave_differences(source, sink),
+        *_region_differences(source, sink),
+    )
+
+
+def check_compatible(source: EngineManifest, sink: EngineManifest) -> None:
+    """Raise IncompatiblePeer that lists every field of :func:`differences`, if there is one."""
+    found = differences(source, sink)
+    if found:
+        raise IncompatiblePeer(
+            f"engines {source.engine_id} and {sink.engine_id} cannot exchange KV: "
+            + " | ".join(map(str, found))
+        )
+
+
+def _protocol_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
+    if max(source.protocol[0], sink.protocol[0]) > min(source.protocol[1], sink.protocol[1]):
+        yield Difference(
+            "protocol",
+            "versions {} to {}".format(*source.protocol),
+            "versions {} to {}".format(*sink.protocol),
+            "upgrade the older side",
+        )
+
+
+def _facts_differences(source: CacheFacts, sink: CacheFacts) -> Iterator[Difference]:
+    for field, advice in _FACTS.items():
+        ours, theirs = getattr(source, field), getattr(sink, field)
+        if ours == "" or theirs == "":
+            unknown = "the side that does not know it must state it"
+            yield Difference(field, _shown(ours), _shown(theirs), unknown)
+        elif ours != theirs:
+            yield Difference(field, _shown(ours), _shown(theirs), advice)
+
+
+def _interleave_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
+    """Context parallel ranks hold interleaved tokens: rank to rank, block to block, or not at all.
+
+    Different dcp or pcp sizes are among the facts.
+    """
+    if max(source.facts.dcp_size, source.facts.pcp_size) == 1:
+        return
+    for field in ("tp_size", "block_tokens"):
+        ours, theirs = getattr(source, field), getattr(sink, field)
+        if ours != theirs:
+            advice = "with context parallelism it must be equal on both sides"
+            yield Difference(field, _shown(ours), _shown(theirs), advice)
+
+
+def _region_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
+    """Inner size and interior of each plane that both have; one line for all planes alike."""
+    ours, theirs = _planes(source), _planes(sink)
+    common = [name for name in theirs if name in ours]
+    for index, (field, advice) in enumerate(
+        (
+            ("inner_nbytes", "use the same head size and KV dtype on both sides"),
+            ("interior", "use the same attention backend on both sides"),
+        )
+    ):
+        alike: dict[tuple[str, str], list[str]] = {}
+        for name in common:
+            values = (ours[name][index], theirs[name][index])
+            if values[0] != values[1]:
+                alike.setdefault(values, []).append("/".join(name))
+        for values, names in alike.items():
+            more = f" and {len(names) - 1} more planes" if len(names) > 1 else ""
+            yield Difference(f"{field} of {names[0]}{more}", *values, advice)
+
+
+def _planes(manifest: EngineManifest) -> dict[tuple[str, str], tuple[str, str]]:
+    """Inner size and interior by (layer, plane), shown; several of them if the ranks disagree."""
+    found: dict[tuple[str, str], tuple[dict[int, None], dict[str, None]]] = {}
+    for rank in manifest.ranks:
+        for region in rank.regions:
+            sizes, interiors = found.setdefault((region.layer, region.plane), ({}, {}))
+            sizes[region.inner_nbytes] = None
+            interiors[region.interior.value] = None
+    return {
+        name: (", ".join(map(str, sorted(sizes))), ", ".join(sorted(interiors)))
+        for name, (sizes, interiors) in found.items()
+    }
+
+
+def _shown(value: object) -> str:
+    if value == "":
+        return "unknown"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)

@@ -1,0 +1,198 @@
+"""What an engine says of itself, and whether that makes sense."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.layout import MAX_NBYTES, Region, check_region
+
+MAX_RANKS = 4096
+MAX_GROUPS = 256
+INCARNATION_NBYTES = 16
+_SHOWN_PROBLEMS = 8
+
+
+class RankId(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """One worker of an engine."""
+
+    pp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"pp{self.pp}tp{self.tp}"
+
+
+class MemfdHandle(msgspec.Struct, frozen=True, kw_only=True, tag="memfd"):
+    """A pool in shared memory: ``/proc/<pid>/fd/<fd>`` of the process that owns it.
+
+    ``nonce`` stands in the pool's header (its first 4096 bytes), so that a sink can prove that it
+    mapped the right one. ``boot_id`` names the host's life: equal on both sides or the handle is
+    not even tried.
+    """
+
+    boot_id: str
+    pid: int
+    fd: int
+    nbytes: int
+    nonce: bytes
+
+
+class MemoryInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One allocation of a rank, which regions refer to by its position.
+
+    ``handle`` is None where it cannot be mapped.
+    """
+
+    device: str
+    nbytes: int
+    handle: MemfdHandle | None = None
+
+
+class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank: where it listens (``tcp://host:port``) and where its cache lies."""
+
+    rank: RankId
+    control_endpoint: str
+    data_endpoints: dict[str, str]
+    memories: tuple[MemoryInfo, ...]
+    regions: tuple[Region, ...]
+
+
+class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that must agree between two engines. Unknown is "" and never equals anything."""
+
+    model: str
+    weights: str
+    rope: str
+    dtype: str
+    quantisation: str
+    num_kv_heads: int
+    head_size: int
+    num_layers: int
+    is_mla: bool = False
+    draft_layers: tuple[str, ...] = ()
+    dcp_size: int = 1
+    pcp_size: int = 1
+
+
+class EngineManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine in one life (``incarnation``: 16 random bytes, one registration of its pools)."""
+
+    engine_id: str
+    incarnation: bytes
+    protocol: tuple[int, int]
+    capabilities: tuple[str, ...]
+    facts: CacheFacts
+    tp_size: int
+    pp_size: int
+    block_tokens: int
+    layout: str
+    ranks: tuple[RankManifest, ...]
+
+    def rank(self, rank: RankId) -> RankManifest:
+        """The manifest of one rank; KeyError names it."""
+        for entry in self.ranks:
+            if entry.rank == rank:
+                return entry
+        raise KeyError(f"rank: expected one of {[str(r.rank) for r in self.ranks]}, got {rank}")
+
+
+def validate_manifest(manifest: EngineManifest) -> None:
+    """Does a manifest that came from the network make sense by itself?
+
+    Raises IncompatiblePeer with the first few things that are wrong.
+    """
+    problems = list(_engine_problems(manifest))
+    if not problems:  # the sizes are sane, so the ranks can be looked at
+        problems = list(_rank_problems(manifest))
+    if problems:
+        shown = "; ".join(problems[:_SHOWN_PROBLEMS])
+        more = len(problems) - _SHOWN_PROBLEMS
+        raise IncompatiblePeer(
+            f"manifest of engine {manifest.engine_id[:64]!r}: {shown}"
+            + (f"; and {more} more" if more > 0 else "")
+        )
+
+
+def parse_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host and port of ``tcp://host:port``. Raises ValueError."""
+    try:
+        parts = urlsplit(endpoint)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    plain = (f"tcp://{host}:{port}", f"tcp://[{host}]:{port}")
+    if not host or not port or endpoint.lower() not in plain:
+        raise ValueError(f"endpoint: expected tcp://host:port, got {endpoint[:128]!r}")
+    return host, port
+
+
+def _engine_problems(manifest: EngineManifest) -> Iterator[str]:
+    if not manifest.engine_id:
+        yield "engine_id: expected a name, got an empty one"
+    if len(manifest.incarnation) != INCARNATION_NBYTES:
+        yield f"incarnation: expected 16 bytes, got {len(manifest.incarnation)}"
+    if not 1 <= manifest.protocol[0] <= manifest.protocol[1]:
+        yield f"protocol: expected 1 <= min <= max, got {manifest.protocol}"
+    for field in ("tp_size", "pp_size", "block_tokens"):
+        if getattr(manifest, field) < 1:
+            yield f"{field}: expected 1 or more, got {getattr(manifest, field)}"
+    for field in ("num_kv_heads", "head_size", "num_layers", "dcp_size", "pcp_size"):
+        if getattr(manifest.facts, field) < 1:
+            yield f"{field}: expected 1 or more, got {getattr(manifest.facts, field)}"
+    if max(len(manifest.ranks), manifest.tp_size * manifest.pp_size) > MAX_RANKS:
+        yield (
+            f"ranks: expected at most {MAX_RANKS}, got {len(manifest.ranks)} "
+            f"of {manifest.tp_size} x {manifest.pp_size}"
+        )
+
+
+def _rank_problems(manifest: EngineManifest) -> Iterator[str]:
+    expected = {RankId(p, t) for p in range(manifest.pp_size) for t in range(manifest.tp_size)}
+    got = Counter(entry.rank for entry in manifest.ranks)
+    if set(got) != expected or len(manifest.ranks) != len(expected):
+        wrong = sorted({rank for rank, count in got.items() if count > 1} | (set(got) ^ expected))
+        yield (
+            f"ranks: expected each of {manifest.pp_size} x {manifest.tp_size} (pp x tp) once, "
+            f"got {', '.join(map(str, wrong[:_SHOWN_PROBLEMS]))} missing, twice or unexpected"
+        )
+    max_head = 1 if manifest.facts.is_mla else manifest.facts.num_kv_heads
+    for entry in manifest.ranks:
+        where = f"rank {entry.rank}"
+        for endpoint in (entry.control_endpoint, *entry.data_endpoints.values()):
+            try:
+                parse_endpoint(endpoint)
+            except ValueError as e:
+                yield f"{where}: {e}"
+        for number, memory in enumerate(entry.memories):
+            if not 0 <= memory.nbytes <= MAX_NBYTES:
+                yield f"{where}: memory {number}: expected a size, got {memory.nbytes} bytes"
+        for problem in _region_problems(entry.regions, entry.memories, max_head):
+            yield f"{where}: {problem}"
+
+
+def _region_problems(
+    regions: Sequence[Region], memories: Sequence[MemoryInfo], max_head: int
+) -> Iterator[str]:
+    names: set[tuple[str, str]] = set()
+    for region in regions:
+        name = f"region {region.layer}/{region.plane}"
+        if (region.layer, region.plane) in names:
+            yield f"{name}: expected once, got it again"
+        names.add((region.layer, region.plane))
+        if not 0 <= region.memory < len(memories):
+            yield f"{name}: memory: expected one of {len(memories)}, got number {region.memory}"
+            continue
+        if region.group >= MAX_GROUPS:
+            yield f"{name}: group: expected below {MAX_GROUPS}, got {region.group}"
+        if region.head_hi > max_head:
+            yield f"{name}: heads: expected at most {max_head}, got head_hi {region.head_hi}"
+        try:
+            check_region(region, memories[region.memory].nbytes)
+        except ValueError as e:
+            yield str(e)

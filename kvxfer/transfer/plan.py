@@ -1,0 +1,374 @@
+"""Who sends what to whom, and the arithmetic that turns block ids into copies. Pure.
+
+Records: a *route* is what one source rank sends to one sink rank. Its region pairs fall into
+*geometry classes* (equal tile and strides), each of which is copied with one set of index
+arithmetic. A *chunk* is a bounded piece of one class: a token range of some of its regions, dense
+and in the sink's own physical order. ``pull.py`` says what travels and cuts it into chunks.
+
+:func:`make_plan` knows no ratios. It works from the head ranges of regions with the same (layer,
+plane), so TP in both directions, replicated heads, MLA and layers spread over PP stages are one
+rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.layout import Interior, Region, join_planes, same_bytes
+from kvxfer.transfer.manifest import EngineManifest, RankId
+
+_SHOWN_PROBLEMS = 8
+
+
+class DenseOrder(msgspec.Struct, frozen=True):
+    """The order of bytes in a chunk: the sink's own physical order.
+
+    For every region of the chunk in turn, for every (kernel) block of ``kernel_tokens`` request
+    tokens that the token range touches: ``[token][head][inner]`` if ``token_major`` (NHD), else
+    ``[head][token][inner]`` (HND), clipped to the token range.
+    """
+
+    kernel_tokens: int
+    token_major: bool
+
+
+class Tile(msgspec.Struct, frozen=True, kw_only=True):
+    """How one geometry class lies on one side; strides in bytes.
+
+    Token t of logical block b is in kernel block ``b * (block_tokens // kernel_tokens) + t //
+    kernel_tokens``, which starts at that number times ``stride_block``.
+    """
+
+    block_tokens: int
+    kernel_tokens: int
+    num_blocks: int
+    num_heads: int
+    inner_nbytes: int
+    stride_block: int
+    stride_head: int
+    stride_token: int
+
+
+class Base(msgspec.Struct, frozen=True):
+    """Where (block 0, first wanted head, token 0) of one region lies in the rank's memory."""
+
+    memory: int
+    offset: int
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a geometry class: one tile, many regions."""
+
+    group: int
+    tile: Tile
+    bases: tuple[Base, ...]
+
+
+class RegionName(msgspec.Struct, frozen=True, array_like=True):
+    """A region by name; several planes when they lie side by side on both sides and move as one."""
+
+    layer: str
+    planes: tuple[str, ...]
+
+
+class PullClass(msgspec.Struct, frozen=True, kw_only=True):
+    """One geometry class as the sink asks for it: what a stream source needs to pack chunks.
+
+    Travels in the Pull.
+    """
+
+    regions: tuple[RegionName, ...]
+    head_lo: int
+    head_hi: int
+    inner_nbytes: int
+    order: DenseOrder
+    token_lo: int
+    token_hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyClass:
+    """Both sides of one geometry class of a route: bases correspond one to one."""
+
+    names: tuple[RegionName, ...]
+    head_lo: int
+    head_hi: int
+    source: Side
+    sink: Side
+    interior: Interior = Interior.PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What one source rank sends to one sink rank.
+
+    A null route has no classes: Pull and Release, no read.
+    """
+
+    source_rank: RankId
+    sink_rank: RankId
+    classes: tuple[CopyClass, ...]
+
+    @property
+    def is_null(self) -> bool:
+        """No bytes are wanted: the source rank is only told that it may let go."""
+        return not self.classes
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All routes between a source engine and a sink engine."""
+
+    routes: tuple[Route, ...]
+
+    def of_sink(self, rank: RankId) -> tuple[Route, ...]:
+        """The routes that end at one sink rank, null routes too."""
+        return tuple(route for route in self.routes if route.sink_rank == rank)
+
+    def consumers(self, rank: RankId) -> tuple[RankId, ...]:
+        """The sink ranks that read, or null-read, one source rank; never empty."""
+        return tuple(sorted(route.sink_rank for route in self.routes if route.source_rank == rank))
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One dense piece: a token range of regions ``[region_lo, region_hi)`` of one class."""
+
+    sequence: int
+    class_index: int
+    region_lo: int
+    region_hi: int
+    token_lo: int
+    token_hi: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """One plane that a source rank gives to a sink rank; several planes once they are joined."""
+
+    planes: tuple[str, ...]
+    head_lo: int
+    head_hi: int
+    source: Region
+    sink: Region
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """A rank that holds a plane of a layer, and where."""
+
+    rank: RankId
+    region: Region
+
+
+_Holders = dict[tuple[str, str], list[_Holder]]
+
+
+def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
+    """Who sends what to whom between two compatible engines whose manifests are valid.
+
+    Every head of every plane that a sink rank holds comes from exactly one source rank, once per
+    set of layers that share their memory. Every source rank has at least one consumer, by a null
+    route where nothing is wanted from it.
+
+    Raises IncompatiblePeer that names the layers, planes and heads that the source does not have,
+    and those whose bytes cannot be converted.
+    """
+    holders, takers = _holders(source), _holders(sink)
+    by_tp = max(source.facts.dcp_size, source.facts.pcp_size) > 1
+    pairs: dict[tuple[RankId, RankId], list[_Pair]] = {}
+    problems: dict[str, None] = {}
+    for entry in sorted(sink.ranks, key=lambda entry: entry.rank):
+        for aliases in _aliases(entry.regions):
+            region = next((r for r in aliases if (r.layer, r.plane) in holders), aliases[0])
+            name = (region.layer, region.plane)
+            givers = holders.get(name, [])
+            if by_tp:  # each rank holds its own interleaved tokens
+                givers = [giver for giver in givers if giver.rank.tp == entry.rank.tp]
+            for giver, lo, hi in _cover(_Holder(entry.rank, region), givers, takers[name]):
+                if giver is None:
+                    problems[f"{_heads(region, lo, hi)}: no source rank holds it"] = None
+                elif problem := _inconvertible(giver.region, region):
+                    problems[f"{_heads(region, lo, hi)}: {problem}"] = None
+                else:
+                    pair = _Pair((region.plane,), lo, hi, giver.region, region)
+                    pairs.setdefault((giver.rank, entry.rank), []).append(pair)
+    if problems:
+        shown = list(problems)[:_SHOWN_PROBLEMS]
+        more = f"; and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
+        raise IncompatiblePeer(
+            f"plan from engine {source.engine_id} to {sink.engine_id}: {'; '.join(shown)}{more}"
+        )
+    routes = [Route(*ranks, _classes(_joined(members))) for ranks, members in pairs.items()]
+    routes += _null_routes(source, sink, {source_rank for source_rank, _ in pairs})
+    return Plan(tuple(sorted(routes, key=lambda route: (route.sink_rank, route.source_rank))))
+
+
+def side_tile(region: Region, head_lo: int, head_hi: int) -> Tile:
+    """The tile of heads ``[head_lo, head_hi)`` of a region."""
+    return Tile(
+        block_tokens=region.block_tokens,
+        kernel_tokens=region.kernel_tokens,
+        num_blocks=region.num_blocks,
+        num_heads=head_hi - head_lo,
+        inner_nbytes=region.inner_nbytes,
+        stride_block=region.stride_block,
+        stride_head=region.stride_head,
+        stride_token=region.stride_token,
+    )
+
+
+def side_base(region: Region, head_lo: int) -> Base:
+    """Where heads from ``head_lo`` of a region begin."""
+    return Base(region.memory, region.address(0, head_lo, 0))
+
+
+def _holders(engine: EngineManifest) -> _Holders:
+    found: _Holders = {}
+    for entry in sorted(engine.ranks, key=lambda entry: entry.rank):
+        for region in entry.regions:
+            holder = _Holder(entry.rank, region)
+            found.setdefault((region.layer, region.plane), []).append(holder)
+    return found
+
+
+def _aliases(regions: Sequence[Region]) -> list[list[Region]]:
+    """Regions by the bytes they name: layers that share their KV are moved once per group."""
+    found: dict[tuple[int, int, int], list[list[Region]]] = {}
+    ordered: list[list[Region]] = []
+    for region in regions:
+        at_address = found.setdefault((region.group, region.memory, region.offset), [])
+        for aliases in at_address:
+            if same_bytes(aliases[0], region):
+                aliases.append(region)
+                break
+        else:
+            at_address.append([region])
+            ordered.append(at_address[-1])
+    return ordered
+
+
+def _cover(
+    taker: _Holder, givers: Sequence[_Holder], takers: Sequence[_Holder]
+) -> Iterator[tuple[_Holder | None, int, int]]:
+    """Split the taker's heads into ranges and give each a source rank; None where there is none.
+
+    Equal replicas are shared out in proportion among the sink ranks that want the head, in order:
+    2 takers of 4 replicas read the first and the third, 4 takers of 2 read each twice.
+    """
+    head, end = taker.region.head_lo, taker.region.head_hi
+    while head < end:
+        replicas = [h for h in givers if h.region.head_lo <= head < h.region.head_hi]
+        if not replicas:
+            later = [h.region.head_lo for h in givers if head < h.region.head_lo < end]
+            until = min(later, default=end)
+            yield None, head, until
+        else:
+            wanting = [h.rank for h in takers if h.region.head_lo <= head < h.region.head_hi]
+            share = wanting.index(taker.rank) * len(replicas) // len(wanting)
+            until = min(replicas[share].region.head_hi, end)
+            yield replicas[share], head, until
+        head = until
+
+
+def _heads(region: Region, head_lo: int, head_hi: int) -> str:
+    return f"{region.layer}/{region.plane} heads [{head_lo}, {head_hi})"
+
+
+def _inconvertible(source: Region, sink: Region) -> str | None:
+    """Why the bytes of one region cannot become those of the other; None if they can."""
+    if source.inner_nbytes != sink.inner_nbytes:
+        return f"source has {source.inner_nbytes} bytes a head and token, sink {sink.inner_nbytes}"
+    if source.interior is not sink.interior:
+        return f"source has interior {source.interior.value}, sink {sink.interior.value}"
+    if sink.interior is Interior.PLAIN:
+        return None
+    for field in ("block_tokens", "kernel_blocks", "head_lo", "head_hi"):
+        ours, theirs = getattr(source, field), getattr(sink, field)
+        if ours != theirs:
+            return (
+                f"opaque blocks move whole: {field} is {ours} at the source, {theirs} at the sink"
+            )
+    strides = [(region.stride_head, region.stride_token) for region in (source, sink)]
+    if strides[0] != strides[1] or not (source.is_dense and sink.is_dense):
+        return (
+            "opaque blocks move whole: expected equal blocks without gaps, got strides of head and "
+            f"token {strides[0]} at the source, {strides[1]} at the sink"
+        )
+    return None
+
+
+def _joined(pairs: Sequence[_Pair]) -> list[_Pair]:
+    """Planes of a layer that lie side by side on both sides become one."""
+    by_layer: dict[str, list[_Pair]] = {}
+    for pair in sorted(pairs, key=lambda pair: (pair.sink.memory, pair.sink.offset)):
+        members = by_layer.setdefault(pair.sink.layer, [])
+        joined = _join(members[-1], pair) if members else None
+        if joined is None:
+            members.append(pair)
+        else:
+            members[-1] = joined
+    return [pair for members in by_layer.values() for pair in members]
+
+
+def _join(first: _Pair, second: _Pair) -> _Pair | None:
+    if (first.head_lo, first.head_hi) != (second.head_lo, second.head_hi):
+        return None
+    source = join_planes(first.source, second.source)
+    sink = join_planes(first.sink, second.sink)
+    if source is None or sink is None:
+        return None
+    planes = (*first.planes, *second.planes)
+    return _Pair(planes, first.head_lo, first.head_hi, source, sink)
+
+
+def _classes(pairs: Sequence[_Pair]) -> tuple[CopyClass, ...]:
+    """Pairs by geometry: all of a class differ in nothing but where they begin."""
+    found: dict[tuple[object, ...], list[_Pair]] = {}
+    for pair in pairs:
+        lo, hi = pair.head_lo, pair.head_hi
+        tiles = (side_tile(pair.source, lo, hi), side_tile(pair.sink, lo, hi))
+        groups = (pair.source.group, pair.sink.group)
+        found.setdefault((*tiles, *groups, lo, hi, pair.sink.interior), []).append(pair)
+    return tuple(_class(members) for members in found.values())
+
+
+def _class(members: Sequence[_Pair]) -> CopyClass:
+    first = members[0]
+    lo, hi = first.head_lo, first.head_hi
+    return CopyClass(
+        names=tuple(RegionName(pair.sink.layer, pair.planes) for pair in members),
+        head_lo=lo,
+        head_hi=hi,
+        source=_side([pair.source for pair in members], lo, hi),
+        sink=_side([pair.sink for pair in members], lo, hi),
+        interior=first.sink.interior,
+    )
+
+
+def _side(regions: Sequence[Region], head_lo: int, head_hi: int) -> Side:
+    return Side(
+        group=regions[0].group,
+        tile=side_tile(regions[0], head_lo, head_hi),
+        bases=tuple(side_base(region, head_lo) for region in regions),
+    )
+
+
+def _null_routes(source: EngineManifest, sink: EngineManifest, used: set[RankId]) -> list[Route]:
+    """One for every source rank that gives nothing, to the sink rank at the same relative place."""
+    return [
+        Route(
+            entry.rank,
+            RankId(
+                entry.rank.pp * sink.pp_size // source.pp_size,
+                entry.rank.tp * sink.tp_size // source.tp_size,
+            ),
+            (),
+        )
+        for entry in source.ranks
+        if entry.rank not in used
+    ]

@@ -1,0 +1,296 @@
+"""What a sink asks one source rank for, and the chunks that both sides cut it into. Pure.
+
+A source takes nothing in a Pull on trust: :func:`resolve_pull` looks every name, head range, size
+and token range up in its own regions, and bounds everything that is later counted over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.layout import Interior, Region, join_planes
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.plan import (
+    Chunk,
+    CopyClass,
+    DenseOrder,
+    PullClass,
+    RegionName,
+    Route,
+    Side,
+    side_base,
+    side_tile,
+)
+
+CHUNK_TOKENS = 512
+"""A larger piece of one region gains nothing and costs index arrays."""
+MAX_CHUNK_NBYTES = 64 << 20
+MAX_CHUNKS = 1 << 20
+MAX_TOKENS = 1 << 31
+
+
+class BlockIdsError(ProtocolError, ValueError):
+    """Block ids do not cover a span: too few, absent (-1) or not in the pool.
+
+    From the network (a Grant) or from a caller, hence both bases.
+    """
+
+
+def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[PullClass, ...]:
+    """What to ask of the route's source rank: one entry for each class of the route, in order.
+
+    ``span``: request tokens ``[lo, hi)`` by sink group, for every group of the route. A class with
+    nothing to move stays, with an empty range, so that positions agree. An opaque class moves whole
+    blocks: its last one is rounded up, its first must begin at a block.
+
+    Raises ValueError that names the group.
+    """
+    return tuple(_pull_class(copy_class, span) for copy_class in route.classes)
+
+
+def resolve_pull(rank: RankManifest, classes: Sequence[PullClass]) -> tuple[Side, ...]:
+    """This source rank's side of every class of a Pull, in order.
+
+    Raises ProtocolError that names the first thing this rank cannot or will not give.
+    """
+    regions = {(region.layer, region.plane): region for region in rank.regions}
+    asked: set[tuple[str, str]] = set()
+    return tuple(
+        _resolve(f"class {index}", regions, asked, wanted) for index, wanted in enumerate(classes)
+    )
+
+
+def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, ...]:
+    """The chunks of a route in the order of their sequence numbers; the same on both sides.
+
+    A chunk takes at most 512 tokens and ``chunk_nbytes``, but at least one of the sink's kernel
+    blocks, and is cut at multiples of it; then as many regions as fit.
+
+    Raises ProtocolError for sizes out of bounds.
+    """
+    if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
+        raise ProtocolError(f"chunk_nbytes: expected 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
+    chunks: list[Chunk] = []
+    for class_index, wanted in enumerate(classes):
+        _check_sizes(f"class {class_index}", wanted)
+        kernel_tokens = wanted.order.kernel_tokens
+        token_nbytes = _token_nbytes(wanted)
+        fit_tokens = min(CHUNK_TOKENS, chunk_nbytes // token_nbytes)
+        step = max(fit_tokens // kernel_tokens, 1) * kernel_tokens
+        num_pieces = -(-wanted.token_hi // step) - wanted.token_lo // step
+        # A bound from above, looked at before the loop: at least one region fits each chunk.
+        fit_regions = max(chunk_nbytes // (step * token_nbytes), 1)
+        num_chunks = max(num_pieces, 0) * -(-len(wanted.regions) // fit_regions)
+        if len(chunks) + num_chunks > MAX_CHUNKS:
+            raise ProtocolError(
+                f"class {class_index}: expected at most {MAX_CHUNKS} chunks, "
+                f"got {len(chunks) + num_chunks} of {chunk_nbytes} bytes; ask for larger ones"
+            )
+        _append_chunks(chunks, class_index, wanted, step, chunk_nbytes)
+    return tuple(chunks)
+
+
+def route_nbytes(classes: Sequence[PullClass]) -> int:
+    """Bytes of KV that all chunks carry."""
+    return sum(
+        len(wanted.regions) * (wanted.token_hi - wanted.token_lo) * _token_nbytes(wanted)
+        for wanted in classes
+    )
+
+
+def check_ids(side: Side, block_ids: Sequence[int], token_lo: int, token_hi: int) -> None:
+    """Is there a block of the pool for every token of ``[token_lo, token_hi)``?
+
+    ``block_ids``: of the side's group, positional from the request's first token, -1 for none.
+    Raises BlockIdsError (a ProtocolError and a ValueError) that names the position.
+    """
+    tile = side.tile
+    if not 0 <= token_lo <= token_hi:
+        raise BlockIdsError(f"span: expected 0 <= lo <= hi, got [{token_lo}, {token_hi})")
+    if token_lo == token_hi:
+        return
+    first, end = token_lo // tile.block_tokens, -(-token_hi // tile.block_tokens)
+    if end > len(block_ids):
+        raise BlockIdsError(
+            f"block ids of group {side.group}: expected at least {end} for {token_hi} tokens in "
+            f"blocks of {tile.block_tokens}, got {len(block_ids)}"
+        )
+    needed = block_ids[first:end]
+    if min(needed) >= 0 and max(needed) < tile.num_blocks:
+        return
+    position = next(
+        index for index, block in enumerate(needed, first) if not 0 <= block < tile.num_blocks
+    )
+    raise BlockIdsError(
+        f"block ids of group {side.group}: position {position}: "
+        f"expected 0 to {tile.num_blocks - 1}, got {block_ids[position]}"
+    )
+
+
+def _pull_class(copy_class: CopyClass, span: Mapping[int, tuple[int, int]]) -> PullClass:
+    tile, group = copy_class.sink.tile, copy_class.sink.group
+    if group not in span:
+        raise ValueError(f"span: expected one for group {group}, got groups {sorted(span)}")
+    lo, hi = span[group]
+    if not 0 <= lo <= hi <= MAX_TOKENS:
+        raise ValueError(f"span of group {group}: expected 0 <= lo <= hi, got [{lo}, {hi})")
+    if copy_class.interior is Interior.OPAQUE and lo < hi:
+        if lo % tile.block_tokens:
+            raise ValueError(
+                f"span of group {group}: opaque blocks move whole: expected a start at a multiple "
+                f"of {tile.block_tokens} tokens, got {lo}"
+            )
+        hi = -(-hi // tile.block_tokens) * tile.block_tokens
+    return PullClass(
+        regions=copy_class.names,
+        head_lo=copy_class.head_lo,
+        head_hi=copy_class.head_hi,
+        inner_nbytes=tile.inner_nbytes,
+        order=DenseOrder(tile.kernel_tokens, tile.stride_token > tile.stride_head),
+        token_lo=lo,
+        token_hi=hi,
+    )
+
+
+def _resolve(
+    where: str,
+    regions: Mapping[tuple[str, str], Region],
+    asked: set[tuple[str, str]],
+    wanted: PullClass,
+) -> Side:
+    _check_sizes(where, wanted)
+    sides: list[Side] = []
+    for name in wanted.regions:
+        region = _joined(where, regions, asked, name)
+        _check_against(f"{where}: {name.layer}/{'+'.join(name.planes)}", region, wanted)
+        sides.append(
+            Side(
+                group=region.group,
+                tile=side_tile(region, wanted.head_lo, wanted.head_hi),
+                bases=(side_base(region, wanted.head_lo),),
+            )
+        )
+        if (sides[-1].group, sides[-1].tile) != (sides[0].group, sides[0].tile):
+            raise ProtocolError(
+                f"{where}: expected regions of one geometry and group, "
+                f"got {wanted.regions[0].layer} and {name.layer}"
+            )
+    return Side(
+        group=sides[0].group,
+        tile=sides[0].tile,
+        bases=tuple(base for side in sides for base in side.bases),
+    )
+
+
+def _joined(
+    where: str,
+    regions: Mapping[tuple[str, str], Region],
+    asked: set[tuple[str, str]],
+    name: RegionName,
+) -> Region:
+    """The region of that name, its planes joined; each plane may be asked for once in a Pull."""
+    if not name.planes:
+        raise ProtocolError(f"{where}: {name.layer}: expected at least one plane, got none")
+    for plane in name.planes:
+        if (name.layer, plane) not in regions:
+            raise ProtocolError(f"{where}: no region {name.layer}/{plane} on this rank")
+        if (name.layer, plane) in asked:
+            raise ProtocolError(f"{where}: {name.layer}/{plane}: expected once, got it again")
+        asked.add((name.layer, plane))
+    joined = regions[name.layer, name.planes[0]]
+    for plane in name.planes[1:]:
+        wider = join_planes(joined, regions[name.layer, plane])
+        if wider is None:
+            raise ProtocolError(
+                f"{where}: {name.layer}: expected planes that lie side by side, got {name.planes}"
+            )
+        joined = wider
+    return joined
+
+
+def _check_sizes(where: str, wanted: PullClass) -> None:
+    """Bounds on everything that is looped over or multiplied, before it is."""
+    if not wanted.regions:
+        raise ProtocolError(f"{where}: expected at least one region, got none")
+    if not 0 <= wanted.token_lo <= wanted.token_hi <= MAX_TOKENS:
+        raise ProtocolError(
+            f"{where}: tokens: expected 0 <= lo <= hi <= {MAX_TOKENS}, "
+            f"got [{wanted.token_lo}, {wanted.token_hi})"
+        )
+    if wanted.head_lo >= wanted.head_hi or wanted.head_lo < 0:
+        raise ProtocolError(
+            f"{where}: heads: expected 0 <= lo < hi, got [{wanted.head_lo}, {wanted.head_hi})"
+        )
+    if wanted.inner_nbytes < 1:
+        raise ProtocolError(f"{where}: inner_nbytes: expected 1 or more, got {wanted.inner_nbytes}")
+    kernel_tokens = wanted.order.kernel_tokens
+    if kernel_tokens < 1 or kernel_tokens * _token_nbytes(wanted) > MAX_CHUNK_NBYTES:
+        raise ProtocolError(
+            f"{where}: kernel_tokens: expected 1 or more, of at most {MAX_CHUNK_NBYTES} bytes "
+            f"together, got {kernel_tokens} of {_token_nbytes(wanted)} bytes"
+        )
+
+
+def _check_against(name: str, region: Region, wanted: PullClass) -> None:
+    if wanted.head_lo < region.head_lo or wanted.head_hi > region.head_hi:
+        raise ProtocolError(
+            f"{name}: heads: expected within [{region.head_lo}, {region.head_hi}), "
+            f"got [{wanted.head_lo}, {wanted.head_hi})"
+        )
+    if wanted.inner_nbytes != region.inner_nbytes:
+        raise ProtocolError(
+            f"{name}: inner_nbytes: expected {region.inner_nbytes}, got {wanted.inner_nbytes}"
+        )
+    num_tokens = wanted.token_hi - wanted.token_lo
+    pool_tokens = region.num_blocks * region.block_tokens
+    if num_tokens > pool_tokens:
+        raise ProtocolError(
+            f"{name}: tokens: expected at most the pool's {pool_tokens}, got {num_tokens}"
+        )
+    if region.interior is Interior.PLAIN:
+        return
+    heads = (wanted.head_lo, wanted.head_hi)
+    if heads != (region.head_lo, region.head_hi):
+        raise ProtocolError(f"{name}: opaque blocks move whole: expected all heads, got {heads}")
+    if wanted.token_lo % region.block_tokens or wanted.token_hi % region.block_tokens:
+        raise ProtocolError(
+            f"{name}: opaque blocks move whole: expected multiples of {region.block_tokens} "
+            f"tokens, got [{wanted.token_lo}, {wanted.token_hi})"
+        )
+    kernel_tokens = region.kernel_tokens
+    if wanted.order.kernel_tokens != kernel_tokens:
+        raise ProtocolError(
+            f"{name}: opaque blocks move whole: expected kernel blocks of {kernel_tokens} tokens, "
+            f"got {wanted.order.kernel_tokens}"
+        )
+
+
+def _append_chunks(
+    chunks: list[Chunk], class_index: int, wanted: PullClass, step: int, chunk_nbytes: int
+) -> None:
+    num_regions, token_nbytes = len(wanted.regions), _token_nbytes(wanted)
+    token_lo = wanted.token_lo
+    while token_lo < wanted.token_hi:
+        token_hi = min((token_lo // step + 1) * step, wanted.token_hi)
+        piece_nbytes = (token_hi - token_lo) * token_nbytes
+        fit_regions = max(chunk_nbytes // piece_nbytes, 1)
+        for region_lo in range(0, num_regions, fit_regions):
+            region_hi = min(region_lo + fit_regions, num_regions)
+            chunks.append(
+                Chunk(
+                    sequence=len(chunks),
+                    class_index=class_index,
+                    region_lo=region_lo,
+                    region_hi=region_hi,
+                    token_lo=token_lo,
+                    token_hi=token_hi,
+                    nbytes=(region_hi - region_lo) * piece_nbytes,
+                )
+            )
+        token_lo = token_hi
+
+
+def _token_nbytes(wanted: PullClass) -> int:
+    """Bytes of one token of one region: all wanted heads."""
+    return (wanted.head_hi - wanted.head_lo) * wanted.inner_nbytes

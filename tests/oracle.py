@@ -1,0 +1,104 @@
+"""The truth about a copy: loops over tokens and heads, one slice at a time, by region addresses.
+
+Deliberately naive, and independent of the plan: it shares no arithmetic with the code under test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.transfer.layout import Region
+
+Bytes = NDArray[np.uint8]
+Spans = Mapping[int, tuple[int, int]]
+
+
+def oracle_address(region: Region, block_id: int, head: int, token: int) -> int:
+    """Byte offset in the region's memory of (block, global head, token of the block)."""
+    kernel_tokens = region.block_tokens // region.kernel_blocks
+    address = region.offset
+    address += (block_id * region.kernel_blocks + token // kernel_tokens) * region.stride_block
+    address += (head - region.head_lo) * region.stride_head
+    address += (token % kernel_tokens) * region.stride_token
+    return address
+
+
+def oracle_bytes(
+    region: Region, memories: Sequence[Bytes], ids: Sequence[int], position: int, head: int
+) -> Bytes:
+    """A writable view of one (request token, global head); ``ids`` are positional."""
+    block_id = ids[position // region.block_tokens]
+    if not 0 <= block_id < region.num_blocks:
+        raise ValueError(f"block id {block_id} at token {position}: not in 0..{region.num_blocks}")
+    address = oracle_address(region, block_id, head, position % region.block_tokens)
+    view = memories[region.memory][address : address + region.inner_nbytes]
+    if len(view) != region.inner_nbytes:
+        raise ValueError(f"{region.layer} {region.plane}: address {address} is outside the memory")
+    return view
+
+
+def oracle_copy(
+    source_regions: Sequence[Region],
+    source_memories: Sequence[Bytes],
+    sink_regions: Sequence[Region],
+    sink_memories: Sequence[Bytes],
+    *,
+    source_ids: Sequence[Sequence[int]],
+    sink_ids: Sequence[Sequence[int]],
+    spans: Spans,
+) -> None:
+    """Copy every (layer, plane, head, token) that both sides hold, for the spans of sink groups.
+
+    One source rank to one sink rank; call it for every pair of ranks (replicas hold the same
+    bytes). Ids by the side's own group, positional from the request's first token; ``spans`` by
+    sink group, absent groups stay as they are.
+    """
+    sources = {(region.layer, region.plane): region for region in source_regions}
+    for sink in sink_regions:
+        source = sources.get((sink.layer, sink.plane))
+        if source is None or sink.group not in spans:
+            continue
+        for position in range(*spans[sink.group]):
+            for head in range(sink.head_lo, sink.head_hi):
+                if not source.head_lo <= head < source.head_hi:
+                    continue
+                given = oracle_bytes(
+                    source, source_memories, source_ids[source.group], position, head
+                )
+                taken = oracle_bytes(sink, sink_memories, sink_ids[sink.group], position, head)
+                taken[:] = given
+
+
+def oracle_fill(
+    regions: Sequence[Region],
+    memories: Sequence[Bytes],
+    *,
+    ids: Sequence[Sequence[int]],
+    num_tokens: int,
+    seed: int = 0,
+) -> None:
+    """Write the KV of a request: bytes that depend on (seed, layer, plane, head, token) only.
+
+    Replicas agree. Of layers that share memory the first in ``regions`` is written.
+    """
+    written: set[tuple[int, int]] = set()
+    for region in regions:
+        if (region.memory, region.offset) in written:
+            continue
+        written.add((region.memory, region.offset))
+        for position in range(num_tokens):
+            for head in range(region.head_lo, region.head_hi):
+                taken = oracle_bytes(region, memories, ids[region.group], position, head)
+                taken[:] = oracle_value(region, position, head, seed)
+
+
+def oracle_value(region: Region, position: int, head: int, seed: int = 0) -> Bytes:
+    """The bytes that ``oracle_fill`` writes for one (layer, plane, head, token)."""
+    name = f"{seed}/{region.layer}/{region.plane}/{head}/{position}".encode()
+    digest = blake2b(name, digest_size=32).digest()
+    repeated = digest * (-(-region.inner_nbytes // len(digest)))
+    return np.frombuffer(repeated[: region.inner_nbytes], dtype=np.uint8)

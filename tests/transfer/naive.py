@@ -1,0 +1,171 @@
+"""Planned copies carried out one slice at a time, through Tile and Base arithmetic only.
+
+What :mod:`tests.oracle` is to regions, this is to plans: it shows that a plan says the right thing,
+without any copy code. Fills, moves and compares whole engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import Base, Chunk, Plan, PullClass, Side, Tile
+from kvxfer.transfer.pull import chunk_list, pull_classes, resolve_pull
+from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
+from tests.oracle import oracle_copy, oracle_fill
+
+Bytes = NDArray[np.uint8]
+Memories = dict[RankId, list[Bytes]]
+Ids = tuple[tuple[int, ...], ...]
+Spans = Mapping[int, tuple[int, int]]
+
+
+class Case:
+    """A request of ``num_tokens`` at a source, and a sink with poisoned pools."""
+
+    def __init__(self, source: EngineShape, sink: EngineShape, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.source, self.sink = build_manifest(source, "source"), build_manifest(sink, "sink")
+        self.source_ids = _ids(source, num_tokens, seed=1)
+        self.sink_ids = _ids(sink, num_tokens, seed=2)
+        self.source_memories = {r.rank: build_memories(r) for r in self.source.ranks}
+        for entry in self.source.ranks:
+            memories = self.source_memories[entry.rank]
+            oracle_fill(entry.regions, memories, ids=self.source_ids, num_tokens=num_tokens)
+
+    def poisoned(self) -> Memories:
+        """Fresh memories of all sink ranks."""
+        return {entry.rank: build_memories(entry, fill=0x5A) for entry in self.sink.ranks}
+
+    def expected(self, spans: Spans) -> Memories:
+        """What the sink's memories must be after the spans have moved: the oracle's word."""
+        memories = self.poisoned()
+        for taker in self.sink.ranks:
+            for giver in self.source.ranks:
+                oracle_copy(
+                    giver.regions,
+                    self.source_memories[giver.rank],
+                    taker.regions,
+                    memories[taker.rank],
+                    source_ids=self.source_ids,
+                    sink_ids=self.sink_ids,
+                    spans=spans,
+                )
+        return memories
+
+    def copied(self, plan: Plan, spans: Spans) -> Memories:
+        """The sink's memories after every route's classes were copied as on a direct wire."""
+        memories = self.poisoned()
+        for route in plan.routes:
+            given, taken = self.source_memories[route.source_rank], memories[route.sink_rank]
+            for copy_class in route.classes:
+                span = spans[copy_class.sink.group]
+                addresses = zip(
+                    side_addresses(copy_class.source, self.source_ids, span),
+                    side_addresses(copy_class.sink, self.sink_ids, span),
+                    strict=True,
+                )
+                inner = copy_class.sink.tile.inner_nbytes
+                for (number, address), (sink_number, sink_address) in addresses:
+                    piece = given[number][address : address + inner]
+                    taken[sink_number][sink_address : sink_address + inner] = piece
+        return memories
+
+    def streamed(self, plan: Plan, spans: Spans, chunk_nbytes: int) -> Memories:
+        """The same as on a stream wire: each side sees its own regions and the Pull only."""
+        memories = self.poisoned()
+        for route in plan.routes:
+            classes = pull_classes(route, spans)
+            sides = resolve_pull(self.source.rank(route.source_rank), classes)
+            given, taken = self.source_memories[route.source_rank], memories[route.sink_rank]
+            for chunk in chunk_list(classes, chunk_nbytes):
+                wanted, side = classes[chunk.class_index], sides[chunk.class_index]
+                dense = pack(side, wanted, chunk, self.source_ids, given)
+                assert len(dense) == chunk.nbytes
+                sink = route.classes[chunk.class_index].sink
+                unpack(sink, wanted, chunk, self.sink_ids, taken, dense)
+        return memories
+
+
+def same(first: Memories, second: Memories) -> bool:
+    """Byte for byte, neighbours too."""
+    return all(
+        np.array_equal(mine, theirs)
+        for rank in first
+        for mine, theirs in zip(first[rank], second[rank], strict=True)
+    )
+
+
+def tile_address(tile: Tile, base: Base, ids: Sequence[int], position: int, head: int) -> int:
+    """Byte of (request token, wanted head counted from 0)."""
+    block, slot = ids[position // tile.block_tokens], position % tile.block_tokens
+    kernel_block = block * (tile.block_tokens // tile.kernel_tokens) + slot // tile.kernel_tokens
+    return (
+        base.offset
+        + kernel_block * tile.stride_block
+        + head * tile.stride_head
+        + slot % tile.kernel_tokens * tile.stride_token
+    )
+
+
+def side_addresses(side: Side, ids: Ids, span: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(memory, byte) of every region, token and head of a class."""
+    for base in side.bases:
+        for position in range(*span):
+            for head in range(side.tile.num_heads):
+                address = tile_address(side.tile, base, ids[side.group], position, head)
+                yield base.memory, address
+
+
+def dense_order(wanted: PullClass, chunk: Chunk) -> list[tuple[int, int, int]]:
+    """(region, token, head) of every slice of a chunk in the order in which they travel."""
+    kernel_tokens = wanted.order.kernel_tokens
+    heads = range(wanted.head_hi - wanted.head_lo)
+    found: list[tuple[int, int, int]] = []
+    for region in range(chunk.region_lo, chunk.region_hi):
+        first = chunk.token_lo // kernel_tokens
+        for block in range(first, -(-chunk.token_hi // kernel_tokens)):
+            lo = max(block * kernel_tokens, chunk.token_lo)
+            hi = min((block + 1) * kernel_tokens, chunk.token_hi)
+            if wanted.order.token_major:
+                found += [(region, token, head) for token in range(lo, hi) for head in heads]
+            else:
+                found += [(region, token, head) for head in heads for token in range(lo, hi)]
+    return found
+
+
+def pack(side: Side, wanted: PullClass, chunk: Chunk, ids: Ids, memories: list[Bytes]) -> bytes:
+    """The bytes of a chunk."""
+    dense = bytearray()
+    for region, token, head in dense_order(wanted, chunk):
+        base = side.bases[region]
+        address = tile_address(side.tile, base, ids[side.group], token, head)
+        dense += memories[base.memory][address : address + wanted.inner_nbytes].tobytes()
+    return bytes(dense)
+
+
+def unpack(
+    side: Side, wanted: PullClass, chunk: Chunk, ids: Ids, memories: list[Bytes], dense: bytes
+) -> None:
+    """Put the bytes of a chunk into their places; within a kernel block these only go up."""
+    previous: tuple[int, int, int] | None = None
+    inner = wanted.inner_nbytes
+    for index, (region, token, head) in enumerate(dense_order(wanted, chunk)):
+        base = side.bases[region]
+        address = tile_address(side.tile, base, ids[side.group], token, head)
+        block = token // side.tile.kernel_tokens
+        if previous is not None and previous[:2] == (region, block):
+            assert address > previous[2], "not the sink's own physical order"
+        previous = (region, block, address)
+        piece = dense[index * inner : (index + 1) * inner]
+        memories[base.memory][address : address + inner] = np.frombuffer(piece, dtype=np.uint8)
+
+
+def _ids(shape: EngineShape, num_tokens: int, seed: int) -> Ids:
+    return tuple(
+        scattered_ids(num_tokens, shape.block_tokens, shape.num_blocks, seed * 100 + group)
+        for group in range(shape.num_groups)
+    )

@@ -1,0 +1,113 @@
+"""Which differences keep two engines apart, and how they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import fields, replace
+
+from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.compatibility import check_compatible, differences
+from kvxfer.transfer.layout import Interior
+from kvxfer.transfer.manifest import CacheFacts, EngineManifest
+from tests.builders import EngineShape, build_manifest
+
+SOURCE = build_manifest(EngineShape(tp_size=2), "prefill")
+SINK = build_manifest(EngineShape(block_tokens=24, kernel_blocks=3, layout="NHD"), "decode")
+
+OTHER: dict[str, Any] = {
+    "model": "other",
+    "weights": "ffff",
+    "rope": "theta=500000",
+    "dtype": "bfloat16",
+    "quantisation": "fp8",
+    "num_kv_heads": 4,
+    "head_size": 128,
+    "num_layers": 99,
+    "is_mla": True,
+    "draft_layers": ("draft.0", "draft.1"),
+    "dcp_size": 2,
+    "pcp_size": 2,
+}
+
+
+def with_facts(manifest: EngineManifest, **change: object) -> EngineManifest:
+    return replace(manifest, facts=replace(manifest.facts, **change))
+
+
+def test_tp_pp_block_size_and_layout_may_differ() -> None:
+    check_compatible(SOURCE, SINK)
+    check_compatible(SINK, SOURCE)
+    check_compatible(build_manifest(EngineShape(pp_size=2, tp_size=2)), SINK)
+
+
+def test_every_fact_is_listed_above() -> None:
+    assert set(OTHER) == {field.name for field in fields(CacheFacts)}
+
+
+@pytest.mark.parametrize("field", OTHER)
+def test_every_fact_counts(field: str) -> None:
+    other = with_facts(SINK, **{field: OTHER[field]})
+    assert field in [difference.field for difference in differences(SOURCE, other)]
+    with pytest.raises(IncompatiblePeer, match=field):
+        check_compatible(SOURCE, other)
+
+
+@pytest.mark.parametrize("field", ["model", "weights", "rope", "dtype", "quantisation"])
+def test_unknown_never_equals_anything(field: str) -> None:
+    ours, theirs = (with_facts(side, **{field: ""}) for side in (SOURCE, SINK))
+    for pair in ((ours, SINK), (SOURCE, theirs), (ours, theirs)):
+        (found,) = differences(*pair)
+        assert found.field == field
+        assert "unknown" in (found.source, found.sink)
+        assert found.advice == "the side that does not know it must state it"
+
+
+def test_all_differences_in_one_message() -> None:
+    other = with_facts(
+        replace(SINK, protocol=(3, 4)), rope="theta=500000", draft_layers=("draft.0", "draft.1")
+    )
+    with pytest.raises(IncompatiblePeer) as e:
+        check_compatible(SOURCE, other)
+    assert str(e.value) == (
+        "engines prefill and decode cannot exchange KV: "
+        "protocol: source has versions 1 to 1, sink has versions 3 to 4; upgrade the older side | "
+        "rope: source has theta=10000, sink has theta=500000; "
+        "use the same rope settings on both sides | "
+        "draft_layers: source has none, sink has draft.0, draft.1; "
+        "use the same draft layers on both sides, or none"
+    )
+
+
+def test_protocol_ranges_that_overlap() -> None:
+    assert not differences(replace(SOURCE, protocol=(1, 3)), replace(SINK, protocol=(3, 5)))
+    assert differences(replace(SOURCE, protocol=(1, 2)), replace(SINK, protocol=(3, 5)))
+
+
+def test_inner_sizes_and_interiors_by_plane() -> None:
+    wide = build_manifest(EngineShape(inner_nbytes=16, interior=Interior.OPAQUE))
+    facts = replace(wide, facts=SOURCE.facts)
+    assert [str(found) for found in differences(SOURCE, facts)] == [
+        "inner_nbytes of layers.0/k and 3 more planes: source has 8, sink has 16; "
+        "use the same head size and KV dtype on both sides",
+        "interior of layers.0/k and 3 more planes: source has plain, sink has opaque; "
+        "use the same attention backend on both sides",
+    ]
+
+
+def test_one_plane_that_differs_is_named() -> None:
+    rank = SINK.ranks[0]
+    regions = (*rank.regions[:3], replace(rank.regions[3], interior=Interior.OPAQUE))
+    other = replace(SINK, ranks=(replace(rank, regions=regions),))
+    (found,) = differences(SOURCE, other)
+    assert found.field == "interior of layers.1/v"
+
+
+def test_context_parallel_ranks_move_rank_to_rank_or_not_at_all() -> None:
+    ours, same, one = (
+        with_facts(build_manifest(EngineShape(tp_size=tp, block_tokens=tokens)), dcp_size=2)
+        for tp, tokens in ((2, 16), (2, 16), (1, 32))
+    )
+    assert not differences(ours, same)
+    assert [found.field for found in differences(ours, one)] == ["tp_size", "block_tokens"]
