@@ -1,0 +1,269 @@
+"""Copy the KV of a request between pools, or between a pool and dense chunks, on the CPU.
+
+The heavy work is one NumPy call per region and piece, which releases the GIL: ``take(out=)``
+gathers and ``pool[starts] = dense`` scatters rows of bytes. Rows are elements of a void dtype: one
+memmove each, whatever their length and alignment. One thread, against ``torch.index_select``: 13 to
+10 GB/s at rows of 256 bytes, equal at 32 KiB. A gather runs at 1.6 times the rate of a plain copy
+(it writes into the cache), a scatter at 1.3 times (it reads from there): together at 0.62 to 0.67.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvxfer.tensors.strided_index import (
+    PIECE_NBYTES,
+    Ids,
+    PieceRows,
+    Reads,
+    Rows,
+    dense_order,
+    read_rows,
+    span_ids,
+    tile_extent_nbytes,
+    token_pieces,
+    write_rows,
+)
+from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side, Tile
+
+Bytes = NDArray[np.uint8]
+
+
+class Scratch:
+    """Bytes between gather and scatter, kept so that they stay cached. For one thread at a time."""
+
+    def __init__(self, nbytes: int = PIECE_NBYTES) -> None:
+        self._bytes: Bytes = np.empty(nbytes, dtype=np.uint8)
+
+    def take(self, nbytes: int) -> Bytes:
+        """The first ``nbytes``; grows when they are more than ever before."""
+        if nbytes > self._bytes.size:
+            self._bytes = np.empty(nbytes, dtype=np.uint8)
+        return self._bytes[:nbytes]
+
+
+def gather(
+    memories: Sequence[Tensor],
+    side: Side,
+    block_ids: Ids,
+    order: DenseOrder,
+    region_lo: int,
+    region_hi: int,
+    token_lo: int,
+    token_hi: int,
+    out: Tensor,
+) -> None:
+    """Pack tokens ``[token_lo, token_hi)`` of regions ``[region_lo, region_hi)`` into ``out``.
+
+    memories: this rank's, flat uint8; block_ids: int64, positional from the request's first token;
+    out: uint8, exactly the chunk's bytes, filled in ``order``. Raises ValueError, before anything
+    is written, for ids or bases outside the memories and for a wrong size.
+    """
+    bases = _regions(side, region_lo, region_hi)
+    pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
+    reads = read_rows(side.tile, block_ids, order, token_lo, token_hi)
+    dense = _dense(out, "out", reads.piece, len(bases))
+    for base, region_bytes in zip(bases, dense, strict=True):
+        _gather(pools[base.memory], base.offset, reads, region_bytes)
+
+
+def scatter(
+    memories: Sequence[Tensor],
+    side: Side,
+    block_ids: Ids,
+    region_lo: int,
+    region_hi: int,
+    token_lo: int,
+    token_hi: int,
+    dense: Tensor,
+) -> None:
+    """Unpack a chunk in the sink's own physical order into the sink's pool.
+
+    The reverse of :func:`gather` with :func:`dense_order` of the sink's tile; the same checks.
+    """
+    bases = _regions(side, region_lo, region_hi)
+    pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
+    piece = write_rows(side.tile, block_ids, dense_order(side.tile), token_lo, token_hi)
+    chunk = _dense(dense, "dense", piece, len(bases))
+    for base, region_bytes in zip(bases, chunk, strict=True):
+        _scatter(pools[base.memory], base.offset, piece, region_bytes)
+
+
+def strided_copy(
+    source_memories: Sequence[Tensor],
+    sink_memories: Sequence[Tensor],
+    copy_class: CopyClass,
+    source_ids: Ids,
+    sink_ids: Ids,
+    token_lo: int,
+    token_hi: int,
+    *,
+    scratch: Scratch,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> int:
+    """Copy tokens ``[token_lo, token_hi)`` of all regions from pool to pool; returns the bytes
+    copied.
+
+    The source is only read. ``stop`` is asked before each piece (at most 1 MiB, unless one token
+    is larger); once it says True nothing more is written. ``progress`` hears the bytes copied so
+    far after each piece. Raises ValueError, before anything is written, for ids or bases outside
+    the memories.
+    """
+    source, sink = copy_class.source, copy_class.sink
+    _check_pair(copy_class)
+    span = (token_lo, token_hi)
+    source_pools = _checked(source_memories, source.tile, source.bases, source_ids, *span)
+    sink_pools = _checked(sink_memories, sink.tile, sink.bases, sink_ids, *span)
+    order = dense_order(sink.tile)
+    copied_nbytes = 0
+    for lo, hi in token_pieces(source.tile, sink.tile, token_lo, token_hi):
+        reads = read_rows(source.tile, source_ids, order, lo, hi)
+        writes = write_rows(sink.tile, sink_ids, order, lo, hi)
+        for given, taken in zip(source.bases, sink.bases, strict=True):
+            if stop():
+                return copied_nbytes
+            source_pool, sink_pool = source_pools[given.memory], sink_pools[taken.memory]
+            if writes.contiguous_at is not None:
+                target = _slice(sink_pool, taken.offset + writes.contiguous_at, writes)
+                _gather(source_pool, given.offset, reads, target)
+            elif reads.piece.contiguous_at is not None:
+                dense = _slice(source_pool, given.offset + reads.piece.contiguous_at, writes)
+                _scatter(sink_pool, taken.offset, writes, dense)
+            else:
+                dense = scratch.take(writes.nbytes)
+                _gather(source_pool, given.offset, reads, dense)
+                _scatter(sink_pool, taken.offset, writes, dense)
+            copied_nbytes += writes.nbytes
+            progress(copied_nbytes)
+    return copied_nbytes
+
+
+def _gather(pool: Bytes, offset: int, reads: Reads, out: Bytes) -> None:
+    if reads.piece.contiguous_at is not None:
+        np.copyto(out, _slice(pool, offset + reads.piece.contiguous_at, reads.piece))
+        return
+    for part in reads.parts:
+        if isinstance(part, Rows):
+            target = _elements(out, part.dense_lo, part.row_nbytes, part.starts.size)
+            target[:] = _any_row(pool, offset, part.row_nbytes)[part.starts]
+            continue
+        element = part.element_nbytes
+        target = _elements(out, part.dense_lo, element, part.numbers.size)
+        source = _elements(pool, offset, element, (pool.size - offset) // element)
+        # "clip" writes straight into out, "raise" goes through a temporary; the range was checked.
+        # The method, for it costs 0.6 us and np.take 3.5.
+        source.take(part.numbers, out=target, mode="clip")
+
+
+def _scatter(pool: Bytes, offset: int, piece: PieceRows, dense: Bytes) -> None:
+    if piece.contiguous_at is not None:
+        np.copyto(_slice(pool, offset + piece.contiguous_at, piece), dense)
+        return
+    for rows in piece.rows:
+        given = _elements(dense, rows.dense_lo, rows.row_nbytes, rows.starts.size)
+        _any_row(pool, offset, rows.row_nbytes)[rows.starts] = given
+
+
+def _elements(memory: Bytes, offset: int, element_nbytes: int, count: int) -> NDArray[np.void]:
+    """``count`` elements side by side."""
+    return np.ndarray((count,), _void(element_nbytes), memory, offset)
+
+
+def _any_row(memory: Bytes, offset: int, row_nbytes: int) -> NDArray[np.void]:
+    """Element i is the row that starts at byte ``offset + i``: a row may lie anywhere."""
+    count = memory.size - offset - row_nbytes + 1
+    return np.ndarray((count,), _void(row_nbytes), memory, offset, (1,))
+
+
+@lru_cache(maxsize=256)
+def _void(nbytes: int) -> np.dtype[Any]:
+    return np.dtype((np.void, nbytes))
+
+
+def _slice(pool: Bytes, start: int, piece: PieceRows) -> Bytes:
+    return pool[start : start + piece.nbytes]
+
+
+def _flat(tensor: Tensor, name: str) -> Bytes:
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: expected a contiguous one-dimensional uint8 tensor, "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+    return tensor.numpy()
+
+
+def _regions(side: Side, region_lo: int, region_hi: int) -> tuple[Base, ...]:
+    if not 0 <= region_lo <= region_hi <= len(side.bases):
+        raise ValueError(
+            f"regions: expected a range of [0, {len(side.bases)}), got [{region_lo}, {region_hi})"
+        )
+    return side.bases[region_lo:region_hi]
+
+
+def _dense(tensor: Tensor, name: str, piece: PieceRows, num_regions: int) -> NDArray[np.uint8]:
+    """The chunk as [regions, bytes of a region]."""
+    flat = _flat(tensor, name)
+    if flat.size != num_regions * piece.nbytes:
+        raise ValueError(
+            f"{name}: expected {num_regions * piece.nbytes} bytes "
+            f"({num_regions} regions of {piece.nbytes}), got {flat.size}"
+        )
+    return flat.reshape(num_regions, piece.nbytes)
+
+
+def _checked(
+    memories: Sequence[Tensor],
+    tile: Tile,
+    bases: Sequence[Base],
+    block_ids: Ids,
+    token_lo: int,
+    token_hi: int,
+) -> list[Bytes]:
+    """The memories as arrays, once all that will be addressed is known to lie inside them."""
+    if not 0 <= token_lo <= token_hi:
+        raise ValueError(f"tokens: expected 0 <= lo <= hi, got [{token_lo}, {token_hi})")
+    if block_ids.dtype != np.int64 or block_ids.size * tile.block_tokens < token_hi:
+        raise ValueError(
+            f"block_ids: expected int64 ids of {token_hi} tokens in blocks of "
+            f"{tile.block_tokens}, got {block_ids.size} of {block_ids.dtype}"
+        )
+    if token_lo < token_hi:
+        needed = span_ids(tile, block_ids, token_lo, token_hi)
+        lowest, highest = int(needed.min()), int(needed.max())
+        if lowest < 0 or highest >= tile.num_blocks:
+            wrong = lowest if lowest < 0 else highest
+            raise ValueError(f"block_ids: expected ids in [0, {tile.num_blocks}), got {wrong}")
+    pools = [_flat(memory, f"memory {number}") for number, memory in enumerate(memories)]
+    extent = tile_extent_nbytes(tile)
+    for base in bases:
+        if not 0 <= base.memory < len(pools):
+            raise ValueError(f"base: expected one of {len(pools)} memories, got {base.memory}")
+        if base.offset < 0 or base.offset + extent > pools[base.memory].size:
+            raise ValueError(
+                f"base: expected {extent} bytes inside memory {base.memory} of "
+                f"{pools[base.memory].size}, got offset {base.offset}"
+            )
+    return pools
+
+
+def _check_pair(copy_class: CopyClass) -> None:
+    source, sink = copy_class.source, copy_class.sink
+    if len(source.bases) != len(sink.bases):
+        raise ValueError(
+            f"bases: expected as many on both sides, got {len(source.bases)} and {len(sink.bases)}"
+        )
+    theirs, ours = source.tile, sink.tile
+    if (theirs.num_heads, theirs.inner_nbytes) != (ours.num_heads, ours.inner_nbytes):
+        raise ValueError(
+            f"tiles: expected {ours.num_heads} heads of {ours.inner_nbytes} bytes like the sink, "
+            f"got {theirs.num_heads} of {theirs.inner_nbytes} at the source"
+        )

@@ -1,0 +1,259 @@
+"""Made-up pools and copies for the tests of the strided copy, and what the oracle says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvxfer.transfer.layout import Region
+from kvxfer.transfer.plan import Base, CopyClass, RegionName, Side, Tile
+from tests.oracle import oracle_bytes, oracle_copy
+
+Bytes = NDArray[np.uint8]
+
+POISON = 0xEE
+NUM_LAYERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One side: how its regions lie in its memory."""
+
+    block_tokens: int
+    kernel_blocks: int
+    layout: str
+    outermost: str
+    head_lo: int
+    num_heads: int
+    padding_nbytes: int
+    lead_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A copy: two sides, heads, tokens."""
+
+    source: Shape
+    sink: Shape
+    inner_nbytes: int
+    head_lo: int
+    head_hi: int
+    token_lo: int
+    token_hi: int
+    in_order: bool
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One side: regions (two planes per layer, two memories), their bytes, a request's ids."""
+
+    regions: tuple[Region, ...]
+    memories: list[Bytes]
+    ids: NDArray[np.int64]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [torch.from_numpy(memory) for memory in self.memories]
+
+    def side(self, head_lo: int, head_hi: int) -> Side:
+        first = self.regions[0]
+        return Side(
+            group=0,
+            tile=Tile(
+                block_tokens=first.block_tokens,
+                kernel_tokens=first.block_tokens // first.kernel_blocks,
+                num_blocks=first.num_blocks,
+                num_heads=head_hi - head_lo,
+                inner_nbytes=first.inner_nbytes,
+                stride_block=first.stride_block,
+                stride_head=first.stride_head,
+                stride_token=first.stride_token,
+            ),
+            bases=tuple(
+                Base(region.memory, region.offset + (head_lo - region.head_lo) * region.stride_head)
+                for region in self.regions
+            ),
+        )
+
+
+def make_pool(shape: Shape, case: Case, *, poison: bool, seed: int) -> Pool:
+    """Layers alternate between two memories; ``lead_nbytes`` make the bases crooked."""
+    rng = np.random.default_rng(seed)
+    inner, heads = case.inner_nbytes, shape.num_heads
+    kernel_tokens = shape.block_tokens // shape.kernel_blocks
+    unit = inner * (2 if shape.outermost == "inner" else 1)
+    block_nbytes = kernel_tokens * heads * unit + shape.padding_nbytes
+    num_needed = -(-case.token_hi // shape.block_tokens)
+    num_blocks = num_needed + 3
+    num_kernel_blocks = num_blocks * shape.kernel_blocks
+    stride_token, stride_head = (
+        (unit, kernel_tokens * unit) if shape.layout == "HND" else (heads * unit, unit)
+    )
+    stride_block, stride_plane = {
+        "planes": (block_nbytes, num_kernel_blocks * block_nbytes),
+        "blocks": (2 * block_nbytes, block_nbytes),
+        "inner": (block_nbytes, inner),
+    }[shape.outermost]
+    layer_nbytes = num_kernel_blocks * block_nbytes * (1 if shape.outermost == "inner" else 2)
+    regions = tuple(
+        Region(
+            layer=f"layers.{layer}",
+            plane=plane,
+            group=0,
+            memory=layer % 2,
+            offset=shape.lead_nbytes + layer // 2 * layer_nbytes + plane_index * stride_plane,
+            num_blocks=num_blocks,
+            block_tokens=shape.block_tokens,
+            head_lo=shape.head_lo,
+            head_hi=shape.head_lo + heads,
+            inner_nbytes=inner,
+            stride_block=stride_block,
+            stride_head=stride_head,
+            stride_token=stride_token,
+            kernel_blocks=shape.kernel_blocks,
+        )
+        for layer in range(NUM_LAYERS)
+        for plane_index, plane in enumerate(("k", "v"))
+    )
+    # Exactly as long as the regions: a row too far is an error and not a neighbour.
+    sizes = [shape.lead_nbytes + layers * layer_nbytes for layers in (2, 1)]
+    memories = [
+        np.full(size, POISON, np.uint8) if poison else rng.integers(0, 256, size, np.uint8)
+        for size in sizes
+    ]
+    ids = np.arange(num_blocks) if case.in_order else rng.permutation(num_blocks)
+    return Pool(regions, memories, ids[:num_needed].astype(np.int64))
+
+
+def copy_class_of(case: Case, source: Pool, sink: Pool) -> CopyClass:
+    return CopyClass(
+        names=tuple(RegionName(region.layer, (region.plane,)) for region in sink.regions),
+        head_lo=case.head_lo,
+        head_hi=case.head_hi,
+        source=source.side(case.head_lo, case.head_hi),
+        sink=sink.side(case.head_lo, case.head_hi),
+    )
+
+
+def expected(case: Case, source: Pool, sink: Pool) -> list[Bytes]:
+    """The sink's memories after the copy, by the oracle. Heads outside the wanted range stay."""
+    memories = [memory.copy() for memory in sink.memories]
+    wanted = [
+        msgspec.structs.replace(
+            region,
+            head_lo=case.head_lo,
+            head_hi=case.head_hi,
+            offset=region.offset + (case.head_lo - region.head_lo) * region.stride_head,
+        )
+        for region in sink.regions
+    ]
+    oracle_copy(
+        source.regions,
+        source.memories,
+        wanted,
+        memories,
+        source_ids=[source.ids.tolist()],
+        sink_ids=[sink.ids.tolist()],
+        spans={0: (case.token_lo, case.token_hi)},
+    )
+    return memories
+
+
+def assert_same_bytes(got: Sequence[Bytes], want: Sequence[Bytes]) -> None:
+    for number, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        wrong = np.flatnonzero(ours != theirs)
+        assert not wrong.size, (
+            f"memory {number}: {wrong.size} of {ours.size} bytes differ; first at {wrong[0]}: "
+            f"got {ours[wrong[0]]}, want {theirs[wrong[0]]}"
+        )
+
+
+def naive_dense(
+    case: Case, source: Pool, sink: Pool, region_lo: int, region_hi: int, lo: int, hi: int
+) -> Bytes:
+    """A chunk by its definition: kernel block by kernel block of the sink, clipped."""
+    kernel_tokens = case.sink.block_tokens // case.sink.kernel_blocks
+    heads = range(case.head_lo, case.head_hi)
+    parts: list[Bytes] = []
+    for region in source.regions[region_lo:region_hi]:
+        for block in range(lo // kernel_tokens, -(-hi // kernel_tokens)):
+            tokens = range(max(lo, block * kernel_tokens), min(hi, (block + 1) * kernel_tokens))
+            if case.sink.layout == "NHD":
+                order = [(token, head) for token in tokens for head in heads]
+            else:
+                order = [(token, head) for head in heads for token in tokens]
+            parts += [
+                oracle_bytes(region, source.memories, source.ids.tolist(), token, head)
+                for token, head in order
+            ]
+    return np.concatenate(parts)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, head_lo: int, head_hi: int) -> Shape:
+    block_tokens = draw(st.sampled_from((8, 16, 24, 32, 64)))
+    before, behind = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    before = min(before, head_lo)
+    return Shape(
+        block_tokens=block_tokens,
+        kernel_blocks=draw(st.sampled_from([n for n in (1, 2, 3, 4) if block_tokens % n == 0])),
+        layout=draw(st.sampled_from(("HND", "NHD"))),
+        outermost=draw(st.sampled_from(("planes", "blocks", "inner"))),
+        head_lo=head_lo - before,
+        num_heads=before + head_hi - head_lo + behind,
+        padding_nbytes=draw(st.sampled_from((0, 0, 1, 64, 100))),
+        lead_nbytes=draw(st.sampled_from((0, 1, 7, 64, 4096))),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    head_lo = draw(st.integers(0, 2))
+    head_hi = head_lo + draw(st.integers(1, 4))
+    token_lo = draw(st.sampled_from((0, 0, 1, 8, 15, 16, 31, 64)))
+    return Case(
+        source=draw(shapes(head_lo, head_hi)),
+        sink=draw(shapes(head_lo, head_hi)),
+        inner_nbytes=draw(st.sampled_from((1, 6, 8, 132, 256, 1152))),
+        head_lo=head_lo,
+        head_hi=head_hi,
+        token_lo=token_lo,
+        token_hi=token_lo + draw(st.sampled_from((0, 1, 5, 16, 31, 32, 64, 77, 128))),
+        in_order=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def plain(layout: str, block_tokens: int, *, num_heads: int, outermost: str = "planes") -> Shape:
+    return Shape(
+        block_tokens=block_tokens,
+        kernel_blocks=1,
+        layout=layout,
+        outermost=outermost,
+        head_lo=0,
+        num_heads=num_heads,
+        padding_nbytes=0,
+        lead_nbytes=64,
+    )
+
+
+def tile(layout: str, block_tokens: int, kernel_tokens: int, num_heads: int, inner: int) -> Tile:
+    hnd = layout == "HND"
+    return Tile(
+        block_tokens=block_tokens,
+        kernel_tokens=kernel_tokens,
+        num_blocks=100,
+        num_heads=num_heads,
+        inner_nbytes=inner,
+        stride_block=kernel_tokens * num_heads * inner,
+        stride_head=kernel_tokens * inner if hnd else inner,
+        stride_token=inner if hnd else num_heads * inner,
+    )
