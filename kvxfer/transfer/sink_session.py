@@ -1,0 +1,339 @@
+"""The life of one load on one sink rank, over all its routes: no sockets, no clocks, no tensors.
+
+Theory of operation
+-------------------
+A load has one route from every source rank that this sink rank reads::
+
+    direct: IDLE --Start--> ASKED --Grant--> READING --complete--> RELEASING --valid--> VALID
+    null:   IDLE --Start--> ASKED --Grant-----------------------> RELEASING --valid--> VALID
+    stream: IDLE --Start--> ASKED --Grant--> READING --complete, certified-----------> VALID
+    any failure: --StopRead--> DRAINING --nothing in flight--> FAILED, at once if nothing can write
+
+1. A route reads at most once: a retry re-sends the same message, a second Grant is ignored.
+2. The Release leaves only after the read is seen complete, and only its verdict makes the route
+   VALID. On stream wires every chunk is certified by having been sent, so the complete read is the
+   verdict; chunks may overtake the Grant.
+3. The first failure fails the load (a torn read has no good prefix): every other route that is not
+   over is stopped, and every source rank that was asked gets one Cancel, also those whose routes
+   are VALID: the claim of the whole engine is void.
+4. ``FinishedRecving`` comes once, when every route is VALID or FAILED: then nothing of this load
+   can write the destination blocks. Deadlines end waits, not drains.
+5. After the Grant a Refuse answers a repeated Pull. In READING it says that the offer is over; in
+   RELEASING the verdict decides, so it is ignored.
+6. Refused tokens cancel nothing: the offer belongs to another request, which may still come for it.
+
+Everything that changes a load's state is in this file, and every step goes through ``TABLE``: a
+missing key is a :class:`ProtocolError` that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.session import (
+    Abort,
+    BrokenArrived,
+    DeadlinePassed,
+    FinishedRecving,
+    GrantArrived,
+    ReadCompleted,
+    ReadDrained,
+    ReadFailed,
+    RefuseArrived,
+    RetryDue,
+    RouteState,
+    SendCancel,
+    SendPull,
+    SendRelease,
+    SinkAction,
+    SinkEvent,
+    SourceLost,
+    Start,
+    StartRead,
+    StopRead,
+    VerdictArrived,
+)
+from kvxfer.transfer.wire import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRecord:
+    """One route of a load. ``is_null``: Pull and Release, no read."""
+
+    source: RankId
+    is_null: bool
+    state: RouteState = RouteState.IDLE
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSnapshot:
+    """Everything a :class:`LoadSession` knows; immutable and hashable. ``failure``: the first thing
+    that failed it.
+    """
+
+    routes: tuple[RouteRecord, ...]
+    failure: Reason | None = None
+    is_finished: bool = False
+
+    def with_state(self, source: RankId, state: RouteState) -> LoadSnapshot:
+        """A copy in which the route from this source rank is in this state."""
+        routes = (replace(r, state=state) if r.source == source else r for r in self.routes)
+        return replace(self, routes=tuple(routes))
+
+
+Step = tuple[LoadSnapshot, list[SinkAction]]
+Handler = Callable[[LoadSnapshot, RouteRecord, Any], Step]
+
+
+# ------------------------------------------------------------------ the way to VALID
+
+
+def _ask(load: LoadSnapshot, route: RouteRecord, _: Start) -> Step:
+    return load.with_state(route.source, RouteState.ASKED), [SendPull(route.source)]
+
+
+def _read(load: LoadSnapshot, route: RouteRecord, _: GrantArrived) -> Step:
+    if route.is_null:
+        return load.with_state(route.source, RouteState.RELEASING), [SendRelease(route.source)]
+    return load.with_state(route.source, RouteState.READING), [StartRead(route.source)]
+
+
+def _complete_early(load: LoadSnapshot, route: RouteRecord, event: ReadCompleted) -> Step:
+    if not event.certified:
+        raise ProtocolError(
+            f"route from {route.source}: expected a Grant before an uncertified read, got none"
+        )
+    return load.with_state(route.source, RouteState.VALID), []
+
+
+def _complete(load: LoadSnapshot, route: RouteRecord, event: ReadCompleted) -> Step:
+    if event.certified:
+        return load.with_state(route.source, RouteState.VALID), []
+    return load.with_state(route.source, RouteState.RELEASING), [SendRelease(route.source)]
+
+
+def _verdict(load: LoadSnapshot, route: RouteRecord, event: VerdictArrived) -> Step:
+    if event.valid:
+        return load.with_state(route.source, RouteState.VALID), []
+    return _fail(load, event.reason or Reason.ENDED)
+
+
+def _ask_again(load: LoadSnapshot, route: RouteRecord, _: RetryDue) -> Step:
+    return load, [SendPull(route.source)]
+
+
+def _release_again(load: LoadSnapshot, route: RouteRecord, _: RetryDue) -> Step:
+    return load, [SendRelease(route.source)]
+
+
+# ------------------------------------------------------------------ the ways to FAILED
+
+_OVER = (RouteState.VALID, RouteState.DRAINING, RouteState.FAILED)
+
+
+def _fail(load: LoadSnapshot, reason: Reason) -> Step:
+    """The first failure: stop what is not over, and cancel at every source that was asked."""
+    asked = [route.source for route in load.routes if route.state is not RouteState.IDLE]
+    actions: list[SinkAction] = []
+    for route in load.routes:
+        if route.state in _OVER:
+            continue
+        # ASKED is stopped like READING: on stream wires chunks may have overtaken the Grant.
+        may_write = route.state in (RouteState.ASKED, RouteState.READING) and not route.is_null
+        load = load.with_state(
+            route.source, RouteState.DRAINING if may_write else RouteState.FAILED
+        )
+        if may_write:
+            actions.append(StopRead(route.source))
+    if load.failure is None:
+        load = replace(load, failure=reason)
+        if reason is not Reason.TOKENS:  # rule 6
+            actions += [SendCancel(source, reason) for source in asked]
+    return load, actions
+
+
+def _answered_no(
+    load: LoadSnapshot, _: RouteRecord, event: RefuseArrived | BrokenArrived | Abort
+) -> Step:
+    return _fail(load, event.reason)
+
+
+def _timed_out(load: LoadSnapshot, _: RouteRecord, __: DeadlinePassed) -> Step:
+    return _fail(load, Reason.DEADLINE)
+
+
+def _source_lost(load: LoadSnapshot, _: RouteRecord, __: SourceLost) -> Step:
+    return _fail(load, Reason.PEER_LOST)
+
+
+def _read_failed(load: LoadSnapshot, route: RouteRecord, event: ReadFailed) -> Step:
+    # This route has nothing left to drain, but its source still gets the Cancel.
+    load, actions = _fail(load, event.reason)
+    stop = StopRead(route.source)
+    return load.with_state(route.source, RouteState.FAILED), [a for a in actions if a != stop]
+
+
+def _drained(
+    load: LoadSnapshot, route: RouteRecord, _: ReadDrained | ReadFailed | ReadCompleted
+) -> Step:
+    return load.with_state(route.source, RouteState.FAILED), []
+
+
+def _ignore(load: LoadSnapshot, _: RouteRecord, __: SinkEvent) -> Step:
+    return load, []
+
+
+# ------------------------------------------------------------------ the table
+
+TABLE: Mapping[tuple[RouteState, type], Handler] = {
+    (RouteState.IDLE, Start): _ask,
+    (RouteState.IDLE, DeadlinePassed): _timed_out,
+    (RouteState.IDLE, SourceLost): _source_lost,
+    (RouteState.IDLE, Abort): _answered_no,
+    (RouteState.ASKED, GrantArrived): _read,
+    (RouteState.ASKED, RefuseArrived): _answered_no,
+    (RouteState.ASKED, ReadCompleted): _complete_early,
+    (RouteState.ASKED, ReadFailed): _read_failed,
+    (RouteState.ASKED, BrokenArrived): _answered_no,
+    (RouteState.ASKED, RetryDue): _ask_again,
+    (RouteState.ASKED, DeadlinePassed): _timed_out,
+    (RouteState.ASKED, SourceLost): _source_lost,
+    (RouteState.ASKED, Abort): _answered_no,
+    (RouteState.READING, GrantArrived): _ignore,  # one read per rank
+    (RouteState.READING, RefuseArrived): _answered_no,
+    (RouteState.READING, ReadCompleted): _complete,
+    (RouteState.READING, ReadFailed): _read_failed,
+    (RouteState.READING, BrokenArrived): _answered_no,
+    (RouteState.READING, RetryDue): _ignore,
+    (RouteState.READING, DeadlinePassed): _timed_out,
+    (RouteState.READING, SourceLost): _source_lost,
+    (RouteState.READING, Abort): _answered_no,
+    (RouteState.RELEASING, GrantArrived): _ignore,  # one read per rank
+    (RouteState.RELEASING, RefuseArrived): _ignore,  # rule 5
+    (RouteState.RELEASING, VerdictArrived): _verdict,
+    (RouteState.RELEASING, BrokenArrived): _answered_no,
+    (RouteState.RELEASING, RetryDue): _release_again,
+    (RouteState.RELEASING, DeadlinePassed): _timed_out,
+    (RouteState.RELEASING, SourceLost): _source_lost,
+    (RouteState.RELEASING, Abort): _answered_no,
+    (RouteState.VALID, GrantArrived): _ignore,
+    (RouteState.VALID, RefuseArrived): _ignore,
+    (RouteState.VALID, VerdictArrived): _ignore,
+    (RouteState.VALID, BrokenArrived): _ignore,
+    (RouteState.VALID, RetryDue): _ignore,
+    (RouteState.VALID, DeadlinePassed): _ignore,
+    (RouteState.VALID, SourceLost): _ignore,
+    (
+        RouteState.VALID,
+        Abort,
+    ): _ignore,  # a route that is not over takes it, else the load has ended
+    (RouteState.DRAINING, ReadDrained): _drained,
+    (RouteState.DRAINING, ReadFailed): _drained,
+    (RouteState.DRAINING, ReadCompleted): _drained,
+    (RouteState.DRAINING, GrantArrived): _ignore,
+    (RouteState.DRAINING, RefuseArrived): _ignore,
+    (RouteState.DRAINING, VerdictArrived): _ignore,
+    (RouteState.DRAINING, BrokenArrived): _ignore,
+    (RouteState.DRAINING, RetryDue): _ignore,
+    (RouteState.DRAINING, DeadlinePassed): _ignore,  # deadlines end waits, not drains
+    (RouteState.DRAINING, SourceLost): _ignore,
+    (RouteState.DRAINING, Abort): _ignore,
+    (RouteState.FAILED, ReadDrained): _ignore,  # the read ended by itself before it saw the stop
+    (RouteState.FAILED, ReadFailed): _ignore,
+    (RouteState.FAILED, ReadCompleted): _ignore,
+    (RouteState.FAILED, GrantArrived): _ignore,
+    (RouteState.FAILED, RefuseArrived): _ignore,
+    (RouteState.FAILED, VerdictArrived): _ignore,
+    (RouteState.FAILED, BrokenArrived): _ignore,
+    (RouteState.FAILED, RetryDue): _ignore,
+    (RouteState.FAILED, DeadlinePassed): _ignore,
+    (RouteState.FAILED, SourceLost): _ignore,
+    (RouteState.FAILED, Abort): _ignore,
+}
+
+_FINAL = (RouteState.VALID, RouteState.FAILED)
+
+
+class LoadSession:
+    """One load on one sink rank: ``routes`` are the source ranks it reads, ``null`` those it reads
+    nothing from.
+    """
+
+    table: ClassVar[Mapping[tuple[RouteState, type], Handler]] = TABLE
+
+    def __init__(self, routes: Sequence[RankId], null: frozenset[RankId]) -> None:
+        if not routes or len(set(routes)) != len(routes):
+            names = [str(source) for source in routes]
+            raise ValueError(f"routes: expected at least one source rank, each once, got {names}")
+        if not null <= set(routes):
+            names = sorted(str(source) for source in null - set(routes))
+            raise ValueError(f"null: expected source ranks among the routes, got {names}")
+        self._load = LoadSnapshot(tuple(RouteRecord(source, source in null) for source in routes))
+
+    @classmethod
+    def restore(cls, snapshot: LoadSnapshot) -> LoadSession:
+        """A session that goes on from a snapshot."""
+        null = frozenset(route.source for route in snapshot.routes if route.is_null)
+        session = cls([route.source for route in snapshot.routes], null)
+        session._load = snapshot
+        return session
+
+    @property
+    def snapshot(self) -> LoadSnapshot:
+        """All of it, immutable and hashable."""
+        return self._load
+
+    @property
+    def is_finished(self) -> bool:
+        """FinishedRecving was returned: nothing of this load can write the destination blocks."""
+        return self._load.is_finished
+
+    @property
+    def failure(self) -> Reason | None:
+        """The first thing that failed the load; None as long as nothing has."""
+        return self._load.failure
+
+    def state_of(self, source: RankId) -> RouteState:
+        """The state of the route from this source rank. Raises ProtocolError for one that is not a
+        route.
+        """
+        return self._route(self._load, source).state
+
+    def _route(self, load: LoadSnapshot, source: RankId) -> RouteRecord:
+        for route in load.routes:
+            if route.source == source:
+                return route
+        names = [str(route.source) for route in load.routes]
+        raise ProtocolError(f"load: expected a source rank among {names}, got {source}")
+
+    def step(self, event: SinkEvent) -> list[SinkAction]:
+        """Take one event; return what to do, in order. Raises ProtocolError, changing nothing.
+
+        ``Start`` and ``Abort`` are taken by every route in turn, all other events by the route that
+        they name.
+        """
+        load = self._load
+        if isinstance(event, Start | Abort):
+            sources = [route.source for route in load.routes]
+        else:
+            sources = [event.source]
+        actions: list[SinkAction] = []
+        for source in sources:
+            route = self._route(load, source)
+            handler = self.table.get((route.state, type(event)))
+            if handler is None:
+                raise ProtocolError(
+                    f"route from {source}: {type(event).__name__} is not allowed in "
+                    f"{route.state.name}"
+                )
+            load, more = handler(load, route, event)
+            actions += more
+        if not load.is_finished and all(route.state in _FINAL for route in load.routes):
+            load = replace(load, is_finished=True)
+            actions.append(FinishedRecving(load.failure))
+        self._load = load
+        return actions

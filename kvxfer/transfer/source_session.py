@@ -1,0 +1,392 @@
+"""The life of one offer at one source rank: a table, no sockets, no clocks, no tensors.
+
+Theory of operation
+-------------------
+An offer promises that a request's blocks stay whole and unchanged. It is PENDING until the ready
+event of the step that computes the last offered token has completed, then OPEN; DONE and BROKEN are
+final, nothing re-opens a nonce::
+
+    PENDING --ReadyCompleted--> OPEN --last claim complete--> DONE
+       \\--------------------------\\---Break, last claim cancelled--> BROKEN
+
+1. *Valid* means that the offer is OPEN when the Release is processed. The first verdict of a
+   consumer is its verdict for ever; a repeated Release gets it again in every state.
+2. A *claim* is the set of ranks of one sink engine life (incarnation) that read this source rank,
+   named by its Pulls. Consumers are a set, never a count: a duplicated Release changes nothing. The
+   offer is DONE when every claim is complete and there is one.
+3. An engine that cancels, is lost, or loses its wire is *gone* for this offer: its claim is
+   dropped, its streams are stopped, its later Pulls are refused and its later Releases are invalid.
+   A complete claim is not lost with its engine. The last claim that is cancelled breaks the offer;
+   one that is lost leaves it to the lease.
+4. On stream wires a chunk leaves only if the offer is OPEN and the claim lives when its pack has
+   completed. So each sent chunk is valid, and ``StreamSent`` is a valid verdict without a Release.
+5. ``FinishedSending`` comes once, in a final state, when no stream of this offer touches the pool.
+   A direct read may still run then: it is harmless, because it cannot become valid any more.
+
+Everything that changes an offer's state is in this file, and every step goes through ``TABLE``: a
+missing key is a :class:`ProtocolError` that changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.offer import Claim, Gone, OfferSnapshot, Ruling, Share, StreamState
+from kvxfer.transfer.session import (
+    Break,
+    CancelArrived,
+    ChunkPacked,
+    ClaimantLost,
+    DropChunk,
+    FinishedSending,
+    OfferState,
+    PullArrived,
+    ReadyCompleted,
+    ReleaseArrived,
+    SendBroken,
+    SendChunk,
+    SendGrant,
+    SendRefuse,
+    SendVerdict,
+    SourceAction,
+    SourceEvent,
+    StartStream,
+    StopStream,
+    StreamDrained,
+    StreamSent,
+    Wire,
+)
+from kvxfer.transfer.wire import Consumer, Reason
+
+Step = tuple[OfferSnapshot, list[SourceAction]]
+Handler = Callable[[OfferSnapshot, Any], Step]
+
+
+# ------------------------------------------------------------------ pulls
+
+
+def _refusal(offer: OfferSnapshot, pull: PullArrived) -> Reason | None:
+    """Why this Pull cannot be served in PENDING or OPEN; None if it can."""
+    consumer = pull.consumer
+    gone = offer.gone_reason(consumer.incarnation)
+    if gone is not None:
+        return gone
+    ruling = offer.share(consumer).ruling
+    if ruling is not None and not ruling.valid:
+        return ruling.reason
+    if offer.digest is not None and pull.digest != offer.digest:
+        return Reason.TOKENS
+    claim = offer.claim(consumer.incarnation)
+    if consumer.rank not in pull.claim or (claim is not None and claim.ranks != pull.claim):
+        return Reason.PLAN
+    return None
+
+
+def _with_claim(offer: OfferSnapshot, pull: PullArrived) -> OfferSnapshot:
+    incarnation = pull.consumer.incarnation
+    if offer.claim(incarnation) is not None:
+        return offer
+    return replace(offer, claims=(*offer.claims, Claim(incarnation, pull.claim)))
+
+
+def _park(offer: OfferSnapshot, pull: PullArrived) -> Step:
+    refusal = _refusal(offer, pull)
+    if refusal is not None:
+        return offer, [SendRefuse(pull.consumer, refusal)]
+    if any(parked.consumer == pull.consumer for parked in offer.parked):
+        return offer, []
+    return replace(_with_claim(offer, pull), parked=(*offer.parked, pull)), []
+
+
+def _grant(offer: OfferSnapshot, pull: PullArrived) -> Step:
+    refusal = _refusal(offer, pull)
+    if refusal is not None:
+        return offer, [SendRefuse(pull.consumer, refusal)]
+    share = offer.share(pull.consumer)
+    if share.granted:
+        return offer, [SendGrant(pull.consumer)]
+    offer = _with_claim(offer, pull)
+    if pull.wire is Wire.DIRECT:
+        return offer.with_share(replace(share, granted=True)), [SendGrant(pull.consumer)]
+    share = replace(share, granted=True, stream=StreamState.RUNNING)
+    return offer.with_share(share), [SendGrant(pull.consumer), StartStream(pull.consumer)]
+
+
+def _open(offer: OfferSnapshot, _: ReadyCompleted) -> Step:
+    parked = offer.parked
+    offer = replace(offer, state=OfferState.OPEN, parked=())
+    actions: list[SourceAction] = []
+    for pull in parked:
+        offer, more = _grant(offer, pull)
+        actions += more
+    return offer, actions
+
+
+def _pull_late(offer: OfferSnapshot, pull: PullArrived) -> Step:
+    share = offer.share(pull.consumer)
+    if share.stream is StreamState.OVER and share.ruling is not None and share.ruling.valid:
+        # Every chunk was sent, only the Grant was lost: a refusal would fail a read that is
+        # complete.
+        return offer, [SendGrant(pull.consumer)]
+    return offer, [SendRefuse(pull.consumer, Reason.ENDED)]
+
+
+# ------------------------------------------------------------------ releases
+
+
+def _rule(offer: OfferSnapshot, consumer: Consumer, ruling: Ruling) -> Step:
+    """Answer a Release: with the first verdict if there is one, else with this one, which is
+    recorded.
+    """
+    share = offer.share(consumer)
+    if share.ruling is None:
+        share = replace(share, ruling=ruling)
+        offer = offer.with_share(share)
+    first = share.ruling or ruling
+    return offer, [SendVerdict(consumer, first.valid, first.reason)]
+
+
+def _release(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
+    consumer = event.consumer
+    share = offer.share(consumer)
+    gone = offer.gone_reason(consumer.incarnation)
+    if gone is not None:
+        return _rule(offer, consumer, Ruling(False, gone))
+    if not share.granted:
+        return _rule(offer, consumer, Ruling(False, Reason.PLAN))
+    if share.stream is StreamState.RUNNING:
+        raise ProtocolError(
+            f"offer {offer.nonce.hex()}: expected no Release from {consumer.rank} while its stream "
+            "runs, got one"
+        )
+    offer, actions = _rule(offer, consumer, Ruling(True, None))
+    return _settle(offer), actions
+
+
+def _release_unasked(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
+    gone = offer.gone_reason(event.consumer.incarnation)
+    return _rule(offer, event.consumer, Ruling(False, gone or Reason.PLAN))
+
+
+def _release_late(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
+    gone = offer.gone_reason(event.consumer.incarnation)
+    return _rule(offer, event.consumer, Ruling(False, gone or offer.reason or Reason.ENDED))
+
+
+# ------------------------------------------------------------------ ends
+
+
+def _settle(offer: OfferSnapshot) -> OfferSnapshot:
+    """DONE when there is a claim and every claim is complete."""
+    if offer.state is not OfferState.OPEN or not offer.claims:
+        return offer
+    is_done = all(offer.is_complete(claim) for claim in offer.claims)
+    return replace(offer, state=OfferState.DONE) if is_done else offer
+
+
+def _dismiss(offer: OfferSnapshot, incarnation: bytes, reason: Reason) -> Step:
+    """Stop one engine's streams, forget its parked Pulls, and tell its consumers that wait."""
+    actions: list[SourceAction] = []
+    waiting = [p.consumer for p in offer.parked if p.consumer.incarnation == incarnation]
+    for share in offer.shares:
+        if share.consumer.incarnation != incarnation:
+            continue
+        if share.granted and share.ruling is None:
+            waiting.append(share.consumer)
+        if share.stream is StreamState.RUNNING:
+            offer = offer.with_share(replace(share, stream=StreamState.STOPPING))
+            actions.append(StopStream(share.consumer))
+    parked = tuple(p for p in offer.parked if p.consumer.incarnation != incarnation)
+    actions += [SendBroken(consumer, reason) for consumer in waiting]
+    return replace(offer, parked=parked), actions
+
+
+def _drop_claim(offer: OfferSnapshot, incarnation: bytes, reason: Reason) -> Step:
+    if offer.gone_reason(incarnation) is not None:
+        return offer, []
+    offer, actions = _dismiss(offer, incarnation, reason)
+    claims = tuple(claim for claim in offer.claims if claim.incarnation != incarnation)
+    return replace(offer, claims=claims, gone=(*offer.gone, Gone(incarnation, reason))), actions
+
+
+def _cancel(offer: OfferSnapshot, event: CancelArrived) -> Step:
+    offer, actions = _drop_claim(offer, event.incarnation, event.reason)
+    if not offer.claims:
+        return replace(offer, state=OfferState.BROKEN, reason=event.reason), actions
+    return _settle(offer), actions
+
+
+def _lose(offer: OfferSnapshot, event: ClaimantLost) -> Step:
+    claim = offer.claim(event.incarnation)
+    if claim is None or offer.is_complete(claim):
+        return offer, []
+    offer, actions = _drop_claim(offer, event.incarnation, Reason.PEER_LOST)
+    return _settle(offer), actions
+
+
+def _break(offer: OfferSnapshot, event: Break) -> Step:
+    actions: list[SourceAction] = []
+    for claim in offer.claims:
+        offer, more = _dismiss(offer, claim.incarnation, event.reason)
+        actions += more
+    return replace(offer, state=OfferState.BROKEN, reason=event.reason), actions
+
+
+# ------------------------------------------------------------------ streams
+
+
+def _streaming(offer: OfferSnapshot, consumer: Consumer) -> Share:
+    share = offer.share(consumer)
+    if share.stream is StreamState.NONE:
+        raise ProtocolError(f"offer {offer.nonce.hex()}: {consumer.rank} has no stream")
+    return share
+
+
+def _send_chunk(offer: OfferSnapshot, event: ChunkPacked) -> Step:
+    # A stream of a dropped claim is STOPPING, so RUNNING implies that the claim lives.
+    if offer.share(event.consumer).stream is StreamState.RUNNING:
+        return offer, [SendChunk(event.consumer, event.sequence)]
+    return _drop_chunk(offer, event)
+
+
+def _drop_chunk(offer: OfferSnapshot, event: ChunkPacked) -> Step:
+    return offer, [DropChunk(event.consumer, event.sequence)]
+
+
+def _stream_sent(offer: OfferSnapshot, event: StreamSent) -> Step:
+    share = _streaming(offer, event.consumer)
+    if share.stream is StreamState.RUNNING:
+        share = replace(share, ruling=share.ruling or Ruling(True, None))
+    return _settle(offer.with_share(replace(share, stream=StreamState.OVER))), []
+
+
+def _stream_drained(offer: OfferSnapshot, event: StreamDrained) -> Step:
+    share = _streaming(offer, event.consumer)
+    offer = offer.with_share(replace(share, stream=StreamState.OVER))
+    if share.stream is not StreamState.RUNNING:
+        return offer, []
+    # Nobody asked it to stop: the wire failed, and this consumer can no longer succeed.
+    offer, actions = _drop_claim(offer, event.consumer.incarnation, Reason.READ_FAILED)
+    return _settle(offer), actions
+
+
+def _stream_over(offer: OfferSnapshot, event: StreamSent | StreamDrained) -> Step:
+    share = _streaming(offer, event.consumer)
+    return offer.with_share(replace(share, stream=StreamState.OVER)), []
+
+
+def _ignore(offer: OfferSnapshot, _: SourceEvent) -> Step:
+    return offer, []
+
+
+# ------------------------------------------------------------------ the table
+
+TABLE: Mapping[tuple[OfferState, type], Handler] = {
+    (OfferState.PENDING, ReadyCompleted): _open,
+    (OfferState.PENDING, PullArrived): _park,
+    (OfferState.PENDING, ReleaseArrived): _release_unasked,
+    (OfferState.PENDING, CancelArrived): _cancel,
+    (OfferState.PENDING, ClaimantLost): _lose,
+    (OfferState.PENDING, Break): _break,
+    (OfferState.OPEN, PullArrived): _grant,
+    (OfferState.OPEN, ReleaseArrived): _release,
+    (OfferState.OPEN, CancelArrived): _cancel,
+    (OfferState.OPEN, ClaimantLost): _lose,
+    (OfferState.OPEN, Break): _break,
+    (OfferState.OPEN, ChunkPacked): _send_chunk,
+    (OfferState.OPEN, StreamSent): _stream_sent,
+    (OfferState.OPEN, StreamDrained): _stream_drained,
+    (OfferState.DONE, PullArrived): _pull_late,
+    (OfferState.DONE, ReleaseArrived): _release_late,
+    (OfferState.DONE, CancelArrived): _ignore,
+    (OfferState.DONE, ClaimantLost): _ignore,
+    (OfferState.DONE, Break): _ignore,
+    (OfferState.DONE, ChunkPacked): _drop_chunk,
+    (OfferState.DONE, StreamSent): _stream_over,
+    (OfferState.DONE, StreamDrained): _stream_over,
+    (
+        OfferState.BROKEN,
+        ReadyCompleted,
+    ): _ignore,  # broken before the step ended; the event still completes
+    (OfferState.BROKEN, PullArrived): _pull_late,
+    (OfferState.BROKEN, ReleaseArrived): _release_late,
+    (OfferState.BROKEN, CancelArrived): _ignore,
+    (OfferState.BROKEN, ClaimantLost): _ignore,
+    (OfferState.BROKEN, Break): _ignore,
+    (OfferState.BROKEN, ChunkPacked): _drop_chunk,
+    (OfferState.BROKEN, StreamSent): _stream_over,
+    (OfferState.BROKEN, StreamDrained): _stream_over,
+}
+
+_FINAL = (OfferState.DONE, OfferState.BROKEN)
+_BUSY = (StreamState.RUNNING, StreamState.STOPPING)
+
+
+class OfferSession:
+    """One offer at one source rank. ``digest`` None: the tokens are not bound, any digest is
+    served.
+    """
+
+    table: ClassVar[Mapping[tuple[OfferState, type], Handler]] = TABLE
+
+    def __init__(self, nonce: bytes, digest: bytes | None) -> None:
+        self._offer = OfferSnapshot(nonce, digest)
+
+    @classmethod
+    def restore(cls, snapshot: OfferSnapshot) -> OfferSession:
+        """A session that goes on from a snapshot."""
+        session = cls(snapshot.nonce, snapshot.digest)
+        session._offer = snapshot
+        return session
+
+    @property
+    def snapshot(self) -> OfferSnapshot:
+        """All of it, immutable and hashable."""
+        return self._offer
+
+    @property
+    def state(self) -> OfferState:
+        return self._offer.state
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why the offer is BROKEN; None otherwise."""
+        return self._offer.reason
+
+    @property
+    def claimants(self) -> tuple[bytes, ...]:
+        """The sink engine lives with a live claim that is not complete: whose silence matters."""
+        offer = self._offer
+        return tuple(c.incarnation for c in offer.claims if not offer.is_complete(c))
+
+    def serves(self, consumer: Consumer) -> bool:
+        """Its Pull was granted, or waits for the offer to open."""
+        offer = self._offer
+        is_parked = any(pull.consumer == consumer for pull in offer.parked)
+        return is_parked or offer.share(consumer).granted
+
+    @property
+    def is_finished(self) -> bool:
+        """FinishedSending was returned: no stream touches the pool, the blocks may be reused."""
+        return self._offer.is_finished
+
+    def step(self, event: SourceEvent) -> list[SourceAction]:
+        """Take one event; return what to do, in order. Raises ProtocolError, changing nothing."""
+        offer = self._offer
+        handler = self.table.get((offer.state, type(event)))
+        if handler is None:
+            raise ProtocolError(
+                f"offer {offer.nonce.hex()}: {type(event).__name__} is not allowed in "
+                f"{offer.state.name}"
+            )
+        offer, actions = handler(offer, event)
+        if offer.state in _FINAL and not offer.is_finished:
+            is_busy = any(share.stream in _BUSY for share in offer.shares)
+            if not is_busy:
+                offer = replace(offer, is_finished=True)
+                actions = [*actions, FinishedSending(offer.reason)]
+        self._offer = offer
+        return actions

@@ -1,0 +1,242 @@
+"""The control messages, version 1: msgspec tagged structs in msgpack. Never pickle.
+
+Unknown fields are ignored, unknown tags refused. A golden file beside the tests guards the
+encoding. ``docs/protocol.md`` explains who sends what when.
+
+Identifiers are bounded here, frames by ``control_max_nbytes`` before they are decoded. Two checks
+precede every use of a message: :func:`is_addressed_to` (this life of this side), and a look-up by
+the whole :class:`OfferRef` (this offer in this life of the source).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.plan import PullClass
+
+PROTOCOL_MIN: Final = 1
+PROTOCOL_MAX: Final = 1
+
+# Incarnations and nonces are 16 random bytes. Up to 64 are taken, so that a later version can grow.
+Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+Text = Annotated[str, msgspec.Meta(max_length=1024)]
+Size = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
+
+
+class Reason(enum.StrEnum):
+    """Why KV was not, or is no longer, given. Every one is counted under this name."""
+
+    UNKNOWN = "unknown"  # this rank never heard of the nonce
+    ENDED = "ended"  # the offer is over
+    TOKENS = "tokens"  # the sink's tokens are not the offered ones
+    INCARNATION = "incarnation"  # meant for another life of this engine
+    PLAN = "plan"  # the sink asks for regions, heads or tokens that are not there
+    TRANSPORT = "transport"  # the wire asked for is not served here
+    EXPIRED = "expired"  # the lease ran out
+    CANCELLED = "cancelled"  # the sink gave the request up
+    PREEMPTED = "preempted"  # the source took the blocks back
+    ABORTED = "aborted"  # the request was aborted at the source
+    RESET = "reset"  # the source's cache was reset
+    SHUTDOWN = "shutdown"  # the source is going away
+    INCOMPATIBLE = "incompatible"  # the two engines cannot exchange KV
+    PEER_LOST = "peer_lost"  # nothing heard any more
+    DEADLINE = "deadline"  # no answer within pull_timeout_s
+    READ_FAILED = "read_failed"  # the copy itself failed
+    NOT_ALLOWED = "not_allowed"  # the endpoint is not among allowed_peers
+    BAD_PARAMS = "bad_params"  # kv_transfer_params could not be understood
+    LOCAL_HIT = "local_hit"  # the sink needs nothing: all of it is cached
+
+
+class OfferRef(msgspec.Struct, frozen=True, array_like=True):
+    """Which offer: its nonce (16 bytes) and the source's incarnation."""
+
+    nonce: Id
+    incarnation: Id
+
+
+class Consumer(msgspec.Struct, frozen=True, array_like=True):
+    """Which sink rank, in which life of its engine."""
+
+    incarnation: Id
+    rank: RankId
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Sink to the source's front door, and to any rank as a sign of life."""
+
+    protocol: tuple[int, int]
+    capabilities: tuple[Text, ...]
+    engine_id: Text
+    incarnation: Id
+
+
+class Manifest(msgspec.Struct, frozen=True, tag="manifest"):
+    """The answer to Hello: all ranks at once."""
+
+    manifest: EngineManifest
+
+
+class NotReady(msgspec.Struct, frozen=True, tag="not_ready"):
+    """The answer to Hello while the engine does not know all its ranks yet; ask again."""
+
+
+class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
+    """A sink rank asks one source rank for its share of an offer.
+
+    ``claim``: every sink rank that will ask this source rank; the offer is done when all have
+    released. ``digest``: over the offered tokens as the sink knows them. ``classes``: empty on
+    direct wires and null routes. A repeated Pull is the same message and gets the same answer.
+    """
+
+    offer: OfferRef
+    consumer: Consumer
+    claim: tuple[RankId, ...]
+    digest: Digest
+    transport: Text
+    is_null: bool = False
+    classes: tuple[PullClass, ...] = ()
+    chunk_nbytes: Size = 0
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant"):
+    """Go. ``block_ids`` by source group, positional, -1 where there is none; empty for streams."""
+
+    offer: OfferRef
+    consumer: Consumer
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
+    """No. Final for this consumer and offer."""
+
+    offer: OfferRef
+    consumer: Consumer
+    reason: Reason
+    detail: str = ""
+
+
+class Release(msgspec.Struct, frozen=True, tag="release"):
+    """The read is complete on the sink (direct wires, null routes). Answered by a Verdict.
+
+    A repeated Release is the same message and gets the same Verdict.
+    """
+
+    offer: OfferRef
+    consumer: Consumer
+
+
+class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
+    """Valid: the offer was open when the Release was processed; what was read is whole, fresh."""
+
+    offer: OfferRef
+    consumer: Consumer
+    valid: bool
+    reason: Reason | None = None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """A sink engine gives an offer up: aborted, failed, or nothing needed.
+
+    Ends its claim, and the offer with the last claim.
+    """
+
+    offer: OfferRef
+    incarnation: Id
+    reason: Reason
+
+
+class Keep(msgspec.Struct, frozen=True, tag="keep"):
+    """Extend the leases of these offers by a duration from now; a sign of life of the sink engine.
+
+    Sent to the front door for many offers at once, perhaps of more than one life of the source: the
+    receiver looks each one up by its whole reference.
+    """
+
+    offers: tuple[OfferRef, ...]
+    incarnation: Id
+    lease_s: Seconds
+
+
+class Broken(msgspec.Struct, frozen=True, tag="broken"):
+    """The source ended an offer, or this consumer's claim on it.
+
+    ``consumer`` None: whoever of the receiving rank reads this offer.
+    """
+
+    offer: OfferRef
+    reason: Reason
+    consumer: Consumer | None = None
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Are you there? Sent when a peer that something waits for has been silent."""
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong"):
+    """Yes. ``incarnation``: whose life this is."""
+
+    incarnation: Id
+
+
+class Malformed(msgspec.Struct, frozen=True, tag="malformed"):
+    """The answer to a frame that could not be understood; the connection stays up."""
+
+    detail: str
+
+
+ToSource = Hello | Pull | Release | Cancel | Keep | Ping
+ToSink = Manifest | NotReady | Grant | Refuse | Verdict | Broken | Pong | Malformed
+_Union = TypeVar("_Union")
+
+_encoder = msgspec.msgpack.Encoder()
+_to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
+_to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
+
+
+def encode(message: ToSource | ToSink) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_source(frame: bytes | memoryview) -> ToSource:
+    """Parse a frame that came to a source. Raises ProtocolError with the path of what is wrong."""
+    return _decode(_to_source, frame)
+
+
+def decode_to_sink(frame: bytes | memoryview) -> ToSink:
+    """Parse a frame that came to a sink. Raises ProtocolError with the path of what is wrong."""
+    return _decode(_to_sink, frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_Union], frame: bytes | memoryview) -> _Union:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise ProtocolError(f"control frame: {e}") from e
+
+
+def is_addressed_to(message: ToSource | ToSink, incarnation: bytes) -> bool:
+    """Whether a message is meant for this life of the receiver, or names no life at all.
+
+    A message from or for an earlier life is refused and counted, whatever it says: a late Release
+    or Verdict must not count for the life that follows. A Keep is for whoever
+    gave one of its offers.
+    """
+    match message:
+        case Pull() | Release() | Cancel():
+            return message.offer.incarnation == incarnation
+        case Keep():
+            return any(offer.incarnation == incarnation for offer in message.offers)
+        case Grant() | Refuse() | Verdict():
+            return message.consumer.incarnation == incarnation
+        case Broken():
+            return message.consumer is None or message.consumer.incarnation == incarnation
+        case _:
+            return True

@@ -1,0 +1,330 @@
+"""The messages of version 1: a golden file guards the bytes, hostile frames are refused, never
+fatal.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.layout import Region
+from kvxfer.transfer.manifest import (
+    CacheFacts,
+    EngineManifest,
+    MemfdHandle,
+    MemoryInfo,
+    RankId,
+    RankManifest,
+)
+from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
+from kvxfer.transfer.wire import (
+    Broken,
+    Cancel,
+    Consumer,
+    Grant,
+    Hello,
+    Keep,
+    Malformed,
+    Manifest,
+    NotReady,
+    OfferRef,
+    Ping,
+    Pong,
+    Pull,
+    Reason,
+    Refuse,
+    Release,
+    ToSink,
+    ToSource,
+    Verdict,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+    is_addressed_to,
+)
+
+GOLDEN = Path(__file__).with_name("wire_v1.golden")
+
+SOURCE_LIFE, SINK_LIFE = b"source-life-0001", b"sink-life-000001"
+OFFER = OfferRef(b"nonce-0123456789", SOURCE_LIFE)
+CONSUMER = Consumer(SINK_LIFE, RankId(0, 1))
+PULL = Pull(
+    offer=OFFER,
+    consumer=CONSUMER,
+    claim=(RankId(0, 0), RankId(0, 1)),
+    digest=b"\x01\x02",
+    transport="zmq",
+    classes=(
+        PullClass(
+            regions=(RegionName("model.layers.0", ("k", "v")),),
+            head_lo=0,
+            head_hi=2,
+            inner_nbytes=128,
+            order=DenseOrder(16, True),
+            token_lo=32,
+            token_hi=70,
+        ),
+    ),
+    chunk_nbytes=1 << 20,
+)
+REGION = Region(
+    layer="model.layers.0",
+    plane="k",
+    group=0,
+    memory=0,
+    offset=4096,
+    num_blocks=64,
+    block_tokens=16,
+    head_lo=0,
+    head_hi=2,
+    inner_nbytes=128,
+    stride_block=4096,
+    stride_head=2048,
+    stride_token=128,
+)
+MANIFEST = EngineManifest(
+    engine_id="prefill",
+    incarnation=SOURCE_LIFE,
+    protocol=(1, 1),
+    capabilities=("zmq", "shm"),
+    facts=CacheFacts(
+        model="tiny",
+        weights="seed0",
+        rope="10000",
+        dtype="float32",
+        quantisation="none",
+        num_kv_heads=2,
+        head_size=32,
+        num_layers=1,
+    ),
+    tp_size=1,
+    pp_size=1,
+    block_tokens=16,
+    layout="HND",
+    ranks=(
+        RankManifest(
+            rank=RankId(0, 0),
+            control_endpoint="tcp://127.0.0.1:5700",
+            data_endpoints={"zmq": "tcp://127.0.0.1:5701"},
+            memories=(
+                MemoryInfo(
+                    device="cpu",
+                    nbytes=266240,
+                    handle=MemfdHandle(
+                        boot_id="boot", pid=12, fd=3, nbytes=266240, nonce=b"0123456789abcdef"
+                    ),
+                ),
+            ),
+            regions=(REGION,),
+        ),
+    ),
+)
+
+TO_SOURCE: dict[str, ToSource] = {
+    "hello": Hello((1, 1), ("zmq",), "decode", SINK_LIFE),
+    "pull": PULL,
+    "pull null": Pull(
+        offer=OFFER,
+        consumer=CONSUMER,
+        claim=(RankId(0, 1),),
+        digest=b"",
+        transport="",
+        is_null=True,
+    ),
+    "release": Release(OFFER, CONSUMER),
+    "cancel": Cancel(OFFER, SINK_LIFE, Reason.LOCAL_HIT),
+    "keep": Keep((OFFER, OFFER), SINK_LIFE, 30.0),
+    "ping": Ping(),
+}
+TO_SINK: dict[str, ToSink] = {
+    "manifest": Manifest(MANIFEST),
+    "not_ready": NotReady(),
+    "grant": Grant(OFFER, CONSUMER, ((5, 3, 4000), (-1, 7))),
+    "refuse": Refuse(OFFER, CONSUMER, Reason.TOKENS, "digest differs"),
+    "verdict valid": Verdict(OFFER, CONSUMER, True),
+    "verdict invalid": Verdict(OFFER, CONSUMER, False, Reason.EXPIRED),
+    "broken": Broken(OFFER, Reason.PREEMPTED, CONSUMER),
+    "pong": Pong(SOURCE_LIFE),
+    "malformed": Malformed("control frame: truncated"),
+}
+
+
+def golden() -> dict[str, bytes]:
+    """Name -> frame, as this version wrote them when it was fixed."""
+    lines = (line.split(": ") for line in GOLDEN.read_text().splitlines())
+    return {name: bytes.fromhex(frame) for name, frame in lines}
+
+
+def test_the_bytes_of_version_1_are_fixed() -> None:
+    frames = golden()
+    messages: dict[str, ToSource | ToSink] = {**TO_SOURCE, **TO_SINK}
+    assert {name: encode(m).hex() for name, m in messages.items()} == {
+        name: frame.hex() for name, frame in frames.items()
+    }
+    for name, message in TO_SOURCE.items():
+        assert decode_to_source(frames[name]) == message
+    for name, sent in TO_SINK.items():
+        assert decode_to_sink(frames[name]) == sent
+
+
+def test_the_golden_file_has_every_message() -> None:
+    messages = [*TO_SOURCE.values(), *TO_SINK.values()]
+    assert {type(m) for m in messages} == {*ToSource.__args__, *ToSink.__args__}
+
+
+@pytest.mark.parametrize("name", [*TO_SOURCE, *TO_SINK])
+def test_unknown_fields_are_ignored(name: str) -> None:
+    """A later version may add fields: named ones to a message, and at the end of a reference."""
+    decode = decode_to_source if name in TO_SOURCE else decode_to_sink
+    raw = msgspec.msgpack.decode(golden()[name])
+    raw["added_later"] = {"x": [1, None]}
+    if "offer" in raw:
+        raw["offer"].append("added later")
+    message = {**TO_SOURCE, **TO_SINK}[name]
+    assert decode(msgspec.msgpack.encode(raw)) == message
+
+
+@pytest.mark.parametrize("decode", [decode_to_source, decode_to_sink])
+def test_unknown_tags_are_refused(decode: Any) -> None:  # noqa: ANN401
+    with pytest.raises(ProtocolError, match="control frame: Invalid value 'push'"):
+        decode(msgspec.msgpack.encode({"type": "push"}))
+    with pytest.raises(ProtocolError, match="control frame: Object missing required field `type`"):
+        decode(msgspec.msgpack.encode({}))
+
+
+def test_each_side_takes_only_what_is_for_its_side() -> None:
+    for message in TO_SINK.values():
+        with pytest.raises(ProtocolError):
+            decode_to_source(encode(message))
+    for sent in TO_SOURCE.values():
+        with pytest.raises(ProtocolError):
+            decode_to_sink(encode(sent))
+
+
+def _changed(name: str, **fields: object) -> bytes:
+    return msgspec.msgpack.encode({**msgspec.msgpack.decode(golden()[name]), **fields})
+
+
+@pytest.mark.parametrize(
+    ("frame", "says"),
+    [
+        (_changed("keep", lease_s=-1.0), r"`float` >= 0.0 - at `\$.lease_s`"),
+        (_changed("keep", lease_s=math.nan), r"at `\$.lease_s`"),
+        (_changed("keep", lease_s=math.inf), r"at `\$.lease_s`"),
+        (_changed("keep", incarnation=b""), r"length >= 1 - at `\$.incarnation`"),
+        (_changed("cancel", offer=[b"n" * 65, b"i"]), r"length <= 64 - at `\$.offer\[0\]`"),
+        (_changed("cancel", offer=[b"n"]), r"at `\$.offer`"),
+        (_changed("cancel", reason="bored"), r"'bored' - at `\$.reason`"),
+        (_changed("pull", chunk_nbytes=-1), r"at `\$.chunk_nbytes`"),
+        (_changed("pull", digest=b"d" * 65), r"at `\$.digest`"),
+        (_changed("pull", transport="t" * 1025), r"at `\$.transport`"),
+        (_changed("pull", claim=[[0, "1"]]), r"got `str` - at `\$.claim\[0\]\[1\]`"),
+    ],
+)
+def test_what_is_wrong_is_named(frame: bytes, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        decode_to_source(frame)
+
+
+@pytest.mark.parametrize("name", [*TO_SOURCE, *TO_SINK])
+def test_every_truncation_is_refused(name: str) -> None:
+    decode = decode_to_source if name in TO_SOURCE else decode_to_sink
+    frame = golden()[name]
+    for nbytes in range(len(frame)):
+        with pytest.raises(ProtocolError):
+            decode(frame[:nbytes])
+    with pytest.raises(ProtocolError):
+        decode(frame + b"\x00")
+
+
+def _decodes_or_is_refused(frame: bytes) -> None:
+    for decode in (decode_to_source, decode_to_sink):
+        try:
+            message = decode(memoryview(frame))
+        except ProtocolError:
+            continue
+        assert decode(encode(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(frame: bytes) -> None:
+    _decodes_or_is_refused(frame)
+
+
+@given(
+    st.sampled_from(sorted(golden())),
+    st.lists(st.tuples(st.integers(0, 2000), st.integers(0, 255)), min_size=1, max_size=4),
+)
+def test_flipped_bytes_are_refused_or_harmless(name: str, flips: list[tuple[int, int]]) -> None:
+    frame = bytearray(golden()[name])
+    for position, value in flips:
+        frame[position % len(frame)] = value
+    _decodes_or_is_refused(bytes(frame))
+
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+
+
+@given(st.sampled_from(sorted(golden())), st.data())
+def test_fields_of_any_type_are_refused_or_harmless(name: str, data: st.DataObject) -> None:
+    raw = msgspec.msgpack.decode(golden()[name])
+    raw[data.draw(st.sampled_from(sorted(raw)))] = data.draw(_VALUES)
+    _decodes_or_is_refused(msgspec.msgpack.encode(raw))
+
+
+def test_deep_nesting_is_refused() -> None:
+    _decodes_or_is_refused(b"\x91" * 100_000)
+    _decodes_or_is_refused(b"\x82\xa4type\xa4ping\xa1x" + b"\x91" * 100_000 + b"\xc0")
+
+
+@pytest.mark.parametrize(
+    ("message", "here", "earlier"),
+    [
+        (PULL, SOURCE_LIFE, SINK_LIFE),
+        (TO_SOURCE["release"], SOURCE_LIFE, SINK_LIFE),
+        (TO_SOURCE["cancel"], SOURCE_LIFE, SINK_LIFE),
+        (TO_SOURCE["keep"], SOURCE_LIFE, SINK_LIFE),
+        (TO_SINK["grant"], SINK_LIFE, SOURCE_LIFE),
+        (TO_SINK["refuse"], SINK_LIFE, SOURCE_LIFE),
+        (TO_SINK["verdict valid"], SINK_LIFE, SOURCE_LIFE),
+        (TO_SINK["broken"], SINK_LIFE, SOURCE_LIFE),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_a_message_is_for_one_life(message: ToSource | ToSink, here: bytes, earlier: bytes) -> None:
+    assert is_addressed_to(message, here)
+    assert not is_addressed_to(message, earlier)
+
+
+def test_a_message_that_names_no_life_is_for_everybody() -> None:
+    no_life: list[ToSource | ToSink] = [
+        Ping(),
+        NotReady(),
+        TO_SOURCE["hello"],
+        TO_SINK["manifest"],
+        TO_SINK["pong"],
+        TO_SINK["malformed"],
+        Broken(OFFER, Reason.SHUTDOWN),
+    ]
+    assert all(is_addressed_to(message, b"any life") for message in no_life)
+
+
+def test_a_keep_is_for_whoever_gave_one_of_its_offers() -> None:
+    keep = Keep((OfferRef(b"n", b"earlier"), OFFER), SINK_LIFE, 30.0)
+    assert is_addressed_to(keep, SOURCE_LIFE)
+    assert not is_addressed_to(keep, b"another")
