@@ -4,7 +4,7 @@ KvxferError
   ConfigError              the user's settings are wrong; nothing was started
     TransportUnavailable   a wire that was asked for cannot work here
   PeerError                the other engine is the reason
-    IncompatiblePeer       its cache or its protocol cannot be served; the message lists every differing field
+    IncompatiblePeer       its cache or protocol cannot be served; lists every differing field
     UnknownEngine          an engine id that was never registered
     PeerLost               it stopped answering
   TransferFailed           one request failed; other requests go on

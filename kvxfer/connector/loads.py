@@ -59,9 +59,11 @@ class LoadBook:
         self._unholds: list[Unhold] = []
 
     def want(self, request: RequestLike, source: SourceRef) -> Reason | None:
-        """Hold the offer, or say why it cannot be for this prompt (and tell the source at once)."""
+        """Hold the offer, or say why it cannot be for this prompt.
+
+        Then the source is told nothing: the offer belongs to another request, which may still come.
+        """
         if source.num_tokens > request.num_prompt_tokens:
-            self._unholds.append(Unhold(request.request_id, source, Reason.TOKENS))
             return Reason.TOKENS
         self._by_id[request.request_id] = Load(
             source=source,

@@ -32,11 +32,11 @@ def nothing() -> Output:
 def merged(
     aggregator: KVOutputAggregator, *outputs: Output | None, output_rank: int = 0
 ) -> KVConnectorOutput:
-    result = aggregator.aggregate(list(outputs), output_rank)
-    assert result is not None
-    assert result is outputs[output_rank]
-    assert result.kv_connector_output is not None
-    return result.kv_connector_output
+    target = outputs[output_rank]
+    assert target is not None
+    assert aggregator.aggregate(list(outputs), output_rank) is target
+    assert target.kv_connector_output is not None
+    return target.kv_connector_output
 
 
 def test_a_request_is_done_when_every_rank_has_reported() -> None:
@@ -171,7 +171,7 @@ def test_statistics_that_add_in_place_do_not_change_a_rank() -> None:
     stats = [OwnStats([1]), OwnStats([2]), OwnStats([3])]
     outputs = [Output(KVConnectorOutput(kv_connector_stats=each)) for each in stats]  # type: ignore[arg-type]
     result = merged(KVOutputAggregator(3), *outputs)
-    assert result.kv_connector_stats == OwnStats([1, 2, 3])
+    assert repr(result.kv_connector_stats) == "OwnStats(counts=[1, 2, 3])"
     assert stats == [OwnStats([1]), OwnStats([2]), OwnStats([3])]
 
 

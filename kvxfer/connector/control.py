@@ -1,0 +1,305 @@
+"""Control messages over ZeroMQ: a ROUTER that listens, a DEALER for each source rank that is spoken
+to.
+
+What comes in is size-checked, decoded by one typed decoder, and handed on as a record. What cannot
+be understood is answered with Malformed and counted; nothing that a peer sends ends a listener.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket as sockets
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvxfer.config import Config
+from kvxfer.connector.access import may_be_served, secure_client, secure_server
+from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.ledger import Ledger
+from kvxfer.errors import ConfigError, ProtocolError
+from kvxfer.transfer.wire import (
+    Malformed,
+    ToSink,
+    ToSource,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+)
+
+HARD_LIMIT_NBYTES = 64 << 20
+"""ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""
+BATCH = 256
+"""Messages read from one socket before the others get their turn."""
+LINGER_MS = 200
+"""How long a last word (Cancel, Broken) may take to leave after a socket was closed."""
+HIGH_WATER = 10_000
+_MAX_DETAIL = 300
+_IN_USE = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
+
+
+def _common_options(socket: ZmqSocket, config: Config) -> None:
+    silent_ms = max(1, int(config.peer_silent_s * 1000))
+    socket.linger = LINGER_MS
+    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_NBYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, silent_ms // 3))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent_ms)
+
+
+def bind_address(host: str) -> str:
+    """The address that a listener binds and announces. Raises ConfigError for one that peers cannot
+    use.
+    """
+    try:
+        found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
+    except OSError as e:
+        raise ConfigError(
+            f"host: expected a name or an address of this machine, got {host!r}: {e}"
+        ) from e
+    # IPv4 first: "localhost" is both, and most configurations name 127.0.0.1.
+    address = str(min(found, key=lambda entry: entry[0] != sockets.AF_INET)[4][0])
+    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        raise ConfigError(
+            f"host: expected an address that peers can connect to, got {host}; "
+            "name the address of one interface"
+        )
+    return address
+
+
+class ControlServer:
+    """The listener of one rank. ``handle(identity, message)`` gets every message that could be
+    understood.
+
+    Raises ConfigError if the port cannot be had.
+    """
+
+    def __init__(
+        self,
+        io: IoThread,
+        context: zmq.Context[ZmqSocket],
+        config: Config,
+        ledger: Ledger,
+        port: int,
+        handle: Callable[[bytes, ToSource], None],
+    ) -> None:
+        self._io = io
+        self._config = config
+        self._ledger = ledger
+        self._handle = handle
+        self._served: dict[str, bool] = {}
+        address = bind_address(config.host)
+        host = f"[{address}]" if ":" in address else address
+        self._socket: ZmqSocket = context.socket(zmq.ROUTER)
+        try:
+            _common_options(self._socket, config)
+            self._socket.setsockopt(zmq.IPV6, int(":" in address))
+            secure_server(self._socket, config)
+            self._socket.bind(f"tcp://{host}:{port or '*'}")
+            bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
+        except zmq.ZMQError as e:
+            self._socket.close(linger=0)
+            if e.errno not in _IN_USE:
+                raise
+            raise ConfigError(
+                f"port: expected a free one on {config.host}, got {port}: {e.strerror}; "
+                "end the process that listens there, or choose another port (0 takes a free one)"
+            ) from e
+        self.endpoint = bytes(bound).rstrip(b"\0").decode()
+        io.watch(self._socket, self._read)
+
+    def send(self, identity: bytes, message: ToSink) -> None:
+        """Hand an answer to ZeroMQ; a peer that is gone gets nothing."""
+        try:
+            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._ledger.count("control.dropped")
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._io.unwatch(self._socket)
+        self._socket.close()
+
+    def _read(self) -> None:
+        for _ in range(BATCH):
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._io.run_posted()
+            if self._socket.closed:
+                return
+            identity = frames[0].bytes
+            try:
+                message = self._decode(frames)
+            except ProtocolError as e:
+                self.send(identity, Malformed(str(e)[:_MAX_DETAIL]))
+                continue
+            try:
+                self._handle(identity, message)
+            except ProtocolError as e:
+                self._ledger.count("control.out_of_state")
+                self.send(identity, Malformed(str(e)[:_MAX_DETAIL]))
+
+    def _decode(self, frames: list[zmq.Frame]) -> ToSource:
+        limit_nbytes = self._config.control_max_nbytes
+        nbytes = sum(len(frame) for frame in frames[1:])
+        if nbytes > limit_nbytes:
+            self._ledger.count("control.oversized")
+            raise ProtocolError(
+                f"control frame: expected at most {limit_nbytes} bytes, got {nbytes}; "
+                "raise control_max_nbytes on both sides if this is right"
+            )
+        if len(frames) != 2:
+            self._ledger.count("control.malformed")
+            raise ProtocolError(f"control frame: expected one part, got {len(frames) - 1}")
+        if not self._is_served(frames[1]):
+            self._ledger.count("control.not_served")
+            raise ProtocolError(
+                "control frame: expected a peer on this host, got another; "
+                "configure CURVE keys, or name the peer in allowed_peers"
+            )
+        try:
+            return decode_to_source(frames[1].buffer)
+        except ProtocolError:
+            self._ledger.count("control.malformed")
+            raise
+
+    def _is_served(self, frame: zmq.Frame) -> bool:
+        try:
+            address = str(frame.get("Peer-Address"))
+        except zmq.ZMQError:
+            address = ""
+        if address not in self._served:
+            if len(self._served) > HIGH_WATER:
+                self._served.clear()
+            self._served[address] = may_be_served(self._config, address)
+        return self._served[address]
+
+
+_GONE = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class ControlClient:
+    """The connection to one source rank.
+
+    ``on_message(message)`` gets every message that could be understood; ``on_gone(detail)`` is
+    called at most once, when a connection that stood has ended. One that never stood is tried again
+    until it is closed; ``problem`` says why.
+    """
+
+    def __init__(
+        self,
+        io: IoThread,
+        context: zmq.Context[ZmqSocket],
+        config: Config,
+        ledger: Ledger,
+        endpoint: str,
+        server_key: str | None,
+        on_message: Callable[[ToSink], None],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.problem = ""
+        self.heard_s = io.now()
+        self.unanswered_s: float | None = None
+        self._io = io
+        self._config = config
+        self._ledger = ledger
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._stood = False
+        self._closed = False
+        self._socket: ZmqSocket = context.socket(zmq.DEALER)
+        _common_options(self._socket, config)
+        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        secure_client(self._socket, config, server_key)
+        self._monitor: ZmqSocket = self._socket.get_monitor_socket(
+            _GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        )
+        self._socket.connect(endpoint)
+        io.watch(self._socket, self._read)
+        io.watch(self._monitor, self._look)
+
+    def send(self, message: ToSource) -> None:
+        """Queue a message; it leaves when the connection stands.
+
+        Raises ProtocolError for one that the other side would refuse unread.
+        """
+        if self._closed:
+            return
+        frame, limit_nbytes = encode(message), self._config.control_max_nbytes
+        if len(frame) > limit_nbytes:
+            raise ProtocolError(
+                f"{type(message).__name__}: expected at most {limit_nbytes} bytes, "
+                f"got {len(frame)}; raise control_max_nbytes on both sides"
+            )
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._ledger.count("control.dropped")
+
+    def close(self) -> None:
+        """End the connection; what was sent may still leave. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._io.unwatch(self._socket)
+        self._io.unwatch(self._monitor)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _read(self) -> None:
+        for _ in range(BATCH):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.heard_s, self.unanswered_s = self._io.now(), None
+            try:
+                message = self._decode(frames)
+            except ProtocolError as e:
+                self._ledger.count("control.malformed")
+                self.problem = str(e)[:_MAX_DETAIL]
+                continue
+            self._on_message(message)
+
+    def _decode(self, frames: list[zmq.Frame]) -> ToSink:
+        limit_nbytes = self._config.control_max_nbytes
+        if len(frames) != 1:
+            raise ProtocolError(f"control frame: expected one part, got {len(frames)}")
+        if len(frames[0]) > limit_nbytes:
+            raise ProtocolError(
+                f"control frame: expected at most {limit_nbytes} bytes, got {len(frames[0])}; "
+                "raise control_max_nbytes on both sides if this is right"
+            )
+        return decode_to_sink(frames[0].buffer)
+
+    def _look(self) -> None:
+        """What the monitor has seen."""
+        while not self._closed and self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            kind = int(event["event"])
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stood = True
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.problem = "it does not admit this engine's CURVE key"
+            elif kind != zmq.EVENT_DISCONNECTED:
+                self.problem = "the handshake failed; CURVE keys may differ"
+            elif self._stood:
+                self._read()  # what it said before it went still counts
+                if not self._closed:
+                    self._on_gone("the connection ended")
+                return

@@ -1,0 +1,251 @@
+"""The one thread of a worker that owns its control sockets, sessions and timers. It never copies
+KV.
+
+Other threads hand it work with :meth:`IoThread.post`; everything else is called on the thread
+itself. One round of the loop: what was posted, then the sockets, then the transports, then the
+timers that are due. Posted work comes before sockets, because a message that answers it may already
+lie there; sockets come before timers, because a Release that has arrived must not lose to a lease
+that ran out meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import socket as sockets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import zmq
+
+ZmqSocket = zmq.Socket[bytes]
+Call = Callable[[], object]
+Now = Callable[[], float]
+
+LATE_S = 0.25
+"""A thread whose timers come this late was stopped or starved, and so was ZeroMQ: it may hold
+unread messages.
+"""
+CATCH_UP_MS = 20
+"""How long a late thread lets ZeroMQ read before it believes that nothing has come."""
+MAX_ROUNDS = 64
+"""Timers wait for sockets no longer than this many rounds: a flood must not stop the clocks."""
+
+_log = logging.getLogger("kvxfer.connector")
+
+
+class Pollable(Protocol):
+    """A transport, as far as the loop sees it."""
+
+    def pollables(self) -> Sequence[ZmqSocket]:
+        """The sockets to be polled for reading now."""
+
+
+class Timer:
+    """One call at one time; ``cancel`` may be called at any time on the IO thread."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+
+    def cancel(self) -> None:
+        """It will not fire, if it has not yet."""
+        self.call = None
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """A transport, what to do when something may have happened on it, and which of its sockets are
+    polled.
+    """
+
+    member: Pollable
+    handler: Call
+    polled: tuple[ZmqSocket, ...] = field(default=())
+
+
+class IoThread:
+    """A poll loop with an inbox, timers and sockets.
+
+    Args:
+        on_error: called for each exception that a handler let out. It is logged, and the loop goes
+            on.
+    """
+
+    def __init__(self, name: str, on_error: Call, now: Now = time.monotonic) -> None:
+        self.now = now
+        self._on_error = on_error
+        self._inbox: deque[Call] = deque()
+        self._wake_read, self._wake_write = sockets.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._awake = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._handlers: dict[ZmqSocket, Call] = {}
+        self._groups: list[_Group] = []
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._order = itertools.count()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    # -------------------------------------------------- from any thread
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def post(self, call: Call) -> None:
+        """Run ``call`` on the thread, in the order of posting. Never blocks."""
+        self._inbox.append(call)
+        self.wake()
+
+    def wake(self) -> None:
+        """Make the loop go round once."""
+        if self._awake:
+            return
+        self._awake = True
+        # Full means that a byte lies there; closed means that nobody will read it.
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._wake_write.send(b"\0")
+
+    def stop(self, timeout_s: float) -> bool:
+        """Run what was posted, then end the thread. False if it did not end in time. Idempotent."""
+
+        def end() -> None:
+            self._stopping = True
+
+        if self._thread.is_alive():
+            self.post(end)
+            self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            return False
+        self._wake_read.close()
+        self._wake_write.close()
+        return True
+
+    def is_current(self) -> bool:
+        """Whether the caller runs on this thread."""
+        return threading.current_thread() is self._thread
+
+    # -------------------------------------------------- on the thread (or before it starts)
+
+    def after(self, delay_s: float, call: Call) -> Timer:
+        """Run ``call`` once, ``delay_s`` seconds from now."""
+        timer = Timer(call)
+        heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
+        return timer
+
+    def watch(self, socket: ZmqSocket, handler: Call) -> None:
+        """Call ``handler`` whenever the socket can be read."""
+        self._handlers[socket] = handler
+        self._poller.register(socket, zmq.POLLIN)
+
+    def unwatch(self, socket: ZmqSocket) -> None:
+        """Stop watching; unknown sockets are ignored."""
+        if self._handlers.pop(socket, None) is not None:
+            self._poller.unregister(socket)
+
+    def watch_group(self, member: Pollable, handler: Call) -> None:
+        """Call ``handler`` in every round, and poll whatever sockets ``member`` has at the time."""
+        self._groups.append(_Group(member, handler))
+
+    def unwatch_groups(self) -> None:
+        """Stop watching every transport, before they are closed."""
+        for group in self._groups:
+            for socket in group.polled:
+                self._poller.unregister(socket)
+        self._groups = []
+
+    def run_posted(self) -> int:
+        """Run what was posted until now; returns how much. Also called between receiving a message
+        and handling it: whatever the engine thread posted before it let the message be sent must
+        have its effect first.
+        """
+        num_posted = len(self._inbox)
+        for _ in range(num_posted):
+            self.guard(self._inbox.popleft())
+        return num_posted
+
+    def guard(self, call: Call) -> None:
+        """Run a handler. Whatever it raises is its own failure, not the loop's."""
+        try:
+            call()
+        except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
+            _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
+            self._on_error()
+
+    # -------------------------------------------------- the loop
+
+    def _main(self) -> None:
+        while not self._stopping:
+            self.guard(self._round)
+
+    def _round(self) -> None:
+        self._serve(self._wait_ms())
+        if self._late_s() > LATE_S:
+            self._serve(CATCH_UP_MS)
+        for _ in range(MAX_ROUNDS):
+            if self._late_s() < 0 or not self._serve(0):
+                break
+        self._fire()
+
+    def _serve(self, timeout_ms: int) -> bool:
+        """One look at inbox, sockets and transports. Returns whether there was anything."""
+        self._sync_groups()
+        ready: list[tuple[Any, int]] = self._poller.poll(timeout_ms)
+        for socket, _ in ready:
+            if isinstance(socket, int):
+                with contextlib.suppress(BlockingIOError):
+                    self._wake_read.recv(4096)
+        # Before the inbox is read: what is posted from here on writes another byte.
+        self._awake = False
+        num_posted = self.run_posted()
+        for socket, _ in ready:
+            handler = self._handlers.get(
+                socket
+            )  # gone if an earlier one of this round took it away
+            if handler is not None:
+                self.guard(handler)
+        for group in self._groups:
+            self.guard(group.handler)
+        return bool(ready or num_posted)
+
+    def _sync_groups(self) -> None:
+        for group in self._groups:
+            wanted = tuple(group.member.pollables())
+            if wanted == group.polled:
+                continue
+            for socket in set(group.polled) - set(wanted):
+                self._poller.unregister(socket)
+            for socket in set(wanted) - set(group.polled):
+                self._poller.register(socket, zmq.POLLIN)
+            group.polled = wanted
+
+    def _wait_ms(self) -> int:
+        """Until the first timer; -1 without one. Rounded up: a timer never fires early."""
+        while self._timers and self._timers[0][2].call is None:
+            heapq.heappop(self._timers)
+        if not self._timers:
+            return -1
+        return max(0, math.ceil((self._timers[0][0] - self.now()) * 1000))
+
+    def _late_s(self) -> float:
+        """How long the first timer is overdue; negative if none is due."""
+        return self.now() - self._timers[0][0] if self._timers else -math.inf
+
+    def _fire(self) -> None:
+        now_s = self.now()
+        while self._timers and self._timers[0][0] <= now_s:
+            timer = heapq.heappop(self._timers)[2]
+            call, timer.call = timer.call, None
+            if call is not None:
+                self.guard(call)

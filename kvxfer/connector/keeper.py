@@ -1,0 +1,97 @@
+"""Keeps the leases of the offers that this engine still wants. Runs on the IO thread.
+
+Rank 0 keeps every held offer at all source ranks, from before its admission until its load ends.
+Every rank keeps the offers that it is loading at the source ranks it reads, so that a slow rank
+does not lose what a fast one has finished with. A Keep is also the sign of life of the engine's
+claim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvxfer.config import Config
+from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.peer import Peer
+from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.peers import Peers
+from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.wire import Keep, OfferRef, Reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An offer, and the source ranks that are told; None: all of them."""
+
+    source: SourceRef
+    ranks: frozenset[RankId] | None
+
+
+class Keeper:
+    """What is kept, by request."""
+
+    def __init__(self, io: IoThread, config: Config, incarnation: bytes, peers: Peers) -> None:
+        self._io = io
+        self._config = config
+        self._incarnation = incarnation
+        self._peers = peers
+        self._kept: dict[str, _Kept] = {}
+        self._is_ticking = False
+
+    def hold(self, request_id: str, source: SourceRef) -> None:
+        """Keep an offer at every source rank, from when the engine is known."""
+        self._kept[request_id] = _Kept(source, None)
+        self._tell_all(source)
+        self._start()
+
+    def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
+        """Keep an offer at these source ranks, unless it is held at all of them already."""
+        self._kept.setdefault(request_id, _Kept(source, ranks))
+        self._start()
+
+    def release(self, request_id: str) -> None:
+        """Not wanted any more; unknown requests are ignored."""
+        self._kept.pop(request_id, None)
+
+    def cancel(self, source: SourceRef, reason: Reason) -> None:
+        """Give an offer up at every source rank, getting to know the engine first if need be."""
+        self._peers.want(
+            source,
+            needs_wire=False,
+            ready=lambda peer: peer.cancel(source, reason),
+            failed=_leave_to_lease,
+        )
+
+    def _start(self) -> None:
+        if not self._is_ticking:
+            self._is_ticking = True
+            self._io.after(self._config.keep_s, self._keep)
+
+    def _keep(self) -> None:
+        """One Keep for each source rank, with all offers that are kept there."""
+        self._is_ticking = False
+        offers: dict[tuple[Peer, RankId], list[OfferRef]] = {}
+        for kept in self._kept.values():
+            peer = self._peers.known(kept.source)
+            if peer is None:
+                self._tell_all(kept.source)
+                continue
+            for rank in peer.ranks() if kept.ranks is None else kept.ranks:
+                offers.setdefault((peer, rank), []).append(kept.source.offer)
+        for (peer, rank), refs in offers.items():
+            peer.send(rank, Keep(tuple(refs), self._incarnation, self._config.lease_s))
+        if self._kept:
+            self._start()
+
+    def _tell_all(self, source: SourceRef) -> None:
+        def tell(peer: Peer) -> None:
+            message = Keep((source.offer,), self._incarnation, self._config.lease_s)
+            for rank in peer.ranks():
+                peer.send(rank, message)
+
+        self._peers.want(source, needs_wire=False, ready=tell, failed=_leave_to_lease)
+
+
+def _leave_to_lease(failure: Failure) -> None:
+    """The engine cannot be reached: its own lease ends the offer."""

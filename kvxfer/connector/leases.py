@@ -1,0 +1,58 @@
+"""How long offers are kept. Runs on the IO thread.
+
+A lease begins when the offer opens. ``Keep`` extends it, never beyond ``max_hold_s`` after that. A
+claim has a lease of its own, extended by whatever its sink engine says: the claim of an engine that
+fell silent is dropped, and the offer stays for others until its own lease ends.
+"""
+
+from __future__ import annotations
+
+from kvxfer.config import Config
+from kvxfer.connector.given_offer import GivenOffer, StepOffer
+from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.ledger import Ledger
+from kvxfer.transfer.session import Break, ClaimantLost, OfferState
+from kvxfer.transfer.wire import Reason
+
+
+class Leases:
+    """The clocks of all open offers of a rank."""
+
+    def __init__(self, io: IoThread, config: Config, ledger: Ledger, step: StepOffer) -> None:
+        self._io = io
+        self._config = config
+        self._ledger = ledger
+        self._step = step
+
+    def begin(self, offer: GivenOffer) -> None:
+        """The offer is about to open."""
+        offer.opened_s = self._io.now()
+        offer.lease_until_s = offer.opened_s + self._config.lease_s
+
+    def heard(self, offer: GivenOffer, incarnation: bytes) -> None:
+        """A sink engine said something about the offer."""
+        offer.heard_s[incarnation] = self._io.now()
+
+    def extend(self, offer: GivenOffer, lease_s: float) -> None:
+        """A Keep came. Before the offer opens there is no lease to extend."""
+        if offer.opened_s:
+            until_s = min(self._io.now() + lease_s, offer.opened_s + self._config.max_hold_s)
+            offer.lease_until_s = max(offer.lease_until_s, until_s)
+
+    def watch(self, offer: GivenOffer) -> None:
+        """Drop the claims of silent engines, break the offer if its lease is over, and look again
+        in time.
+        """
+        now_s, lease_s = self._io.now(), self._config.lease_s
+        for incarnation in offer.session.claimants:
+            heard_s = offer.heard_s.setdefault(incarnation, now_s)
+            if heard_s + lease_s <= now_s < offer.lease_until_s:
+                self._ledger.count("claims.lost")
+                self._step(offer, ClaimantLost(incarnation))
+        if offer.lease_until_s <= now_s:
+            self._step(offer, Break(Reason.EXPIRED))
+        if offer.state is not OfferState.OPEN:
+            return
+        ends_s = [offer.heard_s[i] + lease_s for i in offer.session.claimants]
+        next_s = min([offer.lease_until_s, *(end_s for end_s in ends_s if end_s > now_s)])
+        offer.timer = self._io.after(next_s - now_s, lambda: self.watch(offer))

@@ -1,0 +1,152 @@
+"""Performing what the session of a load says, with retries and deadlines. Runs on the IO thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import assert_never
+
+from kvxfer.config import Config
+from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.load_routes import Addressing, RouteRun
+from kvxfer.connector.peer import Peer
+from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.sink_load import SinkLoad, StepLoad
+from kvxfer.errors import KvxferError
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.session import (
+    Abort,
+    DeadlinePassed,
+    FinishedRecving,
+    RetryDue,
+    RouteState,
+    SendCancel,
+    SendPull,
+    SendRelease,
+    SinkAction,
+    StartRead,
+    StopRead,
+)
+from kvxfer.transfer.wire import Cancel, Reason, Release
+from kvxfer.transports.base import SinkTransport
+
+RETRY_S = 1.0
+"""An answer that is this late is asked for again: the connection may have been replaced."""
+
+_ASKING = (RouteState.ASKED, RouteState.RELEASING)
+_WAITING = (*_ASKING, RouteState.READING)
+_log = logging.getLogger("kvxfer.connector")
+
+
+class LoadActions:
+    """Performs actions with the peers and wires of one rank.
+
+    Args:
+        step: gives an event to a load's session.
+        report: called once when a load is over and drained, with the reason if it failed.
+    """
+
+    def __init__(
+        self,
+        io: IoThread,
+        config: Config,
+        ledger: Ledger,
+        *,
+        addressing: Addressing,
+        step: StepLoad,
+        report: Callable[[SinkLoad, Reason | None], None],
+    ) -> None:
+        self._io = io
+        self._timeout_s = config.pull_timeout_s
+        self._ledger = ledger
+        self._addressing = addressing
+        self._step = step
+        self._report = report
+
+    def perform(self, load: SinkLoad, peer: Peer, action: SinkAction) -> None:
+        """One action. What a wire does not take fails the load."""
+        try:
+            self._perform(load, peer, action)
+        except (KvxferError, ValueError) as e:
+            load.note(str(e))
+            self._step(load, Abort(Reason.READ_FAILED))
+
+    def _perform(self, load: SinkLoad, peer: Peer, action: SinkAction) -> None:
+        match action:
+            case SendPull(source):
+                self._send_pull(load.routes[source], peer, source)
+            case StartRead(source):
+                run = load.routes[source]
+                if run.request is not None:
+                    self._wire(run).submit_read(run.request)
+            case StopRead(source):
+                run = load.routes[source]
+                self._wire(run).stop_read(run.key)
+            case SendRelease(source):
+                run = load.routes[source]
+                run.asked_s = run.progressed_s = self._io.now()
+                peer.send(source, Release(run.pull.offer, run.pull.consumer))
+            case SendCancel(source, reason):
+                consumer = self._addressing.consumer
+                cancel = Cancel(load.order.source.offer, consumer.incarnation, reason)
+                peer.send(source, cancel)
+            case FinishedRecving(reason):
+                self._report(load, reason)
+            case _:
+                assert_never(action)
+
+    def _send_pull(self, run: RouteRun, peer: Peer, source: RankId) -> None:
+        now_s = self._io.now()
+        if not run.asked_s:
+            run.progressed_s = now_s
+            if run.request is not None and self._wire(run).is_stream:
+                # Before the Pull: the first chunks may overtake the Grant.
+                self._wire(run).submit_expect(run.request)
+        run.asked_s = now_s
+        peer.send(source, run.pull)
+
+    def _wire(self, run: RouteRun) -> SinkTransport:
+        return self._addressing.transports[run.pull.transport]
+
+    # -------------------------------------------------- clocks
+
+    def watch(self, load: SinkLoad) -> None:
+        """Retries and deadlines of a load that has begun, and when to look again."""
+        load.timer = None
+        for source in load.routes:
+            if load.session is not None and not load.session.is_finished:
+                self._look(load, source, load.session.state_of(source))
+        if load.session is None or load.session.is_finished:
+            return
+        ends_s = [
+            run.progressed_s + self._timeout_s
+            for source, run in load.routes.items()
+            if load.session.state_of(source) in _WAITING
+        ]
+        delay_s = min([RETRY_S, *(end_s - self._io.now() for end_s in ends_s)])
+        load.timer = self._io.after(max(delay_s, 0.001), lambda: self.watch(load))
+
+    def _look(self, load: SinkLoad, source: RankId, state: RouteState) -> None:
+        run, now_s = load.routes[source], self._io.now()
+        quiet_s = now_s - run.progressed_s
+        if quiet_s >= self._timeout_s:
+            if state in _WAITING:
+                load.note(f"rank {source}: nothing for {quiet_s:.1f} s")
+                self._step(load, DeadlinePassed(source))
+            elif state is RouteState.DRAINING:
+                self._complain(load)
+        elif state in _ASKING and now_s - run.asked_s >= RETRY_S:
+            self._ledger.count("control.retries")
+            self._step(load, RetryDue(source))
+
+    def _complain(self, load: SinkLoad) -> None:
+        """A read does not end. Its blocks stay with the wire that may still write them; the peer is
+        marked down.
+        """
+        if load.is_undrained or load.peer is None:
+            return
+        load.is_undrained = True
+        self._ledger.count("loads.undrained")
+        _log.error("request %s: expected its read to end, and it does not", load.order.request_id)
+        load.peer.end(Failure(Reason.PEER_LOST, "a read from it does not end"))

@@ -1,0 +1,116 @@
+"""From a load order and a plan to what is asked of, and read from, each source rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvxfer.connector.peer import Peer
+from kvxfer.connector.records import GroupBlockIds, NewLoad
+from kvxfer.connector.requests import ids_of
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import Route
+from kvxfer.transfer.pull import check_ids, pull_classes
+from kvxfer.transfer.wire import Consumer, Pull
+from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
+
+NULL_TRANSPORT = "null"
+"""What the Pull of a null route names: nothing is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addressing:
+    """Who this sink rank is, and by which wires it reads."""
+
+    consumer: Consumer
+    transports: Mapping[str, SinkTransport]
+
+
+@dataclass(slots=True, eq=False)
+class RouteRun:
+    """One route of one load: the same Pull every time, the read, and how far it has come
+    (``time.monotonic``).
+    """
+
+    pull: Pull
+    key: TransferKey
+    request: ReadRequest | None
+    asked_s: float = 0.0
+    progressed_s: float = 0.0
+    nbytes: int = 0
+
+
+def make_routes(
+    order: NewLoad, peer: Peer, addressing: Addressing, chunk_nbytes: int
+) -> dict[RankId, RouteRun]:
+    """One run for each source rank. Every block id of this side is checked here, before anything is
+    asked.
+
+    Raises ProtocolError or ValueError.
+    """
+    return {
+        route.source_rank: _make_run(order, peer, route, addressing, chunk_nbytes)
+        for route in peer.routes()
+    }
+
+
+def _make_run(
+    order: NewLoad, peer: Peer, route: Route, addressing: Addressing, chunk_nbytes: int
+) -> RouteRun:
+    consumer = addressing.consumer
+    key = TransferKey(
+        order.source.offer.nonce,
+        consumer.incarnation,
+        str(consumer.rank),
+        str(route.source_rank),
+    )
+    claim = peer.plan.consumers(route.source_rank)
+    if route.is_null:
+        pull = Pull(
+            offer=order.source.offer,
+            consumer=consumer,
+            claim=claim,
+            digest=order.digest,
+            transport=NULL_TRANSPORT,
+            is_null=True,
+        )
+        return RouteRun(pull, key, None)
+    span = (order.token_lo, order.token_hi)
+    wanted = pull_classes(route, {copied.sink.group: span for copied in route.classes})
+    for copied, asked in zip(route.classes, wanted, strict=True):
+        ids = ids_of(order.block_ids, copied.sink.group)
+        check_ids(copied.sink, ids, asked.token_lo, asked.token_hi)
+    name = peer.choices[route.source_rank].transport
+    is_stream = addressing.transports[name].is_stream
+    request = ReadRequest(
+        key=key,
+        source=peer.source(route.source_rank),
+        classes=route.classes,
+        pull_classes=wanted,
+        source_ids=(),
+        sink_ids=order.block_ids,
+        chunk_nbytes=chunk_nbytes if is_stream else 0,
+    )
+    pull = Pull(
+        offer=order.source.offer,
+        consumer=consumer,
+        claim=claim,
+        digest=order.digest,
+        transport=name,
+        classes=wanted if is_stream else (),
+        chunk_nbytes=request.chunk_nbytes,
+    )
+    return RouteRun(pull, key, request)
+
+
+def with_granted_ids(run: RouteRun, block_ids: GroupBlockIds) -> ReadRequest | None:
+    """The read with the ids of the Grant, each checked against the source's own manifest.
+
+    Raises ProtocolError. Streams and null routes need no ids.
+    """
+    if run.request is None or run.pull.classes:
+        return run.request
+    for copied, asked in zip(run.request.classes, run.request.pull_classes, strict=True):
+        ids = ids_of(block_ids, copied.source.group)
+        check_ids(copied.source, ids, asked.token_lo, asked.token_hi)
+    return replace(run.request, source_ids=block_ids)

@@ -1,0 +1,92 @@
+"""The connections to one source engine, and the watch over their silence. On the IO thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvxfer.connector.access import server_key_of
+from kvxfer.connector.control import ControlClient
+from kvxfer.connector.io_thread import Timer
+from kvxfer.connector.peer_records import Surroundings
+from kvxfer.transfer.wire import Ping, ToSink, ToSource
+
+
+class PeerLinks:
+    """Connections by endpoint, each made at first use.
+
+    Raises KeyError where CURVE pins no key for the engine.
+
+    Args:
+        on_message: called with the endpoint and each message.
+        on_lost: called with what happened when a connection ended or stayed silent.
+    """
+
+    def __init__(
+        self,
+        around: Surroundings,
+        engine_id: str,
+        on_message: Callable[[str, ToSink], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self._around = around
+        self._server_key = server_key_of(around.config, engine_id)
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._clients: dict[str, ControlClient] = {}
+        self._num_loads = 0
+        self._timer: Timer | None = None
+
+    def open(self, endpoint: str) -> ControlClient:
+        """The connection to an endpoint."""
+        if endpoint not in self._clients:
+            self._clients[endpoint] = ControlClient(
+                self._around.io,
+                self._around.context,
+                self._around.config,
+                self._around.ledger,
+                endpoint,
+                self._server_key,
+                lambda message: self._on_message(endpoint, message),
+                lambda detail: self._on_lost(f"{endpoint}: {detail}"),
+            )
+        return self._clients[endpoint]
+
+    def send(self, endpoint: str, message: ToSource) -> None:
+        """Queue a message."""
+        self.open(endpoint).send(message)
+
+    def begin_load(self) -> None:
+        """A load waits for answers: from now on silence is noticed."""
+        self._num_loads += 1
+        if self._timer is None:
+            self._listen()
+
+    def end_load(self) -> None:
+        """A load has ended."""
+        self._num_loads -= 1
+
+    def close(self) -> None:
+        """End all connections; what was sent may still leave."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._num_loads = 0
+        for client in self._clients.values():
+            client.close()
+
+    def _listen(self) -> None:
+        """Ping a rank that has been silent; one that does not answer is lost."""
+        io, silent_s = self._around.io, self._around.config.peer_silent_s
+        self._timer = None
+        if not self._num_loads:
+            return
+        now_s = io.now()
+        for client in self._clients.values():
+            if client.unanswered_s is None:
+                if now_s - client.heard_s >= silent_s / 4:
+                    client.unanswered_s = now_s
+                    client.send(Ping())
+            elif now_s - client.unanswered_s >= silent_s / 2:
+                silence_s = now_s - client.heard_s
+                self._on_lost(f"{client.endpoint} was silent for {silence_s:.1f} s")
+                return
+        self._timer = io.after(silent_s / 8, self._listen)

@@ -1,0 +1,76 @@
+"""What a sink rank's source engines share, and what others give them and get from them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.wire import Reason, ToSink
+from kvxfer.transports.base import SinkTransport
+
+if TYPE_CHECKING:
+    from kvxfer.connector.peer import Peer
+
+
+class PeerState(enum.Enum):
+    """How far the acquaintance has come."""
+
+    GREETING = "greeting"
+    KNOWN = "known"
+    READY = "ready"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a peer cannot be used."""
+
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """Somebody who wants a peer for one offer: called once, with the peer or with why not.
+
+    ``needs_wire``: wants to read; else it is enough that the peer is known.
+    """
+
+    source: SourceRef
+    needs_wire: bool
+    ready: Callable[[Peer], object]
+    failed: Callable[[Failure], object]
+
+
+def _nobody(waiter: Waiter) -> None:
+    waiter.failed(Failure(Reason.PEER_LOST, "the engine was started anew"))
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every peer of a sink rank shares.
+
+    ``manifest``: this engine's own, once known. ``again``: takes a waiter that needs another life.
+    """
+
+    io: IoThread
+    context: zmq.Context[ZmqSocket]
+    config: Config
+    ledger: Ledger
+    engine_id: str
+    incarnation: bytes
+    rank: RankId
+    transports: Mapping[str, SinkTransport]
+    manifest: Callable[[], EngineManifest | None]
+    on_message: Callable[[Peer, RankId, ToSink], None]
+    on_over: Callable[[Peer, Failure], None]
+    again: Callable[[Waiter], None] = _nobody

@@ -1,0 +1,226 @@
+"""Everything of one rank that lives on its IO thread, put together: listener, source, sink, peers,
+wires.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.connector.access import KeyGuard
+from kvxfer.connector.control import ControlServer
+from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.keeper import Keeper
+from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.load_routes import Addressing
+from kvxfer.connector.peer_records import Failure, Surroundings
+from kvxfer.connector.peers import Peers
+from kvxfer.connector.sink import Sink
+from kvxfer.connector.source import Source
+from kvxfer.transfer.layout import Region
+from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
+from kvxfer.transfer.wire import Consumer, Hello, Manifest, NotReady, Ping, Pong, Reason, ToSource
+from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
+from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+
+DRAIN_S = 2.0
+"""How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
+word 200 ms.
+"""
+
+_log = logging.getLogger("kvxfer.connector")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which rank of which engine, in which life."""
+
+    engine_id: str
+    incarnation: bytes
+    rank: RankId
+
+
+class RankService:
+    """One rank's part in the protocol; listens from the moment it exists.
+
+    Methods are called by the engine thread; ``io.post`` carries orders to ``source``, ``sink`` and
+    ``keeper``, which belong to the IO thread.
+
+    Args:
+        port: where to listen; 0 takes any free port. Raises ConfigError if it cannot be had.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        identity: Identity,
+        regions: tuple[Region, ...],
+        memory: LocalMemory,
+        port: int,
+    ) -> None:
+        self._ledger = ledger
+        self._identity = identity
+        self._engine: EngineManifest | None = None
+        self.io = IoThread(f"kvxfer-io-{identity.rank}", lambda: ledger.count("io.errors"))
+        self._context: zmq.Context[ZmqSocket] = zmq.Context()
+        self._copy_thread = CopyThread()
+        self._closers: list[Callable[[], object]] = []
+        try:
+            self._guard(config)
+            self._server = ControlServer(
+                self.io, self._context, config, ledger, port, self._dispatch
+            )
+            self._closers.append(self._server.close)
+            sources, sinks = self._wires(config, memory)
+            self.manifest = RankManifest(
+                rank=identity.rank,
+                control_endpoint=self._server.endpoint,
+                data_endpoints=data_endpoints(sources),
+                memories=published_infos(sources, memory),
+                regions=regions,
+            )
+            self.source = Source(
+                self.io,
+                config,
+                ledger,
+                incarnation=identity.incarnation,
+                manifest=self.manifest,
+                transports=sources,
+                reply=self._server.send,
+            )
+            self._make_sink(config, sinks)
+        except BaseException:
+            self._close_all()
+            self._copy_thread.close()
+            self.io.stop(0)
+            self._end_context()
+            raise
+        for transport in sources.values():
+            self.io.watch_group(transport, partial(self._poll_source, transport))
+        for sink in sinks.values():
+            self.io.watch_group(sink, partial(self._poll_sink, sink))
+        self.io.start()
+
+    def _guard(self, config: Config) -> None:
+        if config.curve_secret_key is not None:
+            guard = KeyGuard(self._context, config)
+            self.io.watch(guard.socket, guard.answer)
+
+            def close() -> None:
+                self.io.unwatch(guard.socket)
+                guard.close()
+
+            self._closers.append(close)
+
+    def _wires(
+        self, config: Config, memory: LocalMemory
+    ) -> tuple[dict[str, SourceTransport], dict[str, SinkTransport]]:
+        args = (memory, config, self._copy_thread, self.io.wake, self._context)
+        sources = make_sources(*args)
+        self._closers += [source.close for source in sources.values()]
+        sinks = make_sinks(*args)
+        self._closers += [sink.close for sink in sinks.values()]
+        return sources, sinks
+
+    def _make_sink(self, config: Config, transports: dict[str, SinkTransport]) -> None:
+        identity = self._identity
+        consumer = Consumer(identity.incarnation, identity.rank)
+        self.sink = Sink(self.io, config, self._ledger, Addressing(consumer, transports))
+        self._peers = Peers(
+            Surroundings(
+                io=self.io,
+                context=self._context,
+                config=config,
+                ledger=self._ledger,
+                engine_id=identity.engine_id,
+                incarnation=identity.incarnation,
+                rank=identity.rank,
+                transports=transports,
+                manifest=lambda: self._engine,
+                on_message=self.sink.on_message,
+                on_over=self.sink.on_over,
+            )
+        )
+        self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
+        self.sink.bind(self._peers, self.keeper)
+
+    # -------------------------------------------------- on the IO thread
+
+    def set_engine(self, manifest: EngineManifest) -> None:
+        """All ranks of this engine, as its scheduler knows them. Peers that were matched with
+        others are met anew.
+        """
+        if self._engine is not None and self._engine != manifest:
+            self._peers.close(Failure(Reason.PEER_LOST, "this engine's manifest changed"))
+        self._engine = manifest
+
+    def _dispatch(self, identity: bytes, message: ToSource) -> None:
+        match message:
+            case Hello():
+                answer = Manifest(self._engine) if self._engine is not None else NotReady()
+                self._server.send(identity, answer)
+            case Ping():
+                self._server.send(identity, Pong(self._identity.incarnation))
+            case _:
+                self.source.handle(identity, message)
+
+    def _poll_source(self, transport: SourceTransport) -> None:
+        for completion in transport.poll():
+            self.io.guard(partial(self.source.on_completion, transport, completion))
+        self._count(transport)
+
+    def _poll_sink(self, transport: SinkTransport) -> None:
+        for completion in transport.poll():
+            self.io.guard(partial(self.sink.on_completion, completion))
+        self._count(transport)
+
+    def _count(self, transport: SourceTransport | SinkTransport) -> None:
+        """What the wire dropped or refused."""
+        if transport.counts:
+            for name, number in transport.counts.items():
+                self._ledger.count(f"{transport.name}.{name}", number)
+            transport.counts.clear()
+
+    def _close_all(self) -> None:
+        self.io.unwatch_groups()
+        closers, self._closers = self._closers, []
+        for close in reversed(closers):
+            try:
+                close()
+            except Exception:  # noqa: BLE001  # the others are closed all the same
+                _log.exception("shutdown: something did not close")
+
+    # -------------------------------------------------- the end, on the engine thread
+
+    def shutdown(self) -> None:
+        """Break all offers, abort all loads, wait for what is in flight (bounded), give everything
+        back.
+        """
+        drained = [threading.Event(), threading.Event()]
+        self.io.post(lambda: self.sink.shutdown(Reason.SHUTDOWN, drained[0].set))
+        self.io.post(lambda: self.source.shutdown(drained[1].set))
+        if not all(event.wait(DRAIN_S) for event in drained):
+            _log.error("shutdown: transfers did not end within %s s", DRAIN_S)
+        self.io.post(lambda: self._peers.shutdown(Failure(Reason.SHUTDOWN, "this engine ends")))
+        self.io.post(self._close_all)
+        if not self.io.stop(2 * DRAIN_S):
+            _log.error("shutdown: the IO thread did not end; its sockets are left open")
+            return
+        self._copy_thread.close()
+        self._end_context()
+
+    def _end_context(self) -> None:
+        """Let last words leave; a trial of a wire that still waits for its answer is cut short."""
+        thread = threading.Thread(target=self._context.term, daemon=True)
+        thread.start()
+        thread.join(DRAIN_S)
+        if thread.is_alive():
+            _log.error("shutdown: a socket was left open")

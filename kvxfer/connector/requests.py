@@ -1,0 +1,117 @@
+"""Looking at what a sink asks for before anything is done about it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvxfer.connector.records import GroupBlockIds
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.manifest import MAX_RANKS, RankManifest
+from kvxfer.transfer.plan import Side
+from kvxfer.transfer.pull import check_ids, chunk_list, resolve_pull
+from kvxfer.transfer.session import Wire
+from kvxfer.transfer.wire import Pull, Reason
+from kvxfer.transports.base import SourceTransport
+
+
+class Refused(Exception):
+    """A Pull that is answered with Refuse, whatever the state of its offer."""
+
+    def __init__(self, reason: Reason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+def group_tokens(manifest: RankManifest) -> dict[int, int]:
+    """Tokens of a block, by group."""
+    return {region.group: region.block_tokens for region in manifest.regions}
+
+
+def read_pull(
+    pull: Pull, manifest: RankManifest, transports: Mapping[str, SourceTransport], num_tokens: int
+) -> Wire:
+    """How this Pull will be served by an offer of ``num_tokens``. Raises Refused."""
+    if len(pull.claim) > MAX_RANKS:
+        raise Refused(
+            Reason.PLAN, f"claim: expected at most {MAX_RANKS} ranks, got {len(pull.claim)}"
+        )
+    if pull.is_null:
+        return Wire.DIRECT
+    transport = transports.get(pull.transport)
+    if transport is None:
+        raise Refused(
+            Reason.TRANSPORT,
+            f"transport: expected one of {sorted(transports)}, got {pull.transport}",
+        )
+    if not transport.is_stream:
+        return Wire.DIRECT
+    beyond = [wanted.token_hi for wanted in pull.classes if wanted.token_hi > num_tokens]
+    if beyond and not _is_padding(manifest, pull, num_tokens):
+        raise Refused(
+            Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
+        )
+    try:
+        resolve_pull(manifest, pull.classes)
+        if not chunk_list(pull.classes, pull.chunk_nbytes):
+            raise Refused(Reason.PLAN, "classes: expected something to send, got nothing")
+    except ProtocolError as e:
+        raise Refused(Reason.PLAN, str(e)) from e
+    return Wire.STREAM
+
+
+def check_same(first: Pull | None, pull: Pull) -> None:
+    """A consumer asks for one thing of an offer, however often. Raises Refused."""
+    if first is not None and first != pull:
+        raise Refused(Reason.PLAN, "pull: expected the first one again, got another")
+
+
+def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:
+    """Whether the tokens beyond the offer only fill its last block up, as opaque blocks need."""
+    blocks = {
+        (region.layer, region.plane): region.block_tokens
+        for region in manifest.regions
+        if region.interior != "plain"
+    }
+    for wanted in pull.classes:
+        if wanted.token_hi <= num_tokens:
+            continue
+        for name in wanted.regions:
+            sizes = {blocks.get((name.layer, plane), 1) for plane in name.planes}
+            if any(wanted.token_hi > -(-num_tokens // size) * size for size in sizes):
+                return False
+    return True
+
+
+def checked_sides(manifest: RankManifest, pull: Pull, block_ids: GroupBlockIds) -> tuple[Side, ...]:
+    """This rank's side of every class, once each block that it will read is known to be there.
+
+    Raises ProtocolError.
+    """
+    sides = resolve_pull(manifest, pull.classes)
+    for side, wanted in zip(sides, pull.classes, strict=True):
+        check_ids(side, ids_of(block_ids, side.group), wanted.token_lo, wanted.token_hi)
+    return sides
+
+
+def ids_of(block_ids: GroupBlockIds, group: int) -> Sequence[int]:
+    """The block ids of one group. Raises ProtocolError where there is no such group."""
+    if not 0 <= group < len(block_ids):
+        raise ProtocolError(f"block ids: expected {group + 1} groups or more, got {len(block_ids)}")
+    return block_ids[group]
+
+
+def clip_ids(
+    block_ids: GroupBlockIds, group_tokens: Mapping[int, int], num_tokens: int
+) -> GroupBlockIds:
+    """The block ids that hold the first ``num_tokens``. Raises ValueError if some are missing."""
+    clipped = list(block_ids)
+    for group, block_tokens in group_tokens.items():
+        num_blocks = -(-num_tokens // block_tokens)
+        if group >= len(block_ids) or len(block_ids[group]) < num_blocks:
+            got = len(block_ids[group]) if group < len(block_ids) else "no such group"
+            raise ValueError(
+                f"block ids of group {group}: expected {num_blocks} for {num_tokens} tokens, "
+                f"got {got}"
+            )
+        clipped[group] = block_ids[group][:num_blocks]
+    return tuple(clipped)

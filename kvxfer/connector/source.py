@@ -1,0 +1,317 @@
+"""The giving side of one rank: its offers, and what it answers to sinks. Runs on the IO thread.
+
+Decisions are the session's (:mod:`kvxfer.transfer.source_session`), performed by
+:mod:`kvxfer.connector.offer_actions`; the clocks are in :mod:`kvxfer.connector.leases`. An offer
+that is over is remembered, so that a repeated question gets its first answer, until
+:data:`REMEMBERED` others have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from kvxfer.config import Config
+from kvxfer.connector.given_offer import GivenOffer
+from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.leases import Leases
+from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.offer_actions import OfferActions, Reply
+from kvxfer.connector.records import EndOffer, NewOffer, OfferBlocks
+from kvxfer.connector.requests import Refused, check_same, clip_ids, group_tokens, read_pull
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.session import (
+    Break,
+    CancelArrived,
+    OfferState,
+    PullArrived,
+    ReadyCompleted,
+    ReleaseArrived,
+    SourceEvent,
+)
+from kvxfer.transfer.source_session import OfferSession
+from kvxfer.transfer.wire import (
+    Cancel,
+    Consumer,
+    Keep,
+    OfferRef,
+    Pull,
+    Reason,
+    Refuse,
+    Release,
+    Verdict,
+)
+from kvxfer.transports.base import SourceCompletion, SourceTransport
+
+REMEMBERED = 4096
+"""Offers that are over and still answer; about 1 KiB each."""
+READY_POLL_S = 0.001
+"""How often events that have not completed are asked again; only where work is asynchronous."""
+
+IsReady = Callable[[], bool]
+
+_log = logging.getLogger("kvxfer.connector")
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """Somebody who may go on when these offers are over and drained."""
+
+    nonces: set[bytes]
+    done: Callable[[], object]
+
+
+class Source:
+    """All offers of this rank, those that are over too.
+
+    Args:
+        manifest: this rank's own; what a Pull asks for is looked up there.
+        reply: sends an answer over the connection that a question came from.
+    """
+
+    def __init__(
+        self,
+        io: IoThread,
+        config: Config,
+        ledger: Ledger,
+        *,
+        incarnation: bytes,
+        manifest: RankManifest,
+        transports: Mapping[str, SourceTransport],
+        reply: Reply,
+    ) -> None:
+        self._io = io
+        self._config = config
+        self._ledger = ledger
+        self._incarnation = incarnation
+        self._manifest = manifest
+        self._transports = transports
+        self._reply = reply
+        self._group_tokens = group_tokens(manifest)
+        self._leases = Leases(io, config, ledger, self._step)
+        self._actions = OfferActions(
+            ledger,
+            incarnation=incarnation,
+            manifest=manifest,
+            transports=transports,
+            reply=reply,
+            step=self._step,
+            finish=self._finish,
+        )
+        self._live: dict[bytes, GivenOffer] = {}
+        self._over: OrderedDict[bytes, GivenOffer] = OrderedDict()
+        self._by_request: dict[str, GivenOffer] = {}
+        self._unready: list[tuple[GivenOffer, IsReady]] = []
+        self._is_polling = False
+        self._waiters: list[_Waiter] = []
+
+    # -------------------------------------------------- orders of the engine
+
+    def add(self, order: NewOffer) -> None:
+        """A request that will be offered was admitted; Pulls for it are parked until it opens."""
+        if order.nonce in self._live or order.nonce in self._over:
+            raise ValueError(
+                f"offer {order.nonce.hex()}: expected a new nonce, got one that was used"
+            )
+        digest = order.digest if self._config.bind_tokens else None
+        session = OfferSession(order.nonce, digest)
+        offer = GivenOffer(order.request_id, order.nonce, order.num_tokens, session)
+        self._live[order.nonce] = offer
+        self._by_request[order.request_id] = offer
+        self._ledger.count("offers.minted")
+
+    def set_blocks(self, order: OfferBlocks) -> None:
+        """The block table of an offered request, as of this step; final once it has opened."""
+        offer = self._by_request.get(order.request_id)
+        if offer is not None and offer.state is OfferState.PENDING:
+            offer.block_ids = order.block_ids
+
+    def computed(self, request_ids: Sequence[str], is_ready: IsReady) -> None:
+        """The step that computes the last offered token was launched; open when ``is_ready()``."""
+        offers = [self._by_request[i] for i in request_ids if i in self._by_request]
+        self._unready += [(offer, is_ready) for offer in offers]
+        if not self._is_polling:
+            self._open_ready()
+
+    def delay(self, request_ids: Sequence[str]) -> None:
+        """The engine keeps these requests' blocks until they are reported; at once if the offer is
+        over.
+        """
+        for request_id in request_ids:
+            offer = self._by_request.get(request_id)
+            if offer is None:
+                self._ledger.sent(request_id)
+            else:
+                offer.is_delayed = True
+
+    def end(self, orders: Sequence[EndOffer], done: Callable[[], object]) -> None:
+        """Break these offers; ``done`` is called when nothing of them touches the pool any more."""
+        self._end_all(
+            [
+                (offer, order.reason)
+                for order in orders
+                if (offer := self._by_request.get(order.request_id)) is not None
+            ],
+            done,
+        )
+
+    def shutdown(self, done: Callable[[], object]) -> None:
+        """Break every offer, tell the consumers; ``done`` is called when all have drained."""
+        self._end_all([(offer, Reason.SHUTDOWN) for offer in self._live.values()], done)
+
+    # -------------------------------------------------- messages and completions
+
+    def handle(self, identity: bytes, message: Pull | Release | Cancel | Keep) -> None:
+        """A message about offers. Raises ProtocolError for one that the offer's state does not
+        allow.
+        """
+        match message:
+            case Keep():
+                for ref in message.offers:
+                    self._on_keep(ref, message)
+            case Cancel():
+                self._on_cancel(message)
+            case Release():
+                self._on_release(identity, message)
+            case Pull():
+                self._on_pull(identity, message)
+            case _:
+                assert_never(message)
+
+    def on_completion(self, transport: SourceTransport, completion: SourceCompletion) -> None:
+        """Something happened on a stream wire."""
+        self._actions.on_completion(transport, completion)
+
+    def _find(self, ref: OfferRef) -> GivenOffer | Reason:
+        """The offer, or why there is none."""
+        if ref.incarnation != self._incarnation:
+            return Reason.INCARNATION
+        return self._live.get(ref.nonce) or self._over.get(ref.nonce) or Reason.UNKNOWN
+
+    def _on_pull(self, identity: bytes, pull: Pull) -> None:
+        offer = self._find(pull.offer)
+        try:
+            if isinstance(offer, Reason):
+                self._refuse(identity, pull, offer, "")
+                return
+            check_same(offer.pulls.get(pull.consumer), pull)
+            wire = read_pull(pull, self._manifest, self._transports, offer.num_tokens)
+        except Refused as e:
+            self._refuse(identity, pull, e.reason, str(e))
+            return
+        self._identify(offer, pull.consumer, identity)
+        if offer.nonce in self._live:
+            offer.pulls[pull.consumer] = pull
+        self._step(offer, PullArrived(pull.consumer, frozenset(pull.claim), pull.digest, wire))
+        if not offer.session.serves(pull.consumer):
+            # Refused: the next one from this rank may be another request's, and may be right.
+            offer.pulls.pop(pull.consumer, None)
+
+    def _on_release(self, identity: bytes, release: Release) -> None:
+        offer = self._find(release.offer)
+        if isinstance(offer, Reason):
+            self._ledger.count(f"verdict.{offer.value}")
+            self._reply(identity, Verdict(release.offer, release.consumer, False, offer))
+            return
+        self._identify(offer, release.consumer, identity)
+        self._step(offer, ReleaseArrived(release.consumer))
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        offer = self._find(cancel.offer)
+        if isinstance(offer, Reason):
+            self._ledger.count(f"cancel.{offer.value}")
+            return
+        self._leases.heard(offer, cancel.incarnation)
+        self._step(offer, CancelArrived(cancel.incarnation, cancel.reason))
+
+    def _on_keep(self, ref: OfferRef, keep: Keep) -> None:
+        offer = self._find(ref)
+        if isinstance(offer, Reason):
+            self._ledger.count(f"keep.{offer.value}")
+        elif offer.nonce in self._live:
+            self._leases.heard(offer, keep.incarnation)
+            self._leases.extend(offer, keep.lease_s)
+        else:
+            self._ledger.count("keep.ended")
+
+    def _refuse(self, identity: bytes, pull: Pull, reason: Reason, detail: str) -> None:
+        self._ledger.count(f"refused.{reason.value}")
+        self._reply(identity, Refuse(pull.offer, pull.consumer, reason, detail))
+
+    def _identify(self, offer: GivenOffer, consumer: Consumer, identity: bytes) -> None:
+        offer.identities[consumer] = identity
+        self._leases.heard(offer, consumer.incarnation)
+
+    # -------------------------------------------------- sessions
+
+    def _step(self, offer: GivenOffer, event: SourceEvent) -> None:
+        for action in offer.session.step(event):
+            self._actions.perform(offer, action)
+
+    def _open_ready(self) -> None:
+        """Open the offers whose events have completed; look at the others again soon."""
+        self._is_polling = False
+        waiting, self._unready = self._unready, []
+        for offer, is_ready in waiting:
+            if is_ready():
+                self._open(offer)
+            else:
+                self._unready.append((offer, is_ready))
+        if self._unready:
+            self._is_polling = True
+            self._io.after(READY_POLL_S, self._open_ready)
+
+    def _open(self, offer: GivenOffer) -> None:
+        if offer.state is not OfferState.PENDING:
+            return
+        try:
+            clip_ids(offer.block_ids, self._group_tokens, offer.num_tokens)
+        except ValueError:
+            _log.exception("request %s: its offer cannot open", offer.request_id)
+            self._step(offer, Break(Reason.PLAN))
+            return
+        self._ledger.count("offers.opened")
+        self._leases.begin(offer)
+        self._step(offer, ReadyCompleted())
+        self._leases.watch(offer)
+
+    def _end_all(
+        self, ends: Sequence[tuple[GivenOffer, Reason]], done: Callable[[], object]
+    ) -> None:
+        for offer, reason in ends:
+            try:
+                self._step(offer, Break(reason))
+            except ProtocolError:  # the others are broken all the same
+                _log.exception("offer %s cannot be broken", offer.nonce.hex())
+        nonces = {offer.nonce for offer, _ in ends if offer.nonce in self._live}
+        if nonces:
+            self._waiters.append(_Waiter(nonces, done))
+        else:
+            done()
+
+    def _finish(self, offer: GivenOffer, reason: Reason | None) -> None:
+        """Over and drained: report it if its blocks are kept for it, remember how it answers."""
+        if offer.timer is not None:
+            offer.timer.cancel()
+        self._live.pop(offer.nonce, None)
+        offer.block_ids = ()
+        offer.pulls.clear()  # the session alone answers from now on
+        self._over[offer.nonce] = offer
+        while len(self._over) > REMEMBERED:
+            self._over.popitem(last=False)
+        self._ledger.count("offers.done" if reason is None else "offers.broken")
+        if reason is not None:
+            self._ledger.reason(reason)
+        if self._by_request.get(offer.request_id) is offer:
+            del self._by_request[offer.request_id]
+        if offer.is_delayed:
+            self._ledger.sent(offer.request_id)
+        for waiter in list(self._waiters):
+            waiter.nonces.discard(offer.nonce)
+            if not waiter.nonces:
+                self._waiters.remove(waiter)
+                waiter.done()

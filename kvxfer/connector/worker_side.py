@@ -1,0 +1,255 @@
+"""The worker side of the connector: one per rank, called by its engine thread, which never waits
+for a peer.
+
+Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
+translation. Orders go to the
+IO thread; what has ended comes back through :class:`~kvxfer.connector.ledger.Ledger`. The one call
+that waits is for an
+offer to be over before its blocks are used again, and that wait is for this rank's own copies only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from kvxfer.config import Config
+from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.rank_service import Identity, RankService
+from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput, KVConnectorStats
+from kvxfer.connector.source import IsReady
+from kvxfer.errors import ConfigError
+from kvxfer.transfer.layout import Region
+from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
+from kvxfer.transports.base import LocalMemory
+
+BREAK_S = 5.0
+"""The longest wait for an offer to be over and drained: a running job ends within about 10 ms."""
+
+_log = logging.getLogger("kvxfer.connector")
+
+
+def host_ready_event() -> IsReady:
+    """On a CPU a step's work is complete when its last call returns."""
+    return lambda: True
+
+
+class WorkerConnector:
+    """One per rank.
+
+    Args:
+        incarnation: 16 random bytes, one registration of this engine's pools.
+        facts, tp_size, pp_size, block_tokens, layout: what the engine's manifest must say.
+        is_front_door: this rank listens on ``config.port``, answers for the engine, and keeps held
+          offers.
+        ready_event: records an event behind everything launched so far; what it returns says
+          whether the event has completed.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        engine_id: str,
+        incarnation: bytes,
+        rank: RankId,
+        facts: CacheFacts,
+        tp_size: int,
+        pp_size: int,
+        block_tokens: int,
+        layout: str,
+        is_front_door: bool,
+        ready_event: Callable[[], IsReady] = host_ready_event,
+    ) -> None:
+        self._config = config
+        self._identity = Identity(engine_id, incarnation, rank)
+        self._expected = {
+            "engine_id": engine_id,
+            "incarnation": incarnation,
+            "facts": facts,
+            "tp_size": tp_size,
+            "pp_size": pp_size,
+            "block_tokens": block_tokens,
+            "layout": layout,
+        }
+        self._is_front_door = is_front_door
+        self._ready_event = ready_event
+        self._ledger = Ledger()
+        self._service: RankService | None = None
+        self._metadata = ConnectorMetadata()
+        self._ended: ConnectorMetadata | None = None
+        self._loading: set[str] = set()
+        self._sending: set[str] = set()
+
+    # -------------------------------------------------- registration
+
+    def register_kv_caches(self, regions: tuple[Region, ...], memory: LocalMemory) -> None:
+        """Make the wires, listen, start the threads. Raises ConfigError, naming the port, if
+        it cannot be had.
+        """
+        if self._service is not None:
+            raise ConfigError("register_kv_caches: expected one call, got another")
+        port = self._config.port if self._is_front_door else 0
+        self._service = RankService(
+            self._config, self._ledger, self._identity, regions, memory, port
+        )
+
+    def get_handshake_metadata(self) -> RankManifest:
+        """What this rank says of itself; the scheduler side puts the ranks together."""
+        return self._running().manifest
+
+    # -------------------------------------------------- one step
+
+    def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
+        """First call of a step: every offer whose blocks are taken back is over and drained
+        when this returns.
+        """
+        if not metadata.ended or metadata is self._ended:
+            return
+        self._ended = metadata
+        service, over = self._running(), threading.Event()
+        service.io.post(lambda: service.source.end(metadata.ended, over.set))
+        if not over.wait(BREAK_S):
+            names = ", ".join(order.request_id for order in metadata.ended)
+            _log.error("offers of %s: expected to be over within %s s, and are not", names, BREAK_S)
+            self._ledger.count("offers.undrained")
+
+    def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
+        """Take this step's orders; what must happen before blocks are used again has happened
+        on return.
+        """
+        service = self._running()
+        self._metadata = metadata
+        self.handle_preemptions(metadata)
+        if metadata.manifest is not None:
+            self._check(metadata.manifest)
+            service.io.post(partial(service.set_engine, metadata.manifest))
+        for offer in metadata.offers:
+            service.io.post(partial(service.source.add, offer))
+        for table in metadata.blocks:
+            service.io.post(partial(service.source.set_blocks, table))
+        if metadata.delayed:
+            self._sending.update(metadata.delayed)
+            service.io.post(partial(service.source.delay, metadata.delayed))
+        if self._is_front_door:
+            for hold in metadata.holds:
+                service.io.post(partial(service.keeper.hold, hold.request_id, hold.source))
+            for unhold in metadata.unholds:
+                service.io.post(partial(service.keeper.release, unhold.request_id))
+                service.io.post(partial(service.keeper.cancel, unhold.source, unhold.reason))
+
+    def start_load_kv(self, *args: object, **kwargs: object) -> None:
+        """Begin this step's loads; returns at once. Aborts follow: they may name a load of
+        the same step.
+        """
+        service = self._running()
+        for load in self._metadata.loads:
+            self._loading.add(load.request_id)
+            service.io.post(partial(service.sink.load, load))
+        for abort in self._metadata.aborts:
+            service.io.post(partial(service.sink.abort, abort))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only after its load was reported."""
+
+    def save_kv_layer(self, *args: object, **kwargs: object) -> None:
+        """Nothing: sinks fetch KV from the pool."""
+
+    def wait_for_save(self) -> None:
+        """End of the forward pass: record the ready event of the offers whose last token it
+        computed.
+        """
+        computed = self._metadata.computed
+        if computed:
+            service, is_ready = self._running(), self._ready_event()
+            service.io.post(lambda: service.source.computed(computed, is_ready))
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        self._metadata = ConnectorMetadata()
+
+    # -------------------------------------------------- what has ended
+
+    def get_transfer_results(
+        self, finished_req_ids: Iterable[str]
+    ) -> tuple[set[str] | None, set[str] | None, dict[str, str]]:
+        """(finished_sending, finished_recving, why loads failed), each request once; failed
+        ones are among the received.
+        """
+        finished = self._ledger.take_finished()
+        received = {report.request_id for report in finished.loads}
+        failed = {
+            report.request_id: report.reason.value
+            for report in finished.loads
+            if report.reason is not None
+        }
+        self._sending -= finished.sent
+        self._loading -= received
+        return set(finished.sent) or None, received or None, failed
+
+    def get_finished(
+        self, finished_req_ids: Iterable[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """The older call: as :meth:`get_transfer_results`, without the failures."""
+        sending, recving, _ = self.get_transfer_results(finished_req_ids)
+        return sending, recving
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Empty: a load fails as a whole and is reported by request."""
+        return set()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Counts and reasons since the last call."""
+        stats = self._ledger.take_stats()
+        return None if stats.is_empty() else stats
+
+    def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
+        """All of the above for this step's output; None if there is nothing to say."""
+        sending, recving, failed = self.get_transfer_results(finished_req_ids)
+        stats = self.get_kv_connector_stats()
+        if sending is None and recving is None and stats is None:
+            return None
+        return KVConnectorOutput(
+            finished_sending=sending,
+            finished_recving=recving,
+            failed_recving=failed or None,
+            kv_connector_stats=stats,
+        )
+
+    def has_pending(self) -> bool:
+        """Something was handed over that has not been reported yet."""
+        return bool(self._loading or self._sending)
+
+    def wait_for_activity(self, timeout_s: float) -> bool:
+        """Sleep until something has ended; False if nothing has after ``timeout_s``."""
+        return self._ledger.wait(timeout_s)
+
+    def activity_fileno(self) -> int:
+        """A descriptor to poll for reading: readable until the next step has collected what
+        has ended.
+        """
+        return self._ledger.fileno()
+
+    def shutdown(self) -> None:
+        """Break all offers, tell their consumers, end all loads, threads and sockets.
+        Idempotent.
+        """
+        service, self._service = self._service, None
+        if service is not None:
+            service.shutdown()
+        self._ledger.close()
+
+    def _running(self) -> RankService:
+        if self._service is None:
+            raise ConfigError("connector: expected register_kv_caches before, and no shutdown")
+        return self._service
+
+    def _check(self, manifest: EngineManifest) -> None:
+        for field, expected in self._expected.items():
+            got = getattr(manifest, field)
+            if got != expected:
+                raise ConfigError(
+                    f"{field}: the worker expected {expected!r}, the scheduler says {got!r}"
+                )

@@ -1,0 +1,269 @@
+"""Engines without a model: pools of known bytes, a WorkerConnector for each rank, steps by hand."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvxfer.config import Config
+from kvxfer.connector.records import (
+    AbortLoad,
+    ConnectorMetadata,
+    EndOffer,
+    Hold,
+    KVConnectorStats,
+    LoadReport,
+    NewLoad,
+    NewOffer,
+    OfferBlocks,
+    SourceRef,
+    Unhold,
+)
+from kvxfer.connector.source import IsReady
+from kvxfer.connector.worker_side import WorkerConnector, host_ready_event
+from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.wire import OfferRef, Reason
+from kvxfer.transports.base import LocalMemory
+from tests.builders import EngineShape, build_manifest, build_regions
+from tests.oracle import oracle_copy
+
+POISON = 0xEE
+DIGEST = b"d" * 32
+
+
+def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    """Wait for something that the other threads will do."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
+
+
+@dataclass(slots=True)
+class Results:
+    """What one rank has reported so far."""
+
+    sent: list[str] = field(default_factory=list)
+    received: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Engine:
+    """All ranks of one engine in this process."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        engine_id: str,
+        *,
+        fill: int | None,
+        incarnation: bytes | None = None,
+        facts: dict[str, Any] | None = None,
+        ready_event: Callable[[], IsReady] = host_ready_event,
+        announce: bool = True,
+        **settings: Any,
+    ) -> None:
+        settings.setdefault("port", 0)
+        self.config = Config(**settings)
+        self.shape = shape
+        self.engine_id = engine_id
+        self.incarnation = incarnation or secrets.token_bytes(16)
+        base = build_manifest(shape, engine_id)
+        self.facts = msgspec.structs.replace(base.facts, **(facts or {}))
+        self.workers: list[WorkerConnector] = []
+        self.pools: list[SharedPool] = []
+        self.results: list[Results] = []
+        self.stats = KVConnectorStats()
+        self.expected_io_errors = 0
+        rng = np.random.default_rng(7)
+        for entry in base.ranks:
+            regions, nbytes = build_regions(shape, entry.rank)
+            pool = SharedPool.create(nbytes)
+            if fill is None:
+                pool.tensor.numpy()[:] = rng.integers(0, 256, nbytes, dtype=np.uint8)
+            else:
+                pool.tensor.fill_(fill)
+            worker = WorkerConnector(
+                self.config,
+                engine_id=engine_id,
+                incarnation=self.incarnation,
+                rank=entry.rank,
+                facts=self.facts,
+                tp_size=shape.tp_size,
+                pp_size=shape.pp_size,
+                block_tokens=shape.block_tokens,
+                layout=shape.layout,
+                is_front_door=entry.rank == RankId(0, 0),
+                ready_event=ready_event,
+            )
+            worker.register_kv_caches(regions, LocalMemory((pool.tensor,), (pool.info,)))
+            self.workers.append(worker)
+            self.pools.append(pool)
+            self.results.append(Results())
+        self.manifest: EngineManifest = msgspec.structs.replace(
+            base,
+            incarnation=self.incarnation,
+            facts=self.facts,
+            ranks=tuple(worker.get_handshake_metadata() for worker in self.workers),
+        )
+        if announce:
+            self.step(ConnectorMetadata(manifest=self.manifest))
+
+    @property
+    def endpoint(self) -> str:
+        return self.manifest.ranks[0].control_endpoint
+
+    def step(self, metadata: ConnectorMetadata) -> None:
+        """One step of every rank, without looking at results."""
+        for worker in self.workers:
+            worker.handle_preemptions(metadata)
+            worker.bind_connector_metadata(metadata)
+            worker.start_load_kv()
+            worker.wait_for_save()
+            worker.clear_connector_metadata()
+
+    def collect(self) -> None:
+        for worker, results in zip(self.workers, self.results, strict=True):
+            sending, recving, failed = worker.get_transfer_results(())
+            results.sent += sorted(sending or ())
+            results.received += sorted(recving or ())
+            results.failed |= failed
+
+    def take_stats(self) -> KVConnectorStats:
+        """All ranks', since the start."""
+        for worker in self.workers:
+            more = worker.get_kv_connector_stats()
+            if more is not None:
+                self.stats = self.stats.aggregate(more)
+        return self.stats
+
+    def count(self, name: str) -> int:
+        return self.take_stats().counts.get(name, 0)
+
+    def reports(self, request_id: str) -> list[LoadReport]:
+        return [r for r in self.take_stats().loads if r.request_id == request_id]
+
+    # ---- as a source
+
+    def offer(
+        self, request_id: str, num_tokens: int, ids: Iterable[int], digest: bytes = DIGEST
+    ) -> SourceRef:
+        """Mint an offer; not open yet."""
+        order = NewOffer(
+            request_id=request_id,
+            nonce=secrets.token_bytes(16),
+            num_tokens=num_tokens,
+            digest=digest,
+        )
+        self.step(
+            ConnectorMetadata(offers=(order,), blocks=(OfferBlocks(request_id, (tuple(ids),)),))
+        )
+        return SourceRef(
+            engine_id=self.engine_id,
+            endpoint=self.endpoint,
+            offer=OfferRef(order.nonce, self.incarnation),
+            num_tokens=num_tokens,
+        )
+
+    def compute(self, *request_ids: str) -> None:
+        """The step that computes the last token, and the one after it: the blocks are kept."""
+        self.step(ConnectorMetadata(computed=request_ids))
+        self.step(ConnectorMetadata(delayed=request_ids))
+
+    def end(self, request_id: str, reason: Reason = Reason.ABORTED) -> None:
+        self.step(ConnectorMetadata(ended=(EndOffer(request_id, reason),)))
+
+    def sent(self, request_id: str) -> bool:
+        """Every rank has said so, once."""
+        self.collect()
+        counts = [results.sent.count(request_id) for results in self.results]
+        assert max(counts) <= 1
+        return min(counts) == 1
+
+    # ---- as a sink
+
+    def load(
+        self,
+        request_id: str,
+        source: SourceRef,
+        ids: Iterable[int],
+        span: tuple[int, int],
+        digest: bytes = DIGEST,
+        *,
+        hold: bool = False,
+    ) -> None:
+        order = NewLoad(
+            request_id=request_id,
+            source=source,
+            token_lo=span[0],
+            token_hi=span[1],
+            block_ids=(tuple(ids),),
+            digest=digest,
+        )
+        holds = (Hold(request_id, source),) if hold else ()
+        self.step(ConnectorMetadata(loads=(order,), holds=holds))
+
+    def abort(self, request_id: str, reason: Reason = Reason.CANCELLED) -> None:
+        self.step(ConnectorMetadata(aborts=(AbortLoad(request_id, reason),)))
+
+    def hold(self, request_id: str, source: SourceRef) -> None:
+        self.step(ConnectorMetadata(holds=(Hold(request_id, source),)))
+
+    def unhold(self, request_id: str, source: SourceRef) -> None:
+        self.step(ConnectorMetadata(unholds=(Unhold(request_id, source, Reason.CANCELLED),)))
+
+    def received(self, request_id: str) -> bool:
+        """Every rank has reported the load, once."""
+        self.collect()
+        counts = [results.received.count(request_id) for results in self.results]
+        assert max(counts) <= 1
+        return min(counts) == 1
+
+    def reasons(self, request_id: str) -> set[str | None]:
+        """Why it failed, over all ranks; {None} if it was accepted everywhere."""
+        assert self.received(request_id)
+        return {results.failed.get(request_id) for results in self.results}
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.shutdown()
+        assert self.count("io.errors") == self.expected_io_errors
+        for pool in self.pools:
+            pool.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+def expect_copied(
+    source: Engine,
+    sink: Engine,
+    source_ids: Iterable[int],
+    sink_ids: Iterable[int],
+    span: tuple[int, int],
+) -> None:
+    """The sink's pools are poison, but for the span, which has the source's bytes."""
+    source_ids, sink_ids = tuple(source_ids), tuple(sink_ids)
+    for number, entry in enumerate(sink.manifest.ranks):
+        expected = [np.full(info.nbytes, POISON, dtype=np.uint8) for info in entry.memories]
+        for other, given in enumerate(source.manifest.ranks):
+            oracle_copy(
+                given.regions,
+                [source.pools[other].tensor.numpy()],
+                entry.regions,
+                expected,
+                source_ids=[source_ids],
+                sink_ids=[sink_ids],
+                spans={0: span},
+            )
+        np.testing.assert_array_equal(sink.pools[number].tensor.numpy(), expected[0])

@@ -1,0 +1,47 @@
+"""The edges of the control sockets that whole engines do not reach."""
+
+from __future__ import annotations
+
+import pytest
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.connector.control import ControlClient, bind_address
+from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.ledger import Ledger
+from kvxfer.errors import ConfigError, ProtocolError
+from kvxfer.transfer.wire import Keep, OfferRef, Ping
+from tests.helpers import free_port
+
+
+def test_a_message_that_the_other_side_would_refuse_is_not_sent() -> None:
+    io = IoThread("io", lambda: None)
+    with zmq.Context() as context:
+        client = ControlClient(
+            io,
+            context,
+            Config(control_max_nbytes=1000),
+            Ledger(),
+            f"tcp://127.0.0.1:{free_port()}",
+            None,
+            lambda message: None,
+            lambda detail: None,
+        )
+        client.send(Ping())
+        with pytest.raises(ProtocolError, match=r"Keep: expected at most 1000 bytes, got 1\d{3};"):
+            client.send(Keep((OfferRef(b"n" * 16, b"i" * 16),) * 30, b"i" * 16, 1.0))
+        client.close()
+        client.close()
+        client.send(Ping())  # closed: nobody hears it
+    assert io.stop(1)
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1")])
+def test_addresses_are_bound_as_they_are(host: str, address: str) -> None:
+    assert bind_address(host) == address
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "no.such.name.invalid"])
+def test_hosts_that_cannot_be_announced(host: str) -> None:
+    with pytest.raises(ConfigError, match="host: expected"):
+        bind_address(host)

@@ -1,0 +1,179 @@
+"""The loop: order of work, timers, and that nothing a handler does ends it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from tests.connector.rig import until
+
+
+@pytest.fixture
+def io() -> Iterator[IoThread]:
+    thread = IoThread("io", lambda: None)
+    yield thread
+    assert thread.stop(2)
+    assert thread.stop(2)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[ZmqSocket, ZmqSocket]]:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as near,
+        context.socket(zmq.PAIR) as far,
+    ):
+        near.bind("inproc://pair")
+        far.connect("inproc://pair")
+        yield near, far
+
+
+def test_posted_work_runs_in_order_on_the_thread(io: IoThread) -> None:
+    seen: list[int] = []
+    for number in range(100):
+        io.post(lambda number=number: seen.append(number))  # type: ignore[misc]
+    assert seen == []
+    io.start()
+    until(lambda: len(seen) == 100)
+    assert seen == list(range(100))
+    where: list[bool] = []
+    io.post(lambda: where.append(io.is_current()))
+    until(lambda: where)
+    assert where == [True]
+    assert not io.is_current()
+
+
+def test_posts_from_many_threads_all_arrive(io: IoThread) -> None:
+    io.start()
+    seen: list[int] = []
+
+    def post() -> None:
+        for _ in range(500):
+            io.post(lambda: seen.append(1))
+
+    threads = [threading.Thread(target=post) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: len(seen) == 2000)
+
+
+def test_timers_fire_in_order_and_never_early(io: IoThread) -> None:
+    fired: list[tuple[str, float]] = []
+    started_s = time.monotonic()
+
+    def fire(name: str) -> None:
+        fired.append((name, time.monotonic() - started_s))
+
+    io.after(0.06, lambda: fire("b"))
+    io.after(0.02, lambda: fire("a"))
+    io.after(0.04, lambda: fire("never")).cancel()
+    io.start()
+    until(lambda: len(fired) == 2)
+    assert [name for name, _ in fired] == ["a", "b"]
+    assert fired[0][1] >= 0.02
+    assert fired[1][1] >= 0.06
+
+
+def test_an_idle_thread_sleeps(io: IoThread) -> None:
+    io.start()
+    time.sleep(0.05)
+    before_s = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before_s < 0.1
+
+
+def test_a_handler_that_fails_is_counted_and_the_loop_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    errors: list[int] = []
+    io = IoThread("io", lambda: errors.append(1))
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with caplog.at_level(logging.CRITICAL):
+        io.post(fail)
+        io.after(0.0, fail)
+        io.after(0.01, lambda: done.append(1))
+        io.start()
+        until(lambda: done)
+    assert len(errors) == 2
+    assert io.stop(2)
+
+
+def test_sockets_are_read_before_timers_fire(
+    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
+) -> None:
+    """A thread that was held up finds a message and a deadline: the message counts."""
+    near, far = pair
+    order: list[str] = []
+
+    def read() -> None:
+        order.append(near.recv().decode())
+
+    io.watch(near, read)
+    io.after(0.02, lambda: order.append("timer"))
+    for _ in range(3):  # one at a time: all of them before the timer
+        far.send(b"message")
+    time.sleep(0.05)
+    io.start()
+    until(lambda: len(order) == 4)
+    assert order == ["message"] * 3 + ["timer"]
+    io.stop(2)
+
+
+def test_a_late_thread_gives_messages_time_to_arrive(
+    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
+) -> None:
+    near, far = pair
+    order: list[str] = []
+    io.watch(near, lambda: order.append(near.recv().decode()))
+    io.after(0.01, lambda: order.append("timer"))
+    time.sleep(0.4)
+    threading.Timer(0.008, lambda: far.send(b"message")).start()
+    io.start()
+    until(lambda: len(order) == 2)
+    assert order == ["message", "timer"]
+    io.stop(2)
+
+
+def test_what_was_posted_before_a_message_runs_before_its_handler(
+    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
+) -> None:
+    near, far = pair
+    order: list[str] = []
+
+    def read() -> None:
+        message = near.recv()
+        io.post(lambda: order.append("posted"))  # as another thread would, meanwhile
+        io.run_posted()
+        order.append(message.decode())
+
+    io.watch(near, read)
+    far.send(b"message")
+    io.start()
+    until(lambda: len(order) == 2)
+    assert order == ["posted", "message"]
+    io.stop(2)
+
+
+def test_an_unwatched_socket_is_left_alone(io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]) -> None:
+    near, far = pair
+    seen: list[bytes] = []
+    io.watch(near, lambda: seen.append(near.recv()))
+    io.unwatch(near)
+    io.unwatch(near)
+    far.send(b"message")
+    io.start()
+    time.sleep(0.05)
+    assert seen == []
+    io.stop(2)

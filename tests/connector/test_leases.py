@@ -1,0 +1,245 @@
+"""Two engines in one process: aborts at every stage, leases, claims, deadlines."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import zmq
+
+from kvxfer.connector.records import (
+    AbortLoad,
+    ConnectorMetadata,
+    NewLoad,
+)
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.wire import (
+    Broken,
+    Cancel,
+    Consumer,
+    Grant,
+    Keep,
+    OfferRef,
+    Pull,
+    Reason,
+    Release,
+    Verdict,
+    decode_to_sink,
+    encode,
+)
+from kvxfer.transports.shm_direct import ShmSink
+from tests.builders import EngineShape
+from tests.connector.rig import DIGEST, POISON, Engine, until
+
+SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
+SINK = EngineShape(tp_size=1, num_kv_heads=4, block_tokens=24, layout="NHD", num_blocks=10)
+ONE = EngineShape(num_kv_heads=2, num_blocks=8)
+WIRES = ["shm", "zmq"]
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_abort_while_reading_reaches_the_source_at_once(wire: str) -> None:
+    with (
+        Engine(ONE, "prefill", fill=1, transport=wire) as source,
+        Engine(ONE, "decode", fill=POISON, transport=wire, faults="read:slow=300ms") as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [3], (0, 16))
+        until(lambda: sink.count("peers.ready"))
+        time.sleep(0.05)
+        sink.abort("d")
+        until(lambda: source.sent("p"), 1)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") <= {"cancelled", None}
+
+
+def test_an_abort_while_asked_ends_the_parked_pull() -> None:
+    with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
+        ref = source.offer("p", 16, [1])
+        sink.load("d", ref, [3], (0, 16))
+        until(lambda: sink.count("peers.ready"))
+        time.sleep(0.05)
+        started_s = time.perf_counter()
+        sink.abort("d")
+        until(lambda: source.count("offers.broken"))
+        # At once is 100 ms; the rest is for a busy machine.
+        assert time.perf_counter() - started_s < 0.3
+        assert sink.received("d")
+        assert sink.reasons("d") == {"cancelled"}
+
+
+def test_an_abort_in_the_step_of_the_load() -> None:
+    with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
+        ref = source.offer("p", 16, [1])
+        load = NewLoad(
+            request_id="d",
+            source=ref,
+            token_lo=0,
+            token_hi=16,
+            block_ids=((3,),),
+            digest=DIGEST,
+        )
+        sink.step(ConnectorMetadata(loads=(load,), aborts=(AbortLoad("d", Reason.CANCELLED),)))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"cancelled"}
+        until(lambda: source.count("offers.broken"))
+        assert (sink.pools[0].tensor == POISON).all()
+        assert sink.count("aborts.late") == 0
+
+
+def test_200_aborts_give_everything_back() -> None:
+    with (
+        Engine(SOURCE, "prefill", fill=1, transport="auto") as source,
+        Engine(SINK, "decode", fill=POISON, transport="auto") as sink,
+    ):
+        for number in range(200):
+            ref = source.offer(f"p{number}", 16, [number % 12])
+            source.compute(f"p{number}")
+            sink.load(f"d{number}", ref, [number % 10], (0, 16))
+            if number % 3:
+                time.sleep(0.0005 * (number % 3))
+            sink.abort(f"d{number}")
+        until(lambda: all(sink.received(f"d{number}") for number in range(200)), 10)
+        until(lambda: all(source.sent(f"p{number}") for number in range(200)), 10)
+        assert not sink.workers[0].has_pending()
+        assert not any(worker.has_pending() for worker in source.workers)
+
+
+def test_unhold_gives_an_offer_back_at_every_rank() -> None:
+    with (
+        Engine(SOURCE, "prefill", fill=1) as source,
+        Engine(EngineShape(tp_size=2, num_kv_heads=4), "decode", fill=POISON) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.unhold("d", ref)
+        until(lambda: source.sent("p"))
+        assert source.take_stats().reasons == {"cancelled": 2}
+        assert not sink.received("d")
+
+
+def test_holds_keep_the_lease_until_the_cap() -> None:
+    with (
+        Engine(SOURCE, "prefill", fill=1, lease_s=0.3, keep_s=0.1, max_hold_s=1.2) as source,
+        Engine(ONE_OF_4, "decode", fill=POISON, lease_s=0.3, keep_s=0.1) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        opened_s = time.perf_counter()
+        sink.hold("d", ref)
+        time.sleep(0.7)
+        source.collect()
+        assert not any("p" in results.sent for results in source.results)  # at no rank
+        until(lambda: source.sent("p"))
+        assert 1.0 < time.perf_counter() - opened_s < 2.0
+        assert source.take_stats().reasons == {"expired": 2}
+
+
+ONE_OF_4 = EngineShape(num_kv_heads=4)
+
+
+def test_a_load_keeps_its_own_lease_on_every_rank() -> None:
+    with (
+        Engine(SOURCE, "prefill", fill=1, lease_s=0.3, keep_s=0.1, transport="shm") as source,
+        Engine(
+            EngineShape(tp_size=2, num_kv_heads=4),
+            "decode",
+            fill=POISON,
+            lease_s=0.3,
+            keep_s=0.1,
+            transport="shm",
+            faults="read:slow=800ms",
+        ) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [3], (0, 16))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {None}
+        until(lambda: source.sent("p"))
+
+
+def test_a_silent_claimant_loses_its_claim_and_the_others_do_not() -> None:
+    with (
+        Engine(ONE, "prefill", fill=1, lease_s=0.4, keep_s=0.1) as source,
+        Engine(ONE, "decode", fill=POISON, lease_s=0.4, keep_s=0.1) as sink,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as silent,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.hold("other", ref)
+        silent.connect(source.endpoint)
+        rank = RankId(0, 0)
+        claim = Pull(
+            offer=ref.offer,
+            consumer=Consumer(b"s" * 16, rank),
+            claim=(rank,),
+            digest=DIGEST,
+            transport="shm",
+        )
+        silent.send(encode(claim))
+        assert silent.poll(2000)
+        assert isinstance(decode_to_sink(silent.recv()), Grant)
+        sink.load("d", ref, [3], (0, 16))
+        until(lambda: sink.received("d"))
+        assert not source.sent("p")  # claimed by somebody who does not read
+        until(lambda: source.sent("p"), 2)
+        counts = source.take_stats().counts
+        assert (counts["claims.lost"], counts["offers.done"]) == (1, 1)
+        assert silent.poll(2000)
+        assert isinstance(decode_to_sink(silent.recv()), Broken)
+
+
+def test_a_read_that_does_not_end_keeps_its_blocks_and_marks_the_peer_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A wire that does not hear of the stop: the copy goes on for 1.5 s.
+    monkeypatch.setattr(ShmSink, "stop_read", lambda self, key: None)
+    with (
+        Engine(ONE, "prefill", fill=1, transport="shm") as source,
+        Engine(
+            ONE,
+            "decode",
+            fill=POISON,
+            transport="shm",
+            faults="read:slow=1500ms",
+            pull_timeout_s=0.4,
+        ) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        started_s = time.perf_counter()
+        sink.load("d", ref, [3], (0, 16))
+        until(lambda: source.sent("p"))  # cancelled at the deadline
+        assert not sink.received("d")
+        assert 0.35 < time.perf_counter() - started_s < 0.75
+        until(lambda: sink.count("loads.undrained"))
+        assert not sink.received("d")
+        until(lambda: sink.received("d"))
+        assert time.perf_counter() - started_s > 1.4
+        assert sink.reasons("d") == {"deadline"}
+        assert (sink.count("loads.undrained"), sink.count("peers.peer_lost")) == (1, 1)
+
+
+def test_a_message_to_another_life_or_rank_is_counted_and_ignored() -> None:
+    with (
+        Engine(ONE, "prefill", fill=1) as source,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        dealer.connect(source.endpoint)
+        other = OfferRef(ref.offer.nonce, b"other life")
+        consumer = Consumer(b"s" * 16, RankId(0, 0))
+        dealer.send(encode(Cancel(other, b"s" * 16, Reason.CANCELLED)))
+        dealer.send(encode(Keep((other, ref.offer), b"s" * 16, 5.0)))
+        dealer.send(encode(Release(other, consumer)))
+        assert dealer.poll(2000)
+        verdict = decode_to_sink(dealer.recv())
+        assert verdict == Verdict(other, consumer, False, Reason.INCARNATION)
+        counts = source.take_stats().counts
+        assert counts["cancel.incarnation"] == counts["keep.incarnation"] == 1
+        assert not source.sent("p")

@@ -1,0 +1,146 @@
+"""Source engines in processes of their own, that die, stop, or come back as another life."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+from kvxfer.connector.records import SourceRef
+from tests.builders import EngineShape
+from tests.connector.rig import POISON, Engine, until
+from tests.helpers import free_port
+
+SHAPE = EngineShape(num_kv_heads=2, num_blocks=64)
+TOKENS = 16 * 60
+
+
+def _serve(end: Connection, settings: dict[str, Any]) -> None:
+    """A source engine: mints and opens an offer for each name that it is told."""
+    with Engine(SHAPE, "prefill", fill=1, **settings) as engine:
+        while True:
+            engine.collect()
+            if not end.poll(0.01):
+                continue
+            name = end.recv()
+            if name is None:
+                break
+            ref = engine.offer(name, TOKENS, range(60))
+            engine.compute(name)
+            end.send(ref)
+
+
+class Prefill:
+    """A source engine in a process of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "kvxfer.connector.worker_side"])
+        self._end, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, settings), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def offer(self, name: str) -> SourceRef:
+        self._end.send(name)
+        ref: SourceRef = self._end.recv()
+        return ref
+
+    def signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self.signal(signal.SIGKILL)
+        self.process.join()
+        self._end.close()
+
+
+@contextmanager
+def prefill(**settings: Any) -> Iterator[Prefill]:
+    process = Prefill(**settings)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_a_killed_source_fails_its_loads_at_once_and_a_restarted_one_serves(wire: str) -> None:
+    port = free_port()
+    settings: dict[str, Any] = {
+        "transport": wire,
+        "chunk_nbytes": 4096,
+        "faults": "read:slow=100ms",
+    }
+    with Engine(SHAPE, "decode", fill=POISON, **settings) as sink:
+        with prefill(transport=wire, port=port) as first:
+            sink.load("d0", first.offer("p0"), range(60), (0, TOKENS))
+            until(lambda: sink.count("peers.ready"))
+            stale = first.offer("p1")
+            time.sleep(0.05)
+            first.signal(signal.SIGKILL)
+            started_s = time.perf_counter()
+            until(lambda: sink.received("d0"))
+            # The running piece of copying (100 ms of it made up) is waited for, and nothing else.
+            assert time.perf_counter() - started_s < 0.5
+            assert sink.reasons("d0") == {"peer_lost"}
+        with prefill(transport=wire, port=port) as second:
+            ref = second.offer("p2")
+            assert ref.offer.incarnation != stale.offer.incarnation
+            sink.load("d2", ref, range(60), (0, TOKENS))
+            sink.load("d1", stale, range(60), (0, TOKENS))
+            until(lambda: sink.received("d2"), 20)
+            until(lambda: sink.received("d1"))
+            assert sink.reasons("d2") == {None}
+            assert sink.reasons("d1") == {"incarnation"}
+
+
+def test_a_stopped_source_is_lost_when_it_has_been_silent_for_too_long() -> None:
+    settings: dict[str, Any] = {"transport": "shm", "peer_silent_s": 1.0, "faults": "read:slow=3s"}
+    with Engine(SHAPE, "decode", fill=POISON, **settings) as sink, prefill() as source:
+        sink.load("d", source.offer("p"), range(60), (0, TOKENS))
+        until(lambda: sink.count("peers.ready"))
+        source.signal(signal.SIGSTOP)
+        started_s = time.perf_counter()
+        until(lambda: sink.count("peers.peer_lost"), 4)
+        assert 0.4 < time.perf_counter() - started_s < 2.5
+        until(lambda: sink.received("d"), 4)  # never before the copy has ended
+        assert sink.reasons("d") == {"peer_lost"}
+        source.signal(signal.SIGCONT)
+
+
+def test_a_stopped_source_misses_the_deadline() -> None:
+    settings: dict[str, Any] = {"transport": "shm", "pull_timeout_s": 0.5, "peer_silent_s": 30.0}
+    with Engine(SHAPE, "decode", fill=POISON, **settings) as sink, prefill() as source:
+        refs = [source.offer("p0"), source.offer("p1")]
+        sink.load("d0", refs[0], range(60), (0, TOKENS))
+        until(lambda: sink.received("d0"))
+        source.signal(signal.SIGSTOP)
+        started_s = time.perf_counter()
+        sink.load("d1", refs[1], range(60), (0, TOKENS))
+        until(lambda: sink.received("d1"), 3)
+        assert 0.45 < time.perf_counter() - started_s < 1.5
+        assert sink.reasons("d1") == {"deadline"}
+        source.signal(signal.SIGCONT)
+
+
+def test_a_source_that_comes_back_while_its_loss_was_not_seen() -> None:
+    """Another life behind the same endpoint is met at the first offer that names it."""
+    port = free_port()
+    with Engine(SHAPE, "decode", fill=POISON) as sink:
+        for life in range(3):
+            with Engine(SHAPE, "prefill", fill=1, port=port) as source:
+                ref = source.offer("p", 16, [0])
+                source.compute("p")
+                sink.load(f"d{life}", ref, [1], (0, 16))
+                until(lambda life=life: sink.received(f"d{life}"))  # type: ignore[misc]
+                assert sink.reasons(f"d{life}") == {None}

@@ -1,0 +1,213 @@
+"""First contact: who is refused, why, how fast, and for how long."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from tests.builders import EngineShape
+from tests.connector.rig import POISON, Engine, until
+from tests.helpers import free_port
+
+ONE = EngineShape(num_kv_heads=2, num_blocks=8)
+
+
+def test_incompatible_engines_list_every_field_and_the_offer_is_given_back() -> None:
+    facts = {"weights": "another", "rope": ""}
+    with (
+        Engine(ONE, "prefill", fill=1, facts=facts) as source,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"incompatible"}
+        detail = sink.reports("d")[0].detail
+        assert "weights: source has another, sink has 0123abcd" in detail
+        assert "rope: source has unknown" in detail
+        until(lambda: source.sent("p"))
+
+
+def test_another_engine_behind_the_endpoint_is_refused() -> None:
+    with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
+        ref = msgspec.structs.replace(source.offer("p", 16, [1]), engine_id="somebody")
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"incompatible"}
+        assert "expected somebody" in sink.reports("d")[0].detail
+
+
+def test_an_engine_that_is_not_ready_yet_is_asked_again() -> None:
+    with (
+        Engine(ONE, "prefill", fill=1, announce=False) as source,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [1], (0, 16))
+        time.sleep(0.2)
+        assert not sink.received("d")
+        source.step(ConnectorMetadata(manifest=source.manifest))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {None}
+
+
+def _ref(sink: Engine, endpoint: str) -> SourceRef:
+    """An offer of nobody at an endpoint."""
+    return msgspec.structs.replace(sink.offer("x", 16, [1]), engine_id="prefill", endpoint=endpoint)
+
+
+def test_silence_ends_at_the_deadline_and_is_remembered_for_a_second() -> None:
+    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=0.4) as sink:
+        ref = _ref(sink, f"tcp://127.0.0.1:{free_port()}")
+        started_s = time.perf_counter()
+        sink.load("d0", ref, [1], (0, 16))
+        until(lambda: sink.received("d0"))
+        assert 0.35 < time.perf_counter() - started_s < 1.5
+        assert sink.reasons("d0") == {"peer_lost"}
+        assert "did not answer within 0.4 s" in sink.reports("d0")[0].detail
+        started_s = time.perf_counter()
+        sink.load("d1", ref, [1], (0, 16))
+        until(lambda: sink.received("d1"))
+        assert time.perf_counter() - started_s < 0.2
+        time.sleep(1.1)
+        started_s = time.perf_counter()
+        sink.load("d2", ref, [1], (0, 16))
+        until(lambda: sink.received("d2"))
+        assert time.perf_counter() - started_s > 0.35
+
+
+def test_a_load_is_aborted_before_its_peer_is_there() -> None:
+    port = free_port()
+    with Engine(ONE, "decode", fill=POISON) as sink:
+        sink.load("d", _ref(sink, f"tcp://127.0.0.1:{port}"), [1], (0, 16))
+        time.sleep(0.05)
+        started_s = time.perf_counter()
+        sink.abort("d")
+        until(lambda: sink.received("d"))
+        assert time.perf_counter() - started_s < 0.1
+        assert sink.reasons("d") == {"cancelled"}
+
+
+def test_a_source_that_is_connected_but_says_nothing_is_lost() -> None:
+    """ZeroMQ's own heartbeats go on while the thread behind the socket hangs; Ping sees it."""
+    with (
+        Engine(ONE, "prefill", fill=1) as source,
+        Engine(ONE, "decode", fill=POISON, peer_silent_s=0.6) as sink,
+    ):
+        sink.load("d", source.offer("p", 16, [1]), [1], (0, 16))  # parked: it never opens
+        until(lambda: sink.count("peers.ready"))
+        time.sleep(1.0)
+        assert not sink.received("d")  # parked, but the source answers
+        service = source.workers[0]._service
+        assert service is not None
+        service.io.post(lambda: time.sleep(1.5))
+        started_s = time.perf_counter()
+        until(lambda: sink.received("d"))
+        assert 0.2 < time.perf_counter() - started_s < 1.4
+        assert sink.reasons("d") == {"peer_lost"}
+        assert "was silent for" in sink.reports("d")[0].detail
+
+
+def test_a_host_that_is_not_allowed_is_never_connected_to() -> None:
+    with Engine(ONE, "decode", fill=POISON, allowed_peers=("10.0.0.0/8",)) as sink:
+        sink.load("d", _ref(sink, f"tcp://127.0.0.1:{free_port()}"), [1], (0, 16))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"not_allowed"}
+        assert "allowed_peers" in sink.reports("d")[0].detail
+
+
+def test_one_line_for_each_peer(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        caplog.at_level(logging.INFO, "kvxfer.connector"),
+        Engine(EngineShape(tp_size=2), "prefill", fill=1) as source,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        for number in range(3):
+            ref = source.offer(f"p{number}", 16, [1])
+            source.compute(f"p{number}")
+            sink.load(f"d{number}", ref, [1], (0, 16))
+            until(lambda number=number: sink.received(f"d{number}"))  # type: ignore[misc]
+        lines = [record.getMessage() for record in caplog.records]
+        (line,) = [line for line in lines if line.startswith("engine prefill")]
+        assert "shm at " in line
+        assert "GB/s; not zmq: " in line
+
+
+# ------------------------------------------------------------------ CURVE
+
+
+def _keys() -> tuple[str, str]:
+    public, secret = zmq.curve_keypair()
+    return public.decode(), secret.decode()
+
+
+def test_pinned_keys_let_the_right_engines_meet() -> None:
+    source_keys, sink_keys = _keys(), _keys()
+    pinned = {"prefill": source_keys[0], "decode": sink_keys[0]}
+    with (
+        Engine(
+            ONE,
+            "prefill",
+            fill=1,
+            curve_public_key=source_keys[0],
+            curve_secret_key=source_keys[1],
+            curve_server_keys=pinned,
+        ) as source,
+        Engine(
+            ONE,
+            "decode",
+            fill=POISON,
+            curve_public_key=sink_keys[0],
+            curve_secret_key=sink_keys[1],
+            curve_server_keys=pinned,
+        ) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {None}
+
+
+@pytest.mark.parametrize("wrong", ["client", "server", "plain", "unnamed"])
+def test_other_keys_do_not(wrong: str) -> None:
+    source_keys, sink_keys, other = _keys(), _keys(), _keys()
+    client = other if wrong == "client" else sink_keys
+    server = other[0] if wrong == "server" else source_keys[0]
+    secured: dict[str, Any] = {
+        "curve_public_key": client[0],
+        "curve_secret_key": client[1],
+        "curve_server_keys": {"nobody" if wrong == "unnamed" else "prefill": server},
+    }
+    with (
+        Engine(
+            ONE,
+            "prefill",
+            fill=1,
+            curve_public_key=source_keys[0],
+            curve_secret_key=source_keys[1],
+            curve_server_keys={"decode": sink_keys[0]},
+        ) as source,
+        Engine(
+            ONE,
+            "decode",
+            fill=POISON,
+            connect_timeout_s=0.5,
+            **({} if wrong == "plain" else secured),
+        ) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.received("d"))
+        expected = "not_allowed" if wrong == "unnamed" else "peer_lost"
+        assert sink.reasons("d") == {expected}
+        assert (sink.pools[0].tensor == POISON).all()
