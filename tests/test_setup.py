@@ -17,7 +17,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SCRIPTS = ["scripts/_setup", "scripts/demo", "scripts/test", "scripts/check", ".ci/run"]
+SCRIPTS = [
+    "scripts/_setup",
+    "scripts/demo",
+    "scripts/test",
+    "scripts/check",
+    "scripts/grid",
+    ".ci/run",
+]
 STAMPED = ["pyproject.toml", "constraints.txt", "scripts/_setup"]
 # torch and its triton belong to the machine: scripts/_setup names their versions.
 NOT_PINNED = {"torch", "triton"}
@@ -51,7 +58,7 @@ def test_dependencies_and_extras() -> None:
         "cuda": {"triton", "cuda-bindings"},
         "ucx": {"ucxx-cu13"},
         "bench": {"matplotlib"},
-        "dev": {"pytest", "hypothesis", "transformers", "mypy", "ruff", "triton"},
+        "dev": {"allpairspy", "pytest", "hypothesis", "transformers", "mypy", "ruff", "triton"},
     }
     assert project["scripts"] == {"kvxfer": "kvxfer.cli.app:main"}
     wanted = base.union(*extras.values()) - NOT_PINNED

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
-from torch import Tensor
 
 from kvxfer.transfer.layout import Interior, Region
+
+if TYPE_CHECKING:
+    from torch import Tensor  # who only compares digests starts without it
 
 DIGEST_NBYTES = 8
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -26,8 +28,16 @@ from kvxfer.transfer.manifest import RankManifest
 log = logging.getLogger("kvxfer.engine")
 
 
+@dataclass(frozen=True, slots=True)
+class _Asker:
+    """Who asked, and what the client calls the request."""
+
+    client: bytes
+    request_id: str
+
+
 class StopSignal(Protocol):
-    """The pipe to the parent process: readable when it asks to stop, or has died."""
+    """What the parent says: readable when this engine's life is over."""
 
     def fileno(self) -> int:
         """For polling."""
@@ -55,7 +65,12 @@ class Driver:
         self._pids = (os.getpid(), *pids)
         self._scheduler = Scheduler(config, connector, model.eos_token_ids)
         self._aggregator = KVOutputAggregator(config.tp_size)
-        self._clients: dict[str, bytes] = {}
+        # Inside, every request has an id of its own: two clients may choose the same one, and one
+        # client may use
+        # an id again, which must not meet reports of the request before.
+        self._serial = itertools.count()
+        self._askers: dict[str, _Asker] = {}
+        self._own_ids: dict[_Asker, str] = {}
         self._counts: Counter[str] = Counter()
         self._is_rank_active = False
 
@@ -113,7 +128,7 @@ class Driver:
             message = link.receive()
             if isinstance(message, Output):
                 return message.output
-            self._is_rank_active = True
+            # Activity, said before the output: whatever it was, the output carries it.
 
     def _merge(self, outputs: Sequence[StepOutput]) -> None:
         self._aggregator.aggregate(outputs)
@@ -131,17 +146,20 @@ class Driver:
             case Ask():
                 self._rpc.send(client, self._info())
             case Abort(request_id=request_id):
-                for event in self._scheduler.abort(request_id):
+                own_id = self._own_ids.get(_Asker(client, request_id), "")
+                for event in self._scheduler.abort(own_id):
                     self._tell(event)
             case Generate():
                 self._generate(client, message)
 
     def _generate(self, client: bytes, message: Generate) -> None:
+        asker = _Asker(client, message.request_id)
+        own_id = f"{message.request_id}.{next(self._serial)}"
         try:
-            self._check(message)
+            self._check(asker, message)
             self._scheduler.add(
                 Request(
-                    request_id=message.request_id,
+                    request_id=own_id,
                     prompt_token_ids=message.prompt_token_ids,
                     max_new_tokens=message.max_new_tokens,
                     kv_transfer_params=message.kv_transfer_params,
@@ -150,10 +168,13 @@ class Driver:
         except (KvxferError, ValueError) as e:
             self._rpc.send(client, Refused(message.request_id, str(e)))
         else:
-            self._clients[message.request_id] = client
+            self._askers[own_id] = asker
+            self._own_ids[asker] = own_id
 
-    def _check(self, message: Generate) -> None:
+    def _check(self, asker: _Asker, message: Generate) -> None:
         tokens, vocab_size = message.prompt_token_ids, self._model.vocab_size
+        if asker in self._own_ids:
+            raise ValueError(f"request {message.request_id}: expected a new id, got one in use")
         if not tokens or message.max_new_tokens < 1:
             raise ValueError(
                 f"request {message.request_id}: expected at least one prompt token and one new "
@@ -167,12 +188,15 @@ class Driver:
 
     def _tell(self, event: NewToken | Finished) -> None:
         if isinstance(event, NewToken):
-            client = self._clients[event.request_id]
-            self._rpc.send(client, Token(event.request_id, event.token_id, event.logit_gap))
+            asker = self._askers[event.request_id]
+            token = Token(asker.request_id, event.token_id, event.logit_gap)
+            self._rpc.send(asker.client, token)
             return
         request = event.request
+        asker = self._askers.pop(request.request_id)
+        del self._own_ids[asker]
         done = Done(
-            request_id=request.request_id,
+            request_id=asker.request_id,
             status=request.status.name,
             kv_transfer_params=event.kv_transfer_params,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -182,7 +206,7 @@ class Driver:
             loads=event.loads,
             digests=event.digests,
         )
-        self._rpc.send(self._clients.pop(request.request_id), done)
+        self._rpc.send(asker.client, done)
 
     def _info(self) -> Info:
         return Info(
@@ -192,7 +216,7 @@ class Driver:
             num_blocks=self._config.num_blocks,
             num_free_blocks=self._scheduler.num_free_blocks,
             pids=self._pids,
-            counts=dict(self._counts),
+            counts={**self._counts, "malformed_requests": self._rpc.num_malformed},
         )
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import secrets
 import shutil
+import signal
 import tempfile
 import time
 from contextlib import suppress
@@ -17,7 +20,7 @@ import msgspec
 
 from kvxfer import errors
 from kvxfer.engine.config import EngineConfig
-from kvxfer.engine.rank import Failed, RankSpec, Ready, rank_main
+from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready, run_rank
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -29,43 +32,46 @@ def forkserver() -> ForkServerContext:
     """Processes that start with torch loaded: 8 ranks in 3 to 4 s instead of 11 (measured)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvxfer.engine.rank"])
+    # Ctrl-C reaches the whole foreground group; only this process decides what it means. Blocked
+    # here, it is blocked in the server from its first instruction on, and in what that forks. The
+    # tracker comes first: starting it unblocks SIGINT.
+    multiprocessing.resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return context
 
 
 class EngineGroup:
     """One engine: a process per rank. Works as a context manager; leaves nothing behind.
 
-    A rank ends when its pipe to this process closes, so also when this process is killed.
+    The processes start at once; ``ready()``, ``endpoint`` and ``kv_endpoint`` wait until they
+    serve, so several groups can start side by side. A rank ends when its pipe to this process
+    closes, so also when this process is killed.
     """
 
     def __init__(self, config: EngineConfig, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Start all ranks and wait until they serve.
-
-        Raises the error that kept a rank from starting, under its own class (ConfigError,
-        ModelError, ...).
-        """
+        """Start all ranks. ``host`` and ``port``: where the request channel listens (0: any)."""
         self.config = config
         self._folder = Path(tempfile.mkdtemp(prefix="kvxfer-"))
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._ready: Ready | None = None
         try:
-            ready = self._start(host, port)
+            self._start(host, port)
         except BaseException:
             self.close()
             raise
-        self.endpoint = ready.endpoint
-        self.kv_endpoint = ready.kv_endpoint
 
-    def _start(self, host: str, port: int) -> Ready:
+    def _start(self, host: str, port: int) -> None:
         context = forkserver()
-        incarnation, token = secrets.token_bytes(16), secrets.token_hex(8)
         # Rank 0 last: by then the others' process ids are known.
         for rank in reversed(range(self.config.tp_size)):
             spec = RankSpec(
-                config=self.config,
                 tp_rank=rank,
-                incarnation=incarnation,
-                token=token,
+                tp_size=self.config.tp_size,
                 store=str(self._folder / "store"),
                 listen_host=host,
                 listen_port=port,
@@ -73,7 +79,7 @@ class EngineGroup:
             )
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=rank_main,
+                target=run_rank,
                 args=(spec, theirs),
                 name=f"{self.config.engine_id}-{rank}",
                 daemon=True,
@@ -82,37 +88,103 @@ class EngineGroup:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
-        return self._first_report()
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self._deadline_s = time.monotonic() + START_TIMEOUT_S
+        life = msgspec.msgpack.encode(
+            Life(
+                config=self.config,
+                incarnation=secrets.token_bytes(16),
+                token=secrets.token_hex(8),
+            )
+        )
+        for pipe in self._pipes:
+            with suppress(OSError):  # a rank that has ended is noticed by who waits for Ready
+                pipe.send_bytes(life)
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """A new life in the same processes: new incarnation, new pool, new endpoints.
+
+        Offers are broken, loads and requests are gone, and clients must connect anew. Returns at
+        once; ``ready()`` waits and raises as after the start. Raises ValueError for another
+        ``tp_size``: that takes other processes.
+        """
+        if config.tp_size != self.config.tp_size:
+            raise ValueError(
+                f"tp_size: expected {self.config.tp_size}, which is how many processes engine "
+                f"{self.config.engine_id} has, got {config.tp_size}; start another group"
+            )
+        self.ready()  # its report must not be taken for the new life's
+        self.config = config
+        self._ready = None
+        self._begin_life()
+
+    def ready(self) -> Ready:
+        """Wait until all ranks serve, and where.
+
+        Raises the error that kept a rank from starting, under its own class (ConfigError,
+        ModelError, ...); the group is closed then.
+        """
+        if self._ready is None:
+            try:
+                self._ready = self._first_report()
+            except BaseException:
+                self.close()
+                raise
+            # The ranks have met: nothing on disk is needed any more.
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return self._ready
+
+    @property
+    def endpoint(self) -> str:
+        """``tcp://host:port`` of the request channel."""
+        return self.ready().endpoint
+
+    @property
+    def kv_endpoint(self) -> str:
+        """``tcp://host:port`` of the KV front door; empty without a connector."""
+        return self.ready().kv_endpoint
 
     def _first_report(self) -> Ready:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            left_s = deadline_s - time.monotonic()
-            heard = wait([*self._pipes, *(p.sentinel for p in self._processes)], timeout=left_s)
-            for pipe in self._pipes:
-                if pipe in heard:
-                    return self._read_report(pipe)
-            if heard or left_s <= 0:
-                codes = [process.exitcode for process in self._processes]
+        sentinels = {process.sentinel for process in self._processes}
+        while self._pipes:
+            left_s = max(0.0, self._deadline_s - time.monotonic())
+            heard = wait([*self._pipes, *sentinels], timeout=left_s)
+            reports = [self._read_report(pipe) for pipe in self._pipes if pipe in heard]
+            for report in reports:
+                if isinstance(report, Failed):
+                    kind = getattr(errors, report.kind, errors.KvxferError)
+                    raise kind(f"engine {self.config.engine_id}: {report.error}")
+            for report in reports:
+                if isinstance(report, Ready):
+                    return report
+            if heard:
+                raise errors.KvxferError(self._died("while starting"))
+            if not left_s:
                 raise errors.KvxferError(
-                    f"engine {self.config.engine_id}: ranks did not start within "
-                    f"{START_TIMEOUT_S:g} s (exit codes {codes})"
+                    f"engine {self.config.engine_id}: expected all ranks to serve within "
+                    f"{START_TIMEOUT_S:g} s, got no report"
                 )
+        raise errors.KvxferError(f"engine {self.config.engine_id}: closed before it served")
 
-    def _read_report(self, pipe: Connection) -> Ready:
+    def _read_report(self, pipe: Connection) -> Ready | Failed | None:
+        """None from a rank that ended without a word."""
         try:
-            report = _report.decode(pipe.recv_bytes())
-        except EOFError as e:
-            raise errors.KvxferError(f"engine {self.config.engine_id}: a rank died at start") from e
-        if isinstance(report, Ready):
-            return report
-        kind = getattr(errors, report.kind, errors.KvxferError)
-        raise kind(f"engine {self.config.engine_id}: {report.error}")
+            report: Ready | Failed = _report.decode(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return report
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids, rank 0 last."""
         return tuple(process.pid for process in self._processes if process.pid is not None)
+
+    @property
+    def sentinels(self) -> tuple[int, ...]:
+        """Descriptors to wait on: each becomes readable when its rank ends."""
+        return tuple(process.sentinel for process in self._processes)
 
     def dead(self) -> list[str]:
         """Ranks that have ended by themselves, with their exit codes."""
@@ -121,6 +193,16 @@ class EngineGroup:
             for process in self._processes
             if process.exitcode is not None
         ]
+
+    def check(self) -> None:
+        """Raise KvxferError when a rank has ended by itself."""
+        if self.dead():
+            raise errors.KvxferError(self._died("while serving"))
+
+    def _died(self, when: str) -> str:
+        # The first death takes the others along; a moment later all of them are known.
+        wait(list(self.sentinels), timeout=0.1)
+        return f"engine {self.config.engine_id}: died {when}: rank {', '.join(self.dead())}"
 
     def kill(self) -> None:
         """SIGKILL every rank, as a fault would."""
@@ -131,9 +213,11 @@ class EngineGroup:
 
     def close(self) -> None:
         """Ask every rank to end, wait for it, kill what is left. Idempotent."""
+        if self._ready is None or self.dead():
+            self.kill()  # the others may wait for the missing one; nothing they hold outlives them
         for pipe in self._pipes:
             with suppress(OSError):
-                pipe.send_bytes(b"stop")
+                pipe.send_bytes(STOP)
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
         for process in self._processes:
             process.join(max(0.0, deadline_s - time.monotonic()))

@@ -6,6 +6,7 @@ Abstract Unix sockets: no file is left behind, and nobody on another host can co
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TypeAlias
 
 import msgspec
@@ -35,6 +36,10 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
 
 FromRank = Started | Activity | Output
 
+END = b""
+LAST_WORD_MS = 500
+"""How long END may take to leave; a rank that is gone does not hold rank 0 longer."""
+
 _encoder = msgspec.msgpack.Encoder()
 _from_rank = msgspec.msgpack.Decoder(FromRank)
 _step = msgspec.msgpack.Decoder(SchedulerOutput)
@@ -50,7 +55,7 @@ class DriverLink:
 
     def __init__(self, context: Context, address: str) -> None:
         self.socket = context.socket(zmq.PAIR)
-        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.LINGER, LAST_WORD_MS)
         self.socket.bind(address)
 
     def send(self, step: SchedulerOutput) -> None:
@@ -63,7 +68,10 @@ class DriverLink:
         return message
 
     def close(self) -> None:
-        """Drop the link."""
+        """Tell the rank to end, between steps, and drop the link."""
+        # Only from here: a rank that left by itself could leave rank 0 in a step, waiting for it.
+        with suppress(zmq.Again):  # it never connected
+            self.socket.send(END, zmq.NOBLOCK)
         self.socket.close()
 
 
@@ -79,9 +87,10 @@ class RankLink:
         """Tell rank 0."""
         self.socket.send(_encoder.encode(message))
 
-    def receive(self) -> SchedulerOutput:
-        """The next step; waits for it."""
-        return _step.decode(self.socket.recv())
+    def receive(self) -> SchedulerOutput | None:
+        """The next step; waits for it. None: there is no next one."""
+        frame = self.socket.recv()
+        return None if frame == END else _step.decode(frame)
 
     def close(self) -> None:
         """Drop the link."""

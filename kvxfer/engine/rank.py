@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
+from pathlib import Path
 from threading import Thread
 
 import msgspec
@@ -20,15 +25,17 @@ import zmq
 from torch import Tensor
 
 from kvxfer.connector.scheduler_side import SchedulerConnector
-from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.config import Role
 from kvxfer.engine.driver import Driver
+from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready
 from kvxfer.engine.links import Activity, DriverLink, Output, RankLink, Started, link_address
 from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import RpcServer
 from kvxfer.engine.runner import Runner, cache_facts
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, PeerLost
 
 log = logging.getLogger("kvxfer.engine")
+_life = msgspec.msgpack.Decoder(Life)
 
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the interpreter while another waits. With Python's 5 ms an IO thread
@@ -41,93 +48,132 @@ a dead rank, say) ends
 itself. Below the parent's own STOP_TIMEOUT_S."""
 
 
-class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is told when it starts. ``token``: random, names the links; ``store``:
-    the file that gloo meets at.
-    """
-
-    config: EngineConfig
-    tp_rank: int
-    incarnation: bytes
-    token: str
-    store: str
-    listen_host: str
-    listen_port: int
-    peer_pids: tuple[int, ...] = ()
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """To the parent: this rank serves (``endpoint``: the request channel, from rank 0)."""
-
-    endpoint: str
-    kv_endpoint: str = ""
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """To the parent: this rank cannot start, and why. ``kind``: the error's class."""
-
-    kind: str
-    error: str
-
-
 def rank_main(spec: RankSpec, parent: Connection) -> None:
-    """A process's whole life: start, tell the parent, serve until the pipe to it closes or
-    says stop.
+    """A process's whole life: serve one configuration after the other, until the pipe to the parent
+    closes or says stop.
     """
     # Ctrl-C reaches the whole foreground group: the parent decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     torch.set_num_threads(1)
-    Thread(target=_end_with_parent, args=(parent,), name="end-with-parent", daemon=True).start()
+    # What is loaded by now stays. Not looked at again, a collection takes 1 ms instead of 100.
+    gc.freeze()
+    orders = _Orders(parent)
+    with ExitStack() as stack:
+        # The parent does so too, unless it was killed.
+        stack.callback(shutil.rmtree, Path(spec.store).parent, ignore_errors=True)
+        try:
+            process = _Process(spec, parent, orders, _join(spec, stack))
+        except (OSError, RuntimeError) as e:
+            _report_failure(parent, e)
+            return
+        while (life := orders.next()) is not None and _live(process, life):
+            gc.collect()  # pools and sockets of that life that reference cycles still hold
+
+
+class _Orders:
+    """What the parent says, heard by a thread of its own: ends the process if nothing else does."""
+
+    def __init__(self, parent: Connection) -> None:
+        self._parent = parent
+        self._lives: deque[Life | None] = deque()
+        self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        Thread(target=self._listen, name="orders", daemon=True).start()
+
+    def fileno(self) -> int:
+        """For polling: readable when the present life is over."""
+        return self._signal
+
+    def next(self) -> Life | None:
+        """Wait for the next life; None: there is none."""
+        os.eventfd_read(self._signal)
+        return self._lives.popleft()
+
+    def _listen(self) -> None:
+        while (life := self._receive()) is not None:
+            self._say(life)
+        self._say(None)
+        time.sleep(LAST_GRACE_S)
+        os._exit(1)
+
+    def _receive(self) -> Life | None:
+        try:
+            message = self._parent.recv_bytes()
+        except (EOFError, OSError):
+            return None
+        return None if message == STOP else _life.decode(message)
+
+    def _say(self, life: Life | None) -> None:
+        self._lives.append(life)
+        os.eventfd_write(self._signal, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """What stays from one life to the next. ``all_reduce``: None with one rank."""
+
+    spec: RankSpec
+    parent: Connection
+    orders: _Orders
+    all_reduce: Callable[[Tensor], Tensor] | None
+
+
+def _live(process: _Process, life: Life) -> bool:
+    """One life, to its end; False if it could not begin."""
     logging.basicConfig(
-        level=spec.config.kv.log_level,
-        format=f"%(levelname)s {spec.config.engine_id} rank {spec.tp_rank}: %(message)s",
+        level=life.config.kv.log_level,
+        format=f"%(levelname)s {life.config.engine_id} rank {process.spec.tp_rank}: %(message)s",
+        force=True,
     )
     with ExitStack() as stack:
         try:
-            serve = _start(spec, stack, parent)
+            serve = _start(process, life, stack)
         except (KvxferError, OSError, RuntimeError, ValueError) as e:
-            parent.send_bytes(msgspec.msgpack.encode(Failed(type(e).__name__, str(e))))
-            return
-        serve()
+            _report_failure(process.parent, e)
+            return False
+        try:
+            serve()
+        except KvxferError as e:
+            log.error("%s", e)  # noqa: TRY400 - said in one line: the parent ends the engine
+            sys.exit(1)
+    return True
 
 
-def _end_with_parent(parent: Connection) -> None:
-    wait([parent])  # readable: told to stop, or closed
-    time.sleep(LAST_GRACE_S)
-    os._exit(1)
+def _report_failure(parent: Connection, error: Exception) -> None:
+    with suppress(OSError):  # the parent may have gone
+        parent.send_bytes(msgspec.msgpack.encode(Failed(type(error).__name__, str(error))))
 
 
-def _start(spec: RankSpec, stack: ExitStack, parent: Connection) -> Callable[[], None]:
-    config = spec.config
+def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None]:
+    spec, config = process.spec, life.config
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     stack.callback(context.term)
     if spec.tp_rank:
-        link = RankLink(context, link_address(spec.token, spec.tp_rank))
+        link = RankLink(context, link_address(life.token, spec.tp_rank))
         stack.callback(link.close)
     else:
         rpc = RpcServer(context, spec.listen_host, spec.listen_port)
         stack.callback(rpc.close)
         ranks = range(1, config.tp_size)
-        links = [DriverLink(context, link_address(spec.token, rank)) for rank in ranks]
+        links = [DriverLink(context, link_address(life.token, rank)) for rank in ranks]
         for each in links:
             stack.callback(each.close)
     runner = Runner(
         config,
         tp_rank=spec.tp_rank,
-        incarnation=spec.incarnation,
-        all_reduce=_join(spec, stack),
+        incarnation=life.incarnation,
+        all_reduce=process.all_reduce,
     )
     stack.callback(runner.close)
     if spec.tp_rank:
-        return lambda: _follow(runner, link, parent)
+        return lambda: _follow(runner, link)
     model = load_model_config(config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype)
     connector = None
     if config.role is not Role.ALONE:
         connector = SchedulerConnector(
             config.kv,
             engine_id=config.engine_id,
-            incarnation=spec.incarnation,
+            incarnation=life.incarnation,
             facts=cache_facts(config, model),
             tp_size=config.tp_size,
             pp_size=1,
@@ -140,44 +186,54 @@ def _start(spec: RankSpec, stack: ExitStack, parent: Connection) -> Callable[[],
     driver.gather()
     manifest = runner.manifest
     ready = Ready(rpc.endpoint, manifest.control_endpoint if manifest else "")
-    parent.send_bytes(msgspec.msgpack.encode(ready))
-    return lambda: driver.run(parent)
+    process.parent.send_bytes(msgspec.msgpack.encode(ready))
+    return lambda: driver.run(process.orders)
 
 
 def _join(spec: RankSpec, stack: ExitStack) -> Callable[[Tensor], Tensor] | None:
-    if spec.config.tp_size == 1:
+    if spec.tp_size == 1:
         return None
+    if not Path(spec.store).parent.is_dir():
+        # gloo would wait for it for a minute, and keep the interpreter from every thread meanwhile
+        raise FileNotFoundError(f"{spec.store}: expected its folder, got none; the parent has gone")
     dist.init_process_group(
         "gloo",
         init_method=f"file://{spec.store}",
         rank=spec.tp_rank,
-        world_size=spec.config.tp_size,
+        world_size=spec.tp_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     stack.callback(dist.destroy_process_group)
 
     def all_reduce(partial: Tensor) -> Tensor:
-        dist.all_reduce(partial)
+        try:
+            dist.all_reduce(partial)
+        except RuntimeError as e:
+            raise PeerLost(f"sum over the ranks: another rank has gone ({_first_line(e)})") from e
         return partial
 
     return all_reduce
 
 
-def _follow(runner: Runner, link: RankLink, parent: Connection) -> None:
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _follow(runner: Runner, link: RankLink) -> None:
     """Answer rank 0's steps; tell it when the connector has something to report between them."""
     link.send(Started(runner.manifest))
     poller = zmq.Poller()
     poller.register(link.socket, zmq.POLLIN)
-    poller.register(parent.fileno(), zmq.POLLIN)
     activity = runner.connector.activity_fileno() if runner.connector else None
     if activity is not None:
         poller.register(activity, zmq.POLLIN)
     while True:
         ready = dict(poller.poll())
-        if parent.fileno() in ready:
-            return
         if link.socket in ready:
-            link.send(Output(runner.execute(link.receive())))
+            step = link.receive()
+            if step is None:
+                return
+            link.send(Output(runner.execute(step)))
             if activity is not None:
                 poller.register(activity, zmq.POLLIN)
         elif activity in ready:

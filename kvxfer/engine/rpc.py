@@ -9,6 +9,7 @@ refused and counted, and the engine goes on.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ import zmq
 
 from kvxfer.connector.records import LoadReport
 from kvxfer.engine.digest import KVDigest
-from kvxfer.errors import ConfigError, PeerLost
+from kvxfer.errors import ConfigError, PeerLost, ProtocolError
 
 log = logging.getLogger("kvxfer.engine")
 
@@ -165,7 +166,7 @@ class RpcClient:
         except zmq.ZMQError as e:
             self.close()
             raise ConfigError(f"endpoint: expected tcp://host:port, got {endpoint!r} ({e})") from e
-        except PeerLost:
+        except (PeerLost, ProtocolError):
             self.close()
             raise
 
@@ -173,21 +174,33 @@ class RpcClient:
         """Queue a message."""
         self._socket.send(_encoder.encode(message))
 
+    @property
+    def sockets(self) -> tuple[zmq.Socket[bytes], ...]:
+        """For a poller that waits for several engines: when one is readable, ``poll(0)``."""
+        return self._socket, self._monitor
+
     def poll(self, timeout_s: float) -> list[ToClient]:
         """What has come, after waiting for something up to ``timeout_s``. PeerLost when the
-        engine has gone.
+        engine has gone, ProtocolError when it is no engine.
         """
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
-        ready = dict(poller.poll(int(timeout_s * 1000) + 1))
+        ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
         messages: list[ToClient] = []
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            messages.append(_to_client.decode(self._socket.recv(zmq.NOBLOCK)))
+            messages.append(self._decoded(self._socket.recv(zmq.NOBLOCK)))
         self._is_lost = self._is_lost or self._monitor in ready
         if self._is_lost and not messages:
             raise PeerLost(f"engine at {self.endpoint}: the connection ended; is it still running?")
         return messages
+
+    def _decoded(self, frame: bytes) -> ToClient:
+        try:
+            message: ToClient = _to_client.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+            raise ProtocolError(f"engine at {self.endpoint}: {e}; is it a kvxfer engine?") from e
+        return message
 
     def ask(self, timeout_s: float) -> Info:
         """The engine as it stands; for use while no request is in flight. PeerLost without an

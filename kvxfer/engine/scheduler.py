@@ -124,10 +124,6 @@ class Scheduler:
             or (self._connector is not None and self._connector.has_orders())
         )
 
-    def waits_for_ranks(self) -> bool:
-        """Blocks come back, or loads are accepted, only when the ranks report something."""
-        return bool(self._loading or self._held_offers or self._draining_loads)
-
     def add(self, request: Request) -> None:
         """A new request. Raises OutOfBlocks when it can never fit, ValueError for an id that is in
         use.
@@ -325,7 +321,14 @@ class Scheduler:
             self._run(request)
             return
         request.failure = failure
-        log.warning("request %s: KV not loaded: %s", request.request_id, failure)
+        reports = self._live[request.request_id].reports
+        details = {
+            report.detail for report in reports if report.reason is not None and report.detail
+        }
+        log.warning(
+            "request %s: KV not loaded: %s",
+            *(request.request_id, ": ".join([failure, *sorted(details)])),
+        )
         if self._config.on_load_failure is OnLoadFailure.FAIL:
             self._finish(self._live[request.request_id], Status.FINISHED_ERROR, events)
         else:
@@ -356,8 +359,8 @@ class Scheduler:
 
     def _extend_hashes(self, request: Request) -> None:
         block_size = self._config.block_size
-        tokens = request.all_token_ids
         while (len(request.block_hashes) + 1) * block_size <= request.num_computed_tokens:
+            tokens = request.all_token_ids
             start = len(request.block_hashes) * block_size
             parent = request.block_hashes[-1] if request.block_hashes else None
             request.block_hashes.append(

@@ -69,11 +69,8 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class StepOutput(msgspec.Struct, kw_only=True):
-    """What one rank returns; samples come from rank 0 only. ``error``: the step failed, with a
-    traceback.
-    """
+    """What one rank returns; samples come from rank 0 only."""
 
     samples: tuple[Sample, ...] = ()
     kv_connector_output: KVConnectorOutput | None = None
     digests: dict[str, KVDigest] = {}
-    error: str | None = None

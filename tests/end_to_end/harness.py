@@ -90,6 +90,13 @@ class Engine:
         self.group = EngineGroup(self.config)
         self.client = RpcClient(self.group.endpoint, connect_timeout_s=10)
 
+    def reconfigure(self, config: EngineConfig) -> None:
+        """A new life in the same processes."""
+        self.client.close()
+        self.config = config
+        self.group.reconfigure(config)
+        self.client = RpcClient(self.group.endpoint, connect_timeout_s=10)
+
     def send(self, request_id: str, tokens: tuple[int, ...], **kwargs: Any) -> None:
         kwargs.setdefault("max_new_tokens", 1)
         self.tokens[request_id] = []
@@ -171,9 +178,9 @@ class Pair:
 
 
 def engine_config(
-    role: Role, model: str, *, kv: dict[str, Any] | None = None, **kwargs: Any
+    role: Role, model: str | None, *, kv: dict[str, Any] | None = None, **kwargs: Any
 ) -> EngineConfig:
-    """An engine of a test; ``kv`` are settings of the connector."""
+    """An engine of a test. ``model``: None is the built-in one; ``kv``: connector settings."""
     settings = {"port": 0, "transport": "shm", **(kv or {})}
     kwargs.setdefault("num_blocks", 200)
     kwargs.setdefault("max_model_len", 2048)
@@ -193,12 +200,12 @@ def pair(prefill: EngineConfig, decode: EngineConfig) -> Iterator[Pair]:
     try:
         engines.append(Engine.start(prefill))
         engines.append(Engine.start(decode))
-        yield Pair(*engines)
+        yield Pair(engines[0], engines[1])
     finally:
         for engine in engines:
             engine.close()
 
 
-PREFILL = {"block_size": 16, "layout": "HND"}
-DECODE = {"block_size": 32, "layout": "NHD"}
-ON_FAILURE_FAIL = {"on_load_failure": OnLoadFailure.FAIL}
+PREFILL: dict[str, Any] = {"block_size": 16, "layout": "HND"}
+DECODE: dict[str, Any] = {"block_size": 32, "layout": "NHD"}
+ON_FAILURE_FAIL: dict[str, Any] = {"on_load_failure": OnLoadFailure.FAIL}

@@ -84,6 +84,15 @@ def test_params_are_good_for_one_load(engines: Pair) -> None:
     assert engines.decoded(other, params).done.failure in {"ended", "tokens"}
 
 
+def test_an_id_may_be_used_again_and_by_several_clients(engines: Pair) -> None:
+    for seed in range(3):
+        tokens = prompt(70, seed=100 + seed)
+        engines.prefill.send("same", tokens, kv_transfer_params={"do_remote_decode": True})
+        params = engines.prefill.wait_for("same").done.kv_transfer_params
+        engines.decode.send("same", tokens, kv_transfer_params=params)
+        assert engines.decode.wait_for("same").done.num_external_tokens == 69
+
+
 def test_more_heads_than_ranks_and_ranks_that_nobody_reads(tmp_path: Path) -> None:
     """Prefill TP 4 with 2 KV heads: two of the four ranks hold replicas that nobody reads."""
     model = tiny_model(tmp_path, num_kv_heads=2)

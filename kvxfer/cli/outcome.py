@@ -1,0 +1,244 @@
+"""What a run found: per request and in all. Pure: decides, prints nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvxfer.connector.records import LoadReport
+from kvxfer.engine.digest import DIGEST_NBYTES, Difference, KVDigest, compare
+from kvxfer.engine.rpc import Done, Token
+
+GOOD_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
+
+
+class Transfer(msgspec.Struct, frozen=True):
+    """All ranks' loads of one request. ``seconds``: from the first Pull to the last verdict."""
+
+    nbytes: int
+    seconds: float
+    wires: tuple[str, ...]
+
+    @property
+    def gbps(self) -> float | None:
+        """GB/s, 1e9 bytes; None where nothing was timed."""
+        return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else None
+
+
+class KvCheck(msgspec.Struct, frozen=True):
+    """The moved tokens ``[token_lo, token_hi)``, compared between both sides."""
+
+    token_lo: int
+    token_hi: int
+    differences: tuple[str, ...]
+
+    @property
+    def is_equal(self) -> bool:
+        """Every byte of every plane and head."""
+        return not self.differences
+
+
+class TokenDifference(msgspec.Struct, frozen=True):
+    """The first token that is not the single engine's. The gaps: how far the chosen token's logit
+    was ahead of the second best, on either run; None where that run had no such token.
+    """
+
+    position: int
+    got: int | None
+    expected: int | None
+    logit_gap: float | None
+    expected_logit_gap: float | None
+
+    def __str__(self) -> str:
+        gaps = (_gap(self.logit_gap), _gap(self.expected_logit_gap))
+        return (
+            f"token {self.position}: expected {self.expected}, got {self.got} "
+            f"(logit gaps {gaps[1]} and {gaps[0]})"
+        )
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. ``tokens_equal`` and ``kv`` are None where nothing was compared; ``failure``:
+    why KV was not used, ``detail``: the same at length.
+    """
+
+    name: str
+    status: str
+    num_prompt_tokens: int
+    num_prefill_cached_tokens: int
+    num_decode_cached_tokens: int
+    num_external_tokens: int
+    token_ids: tuple[int, ...]
+    transfer: Transfer | None
+    failure: str | None
+    detail: str
+    tokens_equal: bool | None
+    token_difference: TokenDifference | None
+    kv: KvCheck | None
+
+    def is_good(self, *, tokens_decide: bool) -> bool:
+        """It ended well, and whatever was compared and decides is equal."""
+        return (
+            self.status in GOOD_STATUSES
+            and (self.kv is None or self.kv.is_equal)
+            and not (tokens_decide and self.tokens_equal is False)
+        )
+
+
+@dataclass(slots=True)
+class Answers:
+    """What the engines have said about one request so far. ``single``: the single-engine run's
+    tokens, None when there is no such run.
+    """
+
+    prefill: Done | None = None
+    prefill_tokens: list[Token] = field(default_factory=list)
+    decode: Done | None = None
+    tokens: list[Token] = field(default_factory=list)
+    single: list[Token] | None = None
+    failure: str | None = None
+
+
+def judge(name: str, num_prompt_tokens: int, answers: Answers) -> Result:
+    """One request's result from the engines' answers."""
+    prefill, decode = answers.prefill, answers.decode
+    difference = None
+    if answers.single is not None:
+        difference = _first_difference(answers.tokens, answers.single)
+        if difference is None and answers.prefill_tokens:
+            difference = _first_difference(answers.prefill_tokens, answers.single[:1])
+    loads = decode.loads if decode else ()
+    return Result(
+        name=name,
+        status=decode.status if decode else "FINISHED_ERROR",
+        num_prompt_tokens=num_prompt_tokens,
+        num_prefill_cached_tokens=prefill.num_cached_tokens if prefill else 0,
+        num_decode_cached_tokens=decode.num_cached_tokens if decode else 0,
+        num_external_tokens=decode.num_external_tokens if decode else 0,
+        token_ids=tuple(token.token_id for token in answers.tokens),
+        transfer=transfer(loads),
+        failure=answers.failure or (decode.failure if decode else None),
+        detail=next((load.detail for load in loads if load.detail), ""),
+        tokens_equal=None if answers.single is None else difference is None,
+        token_difference=difference,
+        kv=_kv_check(prefill, decode),
+    )
+
+
+def transfer(loads: Sequence[LoadReport]) -> Transfer | None:
+    """All ranks together; None when nothing was moved."""
+    started = [load for load in loads if load.started_s > 0]
+    if not any(load.nbytes for load in started):
+        return None
+    seconds = max(load.finished_s for load in started) - min(load.started_s for load in started)
+    wires = sorted({wire for load in started for wire in load.transports})
+    return Transfer(sum(load.nbytes for load in started), max(0.0, seconds), tuple(wires))
+
+
+def _first_difference(got: Sequence[Token], expected: Sequence[Token]) -> TokenDifference | None:
+    for position in range(max(len(got), len(expected))):
+        ours = got[position] if position < len(got) else None
+        theirs = expected[position] if position < len(expected) else None
+        if ours is None or theirs is None or ours.token_id != theirs.token_id:
+            return TokenDifference(
+                position=position,
+                got=ours.token_id if ours else None,
+                expected=theirs.token_id if theirs else None,
+                logit_gap=ours.logit_gap if ours else None,
+                expected_logit_gap=theirs.logit_gap if theirs else None,
+            )
+    return None
+
+
+def _kv_check(prefill: Done | None, decode: Done | None) -> KvCheck | None:
+    """Only the tokens that moved for this request: KV that the decode side had computed itself
+    differs from the source's in the last bits, and is no copy of it.
+    """
+    if prefill is None or decode is None or not prefill.digests or not decode.digests:
+        return None
+    lo = decode.num_cached_tokens
+    both = min(digest.num_tokens for digest in (*prefill.digests, *decode.digests))
+    hi = min(lo + decode.num_external_tokens, both)
+    if hi <= lo:
+        return None
+    found = compare(_span(prefill.digests, lo, hi), _span(decode.digests, lo, hi))
+    return KvCheck(lo, hi, tuple(str(_moved(difference, lo)) for difference in found))
+
+
+def _span(digests: Iterable[KVDigest], lo: int, hi: int) -> list[KVDigest]:
+    return [
+        KVDigest(
+            num_tokens=hi - lo,
+            planes=tuple(
+                msgspec.structs.replace(
+                    plane, tokens=plane.tokens[lo * DIGEST_NBYTES : hi * DIGEST_NBYTES]
+                )
+                for plane in digest.planes
+            ),
+        )
+        for digest in digests
+    ]
+
+
+def _moved(difference: Difference, by_tokens: int) -> Difference:
+    return msgspec.structs.replace(difference, first_token=difference.first_token + by_tokens)
+
+
+def _gap(gap: float | None) -> str:
+    return "-" if gap is None else f"{gap:.2g}"
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """All requests together. ``num_checked_...``: compared, ``num_equal_...``: of those.
+    ``reasons``: why KV was not used, by name.
+    """
+
+    num_requests: int
+    num_failed: int
+    num_prompt_tokens: int
+    num_new_tokens: int
+    num_prefill_cached_tokens: int
+    num_decode_cached_tokens: int
+    num_transfers: int
+    nbytes: int
+    median_gbps: float | None
+    wires: tuple[str, ...]
+    num_checked_tokens: int
+    num_equal_tokens: int
+    num_checked_kv: int
+    num_equal_kv: int
+    reasons: dict[str, int]
+    tokens_decide: bool
+    is_good: bool
+    wall_s: float
+
+
+def summarise(results: Sequence[Result], *, tokens_decide: bool, wall_s: float) -> Summary:
+    """``tokens_decide``: tokens that differ make the run bad (float32); else the KV decides."""
+    transfers = [result.transfer for result in results if result.transfer is not None]
+    speeds = [each.gbps for each in transfers if each.gbps is not None]
+    checked_kv = [result.kv for result in results if result.kv is not None]
+    return Summary(
+        num_requests=len(results),
+        num_failed=sum(result.status not in GOOD_STATUSES for result in results),
+        num_prompt_tokens=sum(result.num_prompt_tokens for result in results),
+        num_new_tokens=sum(len(result.token_ids) for result in results),
+        num_prefill_cached_tokens=sum(result.num_prefill_cached_tokens for result in results),
+        num_decode_cached_tokens=sum(result.num_decode_cached_tokens for result in results),
+        num_transfers=len(transfers),
+        nbytes=sum(each.nbytes for each in transfers),
+        median_gbps=statistics.median(speeds) if speeds else None,
+        wires=tuple(sorted({wire for each in transfers for wire in each.wires})),
+        num_checked_tokens=sum(result.tokens_equal is not None for result in results),
+        num_equal_tokens=sum(result.tokens_equal is True for result in results),
+        num_checked_kv=len(checked_kv),
+        num_equal_kv=sum(check.is_equal for check in checked_kv),
+        reasons=dict(Counter(result.failure for result in results if result.failure)),
+        tokens_decide=tokens_decide,
+        is_good=all(result.is_good(tokens_decide=tokens_decide) for result in results),
+        wall_s=wall_s,
+    )

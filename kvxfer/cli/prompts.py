@@ -1,0 +1,157 @@
+"""The prompts that a run sends: built in, or from a file. Every error names file and line."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvxfer.errors import ConfigError
+
+EncodeText = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One request to come. ``arrival_s``: not before this long after the start of the run."""
+
+    name: str
+    token_ids: tuple[int, ...]
+    max_new_tokens: int
+    arrival_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _BuiltIn:
+    """``shared_tokens`` of the prompt are the beginning of the shared text."""
+
+    name: str
+    num_tokens: int
+    shared_tokens: int = 0
+
+
+# Shorter than any block, exactly a block of either default side, long. The last two come when
+# others are through: one shares a beginning whose length is a multiple of no block size, one is a
+# repetition, fully cached by then.
+BUILT_IN = (
+    _BuiltIn("tiny", 5),
+    _BuiltIn("shared-a", 300, shared_tokens=270),
+    _BuiltIn("block-16", 16),
+    _BuiltIn("block-32", 32),
+    _BuiltIn("block+1", 33),
+    _BuiltIn("repeated", 128, shared_tokens=128),
+    _BuiltIn("medium", 150),
+    _BuiltIn("long", 777),
+    _BuiltIn("shared-b", 420, shared_tokens=270),
+    _BuiltIn("again", 128, shared_tokens=128),
+)
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    prompt_token_ids: tuple[int, ...] | None = None
+    prompt: str | None = None
+
+
+def built_in_prompts(vocab_size: int, max_new_tokens: int) -> list[Prompt]:
+    """Ten prompts of mixed lengths, the same in every run; some share their beginning."""
+    shared = _random_ids("shared", max(each.shared_tokens for each in BUILT_IN), vocab_size)
+    return [
+        Prompt(
+            each.name,
+            shared[: each.shared_tokens]
+            + _random_ids(each.name, each.num_tokens - each.shared_tokens, vocab_size),
+            max_new_tokens,
+        )
+        for each in BUILT_IN
+    ]
+
+
+def _random_ids(seed: str, num_tokens: int, vocab_size: int) -> tuple[int, ...]:
+    numbers = random.Random(seed)  # noqa: S311 - the same in every run is the point
+    return tuple(numbers.randrange(vocab_size) for _ in range(num_tokens))
+
+
+def load_prompts(
+    path: Path, *, encode: EncodeText, vocab_size: int, max_new_tokens: int
+) -> list[Prompt]:
+    """Prompts of a file.
+
+    ``.jsonl``: one object a line, ``{"prompt_token_ids": [...]}`` or ``{"prompt": "text"}``. Any
+    other name: plain text, one prompt a line. Empty lines are passed over. Raises ConfigError
+    naming file and line.
+    """
+    read = _read_json_line if path.suffix == ".jsonl" else _read_text_line
+    prompts: list[Prompt] = []
+    for number, line in enumerate(read_lines(path, "--prompts"), start=1):
+        if not line.strip():
+            continue
+        try:
+            token_ids = tuple(read(line, encode))
+            _check(token_ids, vocab_size)
+        except (msgspec.MsgspecError, ValueError) as e:
+            raise ConfigError(f"{path}:{number}: {e}") from e
+        prompts.append(Prompt(f"line {number}", token_ids, max_new_tokens))
+    if not prompts:
+        raise ConfigError(f"{path}: expected at least one prompt, got an empty file")
+    return prompts
+
+
+def read_lines(path: Path, option: str) -> list[str]:
+    """The lines of a UTF-8 file; ConfigError naming the option when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as e:
+        why = e.strerror if isinstance(e, OSError) else "not UTF-8"
+        raise ConfigError(f"{option}: {path} cannot be read ({why})") from e
+
+
+def _read_json_line(line: str, encode: EncodeText) -> Sequence[int]:
+    parsed = msgspec.json.decode(line, type=_Line)
+    if (parsed.prompt is None) == (parsed.prompt_token_ids is None):
+        raise ValueError('expected either "prompt" or "prompt_token_ids", got both or none')
+    if parsed.prompt_token_ids is not None:
+        return parsed.prompt_token_ids
+    return encode(parsed.prompt or "")
+
+
+def _read_text_line(line: str, encode: EncodeText) -> Sequence[int]:
+    return encode(line)
+
+
+def _check(token_ids: Sequence[int], vocab_size: int) -> None:
+    if not token_ids:
+        raise ValueError("expected at least one token, got none")
+    lowest, highest = min(token_ids), max(token_ids)
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"expected token ids in [0, {vocab_size}), got {wrong}")
+
+
+def text_encoder(model: str | None) -> EncodeText:
+    """How text becomes token ids: by the model folder's tokenizer.json, else its UTF-8 bytes.
+
+    Raises ConfigError when the file cannot be read, or the package for it is missing.
+    """
+    file = Path(model, "tokenizer.json") if model is not None else None
+    if file is None or not file.is_file():
+        return lambda text: text.encode()
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as e:
+        raise ConfigError(
+            f"{file}: expected the package tokenizers to read it, got none; "
+            "install kvxfer[engine], or give prompt_token_ids"
+        ) from e
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as e:  # noqa: BLE001 - the package raises Exception itself
+        raise ConfigError(f"{file}: {e}") from e
+
+    def encode(text: str) -> Sequence[int]:
+        ids: list[int] = tokenizer.encode(text).ids
+        return ids
+
+    return encode

@@ -1,0 +1,285 @@
+"""Send every prompt through prefill and then decode, several at once, and hear what becomes of it.
+
+A request is queued, at prefill, at decode, or over; beside that, the single-engine run takes the
+prompts one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from kvxfer.cli.outcome import Answers, Result, judge
+from kvxfer.cli.prompts import Prompt
+from kvxfer.cli.sides import Work
+from kvxfer.engine.config import OnLoadFailure
+from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.rpc import Done, Generate, Refused, RpcClient, ToClient, Token
+from kvxfer.errors import KvxferError, PeerLost, ProtocolError
+
+log = logging.getLogger("kvxfer.cli")
+
+STALLED_S = 300.0
+"""When no engine says anything for this long while requests are in flight, the run ends."""
+RECONNECT_TRY_S = 1.0
+"""One attempt to reach an engine that has gone: answers come between its steps, and the largest
+step of the reference engine takes less than this."""
+PREFILL_LOST = "prefill_lost"
+"""The prefill engine went away before it had answered."""
+NO_OFFER = "no_offer"
+"""The prefill engine answered without kv_transfer_params."""
+
+Progress = Callable[[int, int], None]
+"""Called with requests that are over, and all; the single engine's count like the others."""
+
+
+@dataclass(slots=True)
+class Link:
+    """One engine of the run. ``group``: its processes, where they are ours. ``come_back_s``: how
+    long its return is waited for when it has gone; None: its loss ends the run.
+    """
+
+    client: RpcClient
+    group: EngineGroup | None = None
+    come_back_s: float | None = None
+    lost_at_s: float | None = field(default=None, init=False)
+
+
+@dataclass(slots=True)
+class _Job:
+    prompt: Prompt
+    answers: Answers = field(default_factory=Answers)
+    is_at_prefill: bool = False
+    is_over: bool = False
+
+
+class Replay:
+    """One run over all prompts.
+
+    Args:
+        single: the engine that the others are compared with, or None.
+        on_load_failure: also what happens to requests whose prefill engine has gone.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        *,
+        prefill: Link,
+        decode: Link,
+        single: Link | None,
+        on_load_failure: OnLoadFailure,
+        progress: Progress,
+    ) -> None:
+        self._prefill, self._decode, self._single = prefill, decode, single
+        self._in_flight = work.in_flight
+        self._on_load_failure = on_load_failure
+        self._progress = progress
+        # Ids are unique per engine, and an engine may have served other runs.
+        run = secrets.token_hex(4)
+        self._jobs = {f"{run}-{i}": _Job(prompt) for i, prompt in enumerate(work.prompts)}
+        self._queue = deque(self._jobs)
+        self._single_queue = deque(self._jobs if single else ())
+        self._single_open = len(self._single_queue)
+        self._open: set[str] = set()
+        self._started_s = self._heard_s = time.monotonic()
+
+    def run(self) -> list[Result]:
+        """Every prompt's result, in order.
+
+        Raises PeerLost when an engine that the run cannot do without has gone, KvxferError when it
+        refused a request or one of its processes died.
+        """
+        self._next_single()
+        self._start_due()
+        while self._queue or self._open or self._single_open:
+            self._hear()
+            self._start_due()
+        return [
+            judge(job.prompt.name, len(job.prompt.token_ids), job.answers)
+            for job in self._jobs.values()
+        ]
+
+    # ------------------------------------------------------------------ sending
+
+    def _start_due(self) -> None:
+        now_s = time.monotonic() - self._started_s
+        while self._queue and len(self._open) < self._in_flight:
+            request_id = self._queue[0]
+            if self._jobs[request_id].prompt.arrival_s > now_s or self._awaits_prefill():
+                return
+            self._queue.popleft()
+            self._open.add(request_id)
+            self._ask_prefill(request_id)
+
+    def _awaits_prefill(self) -> bool:
+        """The engine has gone, is needed, and has not been gone for too long."""
+        link = self._prefill
+        if link.lost_at_s is None or link.come_back_s is None or not self._queue:
+            return False
+        return time.monotonic() - link.lost_at_s <= link.come_back_s
+
+    def _ask_prefill(self, request_id: str) -> None:
+        job = self._jobs[request_id]
+        if self._prefill.lost_at_s is not None:
+            self._without_prefill(request_id, PREFILL_LOST)
+            return
+        job.is_at_prefill = True
+        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        self._prefill.client.send(Generate(request_id, job.prompt.token_ids, 1, params))
+
+    def _ask_decode(self, request_id: str) -> None:
+        job = self._jobs[request_id]
+        prompt, prefill = job.prompt, job.answers.prefill
+        params = prefill.kv_transfer_params if prefill else None
+        self._decode.client.send(
+            Generate(request_id, prompt.token_ids, prompt.max_new_tokens, params)
+        )
+
+    def _without_prefill(self, request_id: str, reason: str) -> None:
+        job = self._jobs[request_id]
+        job.answers.failure, job.is_at_prefill = reason, False
+        if self._on_load_failure is OnLoadFailure.RECOMPUTE:
+            self._ask_decode(request_id)
+        else:
+            self._over(request_id)
+
+    def _next_single(self) -> None:
+        if self._single is not None and self._single_queue:
+            request_id = self._single_queue.popleft()
+            job = self._jobs[request_id]
+            job.answers.single = []
+            self._single.client.send(
+                Generate(request_id, job.prompt.token_ids, job.prompt.max_new_tokens)
+            )
+
+    def _over(self, request_id: str) -> None:
+        self._open.discard(request_id)
+        self._jobs[request_id].is_over = True
+        self._tell()
+
+    def _tell(self) -> None:
+        num_all = len(self._jobs) * (1 if self._single is None else 2)
+        num_open = len(self._queue) + len(self._open) + self._single_open
+        self._progress(num_all - num_open, num_all)
+
+    # ------------------------------------------------------------------ hearing
+
+    def _hear(self) -> None:
+        if self._awaits_prefill():
+            self._try_to_reconnect(self._prefill)
+        links = [link for link in (self._prefill, self._decode, self._single) if link is not None]
+        reachable = [link for link in links if link.lost_at_s is None]
+        self._wait(reachable)
+        for link in reachable:
+            if link.group is not None:
+                link.group.check()
+            try:
+                messages = link.client.poll(0)
+            except PeerLost:
+                self._lost(link)
+                continue
+            for message in messages:
+                self._heard_s = time.monotonic()
+                self._handle(link, message)
+        num_open = len(self._open) + self._single_open
+        if num_open and time.monotonic() - self._heard_s > STALLED_S:
+            raise PeerLost(
+                f"{num_open} requests: expected a word from an engine within {STALLED_S:g} s, "
+                "got none"
+            )
+
+    def _wait(self, links: list[Link]) -> None:
+        poller = zmq.Poller()
+        for link in links:
+            for socket in link.client.sockets:
+                poller.register(socket, zmq.POLLIN)
+            for sentinel in link.group.sentinels if link.group else ():
+                poller.register(sentinel, zmq.POLLIN)
+        wait_s = STALLED_S
+        if self._queue and len(self._open) < self._in_flight:
+            arrival_s = self._jobs[self._queue[0]].prompt.arrival_s + self._started_s
+            wait_s = min(wait_s, max(0.0, arrival_s - time.monotonic()))
+        if self._awaits_prefill():
+            wait_s = 0.0  # the attempt to reconnect has waited already
+        poller.poll(math.ceil(wait_s * 1000))
+
+    def _handle(self, link: Link, message: ToClient) -> None:
+        if isinstance(message, Refused):
+            if not message.request_id:
+                raise ProtocolError(f"engine at {link.client.endpoint}: {message.error}")
+            raise KvxferError(f"engine {link.client.info.engine_id} refused: {message.error}")
+        if not isinstance(message, (Token, Done)) or message.request_id not in self._jobs:
+            return
+        if link is self._single:
+            self._single_said(message)
+        elif link is self._prefill:
+            self._prefill_said(message)
+        else:
+            self._decode_said(message)
+
+    def _prefill_said(self, message: Token | Done) -> None:
+        job = self._jobs[message.request_id]
+        if not job.is_at_prefill:
+            return
+        if isinstance(message, Token):
+            job.answers.prefill_tokens.append(message)
+            return
+        job.answers.prefill = message
+        if message.kv_transfer_params is None:
+            self._without_prefill(message.request_id, message.failure or NO_OFFER)
+        else:
+            job.is_at_prefill = False
+            self._ask_decode(message.request_id)
+
+    def _decode_said(self, message: Token | Done) -> None:
+        answers = self._jobs[message.request_id].answers
+        if isinstance(message, Token):
+            answers.tokens.append(message)
+        else:
+            answers.decode = message
+            self._over(message.request_id)
+
+    def _single_said(self, message: Token | Done) -> None:
+        answers = self._jobs[message.request_id].answers
+        if isinstance(message, Token):
+            if answers.single is not None:
+                answers.single.append(message)
+        else:
+            self._single_open -= 1
+            self._tell()
+            self._next_single()
+
+    # ------------------------------------------------------------------ an engine that goes
+
+    def _lost(self, link: Link) -> None:
+        if link.group is not None:
+            link.group.check()
+        if link.come_back_s is None:
+            raise PeerLost(
+                f"engine at {link.client.endpoint}: the connection ended; is it running?"
+            )
+        link.lost_at_s = time.monotonic()
+        link.client.close()
+        log.warning(
+            "engine %s at %s has gone; waiting up to %g s for it to come back",
+            *(link.client.info.engine_id, link.client.endpoint, link.come_back_s),
+        )
+        for request_id in sorted(self._open):
+            if self._jobs[request_id].is_at_prefill:
+                self._without_prefill(request_id, PREFILL_LOST)
+
+    def _try_to_reconnect(self, link: Link) -> None:
+        try:
+            client = RpcClient(link.client.endpoint, connect_timeout_s=RECONNECT_TRY_S)
+        except PeerLost:
+            return
+        link.client, link.lost_at_s = client, None
+        log.warning("engine %s is back", client.info.engine_id)

@@ -1,0 +1,192 @@
+"""Show a run's results: a table, a summary, and the facts as JSON."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvxfer.cli.outcome import Result, Summary
+from kvxfer.cli.version import own_version
+from kvxfer.engine.config import EngineConfig
+from kvxfer.engine.rpc import Info
+from kvxfer.errors import ConfigError
+
+MIN_WIDTH = 110
+"""Columns when the output is no terminal: the table fits."""
+PACKAGES = ("torch", "pyzmq", "msgspec", "numpy")
+MAX_DIFFERENCES = 5
+
+
+def make_console() -> Console:
+    """Standard output; wide enough for the table where it is no terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=MIN_WIDTH)
+
+
+def result_table(results: Sequence[Result]) -> Table:
+    """One row per request."""
+    table = Table(title=None, box=None, pad_edge=False, header_style="bold")
+    table.add_column("request", no_wrap=True)
+    for name in ("prompt tokens", "cached P/D", "KV bytes", "ms", "GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("tokens equal", justify="center", no_wrap=True)
+    table.add_column("KV equal", justify="center", no_wrap=True)
+    for result in results:
+        moved = result.transfer
+        gbps = moved.gbps if moved else None
+        table.add_row(
+            escape(result.name),
+            str(result.num_prompt_tokens),
+            f"{result.num_prefill_cached_tokens}/{result.num_decode_cached_tokens}",
+            nbytes_text(moved.nbytes) if moved else "-",
+            f"{moved.seconds * 1000:.1f}" if moved else "-",
+            "-" if gbps is None else f"{gbps:.3f}",
+            yes_no(result.tokens_equal),
+            yes_no(result.kv.is_equal if result.kv else None),
+        )
+    return table
+
+
+def yes_no(value: bool | None) -> str:
+    """``-``: not compared."""
+    return {True: "[green]yes[/]", False: "[bold red]NO[/]", None: "-"}[value]
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Three digits and a unit of 1024."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
+
+
+def summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
+    """What the table does not say, in a few sentences; rich markup."""
+    lines = [
+        f"{summary.num_requests} requests, {summary.num_prompt_tokens} prompt tokens "
+        f"({summary.num_prefill_cached_tokens} cached at prefill, "
+        f"{summary.num_decode_cached_tokens} at decode), {summary.num_new_tokens} new tokens, "
+        f"{summary.wall_s:.1f} s"
+    ]
+    if summary.num_transfers:
+        speed = "" if summary.median_gbps is None else f", median {summary.median_gbps:.3f} GB/s"
+        lines.append(
+            f"wire {'+'.join(summary.wires) or 'none'}: {nbytes_text(summary.nbytes)} "
+            f"in {summary.num_transfers} transfers{speed}"
+        )
+    else:
+        lines.append("wire none: nothing was moved")
+    lines += _unused_lines(results, summary)
+    lines += _difference_lines(results)
+    lines.append(_verdict(summary))
+    return lines
+
+
+def _unused_lines(results: Sequence[Result], summary: Summary) -> list[str]:
+    lines: list[str] = []
+    for reason, count in sorted(summary.reasons.items()):
+        details = {r.detail for r in results if r.failure == reason and r.detail}
+        lines.append(f"KV not used: {escape(reason)} x {count}")
+        lines += [f"  {escape(detail)}" for detail in sorted(details)[:MAX_DIFFERENCES]]
+    return lines
+
+
+def _difference_lines(results: Sequence[Result]) -> list[str]:
+    lines: list[str] = []
+    for result in results:
+        if result.token_difference is not None:
+            lines.append(f"{escape(result.name)}: {result.token_difference}")
+        found = result.kv.differences if result.kv else ()
+        lines += [f"{escape(result.name)}: {escape(each)}" for each in found[:MAX_DIFFERENCES]]
+        if len(found) > MAX_DIFFERENCES:
+            lines.append(
+                f"{escape(result.name)}: and {len(found) - MAX_DIFFERENCES} more differences"
+            )
+    return lines
+
+
+def _verdict(summary: Summary) -> str:
+    parts = []
+    if summary.num_failed:
+        parts.append(f"{summary.num_failed} requests failed")
+    if summary.num_checked_tokens:
+        parts.append(
+            f"tokens equal to the single engine's: "
+            f"{summary.num_equal_tokens} of {summary.num_checked_tokens}"
+            + ("" if summary.tokens_decide else " (below float32 the KV decides)")
+        )
+    if summary.num_checked_kv:
+        parts.append(
+            f"KV equal to the source's: {summary.num_equal_kv} of {summary.num_checked_kv}"
+        )
+    if not parts:
+        parts.append("nothing was compared")
+    style = "green" if summary.is_good else "bold red"
+    return f"[{style}]{'; '.join(parts)}[/]"
+
+
+def show(console: Console, results: Sequence[Result], summary: Summary) -> None:
+    """Table, then summary."""
+    console.print(result_table(results))
+    console.print()
+    for line in summary_lines(results, summary):
+        console.print(line, soft_wrap=True)
+
+
+def facts(
+    results: Sequence[Result],
+    summary: Summary,
+    *,
+    engines: Mapping[str, EngineConfig],
+    infos: Mapping[str, Info],
+) -> dict[str, Any]:
+    """Everything that a program wants to know of a run, JSON-ready. Secret keys are left out."""
+    return {
+        "versions": versions(),
+        "engines": {name: _shown(config) for name, config in engines.items()},
+        "engines_at_end": {name: msgspec.to_builtins(info) for name, info in infos.items()},
+        "requests": [_request(result) for result in results],
+        "summary": msgspec.to_builtins(summary),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers depend on; packages that are missing are left out."""
+    found = {"kvxfer": own_version(), "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _shown(config: EngineConfig) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(config)
+    if shown["kv"]["curve_secret_key"] is not None:
+        shown["kv"]["curve_secret_key"] = "(set)"
+    return shown
+
+
+def _request(result: Result) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(result)
+    if result.transfer is not None:
+        shown["transfer"]["gbps"] = result.transfer.gbps
+    return shown
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the facts. ConfigError when the file cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(content), indent=2)
+    try:
+        path.write_bytes(text + b"\n")
+    except OSError as e:
+        raise ConfigError(f"--json: {path} cannot be written ({e.strerror})") from e

@@ -1,0 +1,126 @@
+"""An engine as a script uses it: start it, send it prompts, close it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvxfer.engine.config import EngineConfig
+from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.rpc import Abort, Done, Generate, Info, Refused, RpcClient, Token
+from kvxfer.errors import KvxferError, PeerLost
+
+CONNECT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a request ended, and its tokens."""
+
+    done: Done
+    token_ids: tuple[int, ...]
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What a prefill engine gives for the decode engine."""
+        return self.done.kv_transfer_params
+
+    @property
+    def kv_nbytes(self) -> int:
+        """KV bytes that moved for it, all ranks."""
+        return sum(load.nbytes for load in self.done.loads)
+
+
+class Engine:
+    """The processes of one engine and a client of them; used by one thread. Works as a
+    context manager.
+    """
+
+    def __init__(self, config: EngineConfig, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Start every rank and connect. Raises what kept a rank from starting."""
+        self.config = config
+        self.group = EngineGroup(config, host=host, port=port)
+        try:
+            self.client = RpcClient(self.group.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
+        except BaseException:
+            self.group.close()
+            raise
+        self._ids = itertools.count()
+        self._tokens: dict[str, list[int]] = {}
+        self._results: dict[str, Result | Refused] = {}
+
+    def submit(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_new_tokens: int,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> str:
+        """Send a request; returns its id."""
+        request_id = f"r{next(self._ids)}"
+        self._tokens[request_id] = []
+        self.client.send(
+            Generate(request_id, tuple(prompt_token_ids), max_new_tokens, kv_transfer_params)
+        )
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its result follows."""
+        self.client.send(Abort(request_id))
+
+    def result(self, request_id: str, timeout_s: float = 60.0) -> Result:
+        """Wait for the end of a request.
+
+        Raises KvxferError when the engine refused it, PeerLost when nothing came in time or a rank
+        died.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while request_id not in self._results:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise PeerLost(f"request {request_id}: no end within {timeout_s:g} s")
+            self._hear(left_s)
+        result = self._results.pop(request_id)
+        if isinstance(result, Refused):
+            raise KvxferError(f"engine {self.config.engine_id} refused: {result.error}")
+        return result
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        max_new_tokens: int,
+        kv_transfer_params: dict[str, Any] | None = None,
+        timeout_s: float = 60.0,
+    ) -> Result:
+        """Run one request to its end."""
+        request_id = self.submit(prompt_token_ids, max_new_tokens, kv_transfer_params)
+        return self.result(request_id, timeout_s)
+
+    def info(self) -> Info:
+        """The engine as it stands; for use while no request is in flight."""
+        return self.client.ask(CONNECT_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End every rank; idempotent."""
+        self.client.close()
+        self.group.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _hear(self, timeout_s: float) -> None:
+        for message in self.client.poll(timeout_s):
+            match message:
+                case Token(request_id=request_id, token_id=token_id):
+                    self._tokens[request_id].append(token_id)
+                case Done(request_id=request_id):
+                    tokens = tuple(self._tokens.pop(request_id))
+                    self._results[request_id] = Result(message, tokens)
+                case Refused(request_id=request_id):
+                    self._tokens.pop(request_id, None)
+                    self._results[request_id] = message

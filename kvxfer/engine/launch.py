@@ -1,0 +1,59 @@
+"""What the process that starts an engine and the processes of its ranks tell each other.
+
+Free of torch, so that the parent starts its ranks a second or two earlier.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from kvxfer.engine.config import EngineConfig
+
+STOP = b"stop"
+"""From the parent: end."""
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process is told when it starts. ``store``: the file that gloo meets at."""
+
+    tp_rank: int
+    tp_size: int
+    store: str
+    listen_host: str
+    listen_port: int
+    peer_pids: tuple[int, ...] = ()
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """From the parent, at the start and for each reconfiguration: end the life before, begin this
+    one. ``token``: random, names the links.
+    """
+
+    config: EngineConfig
+    incarnation: bytes
+    token: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """To the parent, from rank 0: all ranks serve. ``endpoint``: the request channel;
+    ``kv_endpoint``: the KV front door, empty without a connector.
+    """
+
+    endpoint: str
+    kv_endpoint: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """To the parent: this rank cannot start, and why. ``kind``: the error's class."""
+
+    kind: str
+    error: str
+
+
+def run_rank(spec: RankSpec, parent: Connection) -> None:
+    """The entry of a rank's process."""
+    from kvxfer.engine.rank import rank_main  # loaded with torch in the fork server, not here
+
+    rank_main(spec, parent)

@@ -1,0 +1,206 @@
+"""Run the grid: prefill and decode engines of every TP size, block size, layout and number of KV
+heads against each other, 3,600 cells, over shm and zmq by turns.
+
+Each cell compares the tokens of three prompts with a single-engine run and the KV with the
+source's. Prints the cells in which something differs; exit status 0 only if there is none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from tests.end_to_end.grid import TRANSPORTS, Cell, Fleet, Outcome, all_cells, in_run_order
+
+EXAMPLE = "p2.16.HND-d1.32.NHD-h4-*"
+SHOWN_PROBLEMS = 3
+REPORT_EVERY_S = 30.0
+"""Where nobody watches a bar, a line says this often how far the run is."""
+
+
+def main() -> int:
+    """Exit status: 0 all equal, 1 something differs, 130 cut off by ctrl-C."""
+    options = _options()
+    grid = all_cells()
+    cells = _chosen(grid, options)
+    console = Console(markup=False)  # what differs may have brackets in it
+    outcomes: list[Outcome] = []
+    started_s = time.monotonic()
+    is_cut_off = False
+    try:
+        _run(cells, outcomes, console, options.max_failures)
+    except KeyboardInterrupt:
+        is_cut_off = True
+    wall_s = time.monotonic() - started_s
+    failed = [outcome for outcome in outcomes if outcome.problems]
+    _show(console, failed)
+    _summarise(console, outcomes, num_asked=len(cells), num_grid=len(grid), wall_s=wall_s)
+    if options.json is not None:
+        options.json.write_bytes(_facts(outcomes, num_asked=len(cells), wall_s=wall_s))
+    if is_cut_off:
+        return 130
+    return int(bool(failed) or len(outcomes) < len(cells))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="scripts/grid",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--cells",
+        action="append",
+        metavar="PATTERN",
+        help=f"run the cells whose name matches, for example '{EXAMPLE}'; may be given again",
+    )
+    parser.add_argument("--sample", type=_count, metavar="N", help="N of the chosen cells")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the sample (default 0)")
+    parser.add_argument(
+        "--transport", choices=TRANSPORTS, help="one wire for all cells (default: by turns)"
+    )
+    parser.add_argument(
+        "--max-failures",
+        type=_count,
+        default=20,
+        metavar="N",
+        help="stop after so many failing cells (default 20)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome to FILE")
+    return parser.parse_args()
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return number
+
+
+def _chosen(grid: Sequence[Cell], options: argparse.Namespace) -> list[Cell]:
+    cells = list(grid)
+    if options.transport is not None:
+        cells = [replace(cell, transport=options.transport) for cell in cells]
+    if options.cells is not None:
+        matches = {
+            pattern: set(fnmatch.filter(map(str, cells), pattern)) for pattern in options.cells
+        }
+        for pattern, found in matches.items():
+            if not found:
+                sys.exit(
+                    f"--cells: expected a pattern of cell names such as {EXAMPLE}, got "
+                    f"{pattern!r}, which matches none of {len(cells)} (the first: {cells[0]})"
+                )
+        cells = [cell for cell in cells if any(str(cell) in found for found in matches.values())]
+    if options.sample is not None and options.sample < len(cells):
+        cells = random.Random(options.seed).sample(cells, options.sample)
+    return in_run_order(cells)
+
+
+def _run(
+    cells: Sequence[Cell], outcomes: list[Outcome], console: Console, max_failures: int
+) -> None:
+    """Appends to ``outcomes`` as cells end, so that a run that is cut off can still be told."""
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    num_failed = 0
+    reported_s = time.monotonic()
+    with Fleet() as fleet, progress:
+        task = progress.add_task("cells", total=len(cells))
+        for cell in cells:
+            progress.update(task, description=str(cell))
+            outcome = fleet.run(cell)
+            outcomes.append(outcome)
+            progress.advance(task)
+            if outcome.problems:
+                num_failed += 1
+                console.print(f"differs: {cell}: {outcome.problems[0]}", soft_wrap=True)
+            if num_failed >= max_failures:
+                console.print(f"stopped after {num_failed} failing cells (--max-failures)")
+                return
+            if not console.is_terminal and time.monotonic() - reported_s >= REPORT_EVERY_S:
+                reported_s = time.monotonic()
+                console.print(f"{len(outcomes)} of {len(cells)} cells, {num_failed} differ")
+
+
+def _show(console: Console, failed: Sequence[Outcome]) -> None:
+    if not failed:
+        return
+    table = Table("cell", "what differs", title=f"{len(failed)} cells", show_lines=True)
+    for outcome in failed:
+        shown = list(outcome.problems[:SHOWN_PROBLEMS])
+        if len(outcome.problems) > SHOWN_PROBLEMS:
+            shown.append(f"... and {len(outcome.problems) - SHOWN_PROBLEMS} more (--json has all)")
+        table.add_row(str(outcome.cell), "\n".join(shown))
+    console.print(table)
+    first = failed[0].cell
+    console.print(
+        f"again: scripts/grid --transport {first.transport} --cells '{first}'", soft_wrap=True
+    )
+
+
+def _summarise(
+    console: Console, outcomes: Sequence[Outcome], *, num_asked: int, num_grid: int, wall_s: float
+) -> None:
+    num_equal = sum(not outcome.problems for outcome in outcomes)
+    console.print(
+        f"{num_equal} of {len(outcomes)} cells equal ({num_asked} asked for, {num_grid} in the "
+        f"grid), {wall_s:.0f} s",
+        soft_wrap=True,
+    )
+    if not outcomes:
+        return
+    walls_s = sorted(outcome.wall_s for outcome in outcomes)
+    mean_s = statistics.fmean(walls_s)
+    console.print(
+        f"per cell: mean {mean_s:.2f} s, median {statistics.median(walls_s):.2f} s, longest "
+        f"{walls_s[-1]:.2f} s; the whole grid at the mean: {mean_s * num_grid / 60:.0f} min",
+        soft_wrap=True,
+    )
+
+
+def _facts(outcomes: Sequence[Outcome], *, num_asked: int, wall_s: float) -> bytes:
+    return msgspec.json.format(
+        msgspec.json.encode(
+            {
+                "asked": num_asked,
+                "run": len(outcomes),
+                "equal": sum(not outcome.problems for outcome in outcomes),
+                "wall_s": wall_s,
+                "cells": [{"name": str(outcome.cell), **asdict(outcome)} for outcome in outcomes],
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

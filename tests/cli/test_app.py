@@ -1,0 +1,282 @@
+"""The commands as a person runs them: processes, exit codes, one line for an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.helpers import free_port
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 90
+OK, DIFFERENT, WRONG, INTERRUPTED = 0, 1, 2, 130
+# Two layers: engines start and answer in a fraction of a second.
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_bytes(msgspec.json.encode(MODEL))
+    return str(path)
+
+
+def environment(temporary: Path) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("KVXFER_")}
+    return {**kept, "TMPDIR": str(temporary), "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+
+
+def kvxfer(temporary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvxfer", *arguments],
+        env=environment(temporary),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@contextmanager
+def started(temporary: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process group of its own, as a terminal starts it."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvxfer", *arguments],
+        env=environment(temporary),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def group_members(group: int) -> list[str]:
+    """Commands of processes in a process group that are not over."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found.append(command)
+    return found
+
+
+def assert_nothing_left(group: int, temporary: Path) -> None:
+    deadline_s = time.monotonic() + 15  # the fork server unloads torch: seconds on a busy machine
+    while group_members(group) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert group_members(group) == []
+    assert list(temporary.glob("kvxfer-*")) == []
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from kvxfer.cli.app import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'zmq', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    for arguments in (["--help"], ["pair", "--help"], ["--version"]):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        assert "kvxfer" in ran.stdout.lower()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--prefill-tp", "3"], "tp_size: expected a divisor or a multiple of 8 KV heads, got 3"),
+        (["--model", "/nowhere"], "/nowhere: cannot be read (No such file or directory)"),
+        (["--prompts", "/nowhere"], "--prompts: /nowhere cannot be read"),
+        (["--trace", "/nowhere"], "--trace: /nowhere cannot be read"),
+        (["--decode-block-size", "12"], "block_size: expected a multiple of 8, got 12"),
+        (["--limit", "0"], "--limit: expected at least 1, got 0"),
+        (["--log-level", "LOUD"], "log_level: expected one of DEBUG"),
+        (["--json", "/nowhere/x"], "--json: /nowhere is no folder"),
+    ],
+)
+def test_errors_are_one_line(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    ran = kvxfer(tmp_path, "pair", *arguments)
+    assert ran.returncode == WRONG
+    assert ran.stderr.startswith("kvxfer: error: ")
+    assert sentence in ran.stderr
+    assert ran.stderr.count("\n") == 1
+    assert ran.stdout == ""
+
+
+def test_pair(tmp_path: Path, model: str) -> None:
+    facts = tmp_path / "facts.json"
+    ran = kvxfer(tmp_path, "pair", "--model", model, "--json", str(facts))
+    assert ran.returncode == OK, ran.stderr
+    lines = ran.stdout.splitlines()
+    assert lines[0] == (
+        "model config.json, 10 prompts; prefill TP 2 block 16 HND; decode TP 1 block 32 NHD; "
+        "single TP 1 block 16 HND"
+    )
+    assert lines[-1].startswith("tokens equal to the single engine's: 10 of 10; KV equal")
+    found = msgspec.json.decode(facts.read_bytes())
+    requests = {request["name"]: request for request in found["requests"]}
+    assert len(requests) == 10
+    assert all(request["tokens_equal"] for request in requests.values())
+    # all but the last of 777 tokens, each 2 planes x 2 layers x 4 heads x 8 x 4 bytes
+    assert requests["long"]["transfer"]["nbytes"] == 776 * 512
+    assert requests["long"]["kv"] == {"token_lo": 0, "token_hi": 776, "differences": []}
+    assert len(requests["long"]["token_ids"]) == 32
+    assert found["summary"]["is_good"] is True
+    assert found["summary"]["wires"] == ["shm"]
+    for name, blocks in (("prefill", "num_blocks"), ("decode", "num_blocks")):
+        info = found["engines_at_end"][name]
+        assert info["num_free_blocks"] == info[blocks] - 1
+    assert list(tmp_path.glob("kvxfer-*")) == []
+
+
+def test_pair_by_another_wire_and_without_checks(tmp_path: Path, model: str) -> None:
+    text = tmp_path / "prompts.txt"
+    text.write_text("the first prompt\nand a second one, which is somewhat longer\n")
+    ran = kvxfer(
+        *(tmp_path, "pair", "--model", model, "--prompts", str(text), "--no-verify"),
+        *("--transport", "zmq", "--prefill-tp", "1", "--decode-tp", "2", "--kv-heads", "8"),
+    )
+    assert ran.returncode == OK, ran.stderr
+    assert "wire zmq: " in ran.stdout
+    assert ran.stdout.splitlines()[-1] == "nothing was compared"
+
+
+def test_kv_that_never_came_is_found(tmp_path: Path, model: str) -> None:
+    blank = kvxfer(tmp_path, "pair", "--model", model, "--decode-faults", "read:blank")
+    assert blank.returncode == DIFFERENT
+    assert "source and sink differ" in blank.stdout
+    assert "KV equal to the source's: 0 of 9" in blank.stdout
+
+
+def test_loads_that_break_are_computed_or_fail_by_policy(tmp_path: Path, model: str) -> None:
+    broken = ("pair", "--model", model, "--limit", "3", "--decode-faults", "read:fail")
+    ran = kvxfer(tmp_path, *broken)
+    assert ran.returncode == OK, ran.stderr
+    assert "KV not used: read_failed x 3" in ran.stdout
+    assert "tokens equal to the single engine's: 3 of 3" in ran.stdout
+    ran = kvxfer(tmp_path, *broken, "--on-load-failure", "fail")
+    assert ran.returncode == DIFFERENT
+    assert "3 requests failed" in ran.stdout
+
+
+def test_out_of_blocks_ends_the_run(tmp_path: Path, model: str) -> None:
+    with started(
+        *(tmp_path, "pair", "--model", model, "--decode-blocks", "4", "--no-verify")
+    ) as process:
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == WRONG
+    assert "engine decode refused: request " in err
+    assert "need 11 blocks of 32, the cache has 3" in err
+    assert_nothing_left(process.pid, tmp_path)
+
+
+@pytest.mark.parametrize("when", ["fork server starts", "ranks start", "requests run"])
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, when: str) -> None:
+    trace = ROOT / "tests" / "data" / "conversation_trace_excerpt.jsonl"
+    # a second of the trace lasts a second: it would run for an hour
+    with started(
+        *(tmp_path, "pair", "--trace", str(trace), "--time-scale", "1", "--log-level", "INFO"),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        if when == "fork server starts":
+            while len(group_members(process.pid)) < 2:
+                time.sleep(0.005)
+        else:
+            assert process.stdout.readline().startswith("model ")
+        if when == "requests run":
+            assert "INFO decode rank 0: engine prefill" in process.stderr.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == INTERRUPTED, err
+    assert err.splitlines()[-1:] == ["kvxfer: ended by SIGINT"]
+    assert "Traceback" not in err
+    assert_nothing_left(process.pid, tmp_path)
+
+
+def test_prefill_and_decode_in_two_terminals(tmp_path: Path, model: str) -> None:
+    port = free_port()
+    server = ("prefill", "--listen", f"127.0.0.1:{port}", "--kv-port", "0", "--model", model)
+    with started(tmp_path, *server, "--digests") as process:
+        assert process.stdout is not None
+        assert f"tcp://127.0.0.1:{port} serves config.json" in process.stdout.readline()
+        ran = kvxfer(
+            *(tmp_path, "decode", "--prefill", f"127.0.0.1:{port}", "--model", model),
+            *("--verify", "--limit", "4"),
+        )
+        assert ran.returncode == OK, ran.stderr
+        assert ran.stdout.splitlines()[-1] == (
+            "tokens equal to the single engine's: 4 of 4; KV equal to the source's: 4 of 4"
+        )
+        taken = kvxfer(tmp_path, *server)
+        assert taken.returncode == WRONG
+        assert f"listen: cannot bind 127.0.0.1:{port}" in taken.stderr
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert_nothing_left(process.pid, tmp_path)
+
+
+def test_an_incompatible_peer_is_named_field_by_field(tmp_path: Path, model: str) -> None:
+    port = free_port()
+    with started(
+        *(tmp_path, "prefill", "--listen", f"127.0.0.1:{port}", "--kv-port", "0"),
+        *("--model", model, "--kv-heads", "2", "--dtype", "bfloat16"),
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        ran = kvxfer(
+            *(tmp_path, "decode", "--prefill", f"127.0.0.1:{port}", "--model", model),
+            *("--limit", "1", "--on-load-failure", "fail"),
+        )
+    assert ran.returncode == DIFFERENT
+    assert "KV not used: incompatible x 1" in ran.stdout
+    assert "num_kv_heads: source has 2, sink has 4" in ran.stdout
+    assert "dtype: source has bfloat16, sink has float32" in ran.stdout
+    assert ran.stdout.splitlines()[-1] == "1 requests failed"
+
+
+def test_a_peer_that_is_not_there(tmp_path: Path, model: str) -> None:
+    ran = kvxfer(
+        *(tmp_path, "decode", "--prefill", f"127.0.0.1:{free_port()}", "--model", model),
+        *("--wait", "0.5"),
+    )
+    assert ran.returncode == WRONG
+    assert "no answer within 0.5 s; is it running?" in ran.stderr

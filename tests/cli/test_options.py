@@ -1,0 +1,174 @@
+"""What the commands were asked for, engines made of it, and pools that fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvxfer.cli.options import (
+    Address,
+    Dtype,
+    Layout,
+    ModelOptions,
+    SideOptions,
+    WorkOptions,
+    parse_address,
+)
+from kvxfer.cli.prompts import Prompt
+from kvxfer.cli.sides import (
+    Work,
+    pool_blocks,
+    read_model,
+    read_work,
+    settings,
+    single_engine,
+    transfer_engine,
+)
+from kvxfer.engine.config import OnLoadFailure, Role
+from kvxfer.engine.model_config import DEFAULT_MODEL
+from kvxfer.errors import ConfigError, ModelError
+
+MODEL = ModelOptions(None, None, Dtype.FLOAT32)
+
+
+def side(**changes: object) -> SideOptions:
+    values: dict[str, object] = {
+        "tp_size": 2,
+        "block_size": 16,
+        "layout": Layout.HND,
+        "num_blocks": None,
+        "prefix_caching": True,
+        "faults": "",
+    }
+    return SideOptions(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def work_options(**changes: object) -> WorkOptions:
+    values: dict[str, object] = {
+        "prompts": None,
+        "trace": None,
+        "trace_scale": 16,
+        "time_scale": 0.0,
+        "limit": None,
+        "max_new_tokens": 8,
+        "in_flight": 8,
+        "verify": True,
+        "json": None,
+    }
+    return WorkOptions(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def work(*lengths: int, new: int = 1, in_flight: int = 2) -> Work:
+    return Work(tuple(Prompt("p", (0,) * n, new) for n in lengths), in_flight)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:80", Address("127.0.0.1", 80)),
+        ("node7:5000", Address("node7", 5000)),
+        ("[::1]:0", Address("[::1]", 0)),
+    ],
+)
+def test_addresses(text: str, address: Address) -> None:
+    assert parse_address("--listen", text) == address
+    assert str(address) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", "host:", ":80", "host:x", "host:70000", "a@b:1", "a:1/x"]
+)
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--listen: expected HOST:PORT, got "):
+        parse_address("--listen", text)
+
+
+@pytest.mark.parametrize("text", ["0.0.0.0:80", "[::]:80", "*:80"])
+def test_an_address_that_nobody_can_connect_to(text: str) -> None:
+    with pytest.raises(ConfigError, match="that the other side can connect to"):
+        parse_address("--listen", text)
+
+
+def test_work_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected one source of prompts"):
+        work_options(prompts=Path("p"), trace=Path("t"))
+    for name, option in (
+        ("limit", "--limit"),
+        ("max_new_tokens", "--max-new-tokens"),
+        ("in_flight", "--in-flight"),
+    ):
+        with pytest.raises(ConfigError, match=f"{option}: expected at least 1, got 0"):
+            work_options(**{name: 0})
+    with pytest.raises(ConfigError, match="--json: .*nowhere is no folder"):
+        work_options(json=tmp_path / "nowhere" / "x.json")
+
+
+def test_pools_hold_the_longest_requests_in_flight() -> None:
+    # blocks of 16: 10+1 tokens 1, 32+1 tokens 3, 100+1 tokens 7; the two longest, and block 0
+    assert work(10, 100, 32).num_blocks(16, 0) == 11
+    # all of them, so that prefixes stay; and no more than that
+    assert work(10, 100, 32).num_blocks(16, 1000) == 12
+    assert work(15, in_flight=8).num_blocks(16, 0) == 2
+    assert work(16, in_flight=8).num_blocks(16, 0) == 3
+
+
+def test_pool_blocks_by_option_or_by_work() -> None:
+    assert pool_blocks(side(num_blocks=5), DEFAULT_MODEL, work(1000)) == 5
+    assert pool_blocks(side(), DEFAULT_MODEL, work(1000)) == 64
+    # a block of 16 tokens on one of two ranks: 2 planes x 4 layers x 4 heads x 64 x 4 bytes x 16
+    # = 128 KiB, so 512 MiB keep 4,096 blocks
+    many = work(*[800] * 100)
+    assert pool_blocks(side(), DEFAULT_MODEL, many) == 4097
+    assert pool_blocks(side(tp_size=16), DEFAULT_MODEL, many) == 5101
+
+
+def test_read_model_checks_every_tp_size() -> None:
+    assert read_model(MODEL, (1, 2, 8)) == DEFAULT_MODEL
+    with pytest.raises(ModelError, match="a divisor or a multiple of 8 KV heads, got 3"):
+        read_model(MODEL, (2, 3))
+    with pytest.raises(ModelError, match="nowhere"):
+        read_model(ModelOptions("/nowhere", None, Dtype.FLOAT32), (1,))
+
+
+def test_read_work(tmp_path: Path) -> None:
+    assert len(read_work(work_options(), DEFAULT_MODEL, None).prompts) == 10
+    file = tmp_path / "p.txt"
+    file.write_text("a\nb\nc\n")
+    found = read_work(work_options(prompts=file, limit=2, in_flight=3), DEFAULT_MODEL, None)
+    assert found == Work((Prompt("line 1", (97,), 8), Prompt("line 2", (98,), 8)), 3)
+
+
+def test_settings_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVXFER_LEASE_S", "7")
+    monkeypatch.setenv("KVXFER_PORT", "1")
+    found = settings(
+        defaults={"log_level": "WARNING", "lease_s": 9.0, "port": 2},
+        given={"port": 3, "transport": None},
+    )
+    assert (found.port, found.lease_s, found.log_level) == (3, 7.0, "WARNING")
+    assert found.transport == "auto"
+
+
+def test_engines() -> None:
+    kv = settings(defaults={}, given={"port": 0})
+    config = transfer_engine(
+        Role.DECODE,
+        side(tp_size=4, block_size=24, layout=Layout.NHD, prefix_caching=False),
+        MODEL,
+        DEFAULT_MODEL,
+        kv=kv,
+        num_blocks=9,
+        max_model_len=100,
+        max_num_seqs=3,
+        digests=True,
+        on_load_failure=OnLoadFailure.FAIL,
+    )
+    assert (config.engine_id, config.tp_size, config.block_size) == ("decode", 4, 24)
+    assert (config.layout, config.num_blocks, config.max_model_len) == ("NHD", 9, 100)
+    assert (config.digests, config.enable_prefix_caching) == (True, False)
+    assert config.on_load_failure is OnLoadFailure.FAIL
+    single = single_engine(MODEL, DEFAULT_MODEL, work(20, 100))
+    assert (single.role, single.tp_size, single.block_size) == (Role.ALONE, 1, 16)
+    assert (single.layout, single.enable_prefix_caching) == ("HND", False)
+    assert (single.num_blocks, single.max_model_len) == (8, 101)

@@ -1,0 +1,225 @@
+"""Judging a run: what counts as equal, over which tokens, and what decides. By hand."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvxfer.cli.outcome import (
+    Answers,
+    KvCheck,
+    Result,
+    TokenDifference,
+    Transfer,
+    judge,
+    summarise,
+    transfer,
+)
+from kvxfer.connector.records import LoadReport
+from kvxfer.engine.digest import KVDigest, PlaneDigest
+from kvxfer.engine.rpc import Done, Token
+from kvxfer.transfer.wire import Reason
+
+
+def token(token_id: int, gap: float = 0.5) -> Token:
+    return Token("r", token_id, gap)
+
+
+def digest(tokens: str, *, head: int = 0) -> KVDigest:
+    """One letter per token; a digest is 8 bytes."""
+    packed = b"".join(letter.encode() * 8 for letter in tokens)
+    plane = PlaneDigest(layer="l0", plane="k", head=head, tokens=packed)
+    return KVDigest(num_tokens=len(tokens), planes=(plane,))
+
+
+def done(**changes: object) -> Done:
+    end = Done(
+        request_id="r",
+        status="FINISHED_LENGTH_CAPPED",
+        kv_transfer_params=None,
+        num_prompt_tokens=8,
+        num_cached_tokens=0,
+        num_external_tokens=0,
+        failure=None,
+        loads=(),
+        digests=(),
+    )
+    return msgspec.structs.replace(end, **changes)
+
+
+def load(nbytes: int, started_s: float, finished_s: float, **changes: object) -> LoadReport:
+    report = LoadReport(
+        request_id="r",
+        reason=None,
+        nbytes=nbytes,
+        started_s=started_s,
+        finished_s=finished_s,
+        transports=("shm",),
+    )
+    return msgspec.structs.replace(report, **changes)
+
+
+def test_transfer_takes_from_the_first_pull_to_the_last_verdict() -> None:
+    found = transfer([load(10**9, 5.0, 5.5), load(10**9, 5.25, 7.0, transports=("zmq", "shm"))])
+    assert found == Transfer(2 * 10**9, 2.0, ("shm", "zmq"))
+    assert found.gbps == 1.0
+
+
+def test_ranks_that_moved_nothing_do_not_count() -> None:
+    assert transfer([]) is None
+    assert transfer([load(0, 0.0, 0.0), load(0, 5.0, 6.0)]) is None
+    assert transfer([load(0, 0.0, 0.0), load(8, 5.0, 6.0)]) == Transfer(8, 1.0, ("shm",))
+    assert Transfer(8, 0.0, ()).gbps is None
+
+
+def test_equal_tokens() -> None:
+    answers = Answers(
+        prefill=done(num_cached_tokens=3),
+        prefill_tokens=[token(1)],
+        decode=done(num_cached_tokens=2),
+        tokens=[token(1), token(2)],
+        single=[token(1), token(2)],
+    )
+    result = judge("a", 8, answers)
+    assert result.tokens_equal is True
+    assert result.token_difference is None
+    assert (result.num_prefill_cached_tokens, result.num_decode_cached_tokens) == (3, 2)
+    assert result.token_ids == (1, 2)
+    assert result.is_good(tokens_decide=True)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "tokens", "difference"),
+    [
+        ([1], [1, 3], TokenDifference(1, 3, 2, 0.5, 0.25)),
+        ([1], [1], TokenDifference(1, None, 2, None, 0.25)),
+        ([1], [1, 2, 3], TokenDifference(2, 3, None, 0.5, None)),
+        ([9], [1, 2], TokenDifference(0, 9, 1, 0.5, 0.25)),
+    ],
+)
+def test_the_first_different_token(
+    prefill: list[int], tokens: list[int], difference: TokenDifference
+) -> None:
+    answers = Answers(
+        prefill=done(),
+        prefill_tokens=[token(i) for i in prefill],
+        decode=done(),
+        tokens=[token(i) for i in tokens],
+        single=[token(1, 0.25), token(2, 0.25)],
+    )
+    result = judge("a", 8, answers)
+    assert result.tokens_equal is False
+    assert result.token_difference == difference
+    assert not result.is_good(tokens_decide=True)
+    assert result.is_good(tokens_decide=False)
+
+
+def test_a_difference_in_words() -> None:
+    assert str(TokenDifference(3, 7, None, 0.0123, None)) == (
+        "token 3: expected None, got 7 (logit gaps - and 0.012)"
+    )
+
+
+def test_only_moved_tokens_are_compared() -> None:
+    # tokens 0 and 1 were cached at the sink, 2 to 4 moved, 5 and 6 are not there yet
+    answers = Answers(
+        prefill=done(digests=(digest("abcdefg"),)),
+        decode=done(num_cached_tokens=2, num_external_tokens=3, digests=(digest("XXcde"),)),
+    )
+    assert judge("a", 8, answers).kv == KvCheck(2, 5, ())
+
+
+def test_a_moved_token_that_differs_is_named_by_its_position() -> None:
+    answers = Answers(
+        prefill=done(digests=(digest("abcdefg"), digest("abcdefg", head=1))),
+        decode=done(
+            num_cached_tokens=2,
+            num_external_tokens=3,
+            digests=(digest("abcXe"), digest("abcde", head=1)),
+        ),
+    )
+    result = judge("a", 8, answers)
+    assert result.kv == KvCheck(2, 5, ("l0 k head 0 from token 3: source and sink differ",))
+    assert not result.is_good(tokens_decide=False)
+
+
+def test_a_missing_head_is_a_difference() -> None:
+    answers = Answers(
+        prefill=done(digests=(digest("abc"), digest("abc", head=1))),
+        decode=done(num_external_tokens=2, digests=(digest("ab"),)),
+    )
+    kv = judge("a", 8, answers).kv
+    assert kv is not None
+    assert kv.differences == ("l0 k head 1 from token 0: missing on the sink",)
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [
+        done(num_cached_tokens=3, digests=(digest("abc"),)),  # fully cached: nothing moved
+        done(num_external_tokens=2, digests=(digest(""),)),  # load failed, so it was computed
+        done(num_external_tokens=2),  # an engine that does not digest
+        None,
+    ],
+)
+def test_nothing_to_compare(decode: Done | None) -> None:
+    assert judge("a", 8, Answers(prefill=done(digests=(digest("abc"),)), decode=decode)).kv is None
+
+
+def test_why_kv_was_not_used() -> None:
+    failed = load(0, 0.0, 1.0, reason=Reason.PEER_LOST, detail="no word for 3 s")
+    answers = Answers(
+        prefill=done(), decode=done(failure="peer_lost", loads=(load(0, 0, 0), failed))
+    )
+    result = judge("a", 8, answers)
+    assert (result.failure, result.detail) == ("peer_lost", "no word for 3 s")
+    answers = Answers(failure="prefill_lost", decode=done())
+    assert judge("a", 8, answers).failure == "prefill_lost"
+
+
+def test_a_request_that_never_reached_decode_has_failed() -> None:
+    result = judge("a", 8, Answers(failure="prefill_lost"))
+    assert result.status == "FINISHED_ERROR"
+    assert not result.is_good(tokens_decide=False)
+
+
+def result(**changes: object) -> Result:
+    plain = judge("a", 8, Answers(prefill=done(), decode=done(), tokens=[token(1)]))
+    return msgspec.structs.replace(plain, **changes)
+
+
+def test_summary() -> None:
+    results = [
+        result(transfer=Transfer(10**9, 1.0, ("shm",)), tokens_equal=True, kv=KvCheck(0, 4, ())),
+        result(transfer=Transfer(10**9, 0.5, ("zmq",)), tokens_equal=False, failure=None),
+        result(status="FINISHED_ERROR", failure="peer_lost", kv=KvCheck(0, 4, ("x",))),
+        result(failure="peer_lost"),
+    ]
+    summary = summarise(results, tokens_decide=True, wall_s=2.0)
+    assert (summary.num_requests, summary.num_failed) == (4, 1)
+    assert (summary.num_prompt_tokens, summary.num_new_tokens) == (32, 4)
+    assert (summary.num_transfers, summary.nbytes) == (2, 2 * 10**9)
+    assert summary.median_gbps == 1.5
+    assert summary.wires == ("shm", "zmq")
+    assert (summary.num_checked_tokens, summary.num_equal_tokens) == (2, 1)
+    assert (summary.num_checked_kv, summary.num_equal_kv) == (2, 1)
+    assert summary.reasons == {"peer_lost": 2}
+    assert not summary.is_good
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens_decide", "is_good"),
+    [
+        ({"tokens_equal": True, "kv": KvCheck(0, 1, ())}, True, True),
+        ({"tokens_equal": False, "kv": KvCheck(0, 1, ())}, True, False),
+        ({"tokens_equal": False, "kv": KvCheck(0, 1, ())}, False, True),
+        ({"tokens_equal": True, "kv": KvCheck(0, 1, ("x",))}, True, False),
+        ({"tokens_equal": True, "kv": KvCheck(0, 1, ("x",))}, False, False),
+        ({"status": "FINISHED_ERROR"}, True, False),
+        ({"status": "FINISHED_ABORTED"}, True, False),
+        ({"status": "FINISHED_STOPPED"}, True, True),
+    ],
+)
+def test_what_decides(changes: dict[str, object], tokens_decide: bool, is_good: bool) -> None:
+    results = [result(), result(**changes)]
+    assert summarise(results, tokens_decide=tokens_decide, wall_s=1.0).is_good is is_good

@@ -1,0 +1,318 @@
+"""The run over all prompts, against engines that are scripts behind real request channels."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import zmq
+
+from kvxfer.cli import replay
+from kvxfer.cli.outcome import Result
+from kvxfer.cli.prompts import Prompt
+from kvxfer.cli.replay import Link, Replay
+from kvxfer.cli.sides import Work
+from kvxfer.engine.config import OnLoadFailure
+from kvxfer.engine.rpc import (
+    Ask,
+    Done,
+    Generate,
+    Info,
+    Refused,
+    RpcClient,
+    RpcServer,
+    ToClient,
+    Token,
+)
+from kvxfer.errors import KvxferError, PeerLost, ProtocolError
+from tests.helpers import free_port
+
+PARAMS = {"offer": 1}
+Answer = Callable[[Generate], list[ToClient]]
+
+
+def done(request: Generate, params: dict[str, int] | None = None) -> Done:
+    return Done(
+        request_id=request.request_id,
+        status="FINISHED_LENGTH_CAPPED",
+        kv_transfer_params=params,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_cached_tokens=0,
+        num_external_tokens=0,
+        failure=None,
+        loads=(),
+        digests=(),
+    )
+
+
+def tokens(request: Generate) -> list[ToClient]:
+    """Token i is the prompt's first plus i."""
+    first = request.prompt_token_ids[0]
+    return [Token(request.request_id, first + i, 1.0) for i in range(request.max_new_tokens)]
+
+
+def prefill(request: Generate) -> list[ToClient]:
+    assert request.kv_transfer_params == {"do_remote_decode": True, "do_remote_prefill": False}
+    assert request.max_new_tokens == 1
+    return [*tokens(request), done(request, PARAMS)]
+
+
+def decode(request: Generate) -> list[ToClient]:
+    return [*tokens(request), done(request)]
+
+
+class Scripted:
+    """An engine that answers as told, one request after the other."""
+
+    def __init__(self, answer: Answer, *, port: int = 0, delay_s: float = 0.0) -> None:
+        self.heard: list[Generate] = []
+        self.most_at_once = 0
+        self._answer, self._delay_s = answer, delay_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._server = RpcServer(self._context, "127.0.0.1", port)
+        self.endpoint = self._server.endpoint
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._serve_until_stopped()
+        finally:
+            self._server.close()
+
+    def _serve_until_stopped(self) -> None:
+        waiting: list[tuple[bytes, Generate]] = []
+        while not self._stop.is_set():
+            self._server.socket.poll(10)
+            for client, message in self._server.receive():
+                if isinstance(message, Ask):
+                    info = Info(
+                        engine_id="scripted",
+                        vocab_size=8,
+                        max_model_len=8,
+                        num_blocks=2,
+                        num_free_blocks=1,
+                        pids=(),
+                        counts={},
+                    )
+                    self._server.send(client, info)
+                elif isinstance(message, Generate):
+                    self.heard.append(message)
+                    waiting.append((client, message))
+            self.most_at_once = max(self.most_at_once, len(waiting))
+            if waiting:
+                time.sleep(self._delay_s)
+                client, request = waiting.pop(0)
+                for answer in self._answer(request):
+                    self._server.send(client, answer)
+
+    def stop(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            self._thread.join()
+            self._context.term()
+
+
+@contextmanager
+def engines(*all_of_them: Scripted) -> Iterator[list[RpcClient]]:
+    clients: list[RpcClient] = []
+    try:
+        clients += [RpcClient(e.endpoint, connect_timeout_s=5) for e in all_of_them]
+        yield clients
+    finally:
+        for client in clients:
+            client.close()
+        for engine in all_of_them:
+            engine.stop()
+
+
+def work(num: int, *, in_flight: int = 8, gap_s: float = 0.0) -> Work:
+    prompts = tuple(Prompt(f"p{i}", (10 * i, 1, 2), 3, arrival_s=i * gap_s) for i in range(num))
+    return Work(prompts, in_flight)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is forgotten fails its test soon."""
+    monkeypatch.setattr(replay, "STALLED_S", 10.0)
+
+
+def nothing(_done: int, _all: int) -> None:
+    pass
+
+
+def run(
+    work: Work,
+    links: list[Link],
+    *,
+    policy: OnLoadFailure = OnLoadFailure.RECOMPUTE,
+    progress: Callable[[int, int], None] = nothing,
+) -> list[Result]:
+    prefill, decode, *single = links
+    return Replay(
+        work,
+        prefill=prefill,
+        decode=decode,
+        single=single[0] if single else None,
+        on_load_failure=policy,
+        progress=progress,
+    ).run()
+
+
+def test_every_prompt_goes_through_both_and_the_single_engine() -> None:
+    told: list[tuple[int, int]] = []
+    first, second, third = Scripted(prefill), Scripted(decode), Scripted(decode)
+    with engines(first, second, third) as clients:
+        results = run(
+            work(5),
+            [Link(client) for client in clients],
+            progress=lambda done, total: told.append((done, total)),
+        )
+    assert [r.name for r in results] == ["p0", "p1", "p2", "p3", "p4"]
+    assert results[2].token_ids == (20, 21, 22)
+    assert all(r.tokens_equal for r in results)
+    assert [g.kv_transfer_params for g in second.heard] == [PARAMS] * 5
+    assert [g.kv_transfer_params for g in third.heard] == [None] * 5
+    assert third.most_at_once == 1
+    assert told[-1] == (10, 10)
+    assert [done for done, _ in told] == list(range(1, 11))
+
+
+def test_a_wrong_token_is_found() -> None:
+    def wrong(request: Generate) -> list[ToClient]:
+        return [Token(request.request_id, 0, 1.0), *decode(request)[1:]]
+
+    with engines(Scripted(prefill), Scripted(decode), Scripted(wrong)) as clients:
+        results = run(work(2), [Link(client) for client in clients])
+    # p0's first token is 0 anyway
+    assert [r.tokens_equal for r in results] == [True, False]
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_no_more_in_flight_than_asked_for(in_flight: int) -> None:
+    slow = Scripted(decode, delay_s=0.02)
+    with engines(Scripted(prefill), slow) as clients:
+        run(work(8, in_flight=in_flight), [Link(client) for client in clients])
+    assert slow.most_at_once <= in_flight
+    assert len(slow.heard) == 8
+
+
+def test_arrivals_are_waited_for() -> None:
+    started_s = time.monotonic()
+    with engines(Scripted(prefill), Scripted(decode)) as clients:
+        run(work(4, gap_s=0.1), [Link(client) for client in clients])
+    assert 0.3 <= time.monotonic() - started_s < 3
+
+
+def test_a_request_without_an_offer_is_computed_or_fails_by_policy() -> None:
+    for policy, status in (
+        (OnLoadFailure.RECOMPUTE, "FINISHED_LENGTH_CAPPED"),
+        (OnLoadFailure.FAIL, "FINISHED_ERROR"),
+    ):
+        second = Scripted(decode)
+        with engines(Scripted(decode), second) as clients:  # it gives no kv_transfer_params
+            (result,) = run(work(1), [Link(client) for client in clients], policy=policy)
+        assert (result.status, result.failure) == (status, "no_offer")
+        expected = [None] if policy is OnLoadFailure.RECOMPUTE else []
+        assert [g.kv_transfer_params for g in second.heard] == expected
+
+
+def test_a_refusal_ends_the_run() -> None:
+    def refuse(request: Generate) -> list[ToClient]:
+        return [Refused(request.request_id, "no room")]
+
+    with (
+        engines(Scripted(prefill), Scripted(refuse)) as clients,
+        pytest.raises(KvxferError, match="engine scripted refused: no room"),
+    ):
+        run(work(2), [Link(client) for client in clients])
+    with (
+        engines(Scripted(lambda _: [Refused("", "what?")]), Scripted(decode)) as clients,
+        pytest.raises(ProtocolError, match=r"engine at tcp://.*: what\?"),
+    ):
+        run(work(2), [Link(client) for client in clients])
+
+
+def test_answers_to_nobody_are_passed_over() -> None:
+    def stranger(request: Generate) -> list[ToClient]:
+        return [Token("stranger", 1, 1.0), *decode(request)]
+
+    with engines(Scripted(prefill), Scripted(stranger)) as clients:
+        assert len(run(work(2), [Link(client) for client in clients])) == 2
+
+
+def test_an_engine_that_is_needed_and_goes_ends_the_run() -> None:
+    second = Scripted(lambda _: [])
+    with engines(Scripted(prefill), second) as clients:
+        timer = threading.Timer(0.3, second.stop)
+        timer.start()
+        with pytest.raises(PeerLost, match=r"the connection ended; is it running\?"):
+            run(work(2), [Link(client) for client in clients])
+        timer.join()
+
+
+def lose_prefill(
+    policy: OnLoadFailure, come_back_s: float, restart_s: float | None
+) -> list[Result]:
+    """The prefill engine answers the first request, takes the second, and goes."""
+    port = free_port()
+    answered: list[str] = []
+
+    def once(request: Generate) -> list[ToClient]:
+        answered.append(request.request_id)
+        return prefill(request) if len(answered) == 1 else []
+
+    first, again = Scripted(once, port=port), []
+
+    def restart() -> None:
+        while len(answered) < 2:
+            time.sleep(0.01)
+        first.stop()
+        if restart_s is not None:
+            time.sleep(restart_s)
+            again.append(Scripted(prefill, port=port))
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    try:
+        with engines(first, Scripted(decode)) as clients:
+            link = Link(clients[0], come_back_s=come_back_s)
+            results = run(work(4, in_flight=1), [link, Link(clients[1])], policy=policy)
+            link.client.close()
+    finally:
+        thread.join()
+        for engine in again:
+            engine.stop()
+    return results
+
+
+@pytest.mark.parametrize("policy", list(OnLoadFailure))
+def test_a_prefill_engine_that_comes_back_is_used_again(policy: OnLoadFailure) -> None:
+    results = lose_prefill(policy, come_back_s=20, restart_s=0.3)
+    assert [r.failure for r in results] == [None, "prefill_lost", None, None]
+    lost = "FINISHED_ERROR" if policy is OnLoadFailure.FAIL else "FINISHED_LENGTH_CAPPED"
+    assert [r.status for r in results] == [
+        *("FINISHED_LENGTH_CAPPED", lost, "FINISHED_LENGTH_CAPPED", "FINISHED_LENGTH_CAPPED"),
+    ]
+
+
+@pytest.mark.parametrize("policy", list(OnLoadFailure))
+def test_a_prefill_engine_that_stays_away_is_done_without(policy: OnLoadFailure) -> None:
+    results = lose_prefill(policy, come_back_s=0.5, restart_s=None)
+    assert [r.failure for r in results] == [None, *["prefill_lost"] * 3]
+    assert {r.status for r in results[1:]} == {
+        "FINISHED_ERROR" if policy is OnLoadFailure.FAIL else "FINISHED_LENGTH_CAPPED"
+    }
+
+
+def test_silence_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "STALLED_S", 0.3)
+    with (
+        engines(Scripted(prefill), Scripted(lambda _: [])) as clients,
+        pytest.raises(PeerLost, match="2 requests: expected a word from an engine within 0.3 s"),
+    ):
+        run(work(2), [Link(client) for client in clients])

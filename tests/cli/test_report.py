@@ -1,0 +1,141 @@
+"""What a person and a program get to see. Expectations by hand."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from kvxfer.cli.outcome import (
+    Answers,
+    KvCheck,
+    Result,
+    TokenDifference,
+    Transfer,
+    judge,
+    summarise,
+)
+from kvxfer.cli.report import facts, nbytes_text, show, versions, write_json
+from kvxfer.config import Config
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.errors import ConfigError
+
+
+def result(name: str, **changes: object) -> Result:
+    plain = msgspec.structs.replace(
+        judge(name, 300, Answers()), status="FINISHED_LENGTH_CAPPED", token_ids=(1, 2)
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+GOOD = result(
+    "good",
+    num_prefill_cached_tokens=16,
+    num_decode_cached_tokens=32,
+    transfer=Transfer(3 << 20, 0.0125, ("shm",)),
+    tokens_equal=True,
+    kv=KvCheck(32, 299, ()),
+)
+LOCAL = result("all cached", tokens_equal=True)
+BAD = result(
+    "[bad]",
+    transfer=Transfer(1000, 0.001, ("zmq",)),
+    tokens_equal=False,
+    token_difference=TokenDifference(4, 7, 8, 0.25, 0.125),
+    kv=KvCheck(0, 299, tuple(f"difference {i}" for i in range(7))),
+    failure="peer_lost",
+    detail="no word [for] 3 s",
+)
+
+
+def shown(*results: Result, tokens_decide: bool = True) -> list[str]:
+    console = Console(file=io.StringIO(), width=110, highlight=False)
+    summary = summarise(results, tokens_decide=tokens_decide, wall_s=2.5)
+    show(console, results, summary)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def test_table_and_summary() -> None:
+    assert shown(GOOD, LOCAL) == [
+        "request     prompt tokens  cached P/D  KV bytes    ms   GB/s  tokens equal  KV equal",
+        "good                  300       16/32   3.0 MiB  12.5  0.252      yes         yes",
+        "all cached            300         0/0         -     -      -      yes          -",
+        "",
+        "2 requests, 600 prompt tokens (16 cached at prefill, 32 at decode), 4 new tokens, 2.5 s",
+        "wire shm: 3.0 MiB in 1 transfers, median 0.252 GB/s",
+        "tokens equal to the single engine's: 2 of 2; KV equal to the source's: 1 of 1",
+    ]
+
+
+def test_what_is_wrong_is_shown() -> None:
+    lines = shown(GOOD, BAD)
+    assert lines[2].split() == ["[bad]", "300", "0/0", "1000", "B", "1.0", "0.001", "NO", "NO"]
+    assert lines[5:] == [
+        "wire shm+zmq: 3.0 MiB in 2 transfers, median 0.126 GB/s",
+        "KV not used: peer_lost x 1",
+        "  no word [for] 3 s",
+        "[bad]: token 4: expected 8, got 7 (logit gaps 0.12 and 0.25)",
+        *(f"[bad]: difference {i}" for i in range(5)),
+        "[bad]: and 2 more differences",
+        "tokens equal to the single engine's: 1 of 2; KV equal to the source's: 1 of 2",
+    ]
+
+
+def test_below_float32_the_kv_decides() -> None:
+    lines = shown(msgspec.structs.replace(GOOD, tokens_equal=False), tokens_decide=False)
+    assert lines[-1] == (
+        "tokens equal to the single engine's: 0 of 1 (below float32 the KV decides); "
+        "KV equal to the source's: 1 of 1"
+    )
+
+
+def test_nothing_moved_nothing_compared() -> None:
+    lines = shown(result("a"), result("b", status="FINISHED_ERROR"))
+    assert lines[-2] == "wire none: nothing was moved"
+    assert lines[-1] == "1 requests failed"
+    assert shown(result("a"))[-1] == "nothing was compared"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (5 << 40, "5120.0 GiB"),
+    ],
+)
+def test_bytes(nbytes: int, text: str) -> None:
+    assert nbytes_text(nbytes) == text
+
+
+def test_facts_are_json_and_keep_secrets(tmp_path: Path) -> None:
+    secret = "S" * 40
+    kv = Config(curve_public_key="P" * 40, curve_secret_key=secret)
+    config = EngineConfig(role=Role.PREFILL, engine_id="prefill", kv=kv)
+    summary = summarise([GOOD], tokens_decide=True, wall_s=1.0)
+    path = tmp_path / "facts.json"
+    write_json(path, facts([GOOD], summary, engines={"prefill": config}, infos={}))
+    assert secret not in path.read_text()
+    found = msgspec.json.decode(path.read_bytes())
+    assert found["engines"]["prefill"]["kv"]["curve_secret_key"] == "(set)"
+    assert found["engines"]["prefill"]["block_size"] == 16
+    assert found["requests"][0]["transfer"] == {
+        "nbytes": 3 << 20,
+        "seconds": 0.0125,
+        "wires": ["shm"],
+        "gbps": (3 << 20) / 0.0125 / 1e9,
+    }
+    assert found["requests"][0]["kv"] == {"token_lo": 32, "token_hi": 299, "differences": []}
+    assert found["summary"]["is_good"] is True
+    assert found["versions"].keys() == versions().keys() >= {"kvxfer", "python", "torch", "pyzmq"}
+
+
+def test_json_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--json: .* cannot be written \(Is a directory\)"):
+        write_json(tmp_path, {})

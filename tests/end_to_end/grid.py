@@ -1,0 +1,359 @@
+"""The grid: all pairs of engine shapes, one cell each, and what must hold in a cell.
+
+A cell sends three prompts through a prefill and a decode engine, and compares every token with a
+single-engine run and every byte of KV with the source's, by digests. It lives beside the harness,
+not in the product: it is a way to test, and it needs the tests' tiny model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from allpairspy import AllPairs
+
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.digest import DIGEST_NBYTES, KVDigest, compare, merge_digests
+from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.rpc import RpcClient
+from kvxfer.errors import KvxferError
+from tests.end_to_end.harness import Answer, Engine, engine_config, prompt, tiny_model
+
+TRANSPORTS = ("shm", "zmq")
+TP_SIZES = (1, 2, 4)
+BLOCK_SIZES = (8, 16, 24, 32, 64)
+LAYOUTS = ("HND", "NHD")
+KV_HEADS = (1, 2, 4, 8)  # fewer than ranks, as many, more
+SHORT_TOKENS, LONG_TOKENS = 5, 150  # below every block size; a multiple of none
+NEW_TOKENS = 4
+NUM_PLANES_PER_HEAD = 2 * 2  # K and V, 2 layers
+NUM_BLOCKS = 48  # the three prompts take 32 of the smallest
+CONNECT_TIMEOUT_S = 10.0
+REQUEST_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One point of the grid and its wire. As text: ``p2.16.HND-d1.32.NHD-h4-shm``."""
+
+    prefill_tp: int
+    prefill_block: int
+    prefill_layout: str
+    decode_tp: int
+    decode_block: int
+    decode_layout: str
+    kv_heads: int
+    transport: str
+
+    def __str__(self) -> str:
+        return (
+            f"p{self.prefill_tp}.{self.prefill_block}.{self.prefill_layout}"
+            f"-d{self.decode_tp}.{self.decode_block}.{self.decode_layout}-h{self.kv_heads}"
+            f"-{self.transport}"
+        )
+
+    @property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """Shorter than a block, exactly a block of the prefill side, long."""
+        return SHORT_TOKENS, self.prefill_block, LONG_TOKENS
+
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "prefill_tp": TP_SIZES,
+    "prefill_block": BLOCK_SIZES,
+    "prefill_layout": LAYOUTS,
+    "decode_tp": TP_SIZES,
+    "decode_block": BLOCK_SIZES,
+    "decode_layout": LAYOUTS,
+    "kv_heads": KV_HEADS,
+}
+"""The seven parameters of the grid, in the order of Cell's fields."""
+
+
+def all_cells() -> list[Cell]:
+    """The whole grid, in the order in which it is run. One step along any of its axes changes the
+    wire.
+    """
+    points = itertools.product(*(range(len(values)) for values in VALUES.values()))
+    return in_run_order(map(_cell_at, points))
+
+
+def _cell_at(point: tuple[int, ...]) -> Cell:
+    chosen = {
+        name: values[index] for (name, values), index in zip(VALUES.items(), point, strict=True)
+    }
+    return Cell(**chosen, transport=TRANSPORTS[sum(point) % len(TRANSPORTS)])
+
+
+def pairwise_cells() -> list[Cell]:
+    """Few cells, the same ones every time: each pair of values of two parameters, the wire counted
+    among them, is in one.
+    """
+    # The widest parameters first: the package then needs the fewest cells.
+    values = {**VALUES, "transport": TRANSPORTS}
+    names = sorted(values, key=lambda name: -len(values[name]))
+    rows = AllPairs([values[name] for name in names])
+    return in_run_order(Cell(**dict(zip(names, row, strict=True))) for row in rows)
+
+
+def in_run_order(cells: Iterable[Cell]) -> list[Cell]:
+    """So that the side with more ranks, which takes longer, is reconfigured least."""
+    return sorted(cells, key=_run_key)
+
+
+def _run_key(cell: Cell) -> tuple[object, ...]:
+    prefill = (cell.prefill_block, cell.prefill_layout)
+    decode = (cell.decode_block, cell.decode_layout, cell.transport)
+    sides = (decode, prefill) if cell.decode_tp > cell.prefill_tp else (prefill, decode)
+    return (cell.prefill_tp, cell.decode_tp, cell.kv_heads, *sides)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One prompt through both engines, and the tokens of the single-engine run."""
+
+    num_prompt_tokens: int
+    expected_token_ids: tuple[int, ...]
+    prefill: Answer
+    decode: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A cell that has run; no problems means that all was equal."""
+
+    cell: Cell
+    wall_s: float
+    problems: tuple[str, ...]
+
+
+class Fleet:
+    """The engines of the grid: processes by role and TP size, started when first needed and given
+    a new life for each configuration. Works as a context manager.
+    """
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-grid-")))
+        self._models = {heads: tiny_model(folder, num_kv_heads=heads) for heads in KV_HEADS}
+        self._groups: dict[tuple[Role, int], EngineGroup] = {}
+        self._engines: dict[tuple[Role, int], Engine] = {}
+        self._expected: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._numbers = itertools.count()
+
+    def run(self, cell: Cell) -> Outcome:
+        """One cell. An engine that fails is a problem of the cell; the next one gets a new one."""
+        started_s = time.monotonic()
+        try:
+            problems = [
+                f"prompt of {exchange.num_prompt_tokens}: {problem}"
+                for exchange in self.exchanges(cell)
+                for problem in problems_of(exchange, cell)
+            ]
+        except (AssertionError, KvxferError, OSError) as e:
+            problems = [f"{type(e).__name__}: {e}"]
+            self._drop((Role.PREFILL, cell.prefill_tp))
+            self._drop((Role.DECODE, cell.decode_tp))
+        return Outcome(cell, time.monotonic() - started_s, tuple(problems))
+
+    def exchanges(self, cell: Cell) -> list[Exchange]:
+        """Send the cell's prompts, all at once. Raises what the engines raise."""
+        expected = [self._single(cell.kv_heads, num) for num in cell.prompt_lengths]
+        prefill, decode = self._at_work(*self._configs(cell))
+        ids = [f"r{next(self._numbers)}" for _ in cell.prompt_lengths]
+        prompts = [prompt(num) for num in cell.prompt_lengths]
+        for request_id, tokens in zip(ids, prompts, strict=True):
+            prefill.send(request_id, tokens, kv_transfer_params={"do_remote_decode": True})
+        prefilled: list[Answer] = []
+        for request_id, tokens in zip(ids, prompts, strict=True):
+            answer = prefill.wait_for(request_id, REQUEST_TIMEOUT_S)
+            prefilled.append(answer)
+            decode.send(
+                request_id,
+                tokens,
+                max_new_tokens=NEW_TOKENS,
+                kv_transfer_params=answer.done.kv_transfer_params,
+            )
+        decoded = [decode.wait_for(request_id, REQUEST_TIMEOUT_S) for request_id in ids]
+        rows = zip(cell.prompt_lengths, expected, prefilled, decoded, strict=True)
+        return [Exchange(*row) for row in rows]
+
+    def pids(self) -> dict[tuple[Role, int], tuple[int, ...]]:
+        """The processes of each engine."""
+        return {key: group.pids for key, group in self._groups.items()}
+
+    def kill(self, role: Role, tp_size: int) -> None:
+        """SIGKILL one engine, as a fault would."""
+        self._groups[(role, tp_size)].kill()
+
+    def close(self) -> None:
+        """End every engine."""
+        for key in list(self._groups):
+            self._drop(key)
+        self._stack.close()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _configs(self, cell: Cell) -> tuple[EngineConfig, EngineConfig]:
+        prefill = self._config(
+            Role.PREFILL,
+            cell.kv_heads,
+            # Offers every wire, so that it need not change when the decode side's does.
+            transport="auto",
+            tp_size=cell.prefill_tp,
+            block_size=cell.prefill_block,
+            layout=cell.prefill_layout,
+        )
+        decode = self._config(
+            Role.DECODE,
+            cell.kv_heads,
+            transport=cell.transport,
+            tp_size=cell.decode_tp,
+            block_size=cell.decode_block,
+            layout=cell.decode_layout,
+        )
+        return prefill, decode
+
+    def _config(
+        self,
+        role: Role,
+        kv_heads: int,
+        *,
+        transport: str,
+        tp_size: int = 1,
+        block_size: int = 16,
+        layout: str = "HND",
+    ) -> EngineConfig:
+        return engine_config(
+            role,
+            self._models[kv_heads],
+            kv={"transport": transport, "log_level": "WARNING"},
+            tp_size=tp_size,
+            block_size=block_size,
+            layout=layout,
+            num_blocks=NUM_BLOCKS,
+            # An engine stays for several cells with the same prompts: each is to be computed.
+            enable_prefix_caching=False,
+            digests=role is not Role.ALONE,
+        )
+
+    def _single(self, kv_heads: int, num_tokens: int) -> tuple[int, ...]:
+        """What one engine says: TP 1, block 16, HND, one request at a time."""
+        key = (kv_heads, num_tokens)
+        if key not in self._expected:
+            (engine,) = self._at_work(self._config(Role.ALONE, kv_heads, transport="auto"))
+            request_id = f"r{next(self._numbers)}"
+            engine.send(request_id, prompt(num_tokens), max_new_tokens=NEW_TOKENS)
+            self._expected[key] = engine.wait_for(request_id, REQUEST_TIMEOUT_S).token_ids
+        return self._expected[key]
+
+    def _at_work(self, *configs: EngineConfig) -> list[Engine]:
+        """Engines with these configurations; those that change do so side by side."""
+        keys = [(config.role, config.tp_size) for config in configs]
+        changed = [
+            (key, config)
+            for key, config in zip(keys, configs, strict=True)
+            if key not in self._engines or self._engines[key].config != config
+        ]
+        for key, config in changed:
+            self._begin(key, config)
+        for key, config in changed:
+            group = self._groups[key]
+            client = RpcClient(group.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
+            self._engines[key] = Engine(config, group, client)
+        return [self._engines[key] for key in keys]
+
+    def _begin(self, key: tuple[Role, int], config: EngineConfig) -> None:
+        engine = self._engines.pop(key, None)
+        if engine is None:
+            self._groups[key] = EngineGroup(config)
+        else:
+            engine.client.close()
+            engine.group.reconfigure(config)
+
+    def _drop(self, key: tuple[Role, int]) -> None:
+        engine = self._engines.pop(key, None)
+        if engine is not None:
+            engine.client.close()
+        group = self._groups.pop(key, None)
+        if group is not None:
+            group.close()
+
+
+def problems_of(exchange: Exchange, cell: Cell) -> list[str]:
+    """Everything that is not as it must be, in words; empty if all is equal."""
+    prefill, decode = exchange.prefill, exchange.decode
+    # The last prompt token is computed by who needs its logits: it does not move.
+    num_moved = exchange.num_prompt_tokens - 1
+    problems = [
+        f"decode side: {what}: expected {expected!r}, got {got!r}"
+        for what, expected, got in (
+            ("status", "FINISHED_LENGTH_CAPPED", decode.done.status),
+            ("failure", None, decode.done.failure),
+            ("moved tokens", num_moved, decode.done.num_external_tokens),
+            (
+                "wires",
+                {cell.transport},
+                {name for load in decode.done.loads for name in load.transports},
+            ),
+        )
+        if got != expected
+    ]
+    problems += _token_problems(exchange)
+    source = [_beginning(digest, num_moved) for digest in prefill.done.digests]
+    sink = decode.done.digests
+    incomplete = [
+        *_digest_problems("prefill side", source, cell.prefill_tp, num_moved, cell.kv_heads),
+        *_digest_problems("decode side", sink, cell.decode_tp, num_moved, cell.kv_heads),
+    ]
+    if incomplete:
+        return problems + incomplete
+    return problems + [f"KV: {difference}" for difference in compare(source, sink)]
+
+
+def _beginning(digest: KVDigest, num_tokens: int) -> KVDigest:
+    """Of the first tokens only."""
+    planes = tuple(
+        msgspec.structs.replace(plane, tokens=plane.tokens[: num_tokens * DIGEST_NBYTES])
+        for plane in digest.planes
+    )
+    return KVDigest(num_tokens=min(num_tokens, digest.num_tokens), planes=planes)
+
+
+def _token_problems(exchange: Exchange) -> list[str]:
+    expected = exchange.expected_token_ids
+    problems = []
+    for side, wanted, got in (
+        ("prefill side", expected[:1], exchange.prefill.token_ids),
+        ("decode side", expected, exchange.decode.token_ids),
+    ):
+        if got != wanted:
+            problems.append(f"{side}: tokens: expected {list(wanted)}, got {list(got)}")
+    return problems
+
+
+def _digest_problems(
+    side: str, digests: Sequence[KVDigest], num_ranks: int, num_tokens: int, kv_heads: int
+) -> list[str]:
+    """Are the digests those of all ranks, all planes of all heads, all tokens that moved? Equal
+    digests of nothing would prove nothing.
+    """
+    if len(digests) != num_ranks:
+        return [f"{side}: digests: expected those of {num_ranks} ranks, got {len(digests)}"]
+    merged, _ = merge_digests(digests)
+    expected = (num_tokens, NUM_PLANES_PER_HEAD * kv_heads)
+    got = (merged.num_tokens, len(merged.planes))
+    if got == expected:
+        return []
+    return [f"{side}: digested tokens and planes: expected {expected}, got {got}"]

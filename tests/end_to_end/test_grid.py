@@ -1,0 +1,247 @@
+"""A sample of the grid in which every pair of values occurs, and that its checks see a difference.
+
+``scripts/grid`` runs all of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxfer.engine.config import Role
+from kvxfer.engine.digest import DIGEST_NBYTES, KVDigest
+from tests.end_to_end.grid import (
+    Cell,
+    Exchange,
+    Fleet,
+    all_cells,
+    in_run_order,
+    pairwise_cells,
+    problems_of,
+)
+from tests.end_to_end.harness import Answer
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "grid.py"
+# Written out once more, so that no value is lost from the grid unseen.
+AXES: dict[str, list[Any]] = {
+    "prefill_tp": [1, 2, 4],
+    "decode_tp": [1, 2, 4],
+    "prefill_block": [8, 16, 24, 32, 64],
+    "decode_block": [8, 16, 24, 32, 64],
+    "prefill_layout": ["HND", "NHD"],
+    "decode_layout": ["HND", "NHD"],
+    "kv_heads": [1, 2, 4, 8],
+}
+WIRES = ["shm", "zmq"]
+PLANTED = Cell(
+    prefill_tp=2,
+    prefill_block=16,
+    prefill_layout="HND",
+    decode_tp=1,
+    decode_block=32,
+    decode_layout="NHD",
+    kv_heads=4,
+    transport="shm",
+)
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    with Fleet() as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize("cell", pairwise_cells(), ids=str)
+def test_a_cell_is_equal(fleet: Fleet, cell: Cell) -> None:
+    before = fleet.pids()
+    assert fleet.run(cell).problems == ()
+    assert before.items() <= fleet.pids().items()  # no process was started twice
+
+
+def test_every_pair_of_values_is_in_the_sample() -> None:
+    cells = pairwise_cells()
+    for (one, ones), (other, others) in itertools.combinations(
+        {**AXES, "transport": WIRES}.items(), 2
+    ):
+        found = {(getattr(cell, one), getattr(cell, other)) for cell in cells}
+        assert found == set(itertools.product(ones, others)), (one, other)
+    assert 25 <= len(cells) <= 32  # 5 x 5 block sizes are 25 pairs
+    assert cells == pairwise_cells()
+
+
+def test_the_grid_has_every_cell_once() -> None:
+    cells = all_cells()
+    shapes = {tuple(getattr(cell, name) for name in AXES) for cell in cells}
+    assert len(cells) == 3600
+    assert shapes == set(itertools.product(*AXES.values()))
+    assert sum(cell.transport == "shm" for cell in cells) == 1800
+    for name, values in AXES.items():
+        for value in values:
+            wires = {cell.transport for cell in cells if getattr(cell, name) == value}
+            assert wires == set(WIRES), (name, value)
+    assert len({str(cell) for cell in cells}) == 3600
+
+
+def test_prompts_are_shorter_than_a_block_a_block_and_long() -> None:
+    for cell in all_cells():
+        short, block, long = cell.prompt_lengths
+        assert short < min(cell.prefill_block, cell.decode_block)
+        assert block == cell.prefill_block
+        assert long > 2 * max(cell.prefill_block, cell.decode_block)
+        assert long % cell.prefill_block
+        assert long % cell.decode_block
+
+
+def test_an_engine_stays_as_long_as_it_can() -> None:
+    """One new life per cell and a few more: 4,080, where any order that changes both sides with
+    each cell takes 7,200.
+    """
+    lives: dict[tuple[str, int], tuple[Any, ...]] = {}
+    number = 0
+    for cell in all_cells():
+        prefill = (cell.prefill_block, cell.prefill_layout)
+        decode = (cell.decode_block, cell.decode_layout, cell.transport)
+        for key, life in (
+            (("prefill", cell.prefill_tp), (cell.kv_heads, *prefill)),
+            (("decode", cell.decode_tp), (cell.kv_heads, *decode)),
+        ):
+            number += lives.get(key) != life
+            lives[key] = life
+    assert number <= 4200
+
+
+def test_order_does_not_depend_on_where_the_cells_come_from() -> None:
+    cells = all_cells()
+    assert in_run_order(reversed(cells)) == cells
+
+
+# ------------------------------------------------------------------ the checks see a difference
+
+
+@pytest.fixture(scope="module")
+def exchange(fleet: Fleet) -> Exchange:
+    """A prompt of 150 tokens that went right."""
+    found = fleet.exchanges(PLANTED)[-1]
+    assert problems_of(found, PLANTED) == []
+    return found
+
+
+def with_done(answer: Answer, **changes: Any) -> Answer:
+    return replace(answer, done=msgspec.structs.replace(answer.done, **changes))
+
+
+def with_flipped(digest: KVDigest, plane: int, token: int) -> KVDigest:
+    """One bit of one token's digest is another one."""
+    planes = list(digest.planes)
+    tokens = bytearray(planes[plane].tokens)
+    tokens[token * DIGEST_NBYTES + 3] ^= 1
+    planes[plane] = msgspec.structs.replace(planes[plane], tokens=bytes(tokens))
+    return msgspec.structs.replace(digest, planes=tuple(planes))
+
+
+@pytest.mark.parametrize(("plane", "token"), [(0, 0), (5, 77), (15, 148)])
+def test_one_other_byte_of_kv_is_named(exchange: Exchange, plane: int, token: int) -> None:
+    (digest,) = exchange.decode.done.digests
+    which = digest.planes[plane]
+    decode = with_done(exchange.decode, digests=(with_flipped(digest, plane, token),))
+    assert problems_of(replace(exchange, decode=decode), PLANTED) == [
+        f"KV: {which.layer} {which.plane} head {which.head} from token {token}: "
+        "source and sink differ"
+    ]
+
+
+def test_ranks_that_lie_or_say_nothing_are_named(exchange: Exchange) -> None:
+    (digest,) = exchange.decode.done.digests
+    for digests, problem in (
+        ((), "decode side: digests: expected those of 1 ranks, got 0"),
+        (
+            (msgspec.structs.replace(digest, planes=digest.planes[:-1]),),
+            "decode side: digested tokens and planes: expected (149, 16), got (149, 15)",
+        ),
+        (
+            (KVDigest(num_tokens=0, planes=digest.planes),),
+            "decode side: digested tokens and planes: expected (149, 16), got (0, 16)",
+        ),
+    ):
+        decode = with_done(exchange.decode, digests=digests)
+        assert problems_of(replace(exchange, decode=decode), PLANTED) == [problem]
+
+
+def test_a_wrong_token_is_named(exchange: Exchange) -> None:
+    right = exchange.expected_token_ids
+    wrong = (*right[:-1], right[-1] + 1)
+    decode = replace(exchange.decode, token_ids=wrong)
+    assert problems_of(replace(exchange, decode=decode), PLANTED) == [
+        f"decode side: tokens: expected {list(right)}, got {list(wrong)}"
+    ]
+    prefill = replace(exchange.prefill, token_ids=(right[0] + 1,))
+    assert problems_of(replace(exchange, prefill=prefill), PLANTED) == [
+        f"prefill side: tokens: expected [{right[0]}], got [{right[0] + 1}]"
+    ]
+
+
+def test_kv_that_was_computed_again_is_no_success(exchange: Exchange) -> None:
+    """Right tokens and right KV, but nothing moved, or by another wire."""
+    decode = with_done(exchange.decode, failure="peer_lost", num_external_tokens=0, loads=())
+    assert problems_of(replace(exchange, decode=decode), PLANTED) == [
+        "decode side: failure: expected None, got 'peer_lost'",
+        "decode side: moved tokens: expected 149, got 0",
+        "decode side: wires: expected {'shm'}, got set()",
+    ]
+    assert problems_of(exchange, replace(PLANTED, transport="zmq")) == [
+        "decode side: wires: expected {'zmq'}, got {'shm'}"
+    ]
+
+
+def test_a_dead_engine_fails_its_cell_and_not_the_next(fleet: Fleet) -> None:
+    fleet.run(PLANTED)
+    pids = fleet.pids()[(Role.DECODE, 1)]
+    fleet.kill(Role.DECODE, 1)
+    (problem,) = fleet.run(replace(PLANTED, decode_block=8)).problems
+    assert "died" in problem
+    assert fleet.run(PLANTED).problems == ()
+    assert fleet.pids()[(Role.DECODE, 1)] != pids
+
+
+# ------------------------------------------------------------------ the command
+
+
+def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_script_runs_the_cells_that_are_asked_for(tmp_path: Path) -> None:
+    facts = tmp_path / "facts.json"
+    done = run_script(
+        *("--cells", "p1.8.HND-d1.64.NHD-h[24]-*", "--transport", "zmq", "--json", str(facts))
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 cells equal (2 asked for, 3600 in the grid)" in done.stdout
+    told = json.loads(facts.read_text())
+    assert (told["asked"], told["run"], told["equal"]) == (2, 2, 2)
+    assert [cell["name"] for cell in told["cells"]] == [
+        "p1.8.HND-d1.64.NHD-h2-zmq",
+        "p1.8.HND-d1.64.NHD-h4-zmq",
+    ]
+
+
+def test_a_pattern_without_cells_is_refused() -> None:
+    done = run_script("--cells", "p3.*")
+    assert done.returncode == 1
+    assert "--cells: expected a pattern of cell names such as" in done.stderr

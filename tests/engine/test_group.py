@@ -1,0 +1,196 @@
+"""Engines as processes: equal tokens for every TP size, nothing left behind, deaths noticed."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.rpc import Done, Generate, Refused, RpcClient, Token
+from kvxfer.errors import ConfigError, KvxferError, ModelError, PeerLost
+
+VOCAB = 256
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """A model that starts and answers in a fraction of a second."""
+    config = {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    path = tmp_path / "config.json"
+    path.write_bytes(msgspec.json.encode(config))
+    return str(path)
+
+
+def alone(path: str, **changes: object) -> EngineConfig:
+    config = EngineConfig(
+        role=Role.ALONE, engine_id="e", model=path, num_blocks=64, max_model_len=400
+    )
+    return msgspec.structs.replace(config, **changes)
+
+
+def generate(client: RpcClient, prompts: list[tuple[int, ...]], max_new: int) -> list[list[int]]:
+    tokens: dict[str, list[int]] = {str(i): [] for i in range(len(prompts))}
+    for i, prompt in enumerate(prompts):
+        client.send(Generate(str(i), prompt, max_new))
+    left = len(prompts)
+    while left:
+        for message in client.poll(20):
+            if isinstance(message, Token):
+                tokens[message.request_id].append(message.token_id)
+            else:
+                assert isinstance(message, Done), message
+                left -= 1
+    return list(tokens.values())
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_every_tp_size_layout_and_block_size_gives_equal_tokens(model: str) -> None:
+    rng = random.Random(3)
+    prompts = [tuple(rng.randrange(VOCAB) for _ in range(n)) for n in (1, 7, 16, 130)]
+    changes: list[dict[str, object]] = [
+        {},
+        {"tp_size": 2, "layout": "NHD", "block_size": 32},
+        {"tp_size": 4, "block_size": 24, "max_num_batched_tokens": 48},  # TP > KV heads
+    ]
+    groups: list[EngineGroup] = []
+    answers: list[list[list[int]]] = []
+    try:
+        groups += [EngineGroup(alone(model, **each)) for each in changes]
+        for group in groups:
+            with RpcClient(group.endpoint, connect_timeout_s=10) as client:
+                answers.append(generate(client, prompts, 12))
+                info = client.ask(10)
+                assert info.num_free_blocks == 63
+                assert set(info.pids) == set(group.pids)
+    finally:
+        for group in groups:
+            group.close()
+    assert answers[0] == answers[1] == answers[2]
+    assert [len(tokens) for tokens in answers[0]] == [12, 12, 12, 12]
+
+
+@pytest.fixture
+def group(model: str) -> Iterator[EngineGroup]:
+    with EngineGroup(alone(model, tp_size=2)) as group:
+        group.ready()
+        yield group
+
+
+def test_close_ends_all_ranks_between_steps_and_leaves_nothing(model: str) -> None:
+    for _ in range(3):
+        with EngineGroup(alone(model, tp_size=2)) as group:
+            folder = group._folder
+            pids = group.pids
+            with RpcClient(group.endpoint, connect_timeout_s=10) as client:
+                client.send(Generate("a", tuple(range(100)), 50))
+                client.poll(10)  # in the middle of it
+            assert not folder.exists()  # what was killed from here on would leave nothing either
+            started_s = time.monotonic()
+        # far below the time after which ranks that wait for each other are killed
+        assert time.monotonic() - started_s < 4
+        assert not any(map(is_running, pids))
+        assert not folder.exists()
+        group.close()
+
+
+def test_a_group_that_never_served_closes_at_once(model: str) -> None:
+    group = EngineGroup(alone(model, tp_size=2))
+    folder, pids = group._folder, group.pids
+    group.close()
+    assert not folder.exists()
+    assert not any(map(is_running, pids))
+
+
+def test_a_killed_rank_is_noticed(group: EngineGroup) -> None:
+    group.check()
+    assert group.dead() == []
+    os.kill(group.pids[0], signal.SIGKILL)  # rank 1
+    assert multiprocessing.connection.wait(list(group.sentinels), timeout=10)
+    with pytest.raises(KvxferError, match=r"engine e: died while serving: rank e-1 \(exit code -9"):
+        group.check()
+    started_s = time.monotonic()
+    group.close()
+    assert time.monotonic() - started_s < 4
+    assert not any(map(is_running, group.pids))
+
+
+def test_clients_notice_a_killed_engine(group: EngineGroup) -> None:
+    with RpcClient(group.endpoint, connect_timeout_s=10) as client:
+        group.kill()
+        with pytest.raises(PeerLost, match="the connection ended"):
+            client.poll(10)
+
+
+def test_ctrl_c_does_not_reach_the_ranks(group: EngineGroup) -> None:
+    for pid in group.pids:
+        os.kill(pid, signal.SIGINT)
+    with RpcClient(group.endpoint, connect_timeout_s=10) as client:
+        assert len(generate(client, [(1, 2, 3)], 4)[0]) == 4
+    assert group.dead() == []
+
+
+def test_what_keeps_a_rank_from_starting_is_raised_under_its_own_class(model: str) -> None:
+    for changes, kind, sentence in (
+        ({"tp_size": 3}, ModelError, "engine e: tp_size: expected a divisor or a multiple of 2"),
+        ({"model": "/nowhere"}, ModelError, "engine e: /nowhere: cannot be read"),
+    ):
+        with (
+            EngineGroup(alone(model, **changes)) as group,
+            pytest.raises(kind, match=sentence),
+        ):
+            group.ready()
+        assert not any(map(is_running, group.pids))
+
+
+def test_a_port_in_use_is_raised_soon_also_with_several_ranks(group: EngineGroup) -> None:
+    port = int(group.endpoint.rpartition(":")[2])
+    config = msgspec.structs.replace(group.config, engine_id="second")
+    started_s = time.monotonic()
+    with (
+        EngineGroup(config, port=port) as second,
+        pytest.raises(ConfigError, match=f"engine second: listen: cannot bind 127.0.0.1:{port}"),
+    ):
+        second.ready()
+    assert time.monotonic() - started_s < 20
+
+
+def test_requests_that_cannot_be_run_are_refused(group: EngineGroup) -> None:
+    cases = (
+        (Generate("none", (), 1), "expected at least one prompt token"),
+        (Generate("new", (1,), 0), "and one new token, got 1 and 0"),
+        (Generate("vocabulary", (VOCAB,), 1), r"expected token ids in [0, 256), got 256 to 256"),
+        (Generate("negative", (-1,), 1), "got -1 to -1"),
+        (Generate("long", (1,) * 400, 1), "requests may have 400 tokens"),
+    )
+    with RpcClient(group.endpoint, connect_timeout_s=10) as client:
+        for message, sentence in cases:
+            client.send(message)
+            (answer,) = client.poll(10)
+            assert isinstance(answer, Refused)
+            assert answer.request_id == message.request_id
+            assert sentence in answer.error
+        assert client.ask(10).num_free_blocks == 63

@@ -1,0 +1,238 @@
+"""The request channel: bad frames are refused and counted, lost engines are noticed."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.engine.rpc import (
+    Abort,
+    Ask,
+    Done,
+    Generate,
+    Info,
+    Refused,
+    RpcClient,
+    RpcServer,
+    ToClient,
+    ToEngine,
+    Token,
+)
+from kvxfer.errors import ConfigError, PeerLost, ProtocolError
+from tests.helpers import free_port
+
+INFO = Info(
+    engine_id="e",
+    vocab_size=8,
+    max_model_len=8,
+    num_blocks=2,
+    num_free_blocks=1,
+    pids=(1,),
+    counts={},
+)
+DONE = Done(
+    request_id="a",
+    status="FINISHED_STOPPED",
+    kv_transfer_params={"kvxfer": {"tokens": 3}},
+    num_prompt_tokens=3,
+    num_cached_tokens=0,
+    num_external_tokens=0,
+    failure=None,
+    loads=(),
+    digests=(),
+)
+
+
+class Engine:
+    """Answers Ask, keeps everything else."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.heard: list[ToEngine] = []
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.server = RpcServer(self._context, "127.0.0.1", port)
+        self.endpoint = self.server.endpoint
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.server.socket.poll(20)
+                for client, message in self.server.receive():
+                    self._answer(client, message)
+        finally:
+            self.server.close()
+
+    def _answer(self, client: bytes, message: ToEngine) -> None:
+        if isinstance(message, Ask):
+            self.server.send(client, INFO)
+        elif isinstance(message, Generate):
+            self.server.send(client, Token(message.request_id, 7, 0.5))
+            self.server.send(client, DONE)
+        self.heard.append(message)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._context.term()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.stop()
+
+
+def test_a_request_and_its_answers(engine: Engine) -> None:
+    with RpcClient(engine.endpoint, connect_timeout_s=5) as client:
+        assert client.info == INFO
+        client.send(Generate("a", (1, 2, 3), 4, {"do_remote_decode": True}))
+        answers: list[ToClient] = []
+        while len(answers) < 2:
+            answers += client.poll(5)
+        client.send(Abort("a"))
+        client.ask(5)
+    assert answers == [Token("a", 7, 0.5), DONE]
+    assert engine.heard[1:3] == [
+        Generate("a", (1, 2, 3), 4, {"do_remote_decode": True}),
+        Abort("a"),
+    ]
+
+
+def raw_client(context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.RCVTIMEO, 5000)
+    socket.connect(endpoint)
+    return socket
+
+
+GOOD = msgspec.msgpack.encode(Generate("a", (1, 2), 3))
+MALFORMED = [
+    b"",
+    b"\xc1",
+    b"\x00",
+    b"\xff" * 100,
+    GOOD[:-1],
+    GOOD + b"\x00",
+    b"\x91" * 5000,  # nested deeper than the interpreter's stack
+    msgspec.msgpack.encode({"type": "pickle"}),
+    msgspec.msgpack.encode({"type": "generate"}),
+    msgspec.msgpack.encode({"type": "generate", "request_id": 1, "prompt_token_ids": [1]}),
+    msgspec.msgpack.encode(["generate"]),
+    msgspec.msgpack.encode({"type": "abort", "request_id": None}),
+    b"\x81\xa4type\xa8generat\xff",  # not UTF-8
+]
+
+
+def test_malformed_frames_are_answered_and_counted(engine: Engine) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, raw_client(context, engine.endpoint) as socket:
+        for number, frame in enumerate(MALFORMED, start=1):
+            socket.send(frame)
+            answer = msgspec.msgpack.decode(socket.recv(), type=Refused)
+            assert answer.request_id == ""
+            assert answer.error.startswith("request frame: ")
+            assert engine.server.num_malformed == number
+        socket.send_multipart([GOOD, GOOD])
+        answer = msgspec.msgpack.decode(socket.recv(), type=Refused)
+        assert answer.error == "request frame: expected 1 frame, got 2"
+        socket.send(GOOD)
+        assert msgspec.msgpack.decode(socket.recv(), type=Token) == Token("a", 7, 0.5)
+
+
+def test_mutated_frames_never_stop_the_listener(engine: Engine) -> None:
+    rng = random.Random(5)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, raw_client(context, engine.endpoint) as socket:
+        for _ in range(300):
+            frame = bytearray(GOOD)
+            for _ in range(rng.randint(1, 4)):
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+            socket.send(bytes(frame[: rng.randint(0, len(frame))]))
+        socket.send(msgspec.msgpack.encode(Ask()))
+        while b"info" not in socket.recv():
+            pass
+    assert engine.server.num_malformed > 100
+
+
+def test_a_peer_that_speaks_no_zmq_is_dropped(engine: Engine) -> None:
+    import socket as sockets
+
+    host, port = engine.endpoint.removeprefix("tcp://").split(":")
+    with sockets.create_connection((host, int(port)), timeout=5) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\x00" * 4000)
+    with RpcClient(engine.endpoint, connect_timeout_s=5) as client:
+        assert client.info == INFO
+
+
+@given(
+    st.text(max_size=20),
+    st.lists(st.integers(0, 2**32 - 1), max_size=8),
+    st.integers(1, 2**31),
+)
+def test_generate_survives_the_journey(name: str, tokens: list[int], max_new: int) -> None:
+    message = Generate(name, tuple(tokens), max_new)
+    decoder = msgspec.msgpack.Decoder(Generate | Abort | Ask)
+    assert decoder.decode(msgspec.msgpack.encode(message)) == message
+
+
+def test_a_port_in_use_is_named(engine: Engine) -> None:
+    port = int(engine.endpoint.rpartition(":")[2])
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{port}: .*in use"):
+        RpcServer(context, "127.0.0.1", port)
+
+
+def test_nobody_there_is_an_error_within_the_deadline() -> None:
+    started_s = time.monotonic()
+    with pytest.raises(PeerLost, match=r"no answer within 0.3 s; is it running\?"):
+        RpcClient(f"tcp://127.0.0.1:{free_port()}", connect_timeout_s=0.3)
+    assert time.monotonic() - started_s < 3
+
+
+def test_a_wrong_endpoint_is_named() -> None:
+    with pytest.raises(ConfigError, match="expected tcp://host:port, got 'nowhere'"):
+        RpcClient("nowhere", connect_timeout_s=0.3)
+
+
+def test_an_engine_that_goes_is_noticed_after_its_last_words() -> None:
+    engine = Engine()
+    with RpcClient(engine.endpoint, connect_timeout_s=5) as client:
+        client.send(Generate("a", (1,), 1))
+        while len(engine.heard) < 2:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        engine.stop()
+        answers: list[ToClient] = []
+        with pytest.raises(PeerLost, match="the connection ended"):  # noqa: PT012
+            for _ in range(100):
+                answers += client.poll(5)
+    assert answers == [Token("a", 7, 0.5), DONE]
+
+
+def test_something_that_is_no_engine() -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        def answer() -> None:
+            client, _ = router.recv_multipart()
+            router.send_multipart([client, b"hello"])
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(ProtocolError, match=r"is it a kvxfer engine\?"):
+            RpcClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=5)
+        thread.join()

@@ -1,0 +1,475 @@
+"""The scheduler alone: who runs, which blocks are used, and that they come back. Counts by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
+from kvxfer.connector.records import (
+    ConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorStats,
+    LoadReport,
+)
+from kvxfer.connector.scheduler_side import SchedulerConnector
+from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
+from kvxfer.engine.digest import KVDigest
+from kvxfer.engine.request import Request, Status
+from kvxfer.engine.scheduler import Finished, NewToken, Scheduler
+from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
+from kvxfer.errors import OutOfBlocks
+from kvxfer.transfer.wire import Reason
+
+BLOCK = 8
+EOS = 99
+
+
+class FakeConnector:
+    """Says what it is told to, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.offered_tokens: dict[str, int] = {}
+        self.kept: set[str] = set()
+        self.params: dict[str, dict[str, Any]] = {}
+        self.allocated: list[tuple[str, list[int], int]] = []
+        self.finished: list[tuple[str, str]] = []
+        self.has_more = False
+
+    def on_new_request(self, request: RequestLike) -> None:
+        pass
+
+    def get_num_new_matched_tokens(
+        self, request: RequestLike, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        more = max(0, self.offered_tokens.get(request.request_id, 0) - num_computed_tokens)
+        return more, more > 0
+
+    def update_state_after_alloc(
+        self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
+    ) -> None:
+        ids = list(blocks.get_block_ids()[0])
+        self.allocated.append((request.request_id, ids, num_external_tokens))
+
+    def request_finished(
+        self, request: RequestLike, block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.finished.append((request.request_id, cast("Request", request).status.name))
+        return request.request_id in self.kept, self.params.get(request.request_id)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
+        self.has_more = False
+        return ConnectorMetadata()
+
+    def update_connector_output(self, output: KVConnectorOutput) -> None:
+        pass
+
+    def has_orders(self) -> bool:
+        return self.has_more
+
+
+def config(**changes: Any) -> EngineConfig:  # noqa: ANN401
+    values: dict[str, Any] = {
+        "role": Role.ALONE,
+        "engine_id": "e",
+        "block_size": BLOCK,
+        "num_blocks": 11,  # ten to use
+        "max_model_len": 80,
+    }
+    return EngineConfig(**{**values, **changes})
+
+
+class Rig:
+    """A scheduler, and ranks that answer every step at once."""
+
+    def __init__(self, *, with_connector: bool = False, **changes: Any) -> None:  # noqa: ANN401
+        self.connector = FakeConnector()
+        connector = cast("SchedulerConnector", self.connector) if with_connector else None
+        self.scheduler = Scheduler(config(**changes), connector, eos_token_ids=(EOS,))
+        self.requests: dict[str, Request] = {}
+        self.next_token = 1
+
+    def add(self, name: str, tokens: Sequence[int], max_new: int = 1) -> Request:
+        self.requests[name] = request = Request(name, tuple(tokens), max_new)
+        self.scheduler.add(request)
+        return request
+
+    def step(
+        self,
+        output: KVConnectorOutput | None = None,
+        digests: dict[str, KVDigest] | None = None,
+        token: int | None = None,
+    ) -> tuple[SchedulerOutput, list[NewToken | Finished]]:
+        step = self.scheduler.schedule()
+        samples = []
+        for name, num_new in step.num_scheduled_tokens.items():
+            request = self.requests[name]
+            if request.num_computed_tokens + num_new == request.num_tokens:
+                samples.append(Sample(name, self.next_token if token is None else token, 0.5))
+                self.next_token += 1
+        outputs = [
+            StepOutput(samples=tuple(samples), kv_connector_output=output, digests=digests or {})
+        ]
+        return step, self.scheduler.update(step, outputs)
+
+    @property
+    def free(self) -> int:
+        return self.scheduler.num_free_blocks
+
+
+def finished(events: Sequence[NewToken | Finished]) -> list[str]:
+    return [event.request.request_id for event in events if isinstance(event, Finished)]
+
+
+def received(
+    name: str, reason: Reason | None = None, report: LoadReport | None = None
+) -> KVConnectorOutput:
+    return KVConnectorOutput(
+        finished_recving={name},
+        failed_recving={name: reason.value} if reason else None,
+        kv_connector_stats=KVConnectorStats(loads=(report,)) if report else None,
+    )
+
+
+# ---------------------------------------------------------------- alone
+
+
+def test_prompt_then_one_token_a_step_then_blocks_come_back() -> None:
+    rig = Rig(enable_prefix_caching=False)
+    rig.add("a", range(10), max_new=3)
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"a": 10}
+    assert step.scheduled_new_reqs[0].block_ids == ((1, 2),)
+    assert step.zero_block_ids == (1, 2)
+    assert events == [NewToken("a", 1, 0.5)]
+    assert rig.free == 8
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"a": 1}
+    assert step.scheduled_cached_reqs.new_token_ids == ((1,),)
+    assert step.scheduled_cached_reqs.num_computed_tokens == (10,)
+    step, events = rig.step()
+    assert events[0] == NewToken("a", 3, 0.5)
+    assert finished(events) == ["a"]
+    assert rig.requests["a"].status is Status.FINISHED_LENGTH_CAPPED
+    assert rig.free == 10
+    assert rig.scheduler.has_work()  # the workers must hear of the end
+    step, _ = rig.step()
+    assert step.finished_req_ids == {"a"}
+    assert step.num_scheduled_tokens == {}
+    assert not rig.scheduler.has_work()
+
+
+def test_end_of_sequence_ends_a_request() -> None:
+    rig = Rig()
+    rig.add("a", range(5), max_new=8)
+    _, events = rig.step(token=EOS)
+    assert finished(events) == ["a"]
+    assert rig.requests["a"].status is Status.FINISHED_STOPPED
+    assert rig.requests["a"].output_token_ids == [EOS]
+
+
+def test_long_prompts_are_computed_in_pieces() -> None:
+    rig = Rig(max_num_batched_tokens=12)
+    rig.add("a", range(20), max_new=1)
+    rig.add("b", range(30, 40), max_new=1)
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"a": 12}
+    assert events == []
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"a": 8, "b": 4}
+    assert finished(events) == ["a"]
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"b": 6}
+    assert finished(events) == ["b"]
+
+
+def test_blocks_for_all_new_tokens_are_reserved_at_admission() -> None:
+    rig = Rig()
+    rig.add("a", range(8), max_new=57)  # 65 tokens: 9 blocks of the 10
+    rig.add("b", range(20, 24), max_new=5)  # 9 tokens: 2 blocks
+    rig.step()
+    assert [rig.requests[name].status.name for name in "ab"] == ["RUNNING", "WAITING"]
+    for _ in range(56):
+        rig.step()
+    assert rig.requests["a"].status is Status.FINISHED_LENGTH_CAPPED
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"b": 4}
+
+
+def test_first_come_first_served() -> None:
+    rig = Rig()
+    rig.add("large", range(70), max_new=1)  # 9 blocks
+    rig.add("larger", range(100, 172), max_new=1)  # 10 blocks
+    rig.add("small", range(5), max_new=1)  # would fit beside the first
+    step, _ = rig.step()
+    assert list(step.num_scheduled_tokens) == ["large"]
+    step, _ = rig.step()
+    assert list(step.num_scheduled_tokens) == ["larger"]
+
+
+def test_max_num_seqs() -> None:
+    rig = Rig(max_num_seqs=2)
+    for name in "abc":
+        rig.add(name, range(4), max_new=2)
+    step, _ = rig.step()
+    assert list(step.num_scheduled_tokens) == ["a", "b"]
+    rig.step()
+    step, _ = rig.step()
+    assert list(step.num_scheduled_tokens) == ["c"]
+
+
+def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+    rig = Rig(max_model_len=200)
+    with pytest.raises(OutOfBlocks, match="81 tokens need 11 blocks of 8, the cache has 10"):
+        rig.add("a", range(80), max_new=1)
+    rig.add("b", range(79), max_new=1)
+    with pytest.raises(OutOfBlocks, match="requests may have 20 tokens"):
+        Rig(max_model_len=20).add("c", range(20), max_new=1)
+
+
+def test_an_id_in_use_is_refused() -> None:
+    rig = Rig()
+    rig.add("a", range(4))
+    with pytest.raises(ValueError, match="request a: expected a new id, got one in use"):
+        rig.scheduler.add(Request("a", (1,), 1))
+
+
+def test_prefix_hit_leaves_the_last_token_to_compute() -> None:
+    rig = Rig()
+    rig.add("a", range(24), max_new=1)
+    rig.step()
+    rig.add("b", range(24), max_new=1)  # fully cached: its last block is computed again
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"b": 8}
+    assert rig.requests["b"].num_cached_tokens == 16
+    assert step.scheduled_new_reqs[0].num_computed_tokens == 16
+    # the new block of b, and the one for its next token; the hit is not zeroed
+    assert len(step.zero_block_ids) == 2
+    rig.add("c", [*range(8), 50, 51], max_new=1)
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"c": 2}
+
+
+def test_generated_tokens_are_found_too() -> None:
+    rig = Rig()
+    rig.add("a", range(7), max_new=4)
+    for _ in range(4):
+        rig.step()
+    # KV of 10 tokens is there (the last was never an input): one full block
+    rig.add("b", [*range(7), 1, 2, 3], max_new=1)
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"b": 2}
+
+
+def test_no_hits_without_prefix_caching() -> None:
+    rig = Rig(enable_prefix_caching=False)
+    for name in "ab":
+        rig.add(name, range(24), max_new=1)
+        step, _ = rig.step()
+        assert step.num_scheduled_tokens == {name: 24}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_abort_gives_blocks_back_wherever_the_request_stands(num_steps: int) -> None:
+    rig = Rig(max_num_batched_tokens=12)
+    rig.add("a", range(20), max_new=5)
+    for _ in range(num_steps):
+        rig.step()
+    events = rig.scheduler.abort("a")
+    assert finished(events) == ["a"]
+    assert rig.requests["a"].status is Status.FINISHED_ABORTED
+    assert rig.free == 10
+    assert rig.scheduler.abort("a") == []
+    assert rig.scheduler.abort("never heard of") == []
+    step, _ = rig.step()
+    assert step.finished_req_ids == ({"a"} if num_steps else set())
+    assert not rig.scheduler.has_work()
+
+
+def test_a_storm_of_aborts() -> None:
+    rig = Rig()
+    for i in range(200):
+        rig.add(f"r{i}", range(i % 30 + 1), max_new=3)
+        if i % 3 == 0:
+            rig.step()
+        rig.scheduler.abort(f"r{i - i % 2}")
+    for i in range(200):
+        rig.scheduler.abort(f"r{i}")
+    rig.step()
+    assert rig.free == 10
+    assert not rig.scheduler.has_work()
+
+
+# ---------------------------------------------------------------- loads
+
+
+def test_a_load_waits_then_computes_the_rest() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    rig.connector.offered_tokens["a"] = 19
+    rig.add("a", range(20), max_new=2)
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {}
+    assert rig.connector.allocated == [("a", [1, 2, 3], 19)]
+    assert rig.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS
+    assert step.zero_block_ids == ()  # all three are written by the load
+    rig.step(received("a"))
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"a": 1}
+    assert step.scheduled_new_reqs[0].num_computed_tokens == 19
+    assert events == [NewToken("a", 1, 0.5)]
+
+
+def test_blocks_beyond_the_load_are_zeroed() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    rig.connector.offered_tokens["a"] = 15
+    rig.add("a", range(16), max_new=10)  # 26 tokens: 4 blocks, of which 2 are loaded
+    step, _ = rig.step()
+    assert step.zero_block_ids == (3, 4)
+
+
+def test_only_missing_tokens_are_loaded() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    rig.add("a", range(16), max_new=1)
+    rig.step()
+    rig.connector.offered_tokens["b"] = 23
+    rig.add("b", range(24), max_new=1)
+    rig.step()
+    assert rig.connector.allocated[-1][2] == 7
+    assert rig.requests["b"].num_cached_tokens == 16
+    assert rig.requests["b"].num_external_tokens == 7
+
+
+def test_loaded_blocks_are_found_only_after_the_load_was_accepted() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    rig.connector.offered_tokens["a"] = 16
+    rig.add("a", range(17), max_new=1)
+    rig.step()
+    rig.add("early", range(17), max_new=1)
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"early": 17}
+    rig.step(received("a"))
+    rig.add("late", [*range(16), 5, 5], max_new=1)
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens["late"] == 2
+
+
+REPORT = LoadReport(request_id="a", reason=Reason.PEER_LOST, detail="no word for 3 s")
+
+
+def test_a_failed_load_is_computed_by_policy() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    rig.connector.offered_tokens["a"] = 15
+    rig.add("a", range(16), max_new=1)
+    rig.step()
+    _, events = rig.step(received("a", Reason.PEER_LOST, REPORT))
+    assert events == []
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"a": 16}
+    (end,) = [event for event in events if isinstance(event, Finished)]
+    assert end.request.failure == "peer_lost"
+    assert end.loads == (REPORT,)
+    assert rig.free == 10
+
+
+def test_a_failed_load_fails_its_request_by_policy() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE, on_load_failure=OnLoadFailure.FAIL)
+    rig.connector.offered_tokens["a"] = 15
+    rig.add("a", range(16), max_new=1)
+    rig.step()
+    _, events = rig.step(received("a", Reason.PEER_LOST, REPORT))
+    assert finished(events) == ["a"]
+    assert rig.requests["a"].status is Status.FINISHED_ERROR
+    assert rig.requests["a"].failure == "peer_lost"
+    assert rig.free == 10
+    assert rig.connector.finished == [("a", "FINISHED_ERROR")]
+
+
+def test_an_aborted_load_keeps_its_blocks_until_it_is_reported() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    rig.connector.offered_tokens["a"] = 15
+    rig.add("a", range(16), max_new=1)
+    rig.step()
+    assert finished(rig.scheduler.abort("a")) == ["a"]
+    assert rig.free == 7  # the load may still write
+    rig.step()
+    assert rig.free == 7
+    rig.step(received("a", Reason.CANCELLED))
+    assert rig.free == 10
+    rig.step(received("a"))  # a report for something that has gone changes nothing
+    assert rig.free == 10
+
+
+def test_a_blocked_queue_does_not_spin() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    rig.connector.offered_tokens["a"] = 70
+    rig.add("a", range(71), max_new=1)
+    rig.add("b", range(40), max_new=1)
+    rig.step()
+    assert not rig.scheduler.has_work()  # b waits for a, and a for its load: nothing to do
+    rig.scheduler.abort("a")
+    rig.step()
+    assert not rig.scheduler.has_work()
+    rig.step(received("a", Reason.CANCELLED))
+    assert rig.scheduler.has_work()  # the blocks are back
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"b": 40}
+
+
+def test_orders_of_the_connector_are_work() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    assert not rig.scheduler.has_work()
+    rig.connector.has_more = True
+    assert rig.scheduler.has_work()
+    rig.step()
+    assert not rig.scheduler.has_work()
+
+
+# ---------------------------------------------------------------- offers
+
+
+def test_an_offer_keeps_its_blocks_until_it_is_sent() -> None:
+    rig = Rig(with_connector=True, role=Role.PREFILL)
+    rig.connector.kept.add("a")
+    rig.connector.params["a"] = {"x": 1}
+    rig.add("a", range(16), max_new=1)
+    _, events = rig.step()
+    (end,) = [event for event in events if isinstance(event, Finished)]
+    assert end.kv_transfer_params == {"x": 1}
+    assert rig.free == 7
+    with pytest.raises(ValueError, match="one in use"):
+        rig.scheduler.add(Request("a", (1,), 1))
+    rig.step(KVConnectorOutput(finished_sending={"a"}))
+    assert rig.free == 10
+    rig.step(KVConnectorOutput(finished_sending={"a"}))
+    assert rig.free == 10
+
+
+def test_a_digested_offer_is_told_when_its_digest_is_there() -> None:
+    rig = Rig(with_connector=True, role=Role.PREFILL, digests=True)
+    rig.connector.kept.add("a")
+    rig.connector.params["a"] = {"x": 1}
+    rig.add("a", range(16), max_new=1)
+    _, events = rig.step()
+    assert finished(events) == []
+    digest = KVDigest(num_tokens=16, planes=())
+    step, events = rig.step(digests={"a": digest})
+    assert [(order.req_id, order.num_tokens) for order in step.digests] == [("a", 16)]
+    (end,) = [event for event in events if isinstance(event, Finished)]
+    assert end.digests == (digest,)
+
+
+def test_the_sink_digests_what_it_has_before_it_computes() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE, digests=True)
+    rig.connector.offered_tokens["a"] = 15
+    rig.add("a", range(16), max_new=2)
+    rig.step()
+    rig.step(received("a"))
+    digest = KVDigest(num_tokens=15, planes=())
+    step, _ = rig.step(digests={"a": digest})
+    assert [(order.req_id, order.num_tokens) for order in step.digests] == [("a", 15)]
+    assert step.num_scheduled_tokens == {"a": 1}
+    _, events = rig.step()
+    (end,) = [event for event in events if isinstance(event, Finished)]
+    assert end.digests == (digest,)
