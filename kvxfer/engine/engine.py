@@ -35,31 +35,45 @@ class Result:
 
 
 class Engine:
-    """The processes of one engine and a client of them; used by one thread. Works as a
-    context manager.
+    """The processes of one engine and a client of them; used by one thread. A context manager.
+
+    Ranks start at once and the first request waits for them, so several engines start side by side.
     """
 
     def __init__(self, config: EngineConfig, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Start every rank and connect. Raises what kept a rank from starting."""
+        """Start every rank. ``host`` and ``port``: the request channel (0: any free port)."""
         self.config = config
         self.group = EngineGroup(config, host=host, port=port)
-        try:
-            self.client = RpcClient(self.group.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
-        except BaseException:
-            self.group.close()
-            raise
+        self._client: RpcClient | None = None
         self._ids = itertools.count()
         self._tokens: dict[str, list[int]] = {}
         self._results: dict[str, Result | Refused] = {}
+
+    @property
+    def client(self) -> RpcClient:
+        """Connected at the first use. Raises what kept a rank from starting."""
+        if self._client is None:
+            self._client = RpcClient(self.group.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
+        return self._client
+
+    def reconfigure(self, config: EngineConfig) -> None:
+        """A new life in the same processes: new incarnation, new pool; requests in flight are gone.
+
+        Raises ValueError for another ``tp_size``.
+        """
+        self._disconnect()
+        self.group.reconfigure(config)
+        self.config = config
 
     def submit(
         self,
         prompt_token_ids: Sequence[int],
         max_new_tokens: int,
         kv_transfer_params: dict[str, Any] | None = None,
+        request_id: str | None = None,
     ) -> str:
-        """Send a request; returns its id."""
-        request_id = f"r{next(self._ids)}"
+        """Send a request; returns its id (``request_id`` if given)."""
+        request_id = request_id or f"r{next(self._ids)}"
         self._tokens[request_id] = []
         self.client.send(
             Generate(request_id, tuple(prompt_token_ids), max_new_tokens, kv_transfer_params)
@@ -104,7 +118,7 @@ class Engine:
 
     def close(self) -> None:
         """End every rank; idempotent."""
-        self.client.close()
+        self._disconnect()
         self.group.close()
 
     def __enter__(self) -> Engine:
@@ -112,6 +126,13 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _disconnect(self) -> None:
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        self._tokens.clear()
+        self._results.clear()
 
     def _hear(self, timeout_s: float) -> None:
         for message in self.client.poll(timeout_s):

@@ -21,10 +21,9 @@ from allpairspy import AllPairs
 
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import DIGEST_NBYTES, KVDigest, compare, merge_digests
-from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import RpcClient
+from kvxfer.engine.engine import Engine, Result
 from kvxfer.errors import KvxferError
-from tests.end_to_end.harness import Answer, Engine, engine_config, prompt, tiny_model
+from tests.end_to_end.harness import OFFER, engine_config, prompt, tiny_model
 
 TRANSPORTS = ("shm", "zmq")
 TP_SIZES = (1, 2, 4)
@@ -35,7 +34,6 @@ SHORT_TOKENS, LONG_TOKENS = 5, 150  # below every block size; a multiple of none
 NEW_TOKENS = 4
 NUM_PLANES_PER_HEAD = 2 * 2  # K and V, 2 layers
 NUM_BLOCKS = 48  # the three prompts take 32 of the smallest
-CONNECT_TIMEOUT_S = 10.0
 REQUEST_TIMEOUT_S = 20.0
 
 
@@ -121,8 +119,8 @@ class Exchange:
 
     num_prompt_tokens: int
     expected_token_ids: tuple[int, ...]
-    prefill: Answer
-    decode: Answer
+    prefill: Result
+    decode: Result
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +141,8 @@ class Fleet:
         self._stack = ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-grid-")))
         self._models = {heads: tiny_model(folder, num_kv_heads=heads) for heads in KV_HEADS}
-        self._groups: dict[tuple[Role, int], EngineGroup] = {}
         self._engines: dict[tuple[Role, int], Engine] = {}
         self._expected: dict[tuple[int, int], tuple[int, ...]] = {}
-        self._numbers = itertools.count()
 
     def run(self, cell: Cell) -> Outcome:
         """One cell. An engine that fails is a problem of the cell; the next one gets a new one."""
@@ -167,35 +163,29 @@ class Fleet:
         """Send the cell's prompts, all at once. Raises what the engines raise."""
         expected = [self._single(cell.kv_heads, num) for num in cell.prompt_lengths]
         prefill, decode = self._at_work(*self._configs(cell))
-        ids = [f"r{next(self._numbers)}" for _ in cell.prompt_lengths]
         prompts = [prompt(num) for num in cell.prompt_lengths]
+        ids = [prefill.submit(tokens, 1, OFFER) for tokens in prompts]
+        prefilled: list[Result] = []
+        decode_ids: list[str] = []
         for request_id, tokens in zip(ids, prompts, strict=True):
-            prefill.send(request_id, tokens, kv_transfer_params={"do_remote_decode": True})
-        prefilled: list[Answer] = []
-        for request_id, tokens in zip(ids, prompts, strict=True):
-            answer = prefill.wait_for(request_id, REQUEST_TIMEOUT_S)
-            prefilled.append(answer)
-            decode.send(
-                request_id,
-                tokens,
-                max_new_tokens=NEW_TOKENS,
-                kv_transfer_params=answer.done.kv_transfer_params,
-            )
-        decoded = [decode.wait_for(request_id, REQUEST_TIMEOUT_S) for request_id in ids]
+            prefilled.append(prefill.result(request_id, REQUEST_TIMEOUT_S))
+            params = prefilled[-1].kv_transfer_params
+            decode_ids.append(decode.submit(tokens, NEW_TOKENS, params))
+        decoded = [decode.result(request_id, REQUEST_TIMEOUT_S) for request_id in decode_ids]
         rows = zip(cell.prompt_lengths, expected, prefilled, decoded, strict=True)
         return [Exchange(*row) for row in rows]
 
     def pids(self) -> dict[tuple[Role, int], tuple[int, ...]]:
         """The processes of each engine."""
-        return {key: group.pids for key, group in self._groups.items()}
+        return {key: engine.group.pids for key, engine in self._engines.items()}
 
     def kill(self, role: Role, tp_size: int) -> None:
         """SIGKILL one engine, as a fault would."""
-        self._groups[(role, tp_size)].kill()
+        self._engines[(role, tp_size)].group.kill()
 
     def close(self) -> None:
         """End every engine."""
-        for key in list(self._groups):
+        for key in list(self._engines):
             self._drop(key)
         self._stack.close()
 
@@ -253,42 +243,26 @@ class Fleet:
         key = (kv_heads, num_tokens)
         if key not in self._expected:
             (engine,) = self._at_work(self._config(Role.ALONE, kv_heads, transport="auto"))
-            request_id = f"r{next(self._numbers)}"
-            engine.send(request_id, prompt(num_tokens), max_new_tokens=NEW_TOKENS)
-            self._expected[key] = engine.wait_for(request_id, REQUEST_TIMEOUT_S).token_ids
+            result = engine.generate(prompt(num_tokens), NEW_TOKENS, None, REQUEST_TIMEOUT_S)
+            self._expected[key] = result.token_ids
         return self._expected[key]
 
     def _at_work(self, *configs: EngineConfig) -> list[Engine]:
         """Engines with these configurations; those that change do so side by side."""
-        keys = [(config.role, config.tp_size) for config in configs]
-        changed = [
-            (key, config)
-            for key, config in zip(keys, configs, strict=True)
-            if key not in self._engines or self._engines[key].config != config
-        ]
-        for key, config in changed:
-            self._begin(key, config)
-        for key, config in changed:
-            group = self._groups[key]
-            client = RpcClient(group.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
-            self._engines[key] = Engine(config, group, client)
-        return [self._engines[key] for key in keys]
-
-    def _begin(self, key: tuple[Role, int], config: EngineConfig) -> None:
-        engine = self._engines.pop(key, None)
-        if engine is None:
-            self._groups[key] = EngineGroup(config)
-        else:
-            engine.client.close()
-            engine.group.reconfigure(config)
+        engines: list[Engine] = []
+        for config in configs:
+            key = (config.role, config.tp_size)
+            if key not in self._engines:
+                self._engines[key] = Engine(config)
+            elif self._engines[key].config != config:
+                self._engines[key].reconfigure(config)
+            engines.append(self._engines[key])
+        return engines
 
     def _drop(self, key: tuple[Role, int]) -> None:
         engine = self._engines.pop(key, None)
         if engine is not None:
-            engine.client.close()
-        group = self._groups.pop(key, None)
-        if group is not None:
-            group.close()
+            engine.close()
 
 
 def problems_of(exchange: Exchange, cell: Cell) -> list[str]:

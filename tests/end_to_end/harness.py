@@ -4,12 +4,11 @@ between them.
 
 from __future__ import annotations
 
-import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ import msgspec
 
 from kvxfer.config import load_config
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
+from kvxfer.engine.engine import Engine, Result
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import Abort, Done, Generate, Info, Refused, RpcClient, Token
+from kvxfer.engine.rpc import Info
 
 VOCAB_SIZE = 512
-TIMEOUT_S = 60.0
+OFFER = {"do_remote_decode": True}
 
 
 def tiny_model(folder: Path, *, num_kv_heads: int = 4) -> str:
@@ -53,80 +53,13 @@ def prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.randrange(VOCAB_SIZE) for _ in range(num_tokens))
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A request's end and its tokens."""
-
-    done: Done
-    token_ids: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """KV bytes that moved, all ranks."""
-        return sum(load.nbytes for load in self.done.loads)
-
-
-@dataclass
-class Engine:
-    """One engine and its client. ``restart`` gives it a new life on the same KV port."""
-
-    config: EngineConfig
-    group: EngineGroup
-    client: RpcClient
-    answers: dict[str, Answer] = field(default_factory=dict)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-
-    @classmethod
-    def start(cls, config: EngineConfig) -> Engine:
-        group = EngineGroup(config)
-        return cls(config, group, RpcClient(group.endpoint, connect_timeout_s=10))
-
-    def close(self) -> None:
-        self.client.close()
-        self.group.close()
+class LiveEngine(Engine):
+    """An engine that can be restarted and watched."""
 
     def restart(self) -> None:
+        """New processes, the same KV port."""
         self.close()
         self.group = EngineGroup(self.config)
-        self.client = RpcClient(self.group.endpoint, connect_timeout_s=10)
-
-    def reconfigure(self, config: EngineConfig) -> None:
-        """A new life in the same processes."""
-        self.client.close()
-        self.config = config
-        self.group.reconfigure(config)
-        self.client = RpcClient(self.group.endpoint, connect_timeout_s=10)
-
-    def send(self, request_id: str, tokens: tuple[int, ...], **kwargs: Any) -> None:
-        kwargs.setdefault("max_new_tokens", 1)
-        self.tokens[request_id] = []
-        self.client.send(Generate(request_id, tokens, **kwargs))
-
-    def abort(self, request_id: str) -> None:
-        self.client.send(Abort(request_id))
-
-    def wait_for(self, request_id: str, timeout_s: float = TIMEOUT_S) -> Answer:
-        """The end of one request; others that end meanwhile are kept."""
-        deadline_s = time.monotonic() + timeout_s
-        while request_id not in self.answers:
-            left_s = deadline_s - time.monotonic()
-            assert left_s > 0, f"request {request_id}: no end within {timeout_s:g} s"
-            self.hear(left_s)
-        return self.answers.pop(request_id)
-
-    def hear(self, timeout_s: float) -> None:
-        for message in self.client.poll(timeout_s):
-            match message:
-                case Token(request_id=request_id, token_id=token_id):
-                    self.tokens[request_id].append(token_id)
-                case Done(request_id=request_id):
-                    self.answers[request_id] = Answer(message, tuple(self.tokens.pop(request_id)))
-                case Refused():
-                    raise AssertionError(f"refused: {message.error}")
-
-    def info(self) -> Info:
-        """The engine as it stands, while no request is in flight."""
-        return self.client.ask(10)
 
     def wait_for_info(self, holds: Callable[[Info], bool], timeout_s: float) -> Info:
         """Ask until ``holds``; fails with the last answer."""
@@ -139,40 +72,25 @@ class Engine:
             time.sleep(0.02)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Pair:
     """Both engines."""
 
-    prefill: Engine
-    decode: Engine
-    ids: Iterator[int] = field(default_factory=itertools.count)
+    prefill: LiveEngine
+    decode: LiveEngine
 
-    def new_id(self) -> str:
-        return f"r{next(self.ids)}"
-
-    def prefilled(self, tokens: tuple[int, ...]) -> Answer:
-        """Prefill a prompt; the answer's kv_transfer_params are what a router would forward."""
-        request_id = self.new_id()
-        self.prefill.send(request_id, tokens, kv_transfer_params={"do_remote_decode": True})
-        return self.prefill.wait_for(request_id)
-
-    def start_decode(
-        self, tokens: tuple[int, ...], params: dict[str, Any] | None, max_new_tokens: int = 8
-    ) -> str:
-        request_id = self.new_id()
-        self.decode.send(
-            request_id, tokens, max_new_tokens=max_new_tokens, kv_transfer_params=params
-        )
-        return request_id
+    def prefilled(self, tokens: tuple[int, ...]) -> Result:
+        """Prefill a prompt; the result's kv_transfer_params are what a router would forward."""
+        return self.prefill.generate(tokens, 1, OFFER)
 
     def decoded(
         self, tokens: tuple[int, ...], params: dict[str, Any] | None, max_new_tokens: int = 8
-    ) -> Answer:
-        return self.decode.wait_for(self.start_decode(tokens, params, max_new_tokens))
+    ) -> Result:
+        return self.decode.generate(tokens, max_new_tokens, params)
 
-    def run(self, tokens: tuple[int, ...], max_new_tokens: int = 8) -> Answer:
+    def run(self, tokens: tuple[int, ...], max_new_tokens: int = 8) -> Result:
         """Through both engines."""
-        params = self.prefilled(tokens).done.kv_transfer_params
+        params = self.prefilled(tokens).kv_transfer_params
         assert params is not None
         return self.decoded(tokens, params, max_new_tokens)
 
@@ -198,8 +116,8 @@ def pair(prefill: EngineConfig, decode: EngineConfig) -> Iterator[Pair]:
     """Start both engines; end them whatever happens."""
     engines = []
     try:
-        engines.append(Engine.start(prefill))
-        engines.append(Engine.start(decode))
+        engines.append(LiveEngine(prefill))
+        engines.append(LiveEngine(decode))
         yield Pair(engines[0], engines[1])
     finally:
         for engine in engines:

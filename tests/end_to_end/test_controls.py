@@ -9,8 +9,9 @@ import pytest
 
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import DIGEST_NBYTES
+from kvxfer.engine.engine import Result
 from kvxfer.engine.model_config import load_model_config
-from tests.end_to_end.harness import DECODE, PREFILL, Answer, Pair, engine_config, pair, prompt
+from tests.end_to_end.harness import DECODE, PREFILL, Pair, engine_config, pair, prompt
 
 NUM_TOKENS = (17, 18, 24, 31, 32, 33, 40, 48, 64, 65, 96, 127, 150, 200, 257, 400)
 """Each longer than a block of the prefill side."""
@@ -43,12 +44,12 @@ def engines() -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def right(engines: Pair) -> dict[int, Answer]:
+def right(engines: Pair) -> dict[int, Result]:
     """What is said when nothing goes wrong, by number of prompt tokens."""
     return answers(engines)
 
 
-def answers(engines: Pair) -> dict[int, Answer]:
+def answers(engines: Pair) -> dict[int, Result]:
     found = {num: engines.run(prompt(num), NEW_TOKENS) for num in NUM_TOKENS}
     for num_tokens, answer in found.items():
         assert answer.done.failure is None
@@ -56,7 +57,7 @@ def answers(engines: Pair) -> dict[int, Answer]:
     return found
 
 
-def is_blank(answer: Answer) -> bool:
+def is_blank(answer: Result) -> bool:
     """Is all KV that should have come zeros? By the digests, taken before anything was computed."""
     (digest,) = answer.done.digests
     assert len(digest.planes) == NUM_PLANES
@@ -66,7 +67,7 @@ def is_blank(answer: Answer) -> bool:
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_zeros_for_kv_change_the_tokens_of_every_prompt_longer_than_a_block(
-    engines: Pair, right: dict[int, Answer], transport: str
+    engines: Pair, right: dict[int, Result], transport: str
 ) -> None:
     engines.decode.reconfigure(decode_config(transport, faults="read:blank"))
     wrong = answers(engines)
@@ -77,7 +78,7 @@ def test_zeros_for_kv_change_the_tokens_of_every_prompt_longer_than_a_block(
     assert equal == []
 
 
-def test_the_right_tokens_come_back_with_the_kv(engines: Pair, right: dict[int, Answer]) -> None:
+def test_the_right_tokens_come_back_with_the_kv(engines: Pair, right: dict[int, Result]) -> None:
     """What differs is the KV, not the life of the engine."""
     engines.decode.reconfigure(decode_config("zmq"))
     again = answers(engines)
@@ -86,7 +87,7 @@ def test_the_right_tokens_come_back_with_the_kv(engines: Pair, right: dict[int, 
     }
 
 
-def test_at_least_half_of_the_tokens_of_an_output_are_distinct(right: dict[int, Answer]) -> None:
+def test_at_least_half_of_the_tokens_of_an_output_are_distinct(right: dict[int, Result]) -> None:
     for answer in right.values():
         assert len(answer.token_ids) == NEW_TOKENS
         assert len(set(answer.token_ids)) >= NEW_TOKENS / 2

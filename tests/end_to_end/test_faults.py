@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvxfer.engine.config import OnLoadFailure, Role
-from tests.end_to_end.harness import DECODE, PREFILL, engine_config, pair, prompt, tiny_model
+from tests.end_to_end.harness import DECODE, OFFER, PREFILL, engine_config, pair, prompt, tiny_model
 from tests.helpers import free_port
 
 
@@ -33,11 +33,11 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
     )
     with pair(prefill, decode) as engines:
         tokens = prompt(1000)
-        params = engines.prefilled(tokens).done.kv_transfer_params
-        request_id = engines.start_decode(tokens, params)
+        params = engines.prefilled(tokens).kv_transfer_params
+        request_id = engines.decode.submit(tokens, 8, params)
         time.sleep(0.3)
         engines.prefill.group.kill()
-        answer = engines.decode.wait_for(request_id, timeout_s=8)
+        answer = engines.decode.result(request_id, timeout_s=8)
         assert answer.done.failure in {"peer_lost", "deadline"}
         if policy is OnLoadFailure.FAIL:
             assert (answer.done.status, answer.token_ids) == ("FINISHED_ERROR", ())
@@ -61,8 +61,8 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
     ) as engines:
         num_free = engines.prefill.info().num_free_blocks
         tokens = prompt(1000)
-        params = engines.prefilled(tokens).done.kv_transfer_params
-        request_id = engines.start_decode(tokens, params)
+        params = engines.prefilled(tokens).kv_transfer_params
+        request_id = engines.decode.submit(tokens, 8, params)
         time.sleep(0.3)
         pids = engines.decode.group.pids
         for pid in pids:
@@ -73,7 +73,7 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGCONT)
-        answer = engines.decode.wait_for(request_id, timeout_s=15)
+        answer = engines.decode.result(request_id, timeout_s=15)
         assert answer.done.failure == "expired"
         assert answer.token_ids == engines.decoded(tokens, None).token_ids
 
@@ -96,23 +96,20 @@ def test_a_storm_of_aborts_gives_every_block_back(tmp_path: Path) -> None:
         for number in range(200):
             tokens = prompt(rng.randrange(2, 300), seed=number)
             if number % 4 == 0:  # aborted on the prefill side, somewhere before its end
-                request_id = engines.new_id()
-                engines.prefill.send(
-                    request_id, tokens, kv_transfer_params={"do_remote_decode": True}
-                )
+                request_id = engines.prefill.submit(tokens, 1, OFFER)
                 time.sleep(rng.random() * 0.01)
                 engines.prefill.abort(request_id)
-                params = engines.prefill.wait_for(request_id).done.kv_transfer_params
+                params = engines.prefill.result(request_id).kv_transfer_params
                 if params is None:
                     num_aborted_prefills += 1
                     continue
             else:
-                params = engines.prefilled(tokens).done.kv_transfer_params
-            decoding.append(engines.start_decode(tokens, params, max_new_tokens=64))
+                params = engines.prefilled(tokens).kv_transfer_params
+            decoding.append(engines.decode.submit(tokens, 64, params))
             time.sleep(rng.random() * 0.02)
             engines.decode.abort(decoding[-1])
         for request_id in decoding:
-            engines.decode.wait_for(request_id)
+            engines.decode.result(request_id)
         assert num_aborted_prefills > 5
         engines.prefill.wait_for_info(lambda info: info.num_free_blocks == before[0], 2)
         engines.decode.wait_for_info(lambda info: info.num_free_blocks == before[1], 2)
@@ -128,7 +125,7 @@ def test_a_source_that_never_answers_ends_in_a_deadline(tmp_path: Path) -> None:
     ) as engines:
         assert engines.run(prompt(40)).done.failure is None
         tokens = prompt(200, seed=1)
-        params = engines.prefilled(tokens).done.kv_transfer_params
+        params = engines.prefilled(tokens).kv_transfer_params
         pids = engines.prefill.group.pids
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)

@@ -19,6 +19,7 @@ import pytest
 
 from kvxfer.engine.config import Role
 from kvxfer.engine.digest import DIGEST_NBYTES, KVDigest
+from kvxfer.engine.engine import Result
 from tests.end_to_end.grid import (
     Cell,
     Exchange,
@@ -28,7 +29,6 @@ from tests.end_to_end.grid import (
     pairwise_cells,
     problems_of,
 )
-from tests.end_to_end.harness import Answer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "grid.py"
 # Written out once more, so that no value is lost from the grid unseen.
@@ -135,7 +135,7 @@ def exchange(fleet: Fleet) -> Exchange:
     return found
 
 
-def with_done(answer: Answer, **changes: Any) -> Answer:
+def with_done(answer: Result, **changes: Any) -> Result:
     return replace(answer, done=msgspec.structs.replace(answer.done, **changes))
 
 

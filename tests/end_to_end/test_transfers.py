@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from kvxfer.engine.config import Role
-from tests.end_to_end.harness import DECODE, PREFILL, Pair, engine_config, pair, prompt, tiny_model
+from tests.end_to_end.harness import (
+    DECODE,
+    OFFER,
+    PREFILL,
+    Pair,
+    engine_config,
+    pair,
+    prompt,
+    tiny_model,
+)
 
 TOKEN_NBYTES = 2 * 2 * 4 * 16 * 4  # K and V, 2 layers, 4 heads, 16 floats of 4 bytes
 
@@ -32,14 +41,14 @@ def test_all_but_the_last_token_moves(engines: Pair, num_tokens: int) -> None:
     assert answer.done.status == "FINISHED_LENGTH_CAPPED"
     assert answer.done.failure is None
     assert answer.done.num_external_tokens == num_tokens - 1
-    assert answer.nbytes == (num_tokens - 1) * TOKEN_NBYTES
+    assert answer.kv_nbytes == (num_tokens - 1) * TOKEN_NBYTES
     alone = engines.decoded(prompt(num_tokens, seed=1), None)
     assert answer.token_ids == alone.token_ids
 
 
 def test_a_prompt_of_one_token_moves_nothing(engines: Pair) -> None:
     answer = engines.run(prompt(1))
-    assert (answer.done.num_external_tokens, answer.nbytes) == (0, 0)
+    assert (answer.done.num_external_tokens, answer.kv_nbytes) == (0, 0)
 
 
 def test_a_prefix_hit_moves_only_the_missing_tokens(engines: Pair) -> None:
@@ -52,7 +61,7 @@ def test_a_prefix_hit_moves_only_the_missing_tokens(engines: Pair) -> None:
     # third block became full with the first new token.
     assert answer.done.num_cached_tokens == 96
     assert answer.done.num_external_tokens == 140 - 1 - 96
-    assert answer.nbytes == (140 - 1 - 96) * TOKEN_NBYTES
+    assert answer.kv_nbytes == (140 - 1 - 96) * TOKEN_NBYTES
 
 
 def test_a_fully_cached_prompt_moves_nothing_and_frees_the_source(engines: Pair) -> None:
@@ -60,14 +69,14 @@ def test_a_fully_cached_prompt_moves_nothing_and_frees_the_source(engines: Pair)
     num_free = engines.prefill.info().num_free_blocks
     engines.run(tokens)
     again = engines.run(tokens)
-    assert (again.done.num_external_tokens, again.nbytes) == (0, 0)
+    assert (again.done.num_external_tokens, again.kv_nbytes) == (0, 0)
     # At once, not when the lease of 30 s ends.
     engines.prefill.wait_for_info(lambda info: info.num_free_blocks == num_free, timeout_s=2)
 
 
 def test_params_of_another_prompt_are_refused_and_leave_the_offer_alone(engines: Pair) -> None:
     right, wrong = prompt(60, seed=5), prompt(60, seed=6)
-    params = engines.prefilled(right).done.kv_transfer_params
+    params = engines.prefilled(right).kv_transfer_params
     refused = engines.decoded(wrong, params)
     assert refused.done.failure == "tokens"
     assert refused.token_ids == engines.decoded(wrong, None).token_ids  # recomputed
@@ -78,19 +87,19 @@ def test_params_of_another_prompt_are_refused_and_leave_the_offer_alone(engines:
 
 def test_params_are_good_for_one_load(engines: Pair) -> None:
     tokens = prompt(50, seed=7)
-    params = engines.prefilled(tokens).done.kv_transfer_params
+    params = engines.prefilled(tokens).kv_transfer_params
     assert engines.decoded(tokens, params).done.failure is None
     other = prompt(50, seed=8)
     assert engines.decoded(other, params).done.failure in {"ended", "tokens"}
 
 
-def test_an_id_may_be_used_again_and_by_several_clients(engines: Pair) -> None:
+def test_an_id_may_be_used_again(engines: Pair) -> None:
     for seed in range(3):
         tokens = prompt(70, seed=100 + seed)
-        engines.prefill.send("same", tokens, kv_transfer_params={"do_remote_decode": True})
-        params = engines.prefill.wait_for("same").done.kv_transfer_params
-        engines.decode.send("same", tokens, kv_transfer_params=params)
-        assert engines.decode.wait_for("same").done.num_external_tokens == 69
+        engines.prefill.submit(tokens, 1, OFFER, "same")
+        params = engines.prefill.result("same").kv_transfer_params
+        engines.decode.submit(tokens, 1, params, "same")
+        assert engines.decode.result("same").done.num_external_tokens == 69
 
 
 def test_more_heads_than_ranks_and_ranks_that_nobody_reads(tmp_path: Path) -> None:
