@@ -35,18 +35,32 @@ from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side, Tile
 
 Bytes = NDArray[np.uint8]
 
+_PAGE_NBYTES = 4096
+
 
 class Scratch:
-    """Bytes between gather and scatter, kept so that they stay cached. For one thread at a time."""
+    """Bytes between gather and scatter, kept from call to call so that they stay in the cache.
+
+    For one thread.
+    """
 
     def __init__(self, nbytes: int = PIECE_NBYTES) -> None:
-        self._bytes: Bytes = np.empty(nbytes, dtype=np.uint8)
+        self._bytes = _page_aligned(nbytes)
 
     def take(self, nbytes: int) -> Bytes:
         """The first ``nbytes``; grows when they are more than ever before."""
         if nbytes > self._bytes.size:
-            self._bytes = np.empty(nbytes, dtype=np.uint8)
+            self._bytes = _page_aligned(nbytes)
         return self._bytes[:nbytes]
+
+
+def _page_aligned(nbytes: int) -> Bytes:
+    # As malloc returns it, a large array begins 16 bytes into a page. Rows of 4 KiB or more
+    # copied there from the start of a page run at 1.3 to 2 GB/s instead of 5 to 14: the "rep movsb"
+    # of memmove on AMD Zen takes source and target for overlapping if their low 12 bits are close.
+    whole = np.empty(nbytes + _PAGE_NBYTES, dtype=np.uint8)
+    start = -whole.ctypes.data % _PAGE_NBYTES
+    return whole[start : start + nbytes]
 
 
 def gather(

@@ -1,0 +1,203 @@
+"""Pools that another process of this host can map and read: files behind ``/proc/PID/fd/N``.
+
+A :class:`SharedPool` is a memfd: it has no name in any file system, so nothing is left behind after
+a kill, and no container limit for ``/dev/shm`` applies. Its first page is a header with a random
+nonce, by which :func:`open_shared` proves that it mapped the right file: a process id or a
+descriptor may have been used again, or may belong to another container. The file is sealed against
+shrinking, so a reader never takes SIGBUS for what the owner does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo
+
+HEADER_NBYTES = 4096
+MAGIC = b"kvxfer pool v1\0\0"
+NONCE_NBYTES = 16
+_NAME = "kvxfer-pool"
+_NOT_PERMITTED = "not permitted; it needs the same user and permission to trace the process"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+@lru_cache(maxsize=1)
+def boot_id() -> str:
+    """The random id of this host's life; containers on one host share it.
+
+    Empty where the kernel does not tell.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+class SharedPool:
+    """Writable memory that other processes can map read-only; made by :meth:`create`."""
+
+    def __init__(self, fd: int, memory: mmap.mmap, nonce: bytes) -> None:
+        self._fd: int | None = fd
+        self._nbytes = len(memory) - HEADER_NBYTES
+        # The tensor keeps the mapping alive, and views of the tensor keep the tensor's storage.
+        self._tensor: Tensor | None = torch.frombuffer(
+            memory, dtype=torch.uint8, offset=HEADER_NBYTES
+        )
+        self._info = MemoryInfo(
+            device="cpu",
+            nbytes=self._nbytes,
+            handle=MemfdHandle(
+                boot_id=boot_id(), pid=os.getpid(), fd=fd, nbytes=self._nbytes, nonce=nonce
+            ),
+        )
+
+    @classmethod
+    def create(cls, nbytes: int) -> SharedPool:
+        """``nbytes`` of zeroed shared memory.
+
+        Raises ValueError for a size that cannot be, OSError if there is no memory.
+        """
+        if nbytes <= 0:
+            raise ValueError(f"nbytes: expected more than 0, got {nbytes}")
+        fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, HEADER_NBYTES + nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(fd, HEADER_NBYTES + nbytes)
+            nonce = secrets.token_bytes(NONCE_NBYTES)
+            memory[: len(MAGIC) + NONCE_NBYTES] = MAGIC + nonce
+            return cls(fd, memory, nonce)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def tensor(self) -> Tensor:
+        """Flat uint8, writable, without the header."""
+        if self._tensor is None:
+            raise ValueError("pool: expected an open one, got a closed one")
+        return self._tensor
+
+    @property
+    def info(self) -> MemoryInfo:
+        """What the manifest says of it."""
+        return self._info
+
+    def close(self) -> None:
+        """Let nobody map it any more and drop it.
+
+        The bytes live on while a tensor here or a mapping elsewhere needs them.
+        """
+        fd, self._fd, self._tensor = self._fd, None, None
+        if fd is not None:
+            os.close(fd)
+
+
+class MappedPool:
+    """Another process's pool, mapped read-only; made by :func:`open_shared`.
+
+    Writing to its tensor is a SIGSEGV.
+    """
+
+    def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
+        self._tensor: Tensor | None = _readonly_tensor(memory, HEADER_NBYTES, nbytes)
+
+    @property
+    def tensor(self) -> Tensor:
+        """Flat uint8, without the header."""
+        if self._tensor is None:
+            raise ValueError("mapping: expected an open one, got a closed one")
+        return self._tensor
+
+    def close(self) -> None:
+        """Drop the mapping: at once, or when the last view goes (a copy that still runs on it)."""
+        self._tensor = None
+
+
+def plain_info(tensor: Tensor) -> MemoryInfo:
+    """What the manifest says of memory that nobody else can map."""
+    return MemoryInfo(device=tensor.device.type, nbytes=tensor.numel(), handle=None)
+
+
+def open_shared(handle: MemfdHandle) -> MappedPool:
+    """Map a peer's pool read-only and prove that it is the one the handle names.
+
+    Raises TransportUnavailable with the reason: other host, process or descriptor gone, no
+    permission, wrong file.
+    """
+    here = boot_id()
+    if not here or handle.boot_id != here:
+        raise TransportUnavailable(
+            f"shm: expected a peer on this host (boot {here or 'unknown'}), "
+            f"got boot {handle.boot_id or 'unknown'}"
+        )
+    where = f"/proc/{handle.pid}/fd/{handle.fd}"
+    fd = _open_memfd(where)
+    try:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise TransportUnavailable(f"shm: expected {where} sealed against shrinking, got none")
+        found_nbytes = os.fstat(fd).st_size
+        if found_nbytes != HEADER_NBYTES + handle.nbytes:
+            raise TransportUnavailable(
+                f"shm: expected {HEADER_NBYTES + handle.nbytes} bytes in {where}, "
+                f"got {found_nbytes}"
+            )
+        try:
+            memory = mmap.mmap(fd, found_nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except OSError as exc:
+            raise TransportUnavailable(f"shm: {where} cannot be mapped: {exc.strerror}") from exc
+    finally:
+        os.close(fd)
+    proof = MAGIC + handle.nonce
+    if memory[: len(proof)] != proof or len(handle.nonce) != NONCE_NBYTES:
+        memory.close()
+        raise TransportUnavailable(
+            f"shm: expected the pool's nonce in {where}, got another; "
+            "the peer ended, or is in another process namespace"
+        )
+    return MappedPool(memory, handle.nbytes)
+
+
+def _open_memfd(where: str) -> int:
+    """A descriptor of its own for the peer's memfd.
+
+    Looks at the link first, so that nothing else is ever opened.
+    """
+    try:
+        target = os.readlink(where)
+        if not target.startswith(f"/memfd:{_NAME}"):
+            raise TransportUnavailable(f"shm: expected a pool behind {where}, got {target}")
+        return os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as exc:
+        reasons = {
+            errno.ENOENT: "no such process or descriptor (ended, or in another namespace)",
+            errno.ESRCH: "the process ended",
+            errno.EACCES: _NOT_PERMITTED,
+            errno.EPERM: _NOT_PERMITTED,
+        }
+        reason = reasons.get(exc.errno or 0, exc.strerror)
+        raise TransportUnavailable(f"shm: {where} cannot be opened: {reason}") from exc
+
+
+def _readonly_tensor(memory: mmap.mmap, offset: int, nbytes: int) -> Tensor:
+    """A tensor over a read-only mapping.
+
+    Torch warns about read-only buffers, so it is shown the address instead.
+    """
+    view = np.frombuffer(memory, dtype=np.uint8, count=nbytes, offset=offset)
+    window = (ctypes.c_uint8 * nbytes).from_address(view.ctypes.data)
+    # from_address owns nothing: the tensor keeps the window, the window keeps the view.
+    window.owner = view  # type: ignore[attr-defined]
+    return torch.frombuffer(window, dtype=torch.uint8)

@@ -1,0 +1,338 @@
+"""The conformance check that every transport passes, also one that is not part of kvxfer.
+
+    from kvxfer.testing import check_transport
+    check_transport(make_source, make_sink)
+
+Both arguments are functions of a module, ``make(memory, copy_thread, wake, context)``, that return
+a SourceTransport and a SinkTransport. The source runs in a process of its own. Plain asserts say
+what is wrong; it takes a few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+
+from kvxfer.testing_cases import (
+    CASES,
+    Case,
+    Move,
+    make_move,
+    move_nbytes,
+    naive_copy,
+)
+from kvxfer.testing_peer import (
+    Child,
+    MakeSink,
+    MakeSource,
+    Release,
+    Send,
+    SinkPeer,
+    SourcePeer,
+    StopSend,
+    serve_idle_sink,
+)
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.base import (
+    PeerGone,
+    Progress,
+    ReadBroke,
+    ReadDone,
+    ReadRequest,
+    ReadStopped,
+    SendRequest,
+    SendStopped,
+    Sent,
+    SinkCompletion,
+    SourceCompletion,
+    TransferKey,
+)
+
+__all__ = ["MakeSink", "MakeSource", "check_transport"]
+
+PEER_DEATH_S = 5.0
+"""A killed peer must be noticed within this time."""
+_INCARNATION = b"conformance-sink"
+
+
+def check_transport(
+    make_source: MakeSource, make_sink: MakeSink, *, timeout_s: float = 10.0
+) -> None:
+    """Raise AssertionError for the first promise that the transport breaks.
+
+    Every wait ends after ``timeout_s``.
+    """
+    first = SourcePeer(make_source, 1, timeout_s)  # starts the fork server, whose descriptors stay
+    before = _resources()
+    check = _Check(SinkPeer(make_sink), first, make_sink, timeout_s)
+    second: SourcePeer | None = None
+    try:
+        check.attach_and_trial()
+        check.every_case()
+        check.many_at_once()
+        check.stop_writes_nothing_more()
+        check.unknown_keys()
+        check.detach_and_attach()
+        check.sink_dies()
+        check.source_dies()
+        second = check.source = SourcePeer(make_source, 2, timeout_s)
+        check.sink.transport.attach(second.manifest)
+        check.move(CASES[1], "a new source after the death of another")
+        left = second.finish(timeout_s)
+        second = None
+        assert not left, f"source close: expected no thread left, got {left}"
+    finally:
+        check.sink.close()
+        if second is not None:
+            second.kill()
+        if not check.is_source_dead:
+            first.kill()
+    _assert_no_more_than(before)
+
+
+def _resources() -> tuple[int, set[str]]:
+    return len(os.listdir("/proc/self/fd")), {thread.name for thread in threading.enumerate()}
+
+
+def _assert_no_more_than(before: tuple[int, set[str]]) -> None:
+    num_fds, threads = _resources()
+    assert not threads - before[1], (
+        f"sink close: expected no thread left, got {threads - before[1]}"
+    )
+    # The pipe of the first process was open before and is closed now.
+    assert num_fds <= before[0], (
+        f"sink close: expected {before[0]} descriptors or less, got {num_fds}"
+    )
+
+
+@dataclass(slots=True)
+class _Check:
+    sink: SinkPeer
+    source: SourcePeer
+    make_sink: MakeSink
+    timeout_s: float
+    num_keys: int = 0
+    is_source_dead: bool = False
+    released: set[TransferKey] = field(default_factory=set)
+
+    # -- the parts of a transfer
+
+    def key(self) -> TransferKey:
+        self.num_keys += 1
+        return TransferKey(self.num_keys.to_bytes(16), _INCARNATION, "pp0tp0", "pp0tp0")
+
+    def read_request(self, key: TransferKey, move: Move) -> ReadRequest:
+        return ReadRequest(
+            key=key,
+            source=self.source.manifest,
+            classes=(move.copy_class,),
+            pull_classes=(move.pull,),
+            source_ids=() if self.sink.transport.is_stream else (move.source_ids,),
+            sink_ids=(move.sink_ids,),
+            chunk_nbytes=move.case.chunk_nbytes,
+        )
+
+    def start(self, key: TransferKey, move: Move, hold_after: int = -1) -> None:
+        """What the connector does: expect, let the source send, read."""
+        request = self.read_request(key, move)
+        self.sink.transport.submit_expect(request)
+        if self.source.is_stream:
+            sent = SendRequest(
+                key,
+                (move.pull,),
+                (move.copy_class.source,),
+                (move.source_ids,),
+                move.case.chunk_nbytes,
+            )
+            self.source.pipe.send(Send(sent, hold_after))
+        self.sink.transport.submit_read(request)
+
+    def end_of(self, key: TransferKey, what: str, timeout_s: float | None = None) -> SinkCompletion:
+        return self.sink.until(
+            lambda c: isinstance(c, ReadDone | ReadBroke | ReadStopped) and c.key == key,
+            timeout_s or self.timeout_s,
+            what,
+        )
+
+    def source_says(self, kind: type[SourceCompletion], key: TransferKey) -> None:
+        """Wait for it; the sink is driven meanwhile, because the source waits for its credits."""
+        deadline_s = time.monotonic() + self.timeout_s
+        while self.source.take(kind, key) is None:
+            assert time.monotonic() < deadline_s, (
+                f"source: expected {kind.__name__} within {self.timeout_s} s, "
+                f"got {self.source.seen[-4:]}"
+            )
+            self.sink.rest(0.005)
+
+    def done(self, key: TransferKey, move: Move, what: str) -> None:
+        end = self.end_of(key, what)
+        assert isinstance(end, ReadDone), f"{what}: expected ReadDone, got {end}"
+        assert end.nbytes == move_nbytes(move), (
+            f"{what}: expected {move_nbytes(move)} bytes, got {end.nbytes}"
+        )
+        assert end.certified == self.source.is_stream, f"{what}: certified is {end.certified}"
+        if self.source.is_stream:
+            self.source_says(Sent, key)
+
+    def assert_content(self, moves: list[Move], what: str) -> None:
+        self.sink.rest(0.02)  # a write after the end would be one too many
+        want = bytearray(len(self.source.bytes))
+        want[:] = b"\xee" * len(want)
+        for move in moves:
+            naive_copy(move, self.source.bytes, want)
+        got = self.sink.content()
+        if got != want:
+            wrong = [at for at in range(len(want)) if got[at] != want[at]]
+            raise AssertionError(
+                f"{what}: {len(wrong)} of {len(want)} bytes differ; first at {wrong[0]}: "
+                f"got {got[wrong[0]]}, want {want[wrong[0]]}"
+            )
+
+    def move(self, case: Case, what: str) -> None:
+        """One whole transfer, checked."""
+        self.sink.poison()
+        key, move = self.key(), make_move(case, seed=self.num_keys)
+        self.start(key, move)
+        self.done(key, move, what)
+        self.assert_content([move], what)
+
+    # -- the promises
+
+    def attach_and_trial(self) -> None:
+        transport = self.sink.transport
+        assert transport.is_stream == self.source.is_stream
+        assert transport.name == self.source.name
+        trial = transport.trial(self.source.manifest, self.timeout_s)
+        assert trial.nbytes > 0
+        assert trial.duration_s > 0
+        transport.attach(self.source.manifest)
+        transport.attach(self.source.manifest)
+
+    def every_case(self) -> None:
+        for case in CASES:
+            self.move(case, case.name)
+
+    def many_at_once(self) -> None:
+        self.sink.poison()
+        moves = [make_move(case, 100 + slot, slot, len(CASES)) for slot, case in enumerate(CASES)]
+        keys = [self.key() for _ in moves]
+        for key, move in zip(keys, moves, strict=True):
+            self.start(key, move)
+        for key, move in zip(keys, moves, strict=True):
+            self.done(key, move, f"{len(moves)} at once: {move.case.name}")
+        self.assert_content(moves, f"{len(moves)} at once")
+
+    def stop_writes_nothing_more(self) -> None:
+        """Streams are stopped when some chunks have come, direct reads before their turn."""
+        what = "stop in mid-transfer"
+        self.sink.poison()
+        key, move = self.key(), make_move(CASES[0], 7)
+        if self.source.is_stream:
+            self.start(key, move, hold_after=2)
+            self.sink.until(
+                lambda c: isinstance(c, Progress) and c.key == key, self.timeout_s, what
+            )
+            self.sink.transport.stop_read(key)
+        else:
+            gate = self.sink.gate()
+            self.start(key, move)
+            self.sink.transport.stop_read(key)
+            gate.set()
+        end = self.end_of(key, what)
+        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
+        content = self.sink.content()
+        if self.source.is_stream:
+            self.source.pipe.send(Release(key))
+            self.source_says(Sent, key)
+        self.sink.rest(0.1)
+        assert self.sink.content() == content, f"{what}: the pool was written after ReadStopped"
+        for _ in range(4):  # what was dropped must not use up the connection
+            self.move(CASES[0], "after a stop")
+
+    def unknown_keys(self) -> None:
+        what = "a key that nobody knows"
+        key, move = self.key(), make_move(CASES[0], 8)
+        self.sink.transport.stop_read(key)
+        end = self.end_of(key, what)
+        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
+        if not self.source.is_stream:
+            return
+        self.sink.poison()
+        self.source.pipe.send(StopSend(key))
+        self.source_says(SendStopped, key)
+        request = SendRequest(
+            key, (move.pull,), (move.copy_class.source,), (move.source_ids,), 2048
+        )
+        self.source.pipe.send(Send(request))
+        self.source_says(Sent, key)
+        self.sink.rest(0.1)
+        self.assert_content([], what)
+        self.move(CASES[0], "after chunks of an unknown key")
+
+    def detach_and_attach(self) -> None:
+        what = "detach in mid-transfer"
+        gate = self.sink.gate()
+        key = self.key()
+        self.start(key, make_move(CASES[0], 9), hold_after=1)
+        self.sink.transport.detach(self.source.manifest.control_endpoint)
+        gate.set()
+        end = self.end_of(key, what)
+        assert isinstance(end, ReadBroke), f"{what}: expected ReadBroke, got {end}"
+        self.sink.transport.detach(self.source.manifest.control_endpoint)
+        late = self.key()
+        self.sink.transport.submit_expect(self.read_request(late, make_move(CASES[0], 9)))
+        self.sink.transport.submit_read(self.read_request(late, make_move(CASES[0], 9)))
+        end = self.end_of(late, "a read of a source that is not attached")
+        assert isinstance(end, ReadBroke), f"not attached: expected ReadBroke, got {end}"
+        self.sink.transport.attach(self.source.manifest)
+        if self.source.is_stream:
+            self.source.pipe.send(StopSend(key))
+            self.source_says(SendStopped, key)
+        self.move(CASES[2], "after attaching again")
+
+    def sink_dies(self) -> None:
+        """Another sink is killed while the source sends to it: this one is still served."""
+        move = make_move(CASES[0], 10)
+        key = TransferKey(b"n" * 16, b"other-sink------", "pp0tp0", "pp0tp0")
+        other = Child(serve_idle_sink, self.make_sink, self.read_request(key, move))
+        try:
+            assert other.pipe.poll(60), "other sink: expected it to attach, got nothing"
+            if self.source.is_stream:
+                request = SendRequest(
+                    key, (move.pull,), (move.copy_class.source,), (move.source_ids,), 2048
+                )
+                self.source.pipe.send(Send(request, hold_after=1))
+        finally:
+            other.kill()
+        if self.source.is_stream:
+            self.source.pipe.send(Release(key))
+            self.source.pipe.send(StopSend(key))
+            self.source_says(SendStopped, key)
+        for case in CASES[:3]:
+            self.move(case, "after the death of another sink")
+
+    def source_dies(self) -> None:
+        what = "source killed in mid-transfer"
+        key = self.key()
+        gate = self.sink.gate()
+        self.start(key, make_move(CASES[0], 11), hold_after=1)
+        self.source.kill()
+        self.is_source_dead = True
+        gate.set()
+        started_s = time.monotonic()
+        end = self.end_of(key, what, PEER_DEATH_S)
+        if not self.source.is_stream:  # the mapping outlives its owner
+            assert isinstance(end, ReadDone | ReadBroke), f"{what}: got {end}"
+        else:
+            assert isinstance(end, ReadBroke), f"{what}: expected ReadBroke, got {end}"
+            assert end.reason is Reason.PEER_LOST, f"{what}: expected peer_lost, got {end.reason}"
+            endpoint = self.source.manifest.control_endpoint
+            self.sink.until(
+                lambda c: isinstance(c, PeerGone) and c.control_endpoint == endpoint,
+                PEER_DEATH_S,
+                what,
+            )
+        assert time.monotonic() - started_s < PEER_DEATH_S
+        self.sink.transport.detach(self.source.manifest.control_endpoint)

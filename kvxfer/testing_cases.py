@@ -1,0 +1,203 @@
+"""What the conformance check moves: geometries, ids, and a copy that is too simple to be wrong."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, PullClass, RegionName, Side, Tile
+
+POISON = 0xEE
+POOL_NBYTES = 3 << 20
+NUM_BLOCKS = 40
+"""Blocks of every made-up pool; requests use some of them, in no order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """How one side stores its regions.
+
+    ``token_major`` is NHD; ``pad_nbytes`` lies behind each kernel block.
+    """
+
+    token_major: bool
+    block_tokens: int
+    kernel_tokens: int
+    num_heads: int
+    pad_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One transfer.
+
+    The source's heads from ``head_lo`` on become all heads of the sink.
+    """
+
+    name: str
+    source: Cache
+    sink: Cache
+    num_regions: int
+    inner_nbytes: int
+    head_lo: int
+    token_lo: int
+    token_hi: int
+    chunk_nbytes: int
+
+
+CASES = (
+    Case("equal", Cache(False, 16, 16, 2), Cache(False, 16, 16, 2), 4, 16, 0, 0, 130, 2048),
+    Case(
+        "HND 16 to NHD 32", Cache(False, 16, 16, 2), Cache(True, 32, 32, 2), 4, 8, 0, 0, 200, 4096
+    ),
+    Case(
+        "NHD 24 in 8 to HND 16", Cache(True, 24, 8, 4), Cache(False, 16, 16, 2), 3, 8, 1, 0, 97, 600
+    ),
+    Case(
+        "prefix, odd rows, padding",
+        Cache(False, 8, 8, 3, 5),
+        Cache(True, 24, 8, 1, 3),
+        5,
+        7,
+        2,
+        29,
+        121,
+        512,
+    ),
+    Case("one token", Cache(True, 16, 16, 1), Cache(False, 8, 8, 1), 2, 32, 0, 3, 4, 1 << 20),
+    Case("nothing", Cache(True, 16, 16, 1), Cache(False, 8, 8, 1), 2, 32, 0, 5, 5, 1 << 20),
+    Case(
+        "one chunk larger than asked",
+        Cache(True, 32, 32, 2),
+        Cache(True, 64, 64, 2),
+        1,
+        64,
+        0,
+        0,
+        256,
+        100,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A case with its ids: everything that both sides are told.
+
+    ``slot`` keeps the regions of moves apart.
+    """
+
+    case: Case
+    copy_class: CopyClass
+    pull: PullClass
+    source_ids: tuple[int, ...]
+    sink_ids: tuple[int, ...]
+
+
+def make_move(case: Case, seed: int, slot: int = 0, num_slots: int = 1) -> Move:
+    """Scattered ids; the regions lie in part ``slot`` of ``num_slots`` of both pools."""
+    shuffled = random.Random(seed)
+    num_heads = case.sink.num_heads
+    lo = POOL_NBYTES * slot // num_slots + 64
+    source = _side(case.source, case, case.head_lo, num_heads, lo)
+    sink = _side(case.sink, case, 0, num_heads, lo + 24)
+    if (
+        max(_end(case.source, case, lo), _end(case.sink, case, lo + 24))
+        > POOL_NBYTES * (slot + 1) // num_slots
+    ):
+        raise ValueError(f"{case.name}: expected to fit into 1/{num_slots} of {POOL_NBYTES} bytes")
+    names = tuple(RegionName(f"layer{index}", ("k",)) for index in range(case.num_regions))
+    return Move(
+        case,
+        CopyClass(names, case.head_lo, case.head_lo + num_heads, source, sink),
+        PullClass(
+            regions=names,
+            head_lo=case.head_lo,
+            head_hi=case.head_lo + num_heads,
+            inner_nbytes=case.inner_nbytes,
+            order=DenseOrder(case.sink.kernel_tokens, case.sink.token_major),
+            token_lo=case.token_lo,
+            token_hi=case.token_hi,
+        ),
+        _ids(shuffled, case.token_hi, case.source.block_tokens),
+        _ids(shuffled, case.token_hi, case.sink.block_tokens),
+    )
+
+
+def move_nbytes(move: Move) -> int:
+    """Bytes of KV in it."""
+    case = move.case
+    return (
+        case.num_regions * (case.token_hi - case.token_lo) * case.sink.num_heads * case.inner_nbytes
+    )
+
+
+def naive_copy(move: Move, source: bytes, sink: bytearray) -> None:
+    """Byte ranges one by one: the truth."""
+    for region in range(move.case.num_regions):
+        for token in range(move.case.token_lo, move.case.token_hi):
+            for head in range(move.case.sink.num_heads):
+                given = _address(move.copy_class.source, region, move.source_ids, token, head)
+                taken = _address(move.copy_class.sink, region, move.sink_ids, token, head)
+                inner = move.case.inner_nbytes
+                sink[taken : taken + inner] = source[given : given + inner]
+
+
+def source_bytes(seed: int) -> bytes:
+    """The content of a source's pool; without the poison, so that an unwritten byte shows."""
+    return random.Random(seed).randbytes(POOL_NBYTES).replace(bytes([POISON]), b"\x11")
+
+
+def _address(side: Side, region: int, ids: tuple[int, ...], token: int, head: int) -> int:
+    tile = side.tile
+    block, inside = ids[token // tile.block_tokens], token % tile.block_tokens
+    kernel_block = block * (tile.block_tokens // tile.kernel_tokens) + inside // tile.kernel_tokens
+    return (
+        side.bases[region].offset
+        + kernel_block * tile.stride_block
+        + head * tile.stride_head
+        + (inside % tile.kernel_tokens) * tile.stride_token
+    )
+
+
+def _side(cache: Cache, case: Case, head_lo: int, num_heads: int, lo: int) -> Side:
+    inner = case.inner_nbytes
+    if cache.token_major:
+        stride_token, stride_head = cache.num_heads * inner, inner
+    else:
+        stride_token, stride_head = inner, cache.kernel_tokens * inner
+    return Side(
+        group=0,
+        tile=Tile(
+            block_tokens=cache.block_tokens,
+            kernel_tokens=cache.kernel_tokens,
+            num_blocks=NUM_BLOCKS,
+            num_heads=num_heads,
+            inner_nbytes=inner,
+            stride_block=_kernel_block_nbytes(cache, case),
+            stride_head=stride_head,
+            stride_token=stride_token,
+        ),
+        bases=tuple(
+            Base(0, lo + region * _region_nbytes(cache, case) + head_lo * stride_head)
+            for region in range(case.num_regions)
+        ),
+    )
+
+
+def _kernel_block_nbytes(cache: Cache, case: Case) -> int:
+    return cache.num_heads * cache.kernel_tokens * case.inner_nbytes + cache.pad_nbytes
+
+
+def _region_nbytes(cache: Cache, case: Case) -> int:
+    return (
+        NUM_BLOCKS * cache.block_tokens // cache.kernel_tokens * _kernel_block_nbytes(cache, case)
+    )
+
+
+def _end(cache: Cache, case: Case, lo: int) -> int:
+    return lo + case.num_regions * _region_nbytes(cache, case)
+
+
+def _ids(shuffled: random.Random, num_tokens: int, block_tokens: int) -> tuple[int, ...]:
+    return tuple(shuffled.sample(range(NUM_BLOCKS), -(-num_tokens // block_tokens)))

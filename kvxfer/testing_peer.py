@@ -1,0 +1,342 @@
+"""The two ends of the conformance check: a process that gives, and a sink in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+import zmq
+
+from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.testing_cases import POISON, POOL_NBYTES, source_bytes
+from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.transports.base import (
+    LocalMemory,
+    Packed,
+    ReadRequest,
+    SendRequest,
+    SinkCompletion,
+    SinkTransport,
+    SourceCompletion,
+    SourceTransport,
+    TransferKey,
+    Wake,
+)
+from kvxfer.transports.copy_thread import CopyThread, PiecesJob
+
+Context = zmq.Context[zmq.Socket[bytes]]
+C = TypeVar("C", bound=SinkCompletion)
+
+
+class MakeSource(Protocol):
+    """Makes the giving side; a function of a module, because it is called in another process."""
+
+    def __call__(
+        self, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+    ) -> SourceTransport: ...
+
+
+class MakeSink(Protocol):
+    """Makes the taking side; a function of a module."""
+
+    def __call__(
+        self, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+    ) -> SinkTransport: ...
+
+
+# ------------------------------------------------------------------ what the parent tells a child
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Give; after ``hold_after`` sent chunks keep the packed ones back (-1: never)."""
+
+    request: SendRequest
+    hold_after: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Send what was held back, and hold nothing any more."""
+
+    key: TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class StopSend:
+    key: TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Close the transport, say which threads are left, and end."""
+
+
+Command = Send | Release | StopSend | Close
+
+
+class WakeUp:
+    """An event descriptor that a poller can wait on."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def __call__(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        """Before a poll, so that no wake is lost."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.fd)
+
+
+def wait_for(transport: SourceTransport | SinkTransport, *fds: int, timeout_s: float) -> None:
+    """Sleep until one of the descriptors or the transport's sockets can be read."""
+    poller = zmq.Poller()
+    for fd in fds:
+        poller.register(fd, zmq.POLLIN)
+    for socket in transport.pollables():
+        poller.register(socket, zmq.POLLIN)
+    poller.poll(max(0, round(timeout_s * 1000)))
+
+
+# ------------------------------------------------------------------ the giving process
+
+
+@dataclass(slots=True)
+class _Held:
+    hold_after: int
+    num_sent: int = 0
+    sequences: list[int] = field(default_factory=list)
+
+
+def serve_source(pipe: Connection, make_source: MakeSource, seed: int) -> None:
+    """The child: a shared pool, a copy thread, the transport, and the commands of the parent."""
+    pool = SharedPool.create(POOL_NBYTES)
+    pool.tensor.copy_(
+        torch.from_numpy(np.frombuffer(bytearray(source_bytes(seed)), dtype=np.uint8))
+    )
+    copy_thread, context, wake = CopyThread(), zmq.Context[zmq.Socket[bytes]](), WakeUp()
+    transport = make_source(LocalMemory((pool.tensor,), (pool.info,)), copy_thread, wake, context)
+    pipe.send((transport.name, transport.is_stream, transport.data_endpoint(), pool.info))
+    held: dict[TransferKey, _Held] = {}
+    while True:
+        wait_for(transport, pipe.fileno(), wake.fd, timeout_s=60)
+        wake.clear()
+        for completion in transport.poll():
+            if isinstance(completion, Packed):
+                _on_packed(transport, held, completion)
+            pipe.send(completion)
+        if not pipe.poll():
+            continue
+        try:
+            command: Command = pipe.recv()
+        except EOFError:  # the parent is gone
+            return
+        if isinstance(command, Close):
+            break
+        _obey(transport, held, command)
+    transport.close()
+    copy_thread.close()
+    context.term()
+    wake.close()
+    pool.close()
+    pipe.send(
+        [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    )
+
+
+def _on_packed(transport: SourceTransport, held: dict[TransferKey, _Held], packed: Packed) -> None:
+    state = held.get(packed.key)
+    if state is not None and 0 <= state.hold_after <= state.num_sent:
+        state.sequences.append(packed.sequence)
+        return
+    if state is not None:
+        state.num_sent += 1
+    transport.send_packed(packed.key, packed.sequence)
+
+
+def _obey(transport: SourceTransport, held: dict[TransferKey, _Held], command: Command) -> None:
+    match command:
+        case Send(request, hold_after):
+            held[request.key] = _Held(hold_after)
+            transport.submit_send(request)
+        case Release(key):
+            state = held[key]
+            state.hold_after = -1
+            for sequence in state.sequences:
+                transport.send_packed(key, sequence)
+            state.sequences.clear()
+        case StopSend(key):
+            transport.stop_send(key)
+
+
+def serve_idle_sink(pipe: Connection, make_sink: MakeSink, request: ReadRequest) -> None:
+    """A child that attaches, expects one read, and polls until it is killed."""
+    sink = SinkPeer(make_sink)
+    sink.transport.attach(request.source)
+    sink.transport.submit_expect(request)
+    pipe.send("expecting")
+    while not pipe.poll(0.01):
+        sink.transport.poll()
+
+
+class Child:
+    """A process of the check, with a pipe to it.
+
+    Started by forkserver: threads and locks are not inherited.
+    """
+
+    def __init__(self, target: Callable[..., None], *arguments: object) -> None:
+        context = get_context("forkserver")
+        # The server imports torch once for all children; without effect if it runs already.
+        context.set_forkserver_preload([__name__])
+        self.seen: list[SourceCompletion] = []
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def take(self, kind: type[SourceCompletion], key: TransferKey) -> SourceCompletion | None:
+        """A completion of that kind, if it has come; others are kept for later."""
+        while self.pipe.poll():
+            self.seen.append(self.pipe.recv())
+        for completion in self.seen:
+            if isinstance(completion, kind) and completion.key == key:
+                self.seen.remove(completion)
+                return completion
+        return None
+
+    def kill(self) -> None:
+        """SIGKILL, and wait."""
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+        self.process.close()
+
+
+class SourcePeer(Child):
+    """A giving process and its manifest."""
+
+    def __init__(self, make_source: MakeSource, seed: int, timeout_s: float) -> None:
+        super().__init__(serve_source, make_source, seed)
+        if not self.pipe.poll(timeout_s + 60):  # the first process of a run imports torch
+            raise AssertionError("source: expected it to start within a minute, got nothing")
+        self.name, self.is_stream, endpoint, info = self.pipe.recv()
+        self.bytes = source_bytes(seed)
+        self.manifest = RankManifest(
+            rank=RankId(0, 0),
+            control_endpoint=f"tcp://127.0.0.1:{seed}",
+            data_endpoints={} if endpoint is None else {self.name: endpoint},
+            memories=(info,),
+            regions=(),
+        )
+
+    def finish(self, timeout_s: float) -> list[str]:
+        """Close it in order; the threads that were left."""
+        self.pipe.send(Close())
+        deadline_s = time.monotonic() + timeout_s
+        left: list[str] | None = None
+        while left is None and (left_s := deadline_s - time.monotonic()) > 0:
+            if self.pipe.poll(left_s):
+                message = self.pipe.recv()
+                left = message if isinstance(message, list) else None
+        self.process.join(timeout_s)
+        if left is None or self.process.exitcode != 0:
+            raise AssertionError(
+                f"source: expected to close and end with 0, got {self.process.exitcode}"
+            )
+        self.pipe.close()
+        self.process.close()
+        return left
+
+
+# ------------------------------------------------------------------ the taking side, in this
+# process
+
+
+class SinkPeer:
+    """A sink transport with a poisoned pool, and what it has said so far."""
+
+    def __init__(self, make_sink: MakeSink) -> None:
+        self.pool = SharedPool.create(POOL_NBYTES)
+        self.pool.tensor.fill_(POISON)
+        self.copy_thread, self.context, self.wake = (
+            CopyThread(),
+            zmq.Context[zmq.Socket[bytes]](),
+            WakeUp(),
+        )
+        memory = LocalMemory((self.pool.tensor,), (self.pool.info,))
+        self.transport = make_sink(memory, self.copy_thread, self.wake, self.context)
+        self.seen: list[SinkCompletion] = []
+
+    def content(self) -> bytes:
+        """The whole pool."""
+        return self.pool.tensor.numpy().tobytes()
+
+    def poison(self) -> None:
+        """Forget what was read."""
+        self.pool.tensor.fill_(POISON)
+
+    def until(
+        self, wanted: Callable[[SinkCompletion], bool], timeout_s: float, what: str
+    ) -> SinkCompletion:
+        """Drive the transport until it says what is wanted; remembers everything it says."""
+        deadline_s = time.monotonic() + timeout_s
+        for index in self._grow(deadline_s):
+            if wanted(self.seen[index]):
+                return self.seen[index]
+        raise AssertionError(f"{what}: expected within {timeout_s} s, got {self.seen[-8:]}")
+
+    def rest(self, duration_s: float) -> None:
+        """Drive it for a while."""
+        for _ in self._grow(time.monotonic() + duration_s, start=len(self.seen)):
+            pass
+
+    def _grow(self, deadline_s: float, start: int = 0) -> Iterator[int]:
+        """Positions in ``seen``, old and new ones, until the deadline."""
+        while True:
+            while start < len(self.seen):
+                yield start
+                start += 1
+            self.seen.extend(self.transport.poll())
+            if start < len(self.seen):
+                continue
+            if time.monotonic() >= deadline_s:
+                return
+            wait_for(self.transport, self.wake.fd, timeout_s=deadline_s - time.monotonic())
+            self.wake.clear()
+
+    def gate(self) -> threading.Event:
+        """Occupy the copy thread until the event is set."""
+        entered, opened = threading.Event(), threading.Event()
+
+        def pieces() -> Iterator[None]:
+            entered.set()
+            opened.wait(30)
+            yield
+
+        self.copy_thread.submit(PiecesJob("gate", pieces(), lambda job: None))
+        entered.wait(30)
+        return opened
+
+    def close(self) -> None:
+        """In the order of a worker that shuts down."""
+        self.transport.close()
+        self.copy_thread.close()
+        self.context.term()
+        self.wake.close()
+        self.pool.close()

@@ -1,0 +1,310 @@
+"""The contract of a wire: it moves bytes and says what happened; it knows no offers or leases.
+
+Two kinds. On a *direct* wire the sink maps the source's memory and reads it. On a *stream* wire the
+source packs chunks into staging and sends them, the sink scatters them into its pool. Both are
+driven by the IO thread of a worker:
+
+- ``submit``-like calls never block; work on KV runs in jobs of at most ``JOB_NBYTES`` on the
+:class:`CopyThread`; - ``pollables()`` are sockets that the IO thread polls for reading; ``poll()``
+handles what is there and returns what has happened since the last call, as a list of completions. A
+transport calls ``wake`` (given when it is made) from any thread when a poll would return something.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import zmq
+
+from kvxfer.transfer.manifest import MemoryInfo, RankManifest
+from kvxfer.transfer.plan import CopyClass, PullClass, Side
+from kvxfer.transfer.wire import Reason
+
+TRIAL_NBYTES = 4 << 20
+"""How much a trial moves at most: a millisecond or two, enough to tell one wire from another."""
+
+JOB_NBYTES = 64 << 20
+"""The largest piece of copying between two looks at the cancel flag (about 10 ms on a CPU)."""
+
+Wake = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferKey:
+    """One read of one route: (nonce, sink incarnation, sink rank as text, source rank as text).
+
+    Never reused.
+    """
+
+    nonce: bytes
+    incarnation: bytes
+    sink_rank: str
+    source_rank: str
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMemory:
+    """This rank's memories in the order of its manifest.
+
+    Flat uint8 tensors, and what the manifest says of each.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    infos: tuple[MemoryInfo, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens ``[token_lo, token_hi)`` of the request, positions from its start."""
+
+    token_lo: int
+    token_hi: int
+
+
+# ---------------------------------------------------------------- what the source side is asked to
+# send
+
+
+@dataclass(frozen=True, slots=True)
+class SendRequest:
+    """Pack and send one route.
+
+    ``sides[i]`` is this rank's side of ``classes[i]``; block ids are by source group.
+    """
+
+    key: TransferKey
+    classes: tuple[PullClass, ...]
+    sides: tuple[Side, ...]
+    block_ids: tuple[tuple[int, ...], ...]
+    chunk_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A chunk lies in staging; answer with ``send_packed`` or ``drop_packed``."""
+
+    key: TransferKey
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Every chunk has been handed to the wire; the pool is not needed any more."""
+
+    key: TransferKey
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendStopped:
+    """After ``stop_send`` or a failure: nothing of this transfer touches the pool any more."""
+
+    key: TransferKey
+    reason: Reason | None
+
+
+SourceCompletion = Packed | Sent | SendStopped
+
+
+class SourceTransport(ABC):
+    """The giving side of one wire on one rank."""
+
+    name: str
+    is_stream: bool
+    counts: Counter[str]
+    """What was dropped or refused, by reason; for metrics."""
+
+    @abstractmethod
+    def data_endpoint(self) -> str | None:
+        """Where sinks attach (``tcp://host:port``).
+
+        None for a direct wire, whose handles are in the manifest.
+        """
+
+    def pollables(self) -> Sequence[zmq.Socket[bytes]]:
+        """Sockets that the IO thread polls for reading."""
+        return ()
+
+    def submit_send(self, request: SendRequest) -> None:
+        """Begin to pack; each chunk is announced as Packed. Ids were checked.
+
+        Raises ProtocolError for chunk sizes out of bounds. This and the next three: stream wires
+        only.
+        """
+        raise self._is_direct()
+
+    def send_packed(self, key: TransferKey, sequence: int) -> None:
+        """The offer is open: send the chunk."""
+        raise self._is_direct()
+
+    def drop_packed(self, key: TransferKey, sequence: int) -> None:
+        """The offer is over: the chunk is discarded, and no more of this transfer is packed."""
+        raise self._is_direct()
+
+    def stop_send(self, key: TransferKey) -> None:
+        """Stop; SendStopped follows, at once or after the running job. Unknown keys get it too.
+
+        A key that was just reported as Sent is unknown.
+        """
+        raise self._is_direct()
+
+    def poll(self) -> list[SourceCompletion]:
+        """What happened since the last call. Never blocks."""
+        return []
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; running jobs are waited for."""
+
+    def _is_direct(self) -> NotImplementedError:
+        return NotImplementedError(f"{self.name} is a direct wire: sinks read by themselves")
+
+
+# ---------------------------------------------------------------- what the sink side is asked to
+# read
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """Read one route into this rank's pool.
+
+    ``spans`` by sink group; ``source_ids`` by source group (empty on stream wires); ``sink_ids`` by
+    sink group; all positional from the request's first token. ``pull_classes[i]`` is what the Pull
+    said of ``classes[i]``.
+    """
+
+    key: TransferKey
+    source: RankManifest
+    classes: tuple[CopyClass, ...]
+    pull_classes: tuple[PullClass, ...]
+    source_ids: tuple[tuple[int, ...], ...]
+    sink_ids: tuple[tuple[int, ...], ...]
+    chunk_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Bytes in place so far: what the deadline is measured from."""
+
+    key: TransferKey
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """Everything is in place.
+
+    ``certified``: nothing more is to be asked of the source (stream wires).
+    """
+
+    key: TransferKey
+    nbytes: int
+    certified: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBroke:
+    """The read failed and nothing of it is in flight any more."""
+
+    key: TransferKey
+    reason: Reason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStopped:
+    """After ``stop_read``: nothing of this read can write the pool any more."""
+
+    key: TransferKey
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Bytes that a wire moved to show that it works, and how long that took."""
+
+    nbytes: int
+    duration_s: float
+
+    @property
+    def gb_per_s(self) -> float:
+        """1e9 bytes a second."""
+        return self.nbytes / self.duration_s / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The connection to a source rank ended (its control endpoint names it)."""
+
+    control_endpoint: str
+
+
+SinkCompletion = Progress | ReadDone | ReadBroke | ReadStopped | PeerGone
+
+
+class SinkTransport(ABC):
+    """The taking side of one wire on one rank."""
+
+    name: str
+    is_stream: bool
+    counts: Counter[str]
+    """What was dropped or refused, by reason; for metrics."""
+
+    @abstractmethod
+    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+        """Move real bytes from the source rank and time them; keeps nothing open.
+
+        May be called from any thread, blocks for at most about ``timeout_s`` and touches neither
+        pool nor reads. Raises TransportUnavailable with the reason.
+        """
+
+    @abstractmethod
+    def attach(self, source: RankManifest) -> None:
+        """Map the source rank's memory or connect to it; idempotent.
+
+        Raises TransportUnavailable with the reason.
+        """
+
+    @abstractmethod
+    def detach(self, control_endpoint: str) -> None:
+        """Forget a source rank; its unfinished reads end as ReadBroke.
+
+        Mappings close when no copy runs on them any more.
+        """
+
+    @abstractmethod
+    def submit_expect(self, request: ReadRequest) -> None:
+        """Stream wires: get ready for the chunks BEFORE the Pull is sent.
+
+        They may overtake the Grant. Direct wires: nothing.
+        """
+
+    @abstractmethod
+    def submit_read(self, request: ReadRequest) -> None:
+        """Granted.
+
+        Direct wires: start the copy (source ids are in the request now). Stream wires: nothing to
+        do.
+        """
+
+    @abstractmethod
+    def stop_read(self, key: TransferKey) -> None:
+        """Stop; ReadStopped follows, at once or after the running job.
+
+        Unknown keys get ReadStopped too.
+        """
+
+    def pollables(self) -> Sequence[zmq.Socket[bytes]]:
+        """Sockets that the IO thread polls for reading."""
+        return ()
+
+    @abstractmethod
+    def poll(self) -> list[SinkCompletion]:
+        """What happened since the last call. Never blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; running jobs are waited for."""

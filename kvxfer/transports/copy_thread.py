@@ -1,0 +1,252 @@
+"""The one thread of a worker that copies KV: in pieces, the transfers in turn.
+
+A :class:`CopyJob` belongs to a *lane*, one for each transfer. The thread runs one piece of the
+first job of a lane, then one of the next lane, so that a large transfer does not hold up a small
+one. Between pieces it looks at the cancel flag.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+QUIET_S = 0.001
+"""How long after a wake the ends of jobs may lie unread while the same lane goes on: a few chunks of
+1 MiB. A wake costs the IO thread as much as all else that it does with a chunk."""
+
+T = TypeVar("T")
+_log = logging.getLogger("kvxfer.transports")
+
+
+class CopyEnd(enum.Enum):
+    """How a job ended. In every case nothing of it runs any more."""
+
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class CopyJob(ABC):
+    """Copying in pieces.
+
+    ``on_end`` is called exactly once, on the copy thread or in the caller of ``cancel`` or
+    ``close``; it must only note the fact and wake somebody. ``cancelled`` may be read by a piece
+    that looks at it more often; ``has_successor`` says at the end that its lane goes on.
+    """
+
+    __slots__ = ("cancelled", "end", "error", "has_successor", "lane")
+
+    def __init__(self, lane: Hashable) -> None:
+        self.lane = lane
+        self.cancelled = False
+        self.has_successor = False
+        self.end: CopyEnd | None = None
+        self.error: BaseException | None = None
+
+    @abstractmethod
+    def run(self) -> bool:
+        """Copy one piece, at most JOB_NBYTES; True if there is more. An exception fails the job."""
+
+    @abstractmethod
+    def on_end(self) -> None:
+        """``end`` and ``error`` are set: nothing of this job runs any more."""
+
+
+class PiecesJob(CopyJob):
+    """A job out of an iterator, each step of which is a piece, and a listener."""
+
+    __slots__ = ("_listener", "_pieces")
+
+    def __init__(
+        self, lane: Hashable, pieces: Iterator[object], listener: Callable[[CopyJob], None]
+    ) -> None:
+        super().__init__(lane)
+        self._pieces = pieces
+        self._listener = listener
+
+    def run(self) -> bool:
+        """The next step."""
+        return next(self._pieces, self) is not self
+
+    def on_end(self) -> None:
+        """Tell the listener; whoever still holds the job holds no memory through it."""
+        self._pieces = iter(())
+        self._listener(self)
+
+
+class Copier(Protocol):
+    """What a transport needs of the copy thread."""
+
+    def submit(self, job: CopyJob) -> None:
+        """Queue a job; never blocks."""
+
+    def cancel(self, job: CopyJob) -> None:
+        """End a job: at once, or after its running piece."""
+
+
+class CopyThread:
+    """Runs copy jobs, one piece at a time; the other cores belong to the engine."""
+
+    def __init__(self, name: str = "kvxfer-copy") -> None:
+        self._changed = threading.Condition()
+        self._lanes: OrderedDict[Hashable, deque[CopyJob]] = OrderedDict()
+        self._running: CopyJob | None = None
+        self._closing = False
+        started = threading.Event()
+        self._thread = threading.Thread(target=self._main, args=(started,), name=name, daemon=True)
+        # torch.set_num_threads in one thread is also the default of threads that start later: set
+        # it back here.
+        num_torch_threads = torch.get_num_threads()
+        self._thread.start()
+        started.wait()
+        torch.set_num_threads(num_torch_threads)
+
+    def submit(self, job: CopyJob) -> None:
+        """Queue a job; returns at once. After ``close`` the job ends as cancelled."""
+        with self._changed:
+            if not self._closing:
+                self._lanes.setdefault(job.lane, deque()).append(job)
+                self._changed.notify()
+                return
+        _tell(job, CopyEnd.CANCELLED, None)
+
+    def cancel(self, job: CopyJob) -> None:
+        """A job that is waiting ends now; of one that is running the current piece is the last.
+
+        Unknown jobs: nothing.
+        """
+        with self._changed:
+            job.cancelled = True
+            lane = self._lanes.get(job.lane)
+            if job is self._running or lane is None or job not in lane:
+                return
+            lane.remove(job)
+            if not lane:
+                del self._lanes[job.lane]
+        _tell(job, CopyEnd.CANCELLED, None)
+
+    def close(self) -> None:
+        """Wait for the running piece, end all other jobs as cancelled, end the thread.
+
+        Idempotent.
+        """
+        with self._changed:
+            self._closing = True
+            left = [
+                job for lane in self._lanes.values() for job in lane if job is not self._running
+            ]
+            self._lanes.clear()
+            if self._running is not None:
+                self._running.cancelled = True
+            self._changed.notify()
+        for job in left:
+            job.cancelled = True
+            _tell(job, CopyEnd.CANCELLED, None)
+        self._thread.join()
+
+    def _main(self, started: threading.Event) -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # fixes it for this thread: the first look takes over the default
+        started.set()
+        while (job := self._next_job()) is not None:
+            end, error = self._run_piece(job)
+            end = self._put_back(job, end)
+            if end is not None:
+                _tell(job, end, error)
+            del job, error  # an idle thread keeps no KV memory and no mapping alive
+
+    def _next_job(self) -> CopyJob | None:
+        with self._changed:
+            while not self._lanes:
+                if self._closing:
+                    return None
+                self._changed.wait()
+            lane = next(iter(self._lanes.values()))
+            self._running = lane[0]
+            return self._running
+
+    def _run_piece(self, job: CopyJob) -> tuple[CopyEnd | None, BaseException | None]:
+        """One piece; None: there is more."""
+        if job.cancelled:
+            return CopyEnd.CANCELLED, None
+        try:
+            return (None, None) if job.run() else (CopyEnd.DONE, None)
+        except Exception as exc:  # noqa: BLE001  # it fails the transfer, not the thread
+            return CopyEnd.FAILED, exc
+
+    def _put_back(self, job: CopyJob, end: CopyEnd | None) -> CopyEnd | None:
+        """Let the next lane have its turn.
+
+        Under the lock, so that no cancel or close slips by a job that goes on.
+        """
+        with self._changed:
+            self._running = None
+            if end is None and job.cancelled:
+                end = CopyEnd.CANCELLED
+            lane = self._lanes.get(job.lane)
+            if lane is not None and lane[0] is job:  # else: closed meanwhile
+                if end is not None:
+                    lane.popleft()
+                    job.has_successor = bool(lane)
+                if lane:
+                    self._lanes.move_to_end(job.lane)
+                else:
+                    del self._lanes[job.lane]
+        return end
+
+
+def _tell(job: CopyJob, end: CopyEnd, error: BaseException | None) -> None:
+    job.end, job.error = end, error
+    try:
+        job.on_end()
+    except Exception:  # noqa: BLE001  # a broken listener must not end everybody's copying
+        _log.exception("copy job of %s: its listener failed", job.lane)
+
+
+class Mailbox(Generic[T]):
+    """What the copy thread tells the IO thread.
+
+    ``wake`` is called once for all items that lie there unread.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._items: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._wake = wake
+        self._told = False
+        self._woken_s = 0.0
+
+    def put(self, item: T, *, more_follows: bool = False) -> None:
+        """From any thread. ``more_follows``: another put is certain to come, so this may wait."""
+        self._items.put(item)
+        if self._told:
+            return
+        now_s = time.monotonic()
+        if more_follows and now_s - self._woken_s < QUIET_S:
+            return
+        self._woken_s = now_s
+        self._told = True
+        self._wake()
+
+    def drain(self) -> Iterator[T]:
+        """Everything that lies there; never blocks."""
+        # Before the first look: an item that comes after the last one finds the flag down and wakes
+        # again.
+        self._told = False
+        while True:
+            try:
+                yield self._items.get_nowait()
+            except queue.Empty:
+                return
+
+    def take(self) -> T:
+        """Wait for one item: for the end of jobs at shutdown."""
+        return self._items.get()

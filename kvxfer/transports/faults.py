@@ -1,0 +1,350 @@
+"""Wires that misbehave on request (``Config.faults``), for tests of everything above them.
+
+    faults = "read:stall=5s;nth=2"          the second read hears of nothing for 5 s
+             "read:fail"                    every read breaks
+             "read:slow=50ms"               every piece of copying takes 50 ms longer
+             "read:blank"                   every read ends well, and no byte has been written
+             "chunk:drop=0.1;seed=3"        a tenth of the chunks never arrive
+             "chunk:corrupt_header=0.1"     or arrive with a header that cannot be read
+             "chunk:duplicate"              every chunk arrives twice
+             "send:die_after=3"             the process is killed when it has sent 3 chunks
+
+Several are separated by commas. ``read`` faults belong to the sink's settings and work on every
+wire; ``chunk`` and ``send`` faults belong to the source's and work on ``zmq``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.base import (
+    LocalMemory,
+    PeerGone,
+    ReadBroke,
+    ReadRequest,
+    SinkCompletion,
+    SinkTransport,
+    TransferKey,
+    Trial,
+    Wake,
+)
+from kvxfer.transports.copy_thread import Copier, CopyJob
+from kvxfer.transports.zmq_source import Connection, ZmqSource
+from kvxfer.transports.zmq_stream import ChunkHeader, Context, decode_to_sink, encode
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault; ``value`` is in seconds, a probability or a number.
+
+    ``nth`` (from 1) picks one read, None is every one.
+    """
+
+    name: str
+    value: float
+    nth: int | None = None
+    seed: int = 0
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Parse ``Config.faults``. Raises ConfigError that names what is not understood."""
+    return tuple(_parse_one(part.strip()) for part in text.split(",")) if text.strip() else ()
+
+
+def _duration_s(text: str | None) -> float:
+    match = _DURATION.fullmatch(text or "")
+    if match is None:
+        raise ValueError("a duration such as 5s or 50ms")
+    return float(match[1]) * (0.001 if match[2] == "ms" else 1.0)
+
+
+def _probability(text: str | None) -> float:
+    if text is None:
+        return 1.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ValueError("a probability from 0 to 1")
+    return value
+
+
+def _count(text: str | None) -> float:
+    if text is None or not re.fullmatch(r"\d{1,9}", text) or int(text) < 1:
+        raise ValueError("a whole number above 0")
+    return int(text)
+
+
+def _nothing(text: str | None) -> float:
+    if text is not None:
+        raise ValueError("no value")
+    return 0.0
+
+
+# name: (how its value is read, the options it has)
+_KINDS: Mapping[str, tuple[Callable[[str | None], float], frozenset[str]]] = {
+    "read:stall": (_duration_s, frozenset({"nth"})),
+    "read:fail": (_nothing, frozenset({"nth"})),
+    "read:slow": (_duration_s, frozenset()),
+    "read:blank": (_nothing, frozenset()),
+    "chunk:drop": (_probability, frozenset({"seed"})),
+    "chunk:corrupt_header": (_probability, frozenset({"seed"})),
+    "chunk:duplicate": (_probability, frozenset({"seed"})),
+    "send:die_after": (_count, frozenset()),
+}
+
+
+def _parse_one(text: str) -> Fault:
+    head, *options = text.split(";")
+    name, equals, value = head.partition("=")
+    if name not in _KINDS:
+        raise ConfigError(f"faults: expected one of {', '.join(_KINDS)}, got {name!r}")
+    read_value, allowed = _KINDS[name]
+    numbers: dict[str, int] = {}
+    try:
+        parsed = read_value(value if equals else None)
+    except ValueError as exc:
+        raise ConfigError(f"faults: {name}: expected {exc}, got {value!r}") from exc
+    for option in options:
+        key, _, number = option.partition("=")
+        if key not in allowed or key in numbers or not re.fullmatch(r"\d{1,9}", number):
+            raise ConfigError(
+                f"faults: {name}: expected options {sorted(allowed)} with whole numbers, "
+                f"got {option!r}"
+            )
+        numbers[key] = int(number)
+    if numbers.get("nth") == 0:
+        raise ConfigError(f"faults: {name}: expected nth from 1, got 0")
+    return Fault(name, parsed, numbers.get("nth"), numbers.get("seed", 0))
+
+
+# ------------------------------------------------------------------ the taking side
+
+
+class _WrappedJob(CopyJob):
+    """Another job, run in another way: what ``run`` gives instead of its piece."""
+
+    __slots__ = ("_forget", "_run", "inner")
+
+    def __init__(
+        self,
+        inner: CopyJob,
+        run: Callable[[CopyJob], bool],
+        forget: Callable[[CopyJob], object],
+    ) -> None:
+        super().__init__(inner.lane)
+        self.inner = inner
+        self._run = run
+        self._forget = forget
+
+    def run(self) -> bool:
+        return self._run(self.inner)
+
+    def on_end(self) -> None:
+        self._forget(self.inner)
+        self.inner.end, self.inner.error = self.end, self.error
+        self.inner.has_successor = self.has_successor
+        self.inner.on_end()
+
+
+class FaultyCopier:
+    """A copy thread that runs pieces in another way."""
+
+    def __init__(self, inner: Copier, run: Callable[[CopyJob], bool]) -> None:
+        self._inner = inner
+        self._run = run
+        self._jobs: dict[CopyJob, _WrappedJob] = {}
+
+    def submit(self, job: CopyJob) -> None:
+        """Queue the job, wrapped."""
+        wrapped = _WrappedJob(job, self._run, lambda inner: self._jobs.pop(inner, None))
+        self._jobs[job] = wrapped
+        self._inner.submit(wrapped)
+
+    def cancel(self, job: CopyJob) -> None:
+        """As it is."""
+        job.cancelled = True
+        wrapped = self._jobs.get(job)
+        if wrapped is not None:
+            self._inner.cancel(wrapped)
+
+
+def _slowly(delay_s: float) -> Callable[[CopyJob], bool]:
+    def run(job: CopyJob) -> bool:
+        time.sleep(delay_s)
+        return job.cancelled or job.run()  # cancelled: back to the thread, which sees it
+
+    return run
+
+
+def _copy_nothing(job: CopyJob) -> bool:
+    return False
+
+
+def faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
+    """The copier, or a slow or blank one if ``read:slow`` or ``read:blank`` is asked for."""
+    for fault in faults:
+        if fault.name == "read:slow":
+            copier = FaultyCopier(copier, _slowly(fault.value))
+        elif fault.name == "read:blank":
+            copier = FaultyCopier(copier, _copy_nothing)
+    return copier
+
+
+@dataclass(slots=True)
+class _Stalled:
+    until_s: float
+    timer: threading.Timer
+    held: list[SinkCompletion] = field(default_factory=list)
+
+
+class FaultySink(SinkTransport):
+    """A sink transport whose reads stall or fail; everything else is the inner one's."""
+
+    def __init__(self, inner: SinkTransport, faults: Sequence[Fault], wake: Wake) -> None:
+        self.name, self.is_stream, self.counts = inner.name, inner.is_stream, inner.counts
+        self._inner = inner
+        self._faults = tuple(faults)
+        self._wake = wake
+        self._num_reads = 0
+        self._failed: list[SinkCompletion] = []
+        self._failed_keys: set[TransferKey] = set()
+        self._stalled: dict[TransferKey, _Stalled] = {}
+
+    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+        """As it is."""
+        return self._inner.trial(source, timeout_s)
+
+    def attach(self, source: RankManifest) -> None:
+        """As it is."""
+        self._inner.attach(source)
+
+    def detach(self, control_endpoint: str) -> None:
+        """As it is."""
+        self._inner.detach(control_endpoint)
+
+    def submit_expect(self, request: ReadRequest) -> None:
+        """The beginning of a read on a stream wire."""
+        if self.is_stream and self._fails(request.key):
+            return
+        self._inner.submit_expect(request)
+
+    def submit_read(self, request: ReadRequest) -> None:
+        """The beginning of a read on a direct wire."""
+        if request.key in self._failed_keys or (not self.is_stream and self._fails(request.key)):
+            return
+        self._inner.submit_read(request)
+
+    def stop_read(self, key: TransferKey) -> None:
+        """What was held back is forgotten: ReadStopped is the read's one end."""
+        stalled = self._stalled.pop(key, None)
+        if stalled is not None:
+            stalled.timer.cancel()
+        self._inner.stop_read(key)
+
+    def pollables(self) -> Sequence[zmq.Socket[bytes]]:
+        """As they are."""
+        return self._inner.pollables()
+
+    def poll(self) -> list[SinkCompletion]:
+        """What the inner one says, less what stalls, plus what has stalled long enough."""
+        done, self._failed = self._failed, []
+        now_s = time.monotonic()
+        for key, stalled in list(self._stalled.items()):
+            if now_s >= stalled.until_s:
+                done.extend(stalled.held)
+                del self._stalled[key]
+        for completion in self._inner.poll():
+            key_of = None if isinstance(completion, PeerGone) else completion.key
+            if key_of is not None and key_of in self._stalled:
+                self._stalled[key_of].held.append(completion)
+            else:
+                done.append(completion)
+        return done
+
+    def close(self) -> None:
+        """The timers too."""
+        for stalled in self._stalled.values():
+            stalled.timer.cancel()
+            stalled.timer.join()
+        self._stalled.clear()
+        self._inner.close()
+
+    def _fails(self, key: TransferKey) -> bool:
+        """Count the read, begin its faults; True if it must not begin."""
+        self._num_reads += 1
+        for fault in self._faults:
+            if fault.nth is not None and fault.nth != self._num_reads:
+                continue
+            if fault.name == "read:fail":
+                self._failed_keys.add(key)
+                self._failed.append(ReadBroke(key, Reason.READ_FAILED, "fault: read:fail"))
+                self._wake()
+                return True
+            if fault.name == "read:stall":
+                timer = threading.Timer(fault.value, self._wake)
+                timer.daemon = True
+                self._stalled[key] = _Stalled(time.monotonic() + fault.value, timer)
+                timer.start()
+        return False
+
+
+# ------------------------------------------------------------------ the giving side
+
+
+class FaultyZmqSource(ZmqSource):
+    """A ZeroMQ source that loses, garbles or repeats chunks, or dies."""
+
+    def __init__(
+        self,
+        memory: LocalMemory,
+        config: Config,
+        copy_thread: Copier,
+        wake: Wake,
+        context: Context,
+    ) -> None:
+        super().__init__(memory, config, copy_thread, wake, context)
+        self._faults = parse_faults(config.faults)
+        self._random = random.Random(max((fault.seed for fault in self._faults), default=0))
+        self._num_chunks = 0
+
+    def _transmit(self, connection: Connection, frames: list[bytes | zmq.Frame]) -> bool:
+        if len(frames) != 2 or not isinstance(frames[0], bytes):
+            return super()._transmit(connection, frames)
+        packed = frames[0]
+        header = decode_to_sink(memoryview(packed))
+        if not isinstance(header, ChunkHeader):
+            return super()._transmit(connection, frames)
+        self._num_chunks += 1
+        for fault in self._faults:
+            if fault.name == "send:die_after" and self._num_chunks > fault.value:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if not fault.name.startswith("chunk:") or self._random.random() >= fault.value:
+                continue
+            if fault.name == "chunk:drop":
+                # Something must arrive all the same: TCP loses no single message, and chunks are
+                # numbered as they come.
+                frames = [encode(ChunkHeader(b"", b"", "", "", header.sequence, 0)), b""]
+            elif fault.name == "chunk:corrupt_header":
+                frames = [b"\xc1" + packed[1:], frames[1]]  # 0xc1 is never used in msgpack
+            elif not super()._transmit(connection, frames):
+                return False
+            else:  # chunk:duplicate: the first copy has taken a number
+                connection.next_number += 1
+        return super()._transmit(connection, frames)

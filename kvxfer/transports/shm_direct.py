@@ -1,0 +1,303 @@
+"""The direct wire of one host: the sink maps the source's pools and copies out of them.
+
+The source does nothing but own shared pools whose handles stand in its manifest. A source that dies
+is harmless: its bytes stay until the last mapping goes, and what was read counts only with the
+source's verdict.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from kvxfer.config import Config
+from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.shared_memory import MappedPool, open_shared
+from kvxfer.tensors.strided_copy import Scratch, strided_copy
+from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo, RankManifest
+from kvxfer.transfer.plan import CopyClass, PullClass
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.base import (
+    JOB_NBYTES,
+    TRIAL_NBYTES,
+    LocalMemory,
+    Progress,
+    ReadBroke,
+    ReadDone,
+    ReadRequest,
+    ReadStopped,
+    SinkCompletion,
+    SinkTransport,
+    SourceTransport,
+    TransferKey,
+    Trial,
+    Wake,
+)
+from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, PiecesJob
+
+
+class ShmSource(SourceTransport):
+    """Says that this rank's memories can be mapped.
+
+    Raises TransportUnavailable where one cannot.
+    """
+
+    name = "shm"
+    is_stream = False
+
+    def __init__(
+        self,
+        memory: LocalMemory,
+        config: Config,
+        copy_thread: Copier,
+        wake: Wake,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        for number, info in enumerate(memory.infos):
+            if info.handle is None:
+                raise TransportUnavailable(
+                    f"shm: expected memory {number} in a shared pool, got plain {info.device} "
+                    "memory; allocate it with SharedPool.create"
+                )
+
+    def data_endpoint(self) -> str | None:
+        """None: the handles are in the manifest."""
+        return None
+
+    def close(self) -> None:
+        """Nothing to give back: the pools are their owner's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attached:
+    """A mapped source rank. The nonces name the life of its pools."""
+
+    nonces: tuple[bytes, ...]
+    mappings: tuple[MappedPool, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One read; ``nbytes`` is written by the copy thread, the rest belongs to the IO thread."""
+
+    request: ReadRequest
+    job: CopyJob | None = None
+    nbytes: int = 0
+    reported_nbytes: int = 0
+    stopped: bool = False
+    broke: Reason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """The copy thread finished a piece (``end`` None) or the whole read."""
+
+    read: _Read
+    end: CopyEnd | None = None
+    error: BaseException | None = field(default=None)
+
+
+class ShmSink(SinkTransport):
+    """Maps each source rank once and copies out of it on the copy thread."""
+
+    name = "shm"
+    is_stream = False
+
+    def __init__(
+        self,
+        memory: LocalMemory,
+        config: Config,
+        copy_thread: Copier,
+        wake: Wake,
+        context: zmq.Context[zmq.Socket[bytes]],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._memory = memory
+        self._copy_thread = copy_thread
+        self._wake = wake
+        self._mailbox: Mailbox[_Piece] = Mailbox(wake)
+        self._scratch = Scratch()  # used on the copy thread only
+        self._ready: list[SinkCompletion] = []
+        self._attached: dict[str, _Attached] = {}
+        self._reads: dict[TransferKey, _Read] = {}
+
+    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+        """Map the rank's pools, copy up to 4 MiB of the first, unmap."""
+        mappings = _map_all(source)
+        try:
+            first = mappings[0].tensor[:TRIAL_NBYTES]
+            landing = torch.empty_like(first)
+            # The second copy is timed: the first one pays for the page faults of both ends.
+            landing.copy_(first)
+            started_s = time.perf_counter()
+            landing.copy_(first)
+            return Trial(first.numel(), max(time.perf_counter() - started_s, 1e-9))
+        finally:
+            for mapping in mappings:
+                mapping.close()
+
+    def attach(self, source: RankManifest) -> None:
+        """Map the rank's pools, once for each life of them."""
+        nonces = tuple(info.handle.nonce for info in source.memories if info.handle is not None)
+        known = self._attached.get(source.control_endpoint)
+        if known is not None and known.nonces == nonces:
+            return
+        mappings = _map_all(source)
+        self.detach(source.control_endpoint)
+        self._attached[source.control_endpoint] = _Attached(nonces, mappings)
+
+    def detach(self, control_endpoint: str) -> None:
+        """Its unfinished reads break; the mapping goes with the last copy that runs on it."""
+        attached = self._attached.pop(control_endpoint, None)
+        if attached is None:
+            return
+        for mapping in attached.mappings:
+            mapping.close()
+        for read in list(self._reads.values()):
+            if read.request.source.control_endpoint == control_endpoint and read.job is not None:
+                read.broke = Reason.PEER_LOST
+                self._copy_thread.cancel(read.job)
+
+    def submit_expect(self, request: ReadRequest) -> None:
+        """Nothing: the sink reads by itself."""
+
+    def submit_read(self, request: ReadRequest) -> None:
+        """Start the copy. Ids and addresses are checked there, before anything is written."""
+        key = request.key
+        if key in self._reads:
+            raise ValueError(f"read: expected a key that is not in use, got {key} twice")
+        attached = self._attached.get(request.source.control_endpoint)
+        if attached is None:
+            self._tell(ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached"))
+            return
+        tensors = tuple(mapping.tensor for mapping in attached.mappings)
+        read = _Read(request)
+        read.job = PiecesJob(
+            key,
+            self._pieces(read, tensors),
+            lambda job: self._mailbox.put(_Piece(read, job.end, job.error)),
+        )
+        self._reads[key] = read
+        self._copy_thread.submit(read.job)
+
+    def stop_read(self, key: TransferKey) -> None:
+        """The running piece is the last one."""
+        read = self._reads.get(key)
+        if read is None or read.job is None:
+            self._tell(ReadStopped(key))
+            return
+        read.stopped = True
+        self._copy_thread.cancel(read.job)
+
+    def poll(self) -> list[SinkCompletion]:
+        """Progress and ends of the copies."""
+        done, self._ready = self._ready, []
+        for piece in self._mailbox.drain():
+            done.extend(self._on_piece(piece))
+        return done
+
+    def close(self) -> None:
+        """Cancel the copies, wait for the running one, unmap."""
+        for read in self._reads.values():
+            if read.job is not None:
+                read.stopped = True
+                self._copy_thread.cancel(read.job)
+        while self._reads:
+            self._on_piece(self._mailbox.take())
+        for endpoint in list(self._attached):
+            self.detach(endpoint)
+
+    def _tell(self, completion: SinkCompletion) -> None:
+        self._ready.append(completion)
+        self._wake()
+
+    def _pieces(self, read: _Read, tensors: tuple[Tensor, ...]) -> Iterator[None]:
+        """Runs on the copy thread."""
+        request = read.request
+
+        def stop() -> bool:
+            return read.job is not None and read.job.cancelled
+
+        source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
+        sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
+        for copy_class, pull in zip(request.classes, request.pull_classes, strict=True):
+            for token_lo, token_hi in job_spans(copy_class, pull):
+                read.nbytes += strided_copy(
+                    tensors,
+                    self._memory.tensors,
+                    copy_class,
+                    source_ids[copy_class.source.group],
+                    sink_ids[copy_class.sink.group],
+                    token_lo,
+                    token_hi,
+                    scratch=self._scratch,
+                    stop=stop,
+                )
+                self._mailbox.put(_Piece(read))
+                yield
+
+    def _on_piece(self, piece: _Piece) -> list[SinkCompletion]:
+        read, key = piece.read, piece.read.request.key
+        if piece.end is None:
+            if read.nbytes == read.reported_nbytes or read.stopped:
+                return []
+            read.reported_nbytes = read.nbytes
+            return [Progress(key, read.nbytes)]
+        del self._reads[key]
+        read.job = None
+        if read.stopped:
+            return [ReadStopped(key)]
+        if piece.end is CopyEnd.DONE:
+            return [ReadDone(key, read.nbytes, certified=False)]
+        if read.broke is not None:
+            return [ReadBroke(key, read.broke, "the source rank was detached")]
+        return [ReadBroke(key, Reason.READ_FAILED, f"copy {piece.end.value}: {piece.error}")]
+
+
+def job_spans(copy_class: CopyClass, pull: PullClass) -> Iterator[tuple[int, int]]:
+    """The class's tokens in pieces of at most JOB_NBYTES, but at least one sink block.
+
+    Cut where a sink block ends.
+    """
+    tile = copy_class.sink.tile
+    token_nbytes = tile.num_heads * tile.inner_nbytes * len(copy_class.sink.bases)
+    step_tokens = max(1, JOB_NBYTES // (token_nbytes * tile.block_tokens)) * tile.block_tokens
+    token_lo = pull.token_lo
+    while token_lo < pull.token_hi:
+        token_hi = min((token_lo // step_tokens + 1) * step_tokens, pull.token_hi)
+        yield token_lo, token_hi
+        token_lo = token_hi
+
+
+def _map_all(source: RankManifest) -> tuple[MappedPool, ...]:
+    if not source.memories:
+        raise TransportUnavailable(f"shm: expected memories of {source.control_endpoint}, got none")
+    mappings: list[MappedPool] = []
+    try:
+        for number, info in enumerate(source.memories):
+            mappings.append(open_shared(_handle_of(info, f"memory {number}")))
+    except TransportUnavailable:
+        for mapping in mappings:
+            mapping.close()
+        raise
+    return tuple(mappings)
+
+
+def _handle_of(info: MemoryInfo, name: str) -> MemfdHandle:
+    if info.handle is None:
+        raise TransportUnavailable(
+            f"shm: expected a handle for {name}, got none; the peer does not offer it"
+        )
+    if info.handle.nbytes != info.nbytes:
+        raise TransportUnavailable(
+            f"shm: expected {info.nbytes} bytes of {name}, got a handle of {info.handle.nbytes}"
+        )
+    return info.handle

@@ -1,0 +1,237 @@
+"""The stream wire over ZeroMQ and TCP: its messages and its sockets.
+
+``zmq_source`` and ``zmq_sink`` are its two ends.
+
+One DEALER of the sink is connected to one ROUTER of each source rank. Sink to source, one frame
+each:
+
+``Attach``  who the sink is, and how many chunks it will hold at once
+``Credit``  numbers of chunks that it has dealt with; chunks are numbered from 0 as they come over
+the connection ``AskTrial``  send that many bytes, to time the wire
+
+Source to sink, two frames: a ``ChunkHeader`` (or ``TrialHeader``) and the payload; or one empty
+frame, which asks nothing and only lets the source see whether the connection is still there.
+
+Credits are acknowledgements: a chunk that was dealt with has left the source's socket, so the
+buffer that it was sent from may be written again. This makes zero-copy sends safe without ZeroMQ's
+own "buffer free" call, which in Python costs a thread of its own. Buffers belong to the connection:
+when it ends, they go with it and are never reused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transports.base import TRIAL_NBYTES, TransferKey
+
+STREAM_VERSION = 1
+CONTROL_MAX_NBYTES = 64 << 10
+"""The longest frame from a sink: an Attach is about 60 bytes, a Credit 3 for each slot."""
+FRAME_MAX_NBYTES = 64 << 20
+"""ZeroMQ closes a connection that announces a larger frame, before it allocates it."""
+MAX_SLOTS = 1024
+MESSAGES_PER_POLL = 256
+"""How many messages one poll takes from one socket, so that no peer has the IO thread to itself."""
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+
+class Attach(msgspec.Struct, frozen=True, tag="attach"):
+    """First on a connection, and again for each further (incarnation, rank) that reads over it."""
+
+    version: int
+    incarnation: bytes
+    rank: str
+    num_slots: int
+
+
+class Credit(msgspec.Struct, frozen=True, tag="credit"):
+    """Chunks of this connection, by number, that lie in place or were dropped."""
+
+    numbers: tuple[int, ...]
+
+
+class AskTrial(msgspec.Struct, frozen=True, tag="trial"):
+    """Answer with that many bytes of ``trial_pattern``."""
+
+    nbytes: int
+
+
+class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
+    """What the payload is: chunk ``sequence`` of a transfer."""
+
+    nonce: bytes
+    incarnation: bytes
+    sink_rank: str
+    source_rank: str
+    sequence: int
+    nbytes: int
+
+    @property
+    def key(self) -> TransferKey:
+        """The transfer that it belongs to."""
+        return TransferKey(self.nonce, self.incarnation, self.sink_rank, self.source_rank)
+
+
+class TrialHeader(msgspec.Struct, frozen=True, tag="trial"):
+    """The payload is a trial."""
+
+    nbytes: int
+
+
+ToSource = Attach | Credit | AskTrial
+ToSink = ChunkHeader | TrialHeader
+
+_encoder = msgspec.msgpack.Encoder()
+_to_source = msgspec.msgpack.Decoder(ToSource)
+_to_sink = msgspec.msgpack.Decoder(ToSink)
+
+
+def encode(message: ToSource | ToSink) -> bytes:
+    """One frame."""
+    return _encoder.encode(message)
+
+
+def decode_to_source(frame: memoryview) -> ToSource:
+    """Raises ProtocolError."""
+    if len(frame) > CONTROL_MAX_NBYTES:
+        raise ProtocolError(
+            f"data frame: expected at most {CONTROL_MAX_NBYTES} bytes, got {len(frame)}"
+        )
+    try:
+        message: ToSource = _to_source.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"data frame: {exc}") from exc
+    return message
+
+
+def decode_to_sink(frame: memoryview) -> ToSink:
+    """Raises ProtocolError."""
+    try:
+        message: ToSink = _to_sink.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"chunk header: {exc}") from exc
+    return message
+
+
+def trial_pattern(nbytes: int) -> bytes:
+    """What a trial carries, so that the sink can compare it."""
+    return (bytes(range(256)) * (nbytes // 256 + 1))[: min(nbytes, TRIAL_NBYTES)]
+
+
+# Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
+_NOBLOCK = int(zmq.NOBLOCK)
+_SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+
+def make_poller(sockets: Sequence[Socket]) -> zmq.Poller:
+    """For :func:`readable`."""
+    poller = zmq.Poller()
+    for socket in sockets:
+        poller.register(socket, zmq.POLLIN)
+    return poller
+
+
+def readable(poller: zmq.Poller) -> list[Socket]:
+    """The sockets that have something, without waiting: one call for all of them."""
+    return [socket for socket, _ in poller.poll(0) if isinstance(socket, zmq.Socket)]
+
+
+def receive(socket: Socket) -> Iterator[list[zmq.Frame]]:
+    """The messages that lie there, whole and not copied, MESSAGES_PER_POLL at most."""
+    for _ in range(MESSAGES_PER_POLL):
+        try:
+            frames = [socket.recv(_NOBLOCK, copy=False)]
+        except zmq.ZMQError as exc:
+            if exc.errno in (zmq.EAGAIN, zmq.ENOTSOCK):  # nothing more, or closed by the reader
+                return
+            raise
+        while frames[-1].more:
+            frames.append(socket.recv(_NOBLOCK, copy=False))
+        yield frames
+
+
+def send_message(socket: Socket, identity: bytes, *frames: bytes | zmq.Frame) -> None:
+    """One message of a ROUTER; never waits. Raises ZMQError if the peer has gone."""
+    socket.send(identity, _SNDMORE)
+    for frame in frames[:-1]:
+        socket.send(frame, _SNDMORE, copy=False)
+    socket.send(frames[-1], _NOBLOCK, copy=False)
+
+
+def make_router(context: Context, config: Config) -> tuple[Socket, str]:
+    """The source's socket, bound to a free port, and its endpoint. Raises TransportUnavailable."""
+    socket = context.socket(zmq.ROUTER)
+    _set_common(socket, config)
+    # Without it a message to a sink that has gone vanishes without a word.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    try:
+        socket.bind(f"tcp://{host}:*")
+    except zmq.ZMQError as exc:
+        socket.close()
+        raise TransportUnavailable(
+            f"zmq: {config.host} cannot be listened on: {exc.strerror}; "
+            "set host to an address of this machine"
+        ) from exc
+    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def make_dealer(context: Context, config: Config) -> Socket:
+    """A sink's socket, not connected yet.
+
+    It never reconnects by itself: a new connection is a new attach.
+    """
+    socket = context.socket(zmq.DEALER)
+    _set_common(socket, config)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
+    return socket
+
+
+def data_endpoint_of(source: RankManifest, config: Config) -> str:
+    """Where to connect to.
+
+    Raises TransportUnavailable when there is nowhere, or the peer is not allowed.
+    """
+    endpoint = source.data_endpoints.get("zmq")
+    if endpoint is None:
+        raise TransportUnavailable(
+            f"zmq: expected a zmq endpoint of {source.control_endpoint}, "
+            f"got {sorted(source.data_endpoints)}"
+        )
+    url = urlsplit(endpoint)
+    if url.scheme != "tcp" or not url.hostname or not config.peer_allowed(url.hostname):
+        raise TransportUnavailable(
+            f"zmq: expected tcp://HOST:PORT of an allowed peer, got {endpoint!r}; see allowed_peers"
+        )
+    return endpoint
+
+
+def _set_common(socket: Socket, config: Config) -> None:
+    silent_ms = _ms(config.peer_silent_s)
+    # A full queue would stop reading, and with it the heartbeats: leave room beyond every credit.
+    high_water = 2 * config.staging_slots + 64
+    for option, value in (
+        (zmq.LINGER, 0),
+        (zmq.SNDHWM, high_water),
+        (zmq.RCVHWM, high_water),
+        (zmq.MAXMSGSIZE, FRAME_MAX_NBYTES),
+        (zmq.HANDSHAKE_IVL, _ms(config.connect_timeout_s)),
+        (zmq.HEARTBEAT_IVL, max(1, silent_ms // 3)),
+        (zmq.HEARTBEAT_TIMEOUT, silent_ms),
+        (zmq.IPV6, int(":" in config.host)),
+    ):
+        socket.setsockopt(option, value)
+
+
+def _ms(duration_s: float) -> int:
+    return max(1, round(duration_s * 1000))

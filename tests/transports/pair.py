@@ -1,0 +1,164 @@
+"""A source and a sink of one wire in one process, driven by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.testing_cases import (
+    CASES,
+    POISON,
+    POOL_NBYTES,
+    Move,
+    make_move,
+    naive_copy,
+    source_bytes,
+)
+from kvxfer.testing_peer import Context, WakeUp
+from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.transports.base import (
+    LocalMemory,
+    Packed,
+    ReadRequest,
+    SendRequest,
+    SinkCompletion,
+    SinkTransport,
+    SourceCompletion,
+    SourceTransport,
+    TransferKey,
+)
+from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+
+CONFIG = Config(staging_slots=4, peer_silent_s=1.0, connect_timeout_s=2.0)
+
+
+def key_of(number: int) -> TransferKey:
+    return TransferKey(number.to_bytes(16), b"sink-incarnation", "pp0tp0", "pp0tp0")
+
+
+class Pair:
+    """One process, two ends. ``hold``: packed chunks stay where they are."""
+
+    def __init__(self, source_config: Config, sink_config: Config | None = None) -> None:
+        self.copy_thread, self.wake = CopyThread(), WakeUp()
+        self.context: Context = zmq.Context()
+        self.source_pool, self.sink_pool = (
+            SharedPool.create(POOL_NBYTES),
+            SharedPool.create(POOL_NBYTES),
+        )
+        content = np.frombuffer(bytearray(source_bytes(5)), dtype=np.uint8)
+        self.source_pool.tensor.copy_(torch.from_numpy(content))
+        self.sink_pool.tensor.fill_(POISON)
+        given = LocalMemory((self.source_pool.tensor,), (self.source_pool.info,))
+        taken = LocalMemory((self.sink_pool.tensor,), (self.sink_pool.info,))
+        threads = (self.copy_thread, self.wake, self.context)
+        self.sources = make_sources(given, source_config, *threads)
+        self.sinks = make_sinks(taken, sink_config or source_config, *threads)
+        self.manifest = RankManifest(
+            rank=RankId(0, 0),
+            control_endpoint="tcp://127.0.0.1:5701",
+            data_endpoints=data_endpoints(self.sources),
+            memories=published_infos(self.sources, given),
+            regions=(),
+        )
+        self.hold = False
+        self.said: list[SourceCompletion] = []
+        self.seen: list[SinkCompletion] = []
+
+    @property
+    def source(self) -> SourceTransport:
+        return next(iter(self.sources.values()))
+
+    @property
+    def sink(self) -> SinkTransport:
+        return next(iter(self.sinks.values()))
+
+    def start(self, key: TransferKey, move: Move) -> None:
+        request = read_request(key, move, self.manifest, is_stream=self.sink.is_stream)
+        self.sink.submit_expect(request)
+        if self.sink.is_stream:
+            self.source.submit_send(send_request(key, move))
+        self.sink.submit_read(request)
+
+    def turn(self) -> None:
+        """One look at everything."""
+        self.wake.clear()
+        for source in self.sources.values():
+            for completion in source.poll():
+                self.said.append(completion)
+                if isinstance(completion, Packed) and not self.hold:
+                    source.send_packed(completion.key, completion.sequence)
+        for sink in self.sinks.values():
+            self.seen.extend(sink.poll())
+
+    def until(self, wanted: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not wanted():
+            assert time.monotonic() < deadline_s, (self.said[-5:], self.seen[-5:])
+            self.turn()
+            time.sleep(0.001)
+
+    def said_kind(self, kind: type[SourceCompletion], key: TransferKey) -> bool:
+        return any(isinstance(c, kind) and c.key == key for c in self.said)
+
+    def end(self, key: TransferKey, timeout_s: float = 5.0) -> SinkCompletion:
+        """The one end of a read."""
+
+        def ends() -> list[SinkCompletion]:
+            names = ("ReadDone", "ReadBroke", "ReadStopped")
+            return [c for c in self.seen if type(c).__name__ in names and getattr(c, "key") == key]  # noqa: B009
+
+        self.until(lambda: bool(ends()), timeout_s)
+        assert len(ends()) == 1
+        return ends()[0]
+
+    def content(self) -> bytes:
+        return bytes(self.sink_pool.tensor.numpy())
+
+    def expected(self, move: Move) -> bytes:
+        want = bytearray(b"\xee" * POOL_NBYTES)
+        naive_copy(move, source_bytes(5), want)
+        return bytes(want)
+
+    def close(self) -> None:
+        for source in self.sources.values():
+            source.close()
+        for sink in self.sinks.values():
+            sink.close()
+        self.copy_thread.close()
+        self.context.term()
+        self.wake.close()
+        self.source_pool.close()
+        self.sink_pool.close()
+
+
+def a_move(seed: int = 1) -> Move:
+    """Eight blocks of 130 tokens, nine chunks or more."""
+    return make_move(CASES[0], seed)
+
+
+def read_request(
+    key: TransferKey, move: Move, source: RankManifest, *, is_stream: bool = True
+) -> ReadRequest:
+    return ReadRequest(
+        key=key,
+        source=source,
+        classes=(move.copy_class,),
+        pull_classes=(move.pull,),
+        source_ids=() if is_stream else (move.source_ids,),
+        sink_ids=(move.sink_ids,),
+        chunk_nbytes=move.case.chunk_nbytes,
+    )
+
+
+def send_request(key: TransferKey, move: Move) -> SendRequest:
+    return SendRequest(
+        key, (move.pull,), (move.copy_class.source,), (move.source_ids,), move.case.chunk_nbytes
+    )

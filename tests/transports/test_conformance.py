@@ -1,0 +1,142 @@
+"""Both wires pass the public check, and wires that break a promise do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.testing import MakeSink, MakeSource, check_transport
+from kvxfer.testing_peer import Context
+from kvxfer.transfer.plan import Chunk
+from kvxfer.transports.base import (
+    LocalMemory,
+    Progress,
+    ReadDone,
+    ReadStopped,
+    SinkCompletion,
+    TransferKey,
+    Wake,
+)
+from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.shm_direct import ShmSink, ShmSource
+from kvxfer.transports.zmq_sink import ZmqSink
+from kvxfer.transports.zmq_source import Connection, ZmqSource
+
+# Few slots, so that chunks wait for credits; heartbeats quick enough for a test.
+CONFIG = Config(staging_slots=4, peer_silent_s=1.0)
+
+
+def shm_source(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> ShmSource:
+    return ShmSource(memory, CONFIG, copy_thread, wake, context)
+
+
+def shm_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context) -> ShmSink:
+    return ShmSink(memory, CONFIG, copy_thread, wake, context)
+
+
+def zmq_source(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> ZmqSource:
+    return ZmqSource(memory, CONFIG, copy_thread, wake, context)
+
+
+def zmq_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context) -> ZmqSink:
+    return ZmqSink(memory, CONFIG, copy_thread, wake, context)
+
+
+@pytest.mark.parametrize(
+    ("make_source", "make_sink"),
+    [
+        pytest.param(shm_source, shm_sink, id="shm"),
+        pytest.param(zmq_source, zmq_sink, id="zmq"),
+    ],
+)
+def test_wire_keeps_every_promise(make_source: MakeSource, make_sink: MakeSink) -> None:
+    check_transport(make_source, make_sink)
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+
+class LosesTheLastChunk(ZmqSource):
+    def _pack(self, send: Any, connection: Connection, chunk: Chunk, buffer: Any) -> None:
+        if len(send.chunks) == 1 or chunk.sequence < len(send.chunks) - 1:
+            super()._pack(send, connection, chunk, buffer)
+
+
+class WritesOneByteTooMuch(ZmqSink):
+    def scatter(self, read: Any, chunk: Chunk, payload: zmq.Frame) -> None:
+        super().scatter(read, chunk, payload)
+        self._memory.tensors[0][-1] = 0
+
+
+class SaysDoneBeforeTheEnd(ZmqSink):
+    def poll(self) -> list[SinkCompletion]:
+        return [
+            ReadDone(c.key, c.nbytes, certified=True) if isinstance(c, Progress) else c
+            for c in super().poll()
+        ]
+
+
+class StopsTooEarly(ShmSink):
+    """Says ReadStopped at once and goes on copying."""
+
+    def stop_read(self, key: TransferKey) -> None:
+        self._tell(ReadStopped(key))
+
+
+class NeverNotices(ZmqSink):
+    """Does not look at its monitor."""
+
+    def poll(self) -> list[SinkCompletion]:
+        return [c for c in super().poll() if "ended" not in str(c)]
+
+
+def lossy_source(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> LosesTheLastChunk:
+    return LosesTheLastChunk(memory, CONFIG, copy_thread, wake, context)
+
+
+def untidy_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> WritesOneByteTooMuch:
+    return WritesOneByteTooMuch(memory, CONFIG, copy_thread, wake, context)
+
+
+def hasty_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> SaysDoneBeforeTheEnd:
+    return SaysDoneBeforeTheEnd(memory, CONFIG, copy_thread, wake, context)
+
+
+def restless_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StopsTooEarly:
+    return StopsTooEarly(memory, CONFIG, copy_thread, wake, context)
+
+
+def deaf_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> NeverNotices:
+    return NeverNotices(memory, CONFIG, copy_thread, wake, context)
+
+
+@pytest.mark.parametrize(
+    ("make_source", "make_sink", "sentence"),
+    [
+        pytest.param(lossy_source, zmq_sink, "equal: expected within", id="loses the last chunk"),
+        pytest.param(zmq_source, untidy_sink, "equal: 1 of .* differ", id="one byte too much"),
+        pytest.param(zmq_source, hasty_sink, "equal: expected .* bytes, got", id="done too early"),
+        pytest.param(shm_source, restless_sink, "written after ReadStopped", id="goes on"),
+        pytest.param(zmq_source, deaf_sink, "source killed in mid-transfer", id="never notices"),
+    ],
+)
+def test_broken_wire_is_found(make_source: MakeSource, make_sink: MakeSink, sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        check_transport(make_source, make_sink, timeout_s=2.0)

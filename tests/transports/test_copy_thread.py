@@ -1,0 +1,187 @@
+"""The copy thread: turns, cancel between pieces, one end for each job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvxfer.transports.copy_thread import (
+    CopyEnd,
+    CopyJob,
+    CopyThread,
+    Mailbox,
+    PiecesJob,
+)
+
+Ends = list[tuple[str, CopyEnd, BaseException | None]]
+
+
+class Stage:
+    """Jobs that write down what runs, and a gate that keeps the thread busy until it is opened."""
+
+    def __init__(self) -> None:
+        self.thread = CopyThread()
+        self.ran: list[str] = []
+        self.ends: Ends = []
+        self.ended = threading.Semaphore(0)
+        self.opened = threading.Event()
+
+    def job(self, lane: str, num_pieces: int, *, fails: bool = False) -> CopyJob:
+        def pieces() -> Iterator[None]:
+            for number in range(num_pieces):
+                self.ran.append(f"{lane}{number}")
+                if fails:
+                    raise OSError("disk")
+                yield
+
+        return PiecesJob(lane, pieces(), lambda job: self.end(lane, job))
+
+    def gate(self) -> CopyJob:
+        entered = threading.Event()
+
+        def pieces() -> Iterator[None]:
+            entered.set()
+            assert self.opened.wait(10)
+            yield
+
+        job = PiecesJob("gate", pieces(), lambda job: self.end("gate", job))
+        self.thread.submit(job)
+        assert entered.wait(10)
+        return job
+
+    def end(self, lane: str, job: CopyJob) -> None:
+        assert job.end is not None
+        self.ends.append((lane, job.end, job.error))
+        self.ended.release()
+
+    def wait(self, num_ends: int) -> None:
+        for _ in range(num_ends):
+            assert self.ended.acquire(timeout=10)
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    stage = Stage()
+    yield stage
+    stage.opened.set()
+    stage.thread.close()
+
+
+def test_lanes_take_turns_piece_by_piece(stage: Stage) -> None:
+    stage.gate()
+    stage.thread.submit(stage.job("a", 3))
+    stage.thread.submit(stage.job("a", 1))
+    stage.thread.submit(stage.job("b", 2))
+    stage.opened.set()
+    stage.wait(4)
+    # After its last piece a job has one more turn, in which it ends.
+    assert stage.ran == ["a0", "b0", "a1", "b1", "a2", "a0"]
+    assert [(lane, end) for lane, end, _ in stage.ends] == [
+        ("gate", CopyEnd.DONE),
+        ("b", CopyEnd.DONE),
+        ("a", CopyEnd.DONE),
+        ("a", CopyEnd.DONE),
+    ]
+
+
+def test_cancelled_while_waiting_ends_at_once_and_never_runs(stage: Stage) -> None:
+    stage.gate()
+    job = stage.job("a", 2)
+    stage.thread.submit(job)
+    stage.thread.cancel(job)
+    assert stage.ends == [("a", CopyEnd.CANCELLED, None)]
+    stage.thread.cancel(job)
+    stage.opened.set()
+    stage.wait(2)
+    assert stage.ran == []
+    assert len(stage.ends) == 2
+
+
+def test_cancelled_while_running_ends_after_the_piece(stage: Stage) -> None:
+    gate = stage.gate()
+    stage.thread.cancel(gate)
+    assert stage.ends == []
+    stage.opened.set()
+    stage.wait(1)
+    assert stage.ends == [("gate", CopyEnd.CANCELLED, None)]
+
+
+def test_failure_ends_its_job_only(stage: Stage) -> None:
+    stage.thread.submit(stage.job("a", 1, fails=True))
+    stage.wait(1)
+    stage.thread.submit(stage.job("b", 1))
+    stage.wait(1)
+    lane, end, error = stage.ends[0]
+    assert (lane, end) == ("a", CopyEnd.FAILED)
+    assert isinstance(error, OSError)
+    assert stage.ends[1] == ("b", CopyEnd.DONE, None)
+
+
+def test_a_broken_listener_does_not_end_the_thread(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(job: CopyJob) -> None:
+        raise RuntimeError("listener")
+
+    stage.thread.submit(PiecesJob("a", iter(()), broken))
+    stage.thread.submit(stage.job("b", 1))
+    stage.wait(1)
+    assert stage.ends == [("b", CopyEnd.DONE, None)]
+    assert "its listener failed" in caplog.text
+
+
+def test_close_waits_for_the_piece_and_cancels_the_rest(stage: Stage) -> None:
+    stage.gate()
+    stage.thread.submit(stage.job("a", 2))
+    threading.Timer(0.05, stage.opened.set).start()
+    stage.thread.close()
+    assert stage.ran == []
+    assert sorted((lane, end.value) for lane, end, _ in stage.ends) == [
+        ("a", "cancelled"),
+        ("gate", "cancelled"),
+    ]
+    late = stage.job("late", 1)
+    stage.thread.submit(late)
+    assert stage.ends[-1] == ("late", CopyEnd.CANCELLED, None)
+    stage.thread.close()
+
+
+def test_one_torch_thread_inside_and_as_many_as_before_outside(stage: Stage) -> None:
+    inside: list[int] = []
+
+    def pieces() -> Iterator[None]:
+        inside.append(torch.get_num_threads())
+        yield
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        second = CopyThread()
+        stage.thread.submit(PiecesJob("a", pieces(), lambda job: stage.end("a", job)))
+        stage.wait(1)
+        assert inside == [1]
+        assert torch.get_num_threads() == 2
+        other: list[int] = []
+        thread = threading.Thread(target=lambda: other.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert other == [2]
+        second.close()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_mailbox_wakes_once_for_what_lies_unread() -> None:
+    wakes: list[None] = []
+    mailbox: Mailbox[int] = Mailbox(lambda: wakes.append(None))
+    mailbox.put(1)
+    mailbox.put(2)
+    assert len(wakes) == 1
+    assert list(mailbox.drain()) == [1, 2]
+    assert list(mailbox.drain()) == []
+    mailbox.put(3)
+    assert len(wakes) == 2
+    assert mailbox.take() == 3

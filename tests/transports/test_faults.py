@@ -1,0 +1,170 @@
+"""The faults do what their specification says, and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+
+import msgspec
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.base import Progress, ReadBroke, ReadDone, ReadStopped
+from kvxfer.transports.faults import Fault, parse_faults
+from tests.transports.pair import CONFIG, Pair, a_move, key_of
+
+
+def _config(wire: str, faults: str) -> Config:
+    return msgspec.structs.replace(CONFIG, transport=wire, faults=faults)
+
+
+@contextmanager
+def _pair(wire: str, *, source: str = "", sink: str = "") -> Iterator[Pair]:
+    pair = Pair(_config(wire, source), _config(wire, sink))
+    try:
+        pair.sink.attach(pair.manifest)
+        yield pair
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "faults"),
+    [
+        ("", ()),
+        ("read:stall=5s;nth=2", (Fault("read:stall", 5.0, nth=2),)),
+        ("read:stall=0.5s", (Fault("read:stall", 0.5),)),
+        ("read:fail", (Fault("read:fail", 0.0),)),
+        ("read:fail;nth=1", (Fault("read:fail", 0.0, nth=1),)),
+        ("read:slow=50ms", (Fault("read:slow", 0.05),)),
+        ("read:blank", (Fault("read:blank", 0.0),)),
+        ("chunk:drop=0.1;seed=3", (Fault("chunk:drop", 0.1, seed=3),)),
+        ("chunk:corrupt_header", (Fault("chunk:corrupt_header", 1.0),)),
+        ("send:die_after=3", (Fault("send:die_after", 3.0),)),
+        (
+            "read:slow=1ms, chunk:duplicate=0.5",
+            (Fault("read:slow", 0.001), Fault("chunk:duplicate", 0.5)),
+        ),
+    ],
+)
+def test_parses(text: str, faults: tuple[Fault, ...]) -> None:
+    assert parse_faults(text) == faults
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("read", "expected one of read:stall, .*, got 'read'"),
+        ("read:fail,", "expected one of .*, got ''"),
+        ("read:stall", "read:stall: expected a duration"),
+        ("read:stall=5", "read:stall: expected a duration such as 5s or 50ms, got '5'"),
+        ("read:fail=1", "read:fail: expected no value, got '1'"),
+        ("read:blank;nth=1", r"read:blank: expected options \[\] with whole numbers"),
+        ("chunk:drop=2", "chunk:drop: expected a probability from 0 to 1, got '2'"),
+        ("chunk:drop=nan", "chunk:drop: expected a probability"),
+        ("send:die_after", "send:die_after: expected a whole number above 0"),
+        ("send:die_after=0", "send:die_after: expected a whole number above 0, got '0'"),
+        ("read:stall=5s;seed=1", r"expected options \['nth'\] with whole numbers, got 'seed=1'"),
+        ("read:stall=5s;nth=1;nth=2", "expected options"),
+        ("read:stall=5s;nth=0", "expected nth from 1, got 0"),
+        ("chunk:drop;seed=x", "expected options"),
+    ],
+)
+def test_refuses_what_it_does_not_understand(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"^faults: .*{sentence}"):
+        parse_faults(text)
+
+
+@pytest.mark.parametrize("wire", ["zmq", "shm"])
+def test_nth_read_fails(wire: str) -> None:
+    with _pair(wire, sink="read:fail;nth=2") as pair:
+        for number in (1, 2, 3):
+            pair.start(key_of(number), a_move())
+            end = pair.end(key_of(number))
+            if number == 2:
+                assert end == ReadBroke(key_of(2), Reason.READ_FAILED, "fault: read:fail")
+            else:
+                assert isinstance(end, ReadDone)
+
+
+@pytest.mark.parametrize("wire", ["zmq", "shm"])
+def test_read_stalls_and_goes_on(wire: str) -> None:
+    with _pair(wire, sink="read:stall=300ms") as pair:
+        started_s = time.monotonic()
+        pair.start(key_of(1), a_move())
+        assert isinstance(pair.end(key_of(1)), ReadDone)
+        assert time.monotonic() - started_s >= 0.3
+        assert pair.content() == pair.expected(a_move())
+
+
+@pytest.mark.parametrize("wire", ["zmq", "shm"])
+def test_stalled_read_can_be_stopped(wire: str) -> None:
+    with _pair(wire, sink="read:stall=60s") as pair:
+        pair.start(key_of(1), a_move())
+        time.sleep(0.05)
+        pair.turn()
+        assert pair.seen == []
+        pair.sink.stop_read(key_of(1))
+        assert isinstance(pair.end(key_of(1)), ReadStopped)
+
+
+@pytest.mark.parametrize(("wire", "num_pieces"), [("zmq", 9), ("shm", 1)])
+def test_pieces_are_slow(wire: str, num_pieces: int) -> None:
+    with _pair(wire, sink="read:slow=20ms") as pair:
+        started_s = time.monotonic()
+        pair.start(key_of(1), a_move())
+        assert isinstance(pair.end(key_of(1)), ReadDone)
+        assert time.monotonic() - started_s >= 0.02 * num_pieces
+        assert pair.content() == pair.expected(a_move())
+
+
+@pytest.mark.parametrize("wire", ["zmq", "shm"])
+def test_blank_reads_end_well_and_write_nothing(wire: str) -> None:
+    with _pair(wire, sink="read:blank") as pair:
+        before = pair.content()
+        pair.start(key_of(1), a_move())
+        assert isinstance(pair.end(key_of(1)), ReadDone)
+        assert pair.content() == before
+        assert before != pair.expected(a_move())
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("drop", "unknown_key"), ("corrupt_header", "malformed")]
+)
+def test_lost_chunks_leave_the_read_open_and_the_next_one_whole(fault: str, reason: str) -> None:
+    with _pair("zmq", source=f"chunk:{fault}=0.3;seed=3") as pair:
+        pair.start(key_of(1), a_move())
+        pair.until(lambda: type(pair.said[-1]).__name__ == "Sent" if pair.said else False)
+        pair.until(lambda: pair.sink.counts[reason] > 0)
+        assert not any(isinstance(c, ReadDone) for c in pair.seen)
+        assert any(isinstance(c, Progress) for c in pair.seen)
+        pair.sink.stop_read(key_of(1))
+        assert isinstance(pair.end(key_of(1)), ReadStopped)
+
+
+def test_duplicates_change_nothing() -> None:
+    with _pair("zmq", source="chunk:duplicate") as pair:
+        for number in range(1, 4):
+            pair.start(key_of(number), a_move())
+            assert isinstance(pair.end(key_of(number)), ReadDone)
+            assert pair.content() == pair.expected(a_move())
+        assert pair.sink.counts["duplicate"] + pair.sink.counts["unknown_key"] >= 27
+
+
+def _send_until_dead() -> None:
+    with _pair("zmq", source="send:die_after=3") as pair:
+        pair.start(key_of(1), a_move())
+        pair.end(key_of(1))
+
+
+def test_source_kills_itself_in_mid_transfer() -> None:
+    process = get_context("forkserver").Process(target=_send_until_dead)
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    process.close()
