@@ -107,11 +107,21 @@ class LoadBook:
         )
         return None
 
-    def ended(self, request_id: str) -> None:
-        """Every rank has reported the load."""
+    def ended(self, request_id: str, failure: str | None = None) -> None:
+        """Every rank has reported the load; ``failure`` names what failed it.
+
+        A rank that failed before it asked has not cancelled, and its engine's claim would hold the
+        source's blocks for a
+        lease: rank 0 cancels everywhere. Not for refused tokens: that offer belongs to another
+          request.
+        """
         load = self._by_id.get(request_id)
-        if load is not None:
-            load.state = LoadState.ENDED
+        if load is None:
+            return
+        load.state = LoadState.ENDED
+        if failure is not None and failure != Reason.TOKENS:
+            reason = Reason(failure) if failure in set(Reason) else Reason.CANCELLED
+            self._unholds.append(Unhold(request_id, load.source, reason))
 
     def finish(self, request_id: str) -> Reason | None:
         """The request ended. A load in flight is aborted (it is still reported), a wanted one given

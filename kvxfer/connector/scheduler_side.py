@@ -203,9 +203,10 @@ class SchedulerConnector:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """What the ranks reported, aggregated."""
+        failed = output.failed_recving or {}
         for request_id in output.finished_recving or ():
-            self._loads.ended(request_id)
-        for request_id, reason in (output.failed_recving or {}).items():
+            self._loads.ended(request_id, failed.get(request_id))
+        for request_id, reason in failed.items():
             self._reasons[reason] += 1
             log.debug("request %s: KV not used: %s", request_id, reason)
         for request_id in output.finished_sending or ():

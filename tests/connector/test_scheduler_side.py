@@ -346,6 +346,30 @@ def test_an_endpoint_outside_allowed_peers_is_not_even_held() -> None:
     assert stats.reasons == {"not_allowed": 1}
 
 
+@pytest.mark.parametrize(
+    ("failure", "unholds"),
+    [
+        ("peer_lost", (Unhold("r", SOURCE, Reason.PEER_LOST),)),
+        ("a reason of another version", (Unhold("r", SOURCE, Reason.CANCELLED),)),
+        ("tokens", ()),  # the offer belongs to another request
+    ],
+)
+def test_a_failed_load_is_given_up_at_every_source_rank(
+    failure: str, unholds: tuple[Unhold, ...]
+) -> None:
+    c = connector()
+    request = wanting()
+    c.on_new_request(request)
+    c.get_num_new_matched_tokens(request, 0)
+    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 39)
+    c.build_connector_meta(step())
+    c.update_connector_output(
+        KVConnectorOutput(finished_recving={"r"}, failed_recving={"r": failure})
+    )
+    assert c.build_connector_meta(step()) == ConnectorMetadata(unholds=unholds)
+    assert c.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
 def test_a_failed_load_is_counted_by_its_reason() -> None:
     c = connector()
     c.update_connector_output(
