@@ -20,8 +20,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 QUIET_S = 0.001
-"""How long after a wake the ends of jobs may lie unread while the same lane goes on: a few chunks of
-1 MiB. A wake costs the IO thread as much as all else that it does with a chunk."""
+"""How long after a wake the ends of jobs may lie unread while the same lane goes on.
+
+A few chunks of 1 MiB. A wake costs the IO thread as much as all else that it does with a chunk.
+"""
 
 T = TypeVar("T")
 _log = logging.getLogger("kvxfer.transports")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.testing_peer import Context
+from kvxfer.transfer.plan import Chunk
 from kvxfer.transfer.pull import chunk_list
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
@@ -27,6 +30,7 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
+from kvxfer.transports.zmq_sink import ZmqSink
 from kvxfer.transports.zmq_source import ZmqSource
 from kvxfer.transports.zmq_stream import (
     Attach,
@@ -260,6 +264,51 @@ def test_dropped_chunks_are_not_sent_and_use_up_no_slot(pair: Pair) -> None:
     pair.start(key_of(9), a_move())
     assert isinstance(pair.end(key_of(9)), ReadDone)
     assert pair.content() == pair.expected(a_move())
+
+
+def test_a_stopped_send_gives_its_packed_buffers_back(pair: Pair) -> None:
+    pair.sink.attach(pair.manifest)
+    pair.hold = True
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: sum(isinstance(c, Packed) for c in pair.said) == 4)
+    pair.source.stop_send(key_of(1))
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    pair.hold = False
+    pair.start(key_of(2), a_move())
+    assert isinstance(pair.end(key_of(2)), ReadDone)
+    pair.source.send_packed(key_of(1), 0)  # too late: the buffer is another chunk's
+    assert pair.source.counts["unknown_packed"] == 1
+
+
+def test_a_stopped_read_waits_for_the_scatter_that_runs_and_takes_no_more(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, opened = threading.Event(), threading.Event()
+    scatter = ZmqSink.scatter
+    scattered: list[int] = []
+
+    def slow(self: ZmqSink, read: Any, chunk: Chunk, payload: zmq.Frame) -> None:
+        entered.set()
+        assert opened.wait(10)
+        scatter(self, read, chunk, payload)
+        scattered.append(chunk.sequence)
+
+    monkeypatch.setattr(ZmqSink, "scatter", slow)
+    # One process has one copy thread for both ends here, so everything is packed before it is kept.
+    pair.sink.attach(pair.manifest)
+    pair.hold = True
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: sum(isinstance(c, Packed) for c in pair.said) == 4)
+    pair.source.send_packed(key_of(1), 0)
+    pair.until(entered.is_set)
+    pair.sink.stop_read(key_of(1))
+    for sequence in (1, 2, 3):
+        pair.source.send_packed(key_of(1), sequence)
+    pair.until(lambda: pair.sink.counts["unknown_key"] == 3)
+    assert not any(isinstance(c, ReadStopped) for c in pair.seen)
+    opened.set()
+    assert isinstance(pair.end(key_of(1)), ReadStopped)
+    assert scattered == [0]
 
 
 def test_a_new_attach_of_the_same_sink_ends_what_was_sent_to_the_old_one(pair: Pair) -> None:
