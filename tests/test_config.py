@@ -158,6 +158,8 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
         ({"lease_s": "nan"}, "lease_s: expected a finite number above 0, got nan"),
         ({"max_hold_s": "inf"}, "max_hold_s: expected a finite number above 0, got inf"),
         ({"staging_slots": 0}, "staging_slots: expected a finite number above 0, got 0"),
+        ({"chunk_nbytes": 4095}, "chunk_nbytes: expected 4096 to 67108864 bytes, got 4095"),
+        ({"chunk_nbytes": (64 << 20) + 1}, "chunk_nbytes: expected 4096 to 67108864 bytes, got"),
         ({"chunk_nbytes": 1.5}, "chunk_nbytes: expected `int`, got 1.5 (argument)"),
         ({"control_max_nbytes": -4}, "control_max_nbytes: expected a finite number above 0, got"),
         ({"min_gbps": 0.0}, "min_gbps: expected a finite number above 0, got 0.0"),

@@ -1,5 +1,5 @@
-"""Control messages over ZeroMQ: a ROUTER that listens, a DEALER for each source rank that is spoken
-to.
+"""Control messages over ZeroMQ, the side that listens: a ROUTER for each rank. The other side is in
+:mod:`kvxfer.connector.control_client`.
 
 What comes in is size-checked, decoded by one typed decoder, and handed on as a record. What cannot
 be understood is answered with Malformed and counted; nothing that a peer sends ends a listener.
@@ -13,10 +13,9 @@ import socket as sockets
 from collections.abc import Callable
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvxfer.config import Config
-from kvxfer.connector.access import may_be_served, secure_client, secure_server
+from kvxfer.connector.access import may_be_served, secure_server
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
@@ -24,7 +23,6 @@ from kvxfer.transfer.wire import (
     Malformed,
     ToSink,
     ToSource,
-    decode_to_sink,
     decode_to_source,
     encode,
 )
@@ -36,11 +34,17 @@ BATCH = 256
 LINGER_MS = 200
 """How long a last word (Cancel, Broken) may take to leave after a socket was closed."""
 HIGH_WATER = 10_000
-_MAX_DETAIL = 300
+"""Messages that wait for a connection that does not stand yet."""
+ANSWERS_HIGH_WATER = 512
+"""Answers that wait for a peer that does not read them; the next ones are dropped and counted, and
+asked for again. An answer is 100 bytes, a Grant of 100,000 tokens 20 KB.
+"""
+MAX_DETAIL = 300
 _IN_USE = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
 
 
-def _common_options(socket: ZmqSocket, config: Config) -> None:
+def common_options(socket: ZmqSocket, config: Config) -> None:
+    """What both ends have alike: bounds, heartbeats, how long last words may take."""
     silent_ms = max(1, int(config.peer_silent_s * 1000))
     socket.linger = LINGER_MS
     socket.sndhwm = socket.rcvhwm = HIGH_WATER
@@ -94,7 +98,10 @@ class ControlServer:
         host = f"[{address}]" if ":" in address else address
         self._socket: ZmqSocket = context.socket(zmq.ROUTER)
         try:
-            _common_options(self._socket, config)
+            common_options(self._socket, config)
+            self._socket.sndhwm = self._socket.rcvhwm = ANSWERS_HIGH_WATER
+            # Or what does not fit would be dropped without a word.
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._socket.setsockopt(zmq.IPV6, int(":" in address))
             secure_server(self._socket, config)
             self._socket.bind(f"tcp://{host}:{port or '*'}")
@@ -111,9 +118,15 @@ class ControlServer:
         io.watch(self._socket, self._read)
 
     def send(self, identity: bytes, message: ToSink) -> None:
-        """Hand an answer to ZeroMQ; a peer that is gone gets nothing."""
+        """Hand an answer to ZeroMQ; a peer that is gone or does not read gets nothing."""
+        self.send_frame(identity, encode(message))
+
+    def send_frame(self, identity: bytes, frame: bytes | zmq.Frame) -> None:
+        """The same with an encoded answer. A :class:`zmq.Frame` is not copied: however many peers
+        it is on its way to, it is there once.
+        """
         try:
-            self._socket.send_multipart([identity, encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.ZMQError:
             self._ledger.count("control.dropped")
 
@@ -135,13 +148,13 @@ class ControlServer:
             try:
                 message = self._decode(frames)
             except ProtocolError as e:
-                self.send(identity, Malformed(str(e)[:_MAX_DETAIL]))
+                self.send(identity, Malformed(str(e)[:MAX_DETAIL]))
                 continue
             try:
                 self._handle(identity, message)
             except ProtocolError as e:
                 self._ledger.count("control.out_of_state")
-                self.send(identity, Malformed(str(e)[:_MAX_DETAIL]))
+                self.send(identity, Malformed(str(e)[:MAX_DETAIL]))
 
     def _decode(self, frames: list[zmq.Frame]) -> ToSource:
         limit_nbytes = self._config.control_max_nbytes
@@ -177,129 +190,3 @@ class ControlServer:
                 self._served.clear()
             self._served[address] = may_be_served(self._config, address)
         return self._served[address]
-
-
-_GONE = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
-
-class ControlClient:
-    """The connection to one source rank.
-
-    ``on_message(message)`` gets every message that could be understood; ``on_gone(detail)`` is
-    called at most once, when a connection that stood has ended. One that never stood is tried again
-    until it is closed; ``problem`` says why.
-    """
-
-    def __init__(
-        self,
-        io: IoThread,
-        context: zmq.Context[ZmqSocket],
-        config: Config,
-        ledger: Ledger,
-        endpoint: str,
-        server_key: str | None,
-        on_message: Callable[[ToSink], None],
-        on_gone: Callable[[str], None],
-    ) -> None:
-        self.endpoint = endpoint
-        self.problem = ""
-        self.heard_s = io.now()
-        self.unanswered_s: float | None = None
-        self._io = io
-        self._config = config
-        self._ledger = ledger
-        self._on_message = on_message
-        self._on_gone = on_gone
-        self._stood = False
-        self._closed = False
-        self._socket: ZmqSocket = context.socket(zmq.DEALER)
-        _common_options(self._socket, config)
-        self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        secure_client(self._socket, config, server_key)
-        self._monitor: ZmqSocket = self._socket.get_monitor_socket(
-            _GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED
-        )
-        self._socket.connect(endpoint)
-        io.watch(self._socket, self._read)
-        io.watch(self._monitor, self._look)
-
-    def send(self, message: ToSource) -> None:
-        """Queue a message; it leaves when the connection stands.
-
-        Raises ProtocolError for one that the other side would refuse unread.
-        """
-        if self._closed:
-            return
-        frame, limit_nbytes = encode(message), self._config.control_max_nbytes
-        if len(frame) > limit_nbytes:
-            raise ProtocolError(
-                f"{type(message).__name__}: expected at most {limit_nbytes} bytes, "
-                f"got {len(frame)}; raise control_max_nbytes on both sides"
-            )
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.ZMQError:
-            self._ledger.count("control.dropped")
-
-    def close(self) -> None:
-        """End the connection; what was sent may still leave. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self._io.unwatch(self._socket)
-        self._io.unwatch(self._monitor)
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close()
-
-    def _read(self) -> None:
-        for _ in range(BATCH):
-            if self._closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self.heard_s, self.unanswered_s = self._io.now(), None
-            try:
-                message = self._decode(frames)
-            except ProtocolError as e:
-                self._ledger.count("control.malformed")
-                self.problem = str(e)[:_MAX_DETAIL]
-                continue
-            self._on_message(message)
-
-    def _decode(self, frames: list[zmq.Frame]) -> ToSink:
-        limit_nbytes = self._config.control_max_nbytes
-        if len(frames) != 1:
-            raise ProtocolError(f"control frame: expected one part, got {len(frames)}")
-        if len(frames[0]) > limit_nbytes:
-            raise ProtocolError(
-                f"control frame: expected at most {limit_nbytes} bytes, got {len(frames[0])}; "
-                "raise control_max_nbytes on both sides if this is right"
-            )
-        return decode_to_sink(frames[0].buffer)
-
-    def _look(self) -> None:
-        """What the monitor has seen."""
-        while not self._closed and self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            kind = int(event["event"])
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._stood = True
-            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self.problem = "it does not admit this engine's CURVE key"
-            elif kind != zmq.EVENT_DISCONNECTED:
-                self.problem = "the handshake failed; CURVE keys may differ"
-            elif self._stood:
-                self._read()  # what it said before it went still counts
-                if not self._closed:
-                    self._on_gone("the connection ended")
-                return

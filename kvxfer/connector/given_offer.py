@@ -7,9 +7,17 @@ from dataclasses import dataclass, field
 
 from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.records import GroupBlockIds
-from kvxfer.transfer.session import OfferState, SourceEvent
+from kvxfer.transfer.session import OfferState, SourceEvent, Wire
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import Consumer, Pull
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPull:
+    """What a consumer asked for, and how that is served."""
+
+    pull: Pull
+    wire: Wire
 
 
 @dataclass(slots=True, eq=False)
@@ -31,12 +39,23 @@ class GivenOffer:
     timer: Timer | None = None
     heard_s: dict[bytes, float] = field(default_factory=dict)
     identities: dict[Consumer, bytes] = field(default_factory=dict)
-    pulls: dict[Consumer, Pull] = field(default_factory=dict)
+    pulls: dict[Consumer, AskedPull] = field(default_factory=dict)
 
     @property
     def state(self) -> OfferState:
         """Where it stands."""
         return self.session.snapshot.state
+
+    def refuses(self, pull: Pull) -> bool:
+        """The session will refuse this Pull, or answer it as before, whatever it asks for: a look
+        at what it asks for would be wasted work.
+        """
+        offer = self.session.snapshot
+        return (
+            offer.state not in (OfferState.PENDING, OfferState.OPEN)
+            or offer.digest not in (None, pull.digest)
+            or offer.gone_reason(pull.consumer.incarnation) is not None
+        )
 
 
 StepOffer = Callable[[GivenOffer, SourceEvent], None]

@@ -8,7 +8,9 @@ claim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvxfer.config import Config
 from kvxfer.connector.io_thread import IoThread
@@ -18,6 +20,11 @@ from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import Keep, OfferRef, Reason
+
+MAX_OFFERS = 4096
+"""In one Keep: about 160 KB."""
+OFFER_NBYTES = 140
+"""The most that one offer takes in a Keep: two ids of up to 64 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +48,9 @@ class Keeper:
 
     def hold(self, request_id: str, source: SourceRef) -> None:
         """Keep an offer at every source rank, from when the engine is known."""
-        self._kept[request_id] = _Kept(source, None)
-        self._tell_all(source)
+        kept = self._kept[request_id] = _Kept(source, None)
         self._start()
+        self._tell_all(request_id, kept)
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
         """Keep an offer at these source ranks, unless it is held at all of them already."""
@@ -71,26 +78,33 @@ class Keeper:
     def _keep(self) -> None:
         """One Keep for each source rank, with all offers that are kept there."""
         self._is_ticking = False
+        if not self._kept:
+            return
+        self._start()  # first: what fails below must not end the keeping
         offers: dict[tuple[Peer, RankId], list[OfferRef]] = {}
-        for kept in self._kept.values():
+        for request_id, kept in list(self._kept.items()):
             peer = self._peers.known(kept.source)
             if peer is None:
-                self._tell_all(kept.source)
+                self._io.guard(partial(self._tell_all, request_id, kept))
                 continue
             for rank in peer.ranks() if kept.ranks is None else kept.ranks:
                 offers.setdefault((peer, rank), []).append(kept.source.offer)
         for (peer, rank), refs in offers.items():
-            peer.send(rank, Keep(tuple(refs), self._incarnation, self._config.lease_s))
-        if self._kept:
-            self._start()
+            self._io.guard(partial(self._tell, peer, rank, refs))
 
-    def _tell_all(self, source: SourceRef) -> None:
+    def _tell(self, peer: Peer, rank: RankId, refs: Sequence[OfferRef]) -> None:
+        num = max(1, min(MAX_OFFERS, self._config.control_max_nbytes // OFFER_NBYTES))
+        for lo in range(0, len(refs), num):
+            some = tuple(refs[lo : lo + num])
+            peer.send(rank, Keep(some, self._incarnation, self._config.lease_s))
+
+    def _tell_all(self, request_id: str, kept: _Kept) -> None:
         def tell(peer: Peer) -> None:
-            message = Keep((source.offer,), self._incarnation, self._config.lease_s)
-            for rank in peer.ranks():
-                peer.send(rank, message)
+            if self._kept.get(request_id) is kept:  # else it was given up meanwhile
+                for rank in peer.ranks():
+                    self._tell(peer, rank, (kept.source.offer,))
 
-        self._peers.want(source, needs_wire=False, ready=tell, failed=_leave_to_lease)
+        self._peers.want(kept.source, needs_wire=False, ready=tell, failed=_leave_to_lease)
 
 
 def _leave_to_lease(failure: Failure) -> None:

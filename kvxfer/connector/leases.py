@@ -25,9 +25,14 @@ class Leases:
         self._step = step
 
     def begin(self, offer: GivenOffer) -> None:
-        """The offer is about to open."""
+        """The offer is about to open; from now on it ends, whatever fails."""
         offer.opened_s = self._io.now()
         offer.lease_until_s = offer.opened_s + self._config.lease_s
+        self._arm(offer, offer.lease_until_s)
+
+    def restart(self, offer: GivenOffer) -> None:
+        """The request has finished: only now a sink can hear of its offer."""
+        self.extend(offer, self._config.lease_s)
 
     def heard(self, offer: GivenOffer, incarnation: bytes) -> None:
         """A sink engine said something about the offer."""
@@ -44,6 +49,7 @@ class Leases:
         in time.
         """
         now_s, lease_s = self._io.now(), self._config.lease_s
+        self._arm(offer, now_s + lease_s)  # first: what fails below must not stop the clock
         for incarnation in offer.session.claimants:
             heard_s = offer.heard_s.setdefault(incarnation, now_s)
             if heard_s + lease_s <= now_s < offer.lease_until_s:
@@ -52,7 +58,16 @@ class Leases:
         if offer.lease_until_s <= now_s:
             self._step(offer, Break(Reason.EXPIRED))
         if offer.state is not OfferState.OPEN:
+            self._disarm(offer)
             return
         ends_s = [offer.heard_s[i] + lease_s for i in offer.session.claimants]
         next_s = min([offer.lease_until_s, *(end_s for end_s in ends_s if end_s > now_s)])
-        offer.timer = self._io.after(next_s - now_s, lambda: self.watch(offer))
+        self._arm(offer, next_s)
+
+    def _arm(self, offer: GivenOffer, at_s: float) -> None:
+        self._disarm(offer)
+        offer.timer = self._io.after(at_s - self._io.now(), lambda: self.watch(offer))
+
+    def _disarm(self, offer: GivenOffer) -> None:
+        if offer.timer is not None:
+            offer.timer.cancel()

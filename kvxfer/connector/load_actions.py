@@ -35,7 +35,7 @@ RETRY_S = 1.0
 """An answer that is this late is asked for again: the connection may have been replaced."""
 
 _ASKING = (RouteState.ASKED, RouteState.RELEASING)
-_WAITING = (*_ASKING, RouteState.READING)
+_WAITING = (RouteState.IDLE, *_ASKING, RouteState.READING)
 _log = logging.getLogger("kvxfer.connector")
 
 
@@ -65,28 +65,36 @@ class LoadActions:
         self._report = report
 
     def perform(self, load: SinkLoad, peer: Peer, action: SinkAction) -> None:
-        """One action. What a wire does not take fails the load."""
+        """One action. What a wire does not take fails the load; whatever an action raises, the next
+        one still has its turn.
+        """
         try:
             self._perform(load, peer, action)
-        except (KvxferError, ValueError) as e:
-            load.note(str(e))
+        except Exception as e:  # noqa: BLE001  # a load must end whatever fails
+            if not isinstance(e, KvxferError | ValueError):
+                self._ledger.count("loads.unforeseen")
+                _log.exception("request %s: %s failed", load.order.request_id, action)
+            load.note(str(e) or type(e).__name__)
             self._step(load, Abort(Reason.READ_FAILED))
 
     def _perform(self, load: SinkLoad, peer: Peer, action: SinkAction) -> None:
         match action:
             case SendPull(source):
-                self._send_pull(load.routes[source], peer, source)
+                # An earlier action of the same event may have ended the load.
+                if self._is_in(load, source, RouteState.ASKED):
+                    self._send_pull(load.routes[source], peer, source)
             case StartRead(source):
                 run = load.routes[source]
-                if run.request is not None:
+                if run.request is not None and self._is_in(load, source, RouteState.READING):
                     self._wire(run).submit_read(run.request)
             case StopRead(source):
                 run = load.routes[source]
                 self._wire(run).stop_read(run.key)
             case SendRelease(source):
                 run = load.routes[source]
-                run.asked_s = run.progressed_s = self._io.now()
-                peer.send(source, Release(run.pull.offer, run.pull.consumer))
+                if self._is_in(load, source, RouteState.RELEASING):
+                    run.asked_s = self._io.now()
+                    peer.send(source, Release(run.pull.offer, run.pull.consumer))
             case SendCancel(source, reason):
                 consumer = self._addressing.consumer
                 cancel = Cancel(load.order.source.offer, consumer.incarnation, reason)
@@ -97,14 +105,14 @@ class LoadActions:
                 assert_never(action)
 
     def _send_pull(self, run: RouteRun, peer: Peer, source: RankId) -> None:
-        now_s = self._io.now()
-        if not run.asked_s:
-            run.progressed_s = now_s
-            if run.request is not None and self._wire(run).is_stream:
-                # Before the Pull: the first chunks may overtake the Grant.
-                self._wire(run).submit_expect(run.request)
-        run.asked_s = now_s
+        is_first, run.asked_s = not run.asked_s, self._io.now()
+        if is_first and run.request is not None and self._wire(run).is_stream:
+            # Before the Pull: the first chunks may overtake the Grant.
+            self._wire(run).submit_expect(run.request)
         peer.send(source, run.pull)
+
+    def _is_in(self, load: SinkLoad, source: RankId, state: RouteState) -> bool:
+        return load.session is not None and load.session.state_of(source) is state
 
     def _wire(self, run: RouteRun) -> SinkTransport:
         return self._addressing.transports[run.pull.transport]
@@ -113,10 +121,13 @@ class LoadActions:
 
     def watch(self, load: SinkLoad) -> None:
         """Retries and deadlines of a load that has begun, and when to look again."""
-        load.timer = None
+        if load.timer is not None:
+            load.timer.cancel()
+        load.timer = self._io.after(RETRY_S, lambda: self.watch(load))  # whatever happens below
         for source in load.routes:
             if load.session is not None and not load.session.is_finished:
                 self._look(load, source, load.session.state_of(source))
+        load.timer.cancel()
         if load.session is None or load.session.is_finished:
             return
         ends_s = [

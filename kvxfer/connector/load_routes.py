@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
 from kvxfer.connector.requests import ids_of
+from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import Route
 from kvxfer.transfer.pull import check_ids, pull_classes
-from kvxfer.transfer.wire import Consumer, Pull
+from kvxfer.transfer.wire import Consumer, Grant, Pull
 from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
 
 NULL_TRANSPORT = "null"
@@ -114,3 +115,15 @@ def with_granted_ids(run: RouteRun, block_ids: GroupBlockIds) -> ReadRequest | N
         ids = ids_of(block_ids, copied.source.group)
         check_ids(copied.source, ids, asked.token_lo, asked.token_hi)
     return replace(run.request, source_ids=block_ids)
+
+
+def check_granted(order: NewLoad, grant: Grant) -> None:
+    """Whether the tokens that this load wants were offered: the params are not the source's word.
+
+    Raises ProtocolError.
+    """
+    if 0 < grant.num_tokens < order.token_hi:
+        raise ProtocolError(
+            f"grant: expected at least the {order.token_hi} tokens that the params offer, "
+            f"got {grant.num_tokens}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
@@ -12,6 +13,7 @@ from kvxfer.connector.records import GroupBlockIds
 from kvxfer.connector.requests import checked_sides, clip_ids, group_tokens
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.offer import StreamState
 from kvxfer.transfer.session import (
     ChunkPacked,
     DropChunk,
@@ -47,6 +49,8 @@ from kvxfer.transports.base import (
 )
 
 Reply = Callable[[bytes, ToSink], None]
+
+_log = logging.getLogger("kvxfer.connector")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +97,7 @@ class OfferActions:
         match action:
             case SendGrant(consumer):
                 ids = self._granted_ids(offer, consumer)
-                self._tell(offer, consumer, Grant(ref, consumer, ids))
+                self._tell(offer, consumer, Grant(ref, consumer, ids, offer.num_tokens))
             case SendRefuse(consumer, reason):
                 self._ledger.count(f"refused.{reason.value}")
                 detail = ""
@@ -108,11 +112,13 @@ class OfferActions:
             case StartStream(consumer):
                 self._start_stream(offer, consumer)
             case StopStream(consumer):
-                self._wire(offer, consumer).stop_send(self._key(offer, consumer))
+                self._stop_stream(offer, consumer)
             case SendChunk(consumer, sequence):
-                self._wire(offer, consumer).send_packed(self._key(offer, consumer), sequence)
+                key = self._key(offer, consumer)
+                self._sends[key].transport.send_packed(key, sequence)
             case DropChunk(consumer, sequence):
-                self._wire(offer, consumer).drop_packed(self._key(offer, consumer), sequence)
+                key = self._key(offer, consumer)
+                self._sends[key].transport.drop_packed(key, sequence)
             case FinishedSending(reason):
                 self._finish(offer, reason)
             case _:
@@ -148,15 +154,21 @@ class OfferActions:
 
     def _granted_ids(self, offer: GivenOffer, consumer: Consumer) -> GroupBlockIds:
         """Ids go to those who read the pool themselves, and none beyond the offered tokens."""
-        pull = offer.pulls.get(consumer)
-        if pull is None or pull.is_null or self._transports[pull.transport].is_stream:
+        asked = offer.pulls.get(consumer)
+        if asked is None or asked.pull.is_null:
+            return ()
+        if self._transports[asked.pull.transport].is_stream:
             return ()
         return clip_ids(offer.block_ids, self._group_tokens, offer.num_tokens)
 
     def _start_stream(self, offer: GivenOffer, consumer: Consumer) -> None:
-        pull, key = offer.pulls[consumer], self._key(offer, consumer)
-        transport = self._transports[pull.transport]
+        share = offer.session.snapshot.shares.get(consumer)
+        if share is None or share.stream is not StreamState.RUNNING:
+            return  # an earlier stream of this claim failed to start, and took this one along
+        key = self._key(offer, consumer)
         try:
+            pull = offer.pulls[consumer].pull
+            transport = self._transports[pull.transport]
             request = SendRequest(
                 key=key,
                 classes=pull.classes,
@@ -166,16 +178,22 @@ class OfferActions:
             )
             self._sends[key] = _Send(offer, consumer, transport)
             transport.submit_send(request)
-        except (KvxferError, ValueError) as e:
+        except Exception as e:  # noqa: BLE001  # a stream that has not begun must be over
+            if not isinstance(e, KvxferError | ValueError):
+                _log.exception("request %s: a stream cannot start", offer.request_id)
             self._sends.pop(key, None)
             self._ledger.count("refused.plan")
             refusal = Refuse(self._ref(offer), consumer, Reason.PLAN, str(e))
             self._tell(offer, consumer, refusal)
             self._step(offer, StreamDrained(consumer))
 
-    def _wire(self, offer: GivenOffer, consumer: Consumer) -> SourceTransport:
-        """Of a stream that has not ended; its Pull may have been forgotten meanwhile."""
-        return self._sends[self._key(offer, consumer)].transport
+    def _stop_stream(self, offer: GivenOffer, consumer: Consumer) -> None:
+        key = self._key(offer, consumer)
+        send = self._sends.get(key)
+        if send is None:  # it has not started, and will not
+            self._step(offer, StreamDrained(consumer))
+        else:
+            send.transport.stop_send(key)
 
     def _key(self, offer: GivenOffer, consumer: Consumer) -> TransferKey:
         return TransferKey(

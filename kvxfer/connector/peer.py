@@ -8,21 +8,24 @@ IO thread.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
+from functools import partial
 
 import zmq
 
 from kvxfer.connector.access import may_connect
-from kvxfer.connector.io_thread import Timer
+from kvxfer.connector.introduction import check_introduction, check_partner
+from kvxfer.connector.io_thread import Call, Timer
 from kvxfer.connector.peer_links import PeerLinks
 from kvxfer.connector.peer_records import Failure, PeerState, Surroundings, Waiter
+from kvxfer.connector.peer_trial import Choices, start_trial
+from kvxfer.connector.peer_waiters import Waiters
 from kvxfer.connector.records import SourceRef
-from kvxfer.errors import IncompatiblePeer, KvxferError, TransportUnavailable
-from kvxfer.transfer.compatibility import check_compatible
-from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest, validate_manifest
+from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import Plan, Route, make_plan
 from kvxfer.transfer.wire import (
+    BIND_TOKENS,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
     Cancel,
@@ -30,15 +33,18 @@ from kvxfer.transfer.wire import (
     Malformed,
     Manifest,
     NotReady,
+    Ping,
     Pong,
     Reason,
     ToSink,
     ToSource,
 )
-from kvxfer.transports.probe import Choice, probe
+from kvxfer.transports.base import SinkTransport
 
 HELLO_AGAIN_S = 0.05
 """How soon an engine that does not know all its ranks yet is asked again."""
+TRIALS_S = 2.0
+"""What a first contact may take beyond connect_timeout_s, for the trials of all wires together."""
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -54,12 +60,13 @@ class Peer:
         self.state = PeerState.GREETING
         self.manifest: EngineManifest | None = None
         self.plan = Plan(())
-        self.choices: dict[RankId, Choice] = {}
+        self.choices: Choices = {}
         self.was_ready = False
         self._around = around
-        self._waiters: list[Waiter] = []
+        self._waiters = Waiters(around.io)
         self._links: PeerLinks | None = None
         self._deadline: Timer | None = None
+        self._greeted_s = 0.0
 
     # -------------------------------------------------- getting acquainted
 
@@ -72,21 +79,21 @@ class Peer:
             return
         try:
             self._links = PeerLinks(around, self.engine_id, self._on_message, self._lost)
+            self._greet()
         except KeyError:
             detail = f"curve_server_keys: expected a key of engine {self.engine_id}, got none"
             self.end(Failure(Reason.NOT_ALLOWED, detail))
-            return
-        self._greet()
+        except zmq.ZMQError as e:
+            self._lost(f"{self.endpoint}: expected a socket to connect with, got none: {e}")
 
     def wait(self, waiter: Waiter) -> None:
         """Call the waiter when the peer is as far as it needs; at once if it is."""
-        self._waiters.append(waiter)
-        self._serve_waiters()
+        self._waiters.add(waiter)
+        self._waiters.serve(self)
 
     def forget(self, waiter: Waiter) -> None:
         """The waiter is not to be called any more."""
-        if waiter in self._waiters:
-            self._waiters.remove(waiter)
+        self._waiters.forget(waiter)
 
     def recheck(self) -> None:
         """An offer names another life of this engine: ask it who it is now."""
@@ -95,17 +102,29 @@ class Peer:
 
     def _greet(self) -> None:
         timeout_s = self._around.config.connect_timeout_s
-        self._deadline = self._around.io.after(timeout_s, self._give_up)
+        self._greeted_s = self._around.io.now()
+        self._set_deadline(timeout_s, self._give_up)
         self._hello()
+
+    def _set_deadline(self, delay_s: float, call: Call) -> None:
+        self._clear_deadline()
+        self._deadline = self._around.io.after(delay_s, call)
+
+    def _clear_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
     def _hello(self) -> None:
         if self._links is not None:
             around = self._around
-            message = Hello((PROTOCOL_MIN, PROTOCOL_MAX), (), around.engine_id, around.incarnation)
+            names = (BIND_TOKENS,) if around.config.bind_tokens else ()
+            versions = (PROTOCOL_MIN, PROTOCOL_MAX)
+            message = Hello(versions, names, around.engine_id, around.incarnation)
             self._links.send(self.endpoint, message)
 
     def _give_up(self) -> None:
-        problem = self._links.open(self.endpoint).problem if self._links is not None else ""
+        problem = self._links.problem(self.endpoint) if self._links is not None else ""
         timeout_s = self._around.config.connect_timeout_s
         self._lost(
             f"{self.endpoint} did not answer within {timeout_s} s"
@@ -118,17 +137,15 @@ class Peer:
     def _on_manifest(self, manifest: EngineManifest) -> None:
         if self.state is PeerState.KNOWN:
             return  # a second answer while the wires are tried
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+        self._clear_deadline()
         if self.state is PeerState.READY and self.manifest is not None:
             if manifest.incarnation != self.manifest.incarnation:
-                waiters, self._waiters = self._waiters, []
+                waiters = self._waiters.take()
                 self._lost("the engine was started anew")
                 for waiter in waiters:
                     self._around.again(waiter)
             else:
-                self._refuse_other_lives()
+                self._waiters.refuse_other_lives(self)
             return
         try:
             self._get_to_know(manifest)
@@ -136,78 +153,60 @@ class Peer:
             self.end(Failure(Reason.INCOMPATIBLE, str(e)))
         except PermissionError as e:
             self.end(Failure(Reason.NOT_ALLOWED, str(e)))
-        except KvxferError as e:
-            self._lost(str(e))
+        except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
+            _log.exception("engine %s cannot be met", self.engine_id)
+            self._lost(f"{type(e).__name__}: {e}")
 
     def _get_to_know(self, manifest: EngineManifest) -> None:
         around = self._around
-        validate_manifest(manifest)
-        if manifest.engine_id != self.engine_id:
-            raise IncompatiblePeer(
-                f"engine_id: expected {self.engine_id} at {self.endpoint}, got {manifest.engine_id}"
-            )
-        for entry in manifest.ranks:
-            if not may_connect(around.config, entry.control_endpoint):
-                raise PermissionError(
-                    f"rank {entry.rank} of {self.engine_id} listens on {entry.control_endpoint}, "
-                    "which is not in allowed_peers"
-                )
+        check_introduction(around.config, self.engine_id, self.endpoint, manifest)
+        around.admit(self, manifest)
         self.manifest = manifest
         self.state = PeerState.KNOWN
-        self._refuse_other_lives()
-        self._serve_waiters()
+        until_s = self._greeted_s + around.config.connect_timeout_s + TRIALS_S
+        self._set_deadline(until_s - around.io.now(), self._not_tried)
+        self._waiters.refuse_other_lives(self)
+        self._waiters.serve(self)
         own = around.manifest()
-        if own is None:
-            raise IncompatiblePeer("this engine does not know its own ranks yet")
-        check_compatible(manifest, own)
+        check_partner(around.config, manifest, own)
+        if own is None or self.state is not PeerState.KNOWN:
+            return  # a waiter has ended it
         self.plan = make_plan(manifest, own)
         sources = [manifest.rank(route.source_rank) for route in self.routes() if not route.is_null]
-        # Not on the copy thread: a trial may wait for the network, and loads of other peers go on
-        # meanwhile.
-        threading.Thread(
-            target=self._try_wires, args=(sources,), name="kvxfer-probe", daemon=True
-        ).start()
+        start_trial(around, sources, until_s, self._on_tried)
 
-    def _try_wires(self, sources: list[RankManifest]) -> None:
-        """On a thread of its own: one trial for each source rank that is read."""
-        config, io = self._around.config, self._around.io
-        choices: dict[RankId, Choice] = {}
+    def _not_tried(self) -> None:
+        self.end(Failure(Reason.TRANSPORT, "the trials of its wires did not end in time"))
+
+    def _on_tried(self, result: Choices | Failure) -> None:
+        if self.state is not PeerState.KNOWN:
+            return
+        if isinstance(result, Failure):
+            self.end(result)
+            return
+        self.choices = result
         try:
-            for source in sources:
-                choices[source.rank] = probe(
-                    self._around.transports, source, min_gbps=config.min_gbps
-                )
-        except TransportUnavailable as e:
-            failure = Failure(Reason.TRANSPORT, str(e))
-        except zmq.ContextTerminated:
-            return  # this rank shuts down
+            for rank in result:
+                self.transport(rank).attach(self.source(rank))
+            self._open_links()
         except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
-            _log.exception("engine %s: the trial of its wires failed", self.engine_id)
-            failure = Failure(Reason.TRANSPORT, f"{type(e).__name__}: {e}")
-        else:
-            io.post(lambda: self._on_choices(choices))
+            _log.debug("engine %s: its wires", self.engine_id, exc_info=True)
+            self.end(Failure(Reason.TRANSPORT, str(e) or type(e).__name__))
             return
-        io.post(lambda: self.end(failure))
-
-    def _on_choices(self, choices: dict[RankId, Choice]) -> None:
-        if self.state is not PeerState.KNOWN or self.manifest is None:
-            return
-        self.choices = choices
-        try:
-            for rank, choice in choices.items():
-                self._around.transports[choice.transport].attach(self.manifest.rank(rank))
-        except TransportUnavailable as e:
-            self.end(Failure(Reason.TRANSPORT, str(e)))
-            return
-        if self._links is not None:
-            for route in self.routes():
-                self._links.open(self.source(route.source_rank).control_endpoint)
+        self._clear_deadline()
         self.state, self.was_ready = PeerState.READY, True
         self._around.ledger.count("peers.ready")
         _log.info("engine %s at %s: %s", self.engine_id, self.endpoint, self.wire)
-        self._serve_waiters()
+        self._waiters.serve(self)
         if self._waiters:  # of offers that name another life
             self.recheck()
+
+    def _open_links(self) -> None:
+        """One for each rank that is read. Its Pong says in which life it is: the manifest came from
+        the front door, which may have named somebody else's rank.
+        """
+        for route in self.routes():
+            self.send(route.source_rank, Ping())
 
     # -------------------------------------------------- in use
 
@@ -226,6 +225,10 @@ class Peer:
         if self.manifest is None:
             raise KeyError(f"engine {self.engine_id} is not known yet")
         return self.manifest.rank(rank)
+
+    def transport(self, rank: RankId) -> SinkTransport:
+        """The chosen wire to one of its ranks."""
+        return self._around.transports[self.choices[rank].transport]
 
     def send(self, rank: RankId, message: ToSource) -> None:
         """To one of its ranks; a peer that is over gets nothing."""
@@ -267,43 +270,20 @@ class Peer:
         if self.state is PeerState.OVER:
             return
         if self.manifest is not None and failure.reason is not Reason.PEER_LOST:
-            for waiter in self._waiters:
-                self.cancel(waiter.source, failure.reason)  # it will never be read
+            for source in self._waiters.sources():  # it will never be read
+                self._around.io.guard(partial(self.cancel, source, failure.reason))
         self.state = PeerState.OVER
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._around.on_over(self, failure)  # its Cancels still leave, if anybody hears them
-        for rank, choice in self.choices.items():
-            endpoint = self.source(rank).control_endpoint
-            self._around.transports[choice.transport].detach(endpoint)
+        self._clear_deadline()
+        guard = self._around.io.guard  # what fails here must not keep the rest from ending
+        guard(partial(self._around.on_over, self, failure))  # its Cancels still leave
+        for rank in self.choices:
+            if not self._around.is_shared(self, rank):
+                endpoint = self.source(rank).control_endpoint
+                guard(partial(self.transport(rank).detach, endpoint))
         links, self._links = self._links, None
         if links is not None:
-            links.close()
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            waiter.failed(failure)
-
-    def _refuse_other_lives(self) -> None:
-        """Offers of a life that is not the present one are stale."""
-        stale = [w for w in self._waiters if not self.is_alive_as(w.source)]
-        for waiter in stale:
-            self._waiters.remove(waiter)
-            detail = f"the offer is of another life of engine {self.engine_id}"
-            waiter.failed(Failure(Reason.INCARNATION, detail))
-
-    def _serve_waiters(self) -> None:
-        if self.state not in (PeerState.KNOWN, PeerState.READY):
-            return
-        served = [
-            waiter
-            for waiter in self._waiters
-            if self.is_alive_as(waiter.source)
-            and (self.state is PeerState.READY or not waiter.needs_wire)
-        ]
-        for waiter in served:
-            if waiter in self._waiters:  # an earlier one may have had it forgotten
-                self._waiters.remove(waiter)
-                waiter.ready(self)
+            guard(links.close)
+        self._waiters.fail(failure)
 
     # -------------------------------------------------- messages
 
@@ -317,7 +297,7 @@ class Peer:
             case Malformed(detail):
                 ledger.count("control.malformed_answers")
                 if self._links is not None:
-                    self._links.open(endpoint).problem = detail
+                    self._links.note(endpoint, detail)
             case Pong(incarnation):
                 if self.manifest is not None and incarnation != self.manifest.incarnation:
                     self._lost("the engine was started anew")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvxfer.connector.access import server_key_of
-from kvxfer.connector.control import ControlClient
+from kvxfer.connector.control_client import ControlClient
 from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.peer_records import Surroundings
 from kvxfer.transfer.wire import Ping, ToSink, ToSource
@@ -51,6 +51,16 @@ class PeerLinks:
             )
         return self._clients[endpoint]
 
+    def problem(self, endpoint: str) -> str:
+        """Why the connection to an endpoint does not stand, as far as anybody knows."""
+        client = self._clients.get(endpoint)
+        return client.problem if client is not None else ""
+
+    def note(self, endpoint: str, problem: str) -> None:
+        """The other side says what is wrong."""
+        if endpoint in self._clients:
+            self._clients[endpoint].problem = problem
+
     def send(self, endpoint: str, message: ToSource) -> None:
         """Queue a message."""
         self.open(endpoint).send(message)
@@ -59,7 +69,9 @@ class PeerLinks:
         """A load waits for answers: from now on silence is noticed."""
         self._num_loads += 1
         if self._timer is None:
-            self._listen()
+            for client in self._clients.values():
+                client.unanswered_s = None  # of an earlier load; nobody has listened since
+            self._around.io.guard(self._listen)
 
     def end_load(self) -> None:
         """A load has ended."""
@@ -79,6 +91,7 @@ class PeerLinks:
         self._timer = None
         if not self._num_loads:
             return
+        self._timer = io.after(silent_s / 8, self._listen)
         now_s = io.now()
         for client in self._clients.values():
             if client.unanswered_s is None:
@@ -89,4 +102,3 @@ class PeerLinks:
                 silence_s = now_s - client.heard_s
                 self._on_lost(f"{client.endpoint} was silent for {silence_s:.1f} s")
                 return
-        self._timer = io.after(silent_s / 8, self._listen)

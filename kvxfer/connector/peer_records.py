@@ -55,11 +55,21 @@ def _nobody(waiter: Waiter) -> None:
     waiter.failed(Failure(Reason.PEER_LOST, "the engine was started anew"))
 
 
+def _anybody(peer: Peer, manifest: EngineManifest) -> None:
+    """There is no other peer that it could collide with."""
+
+
+def _alone(peer: Peer, rank: RankId) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What every peer of a sink rank shares.
 
     ``manifest``: this engine's own, once known. ``again``: takes a waiter that needs another life.
+    ``admit``: raises PermissionError for a manifest that states what is another peer's.
+    ``is_shared``: whether another live peer uses the same attachment to this rank.
     """
 
     io: IoThread
@@ -74,3 +84,5 @@ class Surroundings:
     on_message: Callable[[Peer, RankId, ToSink], None]
     on_over: Callable[[Peer, Failure], None]
     again: Callable[[Waiter], None] = _nobody
+    admit: Callable[[Peer, EngineManifest], None] = _anybody
+    is_shared: Callable[[Peer, RankId], bool] = _alone

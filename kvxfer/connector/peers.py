@@ -3,6 +3,10 @@
 A contact that failed is remembered for a second and fails at once meanwhile, unless an offer of
 another life comes: that one proves that the engine lives. What was lost is forgotten, so that a
 restarted engine is met anew.
+
+A manifest states its endpoints itself, so two engines may state the same one. Wires know a source
+rank by its control endpoint: one that answers for another engine there would have its memory read
+in the other's name. Only the engine that was heard at an endpoint itself takes it from another.
 """
 
 from __future__ import annotations
@@ -10,14 +14,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from kvxfer.connector.introduction import contested
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import Failure, PeerState, Surroundings, Waiter
 from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.wire import Reason
 
 BACK_OFF_S = 1.0
 """How long a failed contact is not tried again."""
 MAX_FAILURES = 1024
+MAX_GREETED = 64
+"""Engines that are being met at one time; each costs sockets and a thread before it has proved
+anything.
+"""
+_MEETING = (PeerState.GREETING, PeerState.KNOWN)
 
 Key = tuple[str, str]
 
@@ -43,7 +54,13 @@ class Peers:
         self._on_over = around.on_over
         self._io = around.io
         self._ledger = around.ledger
-        self._around = replace(around, on_over=self._over, again=self._wait)
+        self._around = replace(
+            around,
+            on_over=self._over,
+            again=self._wait,
+            admit=self._admit,
+            is_shared=self._is_shared,
+        )
         self._peers: dict[Key, Peer] = {}
         self._failed: dict[Key, _Failed] = {}
         self._asked: dict[Key, bytes] = {}
@@ -107,6 +124,11 @@ class Peers:
             return
         peer = self._peers.get(key)
         if peer is None:
+            if sum(other.state in _MEETING for other in self._peers.values()) >= MAX_GREETED:
+                self._ledger.count("peers.crowded")
+                detail = f"expected at most {MAX_GREETED} engines that are being met, got another"
+                waiter.failed(Failure(Reason.PEER_LOST, detail))
+                return
             peer = self._peers[key] = Peer(self._around, source)
             self._asked[key] = source.offer.incarnation
             peer.wait(waiter)
@@ -115,6 +137,36 @@ class Peers:
         peer.wait(waiter)
         if peer.state is PeerState.READY and not peer.is_alive_as(source):
             peer.recheck()
+
+    def _admit(self, peer: Peer, manifest: EngineManifest) -> None:
+        """May this engine be what it says, next to the others? Raises PermissionError."""
+        for other in list(self._peers.values()):
+            if other is peer or other.manifest is None:
+                continue
+            entry = contested(manifest, other.manifest)
+            if entry is None:
+                continue
+            if entry.control_endpoint == peer.endpoint:
+                other.end(
+                    Failure(Reason.PEER_LOST, f"engine {peer.engine_id} answers in its place")
+                )
+                continue
+            other.recheck()  # it may be gone, and its port another engine's
+            raise PermissionError(
+                f"rank {entry.rank} of {peer.engine_id}: expected a control endpoint of its own, "
+                f"got {entry.control_endpoint}, which is engine {other.engine_id}'s"
+            )
+
+    def _is_shared(self, peer: Peer, rank: RankId) -> bool:
+        entry, wire = peer.source(rank), peer.transport(rank)
+        return any(
+            other is not peer
+            and other.state is PeerState.READY
+            and any(
+                other.source(its) == entry and other.transport(its) is wire for its in other.choices
+            )
+            for other in self._peers.values()
+        )
 
     def _over(self, peer: Peer, failure: Failure) -> None:
         key = (peer.engine_id, peer.endpoint)

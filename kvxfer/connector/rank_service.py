@@ -25,7 +25,17 @@ from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
-from kvxfer.transfer.wire import Consumer, Hello, Manifest, NotReady, Ping, Pong, Reason, ToSource
+from kvxfer.transfer.wire import (
+    Consumer,
+    Hello,
+    Manifest,
+    NotReady,
+    Ping,
+    Pong,
+    Reason,
+    ToSource,
+    encode,
+)
 from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
@@ -34,6 +44,9 @@ DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
 word 200 ms.
 """
+
+MAX_SOCKETS = 16384
+"""Of one rank: a source rank takes two for control and two for data; ZeroMQ's own bound is 1023."""
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -69,8 +82,10 @@ class RankService:
         self._ledger = ledger
         self._identity = identity
         self._engine: EngineManifest | None = None
+        self._introduction: zmq.Frame | None = None
         self.io = IoThread(f"kvxfer-io-{identity.rank}", lambda: ledger.count("io.errors"))
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._copy_thread = CopyThread()
         self._closers: list[Callable[[], object]] = []
         try:
@@ -161,12 +176,16 @@ class RankService:
         if self._engine is not None and self._engine != manifest:
             self._peers.close(Failure(Reason.PEER_LOST, "this engine's manifest changed"))
         self._engine = manifest
+        # Encoded and copied once: a manifest of 100 KB times every Hello would be too much.
+        self._introduction = zmq.Frame(encode(Manifest(manifest)), copy=True)
 
     def _dispatch(self, identity: bytes, message: ToSource) -> None:
         match message:
             case Hello():
-                answer = Manifest(self._engine) if self._engine is not None else NotReady()
-                self._server.send(identity, answer)
+                if self._introduction is None:
+                    self._server.send(identity, NotReady())
+                else:
+                    self._server.send_frame(identity, self._introduction)
             case Ping():
                 self._server.send(identity, Pong(self._identity.incarnation))
             case _:

@@ -8,7 +8,7 @@ from kvxfer.connector.records import GroupBlockIds
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import MAX_RANKS, RankManifest
 from kvxfer.transfer.plan import Side
-from kvxfer.transfer.pull import check_ids, chunk_list, resolve_pull
+from kvxfer.transfer.pull import check_chunks, check_ids, resolve_pull
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.wire import Pull, Reason
 from kvxfer.transports.base import SourceTransport
@@ -52,7 +52,7 @@ def read_pull(
         )
     try:
         resolve_pull(manifest, pull.classes)
-        if not chunk_list(pull.classes, pull.chunk_nbytes):
+        if not check_chunks(pull.classes, pull.chunk_nbytes):
             raise Refused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
         raise Refused(Reason.PLAN, str(e)) from e

@@ -29,7 +29,7 @@ from kvxfer.connector.records import (
 )
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
-from kvxfer.transfer.wire import PROTOCOL_MAX, PROTOCOL_MIN, OfferRef, Reason
+from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, OfferRef, Reason
 
 log = logging.getLogger("kvxfer.connector")
 
@@ -87,7 +87,7 @@ class SchedulerConnector:
             engine_id=self._engine_id,
             incarnation=self._incarnation,
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
-            capabilities=(),
+            capabilities=(BIND_TOKENS,) if self._config.bind_tokens else (),
             facts=self._facts,
             tp_size=self._tp_size,
             pp_size=self._pp_size,

@@ -9,8 +9,8 @@ its blocks has ended.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 from kvxfer.config import Config
@@ -18,12 +18,17 @@ from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_actions import LoadActions
-from kvxfer.connector.load_routes import Addressing, make_routes, with_granted_ids
+from kvxfer.connector.load_routes import (
+    Addressing,
+    check_granted,
+    make_routes,
+    with_granted_ids,
+)
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import AbortLoad, NewLoad
-from kvxfer.connector.sink_load import SinkLoad
+from kvxfer.connector.sink_load import AskedOffers, Loads, SinkLoad, span_failure
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.session import (
@@ -40,7 +45,6 @@ from kvxfer.transfer.session import (
     Start,
     VerdictArrived,
 )
-from kvxfer.transfer.sink_session import LoadSession
 from kvxfer.transfer.wire import Broken, Grant, OfferRef, Reason, Refuse, ToSink, Verdict
 from kvxfer.transports.base import (
     PeerGone,
@@ -49,11 +53,10 @@ from kvxfer.transports.base import (
     ReadDone,
     ReadStopped,
     SinkCompletion,
-    TransferKey,
 )
 
-REMEMBERED = 1 << 16
-"""Offers that were asked for and are not asked for again; about 200 bytes each."""
+_UNATTACHED = (Reason.PEER_LOST, Reason.INCARNATION)
+"""A wire that breaks a read for these does not know the source rank, or knows another there."""
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -76,10 +79,8 @@ class Sink:
             step=self._step,
             report=self._report,
         )
-        self._loads: dict[str, SinkLoad] = {}
-        self._by_offer: dict[OfferRef, SinkLoad] = {}
-        self._by_key: dict[TransferKey, tuple[SinkLoad, RankId]] = {}
-        self._asked: OrderedDict[OfferRef, None] = OrderedDict()
+        self._loads = Loads()
+        self._asked = AskedOffers()
         self._on_idle: Callable[[], object] | None = None
 
     def bind(self, peers: Peers, keeper: Keeper) -> None:
@@ -91,31 +92,22 @@ class Sink:
 
     def load(self, order: NewLoad) -> None:
         """Begin a load; it will be reported once, whatever happens."""
-        if order.request_id in self._loads:
+        if order.request_id in self._loads.by_request:
             raise ValueError(f"request {order.request_id}: expected one load, got another")
-        load = self._loads[order.request_id] = SinkLoad(order, started_s=self._io.now())
-        if not 0 <= order.token_lo < order.token_hi <= order.source.num_tokens:
-            detail = (
-                f"tokens: expected a span within the offered {order.source.num_tokens}, "
-                f"got [{order.token_lo}, {order.token_hi})"
-            )
-            self._fail(load, Failure(Reason.PLAN, detail), cancel=True)
+        load = self._loads.by_request[order.request_id] = SinkLoad(order, started_s=self._io.now())
+        wrong = span_failure(order) or self._offer_failure(order.source.offer)
+        if wrong is not None:
+            self._fail(load, wrong, cancel=wrong.reason is Reason.PLAN)
             return
-        if order.source.offer in self._by_offer:
-            detail = "expected an offer that is not being loaded, got one that is"
-            self._fail(load, Failure(Reason.BAD_PARAMS, detail), cancel=False)
-            return
-        if order.source.offer in self._asked:
-            # One read per rank: to the source a second load would be the first one's Pull again.
-            detail = "expected an offer that was not asked for before, got one that was"
-            self._fail(load, Failure(Reason.ENDED, detail), cancel=False)
-            return
-        self._by_offer[order.source.offer] = load
+        self._loads.by_offer[order.source.offer] = load
+        self._try(load, lambda: self._want(load))
+
+    def _want(self, load: SinkLoad) -> None:
         # ``want`` may call back before it returns; then there is nothing left to wait for.
         waiter = self._peers.want(
-            order.source,
+            load.order.source,
             needs_wire=True,
-            ready=lambda peer: self._begin(load, peer),
+            ready=lambda peer: self._try(load, lambda: self._begin(load, peer)),
             failed=lambda failure: self._fail(load, failure, cancel=False),
         )
         if load.session is None:
@@ -123,7 +115,7 @@ class Sink:
 
     def abort(self, order: AbortLoad) -> None:
         """The engine does not want a load any more; the source hears of it at once."""
-        load = self._loads.get(order.request_id)
+        load = self._loads.by_request.get(order.request_id)
         if load is None:
             self._ledger.count("aborts.late")
         elif load.session is None:
@@ -133,12 +125,27 @@ class Sink:
 
     def shutdown(self, reason: Reason, done: Callable[[], object]) -> None:
         """Abort every load; ``done`` is called when all were reported."""
-        for request_id in list(self._loads):
-            self.abort(AbortLoad(request_id, reason))
+        for request_id in list(self._loads.by_request):
+            self._io.guard(partial(self.abort, AbortLoad(request_id, reason)))
         self._on_idle = done
         self._tell_idle()
 
     # -------------------------------------------------- from order to session
+
+    def _try(self, load: SinkLoad, call: Callable[[], object]) -> None:
+        """A load is reported whatever goes wrong while it begins."""
+        try:
+            call()
+        except Exception as e:  # noqa: BLE001  # the engine waits for the report
+            _log.exception("request %s: its load cannot begin", load.order.request_id)
+            self._ledger.count("loads.unforeseen")
+            load.note(f"{type(e).__name__}: {e}")
+            if load.session is None:
+                self._fail(load, Failure(Reason.READ_FAILED, str(e)), cancel=True)
+                return
+            self._step(load, Abort(Reason.READ_FAILED))
+            if not any(run.asked_s for run in load.routes.values()):  # else it has sent Cancels
+                self._keeper.cancel(load.order.source, Reason.READ_FAILED)
 
     def _begin(self, load: SinkLoad, peer: Peer) -> None:
         load.waiter = None
@@ -150,16 +157,15 @@ class Sink:
         if not routes:
             self._report(load, None)
             return
-        load.peer, load.routes = peer, routes
-        load.session = LoadSession(
-            list(routes), frozenset(rank for rank, run in routes.items() if run.pull.is_null)
-        )
-        self._remember(load.order.source.offer)
         load.started_s = self._io.now()
-        for rank, run in routes.items():
-            self._by_key[run.key] = (load, rank)
-        peer.begin_load()
+        self._loads.begin(load, peer, routes)
+        self._asked.add(load.order.source.offer)
+        self._actions.watch(load)  # first: from here on it ends, whatever fails
         self._keeper.hold_at(load.order.request_id, load.order.source, frozenset(routes))
+        peer.begin_load()
+        load.is_begun = True
+        if self._loads.by_request.get(load.order.request_id) is not load:
+            return  # the peer has just been found silent
         self._step(load, Start())
         self._actions.watch(load)
 
@@ -170,15 +176,20 @@ class Sink:
         if load.waiter is not None:
             self._peers.forget(load.waiter)
             load.waiter = None
-        if cancel:
-            self._keeper.cancel(load.order.source, failure.reason)
         load.note(failure.detail)
         self._report(load, failure.reason)
+        if cancel:
+            self._keeper.cancel(load.order.source, failure.reason)
 
-    def _remember(self, offer: OfferRef) -> None:
-        self._asked[offer] = None
-        while len(self._asked) > REMEMBERED:
-            self._asked.popitem(last=False)
+    def _offer_failure(self, offer: OfferRef) -> Failure | None:
+        if offer in self._loads.by_offer:
+            detail = "expected an offer that is not being loaded, got one that is"
+            return Failure(Reason.BAD_PARAMS, detail)
+        if offer in self._asked:
+            # One read per rank: to the source a second load would be the first one's Pull again.
+            detail = "expected an offer that was not asked for before, got one that was"
+            return Failure(Reason.ENDED, detail)
+        return None
 
     # -------------------------------------------------- what happens
 
@@ -190,11 +201,10 @@ class Sink:
         if message.consumer not in (None, self._addressing.consumer):
             self._ledger.count("control.misaddressed")
             return
-        load = self._by_offer.get(message.offer)
+        load = self._loads.by_offer.get(message.offer)
         if load is None or load.peer is not peer or source not in load.routes:
             self._ledger.count("control.late")
             return
-        load.routes[source].progressed_s = self._io.now()
         match message:
             case Grant():
                 self._on_grant(load, source, message)
@@ -212,6 +222,7 @@ class Sink:
         run = load.routes[source]
         if load.session is not None and load.session.state_of(source) is RouteState.ASKED:
             try:
+                check_granted(load.order, grant)
                 run.request = with_granted_ids(run, grant.block_ids)
             except (KvxferError, ValueError) as e:
                 load.note(str(e))
@@ -224,14 +235,15 @@ class Sink:
         if isinstance(completion, PeerGone):
             self._peers.lost(completion.control_endpoint, "the data connection ended")
             return
-        found = self._by_key.get(completion.key)
+        found = self._loads.by_key.get(completion.key)
         if found is None:
             return  # stopped after its load had ended
         load, source = found
         run = load.routes[source]
-        run.progressed_s = self._io.now()
         match completion:
             case Progress(_, nbytes):
+                if nbytes > run.nbytes:
+                    run.progressed_s = self._io.now()
                 run.nbytes = nbytes
             case ReadDone(_, nbytes, certified):
                 run.nbytes = nbytes
@@ -239,6 +251,8 @@ class Sink:
             case ReadBroke(_, reason, detail):
                 load.note(detail)
                 self._step(load, ReadFailed(source, reason))
+                if reason in _UNATTACHED and load.peer is not None:
+                    load.peer.end(Failure(Reason.PEER_LOST, detail))  # met anew, it will be right
             case ReadStopped():
                 self._step(load, ReadDrained(source))
             case _:
@@ -248,7 +262,7 @@ class Sink:
         """A source engine cannot be used any more: its loads fail, and are reported when they have
         drained.
         """
-        for load in [load for load in self._loads.values() if load.peer is peer]:
+        for load in [load for load in self._loads.by_request.values() if load.peer is peer]:
             load.note(failure.detail)
             for source in load.routes:
                 self._step(load, SourceLost(source))
@@ -258,31 +272,30 @@ class Sink:
     def _step(self, load: SinkLoad, event: SinkEvent) -> None:
         if load.session is None or load.peer is None:
             return
+        before = load.session.snapshot.routes
         try:
             actions = load.session.step(event)
         except ProtocolError:
             self._ledger.count("control.out_of_state")
             _log.debug("request %s: %s", load.order.request_id, event, exc_info=True)
             return
+        for old, new in zip(before, load.session.snapshot.routes, strict=True):
+            if new.state is not old.state:  # a repeated answer is no progress
+                load.routes[new.source].progressed_s = self._io.now()
         for action in actions:
             self._actions.perform(load, load.peer, action)
 
     def _report(self, load: SinkLoad, reason: Reason | None) -> None:
         """The one report of a load."""
         order = load.order
-        if self._loads.get(order.request_id) is not load:
+        if not self._loads.remove(load):
             return
-        del self._loads[order.request_id]
-        if self._by_offer.get(order.source.offer) is load:
-            del self._by_offer[order.source.offer]
-        for run in load.routes.values():
-            self._by_key.pop(run.key, None)
         if reason is Reason.TOKENS:
             # The offer belongs to another request, which may still come.
-            self._asked.pop(order.source.offer, None)
+            self._asked.forget(order.source.offer)
         if load.timer is not None:
             load.timer.cancel()
-        if load.peer is not None:
+        if load.peer is not None and load.is_begun:
             load.peer.end_load()
         self._keeper.release(order.request_id)
         self._ledger.loaded(load.report(reason, self._io.now()))
@@ -291,6 +304,6 @@ class Sink:
         self._tell_idle()
 
     def _tell_idle(self) -> None:
-        if self._on_idle is not None and not self._loads:
+        if self._on_idle is not None and not self._loads.by_request:
             done, self._on_idle = self._on_idle, None
             done()

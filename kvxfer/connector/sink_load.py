@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.load_routes import RouteRun
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Waiter
+from kvxfer.connector.peer_records import Failure, Waiter
 from kvxfer.connector.records import LoadReport, NewLoad
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.session import SinkEvent
 from kvxfer.transfer.sink_session import LoadSession
-from kvxfer.transfer.wire import Reason
+from kvxfer.transfer.wire import OfferRef, Reason
+from kvxfer.transports.base import TransferKey
+
+REMEMBERED = 1 << 16
+"""Offers that were asked for and are not asked for again; about 200 bytes each."""
 
 
 @dataclass(slots=True, eq=False)
 class SinkLoad:
     """One load. ``waiter`` is there until its peer is ready, the session and its routes from then
-    on. ``detail``: the first thing that a person should read when it fails.
+    on. ``detail``: the first thing that a person should read when it fails. ``is_begun``: the peer
+    counts it among those that wait for answers.
     """
 
     order: NewLoad
@@ -30,6 +36,7 @@ class SinkLoad:
     detail: str = ""
     started_s: float = 0.0
     timer: Timer | None = None
+    is_begun: bool = False
     is_undrained: bool = False
 
     def note(self, detail: str) -> None:
@@ -52,3 +59,65 @@ class SinkLoad:
 
 StepLoad = Callable[[SinkLoad, SinkEvent], None]
 """Give an event to a load's session and perform what comes of it."""
+
+
+def span_failure(order: NewLoad) -> Failure | None:
+    """What is wrong with the tokens that are to be loaded."""
+    if 0 <= order.token_lo < order.token_hi <= order.source.num_tokens:
+        return None
+    return Failure(
+        Reason.PLAN,
+        f"tokens: expected a span within the offered {order.source.num_tokens}, "
+        f"got [{order.token_lo}, {order.token_hi})",
+    )
+
+
+class AskedOffers:
+    """The last offers that were asked for."""
+
+    def __init__(self) -> None:
+        self._offers: OrderedDict[OfferRef, None] = OrderedDict()
+
+    def __contains__(self, offer: OfferRef) -> bool:
+        return offer in self._offers
+
+    def add(self, offer: OfferRef) -> None:
+        """Asked for; the oldest is forgotten in the end."""
+        self._offers[offer] = None
+        while len(self._offers) > REMEMBERED:
+            self._offers.popitem(last=False)
+
+    def forget(self, offer: OfferRef) -> None:
+        """It may be asked for again."""
+        self._offers.pop(offer, None)
+
+
+class Loads:
+    """All loads that were not reported yet, and what messages and wires call them."""
+
+    def __init__(self) -> None:
+        self.by_request: dict[str, SinkLoad] = {}
+        self.by_offer: dict[OfferRef, SinkLoad] = {}
+        self.by_key: dict[TransferKey, tuple[SinkLoad, RankId]] = {}
+
+    def begin(self, load: SinkLoad, peer: Peer, routes: Mapping[RankId, RouteRun]) -> None:
+        """It has its routes: from now on it has a session."""
+        load.session = LoadSession(
+            list(routes), frozenset(rank for rank, run in routes.items() if run.pull.is_null)
+        )
+        load.peer, load.routes = peer, routes
+        for rank, run in routes.items():
+            run.progressed_s = load.started_s
+            self.by_key[run.key] = (load, rank)
+
+    def remove(self, load: SinkLoad) -> bool:
+        """Forget it; False if it was forgotten before."""
+        order = load.order
+        if self.by_request.get(order.request_id) is not load:
+            return False
+        del self.by_request[order.request_id]
+        if self.by_offer.get(order.source.offer) is load:
+            del self.by_offer[order.source.offer]
+        for run in load.routes.values():
+            self.by_key.pop(run.key, None)
+        return True

@@ -11,18 +11,19 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
 
 from kvxfer.config import Config
-from kvxfer.connector.given_offer import GivenOffer
+from kvxfer.connector.draining import Draining
+from kvxfer.connector.given_offer import AskedPull, GivenOffer
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.leases import Leases
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.offer_actions import OfferActions, Reply
+from kvxfer.connector.opening import IsReady, Opening
 from kvxfer.connector.records import EndOffer, NewOffer, OfferBlocks
 from kvxfer.connector.requests import Refused, check_same, clip_ids, group_tokens, read_pull
-from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.session import (
     Break,
@@ -32,6 +33,7 @@ from kvxfer.transfer.session import (
     ReadyCompleted,
     ReleaseArrived,
     SourceEvent,
+    Wire,
 )
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import (
@@ -49,20 +51,8 @@ from kvxfer.transports.base import SourceCompletion, SourceTransport
 
 REMEMBERED = 4096
 """Offers that are over and still answer; about 1 KiB each."""
-READY_POLL_S = 0.001
-"""How often events that have not completed are asked again; only where work is asynchronous."""
-
-IsReady = Callable[[], bool]
 
 _log = logging.getLogger("kvxfer.connector")
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """Somebody who may go on when these offers are over and drained."""
-
-    nonces: set[bytes]
-    done: Callable[[], object]
 
 
 class Source:
@@ -105,9 +95,8 @@ class Source:
         self._live: dict[bytes, GivenOffer] = {}
         self._over: OrderedDict[bytes, GivenOffer] = OrderedDict()
         self._by_request: dict[str, GivenOffer] = {}
-        self._unready: list[tuple[GivenOffer, IsReady]] = []
-        self._is_polling = False
-        self._waiters: list[_Waiter] = []
+        self._opening = Opening(io, self._open, partial(self._break, reason=Reason.PLAN))
+        self._draining = Draining()
 
     # -------------------------------------------------- orders of the engine
 
@@ -133,9 +122,7 @@ class Source:
     def computed(self, request_ids: Sequence[str], is_ready: IsReady) -> None:
         """The step that computes the last offered token was launched; open when ``is_ready()``."""
         offers = [self._by_request[i] for i in request_ids if i in self._by_request]
-        self._unready += [(offer, is_ready) for offer in offers]
-        if not self._is_polling:
-            self._open_ready()
+        self._opening.add(offers, is_ready)
 
     def delay(self, request_ids: Sequence[str]) -> None:
         """The engine keeps these requests' blocks until they are reported; at once if the offer is
@@ -147,6 +134,7 @@ class Source:
                 self._ledger.sent(request_id)
             else:
                 offer.is_delayed = True
+                self._leases.restart(offer)
 
     def end(self, orders: Sequence[EndOffer], done: Callable[[], object]) -> None:
         """Break these offers; ``done`` is called when nothing of them touches the pool any more."""
@@ -198,18 +186,27 @@ class Source:
             if isinstance(offer, Reason):
                 self._refuse(identity, pull, offer, "")
                 return
-            check_same(offer.pulls.get(pull.consumer), pull)
-            wire = read_pull(pull, self._manifest, self._transports, offer.num_tokens)
+            wire = self._read(offer, pull)
         except Refused as e:
             self._refuse(identity, pull, e.reason, str(e))
             return
         self._identify(offer, pull.consumer, identity)
         if offer.nonce in self._live:
-            offer.pulls[pull.consumer] = pull
+            offer.pulls[pull.consumer] = AskedPull(pull, wire)
         self._step(offer, PullArrived(pull.consumer, frozenset(pull.claim), pull.digest, wire))
         if not offer.session.serves(pull.consumer):
             # Refused: the next one from this rank may be another request's, and may be right.
             offer.pulls.pop(pull.consumer, None)
+
+    def _read(self, offer: GivenOffer, pull: Pull) -> Wire:
+        """How a Pull will be served; looked into once for each consumer. Raises Refused."""
+        first = offer.pulls.get(pull.consumer)
+        if first is not None:
+            check_same(first.pull, pull)
+            return first.wire
+        if offer.refuses(pull):
+            return Wire.DIRECT
+        return read_pull(pull, self._manifest, self._transports, offer.num_tokens)
 
     def _on_release(self, identity: bytes, release: Release) -> None:
         offer = self._find(release.offer)
@@ -249,31 +246,35 @@ class Source:
     # -------------------------------------------------- sessions
 
     def _step(self, offer: GivenOffer, event: SourceEvent) -> None:
+        """Raises ProtocolError for an event that the offer's state does not allow. An action that
+        fails breaks the offer; the others are performed all the same.
+        """
+        has_failed = False
         for action in offer.session.step(event):
-            self._actions.perform(offer, action)
+            try:
+                self._actions.perform(offer, action)
+            except Exception:  # noqa: BLE001  # the last action gives the blocks back
+                _log.exception("request %s: %s failed", offer.request_id, action)
+                self._ledger.count("offers.unforeseen")
+                has_failed = True
+        if has_failed:
+            self._break(offer, Reason.PLAN)
 
-    def _open_ready(self) -> None:
-        """Open the offers whose events have completed; look at the others again soon."""
-        self._is_polling = False
-        waiting, self._unready = self._unready, []
-        for offer, is_ready in waiting:
-            if is_ready():
-                self._open(offer)
-            else:
-                self._unready.append((offer, is_ready))
-        if self._unready:
-            self._is_polling = True
-            self._io.after(READY_POLL_S, self._open_ready)
+    def _break(self, offer: GivenOffer, reason: Reason) -> None:
+        """Whatever state it is in, it is not valid after this."""
+        try:
+            self._step(offer, Break(reason))
+        except Exception:  # noqa: BLE001  # the others go on
+            _log.exception("request %s: its offer cannot be broken", offer.request_id)
+            self._ledger.count("offers.unforeseen")
+            if offer.state in (OfferState.PENDING, OfferState.OPEN):
+                self._live.pop(offer.nonce, None)  # unknown from now on: no verdict is valid
 
     def _open(self, offer: GivenOffer) -> None:
+        """Raises ValueError where blocks are missing."""
         if offer.state is not OfferState.PENDING:
             return
-        try:
-            clip_ids(offer.block_ids, self._group_tokens, offer.num_tokens)
-        except ValueError:
-            _log.exception("request %s: its offer cannot open", offer.request_id)
-            self._step(offer, Break(Reason.PLAN))
-            return
+        clip_ids(offer.block_ids, self._group_tokens, offer.num_tokens)
         self._ledger.count("offers.opened")
         self._leases.begin(offer)
         self._step(offer, ReadyCompleted())
@@ -283,15 +284,8 @@ class Source:
         self, ends: Sequence[tuple[GivenOffer, Reason]], done: Callable[[], object]
     ) -> None:
         for offer, reason in ends:
-            try:
-                self._step(offer, Break(reason))
-            except ProtocolError:  # the others are broken all the same
-                _log.exception("offer %s cannot be broken", offer.nonce.hex())
-        nonces = {offer.nonce for offer, _ in ends if offer.nonce in self._live}
-        if nonces:
-            self._waiters.append(_Waiter(nonces, done))
-        else:
-            done()
+            self._break(offer, reason)
+        self._draining.wait({o.nonce for o, _ in ends if o.nonce in self._live}, done)
 
     def _finish(self, offer: GivenOffer, reason: Reason | None) -> None:
         """Over and drained: report it if its blocks are kept for it, remember how it answers."""
@@ -308,10 +302,8 @@ class Source:
             self._ledger.reason(reason)
         if self._by_request.get(offer.request_id) is offer:
             del self._by_request[offer.request_id]
-        if offer.is_delayed:
-            self._ledger.sent(offer.request_id)
-        for waiter in list(self._waiters):
-            waiter.nonces.discard(offer.nonce)
-            if not waiter.nonces:
-                self._waiters.remove(waiter)
-                waiter.done()
+        try:
+            if offer.is_delayed:
+                self._ledger.sent(offer.request_id)
+        finally:
+            self._draining.drained(offer.nonce)

@@ -17,9 +17,9 @@ from functools import partial
 
 from kvxfer.config import Config
 from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.opening import IsReady
 from kvxfer.connector.rank_service import Identity, RankService
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput, KVConnectorStats
-from kvxfer.connector.source import IsReady
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest

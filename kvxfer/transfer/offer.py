@@ -1,13 +1,23 @@
-"""What one source rank remembers of one offer: an immutable value that a session moves along."""
+"""What one source rank remembers of one offer: an immutable value that a session moves along.
+
+What a peer can make it remember is bounded by ``MAX_LIVES`` and ``MAX_CONSUMERS``, and looked up by
+name: one hostile message costs no more than an honest one.
+"""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.manifest import MAX_RANKS, RankId
 from kvxfer.transfer.session import OfferState, PullArrived
 from kvxfer.transfer.wire import Consumer, Reason
+
+MAX_LIVES = 64
+"""Sink engine lives that one offer hears of: those that claimed it, and those that cancelled."""
+MAX_CONSUMERS = MAX_RANKS
+"""Consumers that one offer serves: as many as the largest engine has ranks."""
 
 
 class StreamState(enum.Enum):
@@ -20,29 +30,33 @@ class StreamState(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
-    """The first and only verdict of a consumer; ``reason`` None iff valid."""
-
-    valid: bool
-    reason: Reason | None
-
-
-@dataclass(frozen=True, slots=True)
 class Share:
-    """One consumer's part in an offer. ``granted``: it has pulled and was not refused."""
+    """The part in an offer of one consumer whose Pull was granted.
+
+    ``is_valid``: it has its valid verdict, for ever. Invalid ones follow from what is final (the
+    offer's end, the engine's being gone), so they are not kept.
+    """
 
     consumer: Consumer
-    granted: bool = False
     stream: StreamState = StreamState.NONE
-    ruling: Ruling | None = None
+    is_valid: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The ranks of one sink engine life that read this source rank."""
+    """The ranks of one sink engine life that read this source rank.
+
+    ``waiting``: those of them without a valid verdict; none are left when the claim is complete.
+    """
 
     incarnation: bytes
     ranks: frozenset[RankId]
+    waiting: frozenset[RankId]
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank of the claim has a valid verdict."""
+        return not self.waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +71,20 @@ class Gone:
 class OfferSnapshot:
     """Everything an :class:`OfferSession` knows; immutable and hashable. ``reason``: why it is
     BROKEN.
+
+    The mappings are never changed, only replaced; what they hold is compared, and left out of the
+    hash.
     """
 
     nonce: bytes
     digest: bytes | None
     state: OfferState = OfferState.PENDING
     reason: Reason | None = None
-    parked: tuple[PullArrived, ...] = ()
+    parked: Mapping[Consumer, PullArrived] = field(default_factory=dict, hash=False)
     claims: tuple[Claim, ...] = ()
     gone: tuple[Gone, ...] = ()
-    shares: tuple[Share, ...] = ()
+    shares: Mapping[Consumer, Share] = field(default_factory=dict, hash=False)
     is_finished: bool = False
-
-    def share(self, consumer: Consumer) -> Share:
-        """The consumer's share; an empty one if it was never heard of."""
-        return next((s for s in self.shares if s.consumer == consumer), Share(consumer))
 
     def claim(self, incarnation: bytes) -> Claim | None:
         """The live claim of a sink engine."""
@@ -81,14 +94,31 @@ class OfferSnapshot:
         """Why this sink engine may not read any more; None if it may."""
         return next((g.reason for g in self.gone if g.incarnation == incarnation), None)
 
-    def is_complete(self, claim: Claim) -> bool:
-        """Every rank of the claim has a valid verdict."""
-        shares = (self.share(Consumer(claim.incarnation, rank)) for rank in claim.ranks)
-        return all(share.ruling is not None and share.ruling.valid for share in shares)
+    @property
+    def has_room_for_life(self) -> bool:
+        """One more sink engine may claim, or cancel. Once False it stays so: a claim that is
+        dropped is gone, and still counts.
+        """
+        return len(self.claims) + len(self.gone) < MAX_LIVES
+
+    def has_room_for_ranks(self, num_ranks: int) -> bool:
+        """So many consumers may be added. A rank that was granted and whose claim lives is counted
+        twice, which only makes the room smaller.
+        """
+        num_claimed = sum(len(claim.ranks) for claim in self.claims)
+        return len(self.shares) + num_claimed + num_ranks <= MAX_CONSUMERS
 
     def with_share(self, share: Share) -> OfferSnapshot:
         """A copy in which this share replaces its consumer's, or is added."""
-        if all(s.consumer != share.consumer for s in self.shares):
-            return replace(self, shares=(*self.shares, share))
-        shares = (share if s.consumer == share.consumer else s for s in self.shares)
-        return replace(self, shares=tuple(shares))
+        return replace(self, shares={**self.shares, share.consumer: share})
+
+    def with_valid(self, consumer: Consumer) -> OfferSnapshot:
+        """A copy in which a consumer that has a share has its valid verdict."""
+        claims = tuple(
+            replace(claim, waiting=claim.waiting - {consumer.rank})
+            if claim.incarnation == consumer.incarnation
+            else claim
+            for claim in self.claims
+        )
+        share = replace(self.shares[consumer], is_valid=True)
+        return replace(self.with_share(share), claims=claims)

@@ -25,8 +25,11 @@ from kvxfer.transfer.plan import (
 
 CHUNK_TOKENS = 512
 """A larger piece of one region gains nothing and costs index arrays."""
+MIN_CHUNK_NBYTES = 4096
+"""The least that a peer may ask for: smaller chunks cost more to name than to carry."""
 MAX_CHUNK_NBYTES = 64 << 20
-MAX_CHUNKS = 1 << 20
+MAX_CHUNKS = 1 << 16
+"""64 GiB in chunks of 1 MiB. The list of so many takes 0.1 s and 11 MB."""
 MAX_TOKENS = 1 << 31
 
 
@@ -61,33 +64,51 @@ def resolve_pull(rank: RankManifest, classes: Sequence[PullClass]) -> tuple[Side
     )
 
 
+def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
+    """How many chunks a peer asks for, before any is made; 0 if there is nothing to send.
+
+    Raises ProtocolError for sizes that a source does not serve, those of :func:`num_chunks` and
+    chunks under ``MIN_CHUNK_NBYTES``.
+    """
+    if not MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
+        raise ProtocolError(
+            f"chunk_nbytes: expected {MIN_CHUNK_NBYTES} to {MAX_CHUNK_NBYTES} of a peer, "
+            f"got {chunk_nbytes}"
+        )
+    return num_chunks(classes, chunk_nbytes)
+
+
+def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
+    """The length of :func:`chunk_list`, by arithmetic alone: O(classes), whatever the sizes.
+
+    Raises ProtocolError for sizes out of bounds.
+    """
+    if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
+        raise ProtocolError(f"chunk_nbytes: expected 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
+    total = 0
+    for class_index, wanted in enumerate(classes):
+        _check_sizes(f"class {class_index}", wanted)
+        total += _num_class_chunks(wanted, chunk_nbytes)
+        if total > MAX_CHUNKS:
+            raise ProtocolError(
+                f"class {class_index}: expected at most {MAX_CHUNKS} chunks, "
+                f"got {total} of {chunk_nbytes} bytes; ask for larger ones"
+            )
+    return total
+
+
 def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, ...]:
     """The chunks of a route in the order of their sequence numbers; the same on both sides.
 
     A chunk takes at most 512 tokens and ``chunk_nbytes``, but at least one of the sink's kernel
     blocks, and is cut at multiples of it; then as many regions as fit.
 
-    Raises ProtocolError for sizes out of bounds.
+    Raises ProtocolError for sizes out of bounds, before the first chunk is made.
     """
-    if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
-        raise ProtocolError(f"chunk_nbytes: expected 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
+    num_chunks(classes, chunk_nbytes)
     chunks: list[Chunk] = []
     for class_index, wanted in enumerate(classes):
-        _check_sizes(f"class {class_index}", wanted)
-        kernel_tokens = wanted.order.kernel_tokens
-        token_nbytes = _token_nbytes(wanted)
-        fit_tokens = min(CHUNK_TOKENS, chunk_nbytes // token_nbytes)
-        step = max(fit_tokens // kernel_tokens, 1) * kernel_tokens
-        num_pieces = -(-wanted.token_hi // step) - wanted.token_lo // step
-        # A bound from above, looked at before the loop: at least one region fits each chunk.
-        fit_regions = max(chunk_nbytes // (step * token_nbytes), 1)
-        num_chunks = max(num_pieces, 0) * -(-len(wanted.regions) // fit_regions)
-        if len(chunks) + num_chunks > MAX_CHUNKS:
-            raise ProtocolError(
-                f"class {class_index}: expected at most {MAX_CHUNKS} chunks, "
-                f"got {len(chunks) + num_chunks} of {chunk_nbytes} bytes; ask for larger ones"
-            )
-        _append_chunks(chunks, class_index, wanted, step, chunk_nbytes)
+        _append_chunks(chunks, class_index, wanted, chunk_nbytes)
     return tuple(chunks)
 
 
@@ -266,15 +287,44 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
         )
 
 
+def _step_tokens(wanted: PullClass, chunk_nbytes: int) -> int:
+    """Tokens from one cut to the next: whole kernel blocks of the sink, as many as fit."""
+    kernel_tokens = wanted.order.kernel_tokens
+    fit_tokens = min(CHUNK_TOKENS, chunk_nbytes // _token_nbytes(wanted))
+    return max(fit_tokens // kernel_tokens, 1) * kernel_tokens
+
+
+def _fit_regions(wanted: PullClass, num_tokens: int, chunk_nbytes: int) -> int:
+    """Regions that fit one chunk of so many tokens, at least one."""
+    return max(chunk_nbytes // (num_tokens * _token_nbytes(wanted)), 1)
+
+
+def _num_class_chunks(wanted: PullClass, chunk_nbytes: int) -> int:
+    """Between its ends, the part of a range up to the first cut and that behind the last, all
+    pieces are equal.
+    """
+    lo, hi = wanted.token_lo, wanted.token_hi
+    step = _step_tokens(wanted, chunk_nbytes)
+    first = min(step - lo % step, hi - lo)
+    num_equal, last = divmod(hi - lo - first, step)
+    pieces = ((first, 1), (step, num_equal), (last, 1))
+    return sum(
+        count * -(-len(wanted.regions) // _fit_regions(wanted, num_tokens, chunk_nbytes))
+        for num_tokens, count in pieces
+        if num_tokens
+    )
+
+
 def _append_chunks(
-    chunks: list[Chunk], class_index: int, wanted: PullClass, step: int, chunk_nbytes: int
+    chunks: list[Chunk], class_index: int, wanted: PullClass, chunk_nbytes: int
 ) -> None:
     num_regions, token_nbytes = len(wanted.regions), _token_nbytes(wanted)
+    step = _step_tokens(wanted, chunk_nbytes)
     token_lo = wanted.token_lo
     while token_lo < wanted.token_hi:
         token_hi = min((token_lo // step + 1) * step, wanted.token_hi)
         piece_nbytes = (token_hi - token_lo) * token_nbytes
-        fit_regions = max(chunk_nbytes // piece_nbytes, 1)
+        fit_regions = _fit_regions(wanted, token_hi - token_lo, chunk_nbytes)
         for region_lo in range(0, num_regions, fit_regions):
             region_hi = min(region_lo + fit_regions, num_regions)
             chunks.append(

@@ -9,15 +9,23 @@ final, nothing re-opens a nonce::
     PENDING --ReadyCompleted--> OPEN --last claim complete--> DONE
        \\--------------------------\\---Break, last claim cancelled--> BROKEN
 
-1. *Valid* means that the offer is OPEN when the Release is processed. The first verdict of a
-   consumer is its verdict for ever; a repeated Release gets it again in every state.
+1. *Valid* means that the consumer was granted and that the offer is OPEN when its Release is
+   processed. The first verdict after the Grant is its verdict for ever; a repeated Release gets it
+   again in every state. A valid one is kept; an invalid one follows from what is final: its engine
+   is gone, or the offer is over.
+   A Release without a Grant is invalid, and nothing of it is kept: whoever knows the nonce can
+   invent consumers. No correct peer sends one. The Release leaves after the read, the read begins
+   after the Grant, a Grant is never forgotten, and another life of the engine is another consumer.
+   So a proper Pull, read and Release may still become valid after it: what was read between that
+   Grant and that Release is whole, whatever came before.
 2. A *claim* is the set of ranks of one sink engine life (incarnation) that read this source rank,
    named by its Pulls. Consumers are a set, never a count: a duplicated Release changes nothing. The
    offer is DONE when every claim is complete and there is one.
 3. An engine that cancels, is lost, or loses its wire is *gone* for this offer: its claim is
    dropped, its streams are stopped, its later Pulls are refused and its later Releases are invalid.
    A complete claim is not lost with its engine. The last claim that is cancelled breaks the offer;
-   one that is lost leaves it to the lease.
+   one that is lost leaves it to the lease. At most 64 engine lives claim or cancel one offer, for
+   at most 4096 consumers; the Pulls beyond are refused.
 4. On stream wires a chunk leaves only if the offer is OPEN and the claim lives when its pack has
    completed. So each sent chunk is valid, and ``StreamSent`` is a valid verdict without a Release.
 5. ``FinishedSending`` comes once, in a final state, when no stream of this offer touches the pool.
@@ -34,7 +42,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.offer import Claim, Gone, OfferSnapshot, Ruling, Share, StreamState
+from kvxfer.transfer.offer import Claim, Gone, OfferSnapshot, Share, StreamState
 from kvxfer.transfer.session import (
     Break,
     CancelArrived,
@@ -74,50 +82,55 @@ def _refusal(offer: OfferSnapshot, pull: PullArrived) -> Reason | None:
     gone = offer.gone_reason(consumer.incarnation)
     if gone is not None:
         return gone
-    ruling = offer.share(consumer).ruling
-    if ruling is not None and not ruling.valid:
-        return ruling.reason
     if offer.digest is not None and pull.digest != offer.digest:
         return Reason.TOKENS
-    claim = offer.claim(consumer.incarnation)
-    if consumer.rank not in pull.claim or (claim is not None and claim.ranks != pull.claim):
+    if consumer.rank not in pull.claim:
         return Reason.PLAN
-    return None
+    claim = offer.claim(consumer.incarnation)
+    if claim is not None:
+        return None if claim.ranks == pull.claim else Reason.PLAN
+    has_room = offer.has_room_for_life and offer.has_room_for_ranks(len(pull.claim))
+    return None if has_room else Reason.PLAN
 
 
 def _with_claim(offer: OfferSnapshot, pull: PullArrived) -> OfferSnapshot:
     incarnation = pull.consumer.incarnation
     if offer.claim(incarnation) is not None:
         return offer
-    return replace(offer, claims=(*offer.claims, Claim(incarnation, pull.claim)))
+    claim = Claim(incarnation, ranks=pull.claim, waiting=pull.claim)
+    return replace(offer, claims=(*offer.claims, claim))
 
 
 def _park(offer: OfferSnapshot, pull: PullArrived) -> Step:
     refusal = _refusal(offer, pull)
     if refusal is not None:
         return offer, [SendRefuse(pull.consumer, refusal)]
-    if any(parked.consumer == pull.consumer for parked in offer.parked):
+    if pull.consumer in offer.parked:
         return offer, []
-    return replace(_with_claim(offer, pull), parked=(*offer.parked, pull)), []
+    offer = _with_claim(offer, pull)
+    claim = offer.claim(pull.consumer.incarnation)
+    if claim is not None:  # one set for all its ranks: 4096 sets of 4096 would be a gigabyte
+        pull = replace(pull, claim=claim.ranks)
+    return replace(offer, parked={**offer.parked, pull.consumer: pull}), []
 
 
 def _grant(offer: OfferSnapshot, pull: PullArrived) -> Step:
+    consumer = pull.consumer
     refusal = _refusal(offer, pull)
     if refusal is not None:
-        return offer, [SendRefuse(pull.consumer, refusal)]
-    share = offer.share(pull.consumer)
-    if share.granted:
-        return offer, [SendGrant(pull.consumer)]
+        return offer, [SendRefuse(consumer, refusal)]
+    if consumer in offer.shares:
+        return offer, [SendGrant(consumer)]
     offer = _with_claim(offer, pull)
     if pull.wire is Wire.DIRECT:
-        return offer.with_share(replace(share, granted=True)), [SendGrant(pull.consumer)]
-    share = replace(share, granted=True, stream=StreamState.RUNNING)
-    return offer.with_share(share), [SendGrant(pull.consumer), StartStream(pull.consumer)]
+        return offer.with_share(Share(consumer)), [SendGrant(consumer)]
+    share = Share(consumer, stream=StreamState.RUNNING)
+    return offer.with_share(share), [SendGrant(consumer), StartStream(consumer)]
 
 
 def _open(offer: OfferSnapshot, _: ReadyCompleted) -> Step:
-    parked = offer.parked
-    offer = replace(offer, state=OfferState.OPEN, parked=())
+    parked = offer.parked.values()
+    offer = replace(offer, state=OfferState.OPEN, parked={})
     actions: list[SourceAction] = []
     for pull in parked:
         offer, more = _grant(offer, pull)
@@ -126,8 +139,8 @@ def _open(offer: OfferSnapshot, _: ReadyCompleted) -> Step:
 
 
 def _pull_late(offer: OfferSnapshot, pull: PullArrived) -> Step:
-    share = offer.share(pull.consumer)
-    if share.stream is StreamState.OVER and share.ruling is not None and share.ruling.valid:
+    share = offer.shares.get(pull.consumer)
+    if share is not None and share.stream is StreamState.OVER and share.is_valid:
         # Every chunk was sent, only the Grant was lost: a refusal would fail a read that is
         # complete.
         return offer, [SendGrant(pull.consumer)]
@@ -137,43 +150,39 @@ def _pull_late(offer: OfferSnapshot, pull: PullArrived) -> Step:
 # ------------------------------------------------------------------ releases
 
 
-def _rule(offer: OfferSnapshot, consumer: Consumer, ruling: Ruling) -> Step:
-    """Answer a Release: with the first verdict if there is one, else with this one, which is
-    recorded.
-    """
-    share = offer.share(consumer)
-    if share.ruling is None:
-        share = replace(share, ruling=ruling)
-        offer = offer.with_share(share)
-    first = share.ruling or ruling
-    return offer, [SendVerdict(consumer, first.valid, first.reason)]
+def _invalid(offer: OfferSnapshot, consumer: Consumer, otherwise: Reason) -> Step:
+    """Answer no, because its engine is gone, or for another reason. Nothing is recorded."""
+    reason = offer.gone_reason(consumer.incarnation) or otherwise
+    return offer, [SendVerdict(consumer, False, reason)]
 
 
 def _release(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
     consumer = event.consumer
-    share = offer.share(consumer)
+    share = offer.shares.get(consumer)
+    if share is None:
+        return _release_unasked(offer, event)
+    if share.is_valid:
+        return offer, [SendVerdict(consumer, True, None)]
     gone = offer.gone_reason(consumer.incarnation)
     if gone is not None:
-        return _rule(offer, consumer, Ruling(False, gone))
-    if not share.granted:
-        return _rule(offer, consumer, Ruling(False, Reason.PLAN))
+        return offer, [SendVerdict(consumer, False, gone)]
     if share.stream is StreamState.RUNNING:
         raise ProtocolError(
             f"offer {offer.nonce.hex()}: expected no Release from {consumer.rank} while its stream "
             "runs, got one"
         )
-    offer, actions = _rule(offer, consumer, Ruling(True, None))
-    return _settle(offer), actions
+    return _settle(offer.with_valid(consumer)), [SendVerdict(consumer, True, None)]
 
 
 def _release_unasked(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
-    gone = offer.gone_reason(event.consumer.incarnation)
-    return _rule(offer, event.consumer, Ruling(False, gone or Reason.PLAN))
+    return _invalid(offer, event.consumer, Reason.PLAN)
 
 
 def _release_late(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
-    gone = offer.gone_reason(event.consumer.incarnation)
-    return _rule(offer, event.consumer, Ruling(False, gone or offer.reason or Reason.ENDED))
+    share = offer.shares.get(event.consumer)
+    if share is not None and share.is_valid:
+        return offer, [SendVerdict(event.consumer, True, None)]
+    return _invalid(offer, event.consumer, offer.reason or Reason.ENDED)
 
 
 # ------------------------------------------------------------------ ends
@@ -183,31 +192,37 @@ def _settle(offer: OfferSnapshot) -> OfferSnapshot:
     """DONE when there is a claim and every claim is complete."""
     if offer.state is not OfferState.OPEN or not offer.claims:
         return offer
-    is_done = all(offer.is_complete(claim) for claim in offer.claims)
+    is_done = all(claim.is_complete for claim in offer.claims)
     return replace(offer, state=OfferState.DONE) if is_done else offer
 
 
-def _dismiss(offer: OfferSnapshot, incarnation: bytes, reason: Reason) -> Step:
-    """Stop one engine's streams, forget its parked Pulls, and tell its consumers that wait."""
+def _dismiss(offer: OfferSnapshot, incarnations: frozenset[bytes], reason: Reason) -> Step:
+    """Stop these engines' streams, forget their parked Pulls, and tell their consumers that
+    wait.
+    """
     actions: list[SourceAction] = []
-    waiting = [p.consumer for p in offer.parked if p.consumer.incarnation == incarnation]
-    for share in offer.shares:
-        if share.consumer.incarnation != incarnation:
+    waiting = [consumer for consumer in offer.parked if consumer.incarnation in incarnations]
+    stopped: dict[Consumer, Share] = {}
+    for share in offer.shares.values():
+        if share.consumer.incarnation not in incarnations:
             continue
-        if share.granted and share.ruling is None:
+        if not share.is_valid:
             waiting.append(share.consumer)
         if share.stream is StreamState.RUNNING:
-            offer = offer.with_share(replace(share, stream=StreamState.STOPPING))
+            stopped[share.consumer] = replace(share, stream=StreamState.STOPPING)
             actions.append(StopStream(share.consumer))
-    parked = tuple(p for p in offer.parked if p.consumer.incarnation != incarnation)
+    parked = {c: pull for c, pull in offer.parked.items() if c.incarnation not in incarnations}
     actions += [SendBroken(consumer, reason) for consumer in waiting]
-    return replace(offer, parked=parked), actions
+    return replace(offer, parked=parked, shares={**offer.shares, **stopped}), actions
 
 
 def _drop_claim(offer: OfferSnapshot, incarnation: bytes, reason: Reason) -> Step:
     if offer.gone_reason(incarnation) is not None:
         return offer, []
-    offer, actions = _dismiss(offer, incarnation, reason)
+    if offer.claim(incarnation) is None and not offer.has_room_for_life:
+        # Nothing to drop, and no claim of it will be taken: there is no room for that either.
+        return offer, []
+    offer, actions = _dismiss(offer, frozenset({incarnation}), reason)
     claims = tuple(claim for claim in offer.claims if claim.incarnation != incarnation)
     return replace(offer, claims=claims, gone=(*offer.gone, Gone(incarnation, reason))), actions
 
@@ -221,17 +236,15 @@ def _cancel(offer: OfferSnapshot, event: CancelArrived) -> Step:
 
 def _lose(offer: OfferSnapshot, event: ClaimantLost) -> Step:
     claim = offer.claim(event.incarnation)
-    if claim is None or offer.is_complete(claim):
+    if claim is None or claim.is_complete:
         return offer, []
     offer, actions = _drop_claim(offer, event.incarnation, Reason.PEER_LOST)
     return _settle(offer), actions
 
 
 def _break(offer: OfferSnapshot, event: Break) -> Step:
-    actions: list[SourceAction] = []
-    for claim in offer.claims:
-        offer, more = _dismiss(offer, claim.incarnation, event.reason)
-        actions += more
+    incarnations = frozenset(claim.incarnation for claim in offer.claims)
+    offer, actions = _dismiss(offer, incarnations, event.reason)
     return replace(offer, state=OfferState.BROKEN, reason=event.reason), actions
 
 
@@ -239,15 +252,16 @@ def _break(offer: OfferSnapshot, event: Break) -> Step:
 
 
 def _streaming(offer: OfferSnapshot, consumer: Consumer) -> Share:
-    share = offer.share(consumer)
-    if share.stream is StreamState.NONE:
+    share = offer.shares.get(consumer)
+    if share is None or share.stream is StreamState.NONE:
         raise ProtocolError(f"offer {offer.nonce.hex()}: {consumer.rank} has no stream")
     return share
 
 
 def _send_chunk(offer: OfferSnapshot, event: ChunkPacked) -> Step:
+    share = offer.shares.get(event.consumer)
     # A stream of a dropped claim is STOPPING, so RUNNING implies that the claim lives.
-    if offer.share(event.consumer).stream is StreamState.RUNNING:
+    if share is not None and share.stream is StreamState.RUNNING:
         return offer, [SendChunk(event.consumer, event.sequence)]
     return _drop_chunk(offer, event)
 
@@ -258,9 +272,10 @@ def _drop_chunk(offer: OfferSnapshot, event: ChunkPacked) -> Step:
 
 def _stream_sent(offer: OfferSnapshot, event: StreamSent) -> Step:
     share = _streaming(offer, event.consumer)
+    offer = offer.with_share(replace(share, stream=StreamState.OVER))
     if share.stream is StreamState.RUNNING:
-        share = replace(share, ruling=share.ruling or Ruling(True, None))
-    return _settle(offer.with_share(replace(share, stream=StreamState.OVER))), []
+        offer = offer.with_valid(event.consumer)
+    return _settle(offer), []
 
 
 def _stream_drained(offer: OfferSnapshot, event: StreamDrained) -> Step:
@@ -359,14 +374,11 @@ class OfferSession:
     @property
     def claimants(self) -> tuple[bytes, ...]:
         """The sink engine lives with a live claim that is not complete: whose silence matters."""
-        offer = self._offer
-        return tuple(c.incarnation for c in offer.claims if not offer.is_complete(c))
+        return tuple(c.incarnation for c in self._offer.claims if not c.is_complete)
 
     def serves(self, consumer: Consumer) -> bool:
         """Its Pull was granted, or waits for the offer to open."""
-        offer = self._offer
-        is_parked = any(pull.consumer == consumer for pull in offer.parked)
-        return is_parked or offer.share(consumer).granted
+        return consumer in self._offer.parked or consumer in self._offer.shares
 
     @property
     def is_finished(self) -> bool:
@@ -384,7 +396,7 @@ class OfferSession:
             )
         offer, actions = handler(offer, event)
         if offer.state in _FINAL and not offer.is_finished:
-            is_busy = any(share.stream in _BUSY for share in offer.shares)
+            is_busy = any(share.stream in _BUSY for share in offer.shares.values())
             if not is_busy:
                 offer = replace(offer, is_finished=True)
                 actions = [*actions, FinishedSending(offer.reason)]

@@ -21,6 +21,8 @@ from kvxfer.transfer.plan import PullClass
 
 PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
+BIND_TOKENS: Final = "bind_tokens"
+"""The capability of an engine that compares digests of the token ids before it gives any KV."""
 
 # Incarnations and nonces are 16 random bytes. Up to 64 are taken, so that a later version can grow.
 Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
@@ -106,11 +108,15 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
-    """Go. ``block_ids`` by source group, positional, -1 where there is none; empty for streams."""
+    """Go. ``block_ids`` by source group, positional, -1 where there is none; empty for streams.
+
+    ``num_tokens``: how many were offered, whatever the sink was told; 0: not said.
+    """
 
     offer: OfferRef
     consumer: Consumer
     block_ids: tuple[tuple[int, ...], ...]
+    num_tokens: Size = 0
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):

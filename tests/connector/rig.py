@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from kvxfer.config import Config
+from kvxfer.connector.opening import IsReady
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
@@ -25,11 +26,10 @@ from kvxfer.connector.records import (
     SourceRef,
     Unhold,
 )
-from kvxfer.connector.source import IsReady
 from kvxfer.connector.worker_side import WorkerConnector, host_ready_event
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.transfer.manifest import EngineManifest, RankId
-from kvxfer.transfer.wire import OfferRef, Reason
+from kvxfer.transfer.wire import BIND_TOKENS, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory
 from tests.builders import EngineShape, build_manifest, build_regions
 from tests.oracle import oracle_copy
@@ -110,6 +110,7 @@ class Engine:
         self.manifest: EngineManifest = msgspec.structs.replace(
             base,
             incarnation=self.incarnation,
+            capabilities=(BIND_TOKENS,) if self.config.bind_tokens else (),
             facts=self.facts,
             ranks=tuple(worker.get_handshake_metadata() for worker in self.workers),
         )

@@ -6,7 +6,8 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.control import ControlClient, bind_address
+from kvxfer.connector.control import bind_address
+from kvxfer.connector.control_client import ControlClient
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError

@@ -383,3 +383,23 @@ def test_a_failed_load_is_counted_by_its_reason() -> None:
 def test_every_rank_must_register() -> None:
     with pytest.raises(ConfigError, match=r"expected \(pp, tp\) \[\(0, 0\)\], got \[\]"):
         connector().set_xfer_handshake_metadata_pp_aware({})
+
+
+@pytest.mark.parametrize("bind_tokens", [True, False])
+def test_the_manifest_says_whether_tokens_are_bound(bind_tokens: bool) -> None:
+    made = SchedulerConnector(
+        Config(bind_tokens=bind_tokens),
+        engine_id="me",
+        incarnation=INCARNATION,
+        facts=FACTS,
+        tp_size=1,
+        pp_size=1,
+        block_tokens=16,
+        layout="HND",
+        can_send=True,
+        can_receive=True,
+    )
+    made.set_xfer_handshake_metadata_pp_aware({(0, 0): rank_manifest()})
+    manifest = made.build_connector_meta(step()).manifest
+    assert manifest is not None
+    assert manifest.capabilities == (("bind_tokens",) if bind_tokens else ())

@@ -215,7 +215,7 @@ def test_an_offer_without_enough_blocks_never_opens() -> None:
 def test_tokens_need_not_be_bound() -> None:
     with (
         Engine(ONE, "prefill", fill=1, bind_tokens=False) as source,
-        Engine(ONE, "decode", fill=POISON) as sink,
+        Engine(ONE, "decode", fill=POISON, bind_tokens=False) as sink,
     ):
         ref = source.offer("p", 16, [1])
         source.compute("p")

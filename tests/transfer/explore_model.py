@@ -18,6 +18,7 @@ from kvxfer.transfer.session import (
     ReadDrained,
     ReadFailed,
     ReadyCompleted,
+    ReleaseArrived,
     RetryDue,
     RouteState,
     SinkEvent,
@@ -266,6 +267,11 @@ class Model:
                     lost = ClaimantLost(claim.incarnation)
                     after, violation = self._tell_source(world, k, lost)
                     yield Move(f"claimant {claim.incarnation!r} is lost", after, violation)
+            if self.scenario.may_forge_releases:
+                for i, consumer in enumerate(self.sessions.consumers):
+                    if self.scenario.sinks[i].offer == k and consumer not in offer.shares:
+                        after, violation = self._tell_source(world, k, ReleaseArrived(consumer))
+                        yield Move(f"a Release of sink {i} is forged", after, violation)
         for i, spec in enumerate(self.scenario.sinks):
             before = spec.follows
             if before is None or world.sinks[i].load != UNBORN:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.offer import Gone, OfferSnapshot, Ruling
+from kvxfer.transfer.offer import Gone, OfferSnapshot
 from kvxfer.transfer.session import (
     BrokenArrived,
     CancelArrived,
@@ -93,6 +93,7 @@ class Scenario:
     may_lose_claimants: bool = False
     may_fail_reads: bool = False
     two_step_scatter: bool = False
+    may_forge_releases: bool = False  # in the name of sinks that have not been granted
     offer_session: type[OfferSession] = OfferSession
     load_session: type[LoadSession] = LoadSession
     checks_incarnation: bool = True
@@ -171,22 +172,13 @@ class Sessions:
 
     def snapshot_id(self, snapshot: OfferSnapshot) -> int:
         """Its number, after what no decision depends on (order, reasons) is made equal."""
-
-        def plain(ruling: Ruling | None) -> Ruling | None:
-            return (
-                None if ruling is None else Ruling(ruling.valid, None if ruling.valid else REASON)
-            )
-
         snapshot = replace(
             snapshot,
             reason=None if snapshot.reason is None else REASON,
-            parked=tuple(sorted(snapshot.parked, key=lambda p: str(p.consumer))),
+            parked=dict(sorted(snapshot.parked.items(), key=lambda item: str(item[0]))),
             claims=tuple(sorted(snapshot.claims, key=lambda c: c.incarnation)),
             gone=tuple(Gone(i, REASON) for i in sorted(g.incarnation for g in snapshot.gone)),
-            shares=tuple(
-                replace(s, ruling=plain(s.ruling))
-                for s in sorted(snapshot.shares, key=lambda s: str(s.consumer))
-            ),
+            shares=dict(sorted(snapshot.shares.items(), key=lambda item: str(item[0]))),
         )
         if snapshot not in self._snapshot_ids:
             self._snapshot_ids[snapshot] = len(self.snapshots)

@@ -16,8 +16,10 @@ from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import Base, DenseOrder, PullClass, RegionName, Route, Side, make_plan
 from kvxfer.transfer.pull import (
     BlockIdsError,
+    check_chunks,
     check_ids,
     chunk_list,
+    num_chunks,
     pull_classes,
     resolve_pull,
     route_nbytes,
@@ -300,9 +302,35 @@ def test_chunk_size_is_bounded(chunk_nbytes: int) -> None:
 def test_number_of_chunks_is_bounded() -> None:
     asked = wanted(token_hi=1 << 31, order=DenseOrder(1, token_major=True))
     start = time.perf_counter()
-    with pytest.raises(ProtocolError, match="expected at most 1048576 chunks"):
+    with pytest.raises(ProtocolError, match="class 0: expected at most 65536 chunks"):
         chunk_list((asked,), 1)
-    assert time.perf_counter() - start < 0.1
+    assert time.perf_counter() - start < 0.01
+    # 16 bytes a token: 256 fit, so 4 regions of 4 Mi tokens are 65536 chunks
+    asked = wanted(token_hi=4 << 20)
+    assert num_chunks((asked,), 4096) == 65536
+    one_more = (asked, wanted(token_hi=1))
+    with pytest.raises(ProtocolError, match="class 1: expected at most 65536 chunks, got 65537 of"):
+        num_chunks(one_more, 4096)
+
+
+@pytest.mark.parametrize("chunk_nbytes", [-1, 0, 1, 4095, 4096, 1 << 63])
+@pytest.mark.parametrize("num_classes", [1, 64])
+def test_a_hostile_pull_is_refused_at_once(chunk_nbytes: int, num_classes: int) -> None:
+    """32 regions of 1 Mi tokens, in chunks of one token each: 2^25 a class."""
+    names = tuple(RegionName(f"layers.{i}", ("k",)) for i in range(32))
+    order = DenseOrder(1, token_major=True)
+    asked = (wanted(regions=names, order=order, inner_nbytes=2048, token_hi=1 << 20),) * num_classes
+    start = time.perf_counter()
+    with pytest.raises(ProtocolError, match=r"chunk_nbytes: expected 4096|at most 65536 chunks"):
+        check_chunks(asked, chunk_nbytes)
+    assert time.perf_counter() - start < 0.01
+
+
+def test_a_peer_asks_for_4_kib_or_more() -> None:
+    assert check_chunks((wanted(),), 4096) == 1
+    assert check_chunks((wanted(token_hi=0),), 4096) == 0
+    with pytest.raises(ProtocolError, match="chunk_nbytes: expected 4096 to 67108864 of a peer"):
+        check_chunks((wanted(),), 4095)
 
 
 @given(
@@ -322,6 +350,7 @@ def test_every_slice_travels_once(
     )
     slices = []
     chunks = chunk_list((asked,), chunk_nbytes)
+    assert num_chunks((asked, asked), chunk_nbytes) == 2 * len(chunks)
     for chunk in chunks:
         order = dense_order(asked, chunk)
         assert chunk.nbytes == len(order) * 8 > 0

@@ -4,6 +4,8 @@ nothing.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from kvxfer.errors import ProtocolError
@@ -154,12 +156,36 @@ OFFER_PATHS: dict[str, OfferPath] = {
         (pull(A1, frozenset({R1})), [SendRefuse(A1, Reason.PLAN)], OPEN),
         (pull(B0, frozenset({R1})), [SendRefuse(B0, Reason.PLAN)], OPEN),
     ],
-    "a release without a pull is invalid for ever": [
+    "a release without a grant is invalid, and is not held against the sink": [
         (ReleaseArrived(A0), [invalid(A0, Reason.PLAN)], PENDING),
-        (READY, [], OPEN),
+        (pull(A0), [], PENDING),
+        (ReleaseArrived(A0), [invalid(A0, Reason.PLAN)], PENDING),
+        (READY, [SendGrant(A0)], OPEN),
         (ReleaseArrived(A1), [invalid(A1, Reason.PLAN)], OPEN),
-        (pull(A0), [SendRefuse(A0, Reason.PLAN)], OPEN),
-        (ReleaseArrived(A0), [invalid(A0, Reason.PLAN)], OPEN),
+        (pull(A1), [SendGrant(A1)], OPEN),
+        (ReleaseArrived(A0), [valid(A0)], OPEN),
+        (ReleaseArrived(A1), [valid(A1), FinishedSending(None)], DONE),
+        (ReleaseArrived(A0), [valid(A0)], DONE),
+    ],
+    "a valid verdict outlives the claim": [
+        (READY, [], OPEN),
+        (pull(A0), [SendGrant(A0)], OPEN),
+        (pull(A1), [SendGrant(A1)], OPEN),
+        (pull(B0, ALONE), [SendGrant(B0)], OPEN),
+        (ReleaseArrived(A0), [valid(A0)], OPEN),
+        (CANCEL_A, [SendBroken(A1, Reason.CANCELLED)], OPEN),
+        (ReleaseArrived(A0), [valid(A0)], OPEN),
+        (EXPIRE, [SendBroken(B0, Reason.EXPIRED), FinishedSending(Reason.EXPIRED)], BROKEN),
+        (ReleaseArrived(A0), [valid(A0)], BROKEN),
+        (ReleaseArrived(A1), [invalid(A1, Reason.CANCELLED)], BROKEN),
+        (ReleaseArrived(B0), [invalid(B0, Reason.EXPIRED)], BROKEN),
+    ],
+    "a cancel of one engine before its pull leaves the other its claim": [
+        (READY, [], OPEN),
+        (pull(B0, ALONE), [SendGrant(B0)], OPEN),
+        (CANCEL_A, [], OPEN),
+        (pull(A0), [SendRefuse(A0, Reason.CANCELLED)], OPEN),
+        (ReleaseArrived(B0), [valid(B0), FinishedSending(None)], DONE),
     ],
     "a cancel before any pull": [
         (
@@ -371,6 +397,122 @@ def test_a_release_while_the_stream_runs_changes_nothing() -> None:
     with pytest.raises(ProtocolError, match="no Release from pp0tp0 while its stream runs"):
         session.step(ReleaseArrived(A0))
     assert session.snapshot is before
+
+
+# ------------------------------------------------------------ what a hostile peer can make it keep
+
+
+def invented(number: int) -> Consumer:
+    return Consumer(b"invented %d" % number, R0)
+
+
+@pytest.mark.parametrize("state", OfferState)
+def test_releases_of_invented_consumers_leave_nothing_behind(state: OfferState) -> None:
+    session = OfferSession(b"nonce", DIGEST)
+    for event in OFFER_STATES[state]:
+        session.step(event)
+    before = session.snapshot
+    reason = {DONE: Reason.ENDED, BROKEN: Reason.EXPIRED}.get(state, Reason.PLAN)
+    for number in range(1000):
+        consumer = invented(number)
+        assert session.step(ReleaseArrived(consumer)) == [invalid(consumer, reason)]
+    assert session.snapshot is before
+
+
+@pytest.mark.parametrize("state", [DONE, BROKEN])
+def test_an_offer_that_is_over_remembers_nothing_new(state: OfferState) -> None:
+    session = OfferSession(b"nonce", DIGEST)
+    for event in OFFER_STATES[state]:
+        session.step(event)
+    before = session.snapshot
+    for number in range(100):
+        consumer = invented(number)
+        assert session.step(pull(consumer, ALONE)) == [SendRefuse(consumer, Reason.ENDED)]
+        session.step(CancelArrived(consumer.incarnation, Reason.CANCELLED))
+        session.step(ClaimantLost(consumer.incarnation))
+    assert session.snapshot is before
+
+
+@pytest.mark.parametrize("earlier", [[], [READY]], ids=["pending", "open"])
+def test_an_offer_hears_of_64_engine_lives(earlier: list[SourceEvent]) -> None:
+    session = OfferSession(b"nonce", DIGEST)
+    for event in [*earlier, pull(A0, ALONE)]:
+        session.step(event)
+    for number in range(31):  # a claim that is dropped still counts
+        consumer = invented(number)
+        session.step(pull(consumer, ALONE))
+        session.step(CancelArrived(consumer.incarnation, Reason.CANCELLED))
+    for number in range(31, 63):  # and so does a cancel before any claim
+        session.step(CancelArrived(invented(number).incarnation, Reason.CANCELLED))
+    before = session.snapshot
+    assert len(before.claims) + len(before.gone) == 64
+    assert session.step(pull(B0, ALONE)) == [SendRefuse(B0, Reason.PLAN)]
+    assert session.step(CancelArrived(b"b", Reason.CANCELLED)) == []
+    assert session.snapshot is before
+    first = invented(0)
+    assert session.step(pull(first, ALONE)) == [SendRefuse(first, Reason.CANCELLED)]
+    assert session.step(CANCEL_A)[-1] == FinishedSending(Reason.CANCELLED)
+    assert session.state is BROKEN
+
+
+def test_a_cancel_without_any_claim_ends_an_offer_that_has_no_room() -> None:
+    session = OfferSession(b"nonce", DIGEST)
+    for number in range(64):
+        session.step(pull(invented(number), ALONE))
+    for number in range(64):
+        session.step(ClaimantLost(invented(number).incarnation))
+    assert (session.state, session.claimants) == (PENDING, ())
+    end = session.step(CancelArrived(b"b", Reason.LOCAL_HIT))
+    assert (end, session.state) == ([FinishedSending(Reason.LOCAL_HIT)], BROKEN)
+    assert len(session.snapshot.gone) == 64
+
+
+def ranks(number: int) -> frozenset[RankId]:
+    return frozenset(RankId(0, tp) for tp in range(number))
+
+
+def test_an_offer_serves_4096_consumers() -> None:
+    session = OfferSession(b"nonce", DIGEST)
+    session.step(READY)
+    too_many = session.step(pull(A0, ranks(4097)))
+    assert (too_many, session.snapshot.claims) == ([SendRefuse(A0, Reason.PLAN)], ())
+    assert session.step(pull(A0, ranks(4096))) == [SendGrant(A0)]
+    assert session.step(pull(A1, ranks(4096))) == [SendGrant(A1)]
+    assert session.step(pull(B0, ALONE)) == [SendRefuse(B0, Reason.PLAN)]
+
+
+def test_dropped_claims_make_no_room_for_more_shares() -> None:
+    session = OfferSession(b"nonce", DIGEST)
+    session.step(READY)
+    session.step(pull(B0, ALONE))
+    everybody = ranks(1000)
+    for number in range(8):
+        name = b"engine %d" % number
+        for rank in everybody:
+            session.step(pull(Consumer(name, rank), everybody))
+        session.step(CancelArrived(name, Reason.CANCELLED))
+    assert len(session.snapshot.shares) == 1 + 4 * 1000
+
+
+def test_parked_pulls_of_one_engine_share_one_claim() -> None:
+    session = OfferSession(b"nonce", DIGEST)
+    for consumer in (A0, A1):
+        session.step(pull(consumer, frozenset(list(BOTH))))
+    claims = [parked.claim for parked in session.snapshot.parked.values()]
+    assert claims[0] is claims[1]
+
+
+def test_the_largest_engine_is_served_in_time() -> None:
+    """4096 ranks: 0.6 s; with shares in a row that is searched, minutes."""
+    session, everybody = OfferSession(b"nonce", DIGEST), ranks(4096)
+    consumers = [Consumer(b"a", rank) for rank in sorted(everybody)]
+    start = time.perf_counter()
+    for consumer in consumers:
+        session.step(pull(consumer, everybody))
+    granted = session.step(READY)
+    actions = [action for c in consumers for action in session.step(ReleaseArrived(c))]
+    assert time.perf_counter() - start < 5
+    assert (len(granted), len(actions), session.state) == (4096, 4097, DONE)
 
 
 # ------------------------------------------------------------ sink

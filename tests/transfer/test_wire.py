@@ -146,7 +146,7 @@ TO_SOURCE: dict[str, ToSource] = {
 TO_SINK: dict[str, ToSink] = {
     "manifest": Manifest(MANIFEST),
     "not_ready": NotReady(),
-    "grant": Grant(OFFER, CONSUMER, ((5, 3, 4000), (-1, 7))),
+    "grant": Grant(OFFER, CONSUMER, ((5, 3, 4000), (-1, 7)), num_tokens=70),
     "refuse": Refuse(OFFER, CONSUMER, Reason.TOKENS, "digest differs"),
     "verdict valid": Verdict(OFFER, CONSUMER, True),
     "verdict invalid": Verdict(OFFER, CONSUMER, False, Reason.EXPIRED),

@@ -1,0 +1,150 @@
+"""Control messages over ZeroMQ, the side that speaks first: a DEALER for each source rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvxfer.config import Config
+from kvxfer.connector.access import secure_client
+from kvxfer.connector.control import BATCH, MAX_DETAIL, common_options
+from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.ledger import Ledger
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.wire import ToSink, ToSource, decode_to_sink, encode
+
+_GONE = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class ControlClient:
+    """The connection to one source rank.
+
+    ``on_message(message)`` gets every message that could be understood; ``on_gone(detail)`` is
+    called at most once, when a connection that stood has ended. One that never stood is tried again
+    until it is closed; ``problem`` says why.
+
+    Raises zmq.ZMQError where no socket can be had.
+    """
+
+    def __init__(
+        self,
+        io: IoThread,
+        context: zmq.Context[ZmqSocket],
+        config: Config,
+        ledger: Ledger,
+        endpoint: str,
+        server_key: str | None,
+        on_message: Callable[[ToSink], None],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.problem = ""
+        self.heard_s = io.now()
+        self.unanswered_s: float | None = None
+        self._io = io
+        self._config = config
+        self._ledger = ledger
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._stood = False
+        self._closed = False
+        self._socket: ZmqSocket = context.socket(zmq.DEALER)
+        try:
+            common_options(self._socket, config)
+            self._socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+            self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+            secure_client(self._socket, config, server_key)
+            self._monitor: ZmqSocket = self._socket.get_monitor_socket(
+                _GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            )
+            self._socket.connect(endpoint)
+        except BaseException:
+            monitor = self._socket._monitor_socket
+            if monitor is not None:
+                monitor.close()
+            self._socket.close(linger=0)
+            raise
+        io.watch(self._socket, self._read)
+        io.watch(self._monitor, self._look)
+
+    def send(self, message: ToSource) -> None:
+        """Queue a message; it leaves when the connection stands.
+
+        Raises ProtocolError for one that the other side would refuse unread.
+        """
+        if self._closed:
+            return
+        frame, limit_nbytes = encode(message), self._config.control_max_nbytes
+        if len(frame) > limit_nbytes:
+            raise ProtocolError(
+                f"{type(message).__name__}: expected at most {limit_nbytes} bytes, "
+                f"got {len(frame)}; raise control_max_nbytes on both sides"
+            )
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            self._ledger.count("control.dropped")
+
+    def close(self) -> None:
+        """End the connection; what was sent may still leave. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._io.unwatch(self._socket)
+        self._io.unwatch(self._monitor)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+
+    def _read(self) -> None:
+        for _ in range(BATCH):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.heard_s, self.unanswered_s = self._io.now(), None
+            try:
+                message = self._decode(frames)
+            except ProtocolError as e:
+                self._ledger.count("control.malformed")
+                self.problem = str(e)[:MAX_DETAIL]
+                continue
+            self._on_message(message)
+
+    def _decode(self, frames: list[zmq.Frame]) -> ToSink:
+        limit_nbytes = self._config.control_max_nbytes
+        if len(frames) != 1:
+            raise ProtocolError(f"control frame: expected one part, got {len(frames)}")
+        if len(frames[0]) > limit_nbytes:
+            raise ProtocolError(
+                f"control frame: expected at most {limit_nbytes} bytes, got {len(frames[0])}; "
+                "raise control_max_nbytes on both sides if this is right"
+            )
+        return decode_to_sink(frames[0].buffer)
+
+    def _look(self) -> None:
+        """What the monitor has seen."""
+        while not self._closed and self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            kind = int(event["event"])
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stood = True
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.problem = "it does not admit this engine's CURVE key"
+            elif kind != zmq.EVENT_DISCONNECTED:
+                self.problem = "the handshake failed; CURVE keys may differ"
+            elif self._stood:
+                self._read()  # what it said before it went still counts
+                if not self._closed:
+                    self._on_gone("the connection ended")
+                return

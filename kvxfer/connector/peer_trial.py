@@ -1,0 +1,74 @@
+"""The trial of the wires to one source engine, on a thread of its own.
+
+Not on the copy thread: a trial may wait for the network, and loads of other peers go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import zmq
+
+from kvxfer.connector.peer_records import Failure, Surroundings
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.probe import TRIAL_TIMEOUT_S, Choice, probe
+
+Choices = dict[RankId, Choice]
+
+_log = logging.getLogger("kvxfer.connector")
+
+
+def start_trial(
+    around: Surroundings,
+    sources: Sequence[RankManifest],
+    until_s: float,
+    done: Callable[[Choices | Failure], object],
+) -> None:
+    """Try the wires to every source rank, one after the other: side by side they would share the
+    link and measure less than there is.
+
+    Args:
+        until_s: when all trials together must have ended (the IO thread's clock).
+        done: called on the IO thread, unless this rank shuts down.
+    """
+
+    def run() -> None:
+        result = _try_all(around, sources, until_s)
+        if result is not None:
+            around.io.post(partial(done, result))
+
+    threading.Thread(target=run, name="kvxfer-probe", daemon=True).start()
+
+
+def _try_all(
+    around: Surroundings, sources: Sequence[RankManifest], until_s: float
+) -> Choices | Failure | None:
+    choices: Choices = {}
+    try:
+        for source in sources:
+            left_s = until_s - around.io.now()
+            if left_s <= 0:
+                return Failure(
+                    Reason.TRANSPORT,
+                    f"the wires of {len(sources)} ranks: expected their trials to end in time, "
+                    f"{len(choices)} have",
+                )
+            choices[source.rank] = probe(
+                around.transports,
+                source,
+                min_gbps=around.config.min_gbps,
+                timeout_s=min(TRIAL_TIMEOUT_S, left_s),
+            )
+    except TransportUnavailable as e:
+        return Failure(Reason.TRANSPORT, str(e))
+    except zmq.ContextTerminated:
+        return None
+    except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
+        _log.exception("the trial of a wire failed")
+        return Failure(Reason.TRANSPORT, f"{type(e).__name__}: {e}")
+    return choices

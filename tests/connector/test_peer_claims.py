@@ -1,0 +1,268 @@
+"""A manifest is a claim: who states another's endpoints, and what a first contact may cost."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvxfer.connector import peers as peers_module
+from kvxfer.connector.peer import Peer
+from kvxfer.connector.peer_records import PeerState
+from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transports.base import SinkTransport, Trial
+from kvxfer.transports.shm_direct import ShmSink
+from tests.builders import EngineShape
+from tests.connector.rig import POISON, Engine, until
+from tests.helpers import free_port
+
+ONE = EngineShape(num_kv_heads=2, num_blocks=64)
+SPAN = (0, 64)
+WIRES = ["shm", "zmq"]
+
+
+def _offered(source: Engine, name: str, endpoint: str | None = None) -> SourceRef:
+    ref = source.offer(name, 64, range(4))
+    source.compute(name)
+    return ref if endpoint is None else msgspec.structs.replace(ref, endpoint=endpoint)
+
+
+def _load(sink: Engine, name: str, ref: SourceRef) -> set[str | None]:
+    sink.load(name, ref, range(4), SPAN)
+    until(lambda: sink.received(name), 8)
+    return sink.reasons(name)
+
+
+def _peers(sink: Engine) -> dict[tuple[str, str], Peer]:
+    service = sink.workers[0]._service
+    assert service is not None
+    return service._peers._peers
+
+
+def _wire(sink: Engine, name: str) -> SinkTransport:
+    service = sink.workers[0]._service
+    assert service is not None
+    return service.sink._addressing.transports[name]
+
+
+def _state_as_control_endpoint(engine: Engine, endpoint: str) -> str:
+    """Announce a manifest with somebody else's control endpoint; returns the engine's own door."""
+    own = engine.workers[0].get_handshake_metadata()
+    rank = msgspec.structs.replace(own, control_endpoint=endpoint)
+    engine.manifest = msgspec.structs.replace(engine.manifest, ranks=(rank,))
+    engine.step(ConnectorMetadata(manifest=engine.manifest))
+    return own.control_endpoint
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_engine_that_states_another_ones_endpoint_is_refused(wire: str) -> None:
+    with (
+        Engine(ONE, "a", fill=0xAA, transport=wire) as honest,
+        Engine(ONE, "b", fill=0xBB, transport=wire, announce=False) as hostile,
+        Engine(ONE, "decode", fill=POISON, transport=wire) as sink,
+    ):
+        assert _load(sink, "a1", _offered(honest, "a1")) == {None}
+        door = _state_as_control_endpoint(hostile, honest.endpoint)
+        assert _load(sink, "b1", _offered(hostile, "b1", door)) == {"not_allowed"}
+        assert "which is engine a's" in sink.reports("b1")[0].detail
+        assert _load(sink, "a2", _offered(honest, "a2")) == {None}
+        assert not (sink.pools[0].tensor == 0xBB).any()
+        assert (sink.pools[0].tensor == 0xAA).any()
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_an_engine_that_was_met_under_a_stolen_endpoint_gives_way(wire: str) -> None:
+    """The thief was met first; the engine that answers at the endpoint itself has it."""
+    with (
+        Engine(ONE, "a", fill=0xAA, transport=wire) as honest,
+        Engine(ONE, "b", fill=0xBB, transport=wire, announce=False) as hostile,
+        Engine(ONE, "decode", fill=POISON, transport=wire) as sink,
+    ):
+        door = _state_as_control_endpoint(hostile, honest.endpoint)
+        sink.load("b1", _offered(hostile, "b1", door), range(8, 12), SPAN)
+        until(lambda: _peers(sink) or sink.received("b1"))
+        assert _load(sink, "a1", _offered(honest, "a1")) == {None}
+        until(lambda: sink.received("b1"))
+        assert not (sink.pools[0].tensor == 0xBB).any()
+
+
+def test_a_rank_that_answers_in_another_life_than_its_manifest_says_ends_the_contact() -> None:
+    """The stolen endpoint is one of an engine that was never met; nothing is asked there."""
+    with (
+        Engine(ONE, "a", fill=0xAA, transport="shm") as honest,
+        Engine(ONE, "b", fill=0xBB, transport="shm", announce=False) as hostile,
+        Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
+    ):
+        door = _state_as_control_endpoint(hostile, honest.endpoint)
+        service = sink.workers[0]._service
+        assert service is not None
+        ref = _offered(hostile, "b1", door)
+        service.io.post(lambda: service.keeper.hold("b1", ref))
+        until(lambda: sink.count("peers.peer_lost"))
+        assert sink.count("peers.ready") == 1
+        service.io.post(lambda: service.keeper.release("b1"))
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_one_engine_under_two_names_is_detached_with_the_last(wire: str) -> None:
+    settings: dict[str, Any] = {"transport": wire}
+    with (
+        Engine(ONE, "a", fill=1, **settings) as source,
+        Engine(ONE, "decode", fill=POISON, **settings) as sink,
+    ):
+        alias = source.endpoint.replace("127.0.0.1", "localhost")
+        assert _load(sink, "d0", _offered(source, "p0")) == {None}
+        assert _load(sink, "d1", _offered(source, "p1", alias)) == {None}
+        service = sink.workers[0]._service
+        assert service is not None
+        first = _peers(sink)["a", source.endpoint]
+        service.io.post(lambda: first._lost("the test says so"))
+        until(lambda: first.state is PeerState.OVER)
+        assert _load(sink, "d2", _offered(source, "p2", alias)) == {None}
+
+
+def test_another_engine_on_the_port_of_one_that_ended_is_met() -> None:
+    port = free_port()
+    with Engine(ONE, "decode", fill=POISON) as sink:
+        for name in ("a", "b", "a"):
+            with Engine(ONE, name, fill=1, port=port) as source:
+                request_id = f"d{source.incarnation.hex()}"
+                assert _load(sink, request_id, _offered(source, "p")) == {None}
+
+
+def test_a_wire_that_has_lost_a_rank_is_met_anew() -> None:
+    with (
+        Engine(ONE, "a", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
+    ):
+        assert _load(sink, "d0", _offered(source, "p0")) == {None}
+        service = sink.workers[0]._service
+        assert service is not None
+        service.io.post(lambda: _wire(sink, "shm").detach(source.endpoint))
+        assert _load(sink, "d1", _offered(source, "p1")) == {"peer_lost"}
+        assert _load(sink, "d2", _offered(source, "p2")) == {None}
+
+
+def test_a_data_endpoint_that_is_not_allowed_is_never_connected_to() -> None:
+    with (
+        Engine(ONE, "a", fill=1, announce=False) as source,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        own = source.workers[0].get_handshake_metadata()
+        rank = msgspec.structs.replace(own, data_endpoints={"zmq": "tcp://8.8.8.8:9"})
+        manifest = msgspec.structs.replace(source.manifest, ranks=(rank,))
+        source.step(ConnectorMetadata(manifest=manifest))
+        assert _load(sink, "d", _offered(source, "p")) == {"not_allowed"}
+        assert "tcp://8.8.8.8:9 (zmq)" in sink.reports("d")[0].detail
+
+
+def test_a_source_that_does_not_bind_tokens_is_refused_by_a_sink_that_does() -> None:
+    with (
+        Engine(ONE, "a", fill=1, bind_tokens=False) as source,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        assert _load(sink, "d", _offered(source, "p")) == {"incompatible"}
+        assert "bind_tokens: engine a has it off" in sink.reports("d")[0].detail
+
+
+# ------------------------------------------------------------------ what a first contact may cost
+
+
+def test_a_wire_that_fails_in_an_unforeseen_way_fails_the_contact(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def attach(self: ShmSink, source: RankManifest) -> None:
+        raise zmq.ZMQError(24)
+
+    with (
+        Engine(ONE, "a", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
+    ):
+        monkeypatch.setattr(ShmSink, "attach", attach)
+        started_s = time.perf_counter()
+        assert _load(sink, "d", _offered(source, "p")) == {"transport"}
+        assert time.perf_counter() - started_s < 1.0
+
+
+def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank's trial takes less than a trial may; all together take more than a contact may."""
+
+    tried: list[RankManifest] = []
+
+    def trial(self: ShmSink, source: RankManifest, timeout_s: float) -> Trial:
+        tried.append(source)
+        time.sleep(min(timeout_s, 1.2))
+        return Trial(1, 1e-9)
+
+    monkeypatch.setattr(ShmSink, "trial", trial)
+    four = EngineShape(tp_size=4, num_kv_heads=4)
+    with (
+        Engine(four, "a", fill=1, transport="shm") as source,
+        Engine(
+            EngineShape(num_kv_heads=4),
+            "decode",
+            fill=POISON,
+            transport="shm",
+            connect_timeout_s=0.3,
+        ) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        started_s = time.perf_counter()
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.received("d"), 8)
+        assert 2.0 < time.perf_counter() - started_s < 3.3
+        assert sink.reasons("d") == {"transport"}
+        time.sleep(0.4)
+        assert len(tried) == 2  # and the thread does not go on
+
+
+def test_a_trial_that_never_ends_ends_the_contact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShmSink, "trial", lambda self, source, timeout_s: time.sleep(4))
+    with (
+        Engine(ONE, "a", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm", connect_timeout_s=0.3) as sink,
+    ):
+        started_s = time.perf_counter()
+        assert _load(sink, "d", _offered(source, "p")) == {"transport"}
+        assert 2.0 < time.perf_counter() - started_s < 3.3
+        time.sleep(2)  # the thread of the trial ends
+
+
+def test_only_so_many_engines_are_met_at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "MAX_GREETED", 3)
+    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=0.8) as sink:
+        for number in range(5):
+            ref = sink.offer(f"x{number}", 64, range(4))
+            nobody = f"tcp://127.0.0.1:{free_port()}"
+            ref = msgspec.structs.replace(ref, engine_id=f"e{number}", endpoint=nobody)
+            sink.load(f"d{number}", ref, range(4), SPAN)
+        until(lambda: sink.received("d4"), 0.5)
+        assert "at most 3 engines" in sink.reports("d4")[0].detail
+        assert sink.count("peers.crowded") == 2
+        until(lambda: sink.received("d0"))
+
+
+def test_more_engines_than_zeromq_has_sockets_by_itself() -> None:
+    with Engine(ONE, "decode", fill=POISON) as sink:
+        service = sink.workers[0]._service
+        assert service is not None
+        assert service._context.get(zmq.MAX_SOCKETS) > 10_000
+
+
+def test_no_socket_for_a_contact_fails_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_socket(*args: object) -> None:
+        raise zmq.ZMQError(24)
+
+    monkeypatch.setattr("kvxfer.connector.peer_links.ControlClient", no_socket)
+    with Engine(ONE, "a", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
+        started_s = time.perf_counter()
+        assert _load(sink, "d", _offered(source, "p")) == {"peer_lost"}
+        assert time.perf_counter() - started_s < 0.5
+        assert "expected a socket" in sink.reports("d")[0].detail

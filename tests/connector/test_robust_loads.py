@@ -1,0 +1,270 @@
+"""A load ends and is reported, whatever goes wrong on its way."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvxfer.connector import keeper as keeper_module
+from kvxfer.connector.keeper import Keeper
+from kvxfer.connector.peer import Peer
+from kvxfer.connector.peer_links import PeerLinks
+from kvxfer.connector.rank_service import RankService
+from kvxfer.connector.records import SourceRef
+from kvxfer.connector.source import Source
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.wire import Grant, Keep, Pull, ToSource
+from kvxfer.transports.base import ReadRequest
+from kvxfer.transports.zmq_sink import ZmqSink
+from tests.builders import EngineShape
+from tests.connector.rig import POISON, Engine, until
+
+ONE = EngineShape(num_kv_heads=2, num_blocks=64)
+SPAN = (0, 64)
+
+
+def _service(engine: Engine, number: int = 0) -> RankService:
+    service = engine.workers[number]._service
+    assert service is not None
+    return service
+
+
+def _peer(sink: Engine) -> Peer:
+    return next(iter(_service(sink)._peers._peers.values()))
+
+
+def _offered(source: Engine, name: str) -> SourceRef:
+    ref = source.offer(name, 64, range(4))
+    source.compute(name)
+    return ref
+
+
+def _meet(source: Engine, sink: Engine) -> None:
+    sink.load("first", _offered(source, "first"), range(4), SPAN)
+    until(lambda: sink.received("first"))
+    assert sink.reasons("first") == {None}
+
+
+def test_a_release_that_is_never_answered_misses_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Source, "_on_release", lambda self, identity, release: None)
+    with (
+        Engine(ONE, "prefill", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm", pull_timeout_s=2.5) as sink,
+    ):
+        ref = _offered(source, "p")
+        started_s = time.perf_counter()
+        sink.load("d", ref, range(4), SPAN)
+        until(lambda: sink.received("d"))
+        assert 2.4 < time.perf_counter() - started_s < 4.0
+        assert sink.reasons("d") == {"deadline"}
+        assert 1 <= sink.count("control.retries") <= 2
+
+
+def test_repeated_grants_are_no_progress() -> None:
+    settings: dict[str, Any] = {"transport": "shm", "faults": "read:slow=1500ms"}
+    with (
+        Engine(ONE, "prefill", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, pull_timeout_s=0.5, **settings) as sink,
+    ):
+        ref = _offered(source, "p")
+        sink.load("d", ref, range(4), SPAN)
+        until(lambda: sink.count("peers.ready"))
+        service, peer = _service(sink), _peer(sink)
+        grant = Grant(ref.offer, service.sink._addressing.consumer, ((0, 1, 2, 3),))
+        deadline_s = time.monotonic() + 1.0
+        while not source.sent("p"):  # given back when the deadline has passed
+            assert time.monotonic() < deadline_s, "the deadline does not come"
+            service.io.post(lambda: service.sink.on_message(peer, RankId(0, 0), grant))
+            time.sleep(0.05)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"deadline"}
+
+
+def test_what_a_link_raises_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        Engine(ONE, "prefill", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm", pull_timeout_s=1.0) as sink,
+    ):
+        _meet(source, sink)
+        with monkeypatch.context() as patch:
+
+            def no_send(self: PeerLinks, endpoint: str, message: ToSource) -> None:
+                raise zmq.ZMQError(24)
+
+            patch.setattr(PeerLinks, "send", no_send)
+            sink.load("d", _offered(source, "p"), range(4), SPAN)
+            until(lambda: sink.received("d"), 0.8)
+        assert sink.reasons("d") == {"read_failed"}
+        assert sink.count("loads.unforeseen") > 0
+
+
+@pytest.mark.parametrize("where", ["want", "hold_at", "begin_load"])
+def test_what_is_raised_before_a_load_begins_fails_it(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with (
+        Engine(ONE, "prefill", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
+    ):
+        _meet(source, sink)
+        service, peer = _service(sink), _peer(sink)
+        owner = {"want": service._peers, "hold_at": service.keeper, "begin_load": peer}[where]
+        original = getattr(owner, where)
+
+        def once(*args: object, **kwargs: object) -> object:
+            monkeypatch.setattr(owner, where, original)
+            raise RuntimeError("unforeseen")
+
+        monkeypatch.setattr(owner, where, once)
+        sink.load("d", _offered(source, "p"), range(4), SPAN)
+        until(lambda: sink.received("d"), 1.0)
+        assert sink.reasons("d") == {"read_failed"}
+        until(lambda: source.sent("p"), 1.0)  # cancelled
+        assert not service.keeper._kept
+        assert peer._links is not None
+        assert peer._links._num_loads == 0
+
+
+def test_silence_from_before_a_load_is_not_held_against_it() -> None:
+    with (
+        Engine(ONE, "prefill", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
+    ):
+        _meet(source, sink)
+        time.sleep(0.5)  # the watch over the first load has ended
+        links = _peer(sink)._links
+        assert links is not None
+        for client in links._clients.values():
+            client.unanswered_s = time.monotonic() - 100
+        sink.load("d", _offered(source, "p"), range(4), SPAN)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {None}
+
+
+def test_no_keep_stays_behind_for_a_load_that_ends_as_it_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        Engine(ONE, "prefill", fill=1, transport="shm") as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
+    ):
+        _meet(source, sink)
+        peer = _peer(sink)
+        monkeypatch.setattr(peer, "begin_load", lambda: peer._lost("silent"))
+        sink.load("d", _offered(source, "p"), range(4), SPAN)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"peer_lost"}
+        assert not _service(sink).keeper._kept
+        assert source.count("offers.done") == 1  # it was never asked for the second one
+
+
+def test_nothing_is_asked_behind_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two Pulls cannot be sent: the second route is neither armed nor asked."""
+    expected: list[str] = []
+    submit_expect = ZmqSink.submit_expect
+
+    def expect(self: ZmqSink, request: ReadRequest) -> None:
+        expected.append(request.key.source_rank)
+        submit_expect(self, request)
+
+    send, pulled = Peer.send, []
+
+    def send_but_not_first(self: Peer, rank: RankId, message: ToSource) -> None:
+        if isinstance(message, Pull):
+            pulled.append(rank)
+            raise ProtocolError("too long")
+        send(self, rank, message)
+
+    monkeypatch.setattr(ZmqSink, "submit_expect", expect)
+    monkeypatch.setattr(Peer, "send", send_but_not_first)
+    with (
+        Engine(EngineShape(tp_size=2, num_kv_heads=4), "a", fill=1, transport="zmq") as source,
+        Engine(EngineShape(num_kv_heads=4), "decode", fill=POISON, transport="zmq") as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"read_failed"}
+        assert len(pulled) == len(expected) == 1
+        until(lambda: source.sent("p"))
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_tokens_beyond_the_offered_ones_are_not_read_unbound_either(wire: str) -> None:
+    settings: dict[str, Any] = {"transport": wire, "bind_tokens": False}
+    with (
+        Engine(ONE, "prefill", fill=1, **settings) as source,
+        Engine(ONE, "decode", fill=POISON, **settings) as sink,
+    ):
+        ref = source.offer("p", 50, range(4))
+        source.compute("p")
+        sink.load("d", msgspec.structs.replace(ref, num_tokens=64), range(4), SPAN)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"plan"}
+        assert (sink.pools[0].tensor == POISON).all()
+
+
+# ------------------------------------------------------------------ Keeps
+
+
+def test_keeps_of_many_offers_come_in_slices_and_go_on_after_a_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(keeper_module, "MAX_OFFERS", 2)
+    sizes: list[int] = []
+    send = PeerLinks.send
+
+    def record(self: PeerLinks, endpoint: str, message: ToSource) -> None:
+        if isinstance(message, Keep):
+            sizes.append(len(message.offers))
+            if len(sizes) == 6:
+                raise RuntimeError("unforeseen")
+        send(self, endpoint, message)
+
+    monkeypatch.setattr(PeerLinks, "send", record)
+    with (
+        Engine(ONE, "prefill", fill=1, lease_s=0.6, keep_s=0.2) as source,
+        Engine(ONE, "decode", fill=POISON, lease_s=0.6, keep_s=0.2) as sink,
+    ):
+        for number in range(5):
+            sink.hold(f"d{number}", _offered(source, f"p{number}"))
+        time.sleep(1.2)
+        assert not any(source.sent(f"p{number}") for number in range(5))
+        assert sizes[:5] == [1, 1, 1, 1, 1]  # each as it was held
+        assert sizes[-3:] == [2, 2, 1]
+        sink.expected_io_errors = 1
+
+
+def test_an_offer_that_was_given_up_before_its_engine_was_known_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[int] = []
+    tell = Keeper._tell
+
+    def record(self: Keeper, *args: Any) -> None:  # noqa: ANN401
+        kept.append(1)
+        tell(self, *args)
+
+    monkeypatch.setattr(Keeper, "_tell", record)
+    with (
+        Engine(ONE, "prefill", fill=1) as source,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        ref = _offered(source, "p")
+        service = _service(sink)
+
+        def hold_and_give_up() -> None:
+            service.keeper.hold("d", ref)
+            service.keeper.release("d")
+
+        service.io.post(hold_and_give_up)
+        until(lambda: sink.count("peers.ready"))
+        assert not kept

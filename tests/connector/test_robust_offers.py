@@ -1,0 +1,289 @@
+"""One offer's trouble is not another's; blocks come back whatever fails; strangers are bounded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import zmq
+
+from kvxfer.connector import source as source_module
+from kvxfer.connector.given_offer import GivenOffer
+from kvxfer.connector.offer_actions import OfferActions
+from kvxfer.connector.opening import IsReady
+from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.connector.requests import read_pull
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
+from kvxfer.transfer.session import Break, FinishedSending, SendGrant, SourceAction, SourceEvent
+from kvxfer.transfer.source_session import OfferSession
+from kvxfer.transfer.wire import (
+    Broken,
+    Consumer,
+    Grant,
+    Hello,
+    Manifest,
+    Ping,
+    Pong,
+    Pull,
+    Refuse,
+    ToSink,
+    decode_to_sink,
+    encode,
+)
+from kvxfer.transports.base import SendRequest
+from kvxfer.transports.zmq_source import ZmqSource
+from tests.builders import EngineShape
+from tests.connector.rig import DIGEST, POISON, Engine, until
+
+ONE = EngineShape(num_kv_heads=2, num_blocks=8)
+LIFE = b"s" * 16
+
+
+@contextmanager
+def _dealer(engine: Engine, **options: int) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        for name, value in options.items():
+            setattr(socket, name, value)
+        socket.connect(engine.endpoint)
+        yield socket
+
+
+def _answer(socket: zmq.Socket[bytes]) -> ToSink:
+    assert socket.poll(3000), "no answer"
+    return decode_to_sink(socket.recv())
+
+
+def _pull(source: Engine, ref: SourceRef, *, digest: bytes = DIGEST, wire: str = "zmq") -> Pull:
+    rank = RankId(0, 0)
+    region = source.manifest.ranks[0].regions[0]
+    wanted = PullClass(
+        regions=(RegionName(region.layer, (region.plane,)),),
+        head_lo=0,
+        head_hi=1,
+        inner_nbytes=region.inner_nbytes,
+        order=DenseOrder(16, True),
+        token_lo=0,
+        token_hi=16,
+    )
+    return Pull(
+        offer=ref.offer,
+        consumer=Consumer(LIFE, rank),
+        claim=(rank,),
+        digest=digest,
+        transport=wire,
+        classes=(wanted,) if wire == "zmq" else (),
+        chunk_nbytes=4096 if wire == "zmq" else 0,
+    )
+
+
+def test_an_event_that_raises_breaks_its_offer_and_no_other() -> None:
+    is_late, num_steps = False, 0
+
+    def ready() -> IsReady:
+        nonlocal num_steps
+        num_steps += 1
+        is_first = num_steps == 1
+
+        def event() -> bool:
+            if is_late and is_first:
+                raise OSError("unforeseen")
+            return is_late
+
+        return event
+
+    with Engine(ONE, "prefill", fill=1, ready_event=ready) as source:
+        for name in ("p0", "p1"):
+            source.offer(name, 16, [1])
+        source.compute("p0")
+        source.compute("p1")
+        time.sleep(0.02)
+        is_late = True
+        until(lambda: source.sent("p0"))
+        assert source.take_stats().reasons == {"plan": 1}
+        until(lambda: source.count("offers.opened") == 1)
+
+
+def test_an_answer_that_fails_when_an_offer_opens_breaks_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    perform = OfferActions.perform
+
+    def fail_grants(self: OfferActions, offer: GivenOffer, action: SourceAction) -> None:
+        if isinstance(action, SendGrant):
+            raise OSError("unforeseen")
+        perform(self, offer, action)
+
+    monkeypatch.setattr(OfferActions, "perform", fail_grants)
+    with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
+        ref = source.offer("p", 16, [1])
+        dealer.send(encode(_pull(source, ref, wire="shm")))
+        time.sleep(0.1)
+        source.compute("p")
+        assert isinstance(_answer(dealer), Broken)
+        until(lambda: source.sent("p"))
+
+
+def test_the_lease_of_an_offer_runs_before_anything_can_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step, num_broken = OfferSession.step, 0
+
+    def fail_breaks(self: OfferSession, event: SourceEvent) -> list[Any]:
+        nonlocal num_broken
+        if isinstance(event, Break):
+            num_broken += 1
+            if num_broken == 1:
+                raise OSError("unforeseen")
+        return step(self, event)
+
+    monkeypatch.setattr(OfferSession, "step", fail_breaks)
+    with Engine(ONE, "prefill", fill=1, lease_s=0.2, keep_s=0.1) as source:
+        source.expected_io_errors = 1
+        source.offer("p", 16, [1])
+        source.compute("p")
+        until(lambda: source.sent("p"), 2)  # the first end failed, the clock went on
+        assert num_broken == 2
+
+
+def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two parked Pulls of one engine: the first fails as the offer opens, the second has not begun,
+    and all blocks come back.
+    """
+    submit_send, num_sends = ZmqSource.submit_send, 0
+
+    def fail_first(self: ZmqSource, request: SendRequest) -> None:
+        nonlocal num_sends
+        num_sends += 1
+        if num_sends == 1:
+            raise RuntimeError("unforeseen")
+        submit_send(self, request)
+
+    monkeypatch.setattr(ZmqSource, "submit_send", fail_first)
+    with (
+        Engine(EngineShape(num_kv_heads=4), "prefill", fill=1, transport="zmq") as source,
+        Engine(
+            EngineShape(tp_size=2, num_kv_heads=4), "decode", fill=POISON, transport="zmq"
+        ) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.count("peers.ready") == 2)
+        time.sleep(0.2)  # both Pulls are parked
+        source.compute("p")
+        until(lambda: sink.received("d"))
+        assert None not in sink.reasons("d")
+        until(lambda: source.sent("p"))
+        assert num_sends == 1
+        assert source.count("offers.unforeseen") == 0
+
+
+@pytest.mark.parametrize("where", ["step", "perform"])
+def test_the_engine_goes_on_when_an_offer_cannot_be_broken(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    step, perform = OfferSession.step, OfferActions.perform
+
+    def fail_step(self: OfferSession, event: SourceEvent) -> list[Any]:
+        if isinstance(event, Break):
+            raise OSError("unforeseen")
+        return step(self, event)
+
+    def fail_perform(self: OfferActions, offer: GivenOffer, action: SourceAction) -> None:
+        if not isinstance(action, FinishedSending):
+            raise OSError("unforeseen")
+        perform(self, offer, action)
+
+    with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        dealer.send(encode(_pull(source, ref, wire="shm")))
+        assert isinstance(_answer(dealer), Grant)
+        with monkeypatch.context() as patch:
+            if where == "step":
+                patch.setattr(OfferSession, "step", fail_step)
+            else:
+                patch.setattr(OfferActions, "perform", fail_perform)
+            started_s = time.perf_counter()
+            source.end("p")
+            assert time.perf_counter() - started_s < 1.0
+        assert source.count("offers.unforeseen") > 0
+        dealer.send(encode(_pull(source, ref, wire="shm")))
+        assert isinstance(_answer(dealer), Refuse)
+
+
+def test_a_pull_is_looked_into_once_and_not_at_all_when_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[int] = []
+
+    def look(*args: Any) -> Any:  # noqa: ANN401
+        looked.append(1)
+        return read_pull(*args)
+
+    monkeypatch.setattr(source_module, "read_pull", look)
+    with Engine(ONE, "prefill", fill=1, transport="zmq") as source, _dealer(source) as dealer:
+        ref = source.offer("p", 16, [1])
+        wrong = _pull(source, ref, digest=b"x" * 32)
+        for _ in range(3):
+            dealer.send(encode(wrong))
+            assert isinstance(_answer(dealer), Refuse)
+        assert not looked
+        for _ in range(3):  # parked
+            dealer.send(encode(_pull(source, ref)))
+        dealer.send(encode(Ping()))
+        assert isinstance(_answer(dealer), Pong)
+        source.compute("p")
+        answer = _answer(dealer)
+        assert isinstance(answer, Grant), answer
+        dealer.send(encode(_pull(source, ref)))
+        assert isinstance(_answer(dealer), Grant)
+        assert len(looked) == 1
+        source.end("p")
+        assert isinstance(_answer(dealer), Broken)
+        dealer.send(encode(_pull(source, ref)))
+        assert isinstance(_answer(dealer), Refuse)
+        assert len(looked) == 1
+
+
+def test_the_lease_begins_anew_when_the_request_has_finished() -> None:
+    """A sink hears of the offer only then, however long the request went on after its opening."""
+    settings: dict[str, Any] = {"lease_s": 0.5, "keep_s": 0.1, "max_hold_s": 2.0}
+    with Engine(ONE, "prefill", fill=1, **settings) as source:
+        source.offer("p", 16, [1])
+        source.step(ConnectorMetadata(computed=("p",)))
+        opened_s = time.perf_counter()
+        time.sleep(0.35)
+        source.step(ConnectorMetadata(delayed=("p",)))
+        until(lambda: source.sent("p"))
+        assert 0.8 < time.perf_counter() - opened_s < 1.4
+        assert source.take_stats().reasons == {"expired": 1}
+
+
+def _resident_nbytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+def test_answers_that_nobody_reads_are_bounded() -> None:
+    wide = EngineShape(num_kv_heads=2, num_blocks=8, num_layers=200)
+    hello = encode(Hello((1, 1), (), "x", LIFE))
+    with (
+        Engine(wide, "prefill", fill=1, transport="shm") as source,
+        _dealer(source, rcvhwm=1, rcvbuf=4096, sndhwm=0) as deaf,
+        _dealer(source) as dealer,
+    ):
+        assert len(encode(Manifest(source.manifest))) > 60_000
+        before_nbytes = _resident_nbytes()
+        for _ in range(6000):
+            deaf.send(hello)
+        until(lambda: source.count("control.dropped") > 4000, 20)
+        assert _resident_nbytes() - before_nbytes < 16 << 20  # copies would be 30 MB
+        dealer.send(hello)
+        assert isinstance(_answer(dealer), Manifest)
