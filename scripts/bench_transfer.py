@@ -38,6 +38,7 @@ from kvxfer.tensors.shared_memory import SharedPool, open_shared
 from kvxfer.testing_peer import Context, WakeUp
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, PullClass, RegionName, Side, Tile
+from kvxfer.transfer.pull import chunk_nbytes_for
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -356,7 +357,8 @@ class Bench:
         self.num_keys += 1
         copy_class, pull = copy_class_of(load)
         key = TransferKey(self.num_keys.to_bytes(16), b"bench-sink-bench", "pp0tp0", "pp0tp0")
-        ids, sink_ids, chunk_nbytes = load.source_ids(), load.sink_ids(), self.config.chunk_nbytes
+        ids, sink_ids = load.source_ids(), load.sink_ids()
+        chunk_nbytes = chunk_nbytes_for(load.nbytes, self.config.chunk_nbytes)
         started_s = time.perf_counter()
         if sink.is_stream:
             sink.submit_expect(

@@ -11,7 +11,7 @@ from kvxfer.connector.requests import ids_of
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import Route
-from kvxfer.transfer.pull import check_ids, pull_classes
+from kvxfer.transfer.pull import check_ids, chunk_nbytes_for, pull_classes, route_nbytes
 from kvxfer.transfer.wire import Consumer, Grant, Pull
 from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
 
@@ -90,7 +90,7 @@ def _make_run(
         pull_classes=wanted,
         source_ids=(),
         sink_ids=order.block_ids,
-        chunk_nbytes=chunk_nbytes if is_stream else 0,
+        chunk_nbytes=chunk_nbytes_for(route_nbytes(wanted), chunk_nbytes) if is_stream else 0,
     )
     pull = Pull(
         offer=order.source.offer,

@@ -31,6 +31,9 @@ MAX_CHUNK_NBYTES = 64 << 20
 MAX_CHUNKS = 1 << 16
 """64 GiB in chunks of 1 MiB. The list of so many takes 0.1 s and 11 MB."""
 MAX_TOKENS = 1 << 31
+USUAL_CHUNK_NBYTES = 1 << 20
+OVERLAPPED_CHUNKS = 16
+"""How many chunks a transfer should have at least, so that packing, wire and unpacking overlap."""
 
 
 class BlockIdsError(ProtocolError, ValueError):
@@ -50,6 +53,16 @@ def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[Pul
     Raises ValueError that names the group.
     """
     return tuple(_pull_class(copy_class, span) for copy_class in route.classes)
+
+
+def chunk_nbytes_for(nbytes: int, most: int) -> int:
+    """How large a chunk a sink asks for: about 1 MiB, more where the transfer has many, never above
+    ``most``.
+
+    A chunk costs about 0.2 ms of processor time beside its bytes, both sides together: 64 MiB took
+    65 ms of it in chunks of 4 MiB and 81 ms in chunks of 1 MiB (two cores of an AMD EPYC).
+    """
+    return min(most, max(USUAL_CHUNK_NBYTES, nbytes // OVERLAPPED_CHUNKS))
 
 
 def resolve_pull(rank: RankManifest, classes: Sequence[PullClass]) -> tuple[Side, ...]:
