@@ -262,6 +262,12 @@ class _Check:
         self.sink.poison()
         self.source.pipe.send(StopSend(key))
         self.source_says(SendStopped, key)
+        # One that was known has to be there for a source to send anything: it knows the sink by it.
+        key = self.key()
+        self.sink.transport.submit_expect(self.read_request(key, move))
+        self.sink.transport.stop_read(key)
+        end = self.end_of(key, what)
+        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
         request = SendRequest(
             key, (move.pull,), (move.copy_class.source,), (move.source_ids,), 2048
         )

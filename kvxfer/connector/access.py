@@ -7,12 +7,10 @@ address.
 
 from __future__ import annotations
 
-import ipaddress
-
 import zmq
 from zmq.utils import z85
 
-from kvxfer.config import LOOPBACK_AND_PRIVATE, Config
+from kvxfer.config import Config
 from kvxfer.connector.io_thread import ZmqSocket
 from kvxfer.transfer.manifest import parse_endpoint
 
@@ -28,18 +26,6 @@ def may_connect(config: Config, endpoint: str) -> bool:
     except ValueError:
         return False
     return config.peer_allowed(host)
-
-
-def may_be_served(config: Config, address: str) -> bool:
-    """Whether a listener answers this address; see the head of the file."""
-    if config.curve_secret_key is not None:
-        return True
-    try:
-        if ipaddress.ip_address(address).is_loopback:
-            return True
-    except ValueError:
-        return False
-    return config.allowed_peers != LOOPBACK_AND_PRIVATE and config.peer_allowed(address)
 
 
 def server_key_of(config: Config, engine_id: str) -> str | None:

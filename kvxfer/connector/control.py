@@ -15,7 +15,7 @@ from collections.abc import Callable
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.access import may_be_served, secure_server
+from kvxfer.connector.access import secure_server
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
@@ -26,6 +26,7 @@ from kvxfer.transfer.wire import (
     decode_to_source,
     encode,
 )
+from kvxfer.transports.zmq_connections import may_be_served
 
 HARD_LIMIT_NBYTES = 64 << 20
 """ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""

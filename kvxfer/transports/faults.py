@@ -42,7 +42,8 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyJob
-from kvxfer.transports.zmq_source import Connection, ZmqSource
+from kvxfer.transports.zmq_connections import Connection
+from kvxfer.transports.zmq_source import ZmqSource
 from kvxfer.transports.zmq_stream import ChunkHeader, Context, decode_to_sink, encode
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")

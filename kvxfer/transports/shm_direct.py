@@ -76,11 +76,14 @@ class ShmSource(SourceTransport):
         """Nothing to give back: the pools are their owner's."""
 
 
+_Handles = tuple[MemfdHandle | None, ...]
+
+
 @dataclass(slots=True, eq=False)
 class _Attached:
-    """A mapped source rank. The nonces name the life of its pools."""
+    """A mapped source rank. The handles, with their nonces, name the life of its pools."""
 
-    nonces: tuple[bytes, ...]
+    handles: _Handles
     mappings: tuple[MappedPool, ...]
 
 
@@ -145,14 +148,18 @@ class ShmSink(SinkTransport):
                 mapping.close()
 
     def attach(self, source: RankManifest) -> None:
-        """Map the rank's pools, once for each life of them."""
-        nonces = tuple(info.handle.nonce for info in source.memories if info.handle is not None)
+        """Map the rank's pools, once for each life of them.
+
+        Other pools under the same control endpoint take the place of those that are mapped, whose
+        reads break: an endpoint is what a peer says of itself, so reads look at the handles too.
+        """
+        handles = _handles(source)
         known = self._attached.get(source.control_endpoint)
-        if known is not None and known.nonces == nonces:
+        if known is not None and known.handles == handles:
             return
         mappings = _map_all(source)
         self.detach(source.control_endpoint)
-        self._attached[source.control_endpoint] = _Attached(nonces, mappings)
+        self._attached[source.control_endpoint] = _Attached(handles, mappings)
 
     def detach(self, control_endpoint: str) -> None:
         """Its unfinished reads break; the mapping goes with the last copy that runs on it."""
@@ -175,7 +182,7 @@ class ShmSink(SinkTransport):
         if key in self._reads:
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
         attached = self._attached.get(request.source.control_endpoint)
-        if attached is None:
+        if attached is None or attached.handles != _handles(request.source):
             self._tell(ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached"))
             return
         tensors = tuple(mapping.tensor for mapping in attached.mappings)
@@ -275,6 +282,10 @@ def job_spans(copy_class: CopyClass, pull: PullClass) -> Iterator[tuple[int, int
         token_hi = min((token_lo // step_tokens + 1) * step_tokens, pull.token_hi)
         yield token_lo, token_hi
         token_lo = token_hi
+
+
+def _handles(source: RankManifest) -> _Handles:
+    return tuple(info.handle for info in source.memories)
 
 
 def _map_all(source: RankManifest) -> tuple[MappedPool, ...]:

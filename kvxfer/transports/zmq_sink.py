@@ -46,11 +46,13 @@ from kvxfer.transports.zmq_stream import (
     STREAM_VERSION,
     AskTrial,
     Attach,
+    ChunkHeader,
     Context,
     Credit,
+    Expect,
+    Refused,
     Socket,
     ToSink,
-    TrialHeader,
     data_endpoint_of,
     decode_to_sink,
     encode,
@@ -63,6 +65,7 @@ from kvxfer.transports.zmq_stream import (
 
 _log = logging.getLogger("kvxfer.transports")
 
+_MAX_DETAIL = 300
 _MALLOC_LESSON_NBYTES = 31 << 20
 
 # Every way in which a connection that never reconnects can end, or fail to begin.
@@ -83,7 +86,6 @@ class _Link:
     endpoint: str
     socket: Socket
     monitor: Socket
-    names: set[tuple[bytes, str]] = field(default_factory=set)
     num_chunks: int = 0
     num_scattering: int = 0
     credits: list[int] = field(default_factory=list)
@@ -166,7 +168,7 @@ class ZmqSink(SinkTransport):
         The second answer is timed: the first one opens TCP's window.
         """
         endpoint = data_endpoint_of(source, self._config)
-        expected = trial_pattern(TRIAL_NBYTES)
+        expected = trial_pattern()
         deadline_s = time.monotonic() + timeout_s
         duration_s = 0.0
         with make_dealer(self._context, self._config) as socket:
@@ -182,6 +184,9 @@ class ZmqSink(SinkTransport):
                     )
                 frames = socket.recv_multipart(copy=False)
                 duration_s = time.perf_counter() - started_s
+                refused = _refusal(frames)
+                if refused is not None:
+                    raise TransportUnavailable(f"zmq: {endpoint} refuses: {refused}")
                 if len(frames) != 2 or frames[1].buffer != expected:
                     raise TransportUnavailable(
                         f"zmq: the trial bytes from {endpoint} differ from what was asked for"
@@ -189,7 +194,12 @@ class ZmqSink(SinkTransport):
         return Trial(TRIAL_NBYTES, duration_s)
 
     def attach(self, source: RankManifest) -> None:
-        """Connect to the rank; the connection is made in the background."""
+        """Connect to the rank; the connection is made in the background.
+
+        Another data endpoint under the same control endpoint takes the place of the one that is
+        connected, whose reads break: a control endpoint is what a peer says of itself, so reads
+        look at the data endpoint too.
+        """
         endpoint = data_endpoint_of(source, self._config)
         known = self._links.get(source.control_endpoint)
         if known is not None and known.endpoint == endpoint:
@@ -207,6 +217,7 @@ class ZmqSink(SinkTransport):
         link = _Link(source.control_endpoint, endpoint, socket, monitor)
         self._links[source.control_endpoint] = link
         self._watch()
+        self._transmit(link, encode(Attach(STREAM_VERSION, self._num_slots)))
 
     def detach(self, control_endpoint: str) -> None:
         """Close the connection; its unfinished reads break."""
@@ -220,7 +231,7 @@ class ZmqSink(SinkTransport):
         if key in self._reads:
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
         link = self._links.get(request.source.control_endpoint)
-        if link is None:
+        if link is None or link.endpoint != request.source.data_endpoints.get("zmq"):
             self._tell(ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached"))
             return
         chunks = tuple(chunk_list(request.pull_classes, request.chunk_nbytes))
@@ -230,10 +241,7 @@ class ZmqSink(SinkTransport):
         ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
         size = len(chunks)
         self._reads[key] = _Read(request, link, chunks, ids, bytearray(size), bytearray(size))
-        name = (key.incarnation, key.sink_rank)
-        if name not in link.names:
-            link.names.add(name)
-            self._transmit(link, encode(Attach(STREAM_VERSION, *name, self._num_slots)))
+        self._transmit(link, encode(Expect(key.nonce, key.incarnation, key.sink_rank)))
 
     def submit_read(self, request: ReadRequest) -> None:
         """Nothing: the source sends by itself."""
@@ -263,8 +271,7 @@ class ZmqSink(SinkTransport):
                 if socket is link.socket:
                     self._on_message(link, frames)
                 else:
-                    self._drop_link(link, "the connection to the source rank ended")
-                    self._ready.append(PeerGone(link.control_endpoint))
+                    self._lose_link(link, "the connection to the source rank ended")
                     break
         for link in self._links.values():
             # In batches, because each credit wakes the source; but never the last ones late.
@@ -308,7 +315,13 @@ class ZmqSink(SinkTransport):
 
     def _on_message(self, link: _Link, frames: list[zmq.Frame]) -> None:
         if len(frames) == 1 and not len(frames[0]):
-            return  # the source only looks whether the connection is there
+            self._transmit(link, encode(Credit(())))  # the source looks whether we are here
+            return
+        refused = _refusal(frames)
+        if refused is not None:
+            self.counts["refused"] += 1
+            self._lose_link(link, f"the source rank refuses the connection: {refused}")
+            return
         number, link.num_chunks = link.num_chunks, link.num_chunks + 1
         taken = False
         try:
@@ -322,7 +335,7 @@ class ZmqSink(SinkTransport):
 
     def _take(self, link: _Link, number: int, header: ToSink, payload: zmq.Frame) -> bool:
         """Scatter the chunk if it is wanted."""
-        if isinstance(header, TrialHeader):
+        if not isinstance(header, ChunkHeader):
             self.counts["unknown_key"] += 1
             return False
         read = self._reads.get(header.key)
@@ -398,6 +411,10 @@ class ZmqSink(SinkTransport):
         for job in list(read.jobs.values()):
             self._copy_thread.cancel(job)
 
+    def _lose_link(self, link: _Link, detail: str) -> None:
+        self._drop_link(link, detail)
+        self._ready.append(PeerGone(link.control_endpoint))
+
     def _drop_link(self, link: _Link, detail: str) -> None:
         del self._links[link.control_endpoint]
         self._watch()
@@ -406,6 +423,17 @@ class ZmqSink(SinkTransport):
             if not all(read.arrived):  # else everything is here and only has to be put in place
                 self._break(read, Reason.PEER_LOST, detail)
                 self._settle(read)
+
+
+def _refusal(frames: list[zmq.Frame]) -> str | None:
+    """Why the source wants no more of this connection, if that is what it says."""
+    if len(frames) != 1:
+        return None
+    try:
+        message = decode_to_sink(frames[0].buffer)
+    except ProtocolError:
+        return None
+    return message.detail[:_MAX_DETAIL] if isinstance(message, Refused) else None
 
 
 def _two_frames(frames: list[zmq.Frame]) -> tuple[zmq.Frame, zmq.Frame]:

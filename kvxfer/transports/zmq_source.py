@@ -1,13 +1,13 @@
 """The giving end of the ZeroMQ wire: packs chunks on the copy thread, sends them on the IO one.
 
-transfer:  waiting for its connection -> packing and sending -> Sent | SendStopped
+transfer:  waiting for a connection that names its nonce -> packing, sending -> Sent | SendStopped
 buffer:    free -> packing -> packed -> in flight (until the sink's credit) -> free
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,6 +35,15 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
+from kvxfer.transports.zmq_connections import (
+    MAX_CONNECTIONS,
+    MAX_PROBES,
+    Buffer,
+    Connection,
+    Connections,
+    ReadName,
+    may_be_served,
+)
 from kvxfer.transports.zmq_stream import (
     MAX_SLOTS,
     STREAM_VERSION,
@@ -43,6 +52,8 @@ from kvxfer.transports.zmq_stream import (
     ChunkHeader,
     Context,
     Credit,
+    Expect,
+    Refused,
     Socket,
     ToSource,
     TrialHeader,
@@ -58,42 +69,8 @@ from kvxfer.transports.zmq_stream import (
 
 _log = logging.getLogger("kvxfer.transports")
 
-SinkName = tuple[bytes, str]
-"""(incarnation, rank): who reads."""
-
-
-@dataclass(slots=True, eq=False)
-class _Buffer:
-    """Memory that chunks are packed into and sent from.
-
-    It is a ZeroMQ message whose content is sent again and again.
-    """
-
-    frame: zmq.Frame | None = None
-
-    def sized(self, nbytes: int) -> zmq.Frame:
-        """The message, made anew when the size differs (the last chunk of a class).
-
-        Called on the copy thread.
-        """
-        if self.frame is None or len(self.frame) != nbytes:
-            self.frame = zmq.Frame(bytes(nbytes), copy=True)
-        return self.frame
-
-
-@dataclass(slots=True, eq=False)
-class Connection:
-    """One DEALER of a sink.
-
-    ``turns``: its transfers that have chunks left to pack, next one first.
-    """
-
-    identity: bytes
-    free: list[_Buffer]
-    names: set[SinkName] = field(default_factory=set)
-    turns: deque[_Send] = field(default_factory=deque)
-    in_flight: dict[int, _Buffer] = field(default_factory=dict)
-    next_number: int = 0
+LARGE_CHUNK_NBYTES = 8 << 20
+"""Chunks that any sink may ask for; larger ones only where this side is configured for them too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,13 +85,14 @@ class _Send:
     num_sent: int = 0
     nbytes: int = 0
     jobs: dict[int, CopyJob] = field(default_factory=dict)
-    packed: dict[int, _Buffer] = field(default_factory=dict)
+    packed: dict[int, Buffer] = field(default_factory=dict)
     stopping: bool = False
     reason: Reason | None = None
 
     @property
-    def name(self) -> SinkName:
-        return self.request.key.incarnation, self.request.key.sink_rank
+    def name(self) -> ReadName:
+        key = self.request.key
+        return key.nonce, key.incarnation, key.sink_rank
 
 
 class _PackJob(CopyJob):
@@ -123,7 +101,7 @@ class _PackJob(CopyJob):
     __slots__ = ("_owner", "buffer", "chunk", "connection", "send")
 
     def __init__(
-        self, owner: ZmqSource, send: _Send, connection: Connection, chunk: Chunk, buffer: _Buffer
+        self, owner: ZmqSource, send: _Send, connection: Connection, chunk: Chunk, buffer: Buffer
     ) -> None:
         super().__init__(send.request.key)
         self._owner = owner
@@ -156,14 +134,14 @@ class ZmqSource(SourceTransport):
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._memory = memory
+        self._config = config
         self._num_slots = min(config.staging_slots, MAX_SLOTS)
         self._copy_thread = copy_thread
         self._wake = wake
         self.mailbox: Mailbox[_PackJob] = Mailbox(wake)
         self._ready: list[SourceCompletion] = []
         self._sends: dict[TransferKey, _Send] = {}
-        self._connections: dict[bytes, Connection] = {}
-        self._by_name: dict[SinkName, Connection] = {}
+        self._connections = Connections()
         self._trial: zmq.Frame | None = None
         self._socket, self._endpoint = make_router(context, config)
         self._monitor: Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -181,6 +159,12 @@ class ZmqSource(SourceTransport):
         """Pack as soon as the sink is attached and has granted room."""
         if request.key in self._sends:
             raise ValueError(f"send: expected a key that is not in use, got {request.key} twice")
+        most_nbytes = max(self._config.chunk_nbytes, LARGE_CHUNK_NBYTES)
+        if request.chunk_nbytes > most_nbytes:
+            raise ProtocolError(
+                f"chunk_nbytes: expected at most {most_nbytes}, got {request.chunk_nbytes}; "
+                "raise chunk_nbytes on this side too, or lower it on the other"
+            )
         send = _Send(
             request,
             tuple(chunk_list(request.classes, request.chunk_nbytes)),
@@ -190,7 +174,7 @@ class ZmqSource(SourceTransport):
             self._tell(Sent(request.key, 0))
             return
         self._sends[request.key] = send
-        connection = self._by_name.get(send.name)
+        connection = self._connections.of_read(send.name)
         if connection is not None:
             self._join(send, connection)
             self._pump(connection)
@@ -208,6 +192,7 @@ class ZmqSource(SourceTransport):
         )
         assert frame is not None
         if not self._transmit(connection, [encode(header), frame]):
+            # Gone; or its queue is full, which credits rule out for a sink that counts its slots.
             self._lose(connection)
             return
         connection.in_flight[connection.next_number] = buffer
@@ -216,6 +201,7 @@ class ZmqSource(SourceTransport):
         send.nbytes += chunk.nbytes
         if send.num_sent == len(send.chunks):
             del self._sends[key]
+            self._connections.forget(send.name)
             self._tell(Sent(key, send.nbytes))
 
     def drop_packed(self, key: TransferKey, sequence: int) -> None:
@@ -250,8 +236,9 @@ class ZmqSource(SourceTransport):
                     self._on_message(frames)
                 else:
                     disconnected = True
-        if disconnected:
-            self._look_for_lost()
+        if disconnected:  # the monitor does not say whose
+            for connection in self._connections.all():
+                self._probe(connection)
         for job in self.mailbox.drain():
             self._on_pack_ended(job)
         done, self._ready = self._ready, []
@@ -267,20 +254,20 @@ class ZmqSource(SourceTransport):
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
-        self._connections.clear()
-        self._by_name.clear()
+        self._connections = Connections()
 
     def _tell(self, completion: SourceCompletion) -> None:
         self._ready.append(completion)
         self._wake()
 
     def _transmit(self, connection: Connection, frames: list[bytes | zmq.Frame]) -> bool:
-        """One message to a sink; False if it has gone (or takes nothing: credits rule it out)."""
+        """One message to a sink; False if it has gone (and is marked) or its queue is full."""
         try:
             send_message(self._socket, connection.identity, *frames)
         except zmq.ZMQError as exc:
             self.counts["send_failed"] += 1
-            _log.debug("data connection lost: %s", exc)
+            connection.is_gone = exc.errno != zmq.EAGAIN
+            _log.debug("data connection takes nothing: %s", exc)
             return False
         return True
 
@@ -288,44 +275,79 @@ class ZmqSource(SourceTransport):
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         identity = bytes(frames[0].buffer)
+        connection = self._connections.get(identity)
+        if connection is not None:
+            connection.num_probes = 0
+        elif not self._is_served(frames[-1]):
+            self.counts["not_served"] += 1
+            self._refuse(identity, "expected a peer on this host; name it in allowed_peers")
+            return
         try:
             match _decode(frames):
                 case Attach() as message:
-                    self._on_attach(identity, message)
-                case Credit() as message:
-                    self._on_credit(identity, message)
+                    self._on_attach(identity, connection, message)
                 case AskTrial() as message:
                     self._on_trial(identity, message)
+                case message if connection is None:
+                    self.counts["not_attached"] += 1
+                    self._refuse(identity, "expected an attach first; attach anew")
+                case Expect() as message:
+                    self._on_expect(connection, message)
+                case Credit() as message:
+                    self._on_credit(connection, message)
         except ProtocolError as exc:
             self.counts["malformed"] += 1
             _log.debug("dropped: %s", exc)
 
-    def _on_attach(self, identity: bytes, message: Attach) -> None:
+    def _is_served(self, frame: zmq.Frame) -> bool:
+        try:
+            address = str(frame.get("Peer-Address"))
+        except zmq.ZMQError:
+            return False
+        return may_be_served(self._config, address)
+
+    def _refuse(self, identity: bytes, detail: str) -> None:
+        self._transmit(Connection(identity), [encode(Refused(detail))])
+
+    def _on_attach(self, identity: bytes, known: Connection | None, message: Attach) -> None:
         if message.version != STREAM_VERSION or not 0 < message.num_slots <= MAX_SLOTS:
             raise ProtocolError(
                 f"attach: expected version {STREAM_VERSION} and 1 to {MAX_SLOTS} slots, "
                 f"got {message}"
             )
-        connection = self._connections.get(identity)
-        if connection is None:
-            num_slots = min(message.num_slots, self._num_slots)
-            connection = Connection(identity, [_Buffer() for _ in range(num_slots)])
-            self._connections[identity] = connection
-        name = (message.incarnation, message.rank)
-        previous = self._by_name.get(name)
-        if previous is not None and previous is not connection:
-            self._lose(previous)  # the sink attached anew: it has forgotten the old connection
-        self._by_name[name] = connection
-        connection.names.add(name)
+        if known is not None:
+            raise ProtocolError("attach: expected one on a connection, got another")
+        if len(self._connections) >= MAX_CONNECTIONS and not self._make_room():
+            self.counts["too_many_sinks"] += 1
+            self._refuse(identity, f"expected at most {MAX_CONNECTIONS} sinks at once")
+            return
+        self._connections.add(identity, min(message.num_slots, self._num_slots))
+
+    def _make_room(self) -> bool:
+        """Send the oldest sink away that has no transfer; it attaches anew when it has one."""
+        busy = {send.connection for send in self._sends.values()}
+        for connection in self._connections.all():
+            if connection not in busy and not connection.in_flight:
+                self.counts["sent_away"] += 1
+                self._refuse(connection.identity, "idle, and too many others; attach anew")
+                self._lose(connection)
+                return True
+        return False
+
+    def _on_expect(self, connection: Connection, message: Expect) -> None:
+        name = (message.nonce, message.incarnation, message.rank)
+        owner = self._connections.of_read(name)
+        if owner is not None and owner is not connection and self._probe(owner):
+            self.counts["expected_twice"] += 1
+            return
+        if not self._connections.expect(connection, name):
+            self.counts["expected_too_much"] += 1
         for send in list(self._sends.values()):
             if send.name == name and send.connection is None and not send.stopping:
                 self._join(send, connection)
         self._pump(connection)
 
-    def _on_credit(self, identity: bytes, message: Credit) -> None:
-        connection = self._connections.get(identity)
-        if connection is None:
-            raise ProtocolError("credit: expected an attach before, got none")
+    def _on_credit(self, connection: Connection, message: Credit) -> None:
         for number in message.numbers:
             buffer = connection.in_flight.pop(number, None)
             if buffer is None:
@@ -335,36 +357,39 @@ class ZmqSource(SourceTransport):
         self._pump(connection)
 
     def _on_trial(self, identity: bytes, message: AskTrial) -> None:
-        if not 0 < message.nbytes <= TRIAL_NBYTES:
-            raise ProtocolError(f"trial: expected 1 to {TRIAL_NBYTES} bytes, got {message.nbytes}")
-        if self._trial is None or len(self._trial) != message.nbytes:
-            self._trial = zmq.Frame(trial_pattern(message.nbytes), copy=True)
-        asker = Connection(identity, [])
-        self._transmit(asker, [encode(TrialHeader(message.nbytes)), self._trial])
+        if message.nbytes != TRIAL_NBYTES:
+            raise ProtocolError(f"trial: expected {TRIAL_NBYTES} bytes, got {message.nbytes}")
+        if not self._connections.may_try(identity):
+            self.counts["too_many_trials"] += 1
+            return
+        if self._trial is None:  # one for all: ZeroMQ's queues hold references to it
+            self._trial = zmq.Frame(trial_pattern(), copy=True)
+        self._transmit(Connection(identity), [encode(TrialHeader(TRIAL_NBYTES)), self._trial])
 
     # -- packing
 
     def _join(self, send: _Send, connection: Connection) -> None:
         send.connection = connection
-        connection.turns.append(send)
+        connection.turns.append(send.request.key)
 
     def _pump(self, connection: Connection) -> None:
         """Give free buffers to the connection's transfers in turn."""
         while connection.free and connection.turns:
-            send = connection.turns.popleft()
-            if send.stopping or send.num_started >= len(send.chunks):
+            key = connection.turns.popleft()
+            send = self._sends.get(key)
+            if send is None or send.stopping or send.num_started >= len(send.chunks):
                 continue
             self._pack(send, connection, send.chunks[send.num_started], connection.free.pop())
             send.num_started += 1
             if send.num_started < len(send.chunks):
-                connection.turns.append(send)
+                connection.turns.append(key)
 
-    def _pack(self, send: _Send, connection: Connection, chunk: Chunk, buffer: _Buffer) -> None:
+    def _pack(self, send: _Send, connection: Connection, chunk: Chunk, buffer: Buffer) -> None:
         job = _PackJob(self, send, connection, chunk, buffer)
         send.jobs[chunk.sequence] = job
         self._copy_thread.submit(job)
 
-    def pack(self, send: _Send, chunk: Chunk, buffer: _Buffer) -> None:
+    def pack(self, send: _Send, chunk: Chunk, buffer: Buffer) -> None:
         """On the copy thread: gather the chunk into the buffer."""
         side = send.request.sides[chunk.class_index]
         gather(
@@ -409,24 +434,29 @@ class ZmqSource(SourceTransport):
 
     def _stop_if_drained(self, send: _Send) -> None:
         if not send.jobs and self._sends.pop(send.request.key, None) is not None:
+            self._connections.forget(send.name)
             self._tell(SendStopped(send.request.key, send.reason))
             if send.connection is not None:
                 self._pump(send.connection)
 
     def _lose(self, connection: Connection) -> None:
         """The connection has gone, and its buffers with it."""
-        self._connections.pop(connection.identity, None)
-        for name in connection.names:
-            if self._by_name.get(name) is connection:
-                del self._by_name[name]
+        self._connections.remove(connection)
         for send in [send for send in self._sends.values() if send.connection is connection]:
             self._stop(send, Reason.PEER_LOST)
 
-    def _look_for_lost(self) -> None:
-        """Some connection ended; the monitor does not say whose. An empty frame finds out."""
-        for connection in list(self._connections.values()):
-            if not self._transmit(connection, [b""]):
+    def _probe(self, connection: Connection) -> bool:
+        """Is it still there? An empty frame finds out; a full queue does not mean that it is gone.
+
+        A sink answers. One that does not is not asked again, so that its queue keeps room for its
+        chunks; the next of these finds out.
+        """
+        if connection.num_probes < MAX_PROBES:
+            connection.num_probes += 1
+            if not self._transmit(connection, [b""]) and connection.is_gone:
                 self._lose(connection)
+                return False
+        return True
 
 
 def _decode(frames: list[zmq.Frame]) -> ToSource:

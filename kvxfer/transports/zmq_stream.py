@@ -5,12 +5,15 @@
 One DEALER of the sink is connected to one ROUTER of each source rank. Sink to source, one frame
 each:
 
-``Attach``  who the sink is, and how many chunks it will hold at once
-``Credit``  numbers of chunks that it has dealt with; chunks are numbered from 0 as they come over
-the connection ``AskTrial``  send that many bytes, to time the wire
+``Attach``    once, and first: how many chunks the sink will hold at once
+``Expect``    send the chunks of this read here; naming its nonce shows that the sink may have them
+``Credit``    numbers of chunks that it has dealt with; chunks are numbered from 0 as they come over
+              the connection
+``AskTrial``  send that many bytes, to time the wire
 
-Source to sink, two frames: a ``ChunkHeader`` (or ``TrialHeader``) and the payload; or one empty
-frame, which asks nothing and only lets the source see whether the connection is still there.
+Source to sink, two frames: a ``ChunkHeader`` (or ``TrialHeader``) and the payload. Or one:
+``Refused``, after which the sink drops the connection, or an empty frame, which lets the source see
+whether the connection is still there and is answered with an empty Credit.
 
 Credits are acknowledgements: a chunk that was dealt with has left the source's socket, so the
 buffer that it was sent from may be written again. This makes zero-copy sends safe without ZeroMQ's
@@ -21,6 +24,7 @@ when it ends, they go with it and are never reused.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -32,10 +36,10 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import TRIAL_NBYTES, TransferKey
 
 STREAM_VERSION = 1
-CONTROL_MAX_NBYTES = 64 << 10
-"""The longest frame from a sink: an Attach is about 60 bytes, a Credit 3 for each slot."""
+CONTROL_MAX_NBYTES = 16 << 10
+"""The longest frame from a sink: an Expect is about 80 bytes, a Credit at most 9 for each slot."""
 FRAME_MAX_NBYTES = 64 << 20
-"""ZeroMQ closes a connection that announces a larger frame, before it allocates it."""
+"""ZeroMQ closes a connection to a source that announces a larger frame, before it allocates it."""
 MAX_SLOTS = 1024
 MESSAGES_PER_POLL = 256
 """How many messages one poll takes from one socket, so that no peer has the IO thread to itself."""
@@ -44,13 +48,23 @@ Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
 
+_Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
+_RankText = Annotated[str, msgspec.Meta(max_length=32)]
+
+
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """First on a connection, and again for each further (incarnation, rank) that reads over it."""
+    """First on a connection, and only once."""
 
     version: int
-    incarnation: bytes
-    rank: str
     num_slots: int
+
+
+class Expect(msgspec.Struct, frozen=True, tag="expect"):
+    """The chunks of (nonce, incarnation, rank) are wanted over this connection."""
+
+    nonce: _Id
+    incarnation: _Id
+    rank: _RankText
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
@@ -60,7 +74,7 @@ class Credit(msgspec.Struct, frozen=True, tag="credit"):
 
 
 class AskTrial(msgspec.Struct, frozen=True, tag="trial"):
-    """Answer with that many bytes of ``trial_pattern``."""
+    """Answer with ``trial_pattern()``, whose size (TRIAL_NBYTES) is said again."""
 
     nbytes: int
 
@@ -87,8 +101,14 @@ class TrialHeader(msgspec.Struct, frozen=True, tag="trial"):
     nbytes: int
 
 
-ToSource = Attach | Credit | AskTrial
-ToSink = ChunkHeader | TrialHeader
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """The source does not know this connection (any more), or does not serve it: drop it."""
+
+    detail: str
+
+
+ToSource = Attach | Expect | Credit | AskTrial
+ToSink = ChunkHeader | TrialHeader | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_source = msgspec.msgpack.Decoder(ToSource)
@@ -122,9 +142,9 @@ def decode_to_sink(frame: memoryview) -> ToSink:
     return message
 
 
-def trial_pattern(nbytes: int) -> bytes:
+def trial_pattern() -> bytes:
     """What a trial carries, so that the sink can compare it."""
-    return (bytes(range(256)) * (nbytes // 256 + 1))[: min(nbytes, TRIAL_NBYTES)]
+    return bytes(range(256)) * (TRIAL_NBYTES // 256)
 
 
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
@@ -171,6 +191,8 @@ def make_router(context: Context, config: Config) -> tuple[Socket, str]:
     """The source's socket, bound to a free port, and its endpoint. Raises TransportUnavailable."""
     socket = context.socket(zmq.ROUTER)
     _set_common(socket, config)
+    # Twice what we take, so that what is a little too long is counted before it ends a connection.
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * CONTROL_MAX_NBYTES)
     # Without it a message to a sink that has gone vanishes without a word.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     host = f"[{config.host}]" if ":" in config.host else config.host

@@ -35,12 +35,18 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+from kvxfer.transports.zmq_stream import Expect
 
 CONFIG = Config(staging_slots=4, peer_silent_s=1.0, connect_timeout_s=2.0)
 
 
 def key_of(number: int) -> TransferKey:
     return TransferKey(number.to_bytes(16), b"sink-incarnation", "pp0tp0", "pp0tp0")
+
+
+def expect_of(key: TransferKey) -> Expect:
+    """What the sink of this read says to the source rank."""
+    return Expect(key.nonce, key.incarnation, key.sink_rank)
 
 
 class Pair:

@@ -22,8 +22,9 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
+from kvxfer.transports.zmq_connections import Connection
 from kvxfer.transports.zmq_sink import ZmqSink
-from kvxfer.transports.zmq_source import Connection, ZmqSource
+from kvxfer.transports.zmq_source import ZmqSource
 
 # Few slots, so that chunks wait for credits; heartbeats quick enough for a test.
 CONFIG = Config(staging_slots=4, peer_silent_s=1.0)

@@ -21,6 +21,7 @@ from kvxfer.transfer.plan import Chunk
 from kvxfer.transfer.pull import chunk_list
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
+    TRIAL_NBYTES,
     LocalMemory,
     Packed,
     PeerGone,
@@ -33,14 +34,24 @@ from kvxfer.transports.base import (
 from kvxfer.transports.zmq_sink import ZmqSink
 from kvxfer.transports.zmq_source import ZmqSource
 from kvxfer.transports.zmq_stream import (
+    AskTrial,
     Attach,
     ChunkHeader,
     Credit,
+    Expect,
     TrialHeader,
     decode_to_source,
     encode,
 )
-from tests.transports.pair import CONFIG, Pair, a_move, key_of, read_request, send_request
+from tests.transports.pair import (
+    CONFIG,
+    Pair,
+    a_move,
+    expect_of,
+    key_of,
+    read_request,
+    send_request,
+)
 
 ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
 
@@ -61,10 +72,10 @@ class FakeSource:
         self.socket.setsockopt(zmq.RCVTIMEO, 5000)
         self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
 
-    def receive(self) -> tuple[bytes, Attach | Credit]:
+    def receive(self) -> tuple[bytes, Attach | Expect | Credit]:
         identity, frame = self.socket.recv_multipart()
         message = decode_to_source(memoryview(frame))
-        assert isinstance(message, Attach | Credit)
+        assert isinstance(message, Attach | Expect | Credit)
         return identity, message
 
     def credits(self, count: int) -> list[int]:
@@ -95,7 +106,8 @@ def test_sink_drops_counts_and_credits_everything_it_did_not_ask_for(
     key, move = key_of(1), a_move()
     pair.sink.submit_expect(read_request(key, move, pair.manifest))
     identity, attach = fake.receive()
-    assert attach == Attach(1, b"sink-incarnation", "pp0tp0", 4)
+    assert attach == Attach(1, 4)
+    assert fake.receive() == (identity, Expect(key.nonce, b"sink-incarnation", "pp0tp0"))
     chunks = chunk_list((move.pull,), 2048)
     good = ChunkHeader(key.nonce, key.incarnation, "pp0tp0", "pp0tp0", 0, chunks[0].nbytes)
     change = msgspec.structs.replace
@@ -185,15 +197,26 @@ def test_no_frame_ends_the_source(pair: Pair, frames: list[bytes]) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Attach(2, b"i", "r", 4),
-        Attach(1, b"i", "r", 0),
-        Attach(1, b"i", "r", 1 << 20),
-        Credit((0,)),
-        Credit(tuple(range(100_000))),
+        Attach(2, 4),
+        Attach(1, 0),
+        Attach(1, 1 << 20),
+        Credit(tuple(range(8000))),
+        Expect(b"", b"i", "pp0tp0"),
+        Expect(b"n" * 65, b"i", "pp0tp0"),
+        Expect(b"n", b"", "pp0tp0"),
+        Expect(b"n", b"i" * 65, "pp0tp0"),
+        Expect(b"n", b"i", "r" * 33),
+        AskTrial(TRIAL_NBYTES - 1),
+        AskTrial(1),
     ],
-    ids=["version", "no slots", "too many slots", "credit before attach", "too long"],
+    ids=[
+        *("version", "no slots", "too many slots", "too long", "no nonce", "long nonce"),
+        *("no incarnation", "long incarnation", "long rank", "trial of its own", "small trial"),
+    ],
 )
-def test_source_counts_what_makes_no_sense(pair: Pair, message: Attach | Credit) -> None:
+def test_source_counts_what_makes_no_sense(
+    pair: Pair, message: Attach | Expect | Credit | AskTrial
+) -> None:
     endpoint = pair.source.data_endpoint()
     assert endpoint is not None
     with pair.context.socket(zmq.DEALER) as dealer:
@@ -209,7 +232,8 @@ def test_no_more_chunks_in_flight_than_slots_and_credits_of_nobody_free_nothing(
     with pair.context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(endpoint)
-        dealer.send(encode(Attach(1, b"sink-incarnation", "pp0tp0", 2)))
+        dealer.send(encode(Attach(1, 2)))
+        dealer.send(encode(expect_of(key_of(1))))
         pair.source.submit_send(send_request(key_of(1), a_move()))
         for count, numbers in ((2, (7, 8, -1)), (2, (1,)), (3, (1, 1)), (3, (0, 2)), (5, ())):
             deadline_s = time.monotonic() + 0.1
@@ -229,7 +253,8 @@ def test_transfers_of_one_connection_interleave(pair: Pair) -> None:
         assert isinstance(pair.end(key_of(number)), ReadDone)
     order = [c.key.nonce[-1] for c in pair.said if isinstance(c, Packed)]
     # The first one alone takes the four free slots; from then on they take turns.
-    assert order[4:16] == [1, 2] * 6 or order[4:16] == [2, 1] * 6
+    assert order[:4] == [1] * 4
+    assert order[4:14] == [1, 2] * 5
 
 
 def test_source_waits_for_the_sink_to_attach(pair: Pair) -> None:

@@ -1,0 +1,454 @@
+"""Whose bytes a read takes, and who is sent the chunks of a transfer, whatever peers say."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.testing_cases import POOL_NBYTES
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports import zmq_connections, zmq_source
+from kvxfer.transports.base import (
+    TRIAL_NBYTES,
+    Packed,
+    PeerGone,
+    ReadBroke,
+    ReadDone,
+    SendRequest,
+    SendStopped,
+    Sent,
+)
+from kvxfer.transports.zmq_connections import Connections, may_be_served
+from kvxfer.transports.zmq_source import ZmqSource
+from kvxfer.transports.zmq_stream import (
+    AskTrial,
+    Attach,
+    ChunkHeader,
+    Credit,
+    Expect,
+    Refused,
+    Socket,
+    ToSource,
+    TrialHeader,
+    decode_to_sink,
+    encode,
+    trial_pattern,
+)
+from tests.transports.pair import (
+    CONFIG,
+    Pair,
+    a_move,
+    expect_of,
+    key_of,
+    read_request,
+    send_request,
+)
+
+ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
+SHM = msgspec.structs.replace(CONFIG, transport="shm")
+NOT_ATTACHED = "the source rank is not attached"
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair(ZMQ)
+    yield pair
+    pair.close()
+
+
+class Client:
+    """Anybody who connects to the source."""
+
+    def __init__(self, pair: Pair, *messages: ToSource) -> None:
+        endpoint = pair.source.data_endpoint()
+        assert endpoint is not None
+        self.socket: Socket = pair.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self.socket.connect(endpoint)
+        self.say(*messages)
+
+    def say(self, *messages: ToSource) -> None:
+        for message in messages:
+            self.socket.send(encode(message))
+
+    def heard(self) -> list[list[bytes]]:
+        messages = []
+        while self.socket.poll(0):
+            messages.append(self.socket.recv_multipart())
+        return messages
+
+    def chunks(self) -> int:
+        """How many of the messages that came are chunks."""
+        headers = [decode_to_sink(memoryview(m[0])) for m in self.heard() if len(m) == 2]
+        return sum(isinstance(header, ChunkHeader) for header in headers)
+
+
+@pytest.fixture
+def clients() -> Iterator[list[Client]]:
+    clients: list[Client] = []
+    yield clients
+    for client in clients:
+        client.socket.close()
+
+
+def _rest(pair: Pair, duration_s: float = 0.1) -> None:
+    deadline_s = time.monotonic() + duration_s
+    while time.monotonic() < deadline_s:
+        pair.turn()
+        time.sleep(0.002)
+
+
+def _source(pair: Pair) -> ZmqSource:
+    assert isinstance(pair.source, ZmqSource)
+    return pair.source
+
+
+def _connections(pair: Pair) -> Connections:
+    return _source(pair)._connections
+
+
+# ------------------------------------------------------------------ whose bytes a read takes
+
+
+def test_shm_reads_only_the_pools_that_the_manifest_of_the_read_names() -> None:
+    pair = Pair(SHM)
+    evil_pool = SharedPool.create(POOL_NBYTES)
+    try:
+        evil_pool.tensor.fill_(0x66)
+        evil = msgspec.structs.replace(pair.manifest, memories=(evil_pool.info,))
+        pair.sink.attach(pair.manifest)
+        pair.sink.attach(evil)  # the same control endpoint, stated by another
+        before = pair.content()
+        pair.start(key_of(1), a_move())
+        assert pair.end(key_of(1)) == ReadBroke(key_of(1), Reason.PEER_LOST, NOT_ATTACHED)
+        assert pair.content() == before
+        pair.sink.attach(pair.manifest)
+        pair.start(key_of(2), a_move())
+        assert isinstance(pair.end(key_of(2)), ReadDone)
+        assert pair.content() == pair.expected(a_move())
+    finally:
+        pair.close()
+        evil_pool.close()
+
+
+@pytest.mark.parametrize("change", [{"pid": 1}, {"fd": 999}, {"boot_id": "x"}, {"nonce": b"x"}])
+def test_shm_compares_the_whole_handle(change: dict[str, object]) -> None:
+    pair = Pair(SHM)
+    try:
+        pair.sink.attach(pair.manifest)
+        info = pair.manifest.memories[0]
+        assert info.handle is not None
+        handle = msgspec.structs.replace(info.handle, **change)
+        other = msgspec.structs.replace(
+            pair.manifest, memories=(msgspec.structs.replace(info, handle=handle),)
+        )
+        pair.sink.submit_read(read_request(key_of(1), a_move(), other, is_stream=False))
+        assert pair.end(key_of(1)) == ReadBroke(key_of(1), Reason.PEER_LOST, NOT_ATTACHED)
+    finally:
+        pair.close()
+
+
+def test_zmq_expects_chunks_only_from_the_data_endpoint_of_the_read(
+    pair: Pair, clients: list[Client]
+) -> None:
+    with pair.context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        evil = msgspec.structs.replace(
+            pair.manifest, data_endpoints={"zmq": f"tcp://127.0.0.1:{port}"}
+        )
+        pair.sink.attach(pair.manifest)
+        pair.sink.submit_expect(read_request(key_of(1), a_move(), pair.manifest))
+        pair.sink.attach(evil)
+        pair.end(key_of(1))  # it broke with the connection that it was expected on
+        pair.sink.submit_expect(read_request(key_of(2), a_move(), pair.manifest))
+        assert pair.end(key_of(2)) == ReadBroke(key_of(2), Reason.PEER_LOST, NOT_ATTACHED)
+        pair.sink.attach(pair.manifest)
+        pair.start(key_of(3), a_move())
+        assert isinstance(pair.end(key_of(3)), ReadDone)
+        assert pair.content() == pair.expected(a_move())
+
+
+# ------------------------------------------------------------------ who is sent chunks
+
+
+def test_nobody_gets_the_chunks_of_a_sink_without_the_nonce(
+    pair: Pair, clients: list[Client]
+) -> None:
+    key = key_of(1)
+    thief = Client(
+        pair, Attach(1, 4), Expect(b"guess", key.incarnation, key.sink_rank), expect_of(key_of(2))
+    )
+    clients.append(thief)
+    _rest(pair)
+    pair.sink.attach(pair.manifest)
+    pair.start(key, a_move())
+    thief.say(Expect(b"another guess", key.incarnation, key.sink_rank))
+    assert isinstance(pair.end(key), ReadDone)
+    assert pair.content() == pair.expected(a_move())
+    assert thief.chunks() == 0
+
+
+def test_a_read_that_a_living_sink_has_named_is_not_another_s(
+    pair: Pair, clients: list[Client]
+) -> None:
+    key = key_of(1)
+    pair.sink.attach(pair.manifest)
+    pair.sink.submit_expect(read_request(key, a_move(), pair.manifest))
+    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    thief = Client(pair, Attach(1, 4), expect_of(key))
+    clients.append(thief)
+    pair.until(lambda: pair.source.counts["expected_twice"] == 1)
+    pair.source.submit_send(send_request(key, a_move()))
+    assert isinstance(pair.end(key), ReadDone)
+    assert thief.chunks() == 0
+
+
+def test_a_sink_that_comes_back_is_served_and_takes_over_what_died(
+    pair: Pair, clients: list[Client]
+) -> None:
+    first = Client(pair, Attach(1, 4), expect_of(key_of(1)))
+    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    pair.source.submit_send(send_request(key_of(2), a_move()))  # waits for whoever names it
+    first.socket.close()
+    pair.until(lambda: not len(_connections(pair)))
+    again = Client(pair, Attach(1, 4), expect_of(key_of(1)), expect_of(key_of(2)))
+    clients.append(again)
+    got = 0
+
+    def chunks() -> bool:
+        nonlocal got
+        got += again.chunks()
+        return got == 4
+
+    pair.until(chunks)
+    assert pair.source.counts["expected_twice"] == 0
+
+
+def _name(number: int) -> tuple[bytes, bytes, str]:
+    key = key_of(number)
+    return key.nonce, key.incarnation, key.sink_rank
+
+
+# ------------------------------------------------------------------ what a connection may ask
+
+
+def test_one_connection_gets_two_trials_and_no_more(pair: Pair, clients: list[Client]) -> None:
+    clients.append(Client(pair, *[AskTrial(TRIAL_NBYTES)] * 20))
+    pair.until(lambda: pair.source.counts["too_many_trials"] == 18)
+    _rest(pair)
+    want = [encode(TrialHeader(TRIAL_NBYTES)), trial_pattern()]
+    assert clients[0].heard() == [want, want]
+
+
+def test_announced_reads_of_a_connection_are_bounded_oldest_first(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_connections, "MAX_EXPECTED", 3)
+    clients.append(Client(pair, Attach(1, 4), *[expect_of(key_of(n)) for n in (1, 2, 3, 3, 4, 5)]))
+    pair.until(lambda: pair.source.counts["expected_too_much"] == 2)
+    known = [n for n in range(1, 6) if _connections(pair).of_read(_name(n)) is not None]
+    assert known == [3, 4, 5]
+    clients[0].socket.close()
+    pair.until(lambda: not len(_connections(pair)))
+    assert _connections(pair).of_read(_name(5)) is None
+
+
+def test_reads_that_ended_are_forgotten(pair: Pair) -> None:
+    pair.sink.attach(pair.manifest)
+    pair.start(key_of(1), a_move())
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+    pair.until(lambda: pair.said_kind(Sent, key_of(1)))
+    pair.hold = True
+    pair.start(key_of(2), a_move())
+    pair.until(lambda: pair.said_kind(Packed, key_of(2)))
+    pair.source.stop_send(key_of(2))
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(2)))
+    assert [connection.expected for connection in _connections(pair).all()] == [{}]
+
+
+def test_the_oldest_idle_sink_makes_room_and_busy_ones_stay(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_source, "MAX_CONNECTIONS", 2)
+    pair.hold = True
+    clients.append(Client(pair, Attach(1, 4), expect_of(key_of(1))))
+    pair.source.submit_send(send_request(key_of(1), a_move()))
+    pair.until(lambda: pair.said_kind(Packed, key_of(1)))
+    pair.sink.attach(pair.manifest)
+    pair.until(lambda: len(_connections(pair)) == 2)
+    clients.append(Client(pair, Attach(1, 4), expect_of(key_of(2))))
+    pair.until(lambda: PeerGone(pair.manifest.control_endpoint) in pair.seen)
+    assert pair.source.counts["sent_away"] == 1
+    pair.source.submit_send(send_request(key_of(2), a_move()))
+    pair.until(lambda: pair.said_kind(Packed, key_of(2)))
+    clients.append(Client(pair, Attach(1, 4)))
+    pair.until(lambda: pair.source.counts["too_many_sinks"] == 1)
+    assert clients[2].socket.poll(2000)
+    assert b"at most 2 sinks" in clients[2].heard()[0][0]
+    assert len(_connections(pair)) == 2
+
+
+# ------------------------------------------------------------------ lost, full, forgotten
+
+
+def test_a_full_queue_is_not_taken_for_a_lost_connection(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients.append(Client(pair, Attach(1, 4)))
+    pair.until(lambda: len(_connections(pair)) == 1)
+
+    def full(*_: object) -> None:
+        raise zmq.Again
+
+    monkeypatch.setattr(zmq_source, "send_message", full)
+    Client(pair, Attach(1, 4)).socket.close()
+    pair.until(lambda: pair.source.counts["send_failed"] > 0)
+    assert len(_connections(pair)) >= 1
+    assert _connections(pair).all()[0].is_gone is False
+    monkeypatch.undo()
+
+
+def test_a_sink_that_does_not_read_is_probed_only_so_often(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zmq_source, "MAX_PROBES", 3)
+    clients.append(Client(pair, Attach(1, 4)))
+    pair.until(lambda: len(_connections(pair)) == 1)
+    connection = _connections(pair).all()[0]
+    for _ in range(10):
+        assert _source(pair)._probe(connection)
+    _rest(pair)
+    assert clients[0].heard() == [[b""]] * 3
+    clients[0].say(Credit(()))
+    pair.until(lambda: connection.num_probes == 0)
+
+
+def test_a_sink_answers_a_probe(pair: Pair) -> None:
+    pair.sink.attach(pair.manifest)
+    pair.until(lambda: len(_connections(pair)) == 1)
+    connection = _connections(pair).all()[0]
+    assert _source(pair)._probe(connection)
+    assert connection.num_probes == 1
+    pair.until(lambda: connection.num_probes == 0)
+
+
+@pytest.mark.parametrize("message", [Credit((0,)), expect_of(key_of(1))], ids=["credit", "expect"])
+def test_who_is_not_attached_is_told_so(
+    pair: Pair, clients: list[Client], message: ToSource
+) -> None:
+    clients.append(Client(pair, message))
+    pair.until(lambda: pair.source.counts["not_attached"] == 1)
+    assert clients[0].socket.poll(2000)
+    assert clients[0].heard() == [[encode(Refused("expected an attach first; attach anew"))]]
+
+
+def test_a_sink_that_the_source_forgot_attaches_anew(pair: Pair) -> None:
+    pair.sink.attach(pair.manifest)
+    pair.hold = True
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: pair.said_kind(Packed, key_of(1)))
+    _source(pair)._lose(_connections(pair).all()[0])  # taken for lost, wrongly
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    pair.hold = False
+    pair.start(key_of(2), a_move())
+    for number in (1, 2):
+        end = pair.end(key_of(number))
+        assert isinstance(end, ReadBroke)
+        assert end.reason is Reason.PEER_LOST
+        assert "refuses the connection" in end.detail
+    assert PeerGone(pair.manifest.control_endpoint) in pair.seen
+    assert pair.sink.counts["refused"] == 1
+    pair.source.stop_send(key_of(2))
+    pair.sink.attach(pair.manifest)
+    pair.start(key_of(3), a_move())
+    assert isinstance(pair.end(key_of(3)), ReadDone)
+    assert pair.content() == pair.expected(a_move())
+
+
+# ------------------------------------------------------------------ sizes and addresses
+
+
+@pytest.mark.parametrize(("own", "most"), [(1 << 20, 8 << 20), (16 << 20, 16 << 20)])
+def test_chunks_are_not_larger_than_this_side_allows(own: int, most: int) -> None:
+    pair = Pair(msgspec.structs.replace(ZMQ, chunk_nbytes=own))
+    try:
+        good = send_request(key_of(1), a_move())
+        sizes = (good.classes, good.sides, good.block_ids)
+        with pytest.raises(ProtocolError, match=f"expected at most {most}, got {most + 1}"):
+            pair.source.submit_send(SendRequest(good.key, *sizes, most + 1))
+        pair.source.submit_send(SendRequest(good.key, *sizes, most))  # the key is still free
+    finally:
+        pair.close()
+
+
+KEY = "a" * 40
+
+
+@pytest.mark.parametrize(
+    ("config", "address", "served"),
+    [
+        (Config(), "127.0.0.1", True),
+        (Config(), "::1", True),
+        (Config(), "10.0.0.7", False),
+        (Config(), "8.8.8.8", False),
+        (Config(), "", False),
+        (Config(allowed_peers=("10.0.0.0/24",)), "10.0.0.7", True),
+        (Config(allowed_peers=("10.0.0.0/24",)), "127.0.0.1", True),
+        (Config(allowed_peers=("10.0.0.0/24",)), "10.0.1.7", False),
+        (Config(curve_public_key=KEY, curve_secret_key=KEY), "10.0.0.7", True),
+    ],
+)
+def test_addresses_that_are_served(config: Config, address: str, served: bool) -> None:
+    assert may_be_served(config, address) is served
+
+
+def test_who_is_not_served_is_told_and_gets_nothing(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def nobody(_: Config, address: str) -> bool:
+        asked.append(address)
+        return False
+
+    monkeypatch.setattr(zmq_source, "may_be_served", nobody)
+    clients.append(Client(pair, Attach(1, 4), expect_of(key_of(1)), AskTrial(TRIAL_NBYTES)))
+    pair.until(lambda: pair.source.counts["not_served"] == 3)
+    assert asked == ["127.0.0.1"] * 3
+    _rest(pair, 0.05)
+    refusals = clients[0].heard()
+    assert len(refusals) == 3
+    assert all(b"refused" in frames[0] and len(frames) == 1 for frames in refusals)
+    assert len(_connections(pair)) == 0
+
+
+def test_a_trial_that_is_refused_says_why(pair: Pair) -> None:
+    with pair.context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.RCVTIMEO, 5000)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        manifest = msgspec.structs.replace(
+            pair.manifest, data_endpoints={"zmq": f"tcp://127.0.0.1:{port}"}
+        )
+
+        def refuse() -> None:
+            identity, _ = router.recv_multipart()
+            router.send_multipart([identity, encode(Refused("go away"))])
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        try:
+            with pytest.raises(TransportUnavailable, match="refuses: go away"):
+                pair.sink.trial(manifest, 5.0)
+        finally:
+            thread.join()
