@@ -1,8 +1,8 @@
 """Scattered KV between two processes of one host, beside plain TCP sockets, in one run.
 
-sockets  sendmsg / recvmsg_into straight between the pools, the same scattered 32 KiB pieces, raw:
-no layout change zmq, shm the transports through their contract, control over a pipe, a copy thread
-on each side
+- sockets: blocking sendmsg and recvmsg_into straight between the pools, the same scattered 32 KiB
+  pieces, raw: no layout change.
+- zmq, shm: the transports through their contract, control over a pipe, a copy thread on each side.
 
 Bytes are checked first, and nothing is timed if they are wrong. Timed on the sink from the request
 to the last byte in place. Cases: 32 KiB pieces (16 tokens, 8 heads of 256 bytes) to equal blocks,
