@@ -57,14 +57,6 @@ class LocalMemory:
     infos: tuple[MemoryInfo, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens ``[token_lo, token_hi)`` of the request, positions from its start."""
-
-    token_lo: int
-    token_hi: int
-
-
 # ---------------------------------------------------------------- what the source side is asked to
 # send
 
