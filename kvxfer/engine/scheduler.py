@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvxfer.cache.block_pool import BlockPool
-from kvxfer.cache.hashing import hash_block_tokens, hash_request_tokens, sha256
+from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
 from kvxfer.cache.manager import FullAttentionManager
 from kvxfer.connector.records import KVConnectorOutput, LoadReport
 from kvxfer.connector.scheduler_side import SchedulerConnector
@@ -98,6 +98,7 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._pool = BlockPool(config.num_blocks, config.enable_prefix_caching)
         self._manager = FullAttentionManager(self._pool, config.block_size)
+        self._hash_root = none_hash(config.kv.hash_seed_bytes)
         self._live: dict[str, _Live] = {}
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}
@@ -139,7 +140,8 @@ class Scheduler:
                 f"{self._config.block_size}, the cache has {num_total} and requests may have "
                 f"{self._config.max_model_len} tokens; raise num_blocks or max_model_len"
             )
-        request.block_hashes = hash_request_tokens(sha256, self._config.block_size, request)
+        if self._config.enable_prefix_caching:
+            self._name_full_blocks(request)
         self._live[request.request_id] = _Live(request)
         self._waiting.append(request)
         if self._connector is not None:
@@ -250,8 +252,7 @@ class Scheduler:
         num_external = 0
         if self._connector is not None:
             # The whole hit is shown, also where its last block will be computed again to sample
-            # from: a prompt
-            # that is fully cached needs nothing from elsewhere.
+            # from: a prompt that is fully cached needs nothing from elsewhere.
             found, _ = self._connector.get_num_new_matched_tokens(request, len(hit) * block_size)
             num_external = found or 0
         if num_external == 0:
@@ -358,14 +359,19 @@ class Scheduler:
                 self._live[request_id].digests = digests
 
     def _extend_hashes(self, request: Request) -> None:
-        block_size = self._config.block_size
-        while (len(request.block_hashes) + 1) * block_size <= request.num_computed_tokens:
-            tokens = request.all_token_ids
-            start = len(request.block_hashes) * block_size
-            parent = request.block_hashes[-1] if request.block_hashes else None
-            request.block_hashes.append(
-                hash_block_tokens(sha256, parent, tokens[start : start + block_size])
-            )
+        # Only when a block has become full: asked for every token, the prompt would be copied for
+        # each.
+        if (len(request.block_hashes) + 1) * self._config.block_size <= request.num_computed_tokens:
+            self._name_full_blocks(request)
+
+    def _name_full_blocks(self, request: Request) -> None:
+        request.block_hashes += hash_request_tokens(
+            sha256,
+            self._config.block_size,
+            request,
+            root=self._hash_root,
+            known=request.block_hashes,
+        )
 
     # ------------------------------------------------------------------ the end of a request
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
+from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
 from kvxfer.connector.records import (
     ConnectorMetadata,
@@ -473,3 +476,13 @@ def test_the_sink_digests_what_it_has_before_it_computes() -> None:
     _, events = rig.step()
     (end,) = [event for event in events if isinstance(event, Finished)]
     assert end.digests == (digest,)
+
+
+def test_block_names_follow_the_configured_seed() -> None:
+    """sha256(parent | token ids, uint32 little-endian), from sha256(seed); two blocks of 8."""
+    scheduler = Scheduler(config(block_size=8, kv=Config(hash_seed="0")), None)
+    request = Request("r", tuple(range(1, 20)), 1)
+    scheduler.add(request)
+    first = hashlib.sha256(hashlib.sha256(b"0").digest() + struct.pack("<8I", *range(1, 9)))
+    second = hashlib.sha256(first.digest() + struct.pack("<8I", *range(9, 17)))
+    assert request.block_hashes == [first.digest(), second.digest()]
