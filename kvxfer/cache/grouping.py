@@ -1,0 +1,288 @@
+"""Which layers share a block table.
+
+All layers of a pool take their blocks from the same ids, so a block has the same bytes in every
+group, or there is one group only. From the layers' specs to groups, the first that applies:
+
+- one group whose layers share one spec;
+- one group of one type: the layers keep the same tokens in blocks of as many tokens, but have other
+  heads, hence other bytes;
+- several groups (full attention beside windows or states): blocks are made equally large, layers
+  with equal specs are together, and long lists of them are cut so that every group has about as
+  many layers, since a group with fewer leaves the rest of its blocks' bytes unused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Protocol
+
+from kvxfer.cache.spec_base import KVCacheSpec, ceil_div
+from kvxfer.cache.specs import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+
+_MOST_GROUP_SIZE_RATIO = 1.5
+"""Below this, one group of each kind wastes less than cutting the larger kind in two: with 20 and
+25 layers, groups of 25 leave 5 of 50 places unused, groups of 20 (20, 13 and 12 layers) 15 of 60.
+"""
+
+
+class GroupingConfig(Protocol):
+    """What the groups depend on beside the specs."""
+
+    @property
+    def scheduler_config(self) -> object: ...
+
+
+def get_kv_cache_groups(
+    config: GroupingConfig, kv_cache_spec: Mapping[str, KVCacheSpec]
+) -> list[KVCacheGroupSpec]:
+    """The groups of a model's layers; none for a model without a cache.
+
+    Args:
+        config: read is ``scheduler_config.disable_hybrid_kv_cache_manager`` (missing: False); when
+            set, there is one group, see :func:`unify_hybrid_kv_cache_specs`.
+        kv_cache_spec: what each layer keeps, by layer name; it stays as it is.
+
+    Raises:
+        ValueError: layers whose blocks cannot be made equally large, or not be put in one group.
+    """
+    specs = dict(kv_cache_spec)
+    if getattr(config.scheduler_config, "disable_hybrid_kv_cache_manager", False):
+        unify_hybrid_kv_cache_specs(specs)
+    if not specs:
+        return []
+    if is_kv_cache_type_uniform(specs):
+        return [uniform_type_group(specs)]
+    specs = unify_kv_cache_spec_page_size(specs)
+    return create_kv_cache_group_specs(specs, _cut_evenly(_layers_by_spec(specs)))
+
+
+def is_kv_cache_type_uniform(kv_cache_spec: Mapping[str, KVCacheSpec]) -> bool:
+    """Whether all layers can share one block table: they keep the same tokens, in blocks of as many
+    tokens. Their heads may differ. True when there are no layers.
+    """
+    return len({_table_key(spec) for spec in kv_cache_spec.values()}) <= 1
+
+
+def uniform_type_group(kv_cache_spec: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
+    """All layers as one group.
+
+    Raises:
+        ValueError: no layers, or layers that cannot share a block table; the message names two.
+    """
+    if not kv_cache_spec:
+        raise ValueError("kv_cache_spec: expected one layer or more, got none")
+    first_name, first = next(iter(kv_cache_spec.items()))
+    for name, spec in kv_cache_spec.items():
+        if _table_key(spec) != _table_key(first):
+            raise ValueError(
+                f"layer {name}: expected {_table_words(first)}, as layer {first_name} has, got "
+                f"{_table_words(spec)}; plan layers of several kinds with get_kv_cache_config"
+            )
+    return _group(kv_cache_spec, list(kv_cache_spec), merge_specs(list(kv_cache_spec.values())))
+
+
+def create_kv_cache_group_specs(
+    kv_cache_spec: Mapping[str, KVCacheSpec], grouped_layer_names: Sequence[Sequence[str]]
+) -> list[KVCacheGroupSpec]:
+    """One group for each list of layers, whose specs are equal, or differ only in the window that
+    layers which keep everything compute.
+
+    Raises:
+        ValueError: an unknown layer, one that is named twice, an empty group, or layers of a group
+            that cannot share one spec.
+    """
+    groups: list[KVCacheGroupSpec] = []
+    group_of: dict[str, int] = {}
+    for group_id, layer_names in enumerate(grouped_layer_names):
+        if not layer_names:
+            raise ValueError(f"group {group_id}: expected one layer or more, got none")
+        for name in layer_names:
+            if name not in kv_cache_spec:
+                raise ValueError(
+                    f"layer {name} of group {group_id}: expected one of the layers "
+                    f"{', '.join(kv_cache_spec) or 'none'}"
+                )
+            if name in group_of:
+                raise ValueError(
+                    f"layer {name}: expected it once, got it in groups {group_of[name]} and "
+                    f"{group_id}"
+                )
+            group_of[name] = group_id
+        merged = merge_specs([kv_cache_spec[name] for name in layer_names])
+        if merged is None:
+            raise ValueError(f"group {group_id}: {_first_difference(kv_cache_spec, layer_names)}")
+        groups.append(_group(kv_cache_spec, list(layer_names), merged))
+    return groups
+
+
+def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+    """The one spec that stands for all of ``specs``, or None.
+
+    Layers that keep everything may differ in the window that they compute, if there is only one
+    window beside none.
+    """
+    first = specs[0]
+    if all(spec == first for spec in specs):
+        return first
+    whole = [spec for spec in specs if isinstance(spec, FullAttentionSpec)]
+    if len(whole) != len(specs) or len({_computing_all(spec) for spec in whole}) > 1:
+        return None
+    windows = {(spec.sliding_window, spec.attention_chunk_size) for spec in whole} - {(None, None)}
+    if len(windows) > 1:
+        return None
+    [(sliding_window, attention_chunk_size)] = windows
+    return replace(
+        whole[0], sliding_window=sliding_window, attention_chunk_size=attention_chunk_size
+    )
+
+
+def unify_hybrid_kv_cache_specs(kv_cache_spec: dict[str, KVCacheSpec]) -> None:
+    """Make layers of several kinds one type, in place: those with a window or chunks then keep all
+    tokens, and still compute what they did. Layers of one type stay as they are.
+
+    Raises:
+        ValueError: a state layer beside others, or blocks of other sizes. Nothing has changed then.
+    """
+    if is_kv_cache_type_uniform(kv_cache_spec):
+        return
+    unified = {name: _keep_everything(name, spec) for name, spec in kv_cache_spec.items()}
+    first_name, first = next(iter(unified.items()))
+    for name, spec in unified.items():
+        if spec.block_size != first.block_size:
+            raise ValueError(
+                f"layer {name}: expected block_size {first.block_size}, as layer {first_name} has, "
+                f"got {spec.block_size}; layers of one group need blocks of as many tokens, so "
+                "unset disable_hybrid_kv_cache_manager or give all layers one block_size"
+            )
+    kv_cache_spec.update(unified)
+
+
+def unify_kv_cache_spec_page_size(
+    kv_cache_spec: Mapping[str, KVCacheSpec],
+) -> dict[str, KVCacheSpec]:
+    """The specs with blocks of equal bytes in all layers: as large as the largest.
+
+    A smaller block gets more tokens where it then has exactly these bytes, and is padded where not.
+    Latent attention can be padded only where its spec has ``page_size_padded`` already, which says
+    that its backend takes it; a state has no tokens and is always padded.
+
+    Raises:
+        ValueError: layers whose blocks can neither grow nor be padded; names them with both sizes.
+    """
+    if not kv_cache_spec:
+        return {}
+    largest = max(kv_cache_spec, key=lambda name: kv_cache_spec[name].page_size_bytes)
+    nbytes = kv_cache_spec[largest].page_size_bytes
+    unified = {name: _with_block_nbytes(spec, nbytes) for name, spec in kv_cache_spec.items()}
+    stuck = [name for name, spec in unified.items() if spec is None]
+    if stuck:
+        sizes = ", ".join(f"{name} with {kv_cache_spec[name].page_size_bytes}" for name in stuck)
+        raise ValueError(
+            f"bytes of a block: expected divisors of the {nbytes} of layer {largest}, got {sizes}; "
+            "choose block sizes so that they divide, or set page_size_padded of these layers"
+        )
+    return {name: spec for name, spec in unified.items() if spec is not None}
+
+
+def _with_block_nbytes(spec: KVCacheSpec, nbytes: int) -> KVCacheSpec | None:
+    """``spec`` with blocks of ``nbytes``, at least its own, or None."""
+    ratio, rest = divmod(nbytes, spec.page_size_bytes)
+    if (ratio, rest) == (1, 0):
+        return spec
+    match spec:
+        case AttentionSpec() if rest == 0:
+            padded = nbytes if spec.page_size_padded is not None else None
+            return replace(spec, block_size=spec.block_size * ratio, page_size_padded=padded)
+        case MLAAttentionSpec(page_size_padded=None):
+            return None
+        case AttentionSpec() | MambaSpec():
+            return replace(spec, page_size_padded=nbytes)
+    return None
+
+
+def _keep_everything(name: str, spec: KVCacheSpec) -> FullAttentionSpec:
+    match spec:
+        case FullAttentionSpec():
+            return spec
+        case SlidingWindowSpec() | ChunkedLocalAttentionSpec():
+            same = {at.name: getattr(spec, at.name) for at in fields(spec)}
+            return FullAttentionSpec(**same)
+    raise ValueError(
+        f"layer {name}: expected attention, which can keep all tokens, got {type(spec).__name__}; "
+        "unset disable_hybrid_kv_cache_manager"
+    )
+
+
+def _computing_all(spec: FullAttentionSpec) -> FullAttentionSpec:
+    return replace(spec, sliding_window=None, attention_chunk_size=None)
+
+
+def _table_key(spec: KVCacheSpec) -> tuple[int, str]:
+    return spec.block_size, spec.kept
+
+
+def _table_words(spec: KVCacheSpec) -> str:
+    return f"{spec.kept} in blocks of {spec.block_size} tokens"
+
+
+def _group(
+    kv_cache_spec: Mapping[str, KVCacheSpec], layer_names: list[str], merged: KVCacheSpec | None
+) -> KVCacheGroupSpec:
+    shared = merged or kv_cache_spec[layer_names[0]]
+    own = {name: kv_cache_spec[name] for name in layer_names if kv_cache_spec[name] != shared}
+    return KVCacheGroupSpec(layer_names, shared, own)
+
+
+def _first_difference(kv_cache_spec: Mapping[str, KVCacheSpec], layer_names: Sequence[str]) -> str:
+    """Two layers that cannot share a spec, in words."""
+    for end in range(2, len(layer_names) + 1):
+        if merge_specs([kv_cache_spec[name] for name in layer_names[:end]]) is None:
+            break
+    *others, name = layer_names[:end]
+    # The first that it differs from: with three windows it may agree with the very first layer.
+    other = next(
+        other
+        for other in others
+        if merge_specs([kv_cache_spec[other], kv_cache_spec[name]]) is None
+    )
+    return (
+        f"layer {name}: expected a spec that agrees with layer {other}'s {kv_cache_spec[other]}, "
+        f"got {kv_cache_spec[name]}"
+    )
+
+
+def _layers_by_spec(kv_cache_spec: Mapping[str, KVCacheSpec]) -> list[list[str]]:
+    """Lists of layers that can share a spec, in the order of their first layers."""
+    alike: list[list[str]] = []
+    for name, spec in kv_cache_spec.items():
+        for names in alike:
+            if merge_specs([*(kv_cache_spec[other] for other in names), spec]) is not None:
+                names.append(name)
+                break
+        else:
+            alike.append([name])
+    return alike
+
+
+def _cut_evenly(alike: list[list[str]]) -> list[list[str]]:
+    """The lists cut into groups of as many layers as the shortest has, or, where they are about
+    equally long, not cut.
+    """
+    sizes = [len(names) for names in alike]
+    fewest, most = min(sizes), max(sizes)
+    group_size = most if most < fewest * _MOST_GROUP_SIZE_RATIO else fewest
+    groups: list[list[str]] = []
+    for names in alike:
+        num_groups = ceil_div(len(names), group_size)
+        # Every num_groups-th layer: each rank of a pipeline then has layers of all groups.
+        groups += [names[at::num_groups] for at in range(num_groups)]
+    return groups
