@@ -64,6 +64,17 @@ CASES = (
         121,
         512,
     ),
+    Case(
+        "the window of a long prompt",
+        Cache(False, 16, 16, 2),
+        Cache(True, 24, 8, 2, 3),
+        4,
+        8,
+        0,
+        464,
+        515,
+        1024,
+    ),
     Case("one token", Cache(True, 16, 16, 1), Cache(False, 8, 8, 1), 2, 32, 0, 3, 4, 1 << 20),
     Case("nothing", Cache(True, 16, 16, 1), Cache(False, 8, 8, 1), 2, 32, 0, 5, 5, 1 << 20),
     Case(
@@ -119,8 +130,8 @@ def make_move(case: Case, seed: int, slot: int = 0, num_slots: int = 1) -> Move:
             token_lo=case.token_lo,
             token_hi=case.token_hi,
         ),
-        _ids(shuffled, case.token_hi, case.source.block_tokens),
-        _ids(shuffled, case.token_hi, case.sink.block_tokens),
+        _ids(shuffled, case, case.source.block_tokens),
+        _ids(shuffled, case, case.sink.block_tokens),
     )
 
 
@@ -199,5 +210,8 @@ def _end(cache: Cache, case: Case, lo: int) -> int:
     return lo + case.num_regions * _region_nbytes(cache, case)
 
 
-def _ids(shuffled: random.Random, num_tokens: int, block_tokens: int) -> tuple[int, ...]:
-    return tuple(shuffled.sample(range(NUM_BLOCKS), -(-num_tokens // block_tokens)))
+def _ids(shuffled: random.Random, case: Case, block_tokens: int) -> tuple[int, ...]:
+    """Positional; -1 for the blocks before the span, as in a table that a window has gone over."""
+    ids = shuffled.sample(range(NUM_BLOCKS), -(-case.token_hi // block_tokens))
+    num_absent = case.token_lo // block_tokens
+    return (*(-1,) * num_absent, *ids[num_absent:])

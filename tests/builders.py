@@ -26,7 +26,7 @@ class EngineShape:
     ``outermost``: ``planes`` (all of K, then all of V), ``blocks`` (K and V within each kernel
     block) or ``inner`` (the K bytes and the V bytes of one head and token side by side).
     ``padding_nbytes`` lies behind every plane of a kernel block.
-    ``groups``: one number per layer, default all 0.
+    ``groups``: one number per layer, default all 0. ``windows``: by group, default none.
     ``shares``: (layer, layer whose memory it uses).
     """
 
@@ -43,6 +43,7 @@ class EngineShape:
     outermost: Outermost = "planes"
     padding_nbytes: int = 0
     groups: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = ()
     shares: tuple[tuple[int, int], ...] = ()
     interior: Interior = Interior.PLAIN
 
@@ -55,6 +56,14 @@ class EngineShape:
     def num_groups(self) -> int:
         """How many block tables a request has."""
         return max(self.groups, default=0) + 1
+
+    def group_of(self, layer: int) -> int:
+        """The group of a layer."""
+        return self.groups[layer] if self.groups else 0
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens a layer's group keeps; None: all."""
+        return self.windows[self.group_of(layer)] if self.windows else None
 
     def heads_of(self, tp_rank: int) -> tuple[int, int]:
         """Global heads ``[lo, hi)`` of a rank: equal shares, or one replicated head each."""
@@ -101,7 +110,7 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
         Region(
             layer=layer_name(layer),
             plane=plane,
-            group=shape.groups[layer] if shape.groups else 0,
+            group=shape.group_of(layer),
             memory=0,
             offset=HEADER_NBYTES
             + layers.index(owner.get(layer, layer)) * layer_nbytes
@@ -116,6 +125,7 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
             stride_token=stride_token,
             kernel_blocks=shape.kernel_blocks,
             interior=shape.interior,
+            window=shape.window_of(layer),
         )
         for layer in layers
         for plane_index, plane in enumerate(shape.planes)

@@ -83,13 +83,13 @@ def oracle_fill(
 ) -> None:
     """Write the KV of a request: bytes that depend on (seed, layer, plane, head, token) only.
 
-    Replicas agree. Of layers that share memory the first in ``regions`` is written.
+    Replicas agree. Of layers that share memory the first of a group in ``regions`` is written.
     """
-    written: set[tuple[int, int]] = set()
+    written: set[tuple[int, int, int]] = set()
     for region in regions:
-        if (region.memory, region.offset) in written:
+        if (region.group, region.memory, region.offset) in written:
             continue
-        written.add((region.memory, region.offset))
+        written.add((region.group, region.memory, region.offset))
         for position in range(num_tokens):
             for head in range(region.head_lo, region.head_hi):
                 taken = oracle_bytes(region, memories, ids[region.group], position, head)

@@ -76,7 +76,8 @@ class KVOutputAggregator:
 
     Reports count per (request id, position in ``outputs``), so that a rank that repeats itself
     cannot complete a request
-    for another. A failure on one rank is held until all ranks have reported the request.
+    for another. A failure on one rank is held until all ranks have reported the request, and so
+    are the blocks that a rank's load left incomplete.
 
     Args:
         expected_finished_count: reports that complete a request; an output's own
@@ -93,6 +94,7 @@ class KVOutputAggregator:
         self._sending = _Tally("sending")
         self._recving = _Tally("recving")
         self._failed: dict[str, str] = {}
+        self._incomplete: dict[str, set[tuple[int, int]]] = {}
         self._kept: list[tuple[int, KVConnectorOutput]] = []
 
     @classmethod
@@ -143,6 +145,9 @@ class KVOutputAggregator:
             for request_id, reason in (output.failed_recving or {}).items():
                 if not self._recving.is_completed(request_id):
                     self._failed.setdefault(request_id, reason)
+            for request_id, places in (output.incomplete_blocks or {}).items():
+                if not self._recving.is_completed(request_id):
+                    self._incomplete.setdefault(request_id, set()).update(places)
             for request_id in output.finished_recving or ():
                 if self._recving.report(request_id, position, self._expected):
                     received.add(request_id)
@@ -153,10 +158,16 @@ class KVOutputAggregator:
             request_id: self._failed.pop(request_id)
             for request_id in received & self._failed.keys()
         }
+        incomplete = {
+            request_id: tuple(sorted(self._incomplete.pop(request_id)))
+            for request_id in received & self._incomplete.keys()
+        }
         return KVConnectorOutput(
             finished_sending=sent or None,
             finished_recving=received or None,
             failed_recving=failed or None,
+            # Blocks of a failed load are given up as a whole.
+            incomplete_blocks={i: p for i, p in incomplete.items() if i not in failed} or None,
             kv_connector_stats=stats,
             kv_cache_events=events,
             invalid_block_ids=invalid,

@@ -37,7 +37,13 @@ def check_introduction(
                 )
 
 
-def check_partner(config: Config, manifest: EngineManifest, own: EngineManifest | None) -> None:
+def check_partner(
+    config: Config,
+    manifest: EngineManifest,
+    own: EngineManifest | None,
+    *,
+    can_leave_unhashed: bool,
+) -> None:
     """Whether KV of that engine may be used here. Raises IncompatiblePeer."""
     if own is None:
         raise IncompatiblePeer("this engine does not know its own ranks yet")
@@ -46,7 +52,7 @@ def check_partner(config: Config, manifest: EngineManifest, own: EngineManifest 
             f"bind_tokens: engine {manifest.engine_id} has it off, this engine has it on; "
             "configure it alike on both sides"
         )
-    check_compatible(manifest, own)
+    check_compatible(manifest, own, can_leave_unhashed=can_leave_unhashed)
 
 
 def contested(manifest: EngineManifest, other: EngineManifest) -> RankManifest | None:

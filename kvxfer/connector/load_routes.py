@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import assert_never
 
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
 from kvxfer.connector.requests import ids_of
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.plan import Route
-from kvxfer.transfer.pull import check_ids, chunk_nbytes_for, pull_classes, route_nbytes
+from kvxfer.transfer.plan import PullClass, Route
+from kvxfer.transfer.pull import check_ids, chunk_nbytes_for, pull_class, route_nbytes
+from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull
 from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
 
@@ -21,21 +23,26 @@ NULL_TRANSPORT = "null"
 
 @dataclass(frozen=True, slots=True)
 class Addressing:
-    """Who this sink rank is, and by which wires it reads."""
+    """Who this sink rank is, and by which wires it reads.
+
+    ``can_leave_unhashed``: its engine can keep single blocks from prefix reuse.
+    """
 
     consumer: Consumer
     transports: Mapping[str, SinkTransport]
+    can_leave_unhashed: bool = True
 
 
 @dataclass(slots=True, eq=False)
 class RouteRun:
     """One route of one load: the same Pull every time, the read, and how far it has come
-    (``time.monotonic``).
+    (``time.monotonic``). ``incomplete``: (group, position) of the blocks that it fills only partly.
     """
 
     pull: Pull
     key: TransferKey
     request: ReadRequest | None
+    incomplete: frozenset[tuple[int, int]] = frozenset()
     asked_s: float = 0.0
     progressed_s: float = 0.0
     nbytes: int = 0
@@ -66,7 +73,8 @@ def _make_run(
         str(route.source_rank),
     )
     claim = peer.plan.consumers(route.source_rank)
-    if route.is_null:
+    wanted, incomplete = _wanted(order, route, addressing)
+    if not route_nbytes(wanted):  # a null route, or windows that need nothing of what is offered
         pull = Pull(
             offer=order.source.offer,
             consumer=consumer,
@@ -75,9 +83,7 @@ def _make_run(
             transport=NULL_TRANSPORT,
             is_null=True,
         )
-        return RouteRun(pull, key, None)
-    span = (order.token_lo, order.token_hi)
-    wanted = pull_classes(route, {copied.sink.group: span for copied in route.classes})
+        return RouteRun(pull, key, None, incomplete)
     for copied, asked in zip(route.classes, wanted, strict=True):
         ids = ids_of(order.block_ids, copied.sink.group)
         check_ids(copied.sink, ids, asked.token_lo, asked.token_hi)
@@ -101,7 +107,46 @@ def _make_run(
         classes=wanted if is_stream else (),
         chunk_nbytes=request.chunk_nbytes,
     )
-    return RouteRun(pull, key, request)
+    return RouteRun(pull, key, request, incomplete)
+
+
+def _wanted(
+    order: NewLoad, route: Route, addressing: Addressing
+) -> tuple[tuple[PullClass, ...], frozenset[tuple[int, int]]]:
+    """What to ask of each class: of a windowed group only what this side keeps and the source
+    holds; and which blocks that leaves incomplete.
+
+    Raises ProtocolError that names a layer whose tokens are needed and gone.
+    """
+    asked: list[PullClass] = []
+    incomplete: set[tuple[int, int]] = set()
+    for copied in route.classes:
+        move = group_move(
+            order.token_lo,
+            order.token_hi,
+            order.source.num_tokens,
+            sink=copied.sink.keeping,
+            source=copied.source.keeping,
+        )
+        layer = copied.names[0].layer
+        match move:
+            case Missing():
+                raise ProtocolError(move.explain(layer))
+            case Clipped():
+                if not addressing.can_leave_unhashed:
+                    raise ProtocolError(
+                        f"{layer}: expected all of block {move.position}, got its tokens from "
+                        f"{move.token_lo} on, and this engine cannot keep it from prefix reuse: "
+                        f"the source keeps {copied.source.keeping}, this side "
+                        f"{copied.sink.keeping}"
+                    )
+                incomplete.add((copied.sink.group, move.position))
+            case Whole():
+                pass
+            case _:
+                assert_never(move)
+        asked.append(pull_class(copied, move.token_lo, move.token_hi))
+    return tuple(asked), frozenset(incomplete)
 
 
 def with_granted_ids(run: RouteRun, block_ids: GroupBlockIds) -> ReadRequest | None:

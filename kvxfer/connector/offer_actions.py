@@ -10,7 +10,7 @@ from typing import assert_never
 from kvxfer.connector.given_offer import GivenOffer, StepOffer
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.records import GroupBlockIds
-from kvxfer.connector.requests import checked_sides, clip_ids, group_tokens
+from kvxfer.connector.requests import checked_sides, clip_ids
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.offer import StreamState
@@ -29,6 +29,7 @@ from kvxfer.transfer.session import (
     StreamDrained,
     StreamSent,
 )
+from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import (
     Broken,
     Consumer,
@@ -88,7 +89,7 @@ class OfferActions:
         self._reply = reply
         self._step = step
         self._finish = finish
-        self._group_tokens = group_tokens(manifest)
+        self._keepings = group_keepings(manifest.regions)
         self._sends: dict[TransferKey, _Send] = {}
 
     def perform(self, offer: GivenOffer, action: SourceAction) -> None:
@@ -153,13 +154,15 @@ class OfferActions:
             self._reply(identity, message)
 
     def _granted_ids(self, offer: GivenOffer, consumer: Consumer) -> GroupBlockIds:
-        """Ids go to those who read the pool themselves, and none beyond the offered tokens."""
+        """Ids go to those who read the pool themselves: of the offered tokens, as far as they are
+        kept.
+        """
         asked = offer.pulls.get(consumer)
         if asked is None or asked.pull.is_null:
             return ()
         if self._transports[asked.pull.transport].is_stream:
             return ()
-        return clip_ids(offer.block_ids, self._group_tokens, offer.num_tokens)
+        return clip_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
     def _start_stream(self, offer: GivenOffer, consumer: Consumer) -> None:
         share = offer.session.snapshot.shares.get(consumer)

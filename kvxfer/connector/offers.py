@@ -8,13 +8,14 @@ the old nonce is dead for ever, the next step mints another.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.connector.contract import RequestLike, SchedulerOutputLike, status_name
 from kvxfer.connector.params import NONCE_NBYTES
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.transfer.tokens import token_digest
+from kvxfer.transfer.windows import Keeping, held_ids
 from kvxfer.transfer.wire import Reason
 
 FINISHED_WELL = {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"}
@@ -51,9 +52,14 @@ class OfferBook:
     def __init__(self, random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> None:
         self._random_bytes = random_bytes
         self._num_minted = 0
+        self._keepings: Mapping[int, Keeping] = {}
         self._offers: dict[str, Offer] = {}
         self._ended: list[EndOffer] = []
         self._delayed: list[str] = []
+
+    def keep(self, keepings: Mapping[int, Keeping]) -> None:
+        """What each group keeps: the tables that leave have no block that its window has left."""
+        self._keepings = keepings
 
     def want(self, request: RequestLike) -> None:
         """This request is to be offered: its whole prompt, once it is computed."""
@@ -138,7 +144,12 @@ class OfferBook:
             for group, ids in zip(offer.block_ids, more, strict=True):
                 group.extend(ids)
             changed.append(request_id)
-        return tuple(OfferBlocks(i, frozen_ids(self._offers[i].block_ids)) for i in changed)
+        return tuple(OfferBlocks(i, self._table(self._offers[i])) for i in changed)
+
+    def _table(self, offer: Offer) -> GroupBlockIds:
+        # The engine tells what it appends, never what it drops. The window of the offer's end is
+        # known from the start, so a block before it never leaves, dropped already or not.
+        return held_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
     def _computed(self, scheduler_output: SchedulerOutputLike) -> tuple[str, ...]:
         cached = scheduler_output.scheduled_cached_reqs

@@ -168,7 +168,7 @@ class Peer:
         self._waiters.refuse_other_lives(self)
         self._waiters.serve(self)
         own = around.manifest()
-        check_partner(around.config, manifest, own)
+        check_partner(around.config, manifest, own, can_leave_unhashed=around.can_leave_unhashed)
         if own is None or self.state is not PeerState.KNOWN:
             return  # a waiter has ended it
         self.plan = make_plan(manifest, own)

@@ -70,6 +70,7 @@ class Surroundings:
     ``manifest``: this engine's own, once known. ``again``: takes a waiter that needs another life.
     ``admit``: raises PermissionError for a manifest that states what is another peer's.
     ``is_shared``: whether another live peer uses the same attachment to this rank.
+    ``can_leave_unhashed``: this engine can keep single blocks from prefix reuse.
     """
 
     io: IoThread
@@ -86,3 +87,4 @@ class Surroundings:
     again: Callable[[Waiter], None] = _nobody
     admit: Callable[[Peer, EngineManifest], None] = _anybody
     is_shared: Callable[[Peer, RankId], bool] = _alone
+    can_leave_unhashed: bool = True

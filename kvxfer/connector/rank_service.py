@@ -68,6 +68,7 @@ class RankService:
 
     Args:
         port: where to listen; 0 takes any free port. Raises ConfigError if it cannot be had.
+        can_leave_unhashed: as :class:`~kvxfer.connector.worker_side.WorkerConnector` has it.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class RankService:
         regions: tuple[Region, ...],
         memory: LocalMemory,
         port: int,
+        *,
+        can_leave_unhashed: bool = True,
     ) -> None:
         self._ledger = ledger
         self._identity = identity
@@ -111,7 +114,7 @@ class RankService:
                 transports=sources,
                 reply=self._server.send,
             )
-            self._make_sink(config, sinks)
+            self._make_sink(config, sinks, can_leave_unhashed)
         except BaseException:
             self._close_all()
             self._copy_thread.close()
@@ -145,10 +148,13 @@ class RankService:
         self._closers += [sink.close for sink in sinks.values()]
         return sources, sinks
 
-    def _make_sink(self, config: Config, transports: dict[str, SinkTransport]) -> None:
+    def _make_sink(
+        self, config: Config, transports: dict[str, SinkTransport], can_leave_unhashed: bool
+    ) -> None:
         identity = self._identity
         consumer = Consumer(identity.incarnation, identity.rank)
-        self.sink = Sink(self.io, config, self._ledger, Addressing(consumer, transports))
+        addressing = Addressing(consumer, transports, can_leave_unhashed)
+        self.sink = Sink(self.io, config, self._ledger, addressing)
         self._peers = Peers(
             Surroundings(
                 io=self.io,
@@ -159,6 +165,7 @@ class RankService:
                 incarnation=identity.incarnation,
                 rank=identity.rank,
                 transports=transports,
+                can_leave_unhashed=can_leave_unhashed,
                 manifest=lambda: self._engine,
                 on_message=self.sink.on_message,
                 on_over=self.sink.on_over,

@@ -17,6 +17,10 @@ block.
 """
 
 
+BlockPlaces = tuple[tuple[int, int], ...]
+"""Blocks of a request by (group, position in the group's table)."""
+
+
 class NewOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Minted at admission, sent with the request's first step. ``num_tokens``: what is offered,
     from token 0.
@@ -122,6 +126,9 @@ class ConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     """How one load went on one rank. Durations in seconds. ``reason`` None: every route was
     valid.
+
+    ``incomplete_blocks``: (group, position) of blocks that were filled only partly, because the
+    source had let go of their first tokens.
     """
 
     request_id: str
@@ -131,6 +138,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     started_s: float = 0.0  # time.monotonic() of this host when the first Pull left
     finished_s: float = 0.0  # the same clock, when the last verdict came
     transports: tuple[str, ...] = ()
+    incomplete_blocks: BlockPlaces = ()
 
 
 class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,12 +172,15 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     the field's contract.
 
     ``failed_recving`` maps a request to the name of the reason; its ids are in ``finished_recving``
-    too.
+    too. ``incomplete_blocks``: of loads in ``finished_recving`` that succeeded, the blocks that
+    hold all that their request needs and not all that their tokens' name promises. The engine must
+    know of them before it names the request's blocks for prefix reuse, and leave them out.
     """
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
     failed_recving: dict[str, str] | None = None
+    incomplete_blocks: dict[str, BlockPlaces] | None = None
     kv_connector_stats: KVConnectorStats | None = None
     kv_cache_events: Any = None
     invalid_block_ids: set[int] = set()

@@ -10,6 +10,7 @@ from kvxfer.transfer.manifest import MAX_RANKS, RankManifest
 from kvxfer.transfer.plan import Side
 from kvxfer.transfer.pull import check_chunks, check_ids, resolve_pull
 from kvxfer.transfer.session import Wire
+from kvxfer.transfer.windows import Keeping, held_ids
 from kvxfer.transfer.wire import Pull, Reason
 from kvxfer.transports.base import SourceTransport
 
@@ -20,11 +21,6 @@ class Refused(Exception):
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
-
-
-def group_tokens(manifest: RankManifest) -> dict[int, int]:
-    """Tokens of a block, by group."""
-    return {region.group: region.block_tokens for region in manifest.regions}
 
 
 def read_pull(
@@ -51,12 +47,25 @@ def read_pull(
             Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
         )
     try:
-        resolve_pull(manifest, pull.classes)
+        _check_held(resolve_pull(manifest, pull.classes), pull, num_tokens)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
             raise Refused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
         raise Refused(Reason.PLAN, str(e)) from e
     return Wire.STREAM
+
+
+def _check_held(sides: Sequence[Side], pull: Pull, num_tokens: int) -> None:
+    """Raises Refused for tokens that this source has let go of by the offer's end."""
+    for side, wanted in zip(sides, pull.classes, strict=True):
+        held_start = side.keeping.held_start(num_tokens)
+        if wanted.token_lo < min(held_start, wanted.token_hi):
+            raise Refused(
+                Reason.PLAN,
+                f"{wanted.regions[0].layer}: tokens: expected from {held_start} on, got "
+                f"{wanted.token_lo}; of {num_tokens} offered tokens this source keeps "
+                f"{side.keeping}",
+            )
 
 
 def check_same(first: Pull | None, pull: Pull) -> None:
@@ -101,17 +110,22 @@ def ids_of(block_ids: GroupBlockIds, group: int) -> Sequence[int]:
 
 
 def clip_ids(
-    block_ids: GroupBlockIds, group_tokens: Mapping[int, int], num_tokens: int
+    block_ids: GroupBlockIds, keepings: Mapping[int, Keeping], num_tokens: int
 ) -> GroupBlockIds:
-    """The block ids that hold the first ``num_tokens``. Raises ValueError if some are missing."""
-    clipped = list(block_ids)
-    for group, block_tokens in group_tokens.items():
-        num_blocks = -(-num_tokens // block_tokens)
-        if group >= len(block_ids) or len(block_ids[group]) < num_blocks:
-            got = len(block_ids[group]) if group < len(block_ids) else "no such group"
+    """The block ids that hold the first ``num_tokens``, as far as they are kept; -1 for the others.
+
+    Groups without an entry in ``keepings`` are another rank's: nothing of them is told. Raises
+    ValueError if some are missing.
+    """
+    held = held_ids(block_ids, keepings, num_tokens)
+    clipped: list[tuple[int, ...]] = [()] * len(held)
+    for group, keeping in keepings.items():
+        num_blocks = -(-num_tokens // keeping.block_tokens)
+        if group >= len(held) or len(held[group]) < num_blocks:
+            got = len(held[group]) if group < len(held) else "no such group"
             raise ValueError(
                 f"block ids of group {group}: expected {num_blocks} for {num_tokens} tokens, "
                 f"got {got}"
             )
-        clipped[group] = block_ids[group][:num_blocks]
+        clipped[group] = held[group][:num_blocks]
     return tuple(clipped)

@@ -29,6 +29,7 @@ from kvxfer.connector.records import (
 )
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
+from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, OfferRef, Reason
 
 log = logging.getLogger("kvxfer.connector")
@@ -74,8 +75,9 @@ class SchedulerConnector:
     def set_xfer_handshake_metadata_pp_aware(
         self, ranks: Mapping[tuple[int, int], RankManifest]
     ) -> None:
-        """All ranks by (pp, tp), once their workers listen. Raises ConfigError when one is
-        missing.
+        """All ranks by (pp, tp), once their workers listen; what each group keeps is theirs to say.
+
+        Raises ConfigError when one is missing or two do not agree.
         """
         expected = {(pp, tp) for pp in range(self._pp_size) for tp in range(self._tp_size)}
         if set(ranks) != expected:
@@ -83,6 +85,11 @@ class SchedulerConnector:
                 f"ranks: expected (pp, tp) {sorted(expected)}, got {sorted(ranks)}; "
                 "every worker must register its caches first"
             )
+        try:
+            keepings = group_keepings(r for rank in ranks.values() for r in rank.regions)
+        except ValueError as e:
+            raise ConfigError(f"the ranks' regions: {e}") from e
+        self._offers.keep(keepings)
         self._manifest = EngineManifest(
             engine_id=self._engine_id,
             incarnation=self._incarnation,

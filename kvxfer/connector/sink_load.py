@@ -10,7 +10,7 @@ from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.load_routes import RouteRun
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import Failure, Waiter
-from kvxfer.connector.records import LoadReport, NewLoad
+from kvxfer.connector.records import BlockPlaces, LoadReport, NewLoad
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.session import SinkEvent
 from kvxfer.transfer.sink_session import LoadSession
@@ -54,7 +54,12 @@ class SinkLoad:
             started_s=self.started_s,
             finished_s=finished_s,
             transports=tuple(sorted(wires)),
+            incomplete_blocks=self._incomplete() if reason is None else (),
         )
+
+    def _incomplete(self) -> BlockPlaces:
+        places = {place for run in self.routes.values() for place in run.incomplete}
+        return tuple(sorted(places))
 
 
 StepLoad = Callable[[SinkLoad, SinkEvent], None]

@@ -23,7 +23,7 @@ from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.offer_actions import OfferActions, Reply
 from kvxfer.connector.opening import IsReady, Opening
 from kvxfer.connector.records import EndOffer, NewOffer, OfferBlocks
-from kvxfer.connector.requests import Refused, check_same, clip_ids, group_tokens, read_pull
+from kvxfer.connector.requests import Refused, check_same, clip_ids, read_pull
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.session import (
     Break,
@@ -36,6 +36,7 @@ from kvxfer.transfer.session import (
     Wire,
 )
 from kvxfer.transfer.source_session import OfferSession
+from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import (
     Cancel,
     Consumer,
@@ -81,7 +82,7 @@ class Source:
         self._manifest = manifest
         self._transports = transports
         self._reply = reply
-        self._group_tokens = group_tokens(manifest)
+        self._keepings = group_keepings(manifest.regions)
         self._leases = Leases(io, config, ledger, self._step)
         self._actions = OfferActions(
             ledger,
@@ -117,7 +118,8 @@ class Source:
         """The block table of an offered request, as of this step; final once it has opened."""
         offer = self._by_request.get(order.request_id)
         if offer is not None and offer.state is OfferState.PENDING:
-            offer.block_ids = order.block_ids
+            # A block that its window has left may be another request's by the next step.
+            offer.block_ids = held_ids(order.block_ids, self._keepings, offer.num_tokens)
 
     def computed(self, request_ids: Sequence[str], is_ready: IsReady) -> None:
         """The step that computes the last offered token was launched; open when ``is_ready()``."""
@@ -274,7 +276,7 @@ class Source:
         """Raises ValueError where blocks are missing."""
         if offer.state is not OfferState.PENDING:
             return
-        clip_ids(offer.block_ids, self._group_tokens, offer.num_tokens)
+        clip_ids(offer.block_ids, self._keepings, offer.num_tokens)
         self._ledger.count("offers.opened")
         self._leases.begin(offer)
         self._step(offer, ReadyCompleted())

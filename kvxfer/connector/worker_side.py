@@ -19,10 +19,16 @@ from kvxfer.config import Config
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.opening import IsReady
 from kvxfer.connector.rank_service import Identity, RankService
-from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput, KVConnectorStats
+from kvxfer.connector.records import (
+    BlockPlaces,
+    ConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorStats,
+)
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
+from kvxfer.transfer.windows import group_keepings
 from kvxfer.transports.base import LocalMemory
 
 BREAK_S = 5.0
@@ -44,6 +50,9 @@ class WorkerConnector:
         facts, tp_size, pp_size, block_tokens, layout: what the engine's manifest must say.
         is_front_door: this rank listens on ``config.port``, answers for the engine, and keeps held
           offers.
+        can_leave_unhashed: the engine leaves the blocks of ``incomplete_blocks`` out of its prefix
+          cache, or has none. False: a source whose windows could leave such blocks is refused by
+          name.
         ready_event: records an event behind everything launched so far; what it returns says
           whether the event has completed.
     """
@@ -61,6 +70,7 @@ class WorkerConnector:
         block_tokens: int,
         layout: str,
         is_front_door: bool,
+        can_leave_unhashed: bool = True,
         ready_event: Callable[[], IsReady] = host_ready_event,
     ) -> None:
         self._config = config
@@ -75,11 +85,13 @@ class WorkerConnector:
             "layout": layout,
         }
         self._is_front_door = is_front_door
+        self._can_leave_unhashed = can_leave_unhashed
         self._ready_event = ready_event
         self._ledger = Ledger()
         self._service: RankService | None = None
         self._metadata = ConnectorMetadata()
         self._ended: ConnectorMetadata | None = None
+        self._incomplete: dict[str, BlockPlaces] = {}
         self._loading: set[str] = set()
         self._sending: set[str] = set()
 
@@ -87,13 +99,23 @@ class WorkerConnector:
 
     def register_kv_caches(self, regions: tuple[Region, ...], memory: LocalMemory) -> None:
         """Make the wires, listen, start the threads. Raises ConfigError, naming the port, if
-        it cannot be had.
+        it cannot be had, and for layers of one group that keep different things.
         """
         if self._service is not None:
             raise ConfigError("register_kv_caches: expected one call, got another")
+        try:
+            group_keepings(regions)
+        except ValueError as e:
+            raise ConfigError(f"register_kv_caches: {e}") from e
         port = self._config.port if self._is_front_door else 0
         self._service = RankService(
-            self._config, self._ledger, self._identity, regions, memory, port
+            self._config,
+            self._ledger,
+            self._identity,
+            regions,
+            memory,
+            port,
+            can_leave_unhashed=self._can_leave_unhashed,
         )
 
     def get_handshake_metadata(self) -> RankManifest:
@@ -185,6 +207,11 @@ class WorkerConnector:
             for report in finished.loads
             if report.reason is not None
         }
+        self._incomplete = {
+            report.request_id: report.incomplete_blocks
+            for report in finished.loads
+            if report.incomplete_blocks
+        }
         self._sending -= finished.sent
         self._loading -= received
         return set(finished.sent) or None, received or None, failed
@@ -195,6 +222,13 @@ class WorkerConnector:
         """The older call: as :meth:`get_transfer_results`, without the failures."""
         sending, recving, _ = self.get_transfer_results(finished_req_ids)
         return sending, recving
+
+    def get_incomplete_blocks(self) -> dict[str, BlockPlaces]:
+        """(group, position) of the blocks that loads filled only partly, by request: of those that
+        the last :meth:`get_transfer_results` has returned, each once.
+        """
+        incomplete, self._incomplete = self._incomplete, {}
+        return incomplete
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Empty: a load fails as a whole and is reported by request."""
@@ -215,6 +249,7 @@ class WorkerConnector:
             finished_sending=sending,
             finished_recving=recving,
             failed_recving=failed or None,
+            incomplete_blocks=self.get_incomplete_blocks() or None,
             kv_connector_stats=stats,
         )
 

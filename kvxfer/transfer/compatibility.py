@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from kvxfer.errors import IncompatiblePeer
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest
+from kvxfer.transfer.windows import Keeping, may_clip
+
+_SHOWN_LAYERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ _FACTS: Mapping[str, str] = {
     "draft_layers": "use the same draft layers on both sides, or none",
     "dcp_size": "use the same decode context parallel size on both sides",
     "pcp_size": "use the same prefill context parallel size on both sides",
+    "attention": _SAME_MODEL,
 }
 """Every field of CacheFacts, and what to do where it differs."""
 
@@ -46,20 +50,51 @@ _FACTS: Mapping[str, str] = {
 def differences(source: EngineManifest, sink: EngineManifest) -> tuple[Difference, ...]:
     """Every field in which KV of ``source`` is not KV for ``sink``; empty if they can exchange it.
 
-    TP and PP sizes, block sizes, layouts and engine versions may differ. Which layers and heads are
-    there is the plan's question.
+    TP and PP sizes, block sizes, layouts, KV cache groups and engine versions may differ, and the
+    source may keep more of a layer than the sink. Which layers and heads are there is the plan's
+    question.
     """
     return (
         *_protocol_differences(source, sink),
         *_facts_differences(source.facts, sink.facts),
         *_interleave_differences(source, sink),
         *_region_differences(source, sink),
+        *_window_differences(source, sink),
     )
 
 
-def check_compatible(source: EngineManifest, sink: EngineManifest) -> None:
-    """Raise IncompatiblePeer that lists every field of :func:`differences`, if there is one."""
+def unhashable(source: EngineManifest, sink: EngineManifest) -> tuple[Difference, ...]:
+    """The block sizes between which a sink block can lack its first tokens; empty if none can.
+
+    An engine that names every full block for prefix reuse must not load from such a source.
+    """
+    alike: dict[tuple[str, str], list[str]] = {}
+    for layer, given, taken in _kept_pairs(source, sink):
+        if may_clip(taken, given):
+            shown = (_shown_keeping(given), _shown_keeping(taken))
+            alike.setdefault(shown, []).append(layer)
+    advice = (
+        "the window can begin within a sink block, which must then not be named for prefix reuse, "
+        "and the sink cannot prevent that; give the source blocks that are a multiple of the "
+        "sink's, or switch prefix caching off at the sink"
+    )
+    return tuple(
+        Difference(f"block_tokens of {_layers(layers)}", *shown, advice)
+        for shown, layers in alike.items()
+    )
+
+
+def check_compatible(
+    source: EngineManifest, sink: EngineManifest, *, can_leave_unhashed: bool = True
+) -> None:
+    """Raise IncompatiblePeer that lists every field of :func:`differences`, if there is one.
+
+    ``can_leave_unhashed``: the sink can keep single blocks from prefix reuse; False also refuses
+    what :func:`unhashable` finds.
+    """
     found = differences(source, sink)
+    if not can_leave_unhashed:
+        found += unhashable(source, sink)
     if found:
         raise IncompatiblePeer(
             f"engines {source.engine_id} and {sink.engine_id} cannot exchange KV: "
@@ -119,6 +154,56 @@ def _region_differences(source: EngineManifest, sink: EngineManifest) -> Iterato
         for values, names in alike.items():
             more = f" and {len(names) - 1} more planes" if len(names) > 1 else ""
             yield Difference(f"{field} of {names[0]}{more}", *values, advice)
+
+
+def _window_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
+    """A sink can keep less of a layer than its source does, never more."""
+    alike: dict[tuple[int, int | None], list[str]] = {}
+    for layer, given, taken in _kept_pairs(source, sink):
+        if given.window is not None and (taken.window is None or taken.window > given.window):
+            alike.setdefault((given.window, taken.window), []).append(layer)
+    for (given_tokens, taken_tokens), layers in alike.items():
+        yield Difference(
+            f"window of {_layers(layers)}",
+            f"{given_tokens} tokens",
+            "all tokens" if taken_tokens is None else f"{taken_tokens} tokens",
+            "make the source keep at least what the sink keeps: the same windows on both sides, or "
+            "none at the source",
+        )
+
+
+def _kept_pairs(
+    source: EngineManifest, sink: EngineManifest
+) -> Iterator[tuple[str, Keeping, Keeping]]:
+    """(layer, what the source keeps, what the sink keeps), each that occurs once."""
+    ours, theirs = _keepings(source), _keepings(sink)
+    pairs = {
+        (layer, given, taken): None
+        for (layer, plane), kept in theirs.items()
+        for given in ours.get((layer, plane), ())
+        for taken in kept
+    }
+    yield from pairs
+
+
+def _keepings(manifest: EngineManifest) -> dict[tuple[str, str], dict[Keeping, None]]:
+    """What is kept by (layer, plane); several if the ranks disagree."""
+    found: dict[tuple[str, str], dict[Keeping, None]] = {}
+    for rank in manifest.ranks:
+        for region in rank.regions:
+            kept = found.setdefault((region.layer, region.plane), {})
+            kept[Keeping(region.block_tokens, region.window)] = None
+    return found
+
+
+def _layers(layers: list[str]) -> str:
+    shown = ", ".join(layers[:_SHOWN_LAYERS])
+    more = len(layers) - _SHOWN_LAYERS
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _shown_keeping(keeping: Keeping) -> str:
+    return f"{keeping.block_tokens} with a window of {keeping.window}"
 
 
 def _planes(manifest: EngineManifest) -> dict[tuple[str, str], tuple[str, str]]:

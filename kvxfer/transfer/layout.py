@@ -34,7 +34,11 @@ class Interior(enum.StrEnum):
 
 
 class Region(msgspec.Struct, frozen=True, kw_only=True):
-    """One plane of one layer on one rank; strides and offset in bytes."""
+    """One plane of one layer on one rank; strides and offset in bytes.
+
+    ``window`` is what the group keeps of a request, in tokens: None everything; W lets go of a
+    block once none of its tokens is among the W that the next token looks at, itself included.
+    """
 
     layer: str
     plane: str
@@ -51,6 +55,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     stride_token: int
     kernel_blocks: int = 1
     interior: Interior = Interior.PLAIN
+    window: int | None = None
 
     @property
     def kernel_tokens(self) -> int:
@@ -119,6 +124,8 @@ def check_region(region: Region, memory_nbytes: int) -> None:
     ):
         if getattr(region, field) < 1:
             raise ValueError(f"{name}: {field}: expected 1 or more, got {getattr(region, field)}")
+    if region.window is not None and region.window < 1:
+        raise ValueError(f"{name}: window: expected 1 or more tokens, got {region.window}")
     if region.block_tokens % region.kernel_blocks:
         raise ValueError(
             f"{name}: block_tokens: expected a multiple of {region.kernel_blocks} kernel blocks, "

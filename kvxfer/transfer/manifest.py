@@ -10,6 +10,7 @@ import msgspec
 
 from kvxfer.errors import IncompatiblePeer
 from kvxfer.transfer.layout import MAX_NBYTES, Region, check_region
+from kvxfer.transfer.windows import group_keepings
 
 MAX_RANKS = 4096
 MAX_GROUPS = 256
@@ -64,7 +65,12 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that must agree between two engines. Unknown is "" and never equals anything."""
+    """Everything that must agree between two engines. Unknown is "" and never equals anything.
+
+    ``attention``: what each layer looks at and whose KV it uses, in one word where all layers look
+    at all tokens and have their own (the default), else a text that two engines of the same model
+    make alike. What is *kept* for that may differ, and stands in the regions.
+    """
 
     model: str
     weights: str
@@ -78,6 +84,7 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
     draft_layers: tuple[str, ...] = ()
     dcp_size: int = 1
     pcp_size: int = 1
+    attention: str = "full"
 
 
 class EngineManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +181,10 @@ def _rank_problems(manifest: EngineManifest) -> Iterator[str]:
                 yield f"{where}: memory {number}: expected a size, got {memory.nbytes} bytes"
         for problem in _region_problems(entry.regions, entry.memories, max_head):
             yield f"{where}: {problem}"
+    try:
+        group_keepings(region for entry in manifest.ranks for region in entry.regions)
+    except ValueError as e:
+        yield str(e)
 
 
 def _region_problems(

@@ -20,6 +20,7 @@ import msgspec
 from kvxfer.errors import IncompatiblePeer
 from kvxfer.transfer.layout import Interior, Region, join_planes, same_bytes
 from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.windows import Keeping
 
 _SHOWN_PROBLEMS = 8
 
@@ -61,11 +62,17 @@ class Base(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a geometry class: one tile, many regions."""
+    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps."""
 
     group: int
     tile: Tile
     bases: tuple[Base, ...]
+    window: int | None = None
+
+    @property
+    def keeping(self) -> Keeping:
+        """What this side keeps of a request."""
+        return Keeping(self.tile.block_tokens, self.window)
 
 
 class RegionName(msgspec.Struct, frozen=True, array_like=True):
@@ -332,7 +339,7 @@ def _classes(pairs: Sequence[_Pair]) -> tuple[CopyClass, ...]:
     for pair in pairs:
         lo, hi = pair.head_lo, pair.head_hi
         tiles = (side_tile(pair.source, lo, hi), side_tile(pair.sink, lo, hi))
-        groups = (pair.source.group, pair.sink.group)
+        groups = [(region.group, region.window) for region in (pair.source, pair.sink)]
         found.setdefault((*tiles, *groups, lo, hi, pair.sink.interior), []).append(pair)
     return tuple(_class(members) for members in found.values())
 
@@ -355,6 +362,7 @@ def _side(regions: Sequence[Region], head_lo: int, head_hi: int) -> Side:
         group=regions[0].group,
         tile=side_tile(regions[0], head_lo, head_hi),
         bases=tuple(side_base(region, head_lo) for region in regions),
+        window=regions[0].window,
     )
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.layout import Interior, Region, join_planes
 from kvxfer.transfer.manifest import RankManifest
@@ -52,7 +54,13 @@ def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[Pul
 
     Raises ValueError that names the group.
     """
-    return tuple(_pull_class(copy_class, span) for copy_class in route.classes)
+    classes: list[PullClass] = []
+    for copy_class in route.classes:
+        group = copy_class.sink.group
+        if group not in span:
+            raise ValueError(f"span: expected one for group {group}, got groups {sorted(span)}")
+        classes.append(pull_class(copy_class, *span[group]))
+    return tuple(classes)
 
 
 def chunk_nbytes_for(nbytes: int, most: int) -> int:
@@ -159,14 +167,13 @@ def check_ids(side: Side, block_ids: Sequence[int], token_lo: int, token_hi: int
     raise BlockIdsError(
         f"block ids of group {side.group}: position {position}: "
         f"expected 0 to {tile.num_blocks - 1}, got {block_ids[position]}"
+        + (", no block" if block_ids[position] == -1 else "")
     )
 
 
-def _pull_class(copy_class: CopyClass, span: Mapping[int, tuple[int, int]]) -> PullClass:
+def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
+    """What to ask for of one class: request tokens ``[lo, hi)``, as :func:`pull_classes` has it."""
     tile, group = copy_class.sink.tile, copy_class.sink.group
-    if group not in span:
-        raise ValueError(f"span: expected one for group {group}, got groups {sorted(span)}")
-    lo, hi = span[group]
     if not 0 <= lo <= hi <= MAX_TOKENS:
         raise ValueError(f"span of group {group}: expected 0 <= lo <= hi, got [{lo}, {hi})")
     if copy_class.interior is Interior.OPAQUE and lo < hi:
@@ -203,18 +210,15 @@ def _resolve(
                 group=region.group,
                 tile=side_tile(region, wanted.head_lo, wanted.head_hi),
                 bases=(side_base(region, wanted.head_lo),),
+                window=region.window,
             )
         )
-        if (sides[-1].group, sides[-1].tile) != (sides[0].group, sides[0].tile):
+        if replace(sides[-1], bases=()) != replace(sides[0], bases=()):
             raise ProtocolError(
                 f"{where}: expected regions of one geometry and group, "
                 f"got {wanted.regions[0].layer} and {name.layer}"
             )
-    return Side(
-        group=sides[0].group,
-        tile=sides[0].tile,
-        bases=tuple(base for side in sides for base in side.bases),
-    )
+    return replace(sides[0], bases=tuple(base for side in sides for base in side.bases))
 
 
 def _joined(

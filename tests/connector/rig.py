@@ -37,6 +37,8 @@ from tests.oracle import oracle_copy
 POISON = 0xEE
 DIGEST = b"d" * 32
 
+Table = tuple[tuple[int, ...], ...]
+
 
 def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
     """Wait for something that the other threads will do."""
@@ -53,6 +55,7 @@ class Results:
     sent: list[str] = field(default_factory=list)
     received: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    incomplete: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 class Engine:
@@ -68,6 +71,7 @@ class Engine:
         facts: dict[str, Any] | None = None,
         ready_event: Callable[[], IsReady] = host_ready_event,
         announce: bool = True,
+        can_leave_unhashed: bool = True,
         **settings: Any,
     ) -> None:
         settings.setdefault("port", 0)
@@ -101,6 +105,7 @@ class Engine:
                 block_tokens=shape.block_tokens,
                 layout=shape.layout,
                 is_front_door=entry.rank == RankId(0, 0),
+                can_leave_unhashed=can_leave_unhashed,
                 ready_event=ready_event,
             )
             worker.register_kv_caches(regions, LocalMemory((pool.tensor,), (pool.info,)))
@@ -136,6 +141,7 @@ class Engine:
             results.sent += sorted(sending or ())
             results.received += sorted(recving or ())
             results.failed |= failed
+            results.incomplete |= worker.get_incomplete_blocks()
 
     def take_stats(self) -> KVConnectorStats:
         """All ranks', since the start."""
@@ -157,15 +163,19 @@ class Engine:
         self, request_id: str, num_tokens: int, ids: Iterable[int], digest: bytes = DIGEST
     ) -> SourceRef:
         """Mint an offer; not open yet."""
+        return self.offer_groups(request_id, num_tokens, (tuple(ids),), digest)
+
+    def offer_groups(
+        self, request_id: str, num_tokens: int, table: Table, digest: bytes = DIGEST
+    ) -> SourceRef:
+        """The same with a block table of several groups."""
         order = NewOffer(
             request_id=request_id,
             nonce=secrets.token_bytes(16),
             num_tokens=num_tokens,
             digest=digest,
         )
-        self.step(
-            ConnectorMetadata(offers=(order,), blocks=(OfferBlocks(request_id, (tuple(ids),)),))
-        )
+        self.step(ConnectorMetadata(offers=(order,), blocks=(OfferBlocks(request_id, table),)))
         return SourceRef(
             engine_id=self.engine_id,
             endpoint=self.endpoint,
@@ -200,12 +210,25 @@ class Engine:
         *,
         hold: bool = False,
     ) -> None:
+        self.load_groups(request_id, source, (tuple(ids),), span, digest, hold=hold)
+
+    def load_groups(
+        self,
+        request_id: str,
+        source: SourceRef,
+        table: Table,
+        span: tuple[int, int],
+        digest: bytes = DIGEST,
+        *,
+        hold: bool = False,
+    ) -> None:
+        """The same with a block table of several groups."""
         order = NewLoad(
             request_id=request_id,
             source=source,
             token_lo=span[0],
             token_hi=span[1],
-            block_ids=(tuple(ids),),
+            block_ids=table,
             digest=digest,
         )
         holds = (Hold(request_id, source),) if hold else ()
@@ -254,7 +277,17 @@ def expect_copied(
     span: tuple[int, int],
 ) -> None:
     """The sink's pools are poison, but for the span, which has the source's bytes."""
-    source_ids, sink_ids = tuple(source_ids), tuple(sink_ids)
+    expect_moved(source, sink, (tuple(source_ids),), (tuple(sink_ids),), {0: span})
+
+
+def expect_moved(
+    source: Engine,
+    sink: Engine,
+    source_table: Table,
+    sink_table: Table,
+    spans: dict[int, tuple[int, int]],
+) -> None:
+    """The same for several groups; ``spans`` by sink group."""
     for number, entry in enumerate(sink.manifest.ranks):
         expected = [np.full(info.nbytes, POISON, dtype=np.uint8) for info in entry.memories]
         for other, given in enumerate(source.manifest.ranks):
@@ -263,8 +296,8 @@ def expect_copied(
                 [source.pools[other].tensor.numpy()],
                 entry.regions,
                 expected,
-                source_ids=[source_ids],
-                sink_ids=[sink_ids],
-                spans={0: span},
+                source_ids=source_table,
+                sink_ids=sink_table,
+                spans=spans,
             )
         np.testing.assert_array_equal(sink.pools[number].tensor.numpy(), expected[0])

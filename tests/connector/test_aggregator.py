@@ -206,3 +206,29 @@ def test_bad_arguments() -> None:
         KVOutputAggregator(0)
     with pytest.raises(IndexError):
         KVOutputAggregator(2).aggregate([nothing(), nothing()], output_rank=2)
+
+
+def incomplete(places: dict[str, tuple[tuple[int, int], ...]], *received_ids: str) -> Output:
+    return Output(
+        KVConnectorOutput(finished_recving=set(received_ids) or None, incomplete_blocks=places)
+    )
+
+
+def test_incomplete_blocks_of_all_ranks_come_with_the_end_of_the_load() -> None:
+    aggregator = KVOutputAggregator(2)
+    first = merged(aggregator, incomplete({"a": ((0, 3), (2, 1)), "b": ((0, 1),)}, "a"), nothing())
+    assert (first.finished_recving, first.incomplete_blocks) == (None, None)
+    second = merged(aggregator, received("b"), incomplete({"a": ((0, 3), (0, 2))}, "a"))
+    assert second.finished_recving == {"a"}
+    assert second.incomplete_blocks == {"a": ((0, 2), (0, 3), (2, 1))}
+    third = merged(aggregator, nothing(), received("b"))
+    assert (third.finished_recving, third.incomplete_blocks) == ({"b"}, {"b": ((0, 1),)})
+
+
+def test_incomplete_blocks_of_a_failed_or_ended_load_are_nobodys() -> None:
+    aggregator = KVOutputAggregator(2)
+    result = merged(aggregator, incomplete({"a": ((0, 3),)}, "a"), received("a", failed={"a": "x"}))
+    assert (result.failed_recving, result.incomplete_blocks) == ({"a": "x"}, None)
+    merged(aggregator, incomplete({"a": ((0, 3),)}, "a"), nothing())  # once more, too late
+    result = merged(aggregator, received("b"), received("b"))
+    assert (result.finished_recving, result.incomplete_blocks) == ({"b"}, None)

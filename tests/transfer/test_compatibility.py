@@ -29,6 +29,7 @@ OTHER: dict[str, Any] = {
     "draft_layers": ("draft.0", "draft.1"),
     "dcp_size": 2,
     "pcp_size": 2,
+    "attention": "full, sliding 48",
 }
 
 
@@ -54,7 +55,9 @@ def test_every_fact_counts(field: str) -> None:
         check_compatible(SOURCE, other)
 
 
-@pytest.mark.parametrize("field", ["model", "weights", "rope", "dtype", "quantisation"])
+@pytest.mark.parametrize(
+    "field", ["model", "weights", "rope", "dtype", "quantisation", "attention"]
+)
 def test_unknown_never_equals_anything(field: str) -> None:
     ours, theirs = (with_facts(side, **{field: ""}) for side in (SOURCE, SINK))
     for pair in ((ours, SINK), (SOURCE, theirs), (ours, theirs)):
@@ -111,3 +114,75 @@ def test_context_parallel_ranks_move_rank_to_rank_or_not_at_all() -> None:
     )
     assert not differences(ours, same)
     assert [found.field for found in differences(ours, one)] == ["tp_size", "block_tokens"]
+
+
+def hybrid(windows: tuple[int | None, ...], block_tokens: int = 16, layers: int = 4) -> EngineShape:
+    return EngineShape(
+        num_layers=layers,
+        groups=tuple(layer % 2 for layer in range(layers)),
+        windows=windows,
+        block_tokens=block_tokens,
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "sink"),
+    [
+        ((48, None), (48, None)),
+        ((None, None), (48, None)),  # the source keeps everything
+        ((64, None), (48, None)),
+        ((48, None), (48, 16)),
+    ],
+)
+def test_a_source_may_keep_more_than_the_sink(
+    source: tuple[int | None, ...], sink: tuple[int | None, ...]
+) -> None:
+    check_compatible(build_manifest(hybrid(source)), build_manifest(hybrid(sink, 24)))
+
+
+def test_a_source_must_not_keep_less_than_the_sink() -> None:
+    all_kept, window, wide = (
+        build_manifest(hybrid(windows), name)
+        for windows, name in (((None, None), "d"), ((48, None), "p"), ((64, 48), "w"))
+    )
+    with pytest.raises(IncompatiblePeer) as e:
+        check_compatible(window, all_kept)
+    advice = (
+        "make the source keep at least what the sink keeps: the same windows on both sides, or "
+        "none at the source"
+    )
+    assert str(e.value) == (
+        "engines p and d cannot exchange KV: window of layers.0, layers.2: source has 48 tokens, "
+        f"sink has all tokens; {advice}"
+    )
+    (found,) = differences(window, wide)
+    assert str(found) == (
+        f"window of layers.0, layers.2: source has 48 tokens, sink has 64 tokens; {advice}"
+    )
+    many = build_manifest(hybrid((48, None), layers=12)), build_manifest(hybrid((), layers=12))
+    (found,) = differences(*many)
+    assert found.field == "window of layers.0, layers.2, layers.4, layers.6 and 2 more"
+
+
+def test_blocks_that_would_have_to_stay_unhashed_are_refused_by_name() -> None:
+    source = build_manifest(hybrid((48, None), 16), "p")
+    sink = build_manifest(hybrid((48, None), 32), "d")
+    check_compatible(source, sink)
+    with pytest.raises(IncompatiblePeer) as e:
+        check_compatible(source, sink, can_leave_unhashed=False)
+    assert str(e.value) == (
+        "engines p and d cannot exchange KV: block_tokens of layers.0, layers.2: "
+        "source has 16 with a window of 48, sink has 32 with a window of 48; the window can begin "
+        "within a sink block, which must then not be named for prefix reuse, and the sink cannot "
+        "prevent that; give the source blocks that are a multiple of the sink's, or switch prefix "
+        "caching off at the sink"
+    )
+    for other in (
+        hybrid((48, None), 32),  # a multiple
+        hybrid((48, None), 64),
+        hybrid((None, None), 16),  # keeps everything
+        hybrid((64, None), 16),  # a window so much larger that it always reaches
+    ):
+        check_compatible(build_manifest(other, "p"), sink, can_leave_unhashed=False)
+    with pytest.raises(IncompatiblePeer):
+        check_compatible(build_manifest(hybrid((63, None), 16)), sink, can_leave_unhashed=False)

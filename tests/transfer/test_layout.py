@@ -79,6 +79,8 @@ def test_region_fits_its_memory_exactly() -> None:
         ({"kernel_blocks": 0}, "kernel_blocks"),
         ({"kernel_blocks": 4}, "block_tokens: expected a multiple of 4 kernel blocks, got 6"),
         ({"head_hi": 2}, r"heads: expected head_lo < head_hi, got \[2, 2\)"),
+        ({"window": 0}, "window: expected 1 or more tokens, got 0"),
+        ({"window": -48}, "window: expected 1 or more tokens, got -48"),
         ({"stride_head": -8}, "stride_head: expected 1 or more, got -8"),
         ({"stride_head": 7}, "stride_head: expected at least the 8 bytes it steps over, got 7"),
         ({"stride_token": 8}, "stride_token: expected at least the 16 bytes"),
@@ -131,6 +133,7 @@ def test_planes_side_by_side_are_joined() -> None:
     assert join_planes(k, replace(v, offset=v.offset + 1)) is None
     assert join_planes(k, replace(v, stride_token=17)) is None
     assert join_planes(k, replace(v, group=1)) is None
+    assert join_planes(k, replace(v, window=48)) is None
     opaque = [replace(region, interior=Interior.OPAQUE) for region in (k, v)]
     assert join_planes(*opaque) is None
 

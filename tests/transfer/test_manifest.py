@@ -87,6 +87,12 @@ CASES: list[tuple[Change, str]] = [
     (lambda m: with_region(m, head_lo=5, head_hi=6), "heads: expected at most 4, got head_hi 6"),
     (lambda m: with_region(m, head_hi=0), "heads: expected head_lo < head_hi"),
     (lambda m: with_region(m, group=256), "group: expected below 256"),
+    (lambda m: with_region(m, window=0), "window: expected 1 or more tokens, got 0"),
+    (
+        lambda m: with_region(m, window=48),
+        "group 0: expected all layers to keep a window of 48 tokens in blocks of 16, got "
+        "everything in blocks of 16 of layers.0/v",
+    ),
     (lambda m: with_region(m, plane="v"), "region layers.0/v: expected once, got it again"),
     (lambda m: with_facts(m, is_mla=True), "heads: expected at most 1"),
 ]

@@ -15,6 +15,7 @@ from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import Base, Plan, RegionName, Route, make_plan
 from kvxfer.transfer.topology import TpKVTopology
+from kvxfer.transfer.windows import Keeping
 from tests.builders import EngineShape, LayoutName, Outermost, build_manifest
 from tests.transfer.naive import Case, same
 
@@ -439,3 +440,39 @@ def test_a_large_pair_is_planned_quickly() -> None:
         durations.append(time.perf_counter() - start)
     assert len(plan.routes) == 8
     assert min(durations) < 0.3
+
+
+def test_hybrid_engines_move_each_group_by_itself() -> None:
+    """Layers of two groups in the same bytes, and a layer that shares another's KV."""
+    source = EngineShape(
+        num_layers=5,
+        groups=(0, 1, 0, 1, 1),
+        windows=(48, None),
+        shares=((1, 0), (3, 2), (4, 3)),
+        num_blocks=4,
+    )
+    sink = EngineShape(
+        num_layers=5,
+        groups=(1, 0, 1, 0, 0),  # the groups' numbers are each engine's own
+        windows=(None, 32),
+        shares=((1, 0), (3, 2), (4, 2)),
+        num_blocks=4,
+        block_tokens=32,
+    )
+    (route,) = make_plan(build_manifest(source), build_manifest(sink)).routes
+    moved = [
+        (
+            [name.layer for name in copied.names if name.planes == ("k",)],
+            (copied.source.group, copied.source.keeping),
+            (copied.sink.group, copied.sink.keeping),
+        )
+        for copied in route.classes
+    ]
+    assert moved == [
+        (["layers.0", "layers.2"], (0, Keeping(16, 48)), (1, Keeping(32, 32))),
+        (["layers.1", "layers.3"], (1, Keeping(16)), (0, Keeping(32))),
+    ]
+    windowed, full = route.classes
+    # the same bytes under both groups' names
+    assert windowed.sink.bases == full.sink.bases
+    assert windowed.source.bases == full.source.bases

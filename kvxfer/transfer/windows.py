@@ -1,0 +1,180 @@
+"""What a group with a window keeps of a request, and what of it can move to another engine. Pure.
+
+A layer with a window of W tokens computes the token at position n from the W tokens that end with
+it, n - W + 1 to n. With n tokens computed, an engine has let go of every block that lies wholly
+before token n - W + 1, so it keeps the tokens from :func:`kept_start` on: a multiple of its own
+block size. The start that the sink keeps may therefore lie before the one that the source has kept,
+though never by a token that the sink's next token looks at::
+
+    blocks of 16 at the source   |  dropped  |.....|.....|.....     holds from 48
+    blocks of 32 at the sink     |  dropped  |..........|....       keeps from 32
+                                             ^ 32 to 47: there is nothing to fill them with
+
+Then the sink's first block is filled from 48 on, computes right, and must never be named for prefix
+reuse: who finds it by its tokens would read 16 tokens that were never written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvxfer.transfer.layout import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Keeping:
+    """What an engine keeps of a request in one group: ``window`` None everything, else the blocks
+    that its window has not left behind.
+    """
+
+    block_tokens: int
+    window: int | None = None
+
+    def kept_start(self, num_computed_tokens: int) -> int:
+        """The first token of the first kept block."""
+        return kept_start(num_computed_tokens, self.window, self.block_tokens)
+
+    def held_start(self, num_offered_tokens: int) -> int:
+        """The first token that a source holds of an offer.
+
+        One token less counts as computed than is offered: a sink that was offered its whole prompt
+        computes the last token again, to sample from it, and needs that token's window.
+        """
+        return self.kept_start(max(0, num_offered_tokens - 1))
+
+    def __str__(self) -> str:
+        kept = "everything" if self.window is None else f"a window of {self.window} tokens"
+        return f"{kept} in blocks of {self.block_tokens}"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Tokens ``[token_lo, token_hi)`` move; every block that the sink keeps is complete then."""
+
+    token_lo: int
+    token_hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """Tokens ``[token_lo, token_hi)`` move; the sink's block at ``position`` of its table lacks
+    earlier ones, which nothing will look at: it must not be named for prefix reuse.
+    """
+
+    token_lo: int
+    token_hi: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The sink's next token needs tokens from ``needed_start``; the source holds none before
+    ``held_start``.
+    """
+
+    needed_start: int
+    held_start: int
+    sink: Keeping
+    source: Keeping
+
+    def explain(self, layer: str) -> str:
+        """For a person, about one of the group's layers."""
+        return (
+            f"{layer}: expected tokens from {self.needed_start} on, which the sink needs (it keeps "
+            f"{self.sink}); the source has let go of those before {self.held_start} (it keeps "
+            f"{self.source})"
+        )
+
+
+Move = Whole | Clipped | Missing
+"""What becomes of one group of a load."""
+
+
+def kept_start(num_computed_tokens: int, window: int | None, block_tokens: int) -> int:
+    """The first token of the first block that is kept with so many tokens computed; a block goes
+    when the window of the next token has left all of it behind.
+
+    Raises ValueError for a negative number of tokens, a window or a block below 1.
+    """
+    for name, value, least in (
+        ("num_computed_tokens", num_computed_tokens, 0),
+        ("window", 1 if window is None else window, 1),
+        ("block_tokens", block_tokens, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name}: expected {least} or more, got {value}")
+    if window is None:
+        return 0
+    return _window_start(num_computed_tokens, window) // block_tokens * block_tokens
+
+
+def group_move(
+    token_lo: int, token_hi: int, num_offered_tokens: int, *, sink: Keeping, source: Keeping
+) -> Move:
+    """What moves of tokens ``[token_lo, token_hi)`` in one group, and what it leaves at the sink.
+
+    The sink has the tokens before ``token_lo``, as far as it keeps them, and goes on at
+    ``token_hi``.
+    """
+    wanted_start = max(token_lo, sink.kept_start(token_hi))
+    held_start = source.held_start(num_offered_tokens)
+    if held_start <= wanted_start or wanted_start >= token_hi:
+        return Whole(wanted_start, token_hi)
+    needed_start = max(token_lo, _window_start(token_hi, sink.window))
+    if needed_start < min(held_start, token_hi):
+        return Missing(needed_start, held_start, sink, source)
+    # Now the sink's block in which its window starts begins before what the source holds.
+    return Clipped(min(held_start, token_hi), token_hi, wanted_start // sink.block_tokens)
+
+
+def may_clip(sink: Keeping, source: Keeping) -> bool:
+    """Is there an offer of which the source lacks the start of the sink's first kept block?
+
+    The source's start is a multiple of its own block size, so it lies at multiples of the common
+    divisor behind the start of a sink block, and at least the difference of the windows before the
+    start of the sink's window. Never where the source's block is a multiple of the sink's.
+    """
+    if sink.window is None or source.window is None:
+        return False
+    difference = source.window - sink.window
+    return difference + math.gcd(source.block_tokens, sink.block_tokens) < sink.block_tokens
+
+
+def group_keepings(regions: Iterable[Region]) -> dict[int, Keeping]:
+    """What is kept, by group. Raises ValueError where two regions of a group disagree."""
+    found: dict[int, Keeping] = {}
+    for region in regions:
+        keeping = Keeping(region.block_tokens, region.window)
+        first = found.setdefault(region.group, keeping)
+        if first != keeping:
+            raise ValueError(
+                f"group {region.group}: expected all layers to keep {first}, "
+                f"got {keeping} of {region.layer}/{region.plane}"
+            )
+    return found
+
+
+def held_ids(
+    block_ids: Sequence[Sequence[int]], keepings: Mapping[int, Keeping], num_offered_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """A block table as an offer may tell it: -1 for every block that the windows let go of.
+
+    Its id may stand in the table still, and be another request's by now. Groups that are not in
+    ``keepings`` stay as they are.
+    """
+    return tuple(
+        _held_ids(ids, keepings[group], num_offered_tokens) if group in keepings else tuple(ids)
+        for group, ids in enumerate(block_ids)
+    )
+
+
+def _held_ids(ids: Sequence[int], keeping: Keeping, num_offered_tokens: int) -> tuple[int, ...]:
+    num_gone = min(keeping.held_start(num_offered_tokens) // keeping.block_tokens, len(ids))
+    return (-1,) * num_gone + tuple(ids[num_gone:])
+
+
+def _window_start(num_computed_tokens: int, window: int | None) -> int:
+    """The first token that the next one looks at."""
+    return 0 if window is None else max(0, num_computed_tokens - window + 1)

@@ -1,0 +1,235 @@
+"""Routes of loads with windows, without sockets: every pair of engines against a simulation that
+drops blocks token by token, and a copy that goes token by token.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace as Bag
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.connector.load_routes import Addressing, make_routes, with_granted_ids
+from kvxfer.connector.peer import Peer
+from kvxfer.connector.records import NewLoad, SourceRef
+from kvxfer.connector.requests import clip_ids, read_pull
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.compatibility import check_compatible
+from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.plan import Plan, make_plan
+from kvxfer.transfer.pull import chunk_list, resolve_pull
+from kvxfer.transfer.session import Wire
+from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
+from kvxfer.transfer.wire import Consumer, OfferRef
+from tests.builders import EngineShape, build_manifest
+from tests.oracle import oracle_copy
+from tests.transfer.naive import Memories, pack, side_addresses, unpack
+from tests.transfer.naive_windows import kept_tokens, simulated
+
+LIFE = b"s" * 16
+NUM_BLOCKS = 130
+TRANSPORTS: dict[str, Any] = {"shm": Bag(is_stream=False), "zmq": Bag(is_stream=True)}
+
+Table = tuple[tuple[int, ...], ...]
+
+
+def hybrid(draw: st.DrawFn, window: int, tp_size: int) -> EngineShape:
+    """Two layers, one with a window, in the same bytes; any block size and layout."""
+    kernel_blocks = draw(st.sampled_from((1, 2)))
+    return EngineShape(
+        tp_size=tp_size,
+        groups=(0, 1),
+        windows=(window, None),
+        shares=((1, 0),),
+        kernel_blocks=kernel_blocks,
+        block_tokens=kernel_blocks * draw(st.sampled_from((1, 2, 3, 4, 6))),
+        layout=draw(st.sampled_from(("HND", "NHD"))),
+        outermost=draw(st.sampled_from(("planes", "blocks", "inner"))),
+        num_blocks=NUM_BLOCKS,
+        inner_nbytes=4,
+    )
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[EngineShape, EngineShape]:
+    window = draw(st.integers(1, 14))
+    tp_sizes = draw(st.sampled_from(((1, 1), (2, 1), (1, 2))))
+    more = draw(st.sampled_from((0, 0, 1, 5)))
+    return hybrid(draw, window + more, tp_sizes[0]), hybrid(draw, window, tp_sizes[1])
+
+
+def tables(shape: EngineShape, num_tokens: int, kept: list[set[int]], seed: int) -> Table:
+    """Ids of no order that no two groups share; -1 for blocks without a kept token."""
+    num_blocks = -(-num_tokens // shape.block_tokens)
+    order = iter(np.random.default_rng(seed).permutation(np.arange(1, NUM_BLOCKS)).tolist())
+    return tuple(
+        tuple(
+            next(order) if any(t // shape.block_tokens == at for t in tokens) else -1
+            for at in range(num_blocks)
+        )
+        for tokens in kept
+    )
+
+
+def peer_of(plan: Plan, source: EngineManifest, rank: RankId, wire: str) -> Peer:
+    """As much of a peer as routes are made from."""
+    return cast(
+        "Peer",
+        Bag(
+            plan=plan,
+            routes=lambda: plan.of_sink(rank),
+            source=source.rank,
+            choices={entry.rank: Bag(transport=wire) for entry in source.ranks},
+        ),
+    )
+
+
+def random_memories(engine: EngineManifest, seed: int) -> Memories:
+    rng = np.random.default_rng(seed)
+    return {
+        entry.rank: [rng.integers(0, 256, m.nbytes, dtype=np.uint8) for m in entry.memories]
+        for entry in engine.ranks
+    }
+
+
+def moved(
+    plan: Plan,
+    source: EngineManifest,
+    order: NewLoad,
+    given: tuple[Table, Memories],
+    taken: tuple[RankId, Memories],
+    wire: str,
+) -> set[tuple[int, int]]:
+    """Carry a load of one sink rank out; returns its incomplete blocks."""
+    rank, memories = taken
+    addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS)
+    routes = make_routes(order, peer_of(plan, source, rank, wire), addressing, 4096)
+    incomplete: set[tuple[int, int]] = set()
+    for source_rank, run in routes.items():
+        incomplete |= run.incomplete
+        entry, pool = source.rank(source_rank), given[1][source_rank]
+        served = read_pull(run.pull, entry, TRANSPORTS, order.source.num_tokens)
+        ids = clip_ids(given[0], group_keepings(entry.regions), order.source.num_tokens)
+        if run.request is None:
+            assert run.pull.is_null
+        elif served is Wire.DIRECT:
+            request = with_granted_ids(run, ids)
+            assert request is not None
+            for copied, asked in zip(request.classes, request.pull_classes, strict=True):
+                span = (asked.token_lo, asked.token_hi)
+                for (_, at), (_, to) in zip(
+                    side_addresses(copied.source, request.source_ids, span),
+                    side_addresses(copied.sink, request.sink_ids, span),
+                    strict=True,
+                ):
+                    inner = asked.inner_nbytes
+                    memories[rank][0][to : to + inner] = pool[0][at : at + inner]
+        else:
+            sides = resolve_pull(entry, run.pull.classes)
+            for chunk in chunk_list(run.pull.classes, run.pull.chunk_nbytes):
+                asked, number = run.pull.classes[chunk.class_index], chunk.class_index
+                dense = pack(sides[number], asked, chunk, ids, pool)
+                side = run.request.classes[number].sink
+                unpack(side, asked, chunk, order.block_ids, memories[rank], dense)
+    return incomplete
+
+
+@given(pairs(), st.integers(2, 50), st.sampled_from(("shm", "zmq")), st.data())
+@settings(max_examples=60)
+def test_every_pair_moves_what_a_simulation_says(
+    shapes: tuple[EngineShape, EngineShape], offered: int, wire: str, data: st.DataObject
+) -> None:
+    source_shape, sink_shape = shapes
+    source, sink = build_manifest(source_shape, "source"), build_manifest(sink_shape, "sink")
+    check_compatible(source, sink)
+    plan = make_plan(source, sink)
+    hi = data.draw(st.sampled_from((offered, offered - 1)), "hi")
+    lo = data.draw(st.integers(0, hi - 1), "lo")
+
+    # The source's table names the blocks that it has dropped too: they must not be read.
+    given_ids = tables(source_shape, offered, [set(range(offered))] * 2, seed=1)
+    windows = sink_shape.windows
+    kept = [kept_tokens(hi, window, sink_shape.block_tokens) for window in windows]
+    taken_ids = tables(sink_shape, hi, kept, seed=2)
+    keepings = [
+        (Keeping(sink_shape.block_tokens, mine), Keeping(source_shape.block_tokens, theirs))
+        for mine, theirs in zip(windows, source_shape.windows, strict=True)
+    ]
+    moves = [simulated(lo, hi, offered, *pair) for pair in keepings]
+    spans = {
+        group: (move.token_lo, move.token_hi)
+        for group, move in enumerate(moves)
+        if not isinstance(move, Missing)
+    }
+    assert set(spans) == {0, 1}
+
+    given_bytes, taken_bytes = random_memories(source, 3), random_memories(sink, 4)
+    expected = {rank: [m.copy() for m in memories] for rank, memories in taken_bytes.items()}
+    order = NewLoad(
+        request_id="r",
+        source=SourceRef(
+            engine_id="source", endpoint="", offer=OfferRef(b"n" * 16, LIFE), num_tokens=offered
+        ),
+        token_lo=lo,
+        token_hi=hi,
+        block_ids=taken_ids,
+        digest=b"",
+    )
+    incomplete = {(group, m.position) for group, m in enumerate(moves) if isinstance(m, Clipped)}
+    for taker in sink.ranks:
+        for giver in source.ranks:
+            oracle_copy(
+                giver.regions,
+                given_bytes[giver.rank],
+                taker.regions,
+                expected[taker.rank],
+                source_ids=given_ids,
+                sink_ids=taken_ids,
+                spans=spans,
+            )
+        target = (taker.rank, taken_bytes)
+        assert moved(plan, source, order, (given_ids, given_bytes), target, wire) == incomplete
+        np.testing.assert_array_equal(taken_bytes[taker.rank][0], expected[taker.rank][0])
+
+
+def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
+    # The source keeps the first layer's window and all of the second; the sink's group has both.
+    source = build_manifest(
+        EngineShape(groups=(0, 1), windows=(8, None), block_tokens=2, num_blocks=20), "p"
+    )
+    sink = build_manifest(EngineShape(windows=(8,), block_tokens=6, num_blocks=20), "d")
+    plan, rank = make_plan(source, sink), RankId(0, 0)
+    order = NewLoad(
+        request_id="r",
+        source=SourceRef(
+            engine_id="p", endpoint="", offer=OfferRef(b"n" * 16, LIFE), num_tokens=19
+        ),
+        token_lo=0,
+        token_hi=18,
+        block_ids=((-1, 5, 3),),
+        digest=b"",
+    )
+    addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS)
+    (run,) = make_routes(order, peer_of(plan, source, rank, "zmq"), addressing, 4096).values()
+    # Token 18 sees 11 to 18: the source holds from 10 on, the sink keeps from 6 on.
+    asked = {c.regions[0].layer: (c.token_lo, c.token_hi) for c in run.pull.classes}
+    assert asked == {"layers.0": (10, 18), "layers.1": (6, 18)}
+    assert run.incomplete == {(0, 1)}
+    # The sink's ids of blocks before the span are not looked at, those of the span are.
+    with pytest.raises(ProtocolError, match="group 0: position 1: expected 0 to 19, got -1"):
+        make_routes(
+            NewLoad(
+                request_id="r",
+                source=order.source,
+                token_lo=0,
+                token_hi=18,
+                block_ids=((4, -1, 3),),
+                digest=b"",
+            ),
+            peer_of(plan, source, rank, "zmq"),
+            addressing,
+            4096,
+        )
