@@ -45,6 +45,16 @@ def test_segments_of_different_allocations_and_sizes(device: torch.device) -> No
         assert (pool[0, [0, 2]] == 0xEE).all()
 
 
+@pytest.mark.parametrize(("word_nbytes", "nbytes"), [(1, 21), (1, 4097), (2, 42), (4, 84)])
+def test_words_of_other_sizes(word_nbytes: int, nbytes: int, device: torch.device) -> None:
+    """Pieces without gaps, so that a byte too many is a byte of the next block."""
+    got, want = poisoned((2, 4, nbytes), device), poisoned((2, 4, nbytes), device)
+    ids = torch.tensor([2, 0], device=device)
+    zero_blocks(segment_table(got), ids, nbytes, word_nbytes)
+    zero_blocks_ref(want, ids)
+    assert_same_bytes(got, want)
+
+
 def test_refusals(device: torch.device) -> None:
     table = torch.zeros((2, 3), dtype=torch.int64, device=device)
     ids = torch.zeros(2, dtype=torch.int64, device=device)
@@ -54,5 +64,14 @@ def test_refusals(device: torch.device) -> None:
         zero_blocks(table, ids.int(), 4)
     with pytest.raises(ValueError, match="expected a multiple of 4, got 6"):
         zero_blocks(table, ids, 6)
+    with pytest.raises(ValueError, match="word_nbytes: expected 1, 2 or 4, got 8"):
+        zero_blocks(table, ids, 8, 8)
+    with pytest.raises(ValueError, match="expected a multiple of 2, got 7"):
+        zero_blocks(table, ids, 7, 2)
+    with pytest.raises(ValueError, match="max_nbytes: expected at most 67107840, got 67107841"):
+        zero_blocks(table, ids, 67107841, 1)
+    many = torch.zeros((65536, 3), dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="expected at most 65535 segments, got 65536"):
+        zero_blocks(many, ids, 4)
     with pytest.raises(ValueError, match="contiguous last dimension"):
         segment_table(torch.zeros((2, 4, 4), device=device).transpose(1, 2))

@@ -1,0 +1,308 @@
+"""A rank's KV cache: buffers of bytes, and one view for each layer in its backend's own order.
+
+A buffer may back several layers: of different groups (a block belongs to one group at a time), or
+layers that share their KV. Block b of all of them lies in the same bytes, or the config is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvxfer.cache.specs import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
+from kvxfer.tensors.attention_contract import AttentionBackend
+from kvxfer.tensors.cache_buffers import carve
+from kvxfer.tensors.cache_shape import cache_shape
+from kvxfer.tensors.cache_views import LayerCache, Place, attention_view, place_of, state_views
+from kvxfer.tensors.kernel_blocks import kernel_block_size
+from kvxfer.tensors.kv_sharing import initialize_kv_cache_for_kv_sharing
+
+_Cache = TypeVar("_Cache")
+
+
+class CacheHolder(Protocol):
+    """A layer of the forward context, as far as binding goes."""
+
+    kv_cache: Any
+
+
+def allocate_kv_cache(
+    kv_cache_config: KVCacheConfig,
+    device: torch.device | str,
+    *,
+    allocator: Callable[[int], Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """One flat int8 buffer for each KVCacheTensor, the same tensor for all its layers.
+
+    Args:
+        kv_cache_config: sizes in bytes, and which layers share each buffer.
+        device: where the buffers are, zeroed, unless an allocator brings them.
+        allocator: ``nbytes -> tensor``: contiguous, one-dimensional, uint8, of at least ``nbytes``
+            (shared memory, say). Called once; all buffers are carved from it, each at a multiple of
+            4096 bytes, and keep the content it has.
+
+    Raises:
+        ValueError: a layer in two buffers, a size below 1, or an allocation that does not fit.
+    """
+    tensors = kv_cache_config.kv_cache_tensors
+    buffer_of: dict[str, int] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.size < 1:
+            raise ValueError(
+                f"buffer of {', '.join(tensor.shared_by)}: expected at least 1 byte, "
+                f"got {tensor.size}"
+            )
+        for layer in tensor.shared_by:
+            if buffer_of.setdefault(layer, index) != index:
+                raise ValueError(f"{layer}: expected one buffer for it, got two")
+    sizes = [tensor.size for tensor in tensors]
+    if allocator is None:
+        buffers = [torch.zeros(size, dtype=torch.int8, device=device) for size in sizes]
+    else:
+        buffers = carve(allocator, torch.device(device), sizes)
+    return {layer: buffers[index] for layer, index in buffer_of.items()}
+
+
+def reshape_kv_cache(
+    kv_cache_config: KVCacheConfig,
+    raw_tensors: Mapping[str, Tensor],
+    attn_backends: Mapping[str, type[AttentionBackend]],
+    *,
+    kernel_block_sizes: Sequence[int] | None = None,
+) -> dict[str, LayerCache]:
+    """Each layer's view of its buffer, in the backend's logical shape over its physical order.
+
+    A padded block is divided equally among its pieces (kernel blocks, K and V where they are
+    outermost), so that every dimension has one stride. A state layer gets a list of views, one for
+    each state, ``[num_blocks, *shape]``.
+
+    Args:
+        kv_cache_config: ``num_blocks`` and the spec of every group.
+        raw_tensors: flat int8 buffer of every layer of the groups.
+        attn_backends: of every attention layer.
+        kernel_block_sizes: tokens of a kernel block for each group, as of
+            :func:`~kvxfer.tensors.kernel_blocks.prepare_kernel_block_sizes`; None: found from
+            ``attn_backends``.
+
+    Raises:
+        KeyError: a layer without buffer or backend, or a buffer of an unknown layer.
+        ValueError: a view that cannot be made, or layers that share a buffer but put the same block
+            in different bytes of it.
+        NotImplementedError: a spec of a kind that is not known here.
+    """
+    return _reshape(kv_cache_config, raw_tensors, attn_backends, kernel_block_sizes, ())
+
+
+def init_kv_cache(
+    runner_kv_caches: list[Any],
+    forward_context: Mapping[str, CacheHolder],
+    kv_cache_config: KVCacheConfig,
+    attn_backends: Mapping[str, type[AttentionBackend]],
+    device: torch.device | str,
+    *,
+    allocator: Callable[[int], Tensor] | None = None,
+    kernel_block_sizes: Sequence[int] | None = None,
+    shared_kv_cache_layers: Mapping[str, str] | None = None,
+    num_attn_module: int = 1,
+) -> dict[str, LayerCache]:
+    """Allocate, reshape, let layers share and bind; returns each layer's cache.
+
+    ``shared_kv_cache_layers`` (layer -> target): these get their target's cache and join its group,
+    whether the config names them or not. One with a backend that states another shape or order than
+    its target's is a ValueError. The rest is as in :func:`allocate_kv_cache`,
+    :func:`reshape_kv_cache` and :func:`bind_kv_cache`.
+    """
+    shared = shared_kv_cache_layers or {}
+    _check_sharers(shared, kv_cache_config, attn_backends)
+    raw_tensors = allocate_kv_cache(kv_cache_config, device, allocator=allocator)
+    kv_caches = _reshape(kv_cache_config, raw_tensors, attn_backends, kernel_block_sizes, shared)
+    initialize_kv_cache_for_kv_sharing(shared, kv_cache_config.kv_cache_groups, kv_caches)
+    bind_kv_cache(kv_caches, forward_context, runner_kv_caches, num_attn_module)
+    return kv_caches
+
+
+def bind_kv_cache(
+    kv_caches: Mapping[str, _Cache],
+    forward_context: Mapping[str, CacheHolder],
+    runner_kv_caches: list[_Cache],
+    num_attn_module: int = 1,
+) -> None:
+    """Fill the runner's list in the order of the layers, and set each layer's ``kv_cache``.
+
+    A layer's index is the number in its name ("model.layers.3.self_attn"). With ``num_attn_module``
+    above 1 that many layers may have one index (self and cross attention); a second number in the
+    name then orders them, else the order of ``kv_caches`` does.
+
+    Raises ValueError, before anything is changed, for a list that is not empty, a name without or
+    with too many numbers and too many names with one index; KeyError for a layer that the forward
+    context does not have.
+    """
+    if runner_kv_caches:
+        raise ValueError(
+            f"runner_kv_caches: expected an empty list, got {len(runner_kv_caches)} entries; "
+            "bind once"
+        )
+    if num_attn_module < 1:
+        raise ValueError(f"num_attn_module: expected at least 1, got {num_attn_module}")
+    order = {name: _layer_index(name, num_attn_module) for name in kv_caches}
+    by_index: defaultdict[int, list[str]] = defaultdict(list)
+    for name, (index, _) in order.items():
+        by_index[index].append(name)
+    for index, names in by_index.items():
+        if len(names) > num_attn_module:
+            raise ValueError(
+                f"layer {index}: expected at most {num_attn_module} caches, got "
+                f"{', '.join(names)}; set num_attn_module"
+            )
+    if unknown := [name for name in kv_caches if name not in forward_context]:
+        raise KeyError(
+            f"forward_context: expected a layer for every cache, got none for {', '.join(unknown)}"
+        )
+    runner_kv_caches.extend(kv_caches[name] for name in sorted(kv_caches, key=order.__getitem__))
+    for name, cache in kv_caches.items():
+        forward_context[name].kv_cache = cache
+
+
+def _reshape(
+    config: KVCacheConfig,
+    raw_tensors: Mapping[str, Tensor],
+    attn_backends: Mapping[str, type[AttentionBackend]],
+    kernel_block_sizes: Sequence[int] | None,
+    without: Collection[str],
+) -> dict[str, LayerCache]:
+    """The views of all layers but ``without``."""
+    if config.num_blocks < 1:
+        raise ValueError(f"num_blocks: expected at least 1, got {config.num_blocks}")
+    specs = {
+        layer: group.spec_of(layer)
+        for group in config.kv_cache_groups
+        for layer in group.layer_names
+        if layer not in without
+    }
+    _check_layers(specs, raw_tensors, attn_backends, without)
+    kernel_tokens = _kernel_tokens(config, attn_backends, kernel_block_sizes)
+    caches: dict[str, LayerCache] = {}
+    places: dict[str, Place] = {}
+    for layer, spec in specs.items():
+        raw = raw_tensors[layer]
+        if isinstance(spec, MambaSpec):
+            caches[layer] = state_views(layer, raw, spec, config.num_blocks)
+            places[layer] = Place(spec.page_size_bytes, num_pieces=1)
+        elif isinstance(spec, AttentionSpec):
+            tokens, backend = kernel_tokens[layer], attn_backends[layer]
+            caches[layer] = attention_view(layer, raw, spec, config.num_blocks, tokens, backend)
+            places[layer] = place_of(spec, tokens, backend)
+        else:
+            raise NotImplementedError(
+                f"{layer}: expected an attention or a state spec, got {type(spec).__name__}"
+            )
+    _check_places(config, places)
+    return caches
+
+
+def _kernel_tokens(
+    config: KVCacheConfig,
+    attn_backends: Mapping[str, type[AttentionBackend]],
+    kernel_block_sizes: Sequence[int] | None,
+) -> dict[str, int]:
+    """Tokens of a kernel block, by layer."""
+    groups = config.kv_cache_groups
+    if kernel_block_sizes is None:
+        kernel_block_sizes = [
+            kernel_block_size(
+                group.kv_cache_spec,
+                dict.fromkeys(
+                    attn_backends[layer] for layer in group.layer_names if layer in attn_backends
+                ),
+            )
+            for group in groups
+        ]
+    if len(kernel_block_sizes) != len(groups):
+        raise ValueError(
+            f"kernel_block_sizes: expected one for each of {len(groups)} groups, "
+            f"got {len(kernel_block_sizes)}"
+        )
+    return {
+        layer: tokens
+        for group, tokens in zip(groups, kernel_block_sizes, strict=True)
+        for layer in group.layer_names
+    }
+
+
+def _check_layers(
+    specs: Mapping[str, KVCacheSpec],
+    raw_tensors: Mapping[str, Tensor],
+    attn_backends: Mapping[str, type[AttentionBackend]],
+    without: Collection[str],
+) -> None:
+    for layer, spec in specs.items():
+        if layer not in raw_tensors:
+            raise KeyError(
+                f"{layer}: expected a buffer for it, got none; name it in shared_by of one of "
+                "kv_cache_tensors, or as a layer that shares another one's cache"
+            )
+        if isinstance(spec, AttentionSpec) and layer not in attn_backends:
+            raise KeyError(f"{layer}: expected an attention backend for it, got none")
+    if unknown := [layer for layer in raw_tensors if layer not in specs and layer not in without]:
+        raise KeyError(
+            f"raw_tensors: expected layers of the groups, got {', '.join(unknown)} beside them"
+        )
+
+
+def _check_sharers(
+    shared: Mapping[str, str],
+    config: KVCacheConfig,
+    attn_backends: Mapping[str, type[AttentionBackend]],
+) -> None:
+    """A layer reads its target's view as it is, so its backend must state what the target's
+    states.
+    """
+    specs = {
+        layer: group.spec_of(layer)
+        for group in config.kv_cache_groups
+        for layer in group.layer_names
+    }
+    for layer, target in shared.items():
+        spec = specs.get(target)
+        known = layer in attn_backends and target in attn_backends
+        if not isinstance(spec, AttentionSpec) or not known:
+            continue
+        own, targets = attn_backends[layer], attn_backends[target]
+        if cache_shape(own, 1, spec.block_size, spec) != cache_shape(
+            targets, 1, spec.block_size, spec
+        ):
+            raise ValueError(
+                f"{layer} shares the cache of {target}: expected a backend with the same shape and "
+                f"stride order, got {own.get_name()} and {targets.get_name()}"
+            )
+
+
+def _check_places(config: KVCacheConfig, places: Mapping[str, Place]) -> None:
+    """A block of one layer must not lie in another block of a layer of the same buffer."""
+    for tensor in config.kv_cache_tensors:
+        layers = [layer for layer in tensor.shared_by if layer in places]
+        for layer in layers[1:]:
+            if places[layer] != places[layers[0]]:
+                raise ValueError(
+                    f"{layers[0]} and {layer} share a buffer: expected each block of both in the "
+                    f"same bytes, got {places[layers[0]]} and {places[layer]}; give them equal "
+                    "blocks and backends with the same outermost dimensions, or buffers of their "
+                    "own"
+                )
+
+
+def _layer_index(name: str, num_attn_module: int) -> tuple[int, int]:
+    """The number of the layer, and of the attention in it, from the dotted parts of its name."""
+    numbers = [int(part) for part in name.split(".") if re.fullmatch(r"\d+", part, re.ASCII)]
+    most = 1 if num_attn_module == 1 else 2
+    if not 1 <= len(numbers) <= most:
+        raise ValueError(
+            f"layer name {name!r}: expected {'one number' if most == 1 else 'one or two numbers'} "
+            f"between its dots, got {len(numbers)}"
+        )
+    return numbers[0], numbers[1] if len(numbers) == 2 else 0
