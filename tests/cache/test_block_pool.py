@@ -260,6 +260,46 @@ def test_two_blocks_with_one_name() -> None:
     assert pool.get_cached_block(name(1)) is None
 
 
+def test_name_moves_to_the_block_that_gets_it_next() -> None:
+    pool = BlockPool(3)
+    old, other = pool.get_new_blocks(2)
+    pool.cache_full_blocks([old], [name(1)], 0, 1)
+    pool.evict_blocks([old.block_id])
+    assert pool.get_cached_block(name(1)) is None
+    pool.cache_full_blocks([other], [name(1)], 0, 1)
+    assert pool.get_cached_block(name(1)) is other
+    pool.cache_full_blocks([old], [name(2)], 0, 1)
+    assert pool.get_cached_block(name(1)) is other
+    assert pool.get_cached_block(name(2)) is old
+
+
+def test_shared_name_after_all_have_lost_it() -> None:
+    pool = BlockPool(4)
+    blocks = pool.get_new_blocks(3)
+    for block in blocks:
+        pool.cache_full_blocks([block], [name(1)], 0, 1)
+    pool.evict_blocks([1, 2, 3])
+    assert pool.get_cached_block(name(1)) is None
+    assert pool.get_cached_block(name(1)) is None  # after the first look-up tidied up
+    pool.cache_full_blocks(blocks[:1], [name(1)], 0, 1)
+    assert pool.get_cached_block(name(1)) is blocks[0]
+    pool.cache_full_blocks(blocks[2:], [name(3)], 0, 1)
+    assert pool.get_cached_block(name(1)) is blocks[0]
+    pool.evict_blocks([1])
+    assert pool.get_cached_block(name(1)) is None
+    assert pool.get_cached_block(name(3)) is blocks[2]
+
+
+def test_table_of_names_is_bounded() -> None:
+    pool = BlockPool(4)
+    for number in range(100):
+        blocks = pool.get_new_blocks(3)
+        names = [name(3 * number + place) for place in range(3)]
+        pool.cache_full_blocks(blocks, names, 0, 3)
+        pool.free_blocks(blocks)
+    assert sum(len(table) for table in pool._named.values()) == 3
+
+
 def test_groups_have_tables_of_their_own() -> None:
     pool = BlockPool(4)
     one, other = pool.get_new_blocks(2)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.cache import hashing
 from kvxfer.cache.hashing import (
     NONE_HASH,
     ExtraKey,
@@ -21,12 +25,14 @@ from kvxfer.cache.hashing import (
     generate_block_hash_extra_keys,
     hash_block_tokens,
     hash_request_tokens,
+    init_none_hash,
     need_extra_keys,
     none_hash,
     pack_token_ids,
     sha256,
 )
 
+REPOSITORY = Path(__file__).parents[2]
 ROOT = none_hash(b"7")
 NO_KEYS: tuple[ExtraKey, ...] | None = None
 
@@ -116,19 +122,109 @@ def test_missing_parent_is_the_module_root() -> None:
     assert hash_request_tokens(sha256, 1, BareRequest([5])) == [want]
 
 
+IMPORT = "import kvxfer.cache.hashing as h\n"
+# Whatever names the root later is one and the same.
+SHOW = (
+    "from types import SimpleNamespace as N\n"
+    "assert h.hash_block_tokens(h.sha256, None, [5]) == h.hash_block_tokens(h.sha256, h.NONE_HASH,"
+    " [5])\n"
+    "assert h.hash_request_tokens(h.sha256, 1, N(all_token_ids=[5])) == "
+    "[h.hash_block_tokens(h.sha256, h.NONE_HASH, [5])]\n"
+    "print(h.NONE_HASH.hex(), end='')\n"
+)
+
+
+def run_code(code: str, environ: dict[str, str]) -> str:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name != "PYTHONHASHSEED" and not name.startswith("KVXFER_")
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=inherited | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environ", "code", "seed"),
+    [
+        pytest.param({"PYTHONHASHSEED": "0"}, "", b"0", id="python's"),
+        pytest.param({"KVXFER_HASH_SEED": "x", "PYTHONHASHSEED": "0"}, "", b"x", id="ours-first"),
+        pytest.param({"PYTHONHASHSEED": "0"}, "h.init_none_hash(b'7')\n", b"7", id="chosen"),
+        pytest.param(
+            {"PYTHONHASHSEED": "0"},
+            "from kvxfer.config import Config\n"
+            "h.init_none_hash(Config(hash_seed='\u00e4').hash_seed_bytes)\n"
+            "h.init_none_hash(None)\n",
+            b"\xc3\xa4",
+            id="config's",
+        ),
+    ],
+)
+def test_root_of_the_process(environ: dict[str, str], code: str, seed: bytes) -> None:
+    assert run_code(IMPORT + code + SHOW, environ) == hashlib.sha256(seed).hexdigest()
+
+
+def test_root_without_a_seed_is_random() -> None:
+    one, other = (
+        run_code(IMPORT + SHOW, environ) for environ in ({}, {"PYTHONHASHSEED": "random"})
+    )
+    assert len(one) == len(other) == 64
+    assert one != other
+
+
+def test_root_that_was_used_stays() -> None:
+    used = NONE_HASH
+    assert init_none_hash(None) == used
+    with pytest.raises(ValueError, match="NONE_HASH: expected to be chosen before it is used"):
+        init_none_hash(b"another")
+    assert hash_block_tokens(sha256, None, [5]) == hash_block_tokens(sha256, used, [5])
+    with pytest.raises(AttributeError, match="no attribute 'NONE_HASHES'"):
+        hashing.NONE_HASHES  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_vectors_of_the_documentation() -> None:
+    """With hashlib and struct alone, as another implementation would read the document."""
+    text = (REPOSITORY / "docs" / "protocol.md").read_text()
+    row = r"^\| (\w+) \| (\w*) ?\| ([\d ]*?) ?\| (?:`([0-9a-f]+)` )?\| `([0-9a-f]{64})` \|$"
+    names: dict[str, bytes] = {}
+    for block, parent, token_ids, packed, want in re.findall(row, text, re.MULTILINE):
+        tokens = b"".join(struct.pack("<I", int(token)) for token in token_ids.split())
+        content = names[parent] + tokens + bytes.fromhex(packed) if parent else b"0"
+        names[block] = hashlib.sha256(content).digest()
+        assert names[block].hex() == want, block
+    assert list(names) == ["root", "a0", "a1", "b1", "c0", "c1", "d0"]
+
+    plain_request = BareRequest(range(1, 9))
+    keyed = Request(range(1, 9), [image("img", 2, 4)], Lora("l", "p"), "s")
+    root = none_hash(b"0")
+    assert root == names["root"]
+    assert hash_request_tokens(sha256, 4, plain_request, root=root) == [names["a0"], names["a1"]]
+    assert hash_request_tokens(sha256, 4, keyed, root=root) == [names["c0"], names["c1"]]
+    lora = (("lora", "l", "p"),)
+    assert hash_block_tokens(sha256, names["a0"], [5, 6, 7, 8], lora) == names["b1"]
+    assert hash_block_tokens(sha256, root, [0, 258, 1 << 31, (1 << 32) - 1]) == names["d0"]
+
+
 def test_seeded_chain_is_equal_in_another_process() -> None:
     code = (
         "from types import SimpleNamespace as N\n"
-        "from kvxfer.cache.hashing import *\n"
         "r = N(all_token_ids=list(range(32)), cache_salt='s')\n"
-        "h = hash_request_tokens(sha256, 16, r, root=none_hash(b'7'))\n"
-        "print(h[-1].hex(), end='')"
-    )
-    other = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+        "chain = h.hash_request_tokens(h.sha256, 16, r, root=h.none_hash(b'7'))\n"
+        "print(chain[-1].hex(), end='')"
     )
     request = Request(range(32), cache_salt="s")
-    assert other.stdout == hash_request_tokens(sha256, 16, request, root=ROOT)[-1].hex()
+    assert (
+        run_code(IMPORT + code, {}) == hash_request_tokens(sha256, 16, request, root=ROOT)[-1].hex()
+    )
 
 
 # --- the bulk path ------------------------------------------------------------------------------
@@ -183,6 +279,20 @@ def test_bulk_path_is_the_chain(
     known = want[:num_known]
     rest = hash_request_tokens(function, block_size, request, root=ROOT, known=known)
     assert known + rest == want
+
+
+@pytest.mark.parametrize("num_blocks", [63, 64, 65, 128, 200])
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_bulk_path_of_long_prompts(num_blocks: int, block_size: int) -> None:
+    token_ids = [7 * token % 1009 for token in range(num_blocks * block_size + block_size - 1)]
+    want, parent = [], ROOT
+    for start in range(0, num_blocks * block_size, block_size):
+        block = struct.pack(f"<{block_size}I", *token_ids[start : start + block_size])
+        parent = hashlib.sha256(parent + block).digest()
+        want.append(parent)
+    request = BareRequest(token_ids)
+    assert hash_request_tokens(sha256, block_size, request, root=ROOT) == want
+    assert hash_request_tokens(plain, block_size, request, root=ROOT) == want
 
 
 @pytest.mark.parametrize("kind", [list, tuple, range])
