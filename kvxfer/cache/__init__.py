@@ -1,0 +1,116 @@
+"""The cache that is being transferred: what layers keep, how memory is planned, which blocks hold
+what. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvxfer.cache.block_pool import BlockPool
+from kvxfer.cache.cache_hit import CacheHit
+from kvxfer.cache.extra_keys import (
+    gen_lora_extra_hash_keys,
+    gen_mm_extra_hash_keys,
+    generate_block_hash_extra_keys,
+    need_extra_keys,
+)
+from kvxfer.cache.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
+from kvxfer.cache.hashing import (
+    BlockHashType,
+    hash_block_tokens,
+    hash_request_tokens,
+    init_none_hash,
+    none_hash,
+    sha256,
+)
+from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.manager import FullAttentionManager
+from kvxfer.cache.metrics import PrefixCachingMetrics
+from kvxfer.cache.planning import (
+    check_enough_kv_cache_memory,
+    create_kv_cache_group_specs,
+    estimate_max_model_len,
+    get_kv_cache_config,
+    get_kv_cache_config_uniform_type,
+    get_kv_cache_groups,
+    is_kv_cache_type_uniform,
+    unify_hybrid_kv_cache_specs,
+    unify_kv_cache_configs,
+    unify_kv_cache_spec_page_size,
+)
+from kvxfer.cache.specs import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+)
+from kvxfer.cache.window_managers import (
+    ChunkedLocalAttentionManager,
+    MambaManager,
+    SlidingWindowManager,
+    manager_for,
+)
+
+if TYPE_CHECKING:
+    from kvxfer.cache.hashing import NONE_HASH
+
+__all__ = [
+    "NONE_HASH",
+    "AttentionSpec",
+    "BlockHashType",
+    "BlockPool",
+    "CacheHit",
+    "ChunkedLocalAttentionManager",
+    "ChunkedLocalAttentionSpec",
+    "FreeKVCacheBlockQueue",
+    "FullAttentionManager",
+    "FullAttentionSpec",
+    "KVCacheBlock",
+    "KVCacheConfig",
+    "KVCacheGroupSpec",
+    "KVCacheManager",
+    "KVCacheSpec",
+    "KVCacheTensor",
+    "MLAAttentionSpec",
+    "MambaManager",
+    "MambaSpec",
+    "PrefixCachingMetrics",
+    "SlidingWindowManager",
+    "SlidingWindowSpec",
+    "check_enough_kv_cache_memory",
+    "create_kv_cache_group_specs",
+    "estimate_max_model_len",
+    "gen_lora_extra_hash_keys",
+    "gen_mm_extra_hash_keys",
+    "generate_block_hash_extra_keys",
+    "get_kv_cache_config",
+    "get_kv_cache_config_uniform_type",
+    "get_kv_cache_groups",
+    "hash_block_tokens",
+    "hash_request_tokens",
+    "init_none_hash",
+    "is_kv_cache_type_uniform",
+    "manager_for",
+    "need_extra_keys",
+    "none_hash",
+    "sha256",
+    "unify_hybrid_kv_cache_specs",
+    "unify_kv_cache_configs",
+    "unify_kv_cache_spec_page_size",
+]
+
+if not TYPE_CHECKING:  # or a type checker would find every name in this module
+
+    def __getattr__(name: str) -> BlockHashType:
+        # Made on its first use, so that init_none_hash can choose it before.
+        if name != "NONE_HASH":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from kvxfer.cache import hashing
+
+        return hashing.NONE_HASH

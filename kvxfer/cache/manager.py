@@ -1,44 +1,94 @@
-"""Which blocks a request holds, for layers that attend to every token before.
+"""Which blocks the requests hold in the layers of one group, and which of them others may reuse.
 
 A table grows from the front: first the blocks found by prefix, then new ones. A block is found by
-others only after :meth:`FullAttentionManager.cache_blocks` said that its tokens are computed, so
-blocks that wait for a load, or whose load failed, are never handed on.
+others only after :meth:`GroupManager.cache_blocks` said that its tokens are computed, so blocks
+that wait for a load, or whose load failed, are never handed on.
+
+What differs between kinds of layers is how much they look back. A manager says so in
+:meth:`GroupManager.num_skipped_tokens`; the tables, the longest prefix hit and what is dropped
+follow from it. In a table the pool's null block stands for "nothing here"; ids that leave are -1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.cache.block_pool import BlockPool, KVCacheBlock
 from kvxfer.cache.hashing import BlockHashType
+from kvxfer.cache.specs import KVCacheSpec
+
+NO_BLOCK = -1
+"""Stands in tables of ids where a request has no block: dropped, or never allocated."""
 
 
 @dataclass(slots=True)
 class _Table:
-    """The blocks of one request in token order; the first ``num_cached_blocks`` of them have been
-    named.
+    """The blocks of one request in token order. Those before ``num_dropped_blocks`` are null, those
+    before ``num_cached_blocks`` have been named, and those of ``unhashed`` never will be.
     """
 
     blocks: list[KVCacheBlock] = field(default_factory=list)
     num_cached_blocks: int = 0
+    num_dropped_blocks: int = 0
+    unhashed: set[int] = field(default_factory=set)
 
 
-class FullAttentionManager:
-    """Block tables of all requests over one pool. Token counts are totals from a request's first
-    token.
+class GroupManager:
+    """Block tables of all requests for one group of layers. Token counts are totals from a
+    request's first token.
+
+    The group's blocks come from ``pool``, which other groups may share: names are kept apart by
+    ``group_id``, and a block is in the tables of one group at a time.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int, group_id: int = 0) -> None:
-        """``block_size`` in tokens; ``group_id`` keeps the names of several groups of one pool
-        apart. ValueError below 1.
-        """
-        if block_size < 1:
-            raise ValueError(f"block_size: expected at least 1 token, got {block_size}")
+    keeps_every_token = False
+    """Nothing is ever dropped, and every part of a prefix hit is a hit."""
+
+    def __init__(self, spec: KVCacheSpec, pool: BlockPool, group_id: int = 0) -> None:
+        self.spec = spec
         self.pool = pool
-        self.block_size = block_size
+        self.block_size = spec.block_size
         self.group_id = group_id
+        self.num_used_blocks = 0
+        """Blocks in one or more tables, each counted once."""
         self._tables: dict[str, _Table] = {}
+
+    # ------------------------------------------------------------------ what the kind decides
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """How many leading tokens no later token looks at, once ``num_computed_tokens`` are
+        computed.
+        """
+        raise NotImplementedError
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Length of a table for ``num_tokens`` tokens; ValueError when negative."""
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}")
+        return -(-num_tokens // self.block_size)
+
+    def max_blocks(
+        self, num_tokens: int, step_tokens: int, num_held_tokens: int | None = None
+    ) -> int:
+        """The most blocks that a request of ``num_tokens`` tokens holds at a time.
+
+        Args:
+            num_tokens: all tokens it will ever have.
+            step_tokens: the most of them that are computed in one step.
+            num_held_tokens: what is needed after that many tokens is never dropped.
+        """
+        most = self.spec.max_blocks(num_tokens, step_tokens)
+        if num_held_tokens is None:
+            return most
+        num_blocks = self.blocks_needed(num_tokens)
+        return max(most, num_blocks - min(self.first_kept_block(num_held_tokens), num_blocks))
+
+    def _first_written_block(self, num_tokens: int) -> int:
+        """The first of the blocks added for ``num_tokens`` tokens that anything is written to."""
+        return 0
+
+    # ------------------------------------------------------------------ lookup
 
     @property
     def num_free_blocks(self) -> int:
@@ -49,71 +99,164 @@ class FullAttentionManager:
         """Whether the request holds a table."""
         return request_id in self._tables
 
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens; ValueError when negative."""
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}")
-        return -(-num_tokens // self.block_size)
+    def first_kept_block(self, num_computed_tokens: int) -> int:
+        """Position of the first block that is still needed after ``num_computed_tokens``."""
+        return self.num_skipped_tokens(num_computed_tokens) // self.block_size
 
     def block_ids(self, request_id: str) -> list[int]:
-        """The request's block ids in token order; ValueError when it holds none."""
-        return [block.block_id for block in self._table(request_id).blocks]
+        """The request's block ids in token order, -1 where it has none; ValueError when it has no
+        table.
+        """
+        return [_id(block) for block in self._table(request_id).blocks]
+
+    def num_held_blocks(self, request_id: str) -> int:
+        """Blocks in the request's table, null ones left out."""
+        table = self._table(request_id)
+        return sum(not block.is_null for block in table.blocks[table.num_dropped_blocks :])
 
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHashType], max_tokens: int
     ) -> list[KVCacheBlock]:
-        """The blocks of the longest known prefix, at most ``max_tokens`` tokens.
+        """The blocks of the longest usable prefix, at most ``max_tokens`` tokens: null where the
+        token after it does not look, known content everywhere else.
 
         Pass ``max_tokens`` below the prompt's length where its last token must be computed to get a
-        logit. The blocks may be free: give them to :meth:`allocate` before anything else is
-        allocated.
+        logit. The blocks may be free: take them before anything else is allocated.
         """
+        # From the right. A missing block rules out every end whose kept blocks include it, and
+        # the first kept block never moves right when the end moves left: so all ends after the
+        # missing block are ruled out at once, and each block is looked up at most once.
+        end = first = self._num_candidates(block_hashes, max_tokens)
+        found: list[KVCacheBlock] = []  # blocks [first, end), last one first
+        while first > self.first_kept_block(end * self.block_size):
+            first -= 1
+            block = self.pool.get_cached_block(block_hashes[first], self.group_id)
+            if block is None:
+                end = first
+                found.clear()
+            else:
+                found.append(block)
+        return [self.pool.null_block] * first + found[::-1]
+
+    def _num_candidates(self, block_hashes: Sequence[BlockHashType], max_tokens: int) -> int:
         if max_tokens < 0:
             raise ValueError(f"max_tokens: expected at least 0, got {max_tokens}")
-        hit: list[KVCacheBlock] = []
-        for block_hash in block_hashes[: max_tokens // self.block_size]:
-            block = self.pool.get_cached_block(block_hash, self.group_id)
-            if block is None:
-                break
-            hit.append(block)
-        return hit
+        return min(max_tokens // self.block_size, len(block_hashes))
+
+    # ------------------------------------------------------------------ tables
 
     def allocate(
-        self, request_id: str, num_tokens: int, hit_blocks: Sequence[KVCacheBlock] = ()
+        self,
+        request_id: str,
+        num_tokens: int,
+        hit_blocks: Sequence[KVCacheBlock] = (),
+        num_computed_tokens: int = 0,
     ) -> list[int] | None:
-        """Make the request's table hold ``num_tokens`` tokens.
+        """Make the request's table hold ``num_tokens`` tokens, or change nothing.
 
         Args:
             request_id: a new request, or one whose table grows.
             num_tokens: all its tokens, prefix hit included.
             hit_blocks: from :meth:`find_longest_cache_hit`, for a new request only; they become its
                 first blocks.
+            num_computed_tokens: tokens that are computed, or loaded from elsewhere, when the first
+                step uses the table: what is not needed after them is null from the start.
 
         Returns:
-            The ids of the blocks added after ``hit_blocks`` (those that hold nothing yet), ``[]``
-            when the table is large enough, None when too few blocks are free: then nothing has
-            changed.
+            The ids added after ``hit_blocks`` (those that hold nothing yet), ``[]`` when the table
+            is large enough, None when too few blocks are free.
 
         Raises:
             ValueError: hits for a request that has a table, hits beyond ``num_tokens``, or a hit
                 that was evicted since.
         """
-        table = self._tables.get(request_id)
-        num_needed = self.blocks_needed(num_tokens)
         if hit_blocks:
-            self._check_hit(request_id, num_needed, hit_blocks)
+            self.check_hit(request_id, num_tokens, hit_blocks)
+        table = self._tables.get(request_id)
+        kept = self.first_kept_block(num_computed_tokens)
         num_held = len(table.blocks) if table else len(hit_blocks)
-        num_new = max(num_needed - num_held, 0)
-        num_revived = sum(block.ref_cnt == 0 and not block.is_null for block in hit_blocks)
+        first_new = max(num_held, kept, self._first_written_block(num_tokens))
+        num_new = max(self.blocks_needed(num_tokens) - first_new, 0)
+        num_revived = sum(b.ref_cnt == 0 and not b.is_null for b in hit_blocks[kept:])
         if num_new + num_revived > self.pool.num_free_blocks:
             return None
-        # Hits first: a free hit could otherwise be given out as a new block.
-        self.pool.touch(hit_blocks)
-        new_blocks = self.pool.get_new_blocks(num_new)
         if table is None:
-            table = self._tables[request_id] = _Table(list(hit_blocks), len(hit_blocks))
-        table.blocks += new_blocks
-        return [block.block_id for block in new_blocks]
+            self.open_table(request_id, hit_blocks, num_computed_tokens)
+        return self.extend(request_id, num_tokens, num_computed_tokens)
+
+    def open_table(
+        self, request_id: str, hit_blocks: Sequence[KVCacheBlock], num_computed_tokens: int
+    ) -> None:
+        """A table that begins with ``hit_blocks``, those left out that are not needed after
+        ``num_computed_tokens``.
+
+        With several groups, open all tables before one is extended: what is a free hit of one group
+        could be given out as a new block of another.
+        """
+        first_kept = min(self.first_kept_block(num_computed_tokens), len(hit_blocks))
+        blocks = [self.pool.null_block] * first_kept + list(hit_blocks[first_kept:])
+        self.num_used_blocks += sum(b.ref_cnt == 0 and not b.is_null for b in blocks)
+        self.pool.touch(blocks)
+        self._tables[request_id] = _Table(blocks, len(blocks), first_kept)
+
+    def extend(self, request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> list[int]:
+        """Append blocks until the table holds ``num_tokens`` tokens; null ones where nothing will
+        be written, or what is written is not needed after ``num_computed_tokens``.
+
+        Returns:
+            The appended ids, -1 for null.
+
+        Raises:
+            ValueError: too few free blocks; the table is as it was.
+        """
+        blocks = self._table(request_id).blocks
+        num_blocks = self.blocks_needed(num_tokens)
+        if num_blocks <= len(blocks):
+            return []
+        first_new = max(
+            self.first_kept_block(num_computed_tokens), self._first_written_block(num_tokens)
+        )
+        first_new = min(max(first_new, len(blocks)), num_blocks)
+        new = self.pool.get_new_blocks(num_blocks - first_new)
+        added = [self.pool.null_block] * (first_new - len(blocks)) + new
+        blocks += added
+        self.num_used_blocks += len(new)
+        return [_id(block) for block in added]
+
+    def drop_skipped(self, request_id: str, num_computed_tokens: int) -> None:
+        """Give back the leading blocks that nothing looks at after ``num_computed_tokens``.
+
+        Null blocks take their places. They keep their names, so that a prefix may still find them
+        until they are given out again; the last one goes first, as in :meth:`free`.
+        """
+        table = self._table(request_id)
+        first_kept = min(self.first_kept_block(num_computed_tokens), len(table.blocks))
+        if first_kept <= table.num_dropped_blocks:
+            return
+        leading = slice(table.num_dropped_blocks, first_kept)
+        dropped = table.blocks[leading]
+        table.blocks[leading] = [self.pool.null_block] * len(dropped)
+        table.num_dropped_blocks = first_kept
+        self._give_back(dropped)
+
+    def free(self, request_id: str) -> None:
+        """Give the request's blocks back, tail first, so that the start of its prefix is evicted
+        last.
+
+        Raises:
+            ValueError: the request holds no table (freed twice, or never allocated).
+        """
+        table = self._table(request_id)
+        del self._tables[request_id]
+        self._give_back(table.blocks[table.num_dropped_blocks :])
+
+    def _give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
+        num_free_before = self.pool.num_free_blocks
+        self.pool.free_blocks(reversed(blocks))
+        # Blocks that another table holds too are still used.
+        self.num_used_blocks -= self.pool.num_free_blocks - num_free_before
+
+    # ------------------------------------------------------------------ names
 
     def cache_blocks(
         self, request_id: str, block_hashes: Sequence[BlockHashType], num_computed_tokens: int
@@ -134,36 +277,43 @@ class FullAttentionManager:
         num_full_blocks = num_computed_tokens // self.block_size
         if num_full_blocks <= table.num_cached_blocks:
             return
-        self.pool.cache_full_blocks(
-            table.blocks, block_hashes, table.num_cached_blocks, num_full_blocks, self.group_id
-        )
+        start = table.num_cached_blocks
+        gaps = sorted(at for at in table.unhashed if start <= at < num_full_blocks)
+        for gap in (*gaps, num_full_blocks):
+            self.pool.cache_full_blocks(table.blocks, block_hashes, start, gap, self.group_id)
+            start = gap + 1
         table.num_cached_blocks = num_full_blocks
 
-    def free(self, request_id: str) -> None:
-        """Give the request's blocks back, tail first, so that the start of its prefix is evicted
-        last.
+    def leave_unhashed(self, request_id: str, positions: Iterable[int]) -> None:
+        """Never name the request's blocks at these positions of its table: what they hold is not
+        complete.
 
         Raises:
-            ValueError: the request holds no table (freed twice, or never allocated).
+            ValueError: a position outside the table, or one whose block may have a name already.
         """
-        table = self._table(request_id)
-        del self._tables[request_id]
-        self.pool.free_blocks(reversed(table.blocks))
+        table, wanted = self._table(request_id), set(positions)
+        for position in wanted:
+            if not table.num_cached_blocks <= position < len(table.blocks):
+                raise ValueError(
+                    f"request {request_id}: position of a block without a name: expected "
+                    f"{table.num_cached_blocks} to {len(table.blocks) - 1}, got {position}"
+                )
+        table.unhashed |= wanted
 
-    def _table(self, request_id: str) -> _Table:
-        table = self._tables.get(request_id)
-        if table is None:
-            raise ValueError(f"request {request_id}: expected one that holds blocks, got none")
-        return table
+    # ------------------------------------------------------------------ checks
 
-    def _check_hit(
-        self, request_id: str, num_needed: int, hit_blocks: Sequence[KVCacheBlock]
+    def check_hit(
+        self, request_id: str, num_tokens: int, hit_blocks: Sequence[KVCacheBlock]
     ) -> None:
+        """ValueError unless ``hit_blocks`` can begin the table of a new request of ``num_tokens``
+        tokens.
+        """
         if request_id in self._tables:
             raise ValueError(
                 f"request {request_id}: expected hit_blocks for a new request only, "
                 f"got {len(hit_blocks)}; free it first"
             )
+        num_needed = self.blocks_needed(num_tokens)
         if len(hit_blocks) > num_needed:
             raise ValueError(
                 f"hit_blocks: expected at most the {num_needed} blocks of the request's tokens, "
@@ -175,3 +325,36 @@ class FullAttentionManager:
                     f"hit_blocks: expected cached blocks, got {block}; "
                     "allocate right after the lookup"
                 )
+
+    def _table(self, request_id: str) -> _Table:
+        table = self._tables.get(request_id)
+        if table is None:
+            raise ValueError(f"request {request_id}: expected one that holds blocks, got none")
+        return table
+
+
+class FullAttentionManager(GroupManager):
+    """Layers that look at every token before: nothing is ever dropped."""
+
+    keeps_every_token = True
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """None."""
+        return 0
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHashType], max_tokens: int
+    ) -> list[KVCacheBlock]:
+        """The blocks of the longest known prefix, at most ``max_tokens`` tokens."""
+        # From the left: a prompt that nobody knows costs one lookup.
+        hit: list[KVCacheBlock] = []
+        for block_hash in block_hashes[: self._num_candidates(block_hashes, max_tokens)]:
+            block = self.pool.get_cached_block(block_hash, self.group_id)
+            if block is None:
+                break
+            hit.append(block)
+        return hit
+
+
+def _id(block: KVCacheBlock) -> int:
+    return NO_BLOCK if block.is_null else block.block_id

@@ -126,7 +126,7 @@ def _log_plan(kv_cache_config: KVCacheConfig) -> None:
     groups = kv_cache_config.kv_cache_groups
     num_places = len(kv_cache_config.kv_cache_tensors) * len(groups)
     num_empty = num_places - sum(len(group.layer_names) for group in groups)
-    logger.info(
+    logger.debug(
         "KV cache: %d blocks, %d groups, %d bytes",
         kv_cache_config.num_blocks,
         len(groups),

@@ -11,8 +11,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvxfer.cache.block_pool import BlockPool
 from kvxfer.cache.hashing import hash_block_tokens, none_hash, sha256
 from kvxfer.cache.manager import FullAttentionManager
+from kvxfer.cache.specs import FullAttentionSpec
 
 BLOCK_SIZE = 2
+SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="float32")
 ROOT = none_hash(b"manager")
 
 
@@ -25,7 +27,7 @@ def chain(token_ids: list[int]) -> list[bytes]:
 
 
 def make_manager(num_usable_blocks: int) -> FullAttentionManager:
-    return FullAttentionManager(BlockPool(num_usable_blocks + 1), BLOCK_SIZE)
+    return FullAttentionManager(SPEC, BlockPool(num_usable_blocks + 1))
 
 
 def free_ids(manager: FullAttentionManager) -> list[int]:
@@ -167,12 +169,48 @@ def test_hits_are_taken_before_new_blocks() -> None:
 
 def test_groups_of_one_pool_are_kept_apart() -> None:
     pool = BlockPool(5)
-    one, other = FullAttentionManager(pool, 2), FullAttentionManager(pool, 2, group_id=1)
+    one, other = FullAttentionManager(SPEC, pool), FullAttentionManager(SPEC, pool, group_id=1)
     hashes = chain([1, 2])
     one.allocate("a", 2)
     one.cache_blocks("a", hashes, 2)
     assert len(one.find_longest_cache_hit(hashes, 2)) == 1
     assert other.find_longest_cache_hit(hashes, 2) == []
+
+
+def test_blocks_that_two_tables_hold_are_used_once() -> None:
+    manager = make_manager(4)
+    hashes = chain([1, 2, 3, 4])
+    manager.allocate("a", 4)
+    manager.cache_blocks("a", hashes, 4)
+    manager.allocate("b", 4, manager.find_longest_cache_hit(hashes, 3))
+    assert manager.num_used_blocks == 3
+    manager.free("a")
+    assert manager.num_used_blocks == 2
+    manager.free("b")
+    assert manager.num_used_blocks == 0
+
+
+def test_nothing_is_skipped() -> None:
+    manager = make_manager(4)
+    manager.allocate("a", 6)
+    manager.drop_skipped("a", 6)
+    assert manager.num_skipped_tokens(1000) == 0
+    assert manager.block_ids("a") == [1, 2, 3]
+
+
+def test_positions_left_unhashed_are_never_named() -> None:
+    manager = make_manager(4)
+    hashes = chain([1, 2, 3, 4, 5, 6])
+    manager.allocate("a", 7)
+    manager.leave_unhashed("a", [1])
+    manager.cache_blocks("a", hashes, 6)
+    assert [block.block_hash for block in manager.pool.blocks[1:4]] == [hashes[0], None, hashes[2]]
+    assert [b.block_id for b in manager.find_longest_cache_hit(hashes, 6)] == [1]
+    manager.cache_blocks("a", hashes, 6)
+    assert manager.pool.blocks[2].block_hash is None
+    for position in (2, 4):
+        with pytest.raises(ValueError, match=f"without a name: expected 3 to 3, got {position}"):
+            manager.leave_unhashed("a", [position])
 
 
 def test_refusals() -> None:
@@ -196,8 +234,6 @@ def test_refusals() -> None:
             method("b")
     with pytest.raises(ValueError, match="max_tokens: expected at least 0, got -1"):
         manager.find_longest_cache_hit(hashes, -1)
-    with pytest.raises(ValueError, match="block_size: expected at least 1 token, got 0"):
-        FullAttentionManager(manager.pool, 0)
 
 
 # --- random histories ---------------------------------------------------------------------------

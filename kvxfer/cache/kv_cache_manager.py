@@ -1,0 +1,326 @@
+"""All groups of a cache over one pool: prefix hits that every group agrees on, admission by counted
+reservation, growth on demand.
+
+Nothing that was admitted is ever preempted: :meth:`KVCacheManager.admit` says yes only if every
+request, the new one included, can still get all blocks that it may come to need. The count of it,
+with ``usable`` blocks in the pool::
+
+    sum over groups that keep every token: blocks in use + blocks promised to its requests
+  + sum over groups that drop tokens: the most that each of its requests holds at a time  <=  usable
+
+A group that keeps every token takes promised blocks until its requests end, and a prefix hit on a
+block in use costs nothing. In a group that drops tokens a hit saves nothing: when two requests hold
+a block and one of them drops it, that one needs another block, and none has become free. Its blocks
+in use are never more than the sum of what its tables may hold, so whatever is shared with whom,
+growth finds a free block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvxfer.cache.block_pool import BlockPool
+from kvxfer.cache.cache_hit import CacheHit, longest_common_hit
+from kvxfer.cache.hashing import BlockHashType
+from kvxfer.cache.manager import GroupManager
+from kvxfer.cache.specs import KVCacheConfig
+from kvxfer.cache.window_managers import manager_for
+
+
+@dataclass(slots=True)
+class _Admitted:
+    """What is promised to one request: steps of up to ``max_step_tokens``, ``num_tokens`` in all.
+
+    ``num_promised_blocks``: still to be taken in groups that keep every token.
+    ``num_window_blocks``: the most it holds at a time in the other groups.
+    """
+
+    num_tokens: int
+    max_step_tokens: int
+    num_held_tokens: int | None
+    num_promised_blocks: int
+    num_window_blocks: int
+
+
+class KVCacheManager:
+    """Block tables of all requests in all groups.
+
+    Args:
+        config: one rank's cache; every rank of an engine has equal groups and block counts.
+        enable_caching: whether computed blocks are found again by prefix.
+        max_step_tokens: the most tokens of one request that one step computes.
+
+    Raises:
+        ValueError: no groups, groups of different block sizes, or ``max_step_tokens`` below 1.
+    """
+
+    def __init__(
+        self, config: KVCacheConfig, *, enable_caching: bool, max_step_tokens: int
+    ) -> None:
+        sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+        if len(set(sizes)) != 1:
+            raise ValueError(
+                "kv_cache_groups: expected one or more groups of one block size, got block sizes "
+                f"{sizes}; plan them with equal block_size"
+            )
+        if max_step_tokens < 1:
+            raise ValueError(f"max_step_tokens: expected at least 1, got {max_step_tokens}")
+        self.block_size = sizes[0]
+        self.enable_caching = enable_caching
+        self.pool = BlockPool(config.num_blocks, enable_caching)
+        self.groups: tuple[GroupManager, ...] = tuple(
+            manager_for(group.kv_cache_spec, self.pool, group_id)
+            for group_id, group in enumerate(config.kv_cache_groups)
+        )
+        self._keeping = [group for group in self.groups if group.keeps_every_token]
+        self._dropping = [group for group in self.groups if not group.keeps_every_token]
+        self._max_step_tokens = max_step_tokens
+        self._admitted: dict[str, _Admitted] = {}
+        self._num_promised_blocks = 0
+        self._num_window_blocks = 0
+
+    # ------------------------------------------------------------------ counts
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """All blocks but the null block."""
+        return self.pool.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no table holds; some of them may be promised."""
+        return self.pool.num_free_blocks
+
+    @property
+    def num_unpromised_blocks(self) -> int:
+        """Blocks that can still be promised to new requests."""
+        num_kept = sum(group.num_used_blocks for group in self._keeping)
+        return (
+            self.num_usable_blocks - num_kept - self._num_promised_blocks - self._num_window_blocks
+        )
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks in use, from 0 to 1."""
+        return self.pool.usage
+
+    def blocks_needed(self, num_tokens: int, num_held_tokens: int | None = None) -> int:
+        """The most blocks that a request of ``num_tokens`` tokens holds at a time, all groups
+        together; arguments as in :meth:`admit`.
+        """
+        return sum(
+            group.max_blocks(num_tokens, self._max_step_tokens, num_held_tokens)
+            for group in self.groups
+        )
+
+    # ------------------------------------------------------------------ prefix hits
+
+    def find_longest_cache_hit(
+        self, block_hashes: Sequence[BlockHashType], max_tokens: int
+    ) -> CacheHit:
+        """The longest prefix of at most ``max_tokens`` tokens that every group can continue.
+
+        Ask again for a shorter one; do not cut it: a group with a window needs other blocks then,
+        which may be gone. Without caching the hit is empty.
+
+        Raises:
+            ValueError: ``max_tokens`` below 0.
+        """
+        if not self.enable_caching:
+            block_hashes = ()
+        return longest_common_hit(self.groups, block_hashes, max_tokens)
+
+    # ------------------------------------------------------------------ a request's life
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request is admitted."""
+        return request_id in self._admitted
+
+    def admit(
+        self,
+        request_id: str,
+        *,
+        num_tokens: int,
+        hit: CacheHit,
+        num_external_tokens: int = 0,
+        num_held_tokens: int | None = None,
+        max_step_tokens: int | None = None,
+    ) -> bool:
+        """Promise a new request all blocks that it can need, and take those for its hit and for the
+        tokens that a load will bring.
+
+        Args:
+            request_id: not admitted yet.
+            num_tokens: all tokens it will ever have.
+            hit: from :meth:`find_longest_cache_hit`, with nothing allocated since.
+            num_external_tokens: tokens after the hit that come from elsewhere. Groups with a window
+                get blocks for what is still needed after them only, and leave out hit blocks that
+                are not.
+            num_held_tokens: tokens that are needed after that many stay until the request is freed,
+                because somebody else will continue from there. States are written over.
+            max_step_tokens: the most of its tokens that one step will compute, where that is less
+                than for others: a group with a window then needs fewer blocks.
+
+        Returns:
+            False when the blocks cannot be promised; then nothing has changed.
+
+        Raises:
+            ValueError: an id in use, a hit that was evicted since or has another number of groups,
+                or counts that do not fit together.
+        """
+        num_ready = hit.num_tokens + num_external_tokens
+        self._check_new(request_id, num_tokens, hit, num_ready, num_held_tokens)
+        step = min(max_step_tokens or self._max_step_tokens, self._max_step_tokens)
+        promised = _Admitted(
+            num_tokens,
+            step,
+            num_held_tokens,
+            sum(g.max_blocks(num_tokens, step) for g in self._keeping),
+            sum(g.max_blocks(num_tokens, step, num_held_tokens) for g in self._dropping),
+        )
+        num_in_use = sum(
+            block.ref_cnt > 0 for g in self._keeping for block in hit.blocks[g.group_id]
+        )
+        num_needed = promised.num_promised_blocks + promised.num_window_blocks - num_in_use
+        if num_needed > self.num_unpromised_blocks:
+            return False
+        self._admitted[request_id] = promised
+        self._num_window_blocks += promised.num_window_blocks
+        for group in self.groups:
+            group.open_table(request_id, hit.blocks[group.group_id], num_ready)
+        for group in self.groups:
+            group.extend(request_id, num_ready, num_ready)
+        promised.num_promised_blocks -= sum(g.num_held_blocks(request_id) for g in self._keeping)
+        self._num_promised_blocks += promised.num_promised_blocks
+        return True
+
+    def grow(
+        self, request_id: str, num_computed_tokens: int, num_tokens: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Before a step that computes tokens ``[num_computed_tokens, num_tokens)``: give back what
+        it does not look at, and make every table hold its tokens.
+
+        Returns:
+            The appended block ids by group, -1 where nothing will be written.
+
+        Raises:
+            ValueError: a request that is not admitted or must not grow any more, a step of more
+                than was promised, or more tokens than were admitted.
+        """
+        admitted = self._get(request_id)
+        if not 0 <= num_tokens - num_computed_tokens <= admitted.max_step_tokens:
+            raise ValueError(
+                f"request {request_id}: expected a step of 0 to {admitted.max_step_tokens} tokens, "
+                f"got {num_computed_tokens} to {num_tokens}"
+            )
+        if num_tokens > admitted.num_tokens:
+            raise ValueError(
+                f"request {request_id}: expected at most the {admitted.num_tokens} tokens that it "
+                f"was admitted with, got {num_tokens}"
+            )
+        self._drop_skipped(request_id, admitted, num_computed_tokens)
+        num_used_before = sum(group.num_used_blocks for group in self._keeping)
+        added = tuple(tuple(group.extend(request_id, num_tokens)) for group in self.groups)
+        num_taken = sum(group.num_used_blocks for group in self._keeping) - num_used_before
+        admitted.num_promised_blocks -= num_taken
+        self._num_promised_blocks -= num_taken
+        return added
+
+    def stop_growing(self, request_id: str, num_computed_tokens: int) -> None:
+        """The request has ended, and its blocks stay in use until :meth:`free`: give back what
+        nobody looks at after ``num_computed_tokens`` (or after its held tokens), and all that was
+        promised.
+        """
+        admitted = self._get(request_id)
+        self._drop_skipped(request_id, admitted, num_computed_tokens)
+        num_held = sum(group.num_held_blocks(request_id) for group in self._dropping)
+        self._num_promised_blocks -= admitted.num_promised_blocks
+        self._num_window_blocks += num_held - admitted.num_window_blocks
+        admitted.num_promised_blocks, admitted.num_window_blocks = 0, num_held
+        admitted.num_tokens = num_computed_tokens
+
+    def free(self, request_id: str) -> None:
+        """Give back all blocks of the request and what it was promised. ValueError when it is not
+        admitted.
+        """
+        admitted = self._get(request_id)
+        del self._admitted[request_id]
+        self._num_promised_blocks -= admitted.num_promised_blocks
+        self._num_window_blocks -= admitted.num_window_blocks
+        for group in self.groups:
+            group.free(request_id)
+
+    # ------------------------------------------------------------------ tables and names
+
+    def block_ids(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        """The request's blocks by group, positional from its first token, -1 where it has none."""
+        self._get(request_id)
+        return tuple(tuple(group.block_ids(request_id)) for group in self.groups)
+
+    def cache_blocks(
+        self, request_id: str, block_hashes: Sequence[BlockHashType], num_computed_tokens: int
+    ) -> None:
+        """Let others find what is full among the first ``num_computed_tokens`` tokens; call it
+        after every step and after an accepted load.
+
+        Raises:
+            ValueError: a request that is not admitted, or fewer blocks or hashes than tokens.
+        """
+        self._get(request_id)
+        for group in self.groups:
+            group.cache_blocks(request_id, block_hashes, num_computed_tokens)
+
+    def leave_unhashed(self, request_id: str, group_id: int, positions: Iterable[int]) -> None:
+        """Never let others find these blocks of the request, given by position in its table of the
+        group: they were filled in part only. Call it before :meth:`cache_blocks`.
+
+        Raises:
+            ValueError: an unknown group, a position outside the table or named already.
+        """
+        self._get(request_id)
+        if not 0 <= group_id < len(self.groups):
+            raise ValueError(f"group_id: expected 0 to {len(self.groups) - 1}, got {group_id}")
+        self.groups[group_id].leave_unhashed(request_id, positions)
+
+    # ------------------------------------------------------------------ helpers
+
+    def _drop_skipped(self, request_id: str, admitted: _Admitted, num_computed_tokens: int) -> None:
+        if admitted.num_held_tokens is not None:
+            num_computed_tokens = min(num_computed_tokens, admitted.num_held_tokens)
+        # In every group before any table grows: the promise counts what was dropped as gone.
+        for group in self._dropping:
+            group.drop_skipped(request_id, num_computed_tokens)
+
+    def _get(self, request_id: str) -> _Admitted:
+        admitted = self._admitted.get(request_id)
+        if admitted is None:
+            raise ValueError(f"request {request_id}: expected one that was admitted, got none")
+        return admitted
+
+    def _check_new(
+        self,
+        request_id: str,
+        num_tokens: int,
+        hit: CacheHit,
+        num_ready: int,
+        num_held_tokens: int | None,
+    ) -> None:
+        if request_id in self._admitted:
+            raise ValueError(f"request {request_id}: expected a new id, got one that is admitted")
+        if not hit.num_tokens <= num_ready <= num_tokens:
+            raise ValueError(
+                f"request {request_id}: expected hit and external tokens within its {num_tokens}, "
+                f"got {hit.num_tokens} and {num_ready - hit.num_tokens}"
+            )
+        if num_held_tokens is not None and not num_ready <= num_held_tokens <= num_tokens:
+            raise ValueError(
+                f"request {request_id}: num_held_tokens: expected {num_ready} to {num_tokens}, "
+                f"got {num_held_tokens}"
+            )
+        if len(hit.blocks) != len(self.groups):
+            raise ValueError(
+                f"hit: expected blocks of {len(self.groups)} groups, got {len(hit.blocks)}"
+            )
+        for group in self.groups:
+            group.check_hit(request_id, num_tokens, hit.blocks[group.group_id])
