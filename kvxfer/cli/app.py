@@ -39,8 +39,8 @@ app = typer.Typer(
 Model = Annotated[
     str | None,
     typer.Option(
-        help="Hugging Face folder, or a bare config.json (seeded random weights); "
-        "a tiny built-in model if not given.",
+        help="Hugging Face folder, or a bare config.json (seeded random weights), or a built-in "
+        "model: hybrid (sliding windows), kv-sharing; a tiny one if not given.",
         metavar="CONFIG_OR_DIR",
     ),
 ]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -30,6 +31,7 @@ from kvxfer.cli.sides import (
 from kvxfer.config import Config
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
 from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.kv_plan import longest_request
 from kvxfer.engine.model_config import ModelConfig
 from kvxfer.engine.rpc import Info, RpcClient
 from kvxfer.errors import PeerLost
@@ -114,10 +116,11 @@ def run_prefill(
         model,
         kv=kv,
         num_blocks=num_blocks,
-        max_model_len=(num_blocks - 1) * side.block_size,
+        max_model_len=num_blocks * side.block_size,
         max_num_seqs=SERVER_SEQS,
         digests=digests,
     )
+    config = msgspec.structs.replace(config, max_model_len=longest_request(config, model))
     console = make_console()
     with EngineGroup(config, host=listen.host, port=listen.port) as group:
         console.print(

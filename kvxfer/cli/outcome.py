@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer.connector.records import LoadReport
-from kvxfer.engine.digest import DIGEST_NBYTES, Difference, KVDigest, compare
+from kvxfer.engine.digest import Difference, KVDigest, PlaneDigest, compare
 from kvxfer.engine.rpc import Done, Token
 
 GOOD_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
@@ -30,7 +30,9 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class KvCheck(msgspec.Struct, frozen=True):
-    """The moved tokens ``[token_lo, token_hi)``, compared between both sides."""
+    """The moved tokens ``[token_lo, token_hi)``, compared between both sides; of layers with a
+    window those that both sides still hold.
+    """
 
     token_lo: int
     token_hi: int
@@ -170,18 +172,18 @@ def _kv_check(prefill: Done | None, decode: Done | None) -> KvCheck | None:
 
 
 def _span(digests: Iterable[KVDigest], lo: int, hi: int) -> list[KVDigest]:
+    """The tokens of ``[lo, hi)``, counted from ``lo``."""
     return [
         KVDigest(
-            num_tokens=hi - lo,
-            planes=tuple(
-                msgspec.structs.replace(
-                    plane, tokens=plane.tokens[lo * DIGEST_NBYTES : hi * DIGEST_NBYTES]
-                )
-                for plane in digest.planes
-            ),
+            num_tokens=hi - lo, planes=tuple(_plane_span(plane, lo, hi) for plane in digest.planes)
         )
         for digest in digests
     ]
+
+
+def _plane_span(plane: PlaneDigest, lo: int, hi: int) -> PlaneDigest:
+    part = plane.between(lo, hi)
+    return msgspec.structs.replace(part, first_token=part.first_token - lo)
 
 
 def _moved(difference: Difference, by_tokens: int) -> Difference:

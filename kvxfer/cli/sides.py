@@ -9,16 +9,20 @@ from typing import Any
 
 import msgspec
 
+from kvxfer.cache.kv_cache_manager import KVCacheManager
 from kvxfer.cli.options import ModelOptions, SideOptions, WorkOptions
 from kvxfer.cli.prompts import Prompt, built_in_prompts, load_prompts, text_encoder
 from kvxfer.cli.trace import load_trace
 from kvxfer.config import Config, load_config
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
-from kvxfer.engine.model_config import ModelConfig, load_model_config, shard_for
+from kvxfer.engine.kv_plan import plan_kv_caches
+from kvxfer.engine.model_config import ModelConfig, shard_for
+from kvxfer.engine.model_files import load_model_config
 
 KEPT_NBYTES = 512 << 20
 """How much KV a rank's pool may hold beyond what is in flight, so that prefixes stay cached."""
-DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SIZING_BLOCKS = 1024
+"""Of a cache that is asked for sizes only: a block for each of more groups than a model has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +34,29 @@ class Work:
 
     def max_tokens(self) -> int:
         """Tokens of the longest request, new ones included."""
-        return max(len(prompt.token_ids) + prompt.max_new_tokens for prompt in self.prompts)
+        return max(map(_num_tokens, self.prompts))
 
-    def num_blocks(self, block_size: int, kept_blocks: int) -> int:
+    def num_blocks(self, sizing: KVCacheManager, kept_blocks: int) -> int:
         """A pool in which the longest requests in flight fit together, and cached prefixes of up to
-        ``kept_blocks``.
+        ``kept_blocks``. ``sizing``: an empty cache of the same groups.
         """
-        sizes = sorted(
-            (
-                -(-(len(prompt.token_ids) + prompt.max_new_tokens) // block_size)
-                for prompt in self.prompts
-            ),
-            reverse=True,
-        )
+        sizes = sorted((_most_blocks(sizing, prompt) for prompt in self.prompts), reverse=True)
         needed = sum(sizes[: self.in_flight])
-        return 1 + max(needed, min(sum(sizes), kept_blocks))  # block 0 is never used
+        whole = len(sizing.groups) * sum(
+            -(-_num_tokens(prompt) // sizing.block_size) for prompt in self.prompts
+        )
+        return 1 + max(needed, min(whole, kept_blocks))  # block 0 is never used
+
+
+def _num_tokens(prompt: Prompt) -> int:
+    return len(prompt.token_ids) + prompt.max_new_tokens
+
+
+def _most_blocks(sizing: KVCacheManager, prompt: Prompt) -> int:
+    """Blocks that a request holds at a time. An offer keeps the window of its last prompt token
+    until it was read, also while new tokens are computed.
+    """
+    return sizing.blocks_needed(_num_tokens(prompt), len(prompt.token_ids) - 1)
 
 
 def read_model(options: ModelOptions, tp_sizes: Sequence[int]) -> ModelConfig:
@@ -127,30 +139,41 @@ def transfer_engine(
 
 def single_engine(options: ModelOptions, model: ModelConfig, work: Work) -> EngineConfig:
     """The engine that the others are compared with: one rank, no prefix cache, no transfer."""
-    block_size = 16
-    one_at_a_time = Work(work.prompts, 1)
-    return EngineConfig(
+    config = EngineConfig(
         role=Role.ALONE,
         engine_id="single",
         model=options.model,
         num_kv_heads=options.num_kv_heads,
         dtype=model.dtype,
-        block_size=block_size,
-        num_blocks=one_at_a_time.num_blocks(block_size, 0),
         max_model_len=work.max_tokens(),
         enable_prefix_caching=False,
+        kv=Config(log_level="WARNING"),
     )
+    one_at_a_time = Work(work.prompts, 1)
+    num_blocks = one_at_a_time.num_blocks(_sizing(config, model)[0], 0)
+    return msgspec.structs.replace(config, num_blocks=num_blocks)
 
 
 def pool_blocks(side: SideOptions, model: ModelConfig, work: Work) -> int:
     """What ``--num-blocks`` says, or what the work needs."""
     if side.num_blocks is not None:
         return side.num_blocks
-    heads = max(1, model.num_kv_heads // side.tp_size)
-    block_nbytes = (
-        2 * model.num_layers * heads * model.head_size * DTYPE_NBYTES[model.dtype] * side.block_size
+    config = EngineConfig(
+        role=Role.BOTH, engine_id="sizing", tp_size=side.tp_size, block_size=side.block_size
     )
-    return work.num_blocks(side.block_size, KEPT_NBYTES // block_nbytes)
+    sizing, block_nbytes = _sizing(config, model)
+    return work.num_blocks(sizing, KEPT_NBYTES // block_nbytes)
+
+
+def _sizing(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheManager, int]:
+    """An empty cache with the engine's groups, to ask it what requests need, and the bytes of one
+    of its blocks on a rank.
+    """
+    plan = plan_kv_caches(msgspec.structs.replace(config, num_blocks=_SIZING_BLOCKS), model)[0]
+    manager = KVCacheManager(
+        plan, enable_caching=False, max_step_tokens=config.max_num_batched_tokens
+    )
+    return manager, sum(tensor.size for tensor in plan.kv_cache_tensors) // plan.num_blocks
 
 
 def model_name(options: ModelOptions) -> str:

@@ -29,10 +29,15 @@ class OnLoadFailure(enum.StrEnum):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine.
 
-    ``model``: a Hugging Face directory, a config.json, or None for the built-in tiny model.
-    ``num_blocks`` is per rank and
-    counts the null block. ``digests``: also digest each request's KV through the naive reader, to
-    compare both sides.
+    ``model``: a Hugging Face directory, a config.json, the name of a built-in model, or None for
+    the tiny one. ``num_blocks`` is per rank, counts the null block, and is passed over where
+    ``kv_cache_memory_nbytes`` says how many bytes of KV a rank may hold.
+    ``disable_hybrid_kv_cache_manager``: one block table for all layers, so that those with a
+    window keep all tokens too. ``digests``: also digest each request's KV through the naive reader,
+    to compare both sides.
+
+    The properties at the end are the names under which the cache utilities look for settings; the
+    sections that they expect are this record itself.
     """
 
     role: Role
@@ -44,6 +49,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 16
     layout: str = "HND"
     num_blocks: int = 512
+    kv_cache_memory_nbytes: int | None = None
+    disable_hybrid_kv_cache_manager: bool = False
     max_model_len: int = 4096
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
@@ -62,6 +69,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"num_blocks: expected at least 2 (block 0 is never used), got {self.num_blocks}"
             )
+        if self.kv_cache_memory_nbytes is not None and self.kv_cache_memory_nbytes < 1:
+            raise ConfigError(
+                "kv_cache_memory_nbytes: expected at least 1 byte, got "
+                f"{self.kv_cache_memory_nbytes}; leave it out to give num_blocks"
+            )
         if self.block_size < 8 or self.block_size % 8:
             raise ConfigError(f"block_size: expected a multiple of 8, got {self.block_size}")
         if self.layout not in {"HND", "NHD"}:
@@ -70,3 +82,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"device: expected cpu, got {self.device!r}; this engine runs on CPUs"
             )
+
+    @property
+    def cache_config(self) -> EngineConfig:
+        """``block_size`` and ``num_gpu_blocks_override``."""
+        return self
+
+    @property
+    def model_config(self) -> EngineConfig:
+        """``max_model_len`` and ``dtype``."""
+        return self
+
+    @property
+    def scheduler_config(self) -> EngineConfig:
+        """``max_num_batched_tokens`` and ``disable_hybrid_kv_cache_manager``."""
+        return self
+
+    @property
+    def parallel_config(self) -> EngineConfig:
+        """``tensor_parallel_size``."""
+        return self
+
+    @property
+    def num_gpu_blocks_override(self) -> int | None:
+        """``num_blocks``; None where the memory decides."""
+        return self.num_blocks if self.kv_cache_memory_nbytes is None else None
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """``tp_size``."""
+        return self.tp_size

@@ -8,6 +8,7 @@ in the copy arithmetic cannot hide in it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -20,17 +21,32 @@ if TYPE_CHECKING:
     from torch import Tensor  # who only compares digests starts without it
 
 DIGEST_NBYTES = 8
+_DROPPED = -1
 
 
 class PlaneDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """One plane and one global head of a layer; ``tokens`` is one digest of 8 bytes per token, in
-    token order.
+    """One plane and one global head of a layer.
+
+    ``tokens`` is one digest of 8 bytes for each token from ``first_token`` on; the tokens before it
+    are out of the layer's window, and their blocks gone.
     """
 
     layer: str
     plane: str
     head: int
     tokens: bytes
+    first_token: int = 0
+
+    @property
+    def end(self) -> int:
+        """The token behind the last one."""
+        return self.first_token + len(self.tokens) // DIGEST_NBYTES
+
+    def between(self, lo: int, hi: int) -> PlaneDigest:
+        """The tokens of ``[lo, hi)`` that are digested."""
+        first = min(max(self.first_token, lo), hi)
+        begin, end = (max(0, at - self.first_token) * DIGEST_NBYTES for at in (first, hi))
+        return msgspec.structs.replace(self, first_token=first, tokens=self.tokens[begin:end])
 
 
 class KVDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,25 +75,34 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kv_digests(
-    regions: Sequence[Region], buffer: Tensor, block_ids: Sequence[int], num_tokens: int
+    regions: Sequence[Region],
+    buffer: Tensor,
+    block_ids: Sequence[Sequence[int]],
+    num_tokens: int,
 ) -> KVDigest:
-    """Digest tokens ``[0, num_tokens)`` of a request whose blocks are ``block_ids``.
+    """Digest tokens ``[0, num_tokens)`` of a request, those of dropped blocks left out.
 
-    ``buffer`` is the one-dimensional uint8 CPU tensor that the regions' offsets count from. Raises
-    ValueError for block ids outside the pool, too few of them, or a region whose heads cannot be
-    told apart.
+    ``buffer`` is the one-dimensional uint8 CPU tensor that the regions' offsets count from.
+    ``block_ids``: for each group its table by position; in a group with a window the first ones may
+    be -1, dropped. Raises ValueError for block ids outside the pool (-1 anywhere else among them),
+    too few of them, or a region whose heads cannot be told apart.
     """
     memory = memoryview(buffer.numpy().data)
-    planes = [
-        PlaneDigest(
-            layer=region.layer,
-            plane=region.plane,
-            head=head,
-            tokens=_digest_head(region, memory, block_ids, num_tokens, head),
-        )
-        for region in regions
-        for head in range(region.head_lo, region.head_hi)
-    ]
+    planes = []
+    for region in regions:
+        table = _table(region, block_ids, num_tokens)
+        first_token = min(_num_dropped(region, table) * region.block_tokens, num_tokens)
+        for head in range(region.head_lo, region.head_hi):
+            tokens = _digest_head(region, memory, table, range(first_token, num_tokens), head)
+            planes.append(
+                PlaneDigest(
+                    layer=region.layer,
+                    plane=region.plane,
+                    head=head,
+                    tokens=tokens,
+                    first_token=first_token,
+                )
+            )
     return KVDigest(num_tokens=num_tokens, planes=tuple(planes))
 
 
@@ -92,12 +117,8 @@ def merge_digests(ranks: Iterable[KVDigest]) -> tuple[KVDigest, list[Difference]
         counts.add(rank.num_tokens)
         for digest in rank.planes:
             first = merged.setdefault((digest.layer, digest.plane, digest.head), digest)
-            if first.tokens != digest.tokens:
-                differences.append(
-                    _difference(
-                        digest, _first_difference(first.tokens, digest.tokens), "replicas differ"
-                    )
-                )
+            if (token := _first_difference(first, digest)) is not None:
+                differences.append(_difference(digest, token, "replicas differ"))
     if len(counts) != 1:
         raise ValueError(f"ranks: expected one token count on all, got {sorted(counts)}")
     planes = tuple(merged[key] for key in sorted(merged))
@@ -107,8 +128,9 @@ def merge_digests(ranks: Iterable[KVDigest]) -> tuple[KVDigest, list[Difference]
 def compare(source: Sequence[KVDigest], sink: Sequence[KVDigest]) -> list[Difference]:
     """Every plane and head that is not the same on both sides; an empty list means equal KV.
 
-    ``source`` and ``sink`` hold one digest per rank. Replicas that disagree within a side, and
-    planes that only one side holds, are differences too.
+    ``source`` and ``sink`` hold one digest per rank. What is compared are the tokens from the first
+    that both sides hold to the last; a plane that has no such token, one that only one side has,
+    and replicas that disagree within a side are differences too.
     """
     left, left_differences = merge_digests(source)
     right, right_differences = merge_digests(sink)
@@ -124,27 +146,46 @@ def compare(source: Sequence[KVDigest], sink: Sequence[KVDigest]) -> list[Differ
             differences.append(
                 Difference(layer=layer, plane=plane, head=head, first_token=0, reason=reason)
             )
-        elif ours.tokens != theirs.tokens:
-            token = _first_difference(ours.tokens, theirs.tokens)
+        elif _shares_no_token(ours, theirs):
+            differences.append(_difference(ours, ours.end, "no token is held by both sides"))
+        elif (token := _first_difference(ours, theirs)) is not None:
             differences.append(_difference(ours, token, "source and sink differ"))
     return differences
 
 
+def _table(region: Region, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Sequence[int]:
+    """The blocks that a region's tokens lie in."""
+    if region.group >= len(block_ids):
+        raise ValueError(
+            f"block_ids: expected a table for group {region.group} of {region.layer}, got "
+            f"{len(block_ids)} tables"
+        )
+    table = block_ids[region.group]
+    if num_tokens > len(table) * region.block_tokens:
+        raise ValueError(
+            f"block_ids: expected blocks for {num_tokens} tokens, "
+            f"got {len(table)} of {region.block_tokens} tokens"
+        )
+    return table
+
+
+def _num_dropped(region: Region, table: Sequence[int]) -> int:
+    """How many blocks at the beginning of a table are out of the region's window."""
+    if region.window is None:
+        return 0  # a block that is missing here is an error
+    return sum(1 for _ in itertools.takewhile(lambda block: block == _DROPPED, table))
+
+
 def _digest_head(
-    region: Region, memory: memoryview, block_ids: Sequence[int], num_tokens: int, head: int
+    region: Region, memory: memoryview, block_ids: Sequence[int], tokens: range, head: int
 ) -> bytes:
     if region.interior is not Interior.PLAIN:
         raise ValueError(
             f"{region.layer} {region.plane}: expected a plain interior, got {region.interior.value}"
         )
-    if num_tokens > len(block_ids) * region.block_tokens:
-        raise ValueError(
-            f"block_ids: expected blocks for {num_tokens} tokens, "
-            f"got {len(block_ids)} of {region.block_tokens} tokens"
-        )
     kernel_tokens = region.block_tokens // region.kernel_blocks
     digests = bytearray()
-    for token in range(num_tokens):
+    for token in tokens:
         block, slot = block_ids[token // region.block_tokens], token % region.block_tokens
         if not 0 <= block < region.num_blocks:
             raise ValueError(f"block_ids: expected ids in [0, {region.num_blocks}), got {block}")
@@ -165,16 +206,27 @@ def _digest_head(
     return bytes(digests)
 
 
-def _first_difference(ours: bytes, theirs: bytes) -> int:
-    """The first token whose digests differ; the shorter length where one is the beginning of the
-    other.
+def _shares_no_token(ours: PlaneDigest, theirs: PlaneDigest) -> bool:
+    """Is nothing compared, though there is something to compare?"""
+    is_empty = ours.end == 0 and theirs.end == 0
+    return not is_empty and max(ours.first_token, theirs.first_token) >= min(ours.end, theirs.end)
+
+
+def _first_difference(ours: PlaneDigest, theirs: PlaneDigest) -> int | None:
+    """The first token whose digests differ, of those from the first that both have; the shorter's
+    end where one is the beginning of the other; None where all are equal.
     """
-    shorter = min(len(ours), len(theirs)) // DIGEST_NBYTES
-    for token in range(shorter):
-        at = slice(token * DIGEST_NBYTES, (token + 1) * DIGEST_NBYTES)
-        if ours[at] != theirs[at]:
-            return token
-    return shorter
+    first = max(ours.first_token, theirs.first_token)
+    shorter = min(ours.end, theirs.end)
+    mine, others = (plane.between(first, shorter).tokens for plane in (ours, theirs))
+    if mine != others:
+        pairs = zip(_by_token(mine), _by_token(others), strict=True)
+        return first + next(token for token, (one, two) in enumerate(pairs) if one != two)
+    return None if ours.end == theirs.end else max(first, shorter)
+
+
+def _by_token(tokens: bytes) -> list[bytes]:
+    return [tokens[at : at + DIGEST_NBYTES] for at in range(0, len(tokens), DIGEST_NBYTES)]
 
 
 def _difference(digest: PlaneDigest, first_token: int, reason: str) -> Difference:

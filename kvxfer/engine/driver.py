@@ -15,12 +15,14 @@ import zmq
 from kvxfer.connector.aggregator import KVOutputAggregator
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig
+from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.links import Activity, DriverLink, Output, Started
+from kvxfer.engine.live import Event, NewToken
 from kvxfer.engine.model_config import ModelConfig
 from kvxfer.engine.request import Request
 from kvxfer.engine.rpc import Abort, Ask, Done, Generate, Info, Refused, RpcServer, ToEngine, Token
 from kvxfer.engine.runner import Runner
-from kvxfer.engine.scheduler import Finished, NewToken, Scheduler
+from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import StepOutput
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.manifest import RankManifest
@@ -63,7 +65,11 @@ class Driver:
         self._rpc = rpc
         self._connector = connector
         self._pids = (os.getpid(), *pids)
-        self._scheduler = Scheduler(config, connector, model.eos_token_ids)
+        kv_cache_config = plan_kv_caches(config, model)[0]
+        self._num_blocks = kv_cache_config.num_blocks
+        self._scheduler = Scheduler(
+            config, connector, kv_cache_config, eos_token_ids=model.eos_token_ids
+        )
         self._aggregator = KVOutputAggregator(config.tp_size)
         # Inside, every request has an id of its own: two clients may choose the same one, and one
         # client may use
@@ -186,7 +192,7 @@ class Driver:
                 f"got {min(tokens)} to {max(tokens)}"
             )
 
-    def _tell(self, event: NewToken | Finished) -> None:
+    def _tell(self, event: Event) -> None:
         if isinstance(event, NewToken):
             asker = self._askers[event.request_id]
             token = Token(asker.request_id, event.token_id, event.logit_gap)
@@ -213,7 +219,7 @@ class Driver:
             engine_id=self._config.engine_id,
             vocab_size=self._model.vocab_size,
             max_model_len=self._config.max_model_len,
-            num_blocks=self._config.num_blocks,
+            num_blocks=self._num_blocks,
             num_free_blocks=self._scheduler.num_free_blocks,
             pids=self._pids,
             counts={**self._counts, "malformed_requests": self._rpc.num_malformed},

@@ -1,29 +1,33 @@
-"""A Llama-family decoder over a paged KV pool, one tensor-parallel rank of it.
+"""A Llama-family decoder over a paged KV cache, one tensor-parallel rank of it.
 
 Query, key, value, gate and up are split by columns, output and down by rows, so a layer needs two
 sums over the ranks. Embedding and lm_head are whole on every rank. The arithmetic follows
-transformers' ``LlamaForCausalLM`` step by step (norms and rotary angles in float32), whose logits
-are the test.
+transformers' ``LlamaForCausalLM`` and ``MinistralForCausalLM`` (sliding windows) step by step
+(norms and rotary angles in float32), whose logits are the test.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
-from kvxfer.engine.attention import AttentionBackend, AttentionMetadata
-from kvxfer.engine.model_config import Llama3Rope, ModelConfig, shard_for
+from kvxfer.engine.attention import AttentionMetadata
+from kvxfer.engine.layers import PagedAttention
+from kvxfer.engine.model_config import Llama3Rope, ModelConfig, layer_names, shard_for
 from kvxfer.engine.weights import LayerWeights, LlamaWeights
 from kvxfer.errors import ModelError
 
 
 class LlamaModel:
-    """One rank of a decoder. ``all_reduce`` returns the sum of its argument over all ranks (in
-    place or not).
+    """One rank of a decoder.
+
+    Args:
+        layers: its attention layers by name, bound to a cache before the first step.
+        all_reduce: returns the sum of its argument over all ranks (in place or not).
     """
 
     def __init__(
@@ -33,14 +37,19 @@ class LlamaModel:
         *,
         tp_rank: int,
         tp_size: int,
-        backend: AttentionBackend,
+        layers: Mapping[str, PagedAttention],
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        if tuple(layers) != layer_names(config):
+            raise ModelError(
+                f"layers: expected those of the model ({', '.join(layer_names(config))}), got "
+                f"{', '.join(layers) or 'none'}"
+            )
         if tp_size > 1 and all_reduce is None:
             raise ModelError(f"all_reduce: expected a callable for {tp_size} ranks, got None")
         self.config = config
         self.shard = shard_for(config, tp_rank, tp_size)
-        self.backend = backend
+        self._layers = dict(layers)
         self._weights = weights
         self._sum = all_reduce or _keep
         self._inv_freq = _inverse_frequencies(config).to(weights.embedding.device)
@@ -50,25 +59,20 @@ class LlamaModel:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        kv_caches: Sequence[Tensor],
-        meta: AttentionMetadata,
+        attn_metadata: Mapping[str, AttentionMetadata],
     ) -> Tensor:
         """Run the new tokens of a step and write their KV.
 
-        ``token_ids`` and ``positions`` [T] int64, ``kv_caches`` one view per layer -> hidden [T,
-        hidden_size] after the final norm.
+        ``token_ids`` and ``positions`` [T] int64, ``attn_metadata`` by layer name -> hidden [T,
+        hidden_size] after the final norm. Raises KeyError for a layer without metadata.
         """
-        if len(kv_caches) != self.config.num_layers:
-            raise ValueError(
-                f"kv_caches: expected one per layer ({self.config.num_layers}), got "
-                f"{len(kv_caches)}"
-            )
         hidden = embedding(token_ids, self._weights.embedding)
         angles = positions[:, None].to(torch.float32) * self._inv_freq
         cos, sin = (table.to(hidden.dtype)[:, None] for table in (angles.cos(), angles.sin()))
-        for layer, kv_cache in zip(self._weights.layers, kv_caches, strict=True):
+        for layer, (name, paged) in zip(self._weights.layers, self._layers.items(), strict=True):
             normed = self._norm(hidden, layer.input_norm)
-            hidden = hidden + self._sum(self._attention(normed, cos, sin, layer, kv_cache, meta))
+            attended = self._attention(normed, cos, sin, layer, paged, attn_metadata[name])
+            hidden = hidden + self._sum(attended)
             normed = self._norm(hidden, layer.post_attention_norm)
             gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
             hidden = hidden + self._sum(linear(silu(gate) * up, layer.down))
@@ -85,16 +89,20 @@ class LlamaModel:
         cos: Tensor,
         sin: Tensor,
         layer: LayerWeights,
-        kv_cache: Tensor,
+        paged: PagedAttention,
         meta: AttentionMetadata,
     ) -> Tensor:
         num_query = self.shard.query_hi - self.shard.query_lo
-        num_kv = self.shard.kv_hi - self.shard.kv_lo
         heads = linear(hidden, layer.qkv).view(len(hidden), -1, self.config.head_size)
-        query_key, value = heads.tensor_split((num_query + num_kv,), dim=1)
-        query, key = _rotate(query_key, cos, sin).tensor_split((num_query,), dim=1)
-        self.backend.write(kv_cache, key, value, meta)
-        attended = self.backend.attend(query, kv_cache, meta)
+        if paged.kv_sharing_target_layer_name is not None:
+            # All heads are queries; K and V of the new tokens were written by the target.
+            query = _rotate(heads, cos, sin)
+        else:
+            num_kv = self.shard.kv_hi - self.shard.kv_lo
+            query_key, value = heads.tensor_split((num_query + num_kv,), dim=1)
+            query, key = _rotate(query_key, cos, sin).tensor_split((num_query,), dim=1)
+            paged.write(key, value, meta)
+        attended = paged.attend(query, meta)
         return linear(attended.flatten(1), layer.output)
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:

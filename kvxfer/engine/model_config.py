@@ -1,21 +1,17 @@
-"""What a Llama-family model is, read from a Hugging Face ``config.json`` or the built-in tiny
-default.
+"""What a Llama-family model is; :mod:`kvxfer.engine.model_files` reads it from files.
 
-Both spellings of config files are read (``rope_theta`` / ``rope_parameters``, ``torch_dtype`` /
-``dtype``). What the reference engine does not compute is refused by the name of its key: a model
-that runs and answers wrongly would make every comparison of the two sides worthless.
+Layers may differ in what they see (all tokens, or a sliding window) and in whose KV they read
+(their own, or that of an earlier layer).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 
 from kvxfer.errors import ModelError
 
-_T = TypeVar("_T")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -28,10 +24,16 @@ class Llama3Rope(msgspec.Struct, frozen=True, kw_only=True):
     original_max_position_embeddings: int
 
 
-class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One decoder. ``weights`` is the folder of the safetensors files, or None for seeded random
-    weights.
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One decoder.
+
+    ``weights``: the folder of the safetensors files, or None for seeded random weights.
+    ``windows``: for each layer how many tokens a token sees, itself among them, None for all; empty
+    where every layer sees all. ``num_kv_shared_layers``: the last so many layers keep no KV.
     """
+
+    # omit_defaults: the name of the weights is a hash of these fields, and must not change for
+    # models that have none of the fields that came later.
 
     model_type: str
     vocab_size: int
@@ -49,6 +51,20 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     dtype: str
     weights: Path | None
+    windows: tuple[int | None, ...] = ()
+    num_kv_shared_layers: int = 0
+
+
+class LayerAttention(msgspec.Struct, frozen=True, kw_only=True):
+    """How one layer attends.
+
+    ``window``: tokens that a token sees, itself among them; None for all. ``target``: the layer
+    whose KV it reads instead of keeping its own.
+    """
+
+    name: str
+    window: int | None = None
+    target: str | None = None
 
 
 class TpShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,36 +102,21 @@ DEFAULT_MODEL = ModelConfig(
 )
 
 
-class _HfConfig(msgspec.Struct, frozen=True):
-    """The keys of ``config.json`` that matter here, spelled as there; others are ignored."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float = 1e-6
-    rope_theta: float | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None
-    max_position_embeddings: int = 2048
-    tie_word_embeddings: bool = False
-    eos_token_id: int | list[int] | None = None
-    torch_dtype: str | None = None
-    dtype: str | None = None
-    hidden_act: str = "silu"
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    sliding_window: int | None = None
-    partial_rotary_factor: float | None = None
-    quantization_config: dict[str, Any] | None = None
-
-
-class _HfGenerationConfig(msgspec.Struct, frozen=True):
-    eos_token_id: int | list[int] | None = None
+_WINDOW_TOKENS = 48  # three blocks of 16, and no multiple of 32: windows begin inside blocks
+BUILT_IN_MODELS = {
+    "hybrid": msgspec.structs.replace(
+        DEFAULT_MODEL, model_type="ministral", windows=(_WINDOW_TOKENS, None) * 2
+    ),
+    "kv-sharing": msgspec.structs.replace(
+        DEFAULT_MODEL,
+        model_type="ministral",
+        num_layers=6,
+        windows=(_WINDOW_TOKENS, None) * 3,
+        num_kv_shared_layers=2,
+    ),
+}
+"""Models by name, with seeded random weights: sliding and full layers in turn, and the same with
+two layers that read the KV of the two before them."""
 
 
 def layer_names(config: ModelConfig) -> tuple[str, ...]:
@@ -123,30 +124,52 @@ def layer_names(config: ModelConfig) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}.self_attn" for layer in range(config.num_layers))
 
 
-def load_model_config(
-    path: str | Path | None, *, num_kv_heads: int | None = None, dtype: str | None = None
-) -> ModelConfig:
-    """Read a model's config.
+def attention_layers(config: ModelConfig) -> tuple[LayerAttention, ...]:
+    """How each layer attends, in order of depth.
 
-    ``path``: None for the built-in tiny model, a Hugging Face folder (config.json and safetensors
-    files), or a bare config file (seeded random weights). ``num_kv_heads`` overrides the file's
-    where no weights are read. ``dtype``: one of :data:`DTYPES`, "auto" for the file's own, or None
-    for float32 (greedy tokens flip by the order of summation in bfloat16, 2 % per token). Raises
-    ModelError naming key and value for anything missing, malformed or not supported.
+    A layer without KV of its own reads that of the last layer before the sharing ones that has the
+    same window. Raises ModelError where there is none, and for windows that do not fit the layers.
     """
-    config = DEFAULT_MODEL if path is None else _from_file(Path(path))
-    if dtype != "auto":
-        config = msgspec.structs.replace(config, dtype=dtype or "float32")
-    if num_kv_heads is not None and num_kv_heads != config.num_kv_heads:
-        if config.weights is not None:
+    names = layer_names(config)
+    windows = config.windows or (None,) * config.num_layers
+    if len(windows) != config.num_layers:
+        raise ModelError(
+            f"windows: expected one for each of {config.num_layers} layers, got {len(windows)}"
+        )
+    num_own = config.num_layers - config.num_kv_shared_layers
+    if not 0 < num_own <= config.num_layers:
+        raise ModelError(
+            f"num_kv_shared_layers: expected 0 to {config.num_layers - 1} of {config.num_layers} "
+            f"layers, got {config.num_kv_shared_layers}"
+        )
+    own = dict(zip(windows[:num_own], names[:num_own], strict=True))  # the last one of a kind stays
+    for name, window in zip(names, windows, strict=True):
+        if window is not None and window < 1:
+            raise ModelError(f"windows: {name}: expected at least 1 token, got {window}")
+        if window not in own:
             raise ModelError(
-                f"num_kv_heads: the weights in {config.weights} have {config.num_kv_heads}, got "
-                f"{num_kv_heads}; "
-                "other head counts need seeded random weights (a bare config.json)"
+                f"num_kv_shared_layers: {name}: expected a layer with {_kind(window)} among the "
+                f"first {num_own}, got none; share fewer layers"
             )
-        config = msgspec.structs.replace(config, num_kv_heads=num_kv_heads)
-    _check(config)
-    return config
+    return tuple(
+        LayerAttention(name=name, window=window, target=None if index < num_own else own[window])
+        for index, (name, window) in enumerate(zip(names, windows, strict=True))
+    )
+
+
+def attention_pattern(config: ModelConfig) -> str:
+    """What the layers see and share, as both sides of a transfer must have it: "full", or layer by
+    layer ("48, full, 48, full=1": the last one reads the KV of layer 1).
+    """
+    layers = attention_layers(config)
+    if all(layer.window is None and layer.target is None for layer in layers):
+        return "full"
+    index = {layer.name: number for number, layer in enumerate(layers)}
+    return ", ".join(
+        ("full" if layer.window is None else str(layer.window))
+        + ("" if layer.target is None else f"={index[layer.target]}")
+        for layer in layers
+    )
 
 
 def shard_for(config: ModelConfig, tp_rank: int, tp_size: int) -> TpShard:
@@ -187,114 +210,8 @@ def shard_for(config: ModelConfig, tp_rank: int, tp_size: int) -> TpShard:
     )
 
 
-def _from_file(path: Path) -> ModelConfig:
-    folder = path if path.is_dir() else None
-    file = path / "config.json" if folder else path
-    raw = _decode(file, _HfConfig)
-    _refuse_unsupported(raw, file)
-    if folder and not any(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"{folder}: expected *.safetensors files, got none; "
-            f"give {file} itself for seeded random weights"
-        )
-    theta, scaling = _rope(raw, file)
-    eos = raw.eos_token_id
-    generation = file.parent / "generation_config.json"
-    if folder and generation.is_file():
-        # Llama 3 Instruct lists <|eot_id|> only there
-        eos = _decode(generation, _HfGenerationConfig).eos_token_id or eos
-    if raw.head_dim is None and (
-        raw.num_attention_heads < 1 or raw.hidden_size % raw.num_attention_heads
-    ):
-        raise ModelError(
-            f"{file}: num_attention_heads: expected a divisor of hidden_size {raw.hidden_size} "
-            f"(there is no head_dim), got {raw.num_attention_heads}"
-        )
-    return ModelConfig(
-        model_type=raw.model_type,
-        vocab_size=raw.vocab_size,
-        hidden_size=raw.hidden_size,
-        intermediate_size=raw.intermediate_size,
-        num_layers=raw.num_hidden_layers,
-        num_heads=raw.num_attention_heads,
-        num_kv_heads=raw.num_attention_heads
-        if raw.num_key_value_heads is None
-        else raw.num_key_value_heads,
-        head_size=raw.hidden_size // raw.num_attention_heads
-        if raw.head_dim is None
-        else raw.head_dim,
-        rms_norm_eps=raw.rms_norm_eps,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=raw.max_position_embeddings,
-        tie_word_embeddings=raw.tie_word_embeddings,
-        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-        dtype=raw.dtype or raw.torch_dtype or "float32",
-        weights=folder,
-    )
-
-
-def _decode(file: Path, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
-    except OSError as exc:
-        raise ModelError(
-            f"{file}: cannot be read ({exc.strerror}); give a Hugging Face folder or a config.json"
-        ) from exc
-    except msgspec.MsgspecError as exc:
-        raise ModelError(f"{file}: {exc}") from exc
-
-
-def _refuse_unsupported(raw: _HfConfig, file: Path) -> None:
-    expected: tuple[tuple[str, object], ...] = (
-        ("model_type", "llama"),
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("sliding_window", None),
-        ("quantization_config", None),
-    )
-    for key, want in expected:
-        if (got := getattr(raw, key)) != want:
-            raise ModelError(f"{file}: {key}: expected {want!r}, got {got!r}; it is not supported")
-    if raw.partial_rotary_factor not in (None, 1.0):
-        raise ModelError(
-            f"{file}: partial_rotary_factor: expected 1.0, got {raw.partial_rotary_factor}; it "
-            "is not supported"
-        )
-
-
-def _rope(raw: _HfConfig, file: Path) -> tuple[float, Llama3Rope | None]:
-    """Base and scaling from either spelling."""
-    key = "rope_parameters" if raw.rope_parameters else "rope_scaling"
-    rope = raw.rope_parameters or raw.rope_scaling or {}
-    theta = rope.get("rope_theta", raw.rope_theta)
-    # 10000 is what transformers takes when the file names none
-    theta = 10000.0 if theta is None else theta
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise ModelError(f"{file}: {key}.rope_theta: expected a number, got {theta!r}")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise ModelError(
-            f"{file}: {key}.partial_rotary_factor: expected 1.0, got "
-            f"{rope['partial_rotary_factor']!r}; "
-            "it is not supported"
-        )
-    if rope_type == "default":
-        return float(theta), None
-    if rope_type != "llama3":
-        raise ModelError(
-            f"{file}: {key}.rope_type: expected 'default' or 'llama3', got {rope_type!r}; it is "
-            "not supported"
-        )
-    try:
-        return float(theta), msgspec.convert(rope, Llama3Rope)
-    except msgspec.ValidationError as exc:
-        raise ModelError(f"{file}: {key}: {exc}") from exc
-
-
-def _check(config: ModelConfig) -> None:
-    """What holds for every model, wherever its numbers came from."""
+def check_model(config: ModelConfig) -> None:
+    """What holds for every model, wherever its numbers came from. Raises ModelError."""
     if config.dtype not in DTYPES:
         raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
     for name in (
@@ -319,3 +236,8 @@ def _check(config: ModelConfig) -> None:
         raise ModelError(
             f"head_size: expected an even number (rotary pairs), got {config.head_size}"
         )
+    attention_layers(config)
+
+
+def _kind(window: int | None) -> str:
+    return "full attention" if window is None else f"a window of {window}"

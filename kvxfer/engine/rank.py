@@ -29,7 +29,7 @@ from kvxfer.engine.config import Role
 from kvxfer.engine.driver import Driver
 from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready
 from kvxfer.engine.links import Activity, DriverLink, Output, RankLink, Started, link_address
-from kvxfer.engine.model_config import load_model_config
+from kvxfer.engine.model_files import load_model_config
 from kvxfer.engine.rpc import RpcServer
 from kvxfer.engine.runner import Runner, cache_facts
 from kvxfer.errors import KvxferError, PeerLost

@@ -1,37 +1,39 @@
-"""One rank's half of a step: zero, digest, load, compute, save, report. Owns the pool and the
+"""One rank's half of a step: zero, digest, load, compute, save, report. Owns the cache and the
 worker connector.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.worker_side import WorkerConnector
-from kvxfer.engine.attention import attention_backend, build_attn_metadata
+from kvxfer.engine.attention import attention_backend
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import KVDigest, kv_digests
 from kvxfer.engine.model import LlamaModel
-from kvxfer.engine.model_config import ModelConfig, load_model_config, shard_for
-from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
+from kvxfer.engine.model_config import ModelConfig, attention_pattern, shard_for
+from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.rank_cache import RankCache
+from kvxfer.engine.step_tables import RequestStep
+from kvxfer.engine.steps import GroupIds, Sample, SchedulerOutput, StepOutput
 from kvxfer.engine.weights import load_weights, weights_identity
-from kvxfer.tensors.allocate import KVPool, allocate_kv_pool, kv_pool_nbytes
-from kvxfer.tensors.shared_memory import SharedPool, plain_info
-from kvxfer.tensors.zeroing import zero_blocks
 from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest
-from kvxfer.transports.base import LocalMemory
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """What a rank keeps of a running request."""
+    """What a rank keeps of a running request. ``block_ids``: by group, then by position; entries
+    of a group with a window may be old ones, or -1, where they are out of the window.
+    """
 
     token_ids: list[int]
-    block_ids: list[int]
+    block_ids: list[list[int]]
     num_computed_tokens: int = 0
 
 
@@ -51,15 +53,6 @@ class _Share:
         )
 
 
-@dataclass(slots=True)
-class _Pool:
-    """The pool and what keeps its memory alive."""
-
-    kv: KVPool
-    memory: LocalMemory
-    shared: SharedPool | None = field(default=None)
-
-
 def cache_facts(config: EngineConfig, model: ModelConfig) -> CacheFacts:
     """What both sides of a transfer must agree on."""
     return CacheFacts(
@@ -71,6 +64,7 @@ def cache_facts(config: EngineConfig, model: ModelConfig) -> CacheFacts:
         num_kv_heads=model.num_kv_heads,
         head_size=model.head_size,
         num_layers=model.num_layers,
+        attention=attention_pattern(model),
     )
 
 
@@ -96,22 +90,15 @@ class Runner:
             config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype
         )
         shard = shard_for(model_config, tp_rank, config.tp_size)
-        backend = attention_backend(config.layout)
+        self._cache = RankCache(config, model_config, shard, attention_backend(config.layout))
         self._model = LlamaModel(
             model_config,
             load_weights(model_config, shard, seed=config.seed, device=config.device),
             tp_rank=tp_rank,
             tp_size=config.tp_size,
-            backend=backend,
+            layers=self._cache.layers,
             all_reduce=all_reduce,
         )
-        spec = backend.pool_spec(
-            model_config, shard, num_blocks=config.num_blocks, block_tokens=config.block_size
-        )
-        self._pool = _allocate(
-            config, kv_pool_nbytes(spec), lambda take: allocate_kv_pool(spec, take)
-        )
-        self._layers = list(self._pool.kv.layers.values())
         self._sequences: dict[str, _Sequence] = {}
         self.connector: WorkerConnector | None = None
         if config.role is not Role.ALONE:
@@ -131,7 +118,7 @@ class Runner:
             layout=config.layout,
             is_front_door=self._tp_rank == 0,
         )
-        connector.register_kv_caches(self._pool.kv.regions, self._pool.memory)
+        connector.register_kv_caches(self._cache.regions, self._cache.memory)
         return connector
 
     @property
@@ -147,7 +134,7 @@ class Runner:
             # blocks.
             self.connector.handle_preemptions(metadata)
             self.connector.bind_connector_metadata(metadata)
-        zero_blocks(self._pool.kv, step.zero_block_ids)
+        self._cache.zero(step.zero_block_ids)
         digests = {
             order.req_id: self._digest(order.block_ids, order.num_tokens) for order in step.digests
         }
@@ -170,20 +157,29 @@ class Runner:
         self.connector.clear_connector_metadata()
         return output
 
-    def _digest(self, block_ids: tuple[int, ...], num_tokens: int) -> KVDigest:
-        return kv_digests(self._pool.kv.regions, self._pool.kv.buffer, block_ids, num_tokens)
+    def _digest(self, block_ids: GroupIds, num_tokens: int) -> KVDigest:
+        return kv_digests(self._cache.regions, self._cache.buffer, block_ids, num_tokens)
 
     def _shares(self, step: SchedulerOutput) -> list[_Share]:
         for new in step.scheduled_new_reqs:
             self._sequences[new.req_id] = _Sequence(
-                list(new.prompt_token_ids), list(new.block_ids[0]), new.num_computed_tokens
+                list(new.prompt_token_ids),
+                [list(ids) for ids in new.block_ids],
+                new.num_computed_tokens,
             )
         cached = step.scheduled_cached_reqs
-        for req_id, tokens, num_computed in zip(
-            cached.req_ids, cached.new_token_ids, cached.num_computed_tokens, strict=True
+        for req_id, tokens, num_computed, new_ids in zip(
+            *(cached.req_ids, cached.new_token_ids, cached.num_computed_tokens),
+            cached.new_block_ids,
+            strict=True,
         ):
-            self._sequences[req_id].token_ids += tokens
-            self._sequences[req_id].num_computed_tokens = num_computed
+            sequence = self._sequences[req_id]
+            sequence.token_ids += tokens
+            sequence.num_computed_tokens = num_computed
+            if req_id in cached.resumed_req_ids:
+                sequence.block_ids = [[] for _ in sequence.block_ids]
+            for table, ids in zip(sequence.block_ids, new_ids or (), strict=new_ids is not None):
+                table += ids
         return [
             _Share(req_id, self._sequences[req_id], num_new)
             for req_id, num_new in step.num_scheduled_tokens.items()
@@ -196,20 +192,18 @@ class Runner:
             lo = share.sequence.num_computed_tokens
             token_ids += share.sequence.token_ids[lo : lo + share.num_new_tokens]
             positions += range(lo, lo + share.num_new_tokens)
-        meta = build_attn_metadata(
+        metadata = self._cache.metadata(
             [
-                (s.sequence.block_ids, s.sequence.num_computed_tokens, s.num_new_tokens)
+                RequestStep(s.sequence.block_ids, s.sequence.num_computed_tokens, s.num_new_tokens)
                 for s in shares
-            ],
-            self._config.block_size,
+            ]
         )
-        hidden = self._model.forward(
-            torch.tensor(token_ids), torch.tensor(positions), self._layers, meta
-        )
+        hidden = self._model.forward(torch.tensor(token_ids), torch.tensor(positions), metadata)
         ending = [index for index, share in enumerate(shares) if share.reaches_end]
         if self._tp_rank != 0 or not ending:
             return ()
-        rows = meta.query_start_loc[1:][ending] - 1
+        ends = list(itertools.accumulate(share.num_new_tokens for share in shares))
+        rows = torch.tensor([ends[index] - 1 for index in ending])
         best = self._model.logits(hidden[rows]).topk(2, dim=-1)
         return tuple(
             Sample(shares[index].req_id, int(ids[0]), float(values[0] - values[1]))
@@ -220,18 +214,4 @@ class Runner:
         """End every offer and load, then give the memory back."""
         if self.connector is not None:
             self.connector.shutdown()
-        if self._pool.shared is not None:
-            self._pool.shared.close()
-
-
-def _allocate(
-    config: EngineConfig, nbytes: int, carve: Callable[[Callable[[int], Tensor]], KVPool]
-) -> _Pool:
-    """A pool that peers on this host can map, unless no wire of this engine could use that."""
-    if config.role is Role.ALONE or config.kv.transport not in {"auto", "shm"}:
-        pool = carve(lambda wanted: torch.zeros(wanted, dtype=torch.uint8))
-        return _Pool(pool, LocalMemory((pool.buffer,), (plain_info(pool.buffer),)))
-    shared = SharedPool.create(nbytes)
-    return _Pool(
-        carve(lambda _: shared.tensor), LocalMemory((shared.tensor,), (shared.info,)), shared
-    )
+        self._cache.close()

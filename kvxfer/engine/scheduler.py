@@ -1,12 +1,14 @@
 """Continuous batching over a paged cache with prefix caching; decides, and touches no tensor or
 socket.
 
-Blocks for the prompt and all new tokens are reserved at admission, so nothing is ever preempted. A
-request's blocks are
-hashed, and so found by others, only after their KV is computed or its load was accepted by every
-rank. A load's blocks are
-given back only after every rank has reported it, an offer's only after every rank has reported it
-sent.
+All blocks that a request can need are promised at admission and taken step by step, so nothing is
+ever preempted. A load's blocks are given back only after every rank has reported it, an offer's
+only after every rank has reported it sent.
+
+Steps are synchronous: :meth:`Scheduler.schedule` is called only after the outputs of the step
+before went through :meth:`Scheduler.update`. So every block that is free or dropped when a step is
+scheduled was last written by a step that is complete, and may be given to a load in this step's
+metadata: the ranks begin it before they compute, and nothing that they compute writes to it.
 """
 
 from __future__ import annotations
@@ -14,69 +16,23 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import msgspec
 
-from kvxfer.cache.block_pool import BlockPool
-from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
-from kvxfer.cache.manager import FullAttentionManager
-from kvxfer.connector.records import KVConnectorOutput, LoadReport
+from kvxfer.cache.cache_hit import CacheHit
+from kvxfer.cache.manager import NO_BLOCK
+from kvxfer.cache.specs import KVCacheConfig
+from kvxfer.connector.records import KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
-from kvxfer.engine.digest import KVDigest
+from kvxfer.engine.live import BlockTables, Event, Finished, Live, NewToken, Orders, Share
 from kvxfer.engine.request import Request, Status
-from kvxfer.engine.steps import (
-    CachedRequestData,
-    DigestOrder,
-    NewRequestData,
-    Sample,
-    SchedulerOutput,
-    StepOutput,
-)
-from kvxfer.errors import OutOfBlocks
+from kvxfer.engine.request_blocks import RequestBlocks
+from kvxfer.engine.step_data import step_data
+from kvxfer.engine.steps import DigestOrder, Sample, SchedulerOutput, StepOutput
 
 log = logging.getLogger("kvxfer.engine")
-
-
-@dataclass(frozen=True, slots=True)
-class NewToken:
-    """A request has one more token."""
-
-    request_id: str
-    token_id: int
-    logit_gap: float
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request ended. ``digest`` only where the engine digests, by rank."""
-
-    request: Request
-    kv_transfer_params: dict[str, Any] | None
-    loads: tuple[LoadReport, ...]
-    digests: tuple[KVDigest, ...] = ()
-
-
-@dataclass(slots=True)
-class _Live:
-    """What the scheduler keeps of a request beside the request itself."""
-
-    request: Request
-    is_known_to_workers: bool = False
-    num_tokens_told: int = 0
-    reports: list[LoadReport] = field(default_factory=list)
-    digests: tuple[KVDigest, ...] = ()
-
-
-@dataclass(slots=True)
-class _Orders:
-    """What the next step carries besides tokens to compute."""
-
-    finished: set[str] = field(default_factory=set)
-    zeroed: list[int] = field(default_factory=list)
-    digests: list[DigestOrder] = field(default_factory=list)
 
 
 class Scheduler:
@@ -84,6 +40,7 @@ class Scheduler:
 
     Args:
         connector: None for an engine that runs alone.
+        kv_cache_config: rank 0's cache; groups and number of blocks are the same on all ranks.
         eos_token_ids: tokens that end a request; they are part of its output.
     """
 
@@ -91,15 +48,14 @@ class Scheduler:
         self,
         config: EngineConfig,
         connector: SchedulerConnector | None,
+        kv_cache_config: KVCacheConfig,
         eos_token_ids: Sequence[int] = (),
     ) -> None:
         self._config = config
         self._connector = connector
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._pool = BlockPool(config.num_blocks, config.enable_prefix_caching)
-        self._manager = FullAttentionManager(self._pool, config.block_size)
-        self._hash_root = none_hash(config.kv.hash_seed_bytes)
-        self._live: dict[str, _Live] = {}
+        self._blocks = RequestBlocks(config, kv_cache_config)
+        self._live: dict[str, Live] = {}
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}
         self._running: list[Request] = []
@@ -107,21 +63,21 @@ class Scheduler:
         self._held_offers: set[str] = set()
         self._draining_loads: set[str] = set()
         self._undigested: dict[str, Finished] = {}
-        self._orders = _Orders()
+        self._orders = Orders()
         # The head of the queue does not fit now; without this an idle engine would try for ever.
         self._is_blocked = False
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nothing uses; cached ones count as free."""
-        return self._pool.num_free_blocks
+        return self._blocks.num_free_blocks
 
     def has_work(self) -> bool:
         """Something is to be computed or told to the workers now."""
         return bool(
             (self._waiting and not self._is_blocked)
             or self._running
-            or self._orders != _Orders()
+            or self._orders != Orders()
             or (self._connector is not None and self._connector.has_orders())
         )
 
@@ -131,25 +87,15 @@ class Scheduler:
         """
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id}: expected a new id, got one in use")
-        num_tokens = request.num_prompt_tokens + request.max_new_tokens
-        num_needed = self._manager.blocks_needed(num_tokens)
-        num_total = self._config.num_blocks - 1
-        if num_needed > num_total or num_tokens > self._config.max_model_len:
-            raise OutOfBlocks(
-                f"request {request.request_id}: {num_tokens} tokens need {num_needed} blocks of "
-                f"{self._config.block_size}, the cache has {num_total} and requests may have "
-                f"{self._config.max_model_len} tokens; raise num_blocks or max_model_len"
-            )
-        if self._config.enable_prefix_caching:
-            self._name_full_blocks(request)
-        self._live[request.request_id] = _Live(request)
+        self._blocks.add(request)
+        self._live[request.request_id] = Live(request)
         self._waiting.append(request)
         if self._connector is not None:
             self._connector.on_new_request(request)
 
-    def abort(self, request_id: str) -> list[NewToken | Finished]:
+    def abort(self, request_id: str) -> list[Event]:
         """End a request now, wherever it stands; nothing happens when it is not there any more."""
-        events: list[NewToken | Finished] = []
+        events: list[Event] = []
         live = self._live.get(request_id)
         if live is not None and not live.request.status.is_finished:
             self._finish(live, Status.FINISHED_ABORTED, events)
@@ -160,21 +106,23 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Admit what fits, and give every running request its share of the step's tokens."""
         self._admit()
-        budget = self._config.max_num_batched_tokens
-        counts: dict[str, int] = {}
-        for request in self._running:
-            num_new = min(request.num_tokens - request.num_computed_tokens, budget)
-            if num_new > 0:
-                counts[request.request_id] = num_new
-                budget -= num_new
-        new, cached = self._request_data(counts)
-        orders, self._orders = self._orders, _Orders()
+        shares = self._shares()
+        new, cached = step_data(shares, self._blocks)
+        orders, self._orders = self._orders, Orders()
         output = SchedulerOutput(
             scheduled_new_reqs=new,
             scheduled_cached_reqs=cached,
-            num_scheduled_tokens=counts,
+            num_scheduled_tokens={s.live.request.request_id: s.num_new_tokens for s in shares},
             finished_req_ids=frozenset(orders.finished),
-            zero_block_ids=tuple(orders.zeroed),
+            # What a load fills was allocated at admission and is not among them: the load may be
+            # writing when the ranks zero.
+            zero_block_ids=tuple(
+                block_id
+                for share in shares
+                for group in share.new_block_ids
+                for block_id in group
+                if block_id != NO_BLOCK
+            ),
             digests=tuple(orders.digests),
         )
         if self._connector is None:
@@ -182,13 +130,11 @@ class Scheduler:
         metadata = self._connector.build_connector_meta(output)
         return msgspec.structs.replace(output, kv_connector_metadata=metadata)
 
-    def update(
-        self, step: SchedulerOutput, outputs: Sequence[StepOutput]
-    ) -> list[NewToken | Finished]:
+    def update(self, step: SchedulerOutput, outputs: Sequence[StepOutput]) -> list[Event]:
         """What the ranks returned; ``outputs[0]`` carries the samples and the aggregated connector
         output.
         """
-        events: list[NewToken | Finished] = []
+        events: list[Event] = []
         self._take_digests(outputs, events)
         if outputs[0].kv_connector_output is not None:
             self._update_transfers(outputs[0].kv_connector_output, events)
@@ -196,44 +142,22 @@ class Scheduler:
             live = self._live.get(request_id)
             if live is None or live.request.status is not Status.RUNNING:
                 continue  # aborted while the step ran
-            request = live.request
-            request.num_computed_tokens += num_new
-            if self._config.enable_prefix_caching:
-                self._extend_hashes(request)
-                self._manager.cache_blocks(
-                    request_id, request.block_hashes, request.num_computed_tokens
-                )
+            live.request.num_computed_tokens += num_new
+            self._blocks.computed(live.request)
         for sample in outputs[0].samples:
             self._sampled(sample, events)
         return events
 
-    def _request_data(
-        self, counts: dict[str, int]
-    ) -> tuple[tuple[NewRequestData, ...], CachedRequestData]:
-        new: list[NewRequestData] = []
-        known: list[_Live] = []
-        for request_id in counts:
-            live = self._live[request_id]
-            if live.is_known_to_workers:
-                known.append(live)
-                continue
-            live.is_known_to_workers = True
-            live.num_tokens_told = live.request.num_prompt_tokens
-            new.append(
-                NewRequestData(
-                    req_id=request_id,
-                    prompt_token_ids=live.request.prompt_token_ids,
-                    block_ids=(tuple(self._manager.block_ids(request_id)),),
-                    num_computed_tokens=live.request.num_computed_tokens,
-                )
-            )
-        cached = CachedRequestData(
-            req_ids=tuple(live.request.request_id for live in known),
-            new_block_ids=(None,) * len(known),  # all blocks are reserved at admission
-            num_computed_tokens=tuple(live.request.num_computed_tokens for live in known),
-            new_token_ids=tuple(_untold(live) for live in known),
-        )
-        return tuple(new), cached
+    def _shares(self) -> list[Share]:
+        budget = self._config.max_num_batched_tokens
+        shares: list[Share] = []
+        for request in self._running:
+            num_new = min(request.num_tokens - request.num_computed_tokens, budget)
+            if num_new > 0:
+                new_ids = self._blocks.grow(request, num_new)
+                shares.append(Share(self._live[request.request_id], num_new, new_ids))
+                budget -= num_new
+        return shares
 
     # ------------------------------------------------------------------ admission
 
@@ -247,35 +171,43 @@ class Scheduler:
             self._waiting.popleft()
 
     def _admit_one(self, request: Request) -> bool:
-        block_size = self._config.block_size
-        hit = self._manager.find_longest_cache_hit(request.block_hashes, request.num_prompt_tokens)
-        num_external = 0
-        if self._connector is not None:
-            # The whole hit is shown, also where its last block will be computed again to sample
-            # from: a prompt that is fully cached needs nothing from elsewhere.
-            found, _ = self._connector.get_num_new_matched_tokens(request, len(hit) * block_size)
-            num_external = found or 0
-        if num_external == 0:
-            hit = hit[: (request.num_prompt_tokens - 1) // block_size]
-        new_ids = self._manager.allocate(
-            request.request_id, request.num_prompt_tokens + request.max_new_tokens, hit
-        )
-        if new_ids is None:
+        hit, num_external = self._find(request)
+        if not self._blocks.admit(request, hit, num_external):
             return False
-        request.num_cached_tokens = request.num_computed_tokens = len(hit) * block_size
-        request.num_external_tokens = num_external
+        request.num_cached_tokens = request.num_computed_tokens = hit.num_tokens
+        if request.failure is None:
+            # After a failed load it stays what was to be loaded.
+            request.num_external_tokens = num_external
         if self._connector is not None:
-            blocks = _Blocks(self._manager.block_ids(request.request_id))
+            blocks = BlockTables(self._blocks.table(request))
             self._connector.update_state_after_alloc(request, blocks, num_external)
-        # Blocks that a load will fill are not zeroed: the load may be writing by then.
-        num_loaded = self._manager.blocks_needed(num_external)
-        self._orders.zeroed += new_ids[num_loaded:]
         if num_external:
             request.status = Status.WAITING_FOR_REMOTE_KVS
             self._loading[request.request_id] = request
         else:
             self._run(request)
         return True
+
+    def _find(self, request: Request) -> tuple[CacheHit, int]:
+        """What is cached here of the prompt, and how many tokens after it a load can bring."""
+        hit = self._blocks.find_hit(request, request.num_prompt_tokens)
+        if hit.num_tokens < request.num_prompt_tokens:
+            return hit, self._num_external_tokens(request, hit.num_tokens)
+        # The last token must be computed, to sample from. A shorter hit is another one, not a part
+        # of this: a group with a window needs older blocks for it, which may be gone.
+        hit = self._blocks.find_hit(request, request.num_prompt_tokens - 1)
+        if request.num_prompt_tokens - hit.num_tokens <= self._config.block_size:
+            return hit, 0  # the last block is computed again: nothing is worth moving
+        return hit, self._num_external_tokens(request, hit.num_tokens)
+
+    def _num_external_tokens(self, request: Request, num_hit_tokens: int) -> int:
+        """How many tokens after the hit the connector can load. The last number asked with is the
+        one it goes by.
+        """
+        if self._connector is None:
+            return 0
+        found, _ = self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
+        return found or 0
 
     def _run(self, request: Request) -> None:
         request.status = Status.RUNNING
@@ -284,14 +216,12 @@ class Scheduler:
             self._order_digest(request, request.num_computed_tokens)
 
     def _order_digest(self, request: Request, num_tokens: int) -> None:
-        ids = tuple(self._manager.block_ids(request.request_id))
-        self._orders.digests.append(DigestOrder(request.request_id, ids, num_tokens))
+        table = self._blocks.table(request)
+        self._orders.digests.append(DigestOrder(request.request_id, table, num_tokens))
 
     # ------------------------------------------------------------------ what came back
 
-    def _update_transfers(
-        self, output: KVConnectorOutput, events: list[NewToken | Finished]
-    ) -> None:
+    def _update_transfers(self, output: KVConnectorOutput, events: list[Event]) -> None:
         if self._connector is not None:
             self._connector.update_connector_output(output)
         for report in output.kv_connector_stats.loads if output.kv_connector_stats else ():
@@ -299,43 +229,47 @@ class Scheduler:
             if live is not None:
                 live.reports.append(report)
         failed = output.failed_recving or {}
+        incomplete = output.incomplete_blocks or {}
         for request_id in output.finished_recving or ():
             if request_id in self._draining_loads:
                 self._draining_loads.remove(request_id)
-                self._free(request_id)
+                self._forget(request_id)
             elif request_id in self._loading:
-                self._loaded(self._loading.pop(request_id), failed.get(request_id), events)
+                request = self._loading.pop(request_id)
+                if request_id in failed:
+                    self._load_failed(request, failed[request_id], events)
+                else:
+                    request.num_computed_tokens += request.num_external_tokens
+                    self._blocks.loaded(request, incomplete.get(request_id, ()))
+                    self._run(request)
         for request_id in output.finished_sending or ():
             if request_id in self._held_offers:
                 self._held_offers.remove(request_id)
-                self._free(request_id)
+                self._forget(request_id)
 
-    def _loaded(
-        self, request: Request, failure: str | None, events: list[NewToken | Finished]
-    ) -> None:
-        if failure is None:
-            request.num_computed_tokens += request.num_external_tokens
-            if self._config.enable_prefix_caching:
-                self._manager.cache_blocks(
-                    request.request_id, request.block_hashes, request.num_computed_tokens
-                )
-            self._run(request)
-            return
+    def _load_failed(self, request: Request, failure: str, events: list[Event]) -> None:
         request.failure = failure
-        reports = self._live[request.request_id].reports
+        live = self._live[request.request_id]
         details = {
-            report.detail for report in reports if report.reason is not None and report.detail
+            report.detail for report in live.reports if report.reason is not None and report.detail
         }
         log.warning(
             "request %s: KV not loaded: %s",
-            *(request.request_id, ": ".join([failure, *sorted(details)])),
+            request.request_id,
+            ": ".join([failure, *sorted(details)]),
         )
         if self._config.on_load_failure is OnLoadFailure.FAIL:
-            self._finish(self._live[request.request_id], Status.FINISHED_ERROR, events)
-        else:
-            self._run(request)
+            self._finish(live, Status.FINISHED_ERROR, events)
+            return
+        # Its tables begin where the load's windows did; computing it needs what lies before. The
+        # connector does not offer the load again.
+        self._blocks.free(request.request_id)
+        request.num_computed_tokens = 0
+        request.status = Status.WAITING
+        self._waiting.appendleft(request)
+        self._is_blocked = False
 
-    def _sampled(self, sample: Sample, events: list[NewToken | Finished]) -> None:
+    def _sampled(self, sample: Sample, events: list[Event]) -> None:
         live = self._live.get(sample.req_id)
         if live is None or live.request.status is not Status.RUNNING:
             return  # aborted while the step ran
@@ -347,9 +281,7 @@ class Scheduler:
         elif len(request.output_token_ids) >= request.max_new_tokens:
             self._finish(live, Status.FINISHED_LENGTH_CAPPED, events)
 
-    def _take_digests(
-        self, outputs: Sequence[StepOutput], events: list[NewToken | Finished]
-    ) -> None:
+    def _take_digests(self, outputs: Sequence[StepOutput], events: list[Event]) -> None:
         for request_id in outputs[0].digests:
             digests = tuple(output.digests[request_id] for output in outputs)
             finished = self._undigested.pop(request_id, None)
@@ -358,72 +290,40 @@ class Scheduler:
             elif request_id in self._live:
                 self._live[request_id].digests = digests
 
-    def _extend_hashes(self, request: Request) -> None:
-        # Only when a block has become full: asked for every token, the prompt would be copied for
-        # each.
-        if (len(request.block_hashes) + 1) * self._config.block_size <= request.num_computed_tokens:
-            self._name_full_blocks(request)
-
-    def _name_full_blocks(self, request: Request) -> None:
-        request.block_hashes += hash_request_tokens(
-            sha256,
-            self._config.block_size,
-            request,
-            root=self._hash_root,
-            known=request.block_hashes,
-        )
-
     # ------------------------------------------------------------------ the end of a request
 
-    def _finish(self, live: _Live, status: Status, events: list[NewToken | Finished]) -> None:
+    def _finish(self, live: Live, status: Status, events: list[Event]) -> None:
         self._is_blocked = False
         request = live.request
-        was = request.status
-        request.status = status
+        was, request.status = request.status, status
         if was is Status.WAITING:
             self._waiting.remove(request)
         elif was is Status.RUNNING:
             self._running.remove(request)
         if live.is_known_to_workers:
             self._orders.finished.add(request.request_id)
-        block_ids = [] if was is Status.WAITING else self._manager.block_ids(request.request_id)
         keep, params = False, None
         if self._connector is not None:
-            keep, params = self._connector.request_finished(request, block_ids)
+            keep, params = self._connector.request_finished_all_groups(
+                request, self._blocks.table(request)
+            )
+        is_loading = self._loading.pop(request.request_id, None) is not None
+        if is_loading:
+            self._draining_loads.add(request.request_id)
+        elif keep:
+            self._held_offers.add(request.request_id)
+        if is_loading or keep:
+            self._blocks.keep(request)
         finished = Finished(request, params, tuple(live.reports), live.digests)
         if self._config.digests and params is not None:
             self._undigested[request.request_id] = finished
             self._order_digest(request, request.num_prompt_tokens)
         else:
             events.append(finished)
-        if request.request_id in self._loading:
-            del self._loading[request.request_id]
-            self._draining_loads.add(request.request_id)
-        elif keep:
-            self._held_offers.add(request.request_id)
-        elif block_ids:
-            self._free(request.request_id)
-        else:
-            del self._live[request.request_id]
+        if not (is_loading or keep):
+            self._forget(request.request_id)
 
-    def _free(self, request_id: str) -> None:
+    def _forget(self, request_id: str) -> None:
         self._is_blocked = False
-        self._manager.free(request_id)
+        self._blocks.free(request_id)
         del self._live[request_id]
-
-
-@dataclass(frozen=True, slots=True)
-class _Blocks:
-    """A request's block table as the connector reads it."""
-
-    block_ids: list[int]
-
-    def get_block_ids(self) -> tuple[list[int], ...]:
-        """One group."""
-        return (self.block_ids,)
-
-
-def _untold(live: _Live) -> tuple[int, ...]:
-    """Tokens sampled since the workers were last told, now told."""
-    told, live.num_tokens_told = live.num_tokens_told, live.request.num_tokens
-    return tuple(live.request.output_token_ids[told - live.request.num_prompt_tokens :])

@@ -10,6 +10,7 @@ from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.engine.digest import KVDigest
 
 GroupIds = tuple[tuple[int, ...], ...]
+"""Block ids by group and position, -1 where a request has no block."""
 
 
 class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +26,8 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
     """Requests that the workers know: one entry each in lists of equal length, as the connector
     contract has them.
 
+    ``new_block_ids``: by group, what the tables have got at their ends; None where nothing. Blocks
+    that a window has left behind are not taken out of the workers' tables: nothing looks at them.
     ``new_token_ids``: the token sampled in the step before, which ranks other than 0 have not seen.
     """
 
@@ -36,12 +39,12 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
-    """Digest the first ``num_tokens`` tokens of a request's KV before this step computes
-    anything.
+    """Digest the first ``num_tokens`` tokens of a request's KV, as far as its tables still have
+    them, before this step computes anything.
     """
 
     req_id: str
-    block_ids: tuple[int, ...]
+    block_ids: GroupIds
     num_tokens: int
 
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from kvxfer.engine.model_config import ModelConfig, TpShard
+from kvxfer.engine.model_config import LayerAttention, ModelConfig, TpShard, attention_layers
 from kvxfer.errors import ModelError
 
 # The order of float32 summation (TP 1 against 2 and 4) moved the tiny model's logits by at most
@@ -29,7 +29,10 @@ INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One rank's weights of one layer; ``qkv`` and ``gate_up`` are stacked along their rows."""
+    """One rank's weights of one layer; ``qkv`` and ``gate_up`` are stacked along their rows.
+
+    A layer that reads another one's KV has only the query rows in ``qkv``.
+    """
 
     input_norm: Tensor
     qkv: Tensor
@@ -214,29 +217,28 @@ class _Index(msgspec.Struct, frozen=True):
 def _refuse_unknown(config: ModelConfig, names: frozenset[str]) -> None:
     """A tensor that nobody reads (a bias, a query norm) would make the answers silently wrong."""
     known = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    for layer in range(config.num_layers):
-        known.update(f"model.layers.{layer}.{name}.weight" for name in _LAYER_TENSORS)
+    for layer, attention in enumerate(attention_layers(config)):
+        own = _LAYER_TENSORS if attention.target is None else _LAYER_TENSORS - _KV_TENSORS
+        known.update(f"model.layers.{layer}.{name}.weight" for name in own)
     # old checkpoints store the rotary frequencies, which follow from the config
     unknown = sorted(n for n in names - known if not n.endswith("rotary_emb.inv_freq"))
     if unknown:
         raise ModelError(
             f"{config.weights}: {unknown[0]}: expected only the tensors of {config.num_layers} "
-            "Llama layers, "
-            f"got {len(unknown)} other; they are not supported"
+            f"{config.model_type} layers, got {len(unknown)} other; they are not supported"
         )
 
 
-_LAYER_TENSORS = (
+_KV_TENSORS = frozenset({"self_attn.k_proj", "self_attn.v_proj"})
+_LAYER_TENSORS = _KV_TENSORS | {
     "input_layernorm",
     "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
     "self_attn.o_proj",
     "post_attention_layernorm",
     "mlp.gate_proj",
     "mlp.up_proj",
     "mlp.down_proj",
-)
+}
 
 
 def _assemble(
@@ -260,7 +262,7 @@ def _assemble(
     def columns(name: str, count: int, lo: int, hi: int) -> Part:
         return Part(name, (hidden, count), 1, lo, hi)
 
-    def layer_weights(layer: int) -> LayerWeights:
+    def layer_weights(layer: int, attention: LayerAttention) -> LayerWeights:
         prefix = f"model.layers.{layer}"
         num_q, num_kv, num_mlp = (
             config.num_heads * head,
@@ -270,13 +272,12 @@ def _assemble(
         query = (num_q, shard.query_lo * head, shard.query_hi * head)
         kv = (num_kv, shard.kv_lo * head, shard.kv_hi * head)
         mlp = (num_mlp, shard.mlp_lo, shard.mlp_hi)
+        qkv = [rows(f"{prefix}.self_attn.q_proj.weight", *query)]
+        if attention.target is None:
+            qkv += [rows(f"{prefix}.self_attn.{name}_proj.weight", *kv) for name in "kv"]
         return LayerWeights(
             input_norm=take(Part(f"{prefix}.input_layernorm.weight", (hidden,))),
-            qkv=take(
-                rows(f"{prefix}.self_attn.q_proj.weight", *query),
-                rows(f"{prefix}.self_attn.k_proj.weight", *kv),
-                rows(f"{prefix}.self_attn.v_proj.weight", *kv),
-            ),
+            qkv=take(*qkv),
             output=take(columns(f"{prefix}.self_attn.o_proj.weight", *query)),
             post_attention_norm=take(Part(f"{prefix}.post_attention_layernorm.weight", (hidden,))),
             gate_up=take(
@@ -291,7 +292,10 @@ def _assemble(
     lm_head = embedding if tied else take(Part("lm_head.weight", (config.vocab_size, hidden)))
     return LlamaWeights(
         embedding=embedding,
-        layers=tuple(layer_weights(layer) for layer in range(config.num_layers)),
+        layers=tuple(
+            layer_weights(layer, attention)
+            for layer, attention in enumerate(attention_layers(config))
+        ),
         final_norm=take(Part("model.norm.weight", (hidden,))),
         lm_head=lm_head,
     )

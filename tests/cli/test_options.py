@@ -6,6 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from kvxfer.cli.options import (
     Address,
     Dtype,
@@ -26,7 +34,7 @@ from kvxfer.cli.sides import (
     transfer_engine,
 )
 from kvxfer.engine.config import OnLoadFailure, Role
-from kvxfer.engine.model_config import DEFAULT_MODEL
+from kvxfer.engine.model_config import BUILT_IN_MODELS, DEFAULT_MODEL
 from kvxfer.errors import ConfigError, ModelError
 
 MODEL = ModelOptions(None, None, Dtype.FLOAT32)
@@ -104,13 +112,38 @@ def test_work_options_are_checked(tmp_path: Path) -> None:
         work_options(json=tmp_path / "nowhere" / "x.json")
 
 
+def sizing(*groups: KVCacheSpec) -> KVCacheManager:
+    """An empty cache with these groups."""
+    specs = [KVCacheGroupSpec([f"l{number}"], spec) for number, spec in enumerate(groups)]
+    return KVCacheManager(KVCacheConfig(9, [], specs), enable_caching=False, max_step_tokens=2048)
+
+
+FULL = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="float32")
+WINDOW = SlidingWindowSpec(
+    block_size=16, num_kv_heads=1, head_size=8, dtype="float32", sliding_window=48
+)
+
+
 def test_pools_hold_the_longest_requests_in_flight() -> None:
+    cache = sizing(FULL)
     # blocks of 16: 10+1 tokens 1, 32+1 tokens 3, 100+1 tokens 7; the two longest, and block 0
-    assert work(10, 100, 32).num_blocks(16, 0) == 11
+    assert work(10, 100, 32).num_blocks(cache, 0) == 11
     # all of them, so that prefixes stay; and no more than that
-    assert work(10, 100, 32).num_blocks(16, 1000) == 12
-    assert work(15, in_flight=8).num_blocks(16, 0) == 2
-    assert work(16, in_flight=8).num_blocks(16, 0) == 3
+    assert work(10, 100, 32).num_blocks(cache, 1000) == 12
+    assert work(15, in_flight=8).num_blocks(cache, 0) == 2
+    assert work(16, in_flight=8).num_blocks(cache, 0) == 3
+
+
+def test_pools_hold_all_groups_of_the_requests_in_flight() -> None:
+    cache = sizing(FULL, WINDOW)
+    # 1 + 3 + 7 blocks in each group, a step being longer than all of it
+    assert work(10, 100, 32).num_blocks(cache, 0) == 21
+    assert work(10, 100, 32).num_blocks(cache, 1000) == 23
+    # 4001 tokens are 251 blocks; a window of 48 and a step of 2048 are 2095 tokens: 131 and one
+    # more, as they may begin inside a block
+    assert work(4000, in_flight=1).num_blocks(cache, 0) == 1 + 251 + 132
+    # an offer of 10 tokens keeps them while 4000 more are computed
+    assert work(10, new=4000, in_flight=1).num_blocks(cache, 0) == 1 + 251 + 251
 
 
 def test_pool_blocks_by_option_or_by_work() -> None:
@@ -120,7 +153,10 @@ def test_pool_blocks_by_option_or_by_work() -> None:
     # = 128 KiB, so 512 MiB keep 4,096 blocks
     many = work(*[800] * 100)
     assert pool_blocks(side(), DEFAULT_MODEL, many) == 4097
-    assert pool_blocks(side(tp_size=16), DEFAULT_MODEL, many) == 5101
+    assert pool_blocks(side(tp_size=8), DEFAULT_MODEL, many) == 5101
+    # two layers in a block instead of four: 8,192 blocks; 100 requests of 51 blocks in each group
+    assert pool_blocks(side(), BUILT_IN_MODELS["hybrid"], many) == 8193
+    assert pool_blocks(side(tp_size=8), BUILT_IN_MODELS["hybrid"], many) == 10201
 
 
 def test_read_model_checks_every_tp_size() -> None:

@@ -32,6 +32,15 @@ def digest(tokens: str, *, head: int = 0) -> KVDigest:
     return KVDigest(num_tokens=len(tokens), planes=(plane,))
 
 
+def kept(tokens: str, first_token: int) -> KVDigest:
+    """As ``digest``; the tokens before ``first_token`` are out of the window."""
+    (plane,) = digest(tokens).planes
+    plane = msgspec.structs.replace(
+        plane, tokens=plane.tokens[8 * first_token :], first_token=first_token
+    )
+    return KVDigest(num_tokens=len(tokens), planes=(plane,))
+
+
 def done(**changes: object) -> Done:
     end = Done(
         request_id="r",
@@ -223,3 +232,31 @@ def test_summary() -> None:
 def test_what_decides(changes: dict[str, object], tokens_decide: bool, is_good: bool) -> None:
     results = [result(), result(**changes)]
     assert summarise(results, tokens_decide=tokens_decide, wall_s=1.0).is_good is is_good
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "differences"),
+    [
+        (kept("abcdefgh", 0), kept("xxcdefgh", 0), ()),  # before the load
+        (kept("abcdefgh", 4), kept("abxxefgh", 0), ()),  # gone at the source
+        (kept("abxxefgh", 0), kept("abcdefgh", 4), ()),  # and at the sink
+        (
+            kept("abcdefgh", 1),
+            kept("abcdeXgh", 4),
+            ("l0 k head 0 from token 5: source and sink differ",),
+        ),
+        (
+            kept("abcdefgh", 8),
+            kept("abcdefgh", 3),
+            ("l0 k head 0 from token 8: no token is held by both sides",),
+        ),
+    ],
+)
+def test_kv_of_windows_is_compared_where_both_sides_hold_it(
+    source: KVDigest, sink: KVDigest, differences: tuple[str, ...]
+) -> None:
+    answers = Answers(
+        prefill=done(digests=(source,)),
+        decode=done(num_cached_tokens=2, num_external_tokens=6, digests=(sink,)),
+    )
+    assert judge("r", 8, answers).kv == KvCheck(2, 8, differences)

@@ -3,39 +3,83 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvxfer.engine.attention import AttentionBackend, attention_backend, build_attn_metadata
-from kvxfer.engine.model_config import load_model_config, shard_for
+from kvxfer.cache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from kvxfer.engine.attention import (
+    AttentionMetadata,
+    PagedBackend,
+    PagedMetadataBuilder,
+    attention_backend,
+)
+from kvxfer.engine.step_tables import RequestStep, step_tables
 from kvxfer.errors import ModelError
-from kvxfer.tensors.allocate import KVPool, allocate_kv_pool
+from kvxfer.tensors.attention_contract import CommonAttentionMetadata, MultipleOf
 
 HEAD_SIZE = 4
 
 
-def make_pool(
+def make_cache(
     layout: str, block_tokens: int, num_kv_heads: int, num_blocks: int = 12
-) -> tuple[AttentionBackend, KVPool]:
-    config = msgspec.structs.replace(
-        load_model_config(None, num_kv_heads=num_kv_heads), num_layers=1, head_size=HEAD_SIZE
-    )
-    backend = attention_backend(layout)
-    spec = backend.pool_spec(
-        config, shard_for(config, 0, 1), num_blocks=num_blocks, block_tokens=block_tokens
-    )
-    pool = allocate_kv_pool(spec)
-    for view in pool.layers.values():
-        view.fill_(math.nan)  # what a request does not own must never reach its answer
-    return backend, pool
+) -> tuple[type[PagedBackend], Tensor]:
+    """A cache in its physical order, written out here, as its logical view; full of NaN: what a
+    request does not see must never reach its answer.
+    """
+    if layout == "HND":
+        shape: tuple[int, ...] = (2, num_blocks, num_kv_heads, block_tokens, HEAD_SIZE)
+        view = torch.full(shape, math.nan).permute(0, 1, 3, 2, 4)
+    else:
+        kernel_tokens = next(n for n in (64, 32, 16, 8) if block_tokens % n == 0)
+        num_kernel_blocks = num_blocks * block_tokens // kernel_tokens
+        shape = (num_kernel_blocks, 2, kernel_tokens, num_kv_heads, HEAD_SIZE)
+        view = torch.full(shape, math.nan).permute(1, 0, 2, 3, 4)
+    return attention_backend(layout), view
 
 
-def naive(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def group(block_size: int, window: int | None = None) -> KVCacheGroupSpec:
+    sizes = {"block_size": block_size, "num_kv_heads": 1, "head_size": HEAD_SIZE}
+    if window is None:
+        return KVCacheGroupSpec(["a"], FullAttentionSpec(**sizes, dtype="float32"))
+    return KVCacheGroupSpec(
+        ["a"], SlidingWindowSpec(**sizes, dtype="float32", sliding_window=window)
+    )
+
+
+def metadata(
+    requests: Sequence[tuple[Sequence[int], int, int]], block_size: int, window: int | None = None
+) -> AttentionMetadata:
+    """A request is (block ids, tokens already computed, new tokens)."""
+    one = group(block_size, window)
+    tables = step_tables([RequestStep([ids], done, new) for ids, done, new in requests], [one])
+    common = CommonAttentionMetadata(
+        num_reqs=tables.num_reqs,
+        num_tokens=tables.num_tokens,
+        query_start_loc=tables.query_start_loc,
+        seq_lens=tables.seq_lens,
+        num_computed_tokens_cpu=tables.num_computed_tokens,
+        block_table=tables.block_tables[0],
+        slot_mapping=tables.slot_mappings[0],
+    )
+    return PagedMetadataBuilder(one.kv_cache_spec, ["a"], Forward(), "cpu").build(0, common)
+
+
+class Forward:
+    """A configuration without layers: this builder reads none."""
+
+    compilation_config: Forward
+    static_forward_context: dict[str, object] = {}
+
+
+Forward.compilation_config = Forward()
+
+
+def naive(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
     """query [new, Hq, D] is the end of the context; key and value [context, Hkv, D]."""
     new, num_query, _ = query.shape
     context, num_kv, _ = key.shape
@@ -43,17 +87,19 @@ def naive(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     for row in range(new):
         for head in range(num_query):
             seen = context - new + row + 1
+            first = 0 if window is None else max(0, seen - window)
             kv_head = head // (num_query // num_kv)
-            scores = key[:seen, kv_head] @ query[row, head] / math.sqrt(HEAD_SIZE)
-            out[row, head] = torch.softmax(scores, 0) @ value[:seen, kv_head]
+            scores = key[first:seen, kv_head] @ query[row, head] / math.sqrt(HEAD_SIZE)
+            out[row, head] = torch.softmax(scores, 0) @ value[first:seen, kv_head]
     return out
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     layout=st.sampled_from(["HND", "NHD"]),
     block_tokens=st.sampled_from([8, 16, 24, 32, 40, 64]),
     num_kv_heads=st.sampled_from([1, 2, 4]),
+    window=st.sampled_from([None, 1, 2, 7, 8, 17, 40, 100]),
     steps=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
 )
@@ -61,12 +107,14 @@ def test_equals_naive_over_chunks_and_batches(
     layout: str,
     block_tokens: int,
     num_kv_heads: int,
+    window: int | None,
     steps: list[tuple[int, int]],
     seed: int,
 ) -> None:
-    """Each request is computed in two chunks, together with the others, in scattered blocks."""
-    backend, pool = make_pool(layout, block_tokens, num_kv_heads, num_blocks=36)
-    (view,) = pool.layers.values()
+    """Each request is computed in two chunks, together with the others, in scattered blocks. Blocks
+    that the second chunk's window does not reach are dropped and overwritten before it.
+    """
+    backend, view = make_cache(layout, block_tokens, num_kv_heads, num_blocks=36)
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm(36, generator=generator).tolist()
     blocks = [[free.pop() for _ in range(-(-(a + b) // block_tokens))] for a, b in steps]
@@ -74,61 +122,88 @@ def test_equals_naive_over_chunks_and_batches(
     ks = [torch.randn(a + b, num_kv_heads, HEAD_SIZE, generator=generator) for a, b in steps]
     vs = [torch.randn(a + b, num_kv_heads, HEAD_SIZE, generator=generator) for a, b in steps]
     for spans in ([(0, a) for a, _ in steps], [(a, a + b) for a, b in steps]):
-        meta = build_attn_metadata(
-            [(ids, lo, hi - lo) for ids, (lo, hi) in zip(blocks, spans, strict=True)], block_tokens
+        if window is not None:
+            for ids, (lo, _) in zip(blocks, spans, strict=True):
+                for position in range(max(0, lo - window + 1) // block_tokens):
+                    ratio = block_tokens // view.shape[2]
+                    view[:, ids[position] * ratio : (ids[position] + 1) * ratio] = math.nan
+                    ids[position] = -1
+        meta = metadata(
+            [(ids, lo, hi - lo) for ids, (lo, hi) in zip(blocks, spans, strict=True)],
+            block_tokens,
+            window,
         )
         q, k, v = (
             torch.cat([t[lo:hi] for t, (lo, hi) in zip(full, spans, strict=True)])
             for full in (qs, ks, vs)
         )
         backend.write(view, k, v, meta)
-        got = backend.attend(q, view, meta)
+        got = backend.attend(q, view, meta, window)
         want = torch.cat(
             [
-                naive(q_all[lo:hi], k_all[:hi], v_all[:hi])
+                naive(q_all[lo:hi], k_all[:hi], v_all[:hi], window)
                 for q_all, k_all, v_all, (lo, hi) in zip(qs, ks, vs, spans, strict=True)
             ]
         )
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("window", [1, 8, 9, 20])
+@pytest.mark.parametrize("start", [24, 27, 31, 32])
+def test_each_token_of_a_window_counts(layout: str, window: int, start: int) -> None:
+    """One token decoded at position ``start``, one value set apart at each position in turn: it
+    reaches the answer exactly where it is in (start - window, start].
+    """
+    backend, view = make_cache(layout, 8, 1)
+    blocks = [5, 3, 8, 1, 2]
+    key = torch.zeros(start + 1, 1, HEAD_SIZE)
+    for position in range(start + 1):
+        value = torch.zeros(start + 1, 1, HEAD_SIZE)
+        value[position] = 1.0
+        meta = metadata([(blocks, 0, start + 1)], 8)
+        backend.write(view, key, value, meta)
+        meta = metadata([(blocks, start, 1)], 8, window)
+        got = float(backend.attend(torch.zeros(1, 1, HEAD_SIZE), view, meta, window)[0, 0, 0])
+        is_seen = start - window < position <= start
+        assert got == pytest.approx(1 / min(window, start + 1) if is_seen else 0.0)
+
+
 @pytest.mark.parametrize(("layout", "block_tokens"), [("HND", 24), ("NHD", 24), ("NHD", 64)])
 def test_write_touches_exactly_its_slots(layout: str, block_tokens: int) -> None:
     """Two tokens of block 3 and one of block 1, read back by an address written out by hand."""
-    backend, pool = make_pool(layout, block_tokens, 2, num_blocks=4)
-    (view,) = pool.layers.values()
+    backend, view = make_cache(layout, block_tokens, 2, num_blocks=4)
     view.fill_(-1.0)
-    meta = build_attn_metadata([([3], 10, 2), ([1], 0, 1)], block_tokens)
+    meta = metadata([([3], 10, 2), ([1], 0, 1)], block_tokens)
     key = torch.arange(3 * 2 * HEAD_SIZE).view(3, 2, HEAD_SIZE).float()
     backend.write(view, key, key + 100, meta)
     assert int((view != -1.0).sum()) == 2 * key.numel()
     for row, (block, slot) in enumerate([(3, 10), (3, 11), (1, 0)]):
         for head in range(2):
-            if layout == "HND":
-                k, v = view[0, block, head, slot], view[1, block, head, slot]
-            else:
-                kernel = 8 if block_tokens == 24 else 64
-                at = block * (block_tokens // kernel) + slot // kernel
-                k, v = view[at, 0, slot % kernel, head], view[at, 1, slot % kernel, head]
+            kernel = 8 if (layout, block_tokens) == ("NHD", 24) else block_tokens
+            at = block * (block_tokens // kernel) + slot // kernel
+            k, v = view[0, at, slot % kernel, head], view[1, at, slot % kernel, head]
             assert torch.equal(k, key[row, head])
             assert torch.equal(v, key[row, head] + 100)
 
 
 def test_metadata_by_hand() -> None:
-    meta = build_attn_metadata([([5, 2, 7], 15, 3), ([4], 0, 2)], 8)
-    assert meta.query_start_loc.tolist() == [0, 3, 5]
-    assert meta.seq_lens.tolist() == [18, 2]
-    assert meta.block_tables.tolist() == [[5, 2, 7], [4, 0, 0]]
+    meta = metadata([([5, 2, 7], 15, 3), ([4], 0, 2)], 8)
+    assert (meta.query_starts, meta.seq_lens, meta.block_tokens) == ((0, 3, 5), (18, 2), 8)
+    assert meta.block_table.tolist() == [[5, 2, 7], [4, 0, 0]]
     assert meta.slot_mapping.tolist() == [2 * 8 + 7, 7 * 8, 7 * 8 + 1, 32, 33]
-    assert {t.dtype for t in (meta.query_start_loc, meta.seq_lens, meta.block_tables)} == {
-        torch.int64
-    }
+    assert {meta.block_table.dtype, meta.slot_mapping.dtype} == {torch.int64}
 
 
-def test_refusals() -> None:
-    with pytest.raises(ValueError, match="request 1: expected blocks for 9 tokens, got 1 of 8"):
-        build_attn_metadata([([0], 0, 1), ([1], 4, 5)], 8)
-    with pytest.raises(ValueError, match="request 0: expected new tokens after 0 or more"):
-        build_attn_metadata([([0], 3, 0)], 8)
+def test_backends_say_where_their_bytes_lie() -> None:
+    hnd, nhd = attention_backend("HND"), attention_backend("NHD")
+    assert (hnd.get_name(), nhd.get_name()) == ("HND", "NHD")
+    for backend in (hnd, nhd):
+        assert backend.get_kv_cache_shape(10, 16, 2, 64) == (2, 10, 16, 2, 64)
+        assert backend.get_builder_cls() is PagedMetadataBuilder
+    assert hnd.get_kv_cache_stride_order() == (0, 1, 3, 2, 4)
+    assert nhd.get_kv_cache_stride_order() == (1, 0, 2, 3, 4)
+    assert list(hnd.get_supported_kernel_block_sizes()) == [MultipleOf(8)]
+    assert list(nhd.get_supported_kernel_block_sizes()) == [8, 16, 32, 64]
     with pytest.raises(ModelError, match="layout: expected HND or NHD, got 'DNH'"):
         attention_backend("DNH")

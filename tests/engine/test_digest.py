@@ -2,16 +2,95 @@
 
 from __future__ import annotations
 
+import enum
 import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
 import pytest
 import torch
+from torch import Tensor
 
-from kvxfer.engine.digest import Difference, KVDigest, compare, kv_digests, merge_digests
-from kvxfer.tensors.allocate import KVPool, KVPoolSpec, PoolLayout, allocate_kv_pool
+from kvxfer.engine.digest import (
+    Difference,
+    KVDigest,
+    PlaneDigest,
+    compare,
+    kv_digests,
+    merge_digests,
+)
 from kvxfer.transfer.layout import Interior, Region
+
+NUM_BLOCKS = 16
+VALUE_NBYTES = 4
+
+
+class Layout(enum.Enum):
+    """Physical orders, as the tests write them out."""
+
+    HND = enum.auto()  # [K and V, blocks, heads, tokens, values]
+    NHD = enum.auto()  # [kernel blocks of 8 tokens, K and V, tokens, heads, values]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Two layers, "a" and "b", in one buffer."""
+
+    buffer: Tensor
+    layers: Mapping[str, Tensor]
+    regions: tuple[Region, ...]
+
+
+def make_pool(
+    layout: Layout,
+    block_tokens: int,
+    heads: tuple[int, int],
+    *,
+    head_size: int = 2,
+    window: int | None = None,
+) -> Pool:
+    """Strides are written out here, not asked of the views."""
+    num_heads = heads[1] - heads[0]
+    head_nbytes = head_size * VALUE_NBYTES
+    plane_nbytes = NUM_BLOCKS * num_heads * block_tokens * head_nbytes
+    buffer = torch.full((2 * 2 * plane_nbytes,), 0xEE, dtype=torch.uint8)
+    layers, regions = {}, []
+    for number, name in enumerate("ab"):
+        start = number * 2 * plane_nbytes
+        values = buffer[start : start + 2 * plane_nbytes].view(torch.float32)
+        if layout is Layout.HND:
+            layers[name] = values.view(2, NUM_BLOCKS, num_heads, block_tokens, head_size)
+            stride_head, stride_token = block_tokens * head_nbytes, head_nbytes
+            stride_block = num_heads * stride_head
+            value_offset, kernel_blocks = plane_nbytes, 1
+        else:
+            kernel_blocks = block_tokens // 8
+            layers[name] = values.view(NUM_BLOCKS * kernel_blocks, 2, 8, num_heads, head_size)
+            value_offset = 8 * num_heads * head_nbytes
+            stride_head, stride_token = head_nbytes, num_heads * head_nbytes
+            stride_block = 2 * value_offset
+        for plane, offset in (("k", start), ("v", start + value_offset)):
+            region = Region(
+                layer=name,
+                plane=plane,
+                group=0,
+                memory=0,
+                offset=offset,
+                num_blocks=NUM_BLOCKS,
+                block_tokens=block_tokens,
+                head_lo=heads[0],
+                head_hi=heads[1],
+                inner_nbytes=head_nbytes,
+                kernel_blocks=kernel_blocks,
+                window=window,
+                stride_block=stride_block,
+                stride_head=stride_head,
+                stride_token=stride_token,
+            )
+            regions.append(region)
+    return Pool(buffer, layers, tuple(regions))
 
 
 def value_of(layer: int, plane: int, head: int, token: int) -> float:
@@ -19,45 +98,40 @@ def value_of(layer: int, plane: int, head: int, token: int) -> float:
 
 
 def filled_pool(
-    layout: PoolLayout, block_tokens: int, heads: tuple[int, int], block_ids: list[int], tokens: int
-) -> KVPool:
+    layout: Layout,
+    block_tokens: int,
+    heads: tuple[int, int],
+    block_ids: Sequence[int],
+    tokens: int,
+    window: int | None = None,
+) -> Pool:
     """A pool whose every (layer, plane, head, token) of one request has a value of its own."""
-    spec = KVPoolSpec(
-        layout=layout,
-        layer_names=("a", "b"),
-        num_blocks=16,
-        block_tokens=block_tokens,
-        head_lo=heads[0],
-        head_hi=heads[1],
-        head_size=2,
-        dtype=torch.float32,
-    )
-    pool = allocate_kv_pool(spec)
-    pool.buffer.fill_(0xEE)
-    n = spec.kernel_tokens
+    pool = make_pool(layout, block_tokens, heads, window=window)
     for layer, view in enumerate(pool.layers.values()):
         for token in range(tokens):
             block, slot = block_ids[token // block_tokens], token % block_tokens
             for head in range(*heads):
                 for plane in (0, 1):
                     value = value_of(layer, plane, head, token)
-                    if layout is PoolLayout.HND:
+                    if block < 0:
+                        continue
+                    if layout is Layout.HND:
                         view[plane, block, head - heads[0], slot] = value
                     else:
-                        at = block * spec.kernel_blocks + slot // n
-                        view[at, plane, slot % n, head - heads[0]] = value
+                        at = block * (block_tokens // 8) + slot // 8
+                        view[at, plane, slot % 8, head - heads[0]] = value
     return pool
 
 
-def digest(pool: KVPool, block_ids: list[int], tokens: int) -> KVDigest:
-    return kv_digests(pool.regions, pool.buffer, block_ids, tokens)
+def digest(pool: Pool, block_ids: Sequence[int], tokens: int) -> KVDigest:
+    return kv_digests(pool.regions, pool.buffer, [block_ids], tokens)
 
 
-HND16 = (PoolLayout.HND, 16, [9, 2, 5])
-NHD24 = (PoolLayout.NHD, 24, [7, 1])
+HND16 = (Layout.HND, 16, [9, 2, 5])
+NHD24 = (Layout.NHD, 24, [7, 1])
 
 
-def ranks(side: tuple[PoolLayout, int, list[int]], splits: list[tuple[int, int]]) -> list[KVDigest]:
+def ranks(side: tuple[Layout, int, list[int]], splits: list[tuple[int, int]]) -> list[KVDigest]:
     layout, block_tokens, ids = side
     return [digest(filled_pool(layout, block_tokens, s, ids, 37), ids, 37) for s in splits]
 
@@ -130,6 +204,100 @@ def test_different_lengths_differ_at_the_first_missing_token() -> None:
     assert [d.first_token for d in found] == [20] * 4
 
 
+# ---------------------------------------------------------------- windows
+
+# 37 tokens, of which a window keeps the last blocks: from token 16 in blocks of 16, from 24 in 24s
+KEPT16 = (Layout.HND, 16, [-1, 2, 5])
+KEPT24 = (Layout.NHD, 24, [-1, 1])
+
+
+def windowed(side: tuple[Layout, int, list[int]], heads: tuple[int, int] = (0, 2)) -> KVDigest:
+    layout, block_tokens, ids = side
+    return digest(filled_pool(layout, block_tokens, heads, ids, 37, window=9), ids, 37)
+
+
+def test_dropped_blocks_are_not_digested() -> None:
+    whole, kept16, kept24 = (windowed(side) for side in (HND16, KEPT16, KEPT24))
+    assert {(d.first_token, d.end) for d in whole.planes} == {(0, 37)}
+    assert {(d.first_token, d.end) for d in kept16.planes} == {(16, 37)}
+    assert {(d.first_token, d.end) for d in kept24.planes} == {(24, 37)}
+    for all_tokens, later in zip(whole.planes, kept24.planes, strict=True):
+        assert later.tokens == all_tokens.tokens[24 * 8 :]
+
+
+def test_compared_is_what_both_sides_hold() -> None:
+    sides = [windowed(side) for side in (HND16, NHD24, KEPT16, KEPT24)]
+    for source in sides:
+        for sink in sides:
+            assert compare([source], [sink]) == []
+            halves = [windowed(KEPT24, (0, 1)), windowed(KEPT24, (1, 2))]
+            assert compare(halves, [sink]) == []
+
+
+@pytest.mark.parametrize(("token", "is_found"), [(23, False), (24, True), (36, True)])
+def test_a_difference_counts_from_the_first_token_of_both(token: int, *, is_found: bool) -> None:
+    layout, block_tokens, ids = KEPT16
+    pool = filled_pool(layout, block_tokens, (0, 2), ids, 37, window=9)
+    pool.layers["b"][1, ids[token // 16], 1, token % 16] += 1
+    torn = digest(pool, ids, 37)
+    found = compare([torn], [windowed(KEPT24)])
+    want = Difference(
+        layer="b", plane="v", head=1, first_token=token, reason="source and sink differ"
+    )
+    assert found == ([want] if is_found else [])
+    assert compare([windowed(KEPT24)], [torn]) == found
+    assert compare([windowed(KEPT16)], [torn]) == [msgspec.structs.replace(want)]
+
+
+def test_a_plane_of_which_nothing_is_compared_is_named() -> None:
+    layout, block_tokens, ids = HND16
+    early = digest(filled_pool(layout, block_tokens, (0, 1), ids, 16), ids, 16)
+    found = compare([early], [windowed(KEPT16, (0, 1))])
+    assert [str(d) for d in found] == [
+        f"{layer} {plane} head 0 from token 16: no token is held by both sides"
+        for layer in "ab"
+        for plane in "kv"
+    ]
+    nothing = digest(make_pool(Layout.HND, 16, (0, 1)), [], 0)
+    assert compare([nothing], [nothing]) == []
+
+
+def test_a_plane_between_tokens() -> None:
+    plane = PlaneDigest(layer="a", plane="k", head=0, tokens=bytes(range(80)), first_token=5)
+    assert plane.end == 15
+    for lo, hi, first, begin, end in (
+        (0, 15, 5, 0, 80),
+        (5, 7, 5, 0, 16),
+        (8, 15, 8, 24, 80),
+        (0, 3, 3, 0, 0),
+        (3, 5, 5, 0, 0),
+        (15, 15, 15, 80, 80),
+    ):
+        part = plane.between(lo, hi)
+        assert (part.first_token, part.tokens) == (first, bytes(range(80))[begin:end]), (lo, hi)
+
+
+def test_regions_read_the_table_of_their_own_group() -> None:
+    pool = filled_pool(Layout.HND, 16, (0, 1), [9, 2, 5], 37)
+    other = tuple(msgspec.structs.replace(region, group=1) for region in pool.regions[2:])
+    regions = pool.regions[:2] + other
+    whole = digest(pool, [9, 2, 5], 37)
+    assert kv_digests(regions, pool.buffer, [[9, 2, 5]] * 2, 37) == whole
+    swapped = kv_digests(regions, pool.buffer, [[9, 2, 5], [9, 5, 2]], 37)
+    assert [d.tokens == w.tokens for d, w in zip(swapped.planes, whole.planes, strict=True)] == [
+        *(True, True, False, False)
+    ]
+    with pytest.raises(ValueError, match="expected a table for group 1 of b, got 1 tables"):
+        kv_digests(regions, pool.buffer, [[9, 2, 5]], 37)
+
+
+def test_a_hole_is_an_error() -> None:
+    pool = filled_pool(Layout.HND, 16, (0, 1), [9, 2, 5], 37, window=9)
+    for table in ([9, -1, 5], [-1, 2, -1]):
+        with pytest.raises(ValueError, match=r"expected ids in \[0, 16\), got -1"):
+            digest(pool, table, 37)
+
+
 def test_travels_as_msgpack() -> None:
     (rank,) = ranks(HND16, [(0, 2)])
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(rank), type=KVDigest)
@@ -138,7 +306,7 @@ def test_travels_as_msgpack() -> None:
 
 
 def test_refusals() -> None:
-    pool = filled_pool(PoolLayout.HND, 16, (0, 1), [1], 3)
+    pool = filled_pool(Layout.HND, 16, (0, 1), [1], 3)
     with pytest.raises(ValueError, match=r"expected ids in \[0, 16\), got 16"):
         digest(pool, [16], 3)
     with pytest.raises(ValueError, match=r"expected ids in \[0, 16\), got -1"):
@@ -147,26 +315,17 @@ def test_refusals() -> None:
         digest(pool, [1], 17)
     opaque: Region = msgspec.structs.replace(pool.regions[0], interior=Interior.OPAQUE)
     with pytest.raises(ValueError, match="a k: expected a plain interior, got opaque"):
-        kv_digests([opaque], pool.buffer, [1], 3)
+        kv_digests([opaque], pool.buffer, [[1]], 3)
     with pytest.raises(ValueError, match="a k: expected 8 bytes at .*, got a buffer of 64"):
-        kv_digests(pool.regions[:1], pool.buffer[:64], [1], 3)
+        kv_digests(pool.regions[:1], pool.buffer[:64], [[1]], 3)
     with pytest.raises(ValueError, match=r"ranks: expected one token count on all, got \[2, 3\]"):
         merge_digests([digest(pool, [1], 2), digest(pool, [1], 3)])
 
 
 def test_is_quick_enough_for_every_request() -> None:
     """16 k digests: measured 20-44 ms; the limit leaves room for a busy machine."""
-    spec = KVPoolSpec(
-        layout=PoolLayout.NHD,
-        layer_names=("a", "b", "c", "d"),
-        num_blocks=16,
-        block_tokens=16,
-        head_lo=0,
-        head_hi=8,
-        head_size=64,
-        dtype=torch.float32,
-    )
-    pool = allocate_kv_pool(spec)
+    pool = make_pool(Layout.NHD, 16, (0, 8), head_size=64)
+    pool = Pool(pool.buffer, pool.layers, pool.regions * 2)  # four layers
     start = time.process_time()
     rank = digest(pool, list(range(16)), 256)
     elapsed_s = time.process_time() - start

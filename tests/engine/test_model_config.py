@@ -11,10 +11,12 @@ import pytest
 from kvxfer.engine.model_config import (
     Llama3Rope,
     TpShard,
+    attention_layers,
+    attention_pattern,
     layer_names,
-    load_model_config,
     shard_for,
 )
+from kvxfer.engine.model_files import load_model_config
 from kvxfer.errors import ModelError
 
 BASE: dict[str, Any] = {
@@ -117,11 +119,63 @@ def test_folder_with_weights_takes_end_tokens_of_the_generation_config(tmp_path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, "model_type: expected 'llama', got 'mamba'"),
+        (
+            {"model_type": "mamba"},
+            "model_type: expected one of llama, mistral, ministral, got 'mamba'",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', got 'gelu'"),
         ({"attention_bias": True}, "attention_bias: expected False, got True"),
         ({"mlp_bias": True}, "mlp_bias: expected False, got True"),
-        ({"sliding_window": 128}, "sliding_window: expected None, got 128"),
+        ({"sliding_window": 128}, "sliding_window: expected null for llama, got 128"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types: expected none for llama, got 2 layers",
+        ),
+        ({"model_type": "mistral"}, "sliding_window: expected it to be given for mistral"),
+        (
+            {"model_type": "ministral", "sliding_window": 8, "num_key_value_heads": None},
+            "num_key_value_heads: expected it to be given for ministral",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "sliding_window: expected at least 1 token, got 0",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
+            "layer_types: expected none for mistral, got 2 layers; give model_type ministral",
+        ),
+        (
+            {"model_type": "ministral", "sliding_window": 8, "layer_types": ["full_attention"]},
+            "layer_types: expected one for each of 2 layers, got 1",
+        ),
+        (
+            {
+                "model_type": "ministral",
+                "sliding_window": 8,
+                "layer_types": ["full_attention", "chunked_attention"],
+            },
+            "layer_types: expected full_attention or sliding_attention, got 'chunked_attention'",
+        ),
+        (
+            {
+                "model_type": "ministral",
+                "sliding_window": None,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "sliding_window: expected a number of tokens for sliding_attention, got null",
+        ),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: expected 0 to 1 of 2 layers, got 2"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers: expected 0 to 1 of 2 layers, got -1"),
+        (
+            {
+                "model_type": "ministral",
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+                "num_kv_shared_layers": 1,
+            },
+            r"num_kv_shared_layers: model\.layers\.1\.self_attn: expected a layer with full "
+            "attention among the first 1, got none",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config: expected None, got"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor: expected 1\.0, got 0\.5"),
         (
@@ -156,8 +210,83 @@ def test_unknown_dtype_is_refused(tmp_path: Path) -> None:
         load_model_config(write(tmp_path, dtype="int8"), dtype="auto")
 
 
+S, F = "sliding_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "pattern"),
+    [
+        ({}, [None, None], "full"),
+        ({"layer_types": [F, F], "sliding_window": None}, [None, None], "full"),
+        ({"model_type": "mistral", "sliding_window": None}, [None, None], "full"),
+        ({"model_type": "mistral", "sliding_window": 9}, [9, 9], "9, 9"),
+        ({"model_type": "ministral", "sliding_window": None}, [None, None], "full"),
+        ({"model_type": "ministral", "sliding_window": 9}, [9, 9], "9, 9"),
+        (
+            {"model_type": "ministral", "sliding_window": 9, "layer_types": [S, F]},
+            [9, None],
+            "9, full",
+        ),
+        (
+            {"model_type": "ministral", "sliding_window": 9, "layer_types": [F, F]},
+            [None, None],
+            "full",
+        ),
+        ({"num_kv_shared_layers": 1}, [None, None], "full, full=0"),
+    ],
+)
+def test_windows_of_the_layers(
+    tmp_path: Path, changes: dict[str, Any], windows: list[int | None], pattern: str
+) -> None:
+    config = load_model_config(write(tmp_path, **changes))
+    assert [layer.window for layer in attention_layers(config)] == windows
+    assert attention_pattern(config) == pattern
+
+
+def test_sharing_layers_read_the_last_own_layer_of_their_kind(tmp_path: Path) -> None:
+    config = load_model_config(
+        write(
+            tmp_path,
+            model_type="ministral",
+            sliding_window=9,
+            num_hidden_layers=7,
+            layer_types=[S, F, F, S, F, S, F],
+            num_kv_shared_layers=3,
+        )
+    )
+    targets = [layer.target for layer in attention_layers(config)]
+    window, full = "model.layers.3.self_attn", "model.layers.2.self_attn"
+    assert targets == [None, None, None, None, full, window, full]
+    assert attention_pattern(config) == "9, full, full, 9, full=2, 9=3, full=2"
+
+
+def test_built_in_models() -> None:
+    tiny, hybrid, sharing = (load_model_config(name) for name in (None, "hybrid", "kv-sharing"))
+    assert [layer.window for layer in attention_layers(tiny)] == [None] * 4
+    assert [layer.window for layer in attention_layers(hybrid)] == [48, None, 48, None]
+    assert attention_pattern(sharing) == "48, full, 48, full, 48=2, full=3"
+    for config in (hybrid, sharing):
+        facts = (config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size)
+        assert facts == (256, 8, 8, 64)
+        assert config.weights is None
+    assert load_model_config("hybrid", num_kv_heads=2, dtype="float16").num_kv_heads == 2
+
+
+def test_a_folder_may_be_called_like_a_built_in_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hybrid").mkdir()
+    write(tmp_path / "hybrid")
+    (tmp_path / "hybrid" / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    assert load_model_config("./hybrid").num_layers == 2
+    assert load_model_config(Path("hybrid")).num_layers == 2
+    assert load_model_config("hybrid").num_layers == 4
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"nowhere: cannot be read \(No such file"):
+    message = r"nowhere: cannot be read \(No such file.*or one of hybrid, kv-sharing"
+    with pytest.raises(ModelError, match=message):
         load_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
         load_model_config(tmp_path)

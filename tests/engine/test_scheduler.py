@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvxfer.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
 from kvxfer.connector.records import (
@@ -20,8 +21,9 @@ from kvxfer.connector.records import (
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
 from kvxfer.engine.digest import KVDigest
+from kvxfer.engine.live import Finished, NewToken
 from kvxfer.engine.request import Request, Status
-from kvxfer.engine.scheduler import Finished, NewToken, Scheduler
+from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
 from kvxfer.errors import OutOfBlocks
 from kvxfer.transfer.wire import Reason
@@ -37,7 +39,7 @@ class FakeConnector:
         self.offered_tokens: dict[str, int] = {}
         self.kept: set[str] = set()
         self.params: dict[str, dict[str, Any]] = {}
-        self.allocated: list[tuple[str, list[int], int]] = []
+        self.allocated: list[tuple[str, list[list[int]], int]] = []
         self.finished: list[tuple[str, str]] = []
         self.has_more = False
 
@@ -53,11 +55,11 @@ class FakeConnector:
     def update_state_after_alloc(
         self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
     ) -> None:
-        ids = list(blocks.get_block_ids()[0])
-        self.allocated.append((request.request_id, ids, num_external_tokens))
+        tables = [list(group) for group in blocks.get_block_ids()]
+        self.allocated.append((request.request_id, tables, num_external_tokens))
 
-    def request_finished(
-        self, request: RequestLike, block_ids: Sequence[int]
+    def request_finished_all_groups(
+        self, request: RequestLike, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         self.finished.append((request.request_id, cast("Request", request).status.name))
         return request.request_id in self.kept, self.params.get(request.request_id)
@@ -67,7 +69,8 @@ class FakeConnector:
         return ConnectorMetadata()
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        pass
+        for request_id in output.finished_recving or ():
+            self.offered_tokens.pop(request_id, None)  # never asked for twice
 
     def has_orders(self) -> bool:
         return self.has_more
@@ -84,13 +87,22 @@ def config(**changes: Any) -> EngineConfig:  # noqa: ANN401
     return EngineConfig(**{**values, **changes})
 
 
+def cache(config: EngineConfig) -> KVCacheConfig:
+    """One group of layers that look at all tokens."""
+    spec = FullAttentionSpec(
+        block_size=config.block_size, num_kv_heads=1, head_size=1, dtype="float32"
+    )
+    return KVCacheConfig(config.num_blocks, [], [KVCacheGroupSpec(["full"], spec)])
+
+
 class Rig:
     """A scheduler, and ranks that answer every step at once."""
 
     def __init__(self, *, with_connector: bool = False, **changes: Any) -> None:  # noqa: ANN401
         self.connector = FakeConnector()
         connector = cast("SchedulerConnector", self.connector) if with_connector else None
-        self.scheduler = Scheduler(config(**changes), connector, eos_token_ids=(EOS,))
+        settings = config(**changes)
+        self.scheduler = Scheduler(settings, connector, cache(settings), eos_token_ids=(EOS,))
         self.requests: dict[str, Request] = {}
         self.next_token = 1
 
@@ -248,8 +260,8 @@ def test_prefix_hit_leaves_the_last_token_to_compute() -> None:
     assert step.num_scheduled_tokens == {"b": 8}
     assert rig.requests["b"].num_cached_tokens == 16
     assert step.scheduled_new_reqs[0].num_computed_tokens == 16
-    # the new block of b, and the one for its next token; the hit is not zeroed
-    assert len(step.zero_block_ids) == 2
+    assert step.scheduled_new_reqs[0].block_ids == ((1, 2, 4),)
+    assert step.zero_block_ids == (4,)  # the hit is not zeroed
     rig.add("c", [*range(8), 50, 51], max_new=1)
     step, _ = rig.step()
     assert step.num_scheduled_tokens == {"c": 2}
@@ -314,7 +326,7 @@ def test_a_load_waits_then_computes_the_rest() -> None:
     rig.add("a", range(20), max_new=2)
     step, _ = rig.step()
     assert step.num_scheduled_tokens == {}
-    assert rig.connector.allocated == [("a", [1, 2, 3], 19)]
+    assert rig.connector.allocated == [("a", [[1, 2, 3]], 19)]
     assert rig.requests["a"].status is Status.WAITING_FOR_REMOTE_KVS
     assert step.zero_block_ids == ()  # all three are written by the load
     rig.step(received("a"))
@@ -324,12 +336,22 @@ def test_a_load_waits_then_computes_the_rest() -> None:
     assert events == [NewToken("a", 1, 0.5)]
 
 
-def test_blocks_beyond_the_load_are_zeroed() -> None:
+def test_blocks_beyond_the_load_are_zeroed_when_they_are_taken() -> None:
     rig = Rig(with_connector=True, role=Role.DECODE)
     rig.connector.offered_tokens["a"] = 15
     rig.add("a", range(16), max_new=10)  # 26 tokens: 4 blocks, of which 2 are loaded
+    rig.step()
+    step, _ = rig.step(received("a"))
+    assert step.zero_block_ids == ()
+    step, _ = rig.step()  # token 15
+    assert step.scheduled_new_reqs[0].block_ids == ((1, 2),)
+    assert step.zero_block_ids == ()
+    step, _ = rig.step()  # token 16
+    assert step.scheduled_cached_reqs.new_block_ids == (((3,),),)
+    assert step.zero_block_ids == (3,)
     step, _ = rig.step()
-    assert step.zero_block_ids == (3, 4)
+    assert step.scheduled_cached_reqs.new_block_ids == (None,)
+    assert step.zero_block_ids == ()
 
 
 def test_only_missing_tokens_are_loaded() -> None:
@@ -395,9 +417,9 @@ def test_an_aborted_load_keeps_its_blocks_until_it_is_reported() -> None:
     rig.add("a", range(16), max_new=1)
     rig.step()
     assert finished(rig.scheduler.abort("a")) == ["a"]
-    assert rig.free == 7  # the load may still write
+    assert rig.free == 8  # the load may still write
     rig.step()
-    assert rig.free == 7
+    assert rig.free == 8
     rig.step(received("a", Reason.CANCELLED))
     assert rig.free == 10
     rig.step(received("a"))  # a report for something that has gone changes nothing
@@ -440,7 +462,7 @@ def test_an_offer_keeps_its_blocks_until_it_is_sent() -> None:
     _, events = rig.step()
     (end,) = [event for event in events if isinstance(event, Finished)]
     assert end.kv_transfer_params == {"x": 1}
-    assert rig.free == 7
+    assert rig.free == 8
     with pytest.raises(ValueError, match="one in use"):
         rig.scheduler.add(Request("a", (1,), 1))
     rig.step(KVConnectorOutput(finished_sending={"a"}))
@@ -480,7 +502,8 @@ def test_the_sink_digests_what_it_has_before_it_computes() -> None:
 
 def test_block_names_follow_the_configured_seed() -> None:
     """sha256(parent | token ids, uint32 little-endian), from sha256(seed); two blocks of 8."""
-    scheduler = Scheduler(config(block_size=8, kv=Config(hash_seed="0")), None)
+    seeded = config(block_size=8, kv=Config(hash_seed="0"))
+    scheduler = Scheduler(seeded, None, cache(seeded))
     request = Request("r", tuple(range(1, 20)), 1)
     scheduler.add(request)
     first = hashlib.sha256(hashlib.sha256(b"0").digest() + struct.pack("<8I", *range(1, 9)))

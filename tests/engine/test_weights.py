@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvxfer.engine.model_config import ModelConfig, load_model_config, shard_for
+from kvxfer.engine.model_config import ModelConfig, shard_for
+from kvxfer.engine.model_files import load_model_config
 from kvxfer.engine.weights import LlamaWeights, load_weights, weights_identity
 from kvxfer.errors import ModelError
 
@@ -176,7 +177,7 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     wrong = full | {"model.norm.weight": torch.ones(17)}
     refusal(tmp_path, wrong, r"model\.norm\.weight: expected shape \(16,\), got \(17,\)")
     bias = full | {"model.layers.0.self_attn.q_proj.bias": torch.ones(24)}
-    refusal(tmp_path, bias, r"q_proj\.bias: expected only the tensors of 2 Llama layers, got 1")
+    refusal(tmp_path, bias, r"q_proj\.bias: expected only the tensors of 2 llama layers, got 1")
     integers = full | {"model.norm.weight": torch.ones(16, dtype=torch.int8)}
     refusal(tmp_path, integers, r"norm\.weight: expected floating point values, got torch\.int8")
     frequencies = full | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
@@ -197,3 +198,27 @@ def test_identity_tells_weights_apart(tmp_path: Path) -> None:
     assert weights_identity(with_files(tmp_path, full)) != identity
     assert weights_identity(CONFIG, seed=1) != weights_identity(CONFIG, seed=2)
     assert weights_identity(CONFIG, seed=1) == weights_identity(CONFIG, seed=1)
+
+
+def test_layers_that_share_kv_have_query_rows_only(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(CONFIG, num_kv_shared_layers=1)
+    full = full_tensors(config)
+    own, sharer = load_weights(config, shard_for(config, 1, 2)).layers
+    assert (own.qkv.shape, sharer.qkv.shape) == ((12 + 6 + 6, 16), (12, 16))
+    unused = ("model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.v_proj.weight")
+    save_file({n: t for n, t in full.items() if n not in unused}, tmp_path / "model.safetensors")
+    config = msgspec.structs.replace(config, weights=tmp_path)
+    _, sharer = load_weights(config, shard_for(config, 1, 2)).layers
+    assert torch.equal(sharer.qkv, full["model.layers.1.self_attn.q_proj.weight"][12:])
+    save_file(full, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"layers\.1\.self_attn\.k_proj\.weight: expected only"):
+        load_weights(config, shard_for(config, 0, 1))
+
+
+def test_names_of_the_default_weights_stay() -> None:
+    """They stand in manifests: another name would refuse every engine of an older version."""
+    tiny, two_heads = load_model_config(None), load_model_config(None, num_kv_heads=2)
+    assert weights_identity(tiny) == "random-193f968b8a12ee949442714f620b18e4"
+    assert weights_identity(two_heads, seed=3) == "random-591b67a9ac1ffc7e10dab56cefc8c4b9"
+    others = {weights_identity(load_model_config(name)) for name in ("hybrid", "kv-sharing")}
+    assert len(others | {weights_identity(tiny)}) == 3

@@ -1,0 +1,115 @@
+"""How an engine's KV cache is laid out: from settings alone, the same in every process of it.
+
+Pure: the ranks allocate by it, and the scheduler hands out blocks by it.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+
+from kvxfer.cache.planning import (
+    estimate_max_model_len,
+    get_kv_cache_config,
+    unify_kv_cache_configs,
+)
+from kvxfer.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from kvxfer.engine.config import EngineConfig
+from kvxfer.engine.model_config import (
+    LayerAttention,
+    ModelConfig,
+    TpShard,
+    attention_layers,
+    shard_for,
+)
+from kvxfer.errors import ConfigError
+
+
+def plan_kv_caches(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheConfig, ...]:
+    """The cache of every tensor-parallel rank, by rank; groups and numbers of blocks are the same
+    on all.
+
+    Layers that read another one's KV are in no group. With ``num_blocks`` the pool has so many,
+    and requests that can never fit are refused one by one; with ``kv_cache_memory_nbytes`` one of
+    ``max_model_len`` tokens must fit.
+
+    Raises:
+        ConfigError: it does not, or the blocks do not hold a single token.
+        ModelError: a TP size that does not fit the model.
+    """
+    shards = [shard_for(model, tp_rank, config.tp_size) for tp_rank in range(config.tp_size)]
+    of_ranks = [kv_cache_specs(config, model, shard) for shard in shards]
+    plans: list[KVCacheConfig] = []
+    for specs in of_ranks:
+        alike = [plan for plan, other in zip(plans, of_ranks, strict=False) if other == specs]
+        # As a rule all ranks are alike: planned, and spoken of, once.
+        plans.append(copy.deepcopy(alike[0]) if alike else _plan(config, specs))
+    unify_kv_cache_configs(plans)
+    return tuple(plans)
+
+
+def _plan(config: EngineConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
+    nbytes = config.kv_cache_memory_nbytes or 0
+    if config.kv_cache_memory_nbytes is None:
+        longest = max(1, estimate_max_model_len(config, specs, nbytes))
+        config = msgspec.structs.replace(config, max_model_len=longest)
+    try:
+        return get_kv_cache_config(config, specs, nbytes)
+    except ValueError as e:
+        raise ConfigError(f"KV cache: {e}") from e
+
+
+def longest_request(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of the longest request that the engine's cache holds, whatever ``max_model_len`` is.
+
+    Raises ConfigError for a cache that does not hold one token, ModelError as above.
+    """
+    (plan, *_) = plan_kv_caches(config, model)
+    specs = kv_cache_specs(config, model, shard_for(model, 0, config.tp_size))
+    # No block holds more than its tokens, so no request is longer than the pool.
+    unbounded = msgspec.structs.replace(
+        config,
+        num_blocks=plan.num_blocks,
+        kv_cache_memory_nbytes=None,
+        max_model_len=plan.num_blocks * config.block_size,
+    )
+    return estimate_max_model_len(unbounded, specs, 0)
+
+
+def kv_cache_specs(
+    config: EngineConfig, model: ModelConfig, shard: TpShard
+) -> dict[str, KVCacheSpec]:
+    """What each layer of one rank keeps, by layer name in order of depth; a layer that reads
+    another one's KV keeps nothing.
+    """
+    return {
+        layer.name: _spec(config, model, shard, layer)
+        for layer in attention_layers(model)
+        if layer.target is None
+    }
+
+
+def _spec(
+    config: EngineConfig, model: ModelConfig, shard: TpShard, layer: LayerAttention
+) -> KVCacheSpec:
+    num_kv_heads = shard.kv_hi - shard.kv_lo
+    if layer.window is None:
+        return FullAttentionSpec(
+            block_size=config.block_size,
+            num_kv_heads=num_kv_heads,
+            head_size=model.head_size,
+            dtype=model.dtype,
+        )
+    return SlidingWindowSpec(
+        block_size=config.block_size,
+        num_kv_heads=num_kv_heads,
+        head_size=model.head_size,
+        dtype=model.dtype,
+        sliding_window=layer.window,
+    )

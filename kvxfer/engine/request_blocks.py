@@ -1,0 +1,136 @@
+"""The scheduler's blocks: what a request finds by prefix, what it gets, and under which names
+others find it.
+
+Nothing that was admitted is ever preempted: everything it can come to need is promised at admission
+and taken step by step. Blocks get names only when their KV is computed, or was loaded and accepted
+by every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvxfer.cache.cache_hit import CacheHit
+from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
+from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.specs import KVCacheConfig
+from kvxfer.connector.params import OfferWanted, parse_params
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.request import Request
+from kvxfer.engine.steps import GroupIds
+from kvxfer.errors import OutOfBlocks
+
+
+class RequestBlocks:
+    """Blocks of all requests of one engine, in all groups of ``kv_cache_config``."""
+
+    def __init__(self, config: EngineConfig, kv_cache_config: KVCacheConfig) -> None:
+        self._config = config
+        self._manager = KVCacheManager(
+            kv_cache_config,
+            enable_caching=config.enable_prefix_caching,
+            max_step_tokens=config.max_num_batched_tokens,
+        )
+        self._hash_root = none_hash(config.kv.hash_seed_bytes)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that nothing uses; cached ones count as free."""
+        return self._manager.num_free_blocks
+
+    def add(self, request: Request) -> None:
+        """Name the prompt's blocks. Raises OutOfBlocks when the request can never fit."""
+        num_tokens = request.num_prompt_tokens + request.max_new_tokens
+        num_needed = self._manager.blocks_needed(num_tokens, self._num_held_tokens(request))
+        num_total = self._manager.num_usable_blocks
+        if num_needed > num_total or num_tokens > self._config.max_model_len:
+            raise OutOfBlocks(
+                f"request {request.request_id}: {num_tokens} tokens need {num_needed} blocks of "
+                f"{self._config.block_size}, the cache has {num_total} and requests may have "
+                f"{self._config.max_model_len} tokens; raise num_blocks or max_model_len"
+            )
+        self._name_full_blocks(request)
+
+    def find_hit(self, request: Request, max_tokens: int) -> CacheHit:
+        """The longest prefix of the prompt that is cached, at most ``max_tokens`` tokens."""
+        return self._manager.find_longest_cache_hit(request.block_hashes, max_tokens)
+
+    def admit(self, request: Request, hit: CacheHit, num_external_tokens: int) -> bool:
+        """Promise all that the request can need; its tables hold the hit and what is to be loaded.
+        False, and nothing changed, when that does not fit now.
+        """
+        # The prompt is computed in steps as large as the engine's, then one token at a time.
+        num_left = request.num_prompt_tokens - hit.num_tokens - num_external_tokens
+        return self._manager.admit(
+            request.request_id,
+            num_tokens=request.num_prompt_tokens + request.max_new_tokens,
+            hit=hit,
+            num_external_tokens=num_external_tokens,
+            num_held_tokens=self._num_held_tokens(request),
+            max_step_tokens=max(num_left, 1),
+        )
+
+    def grow(self, request: Request, num_new_tokens: int) -> GroupIds:
+        """Blocks for a step that computes the next ``num_new_tokens`` tokens; the ids that are new,
+        by group.
+        """
+        num_computed = request.num_computed_tokens
+        return self._manager.grow(request.request_id, num_computed, num_computed + num_new_tokens)
+
+    def table(self, request: Request) -> GroupIds:
+        """The request's blocks by group and position, -1 where it has none."""
+        if request.request_id not in self._manager:
+            return ()
+        return self._manager.block_ids(request.request_id)
+
+    def computed(self, request: Request) -> None:
+        """The KV of the request's computed tokens is complete: others may find it."""
+        if not self._config.enable_prefix_caching:
+            return
+        # Only when a block has become full: asked for every token, the prompt would be copied for
+        # each.
+        if (len(request.block_hashes) + 1) * self._config.block_size <= request.num_computed_tokens:
+            self._name_full_blocks(request)
+        self._manager.cache_blocks(
+            request.request_id, request.block_hashes, request.num_computed_tokens
+        )
+
+    def loaded(self, request: Request, incomplete: Iterable[tuple[int, int]]) -> None:
+        """Every rank has accepted the request's load, which is counted as computed by now.
+
+        ``incomplete``: (group, position) of blocks whose first tokens the source did not hold any
+        more. No token of this request looks at them, but one of another request could.
+        """
+        for group, position in incomplete:
+            self._manager.leave_unhashed(request.request_id, group, (position,))
+        self.computed(request)
+
+    def keep(self, request: Request) -> None:
+        """The request has ended; what somebody may still read or write of it stays until
+        :meth:`free`, the rest is given back.
+        """
+        self._manager.stop_growing(request.request_id, request.num_computed_tokens)
+
+    def free(self, request_id: str) -> None:
+        """Give back all blocks of a request, if it holds any."""
+        if request_id in self._manager:
+            self._manager.free(request_id)
+
+    def _num_held_tokens(self, request: Request) -> int | None:
+        """The whole prompt is offered, and a sink computes its last token itself: what that token
+        looks at must stay.
+        """
+        if self._config.role not in {Role.PREFILL, Role.BOTH}:
+            return None
+        is_offered = isinstance(parse_params(request.kv_transfer_params), OfferWanted)
+        return request.num_prompt_tokens - 1 if is_offered else None
+
+    def _name_full_blocks(self, request: Request) -> None:
+        if self._config.enable_prefix_caching:
+            request.block_hashes += hash_request_tokens(
+                sha256,
+                self._config.block_size,
+                request,
+                root=self._hash_root,
+                known=request.block_hashes,
+            )
