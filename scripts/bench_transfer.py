@@ -2,7 +2,10 @@
 
 - sockets: blocking sendmsg and recvmsg_into straight between the pools, the same scattered 32 KiB
   pieces, raw: no layout change.
+- unix-sockets: the same over a Unix socket, the limit of what zmq does between processes of one
+  host.
 - zmq, shm: the transports through their contract, control over a pipe, a copy thread on each side.
+- zmq-tcp: zmq as between two hosts, without its Unix socket.
 
 Bytes are checked first, and nothing is timed if they are wrong. Timed on the sink from the request
 to the last byte in place. Cases: 32 KiB pieces (16 tokens, 8 heads of 256 bytes) to equal blocks,
@@ -53,6 +56,9 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources
+from kvxfer.transports.zmq_sink import ZmqSink
+
+RawAddresses = dict[str, bytes | tuple[str, int]]
 
 MIB = 1 << 20
 NUM_REGIONS = 64  # 32 layers, K and V
@@ -61,7 +67,9 @@ PIECE_NBYTES = NUM_HEADS * INNER_NBYTES * TOKENS
 GOALS = {"zmq": 0.6, "shm": 1.4}
 LIMITS = {
     "sockets": "two copies through the kernel, one core on each side",
-    "zmq": "the sockets' two copies, one to pack and one to unpack; three threads on each side",
+    "unix-sockets": "two copies through the kernel, one core on each side",
+    "zmq": "as zmq-tcp, but the two copies are those of the Unix socket",
+    "zmq-tcp": "the sockets' two copies, one to pack and one to unpack; three threads on each side",
     "shm": "one copy by one core, out of memory into memory",
 }
 
@@ -230,8 +238,9 @@ class SendIds(msgspec.Struct, tag=True):
 
 
 class SendRaw(msgspec.Struct, tag=True):
-    """Send these pieces over the socket."""
+    """Send these pieces over the socket of that name."""
 
+    wire: str
     offsets: list[int]
 
 
@@ -242,8 +251,8 @@ class End(msgspec.Struct, tag=True):
 _COMMANDS = msgspec.msgpack.Decoder(SendChunks | SendIds | SendRaw | End)
 
 
-def serve(pipe: Connection, pool_nbytes: int, config: Config, port: int) -> None:
-    """The source: a random pool, its transports, and one raw socket."""
+def serve(pipe: Connection, pool_nbytes: int, config: Config, raw_addresses: RawAddresses) -> None:
+    """The source: a random pool, its transports, and the raw sockets."""
     pool = SharedPool.create(pool_nbytes)
     words = np.random.default_rng(0).integers(0, 1 << 62, pool_nbytes // 8, dtype=np.int64)
     pool.tensor.numpy().view(np.int64)[:] = words
@@ -251,7 +260,7 @@ def serve(pipe: Connection, pool_nbytes: int, config: Config, port: int) -> None
     copy_thread, context, wake = CopyThread(), zmq.Context[zmq.Socket[bytes]](), WakeUp()
     memory = LocalMemory((pool.tensor,), (pool.info,))
     sources = make_sources(memory, config, copy_thread, wake, context)
-    raw = socket.create_connection(("127.0.0.1", port))
+    raw = {wire: _connected(address) for wire, address in raw_addresses.items()}
     pipe.send(
         RankManifest(
             rank=RankId(0, 0),
@@ -265,7 +274,8 @@ def serve(pipe: Connection, pool_nbytes: int, config: Config, port: int) -> None
     view = pool.tensor.numpy().data
     while True:
         ready = dict(poller.poll())
-        wake.clear()
+        if wake.fd in ready:
+            wake.clear()
         for source in sources.values():
             for completion in source.poll():
                 if isinstance(completion, Packed):
@@ -277,14 +287,21 @@ def serve(pipe: Connection, pool_nbytes: int, config: Config, port: int) -> None
                     sources["zmq"].submit_send(request)
                 case SendIds() as command:
                     pipe.send_bytes(msgspec.msgpack.encode(command))
-                case SendRaw(offsets):
-                    send_raw(raw, view, offsets)
+                case SendRaw(wire, offsets):
+                    send_raw(raw[wire], view, offsets)
                 case End():
                     _close(sources, copy_thread, context, wake)
-                    raw.close()
+                    for sock in raw.values():
+                        sock.close()
                     del view
                     pool.close()
                     return
+
+
+def _connected(address: bytes | tuple[str, int]) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, bytes) else socket.AF_INET)
+    sock.connect(address)
+    return sock
 
 
 def _poller(*watched: int | SourceTransport | SinkTransport) -> zmq.Poller:
@@ -311,19 +328,30 @@ def _close(
 # ------------------------------------------------------------------ the taking process
 
 
+class TcpSink(ZmqSink):
+    """The zmq wire as between two hosts."""
+
+    uses_unix_sockets = False
+
+
 class Bench:
     """The sink's side, and what it measured."""
 
     def __init__(self, pool_nbytes: int, config: Config) -> None:
-        listener = socket.create_server(("127.0.0.1", 0))
+        tcp_listener = socket.create_server(("127.0.0.1", 0))
+        unix_listener = socket.socket(socket.AF_UNIX)
+        unix_listener.bind(b"")  # the kernel finds a free name
+        unix_listener.listen()
+        listeners = {"sockets": tcp_listener, "unix-sockets": unix_listener}
         processes = get_context("forkserver")
         self.pipe, theirs = processes.Pipe()
-        port = listener.getsockname()[1]
-        self.child = processes.Process(target=serve, args=(theirs, pool_nbytes, config, port))
+        addresses = {wire: listener.getsockname() for wire, listener in listeners.items()}
+        self.child = processes.Process(target=serve, args=(theirs, pool_nbytes, config, addresses))
         self.child.start()
         theirs.close()
-        self.raw = listener.accept()[0]
-        listener.close()
+        self.raw = {wire: listener.accept()[0] for wire, listener in listeners.items()}
+        for listener in listeners.values():
+            listener.close()
         self.source: RankManifest = self.pipe.recv()
         self.pool = SharedPool.create(pool_nbytes)
         self.pool.tensor.fill_(0xEE)
@@ -331,7 +359,7 @@ class Bench:
         self.context = zmq.Context[zmq.Socket[bytes]]()
         memory = LocalMemory((self.pool.tensor,), (self.pool.info,))
         arguments = (memory, config, self.copy_thread, self.wake, self.context)
-        self.sinks = make_sinks(*arguments)
+        self.sinks = make_sinks(*arguments) | {"zmq-tcp": TcpSink(*arguments)}
         for sink in self.sinks.values():
             sink.attach(self.source)
         self.pollers = {name: _poller(self.wake.fd, sink) for name, sink in self.sinks.items()}
@@ -345,15 +373,16 @@ class Bench:
 
     def run(self, transport: str, load: Load) -> float:
         """One transfer; seconds from the request to the last byte in place."""
-        if transport == "sockets":
+        if transport in self.raw:
             given, taken = (load.pieces(ids) for ids in (load.source_ids(), load.raw().sink_ids()))
             started_s = time.perf_counter()
-            self.tell(SendRaw(given))
-            receive_raw(self.raw, self.view, taken)
+            self.tell(SendRaw(transport, given))
+            receive_raw(self.raw[transport], self.view, taken)
             return time.perf_counter() - started_s
-        return self._run_transport(self.sinks[transport], load)
+        return self._run_transport(transport, load)
 
-    def _run_transport(self, sink: SinkTransport, load: Load) -> float:
+    def _run_transport(self, transport: str, load: Load) -> float:
+        sink, poller = self.sinks[transport], self.pollers[transport]
         self.num_keys += 1
         copy_class, pull = copy_class_of(load)
         key = TransferKey(self.num_keys.to_bytes(16), b"bench-sink-bench", "pp0tp0", "pp0tp0")
@@ -379,8 +408,8 @@ class Bench:
                         return time.perf_counter() - started_s
                     case ReadBroke() | PeerGone():
                         raise RuntimeError(f"{sink.name}: {completion}")
-            self.pollers[sink.name].poll(10_000)
-            self.wake.clear()
+            if self.wake.fd in dict(poller.poll(10_000)):
+                self.wake.clear()
 
     def check(self, transport: str, load: Load) -> None:
         """Poison, move, compare; exits if one byte is wrong."""
@@ -389,7 +418,7 @@ class Bench:
         handle = self.source.memories[0].handle
         assert handle is not None
         mapped = open_shared(handle)
-        moved = load.raw() if transport == "sockets" else load
+        moved = load.raw() if transport in self.raw else load
         if not is_equal(moved, mapped.tensor.numpy(), self.pool.tensor.numpy()):
             raise SystemExit(f"{transport}, {load.name}: wrong bytes; nothing was timed")
         mapped.close()
@@ -399,7 +428,8 @@ class Bench:
         self.tell(End())
         self.child.join(20)
         _close(self.sinks, self.copy_thread, self.context, self.wake)
-        self.raw.close()
+        for sock in self.raw.values():
+            sock.close()
         self.pipe.close()
 
 
@@ -453,7 +483,7 @@ def _rows(
 
 
 def _print(rows: list[dict[str, object]]) -> None:
-    print(f"{'load':22} {'wire':8} {'p20':>6} {'p50':>6} {'p80':>6} GB/s  {'ratio':>5}  goal")
+    print(f"{'load':22} {'wire':12} {'p20':>6} {'p50':>6} {'p80':>6} GB/s  {'ratio':>5}  goal")
     for row in rows:
         goal, ratio = row["goal"], row["ratio"]
         assert isinstance(ratio, float)
@@ -461,7 +491,7 @@ def _print(rows: list[dict[str, object]]) -> None:
             "" if not isinstance(goal, float) else f"{goal} {'ok' if ratio >= goal else 'MISSED'}"
         )
         print(
-            f"{row['load']:22} {row['transport']:8} {row['p20']:6.2f} {row['p50']:6.2f} "
+            f"{row['load']:22} {row['transport']:12} {row['p20']:6.2f} {row['p50']:6.2f} "
             f"{row['p80']:6.2f}       {ratio:5.2f}  {verdict}"
         )
 
@@ -470,7 +500,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--transport", default="zmq,shm", help="wires beside the sockets")
+    parser.add_argument(
+        "--transport", default="unix-sockets,zmq,zmq-tcp,shm", help="beside the sockets"
+    )
     parser.add_argument("--size-mib", default="64,512", help="sizes, multiples of 4 MiB")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(

@@ -216,10 +216,14 @@ class ReadStopped:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Bytes that a wire moved to show that it works, and how long that took."""
+    """Bytes that a wire moved to show that it works, and how long that took.
+
+    ``path``: what carried them, for a wire that has several ("TCP"); shown to people only.
+    """
 
     nbytes: int
     duration_s: float
+    path: str = ""
 
     @property
     def gb_per_s(self) -> float:

@@ -16,17 +16,20 @@ TRIAL_TIMEOUT_S = 2.0
 class Choice:
     """The wire to one source rank.
 
-    Its name, what its trial measured (GB/s, 1e9 bytes), why each other one was not taken.
+    Its name, what its trial measured (GB/s, 1e9 bytes), why each other one was not taken, and by
+    which path the trial went where the wire has several.
     """
 
     transport: str
     gb_per_s: float
     reasons: dict[str, str]
+    path: str = ""
 
     def __str__(self) -> str:
         """For the one log line of a peer."""
         others = "".join(f"; not {name}: {reason}" for name, reason in self.reasons.items())
-        return f"{self.transport} at {self.gb_per_s:.2f} GB/s{others}"
+        path = f" over {self.path}" if self.path else ""
+        return f"{self.transport}{path} at {self.gb_per_s:.2f} GB/s{others}"
 
 
 def probe(
@@ -56,7 +59,7 @@ def probe(
             continue
         for other in list(candidates)[position + 1 :]:
             reasons[other] = f"{name} works and is preferred"
-        return Choice(name, trial.gb_per_s, reasons)
+        return Choice(name, trial.gb_per_s, reasons, trial.path)
     listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise TransportUnavailable(
         f"{source.control_endpoint}: expected a wire that works, got none: "

@@ -7,6 +7,7 @@ has not named its nonce: it goes over the control channel, to those who may read
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ import zmq
 
 from kvxfer.config import LOOPBACK_AND_PRIVATE, Config
 from kvxfer.transports.base import TransferKey
+from kvxfer.transports.zmq_same_host import user_of
 
 MAX_CONNECTIONS = 1024
 """Sinks attached at once; one more takes the place of the oldest that has no transfer."""
@@ -127,9 +129,13 @@ class Connections:
 def may_be_served(config: Config, address: str) -> bool:
     """Whether a listener answers this address.
 
-    With CURVE every one, since the nonces went to known keys only. Without it loopback, and others
-    only where ``allowed_peers`` was set and admits them.
+    A Unix socket's peer if it is of the same user. With CURVE every one, since the nonces went to
+    known keys only. Without it loopback, and others only where ``allowed_peers`` was set and admits
+    them.
     """
+    user = user_of(address)
+    if user is not None:
+        return user == os.geteuid()
     if config.curve_secret_key is not None:
         return True
     try:

@@ -41,6 +41,7 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
+from kvxfer.transports.zmq_same_host import nearest_endpoint
 from kvxfer.transports.zmq_stream import (
     MAX_SLOTS,
     STREAM_VERSION,
@@ -138,6 +139,8 @@ class ZmqSink(SinkTransport):
 
     name = "zmq"
     is_stream = True
+    uses_unix_sockets = True
+    """Whether it takes a source's Unix socket where there is one; False to measure or test TCP."""
 
     def __init__(
         self,
@@ -171,8 +174,9 @@ class ZmqSink(SinkTransport):
         expected = trial_pattern()
         deadline_s = time.monotonic() + timeout_s
         duration_s = 0.0
+        nearest = self._nearest(endpoint)
         with make_dealer(self._context, self._config) as socket:
-            socket.connect(endpoint)
+            socket.connect(nearest)
             for _ in range(2):
                 started_s = time.perf_counter()
                 socket.send(encode(AskTrial(TRIAL_NBYTES)))
@@ -191,7 +195,8 @@ class ZmqSink(SinkTransport):
                     raise TransportUnavailable(
                         f"zmq: the trial bytes from {endpoint} differ from what was asked for"
                     )
-        return Trial(TRIAL_NBYTES, duration_s)
+        path = "TCP" if nearest == endpoint else "a Unix socket"
+        return Trial(TRIAL_NBYTES, duration_s, path)
 
     def attach(self, source: RankManifest) -> None:
         """Connect to the rank; the connection is made in the background.
@@ -208,7 +213,7 @@ class ZmqSink(SinkTransport):
         socket = make_dealer(self._context, self._config)
         monitor = socket.get_monitor_socket(_GONE_EVENTS)
         try:
-            socket.connect(endpoint)
+            socket.connect(self._nearest(endpoint))
         except zmq.ZMQError as exc:
             _close(socket, monitor)
             raise TransportUnavailable(
@@ -296,6 +301,11 @@ class ZmqSink(SinkTransport):
     def _tell(self, completion: SinkCompletion) -> None:
         self._ready.append(completion)
         self._wake()
+
+    def _nearest(self, endpoint: str) -> str:
+        nearest = nearest_endpoint(endpoint) if self.uses_unix_sockets else endpoint
+        _log.debug("zmq: %s is reached by %s", endpoint, nearest)
+        return nearest
 
     def _watch(self) -> None:
         """The links have changed."""

@@ -7,6 +7,7 @@ buffer:    free -> packing -> packed -> in flight (until the sink's credit) -> f
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -144,7 +145,10 @@ class ZmqSource(SourceTransport):
         self._connections = Connections()
         self._trial: zmq.Frame | None = None
         self._socket, self._endpoint = make_router(context, config)
-        self._monitor: Socket = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor: Socket = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+        self._num_strangers = 0
         self._poller = make_poller((self._socket, self._monitor))
 
     def data_endpoint(self) -> str | None:
@@ -235,7 +239,7 @@ class ZmqSource(SourceTransport):
                 if socket is self._socket:
                     self._on_message(frames)
                 else:
-                    disconnected = True
+                    disconnected |= self._was_connected(frames[0])
         if disconnected:  # the monitor does not say whose
             for connection in self._connections.all():
                 self._probe(connection)
@@ -255,6 +259,20 @@ class ZmqSource(SourceTransport):
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
         self._connections = Connections()
+
+    def _was_connected(self, event: zmq.Frame) -> bool:
+        """Whether an event of the monitor means that a sink has gone.
+
+        Of who left before the handshake, as a sink does that looks for the Unix socket, ZeroMQ says
+        both that the handshake failed and that he is disconnected.
+        """
+        if int.from_bytes(event.buffer[:2], sys.byteorder) != zmq.EVENT_DISCONNECTED:
+            self._num_strangers += 1
+        elif self._num_strangers:
+            self._num_strangers -= 1
+        else:
+            return True
+        return False
 
     def _tell(self, completion: SourceCompletion) -> None:
         self._ready.append(completion)

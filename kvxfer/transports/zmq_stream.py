@@ -1,4 +1,4 @@
-"""The stream wire over ZeroMQ and TCP: its messages and its sockets.
+"""The stream wire over ZeroMQ, on TCP or a Unix socket: its messages and its sockets.
 
 ``zmq_source`` and ``zmq_sink`` are its two ends.
 
@@ -23,6 +23,7 @@ when it ends, they go with it and are never reused.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -34,6 +35,7 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import TRIAL_NBYTES, TransferKey
+from kvxfer.transports.zmq_same_host import bind_unix
 
 STREAM_VERSION = 1
 CONTROL_MAX_NBYTES = 16 << 10
@@ -43,6 +45,8 @@ FRAME_MAX_NBYTES = 64 << 20
 MAX_SLOTS = 1024
 MESSAGES_PER_POLL = 256
 """How many messages one poll takes from one socket, so that no peer has the IO thread to itself."""
+
+_log = logging.getLogger("kvxfer.transports")
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
@@ -188,7 +192,10 @@ def send_message(socket: Socket, identity: bytes, *frames: bytes | zmq.Frame) ->
 
 
 def make_router(context: Context, config: Config) -> tuple[Socket, str]:
-    """The source's socket, bound to a free port, and its endpoint. Raises TransportUnavailable."""
+    """The source's socket, bound to a free port and to the Unix socket beside it; its endpoint.
+
+    Raises TransportUnavailable.
+    """
     socket = context.socket(zmq.ROUTER)
     _set_common(socket, config)
     # Twice what we take, so that what is a little too long is counted before it ends a connection.
@@ -204,7 +211,10 @@ def make_router(context: Context, config: Config) -> tuple[Socket, str]:
             f"zmq: {config.host} cannot be listened on: {exc.strerror}; "
             "set host to an address of this machine"
         ) from exc
-    return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    if not bind_unix(socket, endpoint):
+        _log.debug("zmq: no Unix socket beside %s: all sinks use TCP", endpoint)
+    return socket, endpoint
 
 
 def make_dealer(context: Context, config: Config) -> Socket:

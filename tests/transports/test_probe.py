@@ -48,7 +48,7 @@ def _probe_beside_a_running_source(pair: Pair, min_gbps: float | None = None) ->
 
 def test_auto_takes_shm_where_it_works(pair: Pair) -> None:
     choice = _probe_beside_a_running_source(pair)
-    assert choice.transport == "shm"
+    assert (choice.transport, choice.path) == ("shm", "")
     assert choice.gb_per_s > 0.05
     assert choice.reasons == {"zmq": "shm works and is preferred"}
     assert str(choice).startswith("shm at ")
@@ -66,6 +66,7 @@ def test_auto_takes_zmq_and_says_why_not_shm(pair: Pair) -> None:
     assert choice.transport == "zmq"
     assert choice.gb_per_s > 0.01
     assert choice.reasons["shm"].startswith("expected a peer on this host")
+    assert str(choice).startswith("zmq over a Unix socket at ")
 
 
 def test_slow_peers_are_refused_by_policy(pair: Pair) -> None:

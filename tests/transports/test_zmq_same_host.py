@@ -1,0 +1,180 @@
+"""The Unix socket beside a source's TCP one: who finds it, who is served, when it is not used."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import msgspec
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.testing import check_transport
+from kvxfer.testing_peer import Context
+from kvxfer.transports import zmq_same_host, zmq_source
+from kvxfer.transports.base import TRIAL_NBYTES, LocalMemory, ReadDone, Trial, Wake
+from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.zmq_connections import may_be_served
+from kvxfer.transports.zmq_same_host import nearest_endpoint, unix_endpoint, user_of
+from kvxfer.transports.zmq_sink import ZmqSink
+from kvxfer.transports.zmq_source import ZmqSource
+from kvxfer.transports.zmq_stream import make_router
+from tests.transports.pair import CONFIG, Pair, a_move, key_of
+
+ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
+
+
+class TcpSink(ZmqSink):
+    uses_unix_sockets = False
+
+
+def make_source(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> ZmqSource:
+    return ZmqSource(memory, ZMQ, copy_thread, wake, context)
+
+
+def make_tcp_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> TcpSink:
+    return TcpSink(memory, ZMQ, copy_thread, wake, context)
+
+
+def test_the_wire_keeps_every_promise_over_tcp() -> None:
+    check_transport(make_source, make_tcp_sink)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair(ZMQ)
+    yield pair
+    pair.close()
+
+
+@pytest.fixture
+def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where the messages came from that the source looked at before it served anybody."""
+    asked: list[str] = []
+
+    def record(config: Config, address: str) -> bool:
+        asked.append(address)
+        return may_be_served(config, address)
+
+    monkeypatch.setattr(zmq_source, "may_be_served", record)
+    return asked
+
+
+def endpoint_of(pair: Pair) -> str:
+    endpoint = pair.source.data_endpoint()
+    assert endpoint is not None
+    return endpoint
+
+
+def read_all(pair: Pair) -> None:
+    """One read through the pair, compared byte by byte."""
+    move = a_move()
+    pair.sink.attach(pair.manifest)
+    pair.start(key_of(1), move)
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+    assert pair.content() == pair.expected(move)
+
+
+def test_name_is_that_of_the_tcp_endpoint() -> None:
+    assert unix_endpoint("tcp://127.0.0.1:5701") == "ipc://@kvxfer-zmq-127.0.0.1:5701"
+    assert unix_endpoint("tcp://[::1]:5701") == "ipc://@kvxfer-zmq-[::1]:5701"
+
+
+@pytest.mark.parametrize(
+    ("address", "user"),
+    [
+        ("localhost:1000:100:4711", 1000),
+        ("localhost:0:0:1", 0),
+        ("localhost:-1:0:1", None),
+        ("localhost:1000:100", None),
+        ("localhost:1000:100:4711:5", None),
+        ("elsewhere:1000:100:4711", None),
+        ("127.0.0.1", None),
+        ("::1", None),
+        ("::ffff:10.0.0.7", None),
+        ("", None),
+    ],
+)
+def test_user_of_a_peer(address: str, user: int | None) -> None:
+    assert user_of(address) == user
+
+
+def test_peers_of_another_user_are_not_served() -> None:
+    strict = Config(allowed_peers=("10.0.0.0/24",))
+    for config in (Config(), strict):
+        assert may_be_served(config, f"localhost:{os.geteuid()}:0:1")
+        assert not may_be_served(config, f"localhost:{os.geteuid() + 1}:0:1")
+
+
+def test_a_sink_on_the_same_host_takes_the_unix_socket(pair: Pair, addresses: list[str]) -> None:
+    read_all(pair)
+    assert [user_of(address) for address in addresses] == [os.geteuid()]
+
+
+@pytest.mark.parametrize(("uses_it", "path"), [(True, "a Unix socket"), (False, "TCP")])
+def test_a_trial_takes_the_same_path_and_says_which(
+    uses_it: bool, path: str, pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ZmqSink, "uses_unix_sockets", uses_it)
+    trials: list[Trial] = []
+    thread = threading.Thread(target=lambda: trials.append(pair.sink.trial(pair.manifest, 5.0)))
+    thread.start()
+    pair.until(lambda: bool(trials))
+    thread.join()
+    assert (trials[0].nbytes, trials[0].path) == (TRIAL_NBYTES, path)
+    assert {user_of(address) for address in addresses} == {os.geteuid() if uses_it else None}
+
+
+def test_sinks_that_look_for_it_disturb_nobody(pair: Pair) -> None:
+    pair.sink.attach(pair.manifest)
+    asked: list[object] = []
+    source = pair.source
+    assert isinstance(source, ZmqSource)
+    source._probe = asked.append  # type: ignore[method-assign, assignment]
+    for _ in range(3):
+        assert nearest_endpoint(endpoint_of(pair)).startswith("ipc:")
+    read_all(pair)
+    assert asked == []
+    pair.sink.detach(pair.manifest.control_endpoint)
+    pair.until(lambda: len(asked) == 1)
+
+
+def test_a_source_that_has_gone_leaves_no_name(pair: Pair) -> None:
+    endpoint = endpoint_of(pair)
+    pair.source.close()
+    # ZeroMQ closes listeners in the background.
+    pair.until(lambda: nearest_endpoint(endpoint) == endpoint)
+
+
+def test_a_name_that_another_user_has_is_not_used(
+    pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: stranger)
+    read_all(pair)
+    assert addresses == ["127.0.0.1"]
+
+
+def test_a_source_whose_name_is_taken_serves_tcp(pair: Pair) -> None:
+    port = urlsplit(endpoint_of(pair)).port
+    router, endpoint = make_router(pair.context, ZMQ)
+    with router, socket.socket(socket.AF_UNIX) as squatter:
+        assert not zmq_same_host.bind_unix(router, f"tcp://127.0.0.1:{port}")
+        squatter.bind("\0kvxfer-zmq-127.0.0.1:1")
+        assert not zmq_same_host.bind_unix(router, "tcp://127.0.0.1:1")
+        assert endpoint.startswith("tcp://127.0.0.1:")
+
+
+def test_without_unix_sockets_sinks_use_tcp(
+    pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(socket, "SO_PEERCRED")
+    read_all(pair)
+    assert addresses == ["127.0.0.1"]
