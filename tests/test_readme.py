@@ -1,24 +1,29 @@
-"""What the README shows is what happens."""
+"""What the README and the page on the cache utilities show is what happens."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
-    text = (ROOT / "README.md").read_text()
-    code, output = re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL)[:2]
-    # Its own port: another engine may be listening on the default one.
-    layout = 'layout="HND"'
-    assert layout in code
+@pytest.mark.parametrize("page", ["README.md", "docs/cache.md"])
+def test_the_example_prints_what_the_page_says(page: str, tmp_path: Path) -> None:
+    code, output = re.findall(r"```(?:python)?\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)[:2]
+    if page == "README.md":
+        # Its own port: another engine may be listening on the default one.
+        layout = 'layout="HND"'
+        assert layout in code
+        code = code.replace(layout, f"{layout}, kv=Config(port=0)")
     script = tmp_path / "example.py"
-    script.write_text(code.replace(layout, f"{layout}, kv=Config(port=0)"))
+    script.write_text(code)
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=ROOT,
@@ -29,3 +34,18 @@ def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, output), done.stderr
+
+
+def test_the_names_of_the_page_exist() -> None:
+    text = (ROOT / "docs/cache.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| `(kvxfer[\w.]+)` \|$", text, re.MULTILINE)
+    assert len(rows) == 13
+    for names, home in rows:
+        module = importlib.import_module(home)
+        # Not getattr: the first use of NONE_HASH makes it.
+        public = getattr(module, "__all__", dir(module))
+        assert set(re.findall(r"`(\w+)`", names)) <= set(public)
+
+
+def test_the_readme_is_a_quick_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
