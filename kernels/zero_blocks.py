@@ -1,8 +1,8 @@
 """Zero cache blocks in every segment of a pool in one launch.
 
 A segment is a run of equally spaced pieces, one per block: piece b starts at address + b *
-stride_nbytes and has nbytes.
-Segments may lie in different allocations: the table holds absolute addresses.
+stride_nbytes and has nbytes. Segments may lie in different allocations: the table holds absolute
+addresses.
 
 table [num_segments, 3] int64 (address, stride_nbytes, nbytes), block_ids [n] int64
 """

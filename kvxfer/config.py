@@ -74,8 +74,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """First contact with a peer ends after this long."""
     chunk_nbytes: int = 4 << 20
     """The most payload of one message of a stream, 4 KiB to 64 MiB. Transfers below 64 MiB use 1
-    MiB and
-    up, so that packing and wire overlap; over TCP one of 64 MiB is half as fast."""
+    MiB and up, so that packing and wire overlap; over TCP one of 64 MiB is half as fast."""
     staging_slots: int = 8
     """Chunks in flight on one connection."""
     control_max_nbytes: int = 4 << 20

@@ -14,8 +14,8 @@ log = logging.getLogger("kvxfer.connector")
 
 REMEMBERED_IDS = 1 << 16
 """Completed ids that are remembered, so that a late report is dropped instead of starting a new
-count. At 1,000
-requests per second this is a minute, far longer than a rank can lag behind; about 10 MB."""
+count. At 1,000 requests per second this is a minute, far longer than a rank can lag behind; about
+10 MB."""
 
 
 class RankOutput(Protocol):
@@ -75,9 +75,8 @@ class KVOutputAggregator:
     """A request is finished when every expected rank has reported it.
 
     Reports count per (request id, position in ``outputs``), so that a rank that repeats itself
-    cannot complete a request
-    for another. A failure on one rank is held until all ranks have reported the request, and so
-    are the blocks that a rank's load left incomplete.
+    cannot complete a request for another. A failure on one rank is held until all ranks have
+    reported the request, and so are the blocks that a rank's load left incomplete.
 
     Args:
         expected_finished_count: reports that complete a request; an output's own
@@ -113,9 +112,8 @@ class KVOutputAggregator:
         """Merge one round into ``outputs[output_rank]`` and return it; no other input is changed.
 
         When the output rank has no output this round, None is returned and the round is kept for
-        the next call.
-        Raises IndexError for an output rank that is not there, TypeError for statistics of
-        different types.
+        the next call. Raises IndexError for an output rank that is not there, TypeError for
+        statistics of different types.
         """
         target = outputs[output_rank]
         rounds = self._kept + [

@@ -30,7 +30,7 @@ class Addressing:
 
     consumer: Consumer
     transports: Mapping[str, SinkTransport]
-    can_leave_unhashed: bool = True
+    can_leave_unhashed: bool
 
 
 @dataclass(slots=True, eq=False)

@@ -1,9 +1,8 @@
 """What the scheduler side knows of the requests whose KV it wants from elsewhere.
 
-Life: wanted (the offer is held at its source) -> handed to the workers -> ended;  or wanted ->
-  given up. An offer is asked
-for once: after an accept, a failure or a preemption the request computes by itself, or it would
-wait for ever.
+Life: wanted (the offer is held at its source) -> handed to the workers -> ended; or wanted -> given
+up. An offer is asked for once: after an accept, a failure or a preemption the request computes by
+itself, or it would wait for ever.
 """
 
 from __future__ import annotations
@@ -111,9 +110,8 @@ class LoadBook:
         """Every rank has reported the load; ``failure`` names what failed it.
 
         A rank that failed before it asked has not cancelled, and its engine's claim would hold the
-        source's blocks for a
-        lease: rank 0 cancels everywhere. Not for refused tokens: that offer belongs to another
-          request.
+        source's blocks for a lease: rank 0 cancels everywhere. Not for refused tokens: that offer
+        belongs to another request.
         """
         load = self._by_id.get(request_id)
         if load is None:

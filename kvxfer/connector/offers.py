@@ -1,8 +1,7 @@
 """What the scheduler side knows of the requests that it offers.
 
 Life: wanted -> minted (first step, nonce) -> computed -> finished (blocks kept) -> sent. A
-  preemption goes back to wanted:
-the old nonce is dead for ever, the next step mints another.
+preemption goes back to wanted: the old nonce is dead for ever, the next step mints another.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """``kv_transfer_params``: what travels with a request through routers and sidecars.
 
 The keys of the NIXL connector are kept, because routers forward them verbatim; ours stand under one
-key, ``kvxfer``.
-They are a hint and a freshness check, not a credential: block ids come only from a Grant.
+key, ``kvxfer``. They are a hint and a freshness check, not a credential: block ids come only from a
+Grant.
 """
 
 from __future__ import annotations

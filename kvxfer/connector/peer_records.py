@@ -81,10 +81,10 @@ class Surroundings:
     incarnation: bytes
     rank: RankId
     transports: Mapping[str, SinkTransport]
+    can_leave_unhashed: bool
     manifest: Callable[[], EngineManifest | None]
     on_message: Callable[[Peer, RankId, ToSink], None]
     on_over: Callable[[Peer, Failure], None]
     again: Callable[[Waiter], None] = _nobody
     admit: Callable[[Peer, EngineManifest], None] = _anybody
     is_shared: Callable[[Peer, RankId], bool] = _alone
-    can_leave_unhashed: bool = True

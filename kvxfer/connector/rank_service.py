@@ -80,7 +80,7 @@ class RankService:
         memory: LocalMemory,
         port: int,
         *,
-        can_leave_unhashed: bool = True,
+        can_leave_unhashed: bool,
     ) -> None:
         self._ledger = ledger
         self._identity = identity

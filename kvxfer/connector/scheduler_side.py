@@ -2,9 +2,8 @@
 socket.
 
 Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
-translation. Everything that
-the workers must do leaves in :meth:`SchedulerConnector.build_connector_meta`; everything that
-happened comes back in
+translation. Everything that the workers must do leaves in
+:meth:`SchedulerConnector.build_connector_meta`; everything that happened comes back in
 :meth:`SchedulerConnector.update_connector_output`.
 """
 
@@ -165,9 +164,8 @@ class SchedulerConnector:
         """Called once per request, before its blocks are freed.
 
         Returns whether the engine must keep the blocks until finished_sending, and the params for
-        the decode side. An
-        aborted load is still reported through finished_recving; its blocks stay with the engine
-        until then.
+        the decode side. An aborted load is still reported through finished_recving; its blocks stay
+        with the engine until then.
         """
         reason = self._loads.finish(request.request_id)
         if reason is not None:

@@ -2,10 +2,9 @@
 for a peer.
 
 Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
-translation. Orders go to the
-IO thread; what has ended comes back through :class:`~kvxfer.connector.ledger.Ledger`. The one call
-that waits is for an
-offer to be over before its blocks are used again, and that wait is for this rank's own copies only.
+translation. Orders go to the IO thread; what has ended comes back through
+:class:`~kvxfer.connector.ledger.Ledger`. The one call that waits is for an offer to be over before
+its blocks are used again, and that wait is for this rank's own copies only.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class WorkerConnector:
         is_front_door: this rank listens on ``config.port``, answers for the engine, and keeps held
           offers.
         can_leave_unhashed: the engine leaves the blocks of ``incomplete_blocks`` out of its prefix
-          cache, or has none. False: a source whose windows could leave such blocks is refused by
-          name.
+          cache, or has none. Where it does not say so, a source whose windows could leave such
+          blocks is refused by name.
         ready_event: records an event behind everything launched so far; what it returns says
           whether the event has completed.
     """
@@ -70,7 +69,7 @@ class WorkerConnector:
         block_tokens: int,
         layout: str,
         is_front_door: bool,
-        can_leave_unhashed: bool = True,
+        can_leave_unhashed: bool = False,
         ready_event: Callable[[], IsReady] = host_ready_event,
     ) -> None:
         self._config = config

@@ -164,8 +164,7 @@ class HndBackend(PagedBackend):
         planes, num_blocks, tokens, num_heads, head_size = kv_cache.shape
         # One row per (plane, block, head), so that one copy also brings the heads to the front:
         # against gathering blocks and then permuting them, 130 us to 180 for 32 blocks of 16
-        # tokens,
-        # 63 to 63 for 8, and 50 to 36 for 2 (8 heads of 64 float32, one CPU thread).
+        # tokens, 63 to 63 for 8, and 50 to 36 for 2 (8 heads of 64 float32, one CPU thread).
         device = kv_cache.device
         plane_rows = torch.arange(planes, device=device)[:, None, None] * (num_blocks * num_heads)
         head_rows = torch.arange(num_heads, device=device)[:, None]

@@ -72,8 +72,7 @@ class Driver:
         )
         self._aggregator = KVOutputAggregator(config.tp_size)
         # Inside, every request has an id of its own: two clients may choose the same one, and one
-        # client may use
-        # an id again, which must not meet reports of the request before.
+        # client may use an id again, which must not meet reports of the request before.
         self._serial = itertools.count()
         self._askers: dict[str, _Asker] = {}
         self._own_ids: dict[_Asker, str] = {}

@@ -12,6 +12,7 @@ import msgspec
 from kvxfer.cache.planning import (
     estimate_max_model_len,
     get_kv_cache_config,
+    get_kv_cache_groups,
     unify_kv_cache_configs,
 )
 from kvxfer.cache.specs import (
@@ -56,13 +57,19 @@ def plan_kv_caches(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheCon
 
 def _plan(config: EngineConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
     nbytes = config.kv_cache_memory_nbytes or 0
-    if config.kv_cache_memory_nbytes is None:
-        longest = max(1, estimate_max_model_len(config, specs, nbytes))
-        config = msgspec.structs.replace(config, max_model_len=longest)
     try:
+        if config.kv_cache_memory_nbytes is None:
+            longest = estimate_max_model_len(config, specs, nbytes)
+            if longest < 1:
+                num_groups = len(get_kv_cache_groups(config, specs))
+                raise ConfigError(
+                    f"num_blocks: expected at least {num_groups + 1}, one for each group of layers "
+                    f"beside block 0, which is never used, got {config.num_blocks}"
+                )
+            config = msgspec.structs.replace(config, max_model_len=longest)
         return get_kv_cache_config(config, specs, nbytes)
     except ValueError as e:
-        raise ConfigError(f"KV cache: {e}") from e
+        raise ConfigError(str(e)) from e
 
 
 def longest_request(config: EngineConfig, model: ModelConfig) -> int:

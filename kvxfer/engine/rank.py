@@ -39,13 +39,11 @@ _life = msgspec.msgpack.Decoder(Life)
 
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the interpreter while another waits. With Python's 5 ms an IO thread
-beside a busy engine
-thread answers in 10 ms, with this in 45 us (measured)."""
+beside a busy engine thread answers in 10 ms, with this in 45 us (measured)."""
 COLLECTIVE_TIMEOUT_S = 60.0
 LAST_GRACE_S = 8.0
 """A rank that was told to end, or lost its parent, and still hangs after this (in a collective with
-a dead rank, say) ends
-itself. Below the parent's own STOP_TIMEOUT_S."""
+a dead rank, say) ends itself. Below the parent's own STOP_TIMEOUT_S."""
 
 
 def rank_main(spec: RankSpec, parent: Connection) -> None:

@@ -2,8 +2,7 @@
 the KV protocol.
 
 msgspec tagged structs in msgpack over ZMQ ROUTER (engine) and DEALER (client). A frame that cannot
-be understood is
-refused and counted, and the engine goes on.
+be understood is refused and counted, and the engine goes on.
 """
 
 from __future__ import annotations

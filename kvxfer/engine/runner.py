@@ -117,6 +117,7 @@ class Runner:
             block_tokens=config.block_size,
             layout=config.layout,
             is_front_door=self._tp_rank == 0,
+            can_leave_unhashed=True,
         )
         connector.register_kv_caches(self._cache.regions, self._cache.memory)
         return connector

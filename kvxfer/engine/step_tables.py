@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvxfer.cache.manager import NO_BLOCK
 from kvxfer.cache.specs import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
-
-NO_BLOCK = -1
-"""In a block table: no block here (out of the window, or never allocated)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 
     ``new_block_ids``: by group, what the tables have got at their ends; None where nothing. Blocks
     that a window has left behind are not taken out of the workers' tables: nothing looks at them.
-    ``new_token_ids``: the token sampled in the step before, which ranks other than 0 have not seen.
+    ``new_token_ids``: what was sampled in the step before, from which ranks take their tokens.
     """
 
     req_ids: tuple[str, ...] = ()

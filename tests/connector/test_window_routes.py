@@ -105,7 +105,7 @@ def moved(
 ) -> set[tuple[int, int]]:
     """Carry a load of one sink rank out; returns its incomplete blocks."""
     rank, memories = taken
-    addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS)
+    addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
     routes = make_routes(order, peer_of(plan, source, rank, wire), addressing, 4096)
     incomplete: set[tuple[int, int]] = set()
     for source_rank, run in routes.items():
@@ -212,7 +212,7 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
         block_ids=((-1, 5, 3),),
         digest=b"",
     )
-    addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS)
+    addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
     (run,) = make_routes(order, peer_of(plan, source, rank, "zmq"), addressing, 4096).values()
     # Token 18 sees 11 to 18: the source holds from 10 on, the sink keeps from 6 on.
     asked = {c.regions[0].layer: (c.token_lo, c.token_hi) for c in run.pull.classes}
