@@ -11,6 +11,7 @@ from kvxfer.cache.cache_hit import CacheHit
 from kvxfer.cache.extra_keys import (
     gen_lora_extra_hash_keys,
     gen_mm_extra_hash_keys,
+    gen_prompt_embeds_extra_hash_keys,
     generate_block_hash_extra_keys,
     need_extra_keys,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "estimate_max_model_len",
     "gen_lora_extra_hash_keys",
     "gen_mm_extra_hash_keys",
+    "gen_prompt_embeds_extra_hash_keys",
     "generate_block_hash_extra_keys",
     "get_kv_cache_config",
     "get_kv_cache_config_uniform_type",

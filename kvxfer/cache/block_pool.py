@@ -131,8 +131,11 @@ class BlockPool:
             group_id: the group whose table the blocks are in.
 
         Raises:
-            ValueError: too few blocks or hashes, a block that has a name, or a free block.
+            ValueError: a negative count, too few blocks or hashes, a block that has a name, or a
+                free block.
         """
+        if num_cached_blocks < 0:
+            raise ValueError(f"num_cached_blocks: expected at least 0, got {num_cached_blocks}")
         if num_full_blocks > min(len(blocks), len(block_hashes)):
             raise ValueError(
                 f"num_full_blocks: expected at most {len(blocks)} blocks and "

@@ -2,7 +2,8 @@
 
 A free block keeps its content until it is given out again from the front of the queue; reusing a
 prefix takes it out of the middle. So the queue is a doubly linked list through the blocks
-themselves: every operation costs the same at any pool size and creates no object.
+themselves: an operation costs the same for each of its blocks at any pool size, and no nodes are
+created or moved in memory.
 """
 
 from __future__ import annotations

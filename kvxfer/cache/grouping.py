@@ -108,8 +108,9 @@ def create_kv_cache_group_specs(
         for name in layer_names:
             if name not in kv_cache_spec:
                 raise ValueError(
-                    f"layer {name} of group {group_id}: expected one of the layers "
-                    f"{', '.join(kv_cache_spec) or 'none'}"
+                    f"layer {name} of group {group_id}: expected one of the layers of "
+                    f"kv_cache_spec, {', '.join(kv_cache_spec) or 'none'}; give it a spec or take "
+                    "it out of grouped_layer_names"
                 )
             if name in group_of:
                 raise ValueError(

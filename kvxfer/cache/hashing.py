@@ -6,9 +6,10 @@ The name of a block is the 32-byte
 
 where ``parent`` is the name of the block before it, or the root of the chain for the first block.
 Extra keys are whatever besides tokens decides the KV: a LoRA adapter, the multimodal items in the
-block, the request's cache salt. The root is ``none_hash(seed)``: processes with one seed agree on
-every name, processes without a seed share none. All chains that meet in one table have one block
-size. ``NONE_HASH`` is the root of this process: see :func:`init_none_hash`.
+block, the request's cache salt, embeddings given instead of tokens. The root is
+``none_hash(seed)``: processes with one seed agree on every name, processes without a seed share
+none. All chains that meet in one table have one block size. ``NONE_HASH`` is the root of this
+process: see :func:`init_none_hash`.
 
 Nothing is pickled: the bytes under the hash are the same on every machine.
 """
@@ -31,9 +32,12 @@ from kvxfer.cache.extra_keys import (
     HashableRequest,
     gen_lora_extra_hash_keys,
     gen_mm_extra_hash_keys,
+    gen_prompt_embeds_extra_hash_keys,
     generate_block_hash_extra_keys,
     need_extra_keys,
+    num_embedded_tokens,
 )
+from kvxfer.cache.spec_base import check_positive
 from kvxfer.config import load_config
 
 __all__ = [
@@ -47,6 +51,7 @@ __all__ = [
     "HashableRequest",
     "gen_lora_extra_hash_keys",
     "gen_mm_extra_hash_keys",
+    "gen_prompt_embeds_extra_hash_keys",
     "generate_block_hash_extra_keys",
     "hash_block_tokens",
     "hash_request_tokens",
@@ -152,7 +157,7 @@ def _first_bad_token(token_ids: Sequence[int], first_position: int) -> str:
         except (OverflowError, TypeError):
             return (
                 f"token_ids[{position}]: expected an integer from 0 to {MAX_TOKEN_ID}, "
-                f"got {token!r}"
+                f"got {token!r}; pass the tokenizer's ids, without padding"
             )
     return f"token_ids: expected a sequence of integers, got {type(token_ids).__name__}"
 
@@ -206,8 +211,7 @@ def hash_request_tokens(
         ValueError: block size below 1, root or known name not 32 bytes, more known names than full
             blocks, or a token id outside uint32; the message names its position.
     """
-    if block_size < 1:
-        raise ValueError(f"block_size: expected at least 1 token, got {block_size}")
+    check_positive("block_size", block_size, "pass the tokens of a block of the cache")
     token_ids = request.all_token_ids
     num_blocks = len(token_ids) // block_size
     if len(known) > num_blocks:
@@ -276,14 +280,15 @@ def _hash_with_extra_keys(
 ) -> list[BlockHashType]:
     hashes: list[BlockHashType] = []
     mm_idx, num_mm = 0, len(getattr(request, "mm_features", None) or ())
+    num_embedded = num_embedded_tokens(request)
     for block, piece in enumerate(pieces, start=first_block):
-        start = block * block_size
-        keys, mm_idx = generate_block_hash_extra_keys(request, start, start + block_size, mm_idx)
+        start, end = block * block_size, (block + 1) * block_size
+        keys, mm_idx = generate_block_hash_extra_keys(request, start, end, mm_idx)
         parent = hash_function(parent + piece + _pack_keys(keys))
         hashes.append(parent)
-        if mm_idx == num_mm:
+        if mm_idx == num_mm and end >= num_embedded:
             break
-    # After the first block and the last item the keys stay the same.
+    # After the first block, the last item and the last given row the keys stay the same.
     same = _pack_keys(gen_lora_extra_hash_keys(request))
     rest = (piece + same for piece in pieces) if same else pieces
     return hashes + _chain(hash_function, parent, rest)

@@ -24,6 +24,7 @@ from kvxfer.cache.block_pool import BlockPool
 from kvxfer.cache.cache_hit import CacheHit, longest_common_hit
 from kvxfer.cache.hashing import BlockHashType
 from kvxfer.cache.manager import GroupManager
+from kvxfer.cache.spec_base import check_positive
 from kvxfer.cache.specs import KVCacheConfig
 from kvxfer.cache.window_managers import manager_for
 
@@ -64,8 +65,7 @@ class KVCacheManager:
                 "kv_cache_groups: expected one or more groups of one block size, got block sizes "
                 f"{sizes}; plan them with equal block_size"
             )
-        if max_step_tokens < 1:
-            raise ValueError(f"max_step_tokens: expected at least 1, got {max_step_tokens}")
+        check_positive("max_step_tokens", max_step_tokens)
         self.block_size = sizes[0]
         self.enable_caching = enable_caching
         self.pool = BlockPool(config.num_blocks, enable_caching)
@@ -160,7 +160,8 @@ class KVCacheManager:
             num_held_tokens: tokens that are needed after that many stay until the request is freed,
                 because somebody else will continue from there. States are written over.
             max_step_tokens: the most of its tokens that one step will compute, where that is less
-                than for others: a group with a window then needs fewer blocks.
+                than for others (more is not promised): a group with a window then needs fewer
+                blocks.
 
         Returns:
             False when the blocks cannot be promised; then nothing has changed.
@@ -171,7 +172,10 @@ class KVCacheManager:
         """
         num_ready = hit.num_tokens + num_external_tokens
         self._check_new(request_id, num_tokens, hit, num_ready, num_held_tokens)
-        step = min(max_step_tokens or self._max_step_tokens, self._max_step_tokens)
+        step = self._max_step_tokens
+        if max_step_tokens is not None:
+            check_positive("max_step_tokens", max_step_tokens)
+            step = min(max_step_tokens, step)
         promised = _Admitted(
             num_tokens,
             step,

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from kvxfer.cache.grouping import get_kv_cache_groups
-from kvxfer.cache.spec_base import KVCacheSpec, MemoryConfig, check_positive
+from kvxfer.cache.spec_base import KVCacheSpec, MemoryConfig, check_int, check_positive
 from kvxfer.cache.specs import KVCacheGroupSpec
 
 _NUM_NULL_BLOCKS = 1
@@ -43,6 +43,7 @@ def check_enough_kv_cache_memory(
             ``num_gpu_blocks_override`` is set.
 
     Raises:
+        TypeError: a setting or ``available_memory`` that is no int.
         ValueError: it does not fit; the message says what is needed and available, the longest
             request that fits, and the settings to change. Or layers that cannot be grouped.
     """
@@ -58,6 +59,7 @@ def estimate_max_model_len(
     Arguments and errors are those of :func:`check_enough_kv_cache_memory`. ``config`` is only read.
     """
     groups = get_kv_cache_groups(config, kv_cache_spec)
+    _check_settings(config)
     return _longest_request(config, groups, num_blocks_for(config, groups, available_memory))
 
 
@@ -77,8 +79,10 @@ def num_blocks_for(
     Without groups it is the null block alone.
 
     Raises:
+        TypeError: memory or an override that is no int.
         ValueError: an override below 1.
     """
+    check_int("available_memory", available_memory)
     if not groups:
         return _NUM_NULL_BLOCKS
     override: int | None = getattr(config.cache_config, "num_gpu_blocks_override", None)
@@ -103,8 +107,7 @@ def check_groups_fit(
     """As :func:`check_enough_kv_cache_memory`; returns the pool's number of blocks."""
     max_model_len = config.model_config.max_model_len
     step_tokens = config.scheduler_config.max_num_batched_tokens
-    check_positive("max_model_len", max_model_len)
-    check_positive("max_num_batched_tokens", step_tokens)
+    _check_settings(config)
     num_blocks = num_blocks_for(config, groups, available_memory)
     num_needed = num_blocks_needed(groups, max_model_len, step_tokens)
     if not groups or num_needed <= num_blocks:
@@ -124,6 +127,11 @@ def check_groups_fit(
         f"bytes, the null block included), got {available_memory}; {shorter}give the cache more "
         "memory (kv_cache_memory_nbytes, or gpu_memory_utilization where it is a share)"
     )
+
+
+def _check_settings(config: MemoryConfig) -> None:
+    check_positive("max_model_len", config.model_config.max_model_len)
+    check_positive("max_num_batched_tokens", config.scheduler_config.max_num_batched_tokens)
 
 
 def _longest_request(

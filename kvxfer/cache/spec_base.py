@@ -48,7 +48,7 @@ class KVCacheSpec:
     block_size: int
 
     def __post_init__(self) -> None:
-        check_positive("block_size", self.block_size)
+        check_positive("block_size", self.block_size, "set it to the tokens of a block, 16 say")
 
     @property
     def page_size_bytes(self) -> int:
@@ -92,11 +92,13 @@ def check_int(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected an int, got {value!r}")
 
 
-def check_positive(name: str, value: int) -> None:
-    """TypeError unless ``value`` is an int, ValueError unless it is at least 1."""
+def check_positive(name: str, value: int, advice: str = "") -> None:
+    """TypeError unless ``value`` is an int, ValueError unless it is at least 1; ``advice`` says
+    what to change where the name alone does not.
+    """
     check_int(name, value)
     if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
+        raise ValueError(f"{name}: expected at least 1, got {value}{advice and f'; {advice}'}")
 
 
 def check_dtype(dtype: str) -> None:
@@ -106,6 +108,13 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_padding(padded: int | None, unpadded: int) -> None:
-    """ValueError when a block is padded to fewer bytes than it has."""
-    if padded is not None and padded < unpadded:
-        raise ValueError(f"page_size_padded: expected at least {unpadded} bytes, got {padded}")
+    """TypeError unless ``padded`` is an int or None, ValueError when it is fewer bytes than a block
+    has.
+    """
+    if padded is None:
+        return
+    check_int("page_size_padded", padded)
+    if padded < unpadded:
+        raise ValueError(
+            f"page_size_padded: expected at least {unpadded} bytes, got {padded}; None pads nothing"
+        )

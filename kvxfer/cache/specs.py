@@ -135,7 +135,11 @@ class SlidingWindowSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
-        check_positive("sliding_window", self.sliding_window)
+        check_positive(
+            "sliding_window",
+            self.sliding_window,
+            "a layer that sees all tokens has a FullAttentionSpec",
+        )
 
     @property
     def kept(self) -> str:
@@ -162,7 +166,11 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
 
     def __post_init__(self) -> None:
         AttentionSpec.__post_init__(self)
-        check_positive("attention_chunk_size", self.attention_chunk_size)
+        check_positive(
+            "attention_chunk_size",
+            self.attention_chunk_size,
+            "a layer that sees all tokens has a FullAttentionSpec",
+        )
 
     @property
     def kept(self) -> str:
@@ -279,8 +287,8 @@ class KVCacheGroupSpec:
         """The layer's own spec; ValueError for a layer of another group."""
         if layer_name not in self.layer_names:
             raise ValueError(
-                f"layer {layer_name}: expected one of the group's layers "
-                f"{', '.join(self.layer_names)}"
+                f"layer {layer_name}: expected one of the group's layers, "
+                f"{', '.join(self.layer_names) or 'none'}; ask the group that has it"
             )
         return self.layer_specs.get(layer_name, self.kv_cache_spec)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvxfer.connector.contract import RequestLike
 from kvxfer.connector.offers import frozen_ids
 from kvxfer.connector.records import AbortLoad, Hold, NewLoad, SourceRef, Unhold
-from kvxfer.transfer.tokens import token_digest
+from kvxfer.transfer.tokens import digest_keys, token_digest
 from kvxfer.transfer.wire import Reason
 
 
@@ -66,7 +66,10 @@ class LoadBook:
             return Reason.TOKENS
         self._by_id[request.request_id] = Load(
             source=source,
-            digest=token_digest(request.prompt_token_ids[: source.num_tokens]),
+            digest=token_digest(
+                request.prompt_token_ids[: source.num_tokens],
+                digest_keys(request, source.num_tokens),
+            ),
             # The last prompt token is always computed here, to sample from: its KV is never worth
             # moving.
             num_usable_tokens=min(source.num_tokens, request.num_prompt_tokens - 1),

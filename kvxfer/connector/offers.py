@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from kvxfer.connector.contract import RequestLike, SchedulerOutputLike, status_name
 from kvxfer.connector.params import NONCE_NBYTES
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
-from kvxfer.transfer.tokens import token_digest
+from kvxfer.transfer.tokens import digest_keys, token_digest
 from kvxfer.transfer.windows import Keeping, held_ids
 from kvxfer.transfer.wire import Reason
 
@@ -63,7 +63,9 @@ class OfferBook:
     def want(self, request: RequestLike) -> None:
         """This request is to be offered: its whole prompt, once it is computed."""
         tokens = request.prompt_token_ids
-        self._offers[request.request_id] = Offer(len(tokens), token_digest(tokens))
+        self._offers[request.request_id] = Offer(
+            len(tokens), token_digest(tokens, digest_keys(request, len(tokens)))
+        )
 
     def finish(self, request: RequestLike) -> tuple[bool, Offer | None]:
         """The request ended. Returns whether its blocks must be kept until finished_sending, and

@@ -124,8 +124,9 @@ class AttentionLayer(Protocol):
 
     ``sliding_window``: tokens that a token sees, itself among them, None for all.
     ``kv_sharing_target_layer_name``: the layer whose cache this one reads instead of having its
-    own. ``kv_cache``: the layer's view, set by ``bind_kv_cache``. A layer may also have an
-    ``attn_type``, "decoder" where it is missing; encoder layers keep no KV.
+    own. Latent attention may lack both, which is as None. ``kv_cache``: the layer's view, set by
+    ``bind_kv_cache``. A layer may also have an ``attn_type``, "decoder" where it is missing;
+    encoder layers keep no KV.
     """
 
     num_kv_heads: int

@@ -80,6 +80,7 @@ def get_kv_cache_spec(
         ValueError: a layer that shares with one that has no cache of its own, a window in latent
             attention, a kind of attention, dtype or size that has no spec. The message names the
             layer.
+        TypeError: a size that is not an int; the message names the layer.
     """
     layers = attention_layers(vllm_config)
     model_config = vllm_config.model_config
@@ -87,7 +88,7 @@ def get_kv_cache_spec(
     use_mla = bool(getattr(model_config, "use_mla", False))
     own = {name: layer for name, layer in layers.items() if _has_own_cache(name, layer)}
     for name, layer in layers.items():
-        target = layer.kv_sharing_target_layer_name
+        target = _target_of(layer)
         if target is not None and target not in own:
             raise ValueError(
                 f"layer {name}: expected kv_sharing_target_layer_name to be a layer with a cache "
@@ -212,30 +213,37 @@ def _has_own_cache(name: str, layer: AttentionLayer) -> bool:
             f"layer {name}: expected attn_type decoder or one of "
             f"{', '.join(sorted(_KEEPS_NOTHING))}, got {kind!r}; it has no cache spec"
         )
-    return kind == "decoder" and layer.kv_sharing_target_layer_name is None
+    return kind == "decoder" and _target_of(layer) is None
+
+
+def _target_of(layer: AttentionLayer) -> str | None:
+    # The field's latent attention has neither this attribute nor a window's.
+    return getattr(layer, "kv_sharing_target_layer_name", None)
 
 
 def _layer_spec(
     name: str, layer: AttentionLayer, block_size: int, dtype: str, use_mla: bool
 ) -> KVCacheSpec:
-    if use_mla and layer.sliding_window is not None:
+    window: int | None = getattr(layer, "sliding_window", None)
+    if use_mla and window is not None:
         raise ValueError(
-            f"layer {name}: expected no sliding_window with use_mla, got {layer.sliding_window}"
+            f"layer {name}: expected no sliding_window with use_mla, got {window}; set it to None "
+            "where the layer sees all tokens"
         )
     heads, size = layer.num_kv_heads, layer.head_size
     try:
-        if layer.sliding_window is not None:
+        if window is not None:
             return SlidingWindowSpec(
                 block_size=block_size,
                 num_kv_heads=heads,
                 head_size=size,
                 dtype=dtype,
-                sliding_window=layer.sliding_window,
+                sliding_window=window,
             )
         kind = MLAAttentionSpec if use_mla else FullAttentionSpec
         return kind(block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype)
-    except ValueError as error:
-        raise ValueError(f"layer {name}: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"layer {name}: {error}") from error
 
 
 def _group_backend(

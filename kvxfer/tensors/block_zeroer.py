@@ -107,8 +107,16 @@ class KVBlockZeroer:
         if lowest < 0 or (num_blocks is not None and highest >= num_blocks):
             wrong = lowest if lowest < 0 else highest
             known = "0 or more" if num_blocks is None else f"[0, {num_blocks})"
-            raise ValueError(f"block_ids: expected ids in {known}, got {wrong}")
-        self._blocks.filler.zero(array("q", block_ids))  # refuses what is not an integer
+            raise ValueError(
+                f"block_ids: expected ids in {known}, got {wrong}; pass ids of this cache's pool"
+            )
+        try:
+            ids = array("q", block_ids)
+        except TypeError as error:
+            raise TypeError(
+                f"block_ids: expected integers, got {list(block_ids)!r:.80}; pass block ids"
+            ) from error
+        self._blocks.filler.zero(ids)
 
 
 class _Filler(Protocol):
@@ -245,7 +253,10 @@ def _views(
             if layer in runner_only:
                 continue
             if layer not in context:
-                raise KeyError(f"{layer}: expected it in the forward context, got no such layer")
+                raise KeyError(
+                    f"{layer}: expected it in the forward context, got no such layer; name it in "
+                    "runner_only_attn_layers if it owns no bytes"
+                )
             view = context[layer].kv_cache
             kernel_blocks = spec.block_size // kernel_tokens
             _check_view(layer, view, group, kernel_tokens, block_dim, itemsize)

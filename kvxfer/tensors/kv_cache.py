@@ -44,7 +44,8 @@ def allocate_kv_cache(
         device: where the buffers are, zeroed, unless an allocator brings them.
         allocator: ``nbytes -> tensor``: contiguous, one-dimensional, uint8, of at least ``nbytes``
             (shared memory, say). Called once; all buffers are carved from it, each at a multiple of
-            4096 bytes, and keep the content it has.
+            4096 bytes (so it is up to 4095 bytes larger for each but the last than the plan says),
+            and keep the content it has.
 
     Raises:
         ValueError: a layer in two buffers, a size below 1, or an allocation that does not fit.
@@ -162,6 +163,7 @@ def bind_kv_cache(
     if unknown := [name for name in kv_caches if name not in forward_context]:
         raise KeyError(
             f"forward_context: expected a layer for every cache, got none for {', '.join(unknown)}"
+            "; bind the caches of this model's layers only"
         )
     runner_kv_caches.extend(kv_caches[name] for name in sorted(kv_caches, key=order.__getitem__))
     for name, cache in kv_caches.items():

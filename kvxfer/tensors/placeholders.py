@@ -39,7 +39,7 @@ def scatter_mm_placeholders(embeds: Tensor, is_embed: Tensor | None) -> Tensor:
     if embeds.shape[0] != num_wanted:
         raise ValueError(
             f"embeds: expected {num_wanted} rows, one for each True of is_embed, got "
-            f"{embeds.shape[0]}"
+            f"{embeds.shape[0]}; pass mask and rows of the same item"
         )
     placeholders = embeds.new_full((is_embed.shape[0], embeds.shape[1]), torch.nan)
     placeholders[is_embed.to(embeds.device)] = embeds
@@ -66,7 +66,7 @@ def gather_mm_placeholders(placeholders: Tensor, is_embed: Tensor | None) -> Ten
     if placeholders.shape[:1] != is_embed.shape:
         raise ValueError(
             f"placeholders: expected {is_embed.shape[0]} rows, one for each entry of is_embed, got "
-            f"shape {_shape(placeholders)}"
+            f"shape {_shape(placeholders)}; pass mask and rows of the same item"
         )
     return placeholders[is_embed.to(placeholders.device)]
 
@@ -115,10 +115,17 @@ def sanity_check_mm_encoder_outputs(
 
 
 def _check_mask(is_embed: Tensor) -> None:
-    if is_embed.dtype != torch.bool:
-        raise TypeError(f"is_embed: expected dtype torch.bool, got {is_embed.dtype}")
+    if not isinstance(is_embed, Tensor) or is_embed.dtype != torch.bool:
+        got = is_embed.dtype if isinstance(is_embed, Tensor) else type(is_embed).__name__
+        raise TypeError(
+            f"is_embed: expected a tensor of dtype torch.bool, got {got}; convert it, or pass None "
+            "where every placeholder is an embedding"
+        )
     if is_embed.ndim != 1:
-        raise ValueError(f"is_embed: expected 1 dimension, got shape {_shape(is_embed)}")
+        raise ValueError(
+            f"is_embed: expected 1 dimension, got shape {_shape(is_embed)}; pass the mask of one "
+            "item"
+        )
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

@@ -12,10 +12,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
-from kvxfer.cache.hashing import ExtraKey, pack_token_ids
+from kvxfer.cache.extra_keys import (
+    ExtraKey,
+    gen_mm_extra_hash_keys,
+    gen_prompt_embeds_extra_hash_keys,
+)
+from kvxfer.cache.hashing import pack_token_ids
 
 DIGEST_NBYTES = 32
 _DOMAIN = b"kvxfer.tokens.v1\0"
@@ -26,9 +32,7 @@ def token_digest(token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] = ()
 
     Args:
         token_ids: every token of the span, from the first of the request.
-        extra_keys: multimodal items, LoRA, salt, as :mod:`kvxfer.cache.hashing` makes them; only
-            facts that both engines spell alike (an adapter's name, not the path where one host
-            keeps it).
+        extra_keys: what else decides their KV, as :func:`digest_keys` has it.
 
     Raises:
         ValueError: a token id outside uint32; the message names its position.
@@ -40,3 +44,21 @@ def token_digest(token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] = ()
     if extra_keys:
         hasher.update(msgspec.msgpack.encode(extra_keys))
     return hasher.digest()
+
+
+def digest_keys(request: object, num_tokens: int) -> tuple[ExtraKey, ...]:
+    """What besides its first ``num_tokens`` tokens decides the KV of a request: its LoRA adapter,
+    the multimodal items that begin in the span, embeddings given instead of tokens.
+
+    The attributes are those of :class:`~kvxfer.cache.extra_keys.HashableRequest`. Only facts that
+    both engines spell alike count: an adapter's name, not the path where one host keeps it. The
+    cache salt is no such fact: it keeps users apart within one engine, and the offer's nonce does
+    that between two.
+
+    Raises:
+        TypeError: ``prompt_embeds`` that are neither a tensor nor an array.
+    """
+    lora: Any = getattr(request, "lora_request", None)
+    named: list[ExtraKey] = [] if lora is None else [("lora", lora.lora_name)]
+    items, _ = gen_mm_extra_hash_keys(request, 0, num_tokens, 0)
+    return (*named, *items, *gen_prompt_embeds_extra_hash_keys(request, 0, num_tokens))

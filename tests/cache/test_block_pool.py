@@ -327,6 +327,8 @@ def test_refused_namings() -> None:
     blocks = pool.get_new_blocks(2)
     with pytest.raises(ValueError, match="expected at most 2 blocks and 1 hashes, got 2"):
         pool.cache_full_blocks(blocks, [name(1)], 0, 2)
+    with pytest.raises(ValueError, match="num_cached_blocks: expected at least 0, got -1"):
+        pool.cache_full_blocks(blocks, [name(1), name(2)], -1, 2)
     pool.cache_full_blocks(blocks, [name(1)], 0, 1)
     with pytest.raises(ValueError, match=r"expected one in use without a name, got .*block_id=1"):
         pool.cache_full_blocks(blocks, [name(3)], 0, 1)

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +25,7 @@ from kvxfer.cache.hashing import (
     ExtraKey,
     gen_lora_extra_hash_keys,
     gen_mm_extra_hash_keys,
+    gen_prompt_embeds_extra_hash_keys,
     generate_block_hash_extra_keys,
     hash_block_tokens,
     hash_request_tokens,
@@ -61,6 +65,7 @@ class Request:
     mm_features: Sequence[Feature] = ()
     lora_request: Lora | None = None
     cache_salt: str | None = None
+    prompt_embeds: Any = None
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,9 @@ def requests(draw: st.DrawFn) -> Request:
         features.append(image(name, start, length))
         start += length
     lora = draw(st.none() | st.just(Lora("adapter", "/adapter")))
-    return Request(token_ids, features, lora, draw(st.none() | st.sampled_from(["", "salt"])))
+    salt = draw(st.none() | st.sampled_from(["", "salt"]))
+    rows = np.arange(draw(st.integers(0, 40)), dtype="<u2").reshape(-1, 1)
+    return Request(token_ids, features, lora, salt, draw(st.none() | st.just(rows)))
 
 
 def naive_keys(request: Request, start: int, end: int) -> tuple[ExtraKey, ...]:
@@ -260,6 +267,10 @@ def naive_keys(request: Request, start: int, end: int) -> tuple[ExtraKey, ...]:
             keys.append(("mm", feature.identifier, offset - start))
     if request.cache_salt and start == 0:
         keys.append(("cache_salt", request.cache_salt))
+    rows = [] if request.prompt_embeds is None else request.prompt_embeds[:, 0].tolist()
+    if inside := [row for token, row in enumerate(rows) if start <= token < end]:
+        packed = struct.pack(f"<{len(inside)}H", *inside)
+        keys.append(("prompt_embeds", hashlib.sha256(packed).digest()))
     return tuple(keys)
 
 
@@ -361,6 +372,62 @@ def test_keys_in_order_and_salt_in_the_first_block_only() -> None:
     assert generate_block_hash_extra_keys(BareRequest(range(8)), 0, 4, 0) == (None, 0)
 
 
+ROWS = [[1.0, -2.0], [0.5, 0.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
+BFLOAT16 = {1.0: "803f", -2.0: "00c0", 0.5: "003f", 0.0: "0000", 7.0: "e040", 8.0: "0041"}
+
+
+def bfloat16_digest(*elements: float) -> bytes:
+    return hashlib.sha256(bytes.fromhex("".join(BFLOAT16[at] for at in elements))).digest()
+
+
+def test_prompt_embeds_keys_by_hand() -> None:
+    # The ids of such tokens are placeholders: without the key two prompts would have one name.
+    request = Request([0] * 8, prompt_embeds=torch.tensor(ROWS, dtype=torch.bfloat16))
+    first = [("prompt_embeds", bfloat16_digest(1.0, -2.0, 0.5, 0.0))]
+    assert gen_prompt_embeds_extra_hash_keys(request, 0, 2) == first
+    # The last given row lies in a block with a token that has an id.
+    last = [("prompt_embeds", bfloat16_digest(7.0, 8.0))]
+    assert gen_prompt_embeds_extra_hash_keys(request, 4, 6) == last
+    assert gen_prompt_embeds_extra_hash_keys(request, 5, 7) == []
+    assert gen_prompt_embeds_extra_hash_keys(request, 6, 8) == []
+    assert gen_prompt_embeds_extra_hash_keys(BareRequest([0]), 0, 2) == []
+
+
+def test_prompt_embeds_of_any_container() -> None:
+    wide = torch.tensor(ROWS, dtype=torch.float32).repeat(1, 2)
+    rows = np.array(ROWS, dtype=np.float32)
+    want = [("prompt_embeds", hashlib.sha256(struct.pack("<4f", 1, -2, 0.5, 0)).digest())]
+    for embeds in (rows, np.asfortranarray(rows), torch.from_numpy(rows), wide[:, :2]):
+        request = Request([0] * 8, prompt_embeds=embeds)
+        assert gen_prompt_embeds_extra_hash_keys(request, 0, 2) == want
+    empty = Request([0] * 8, prompt_embeds=rows[:0])
+    assert not need_extra_keys(empty)
+    assert generate_block_hash_extra_keys(empty, 0, 2, 0) == (None, 0)
+    with pytest.raises(
+        TypeError, match=r"prompt_embeds: expected a tensor or an array .* got list"
+    ):
+        gen_prompt_embeds_extra_hash_keys(Request([0] * 8, prompt_embeds=ROWS), 0, 2)
+
+
+def test_prompts_of_other_embeddings_have_other_names() -> None:
+    rows = torch.tensor(ROWS)
+    other = rows.clone()
+    other[3, 1] += 1
+    one = Request([0] * 8, prompt_embeds=rows)
+    assert need_extra_keys(one)
+    names = hash_request_tokens(sha256, 2, one, root=ROOT)
+    others = hash_request_tokens(sha256, 2, Request([0] * 8, prompt_embeds=other), root=ROOT)
+    assert names[0] == others[0]
+    assert names[1] != others[1]
+    assert names[3] != others[3]
+    # The salt comes before it, and after the last row its key is gone.
+    salted = Request([0] * 8, cache_salt="s", prompt_embeds=rows)
+    keys, _ = generate_block_hash_extra_keys(salted, 0, 2, 0)
+    assert keys is not None
+    assert [key[0] for key in keys] == ["cache_salt", "prompt_embeds"]
+    assert generate_block_hash_extra_keys(salted, 6, 8, 0) == (None, 0)
+
+
 def test_each_extra_fact_changes_the_names() -> None:
     token_ids = range(8)
     variants = [
@@ -392,7 +459,7 @@ def test_bad_token_is_named_by_position(token: object) -> None:
 
 def test_bad_token_after_known_blocks_keeps_its_position() -> None:
     request = BareRequest([1, 2, 3, -1])
-    with pytest.raises(ValueError, match=r"token_ids\[3\]: .* got -1"):
+    with pytest.raises(ValueError, match=r"token_ids\[3\]: .* got -1; pass the tokenizer's ids"):
         hash_request_tokens(sha256, 2, request, known=[ROOT])
 
 
@@ -405,9 +472,14 @@ def test_no_token_sequence(token_ids: object) -> None:
 @pytest.mark.parametrize("block_size", [0, -16])
 def test_bad_block_size(block_size: int) -> None:
     with pytest.raises(
-        ValueError, match=f"block_size: expected at least 1 token, got {block_size}"
+        ValueError, match=f"block_size: expected at least 1, got {block_size}; pass the tokens"
     ):
         hash_request_tokens(sha256, block_size, BareRequest([1]))
+
+
+def test_an_item_before_the_first() -> None:
+    with pytest.raises(ValueError, match="start_mm_idx: expected at least -2, .* got -3; pass 0"):
+        gen_mm_extra_hash_keys(TWO_IMAGES, 0, 4, -3)
 
 
 def test_bad_hashes() -> None:

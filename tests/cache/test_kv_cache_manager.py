@@ -161,6 +161,25 @@ def test_short_steps_need_fewer_blocks_of_a_window() -> None:
         manager.grow("a", 38, 40)
 
 
+@pytest.mark.parametrize("max_step_tokens", [0, -5])
+def test_a_step_of_no_tokens_is_refused(max_step_tokens: int) -> None:
+    manager = make(FULL, SLIDING)
+    message = f"max_step_tokens: expected at least 1, got {max_step_tokens}"
+    with pytest.raises(ValueError, match=message):
+        manager.admit("a", num_tokens=40, hit=NONE, max_step_tokens=max_step_tokens)
+    assert "a" not in manager
+    assert manager.num_unpromised_blocks == 40
+
+
+def test_no_longer_steps_are_promised_than_the_manager_takes() -> None:
+    manager = make(FULL, SLIDING)
+    assert manager.admit("a", num_tokens=40, hit=NONE, max_step_tokens=100)
+    # 10 blocks, and 9 - 1 + 8 tokens, the first the last of its block: 1 + 4 blocks
+    assert manager.num_unpromised_blocks == 40 - 10 - 5
+    with pytest.raises(ValueError, match="expected a step of 0 to 8 tokens, got 0 to 9"):
+        manager.grow("a", 0, 9)
+
+
 def test_growth_appends_on_demand() -> None:
     manager = make(FULL, SLIDING)
     manager.admit("a", num_tokens=40, hit=NONE)

@@ -86,7 +86,9 @@ def test_group_of_a_layer_that_computes_a_window() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        pytest.param([["0"], ["9"]], "layer 9 of group 1: expected one of the layers 0, 1, 2, 3"),
+        pytest.param(
+            [["0"], ["9"]], "expected one of the layers of kv_cache_spec, 0, 1, 2, 3; give it"
+        ),
         pytest.param([["0"], []], "group 1: expected one layer or more, got none"),
         pytest.param([["0"], ["1"], ["0"]], "layer 0: expected it once, got it in groups 0 and 2"),
         pytest.param([["0", "0"]], "layer 0: expected it once, got it in groups 0 and 0"),

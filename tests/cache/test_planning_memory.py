@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.cache.planning import check_enough_kv_cache_memory, estimate_max_model_len
+from kvxfer.cache.planning import (
+    check_enough_kv_cache_memory,
+    estimate_max_model_len,
+    get_kv_cache_config,
+    get_kv_cache_config_uniform_type,
+)
 from kvxfer.cache.specs import KVCacheSpec
 from tests.cache.planning_cases import (
     Unchanged,
@@ -111,8 +116,24 @@ def test_override_decides() -> None:
     ],
 )
 def test_bad_settings(changed: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_enough_kv_cache_memory(config(**changed), layers((1, full())), 1 << 20)
+    for function in (check_enough_kv_cache_memory, estimate_max_model_len, get_kv_cache_config):
+        with pytest.raises(ValueError, match=message):
+            function(config(**changed), layers((1, full())), 1 << 20)
+
+
+@pytest.mark.parametrize("available", [1e9, None, "1 GiB"])
+def test_memory_is_a_number_of_bytes(available: Any) -> None:
+    """A share of the memory is a float where it is not rounded, and so would be the blocks."""
+    for function in (
+        check_enough_kv_cache_memory,
+        estimate_max_model_len,
+        get_kv_cache_config,
+        get_kv_cache_config_uniform_type,
+    ):
+        with pytest.raises(
+            TypeError, match=f"available_memory: expected an int, got {available!r}"
+        ):
+            function(config(), layers((1, full())), available)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_specs_are_values() -> None:
 # ---------------------------------------------------------------------------- refused sizes
 
 BAD_SPECS: list[tuple[type[KVCacheSpec], dict[str, Any], str]] = [
-    (FullAttentionSpec, {"block_size": 0}, "block_size: expected at least 1, got 0"),
+    (FullAttentionSpec, {"block_size": 0}, "block_size: expected at least 1, got 0; set it to"),
     (FullAttentionSpec, {"num_kv_heads": -1}, "num_kv_heads: expected at least 1, got -1"),
     (FullAttentionSpec, {"head_size": 0}, "head_size: expected at least 1, got 0"),
     (FullAttentionSpec, {"dtype": "int4"}, r"dtype: expected one of float32, .*, got 'int4'"),
@@ -114,7 +114,11 @@ BAD_SPECS: list[tuple[type[KVCacheSpec], dict[str, Any], str]] = [
         {"sliding_window": 4, "attention_chunk_size": 8},
         "sliding_window and attention_chunk_size: expected at most one of them, got 4 and 8",
     ),
-    (SlidingWindowSpec, {"sliding_window": -3}, "sliding_window: expected at least 1, got -3"),
+    (
+        SlidingWindowSpec,
+        {"sliding_window": -3},
+        "sliding_window: expected at least 1, got -3; a layer that sees all tokens has a Full",
+    ),
     (
         SlidingWindowSpec,
         {"sliding_window": 3, "block_size": -1},
@@ -123,7 +127,7 @@ BAD_SPECS: list[tuple[type[KVCacheSpec], dict[str, Any], str]] = [
     (
         ChunkedLocalAttentionSpec,
         {"attention_chunk_size": 0},
-        "attention_chunk_size: expected at least 1, got 0",
+        "attention_chunk_size: expected at least 1, got 0; a layer that sees all tokens has a Full",
     ),
 ]
 
@@ -139,6 +143,8 @@ def test_sizes_are_ints() -> None:
         full(block_size=16.0)
     with pytest.raises(TypeError, match="sliding_window: expected an int, got '48'"):
         SlidingWindowSpec(**sizes(), sliding_window="48")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"page_size_padded: expected an int, got 65536\.5"):
+        full(page_size_padded=65536.5)
 
 
 @pytest.mark.parametrize(
@@ -305,5 +311,5 @@ def test_spec_of_a_layer() -> None:
     group = KVCacheGroupSpec(["a", "b"], full(), {"b": wide})
     assert group.spec_of("a") == full()
     assert group.spec_of("b") is wide
-    with pytest.raises(ValueError, match="layer c: expected one of the group's layers a, b"):
+    with pytest.raises(ValueError, match="layer c: expected one of the group's layers, a, b; ask"):
         group.spec_of("c")

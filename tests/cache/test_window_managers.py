@@ -356,6 +356,18 @@ def test_only_states_at_a_blocks_end_are_named() -> None:
     assert manager.block_ids("a") == [-1, -1, 2, 3]  # the named state is read, not written
 
 
+def test_a_state_inside_a_block_that_a_step_ran_past_is_not_named() -> None:
+    manager = make(state(), 9)
+    manager.allocate("a", 6)
+    manager.cache_blocks("a", HASHES, 6)
+    manager.allocate("a", 10)
+    manager.cache_blocks("a", HASHES, 10)
+    # Still in the table: the step to 10 read it. It is the state after 6 tokens, not after 8.
+    assert manager.block_ids("a") == [-1, 1, 2]
+    assert hit_ids(manager, 20) == []
+    assert manager.pool.get_cached_block(HASHES[1]) is None
+
+
 # --- counts ---------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,7 @@ class Request:
     prompt_token_ids: tuple[int, ...] = PROMPT
     kv_transfer_params: dict[str, Any] | None = None
     status: str = "FINISHED_LENGTH_CAPPED"
+    lora_request: object = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -242,6 +243,22 @@ def test_a_load_is_held_then_handed_over_and_never_asked_for_again() -> None:
     assert c.get_num_new_matched_tokens(request, 0) == (0, False)
     assert c.request_finished(request, [5, 6, 7]) == (False, None)
     assert not c.has_orders()
+
+
+def test_an_adapter_is_part_of_what_is_offered_and_wanted() -> None:
+    def digests(adapter: str, path: str) -> tuple[bytes, bytes]:
+        c, lora = connector(), Bag(lora_name=adapter, lora_path=path)
+        c.on_new_request(offering(request_id="s", lora_request=lora))
+        wanted = wanting(lora_request=lora)
+        c.on_new_request(wanted)
+        assert c.get_num_new_matched_tokens(wanted, 16) == (23, True)
+        c.update_state_after_alloc(wanted, Blocks([5, 6, 7]), 23)
+        told = c.build_connector_meta(step(new=(("s", [3, 4], 0),), counts={"s": 32}))
+        return told.offers[0].digest, told.loads[0].digest
+
+    poet = token_digest(PROMPT, (("lora", "poet"),))
+    assert digests("poet", "/a") == digests("poet", "/b") == (poet, poet)
+    assert digests("cook", "/a")[0] != poet
 
 
 @pytest.mark.parametrize("num_local", [39, 40, 48])

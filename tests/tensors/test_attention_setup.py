@@ -184,6 +184,28 @@ def test_latent_attention() -> None:
     assert type(get_kv_cache_spec(plain, "auto")["a"]) is FullAttentionSpec
 
 
+class BareLatentLayer:
+    """The field's latent attention: no window, no target, no kind."""
+
+    num_kv_heads = 1
+    head_size = 576
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return PlainBackend
+
+
+def test_latent_layers_without_windows_and_targets() -> None:
+    config = settings({"a": BareLatentLayer(), "b": BareLatentLayer()}, use_mla=True)
+    want = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype="bfloat16")
+    assert get_kv_cache_spec(config, "auto") == {"a": want, "b": want}
+
+
+def test_a_size_that_is_no_number_is_named_with_its_layer() -> None:
+    layer = Layer(head_size=8.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"layer a: head_size: expected an int, got 8\.0"):
+        get_kv_cache_spec(settings({"a": layer}), "auto")
+
+
 def test_encoder_layers_keep_nothing() -> None:
     layers = {name: Layer() for name in ("plain", "text", "enum", "only", "encoder")}
     kinds = {

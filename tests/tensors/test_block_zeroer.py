@@ -218,7 +218,7 @@ def test_runner_only_layers_are_passed_over() -> None:
     [
         ([0, 5], ValueError, r"block_ids: expected ids in \[0, 5\), got 5"),
         ([-1, 2], ValueError, r"block_ids: expected ids in \[0, 5\), got -1"),
-        ([1, 2.5], TypeError, "float"),
+        ([1, 2.5], TypeError, r"block_ids: expected integers, got \[1, 2\.5\]; pass block ids"),
         ([2**70], ValueError, r"expected ids in \[0, 5\), got 1180591620717411303424"),
     ],
 )

@@ -30,6 +30,17 @@ def test_sharers_join_their_targets_groups() -> None:
     assert runner_only == {"x", "l.3", "l.4", "l.5"}
 
 
+def test_a_sharer_has_its_targets_own_spec() -> None:
+    """In a group of one type layers may have other heads: a sharer reads its target's bytes."""
+    wide, narrow = (
+        FullAttentionSpec(block_size=4, num_kv_heads=heads, head_size=2, dtype="float16")
+        for heads in (8, 1)
+    )
+    group = KVCacheGroupSpec(["l.0", "l.1"], narrow, {"l.1": wide})
+    add_kv_sharing_layers_to_kv_cache_groups({"l.2": "l.1", "l.3": "l.0"}, [group])
+    assert [group.spec_of(f"l.{at}") for at in range(4)] == [narrow, wide, wide, narrow]
+
+
 def test_a_second_call_adds_nothing() -> None:
     groups = two_groups()
     for _ in range(2):

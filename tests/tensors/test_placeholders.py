@@ -85,13 +85,19 @@ MASK = torch.tensor([True, False, True])
             torch.rand(2, 2),
             MASK.int(),
             TypeError,
-            "is_embed: expected dtype torch.bool, got torch.",
+            "is_embed: expected a tensor of dtype torch.bool, got torch.int32; convert it",
+        ),
+        (
+            torch.rand(2, 2),
+            [True, False, True],
+            TypeError,
+            "is_embed: expected a tensor of dtype torch.bool, got list; convert it",
         ),
         (
             torch.rand(2, 2),
             MASK[None],
             ValueError,
-            "is_embed: expected 1 dimension, got shape (1, 3",
+            "is_embed: expected 1 dimension, got shape (1, 3); pass the mask of one item",
         ),
     ],
 )
@@ -117,7 +123,12 @@ def test_scatter_refuses(
             ValueError,
             "placeholders: expected 3 rows, one for each entry of is_embed, got s",
         ),
-        (3, MASK.long(), TypeError, "is_embed: expected dtype torch.bool, got torch.int64"),
+        (
+            3,
+            MASK.long(),
+            TypeError,
+            "is_embed: expected a tensor of dtype torch.bool, got torch.int64",
+        ),
         (3, MASK[None], ValueError, "is_embed: expected 1 dimension, got shape (1, 3)"),
     ],
 )

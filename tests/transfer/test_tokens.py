@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from kvxfer.cache.hashing import ExtraKey, hash_block_tokens, none_hash, sha256
-from kvxfer.transfer.tokens import DIGEST_NBYTES, token_digest
+from kvxfer.transfer.tokens import DIGEST_NBYTES, digest_keys, token_digest
 
 TAG = b"kvxfer.tokens.v1\0"
 
@@ -79,3 +81,32 @@ def test_digest_is_no_block_hash() -> None:
 def test_bad_token_is_named_by_position(token: object) -> None:
     with pytest.raises(ValueError, match=r"token_ids\[1\]: expected an integer from 0 to"):
         token_digest([7, token])  # type: ignore[list-item]
+
+
+def test_keys_of_a_plain_request() -> None:
+    assert digest_keys(SimpleNamespace(prompt_token_ids=[1, 2]), 2) == ()
+    nothing: dict[str, object] = {"lora_request": None, "mm_features": [], "prompt_embeds": None}
+    assert digest_keys(SimpleNamespace(cache_salt="s", **nothing), 2) == ()
+
+
+def test_keys_are_what_both_engines_spell_alike() -> None:
+    def item(identifier: str, offset: int, length: int) -> SimpleNamespace:
+        position = SimpleNamespace(offset=offset, length=length)
+        return SimpleNamespace(identifier=identifier, mm_position=position)
+
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    request = SimpleNamespace(
+        lora_request=SimpleNamespace(lora_name="poet", lora_path="/here"),
+        mm_features=[item("cat", 2, 4), item("dog", 9, 3)],
+        prompt_embeds=rows,
+    )
+    first_two = hashlib.sha256(rows[:2].tobytes()).digest()
+    assert digest_keys(request, 2) == (("lora", "poet"), ("prompt_embeds", first_two))
+    assert digest_keys(request, 9) == (
+        ("lora", "poet"),
+        ("mm", "cat", 2),
+        ("prompt_embeds", hashlib.sha256(rows.tobytes()).digest()),
+    )
+    assert digest_keys(request, 10)[2] == ("mm", "dog", 9)
+    request.lora_request.lora_path = "/there"
+    assert digest_keys(request, 2)[0] == ("lora", "poet")
