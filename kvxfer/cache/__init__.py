@@ -25,8 +25,9 @@ from kvxfer.cache.hashing import (
     sha256,
 )
 from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.layer_spec import attention_layer_spec
 from kvxfer.cache.manager import FullAttentionManager
-from kvxfer.cache.metrics import PrefixCachingMetrics
+from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
 from kvxfer.cache.planning import (
     check_enough_kv_cache_memory,
     create_kv_cache_group_specs,
@@ -81,9 +82,11 @@ __all__ = [
     "MLAAttentionSpec",
     "MambaManager",
     "MambaSpec",
+    "PrefixCacheStats",
     "PrefixCachingMetrics",
     "SlidingWindowManager",
     "SlidingWindowSpec",
+    "attention_layer_spec",
     "check_enough_kv_cache_memory",
     "create_kv_cache_group_specs",
     "estimate_max_model_len",

@@ -220,6 +220,7 @@ class Driver:
             max_model_len=self._config.max_model_len,
             num_blocks=self._num_blocks,
             num_free_blocks=self._scheduler.num_free_blocks,
+            prefix_hit_rate=self._scheduler.prefix_hit_rate,
             pids=self._pids,
             counts={**self._counts, "malformed_requests": self._rpc.num_malformed},
         )

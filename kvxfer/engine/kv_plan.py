@@ -9,21 +9,16 @@ import copy
 
 import msgspec
 
+from kvxfer.cache.layer_spec import attention_layer_spec
 from kvxfer.cache.planning import (
     estimate_max_model_len,
     get_kv_cache_config,
     get_kv_cache_groups,
     unify_kv_cache_configs,
 )
-from kvxfer.cache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheSpec,
-    SlidingWindowSpec,
-)
+from kvxfer.cache.specs import KVCacheConfig, KVCacheSpec
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.model_config import (
-    LayerAttention,
     ModelConfig,
     TpShard,
     attention_layers,
@@ -96,27 +91,14 @@ def kv_cache_specs(
     another one's KV keeps nothing.
     """
     return {
-        layer.name: _spec(config, model, shard, layer)
+        layer.name: attention_layer_spec(
+            layer.name,
+            block_size=config.block_size,
+            num_kv_heads=shard.kv_hi - shard.kv_lo,
+            head_size=model.head_size,
+            dtype=model.dtype,
+            sliding_window=layer.window,
+        )
         for layer in attention_layers(model)
         if layer.target is None
     }
-
-
-def _spec(
-    config: EngineConfig, model: ModelConfig, shard: TpShard, layer: LayerAttention
-) -> KVCacheSpec:
-    num_kv_heads = shard.kv_hi - shard.kv_lo
-    if layer.window is None:
-        return FullAttentionSpec(
-            block_size=config.block_size,
-            num_kv_heads=num_kv_heads,
-            head_size=model.head_size,
-            dtype=model.dtype,
-        )
-    return SlidingWindowSpec(
-        block_size=config.block_size,
-        num_kv_heads=num_kv_heads,
-        head_size=model.head_size,
-        dtype=model.dtype,
-        sliding_window=layer.window,
-    )

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from kvxfer.cache.cache_hit import CacheHit
 from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
 from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
 from kvxfer.cache.specs import KVCacheConfig
 from kvxfer.connector.params import OfferWanted, parse_params
 from kvxfer.engine.config import EngineConfig, Role
@@ -31,12 +32,18 @@ class RequestBlocks:
             enable_caching=config.enable_prefix_caching,
             max_step_tokens=config.max_num_batched_tokens,
         )
+        self._prefix_metrics = PrefixCachingMetrics()
         self._hash_root = none_hash(config.kv.hash_seed_bytes)
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that nothing uses; cached ones count as free."""
         return self._manager.num_free_blocks
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens of the most recent 1000 requests that were cached here."""
+        return self._prefix_metrics.hit_rate
 
     def add(self, request: Request) -> None:
         """Name the prompt's blocks. Raises OutOfBlocks when the request can never fit."""
@@ -61,7 +68,7 @@ class RequestBlocks:
         """
         # The prompt is computed in steps as large as the engine's, then one token at a time.
         num_left = request.num_prompt_tokens - hit.num_tokens - num_external_tokens
-        return self._manager.admit(
+        is_admitted = self._manager.admit(
             request.request_id,
             num_tokens=request.num_prompt_tokens + request.max_new_tokens,
             hit=hit,
@@ -69,6 +76,12 @@ class RequestBlocks:
             num_held_tokens=self._num_held_tokens(request),
             max_step_tokens=max(num_left, 1),
         )
+        # A request whose load failed comes a second time, and was counted.
+        if is_admitted and request.failure is None and self._config.enable_prefix_caching:
+            self._prefix_metrics.observe(
+                PrefixCacheStats(requests=1, queries=request.num_prompt_tokens, hits=hit.num_tokens)
+            )
+        return is_admitted
 
     def grow(self, request: Request, num_new_tokens: int) -> GroupIds:
         """Blocks for a step that computes the next ``num_new_tokens`` tokens; the ids that are new,

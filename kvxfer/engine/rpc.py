@@ -78,13 +78,16 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class Info(msgspec.Struct, frozen=True, tag="info", kw_only=True):
-    """The engine as it stands."""
+    """The engine as it stands. ``prefix_hit_rate``: share of the prompt tokens of its most recent
+    1000 requests that it had cached.
+    """
 
     engine_id: str
     vocab_size: int
     max_model_len: int
     num_blocks: int
     num_free_blocks: int
+    prefix_hit_rate: float
     pids: tuple[int, ...]
     counts: dict[str, int]
 

@@ -72,6 +72,11 @@ class Scheduler:
         """Blocks that nothing uses; cached ones count as free."""
         return self._blocks.num_free_blocks
 
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of the prompt tokens of recent requests that were cached here."""
+        return self._blocks.prefix_hit_rate
+
     def has_work(self) -> bool:
         """Something is to be computed or told to the workers now."""
         return bool(

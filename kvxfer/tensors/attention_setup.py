@@ -8,14 +8,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from kvxfer.cache.specs import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
+from kvxfer.cache.layer_spec import attention_layer_spec
+from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from kvxfer.tensors.attention_contract import (
     AttentionBackend,
     AttentionLayer,
@@ -66,9 +60,8 @@ def get_kv_cache_spec(
 ) -> dict[str, KVCacheSpec]:
     """What each attention layer of a model keeps, by layer name.
 
-    A layer with a sliding window gets a :class:`SlidingWindowSpec`, every layer of a model with
-    latent attention an :class:`MLAAttentionSpec`, any other a :class:`FullAttentionSpec`. Layers
-    that read another layer's cache, and encoder layers, have no spec.
+    :func:`~kvxfer.cache.layer_spec.attention_layer_spec` says what that is; layers that read
+    another layer's cache, and encoder layers, have no spec.
 
     Args:
         vllm_config: read are ``compilation_config.static_forward_context`` (layer name to
@@ -96,7 +89,16 @@ def get_kv_cache_spec(
             )
     block_size = vllm_config.cache_config.block_size
     return {
-        name: _layer_spec(name, layer, block_size, str(dtype).removeprefix("torch."), use_mla)
+        name: attention_layer_spec(
+            name,
+            block_size=block_size,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=str(dtype).removeprefix("torch."),
+            # The field's latent attention does not have the attribute.
+            sliding_window=getattr(layer, "sliding_window", None),
+            use_mla=use_mla,
+        )
         for name, layer in own.items()
     }
 
@@ -219,31 +221,6 @@ def _has_own_cache(name: str, layer: AttentionLayer) -> bool:
 def _target_of(layer: AttentionLayer) -> str | None:
     # The field's latent attention has neither this attribute nor a window's.
     return getattr(layer, "kv_sharing_target_layer_name", None)
-
-
-def _layer_spec(
-    name: str, layer: AttentionLayer, block_size: int, dtype: str, use_mla: bool
-) -> KVCacheSpec:
-    window: int | None = getattr(layer, "sliding_window", None)
-    if use_mla and window is not None:
-        raise ValueError(
-            f"layer {name}: expected no sliding_window with use_mla, got {window}; set it to None "
-            "where the layer sees all tokens"
-        )
-    heads, size = layer.num_kv_heads, layer.head_size
-    try:
-        if window is not None:
-            return SlidingWindowSpec(
-                block_size=block_size,
-                num_kv_heads=heads,
-                head_size=size,
-                dtype=dtype,
-                sliding_window=window,
-            )
-        kind = MLAAttentionSpec if use_mla else FullAttentionSpec
-        return kind(block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"layer {name}: {error}") from error
 
 
 def _group_backend(

@@ -96,6 +96,7 @@ class Scripted:
                         max_model_len=8,
                         num_blocks=2,
                         num_free_blocks=1,
+                        prefix_hit_rate=0.0,
                         pids=(),
                         counts={},
                     )

@@ -35,6 +35,7 @@ INFO = Info(
     max_model_len=8,
     num_blocks=2,
     num_free_blocks=1,
+    prefix_hit_rate=0.5,
     pids=(1,),
     counts={},
 )

@@ -265,6 +265,8 @@ def test_prefix_hit_leaves_the_last_token_to_compute() -> None:
     rig.add("c", [*range(8), 50, 51], max_new=1)
     step, _ = rig.step()
     assert step.num_scheduled_tokens == {"c": 2}
+    # a found nothing, b 16, c 8, of 24, 24 and 10 tokens
+    assert rig.scheduler.prefix_hit_rate == 24 / 58
 
 
 def test_generated_tokens_are_found_too() -> None:
@@ -284,6 +286,7 @@ def test_no_hits_without_prefix_caching() -> None:
         rig.add(name, range(24), max_new=1)
         step, _ = rig.step()
         assert step.num_scheduled_tokens == {name: 24}
+    assert rig.scheduler.prefix_hit_rate == 0.0
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
