@@ -1,5 +1,6 @@
 """Run the grid: prefill and decode engines of every TP size, block size, layout and number of KV
-heads against each other, 3,600 cells, over shm and zmq by turns.
+heads against each other, 3,600 cells, over shm and zmq by turns; and a sample of the same shapes
+with models whose layers have windows ("hybrid-...") or share KV ("kv-sharing-...").
 
 Each cell compares the tokens of three prompts with a single-engine run and the KV with the
 source's. Prints the cells in which something differs; exit status 0 only if there is none.
@@ -31,7 +32,16 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from tests.end_to_end.grid import TRANSPORTS, Cell, Fleet, Outcome, all_cells, in_run_order
+from tests.end_to_end.grid import (
+    MODELS,
+    TRANSPORTS,
+    Cell,
+    Fleet,
+    Outcome,
+    all_cells,
+    in_run_order,
+    window_cells,
+)
 
 EXAMPLE = "p2.16.HND-d1.32.NHD-h4-*"
 SHOWN_PROBLEMS = 3
@@ -42,7 +52,7 @@ REPORT_EVERY_S = 30.0
 def main() -> int:
     """Exit status: 0 all equal, 1 something differs, 130 cut off by ctrl-C."""
     options = _options()
-    grid = all_cells()
+    grid = [*all_cells(), *window_cells()]
     cells = _chosen(grid, options)
     console = Console(markup=False)  # what differs may have brackets in it
     outcomes: list[Outcome] = []
@@ -55,7 +65,7 @@ def main() -> int:
     wall_s = time.monotonic() - started_s
     failed = [outcome for outcome in outcomes if outcome.problems]
     _show(console, failed)
-    _summarise(console, outcomes, num_asked=len(cells), num_grid=len(grid), wall_s=wall_s)
+    _summarise(console, outcomes, asked=cells, grid=grid, wall_s=wall_s)
     if options.json is not None:
         options.json.write_bytes(_facts(outcomes, num_asked=len(cells), wall_s=wall_s))
     if is_cut_off:
@@ -169,21 +179,33 @@ def _show(console: Console, failed: Sequence[Outcome]) -> None:
 
 
 def _summarise(
-    console: Console, outcomes: Sequence[Outcome], *, num_asked: int, num_grid: int, wall_s: float
+    console: Console,
+    outcomes: Sequence[Outcome],
+    *,
+    asked: Sequence[Cell],
+    grid: Sequence[Cell],
+    wall_s: float,
 ) -> None:
-    num_equal = sum(not outcome.problems for outcome in outcomes)
-    console.print(
-        f"{num_equal} of {len(outcomes)} cells equal ({num_asked} asked for, {num_grid} in the "
-        f"grid), {wall_s:.0f} s",
-        soft_wrap=True,
-    )
+    for model in MODELS:
+        num_asked, num_grid = (
+            sum(cell.model == model for cell in cells) for cells in (asked, grid)
+        )
+        if num_asked:
+            ran = [outcome for outcome in outcomes if outcome.cell.model == model]
+            num_equal = sum(not outcome.problems for outcome in ran)
+            console.print(
+                f"{model}: {num_equal} of {len(ran)} cells equal ({num_asked} asked for, "
+                f"{num_grid} in the grid)",
+                soft_wrap=True,
+            )
     if not outcomes:
         return
     walls_s = sorted(outcome.wall_s for outcome in outcomes)
     mean_s = statistics.fmean(walls_s)
     console.print(
-        f"per cell: mean {mean_s:.2f} s, median {statistics.median(walls_s):.2f} s, longest "
-        f"{walls_s[-1]:.2f} s; the whole grid at the mean: {mean_s * num_grid / 60:.0f} min",
+        f"{wall_s:.0f} s; per cell: mean {mean_s:.2f} s, median {statistics.median(walls_s):.2f} "
+        f"s, longest {walls_s[-1]:.2f} s; the whole grid at the mean: "
+        f"{mean_s * len(grid) / 60:.0f} min",
         soft_wrap=True,
     )
 

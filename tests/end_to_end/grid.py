@@ -1,8 +1,9 @@
 """The grid: all pairs of engine shapes, one cell each, and what must hold in a cell.
 
 A cell sends three prompts through a prefill and a decode engine, and compares every token with a
-single-engine run and every byte of KV with the source's, by digests. It lives beside the harness,
-not in the product: it is a way to test, and it needs the tests' tiny model.
+single-engine run and every byte of KV with the source's, by digests. Models whose layers have
+windows or share KV run in a sample of the shapes. It lives beside the harness, not in the product:
+it is a way to test, and it needs the tests' tiny model.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from allpairspy import AllPairs
 
 from kvxfer.engine.config import EngineConfig, Role
-from kvxfer.engine.digest import DIGEST_NBYTES, KVDigest, compare, merge_digests
+from kvxfer.engine.digest import KVDigest, compare, merge_digests
 from kvxfer.engine.engine import Engine, Result
 from kvxfer.errors import KvxferError
 from tests.end_to_end.harness import OFFER, engine_config, prompt, tiny_model
@@ -30,16 +30,59 @@ TP_SIZES = (1, 2, 4)
 BLOCK_SIZES = (8, 16, 24, 32, 64)
 LAYOUTS = ("HND", "NHD")
 KV_HEADS = (1, 2, 4, 8)  # fewer than ranks, as many, more
-SHORT_TOKENS, LONG_TOKENS = 5, 150  # below every block size; a multiple of none
+SHORT_TOKENS, LONG_TOKENS = 5, 175  # below every block size; a multiple of none
 NEW_TOKENS = 4
-NUM_PLANES_PER_HEAD = 2 * 2  # K and V, 2 layers
-NUM_BLOCKS = 48  # the three prompts take 32 of the smallest
+NUM_BLOCKS = 96  # the three prompts take 32 of the smallest in each of two groups
 REQUEST_TIMEOUT_S = 20.0
+WINDOW_TOKENS = 48
+"""Of the long prompt 174 tokens move, and what follows looks at those from 127 on: kept from 120 in
+blocks of 8 or 24, from 112 in blocks of 16, 96 in 32, 64 in 64. So there are pairs whose source
+lacks the start of the sink's first block, and pairs whose source has more than the sink wants."""
+
+
+@dataclass(frozen=True, slots=True)
+class GridModel:
+    """A model of the grid, written out: its layers' kinds are not asked from what is tested.
+
+    ``windowed``: which layers have a window of WINDOW_TOKENS. The last ``num_sharing`` layers read
+    the KV of others. ``token_nbytes``: K and V of one token and one KV head in one layer.
+    """
+
+    name: str
+    windowed: tuple[bool, ...]
+    num_sharing: int
+    token_nbytes: int
+
+    @property
+    def windowed_layers(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(
+            f"model.layers.{layer}.self_attn" for layer, is_so in enumerate(self.windowed) if is_so
+        )
+
+    @property
+    def own(self) -> tuple[bool, ...]:
+        """For each layer with KV of its own: does it have a window?"""
+        return self.windowed[: len(self.windowed) - self.num_sharing]
+
+
+FULL = "full"
+MODELS = {
+    model.name: model
+    for model in (
+        GridModel(FULL, (False, False), 0, 2 * 16 * 4),
+        GridModel("hybrid", (True, False) * 2, 0, 2 * 64 * 4),
+        GridModel("kv-sharing", (True, False) * 3, 2, 2 * 64 * 4),
+    )
+}
+WINDOWED = ("hybrid", "kv-sharing")
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One point of the grid and its wire. As text: ``p2.16.HND-d1.32.NHD-h4-shm``."""
+    """One point of the grid and its wire. As text: ``p2.16.HND-d1.32.NHD-h4-shm``, behind the
+    model's name unless it is the one whose layers all see everything.
+    """
 
     prefill_tp: int
     prefill_block: int
@@ -49,10 +92,12 @@ class Cell:
     decode_layout: str
     kv_heads: int
     transport: str
+    model: str = FULL
 
     def __str__(self) -> str:
+        model = "" if self.model == FULL else f"{self.model}-"
         return (
-            f"p{self.prefill_tp}.{self.prefill_block}.{self.prefill_layout}"
+            f"{model}p{self.prefill_tp}.{self.prefill_block}.{self.prefill_layout}"
             f"-d{self.decode_tp}.{self.decode_block}.{self.decode_layout}-h{self.kv_heads}"
             f"-{self.transport}"
         )
@@ -90,12 +135,17 @@ def _cell_at(point: tuple[int, ...]) -> Cell:
     return Cell(**chosen, transport=TRANSPORTS[sum(point) % len(TRANSPORTS)])
 
 
-def pairwise_cells() -> list[Cell]:
-    """Few cells, the same ones every time: each pair of values of two parameters, the wire counted
-    among them, is in one.
+def window_cells() -> list[Cell]:
+    """What the whole grid has of models with windows: :func:`pairwise_cells` for each of them."""
+    return [cell for model in WINDOWED for cell in pairwise_cells((model,))]
+
+
+def pairwise_cells(models: tuple[str, ...] = (FULL,)) -> list[Cell]:
+    """Few cells, the same ones every time: each pair of values of two parameters, the wire and the
+    model counted among them, is in one.
     """
     # The widest parameters first: the package then needs the fewest cells.
-    values = {**VALUES, "transport": TRANSPORTS}
+    values = {**VALUES, "transport": TRANSPORTS, "model": models}
     names = sorted(values, key=lambda name: -len(values[name]))
     rows = AllPairs([values[name] for name in names])
     return in_run_order(Cell(**dict(zip(names, row, strict=True))) for row in rows)
@@ -110,7 +160,7 @@ def _run_key(cell: Cell) -> tuple[object, ...]:
     prefill = (cell.prefill_block, cell.prefill_layout)
     decode = (cell.decode_block, cell.decode_layout, cell.transport)
     sides = (decode, prefill) if cell.decode_tp > cell.prefill_tp else (prefill, decode)
-    return (cell.prefill_tp, cell.decode_tp, cell.kv_heads, *sides)
+    return (cell.model, cell.prefill_tp, cell.decode_tp, cell.kv_heads, *sides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +192,7 @@ class Fleet:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="kvxfer-grid-")))
         self._models = {heads: tiny_model(folder, num_kv_heads=heads) for heads in KV_HEADS}
         self._engines: dict[tuple[Role, int], Engine] = {}
-        self._expected: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._expected: dict[tuple[str, int, int], tuple[int, ...]] = {}
 
     def run(self, cell: Cell) -> Outcome:
         """One cell. An engine that fails is a problem of the cell; the next one gets a new one."""
@@ -161,7 +211,7 @@ class Fleet:
 
     def exchanges(self, cell: Cell) -> list[Exchange]:
         """Send the cell's prompts, all at once. Raises what the engines raise."""
-        expected = [self._single(cell.kv_heads, num) for num in cell.prompt_lengths]
+        expected = [self._single(cell, num) for num in cell.prompt_lengths]
         prefill, decode = self._at_work(*self._configs(cell))
         prompts = [prompt(num) for num in cell.prompt_lengths]
         ids = [prefill.submit(tokens, 1, OFFER) for tokens in prompts]
@@ -198,7 +248,7 @@ class Fleet:
     def _configs(self, cell: Cell) -> tuple[EngineConfig, EngineConfig]:
         prefill = self._config(
             Role.PREFILL,
-            cell.kv_heads,
+            cell,
             # Offers every wire, so that it need not change when the decode side's does.
             transport="auto",
             tp_size=cell.prefill_tp,
@@ -207,7 +257,7 @@ class Fleet:
         )
         decode = self._config(
             Role.DECODE,
-            cell.kv_heads,
+            cell,
             transport=cell.transport,
             tp_size=cell.decode_tp,
             block_size=cell.decode_block,
@@ -218,7 +268,7 @@ class Fleet:
     def _config(
         self,
         role: Role,
-        kv_heads: int,
+        cell: Cell,
         *,
         transport: str,
         tp_size: int = 1,
@@ -227,7 +277,8 @@ class Fleet:
     ) -> EngineConfig:
         return engine_config(
             role,
-            self._models[kv_heads],
+            self._models[cell.kv_heads] if cell.model == FULL else cell.model,
+            num_kv_heads=None if cell.model == FULL else cell.kv_heads,
             kv={"transport": transport, "log_level": "WARNING"},
             tp_size=tp_size,
             block_size=block_size,
@@ -238,11 +289,11 @@ class Fleet:
             digests=role is not Role.ALONE,
         )
 
-    def _single(self, kv_heads: int, num_tokens: int) -> tuple[int, ...]:
+    def _single(self, cell: Cell, num_tokens: int) -> tuple[int, ...]:
         """What one engine says: TP 1, block 16, HND, one request at a time."""
-        key = (kv_heads, num_tokens)
+        key = (cell.model, cell.kv_heads, num_tokens)
         if key not in self._expected:
-            (engine,) = self._at_work(self._config(Role.ALONE, kv_heads, transport="auto"))
+            (engine,) = self._at_work(self._config(Role.ALONE, cell, transport="auto"))
             result = engine.generate(prompt(num_tokens), NEW_TOKENS, None, REQUEST_TIMEOUT_S)
             self._expected[key] = result.token_ids
         return self._expected[key]
@@ -276,6 +327,7 @@ def problems_of(exchange: Exchange, cell: Cell) -> list[str]:
             ("status", "FINISHED_LENGTH_CAPPED", decode.done.status),
             ("failure", None, decode.done.failure),
             ("moved tokens", num_moved, decode.done.num_external_tokens),
+            ("moved bytes", _moved_nbytes(cell, num_moved), decode.kv_nbytes),
             (
                 "wires",
                 {cell.transport},
@@ -287,21 +339,47 @@ def problems_of(exchange: Exchange, cell: Cell) -> list[str]:
     problems += _token_problems(exchange)
     source = [_beginning(digest, num_moved) for digest in prefill.done.digests]
     sink = decode.done.digests
+    prefill_side = _Side("prefill side", cell.prefill_tp, cell.prefill_block)
+    decode_side = _Side("decode side", cell.decode_tp, cell.decode_block)
     incomplete = [
-        *_digest_problems("prefill side", source, cell.prefill_tp, num_moved, cell.kv_heads),
-        *_digest_problems("decode side", sink, cell.decode_tp, num_moved, cell.kv_heads),
+        *_digest_problems(prefill_side, source, cell, num_moved),
+        *_digest_problems(decode_side, sink, cell, num_moved),
     ]
     if incomplete:
         return problems + incomplete
     return problems + [f"KV: {difference}" for difference in compare(source, sink)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Side:
+    name: str
+    num_ranks: int
+    block_tokens: int
+
+    def window_start(self, num_moved: int) -> int:
+        """The first token that a layer with a window holds after a prompt: the start of the block
+        that has the first token that the next one looks at.
+        """
+        first_seen = max(0, num_moved - WINDOW_TOKENS + 1)
+        return first_seen // self.block_tokens * self.block_tokens
+
+
+def _moved_nbytes(cell: Cell, num_moved: int) -> int:
+    """All heads of all own layers, a head once for each rank that has it; of a layer with a window
+    what both sides hold.
+    """
+    model = MODELS[cell.model]
+    start = max(
+        _Side("", 1, block).window_start(num_moved)
+        for block in (cell.prefill_block, cell.decode_block)
+    )
+    num_tokens = sum(num_moved - start if is_windowed else num_moved for is_windowed in model.own)
+    return num_tokens * max(cell.kv_heads, cell.decode_tp) * model.token_nbytes
+
+
 def _beginning(digest: KVDigest, num_tokens: int) -> KVDigest:
     """Of the first tokens only."""
-    planes = tuple(
-        msgspec.structs.replace(plane, tokens=plane.tokens[: num_tokens * DIGEST_NBYTES])
-        for plane in digest.planes
-    )
+    planes = tuple(plane.between(0, num_tokens) for plane in digest.planes)
     return KVDigest(num_tokens=min(num_tokens, digest.num_tokens), planes=planes)
 
 
@@ -318,16 +396,29 @@ def _token_problems(exchange: Exchange) -> list[str]:
 
 
 def _digest_problems(
-    side: str, digests: Sequence[KVDigest], num_ranks: int, num_tokens: int, kv_heads: int
+    side: _Side, digests: Sequence[KVDigest], cell: Cell, num_tokens: int
 ) -> list[str]:
-    """Are the digests those of all ranks, all planes of all heads, all tokens that moved? Equal
-    digests of nothing would prove nothing.
+    """Are the digests those of all ranks, all planes of all heads, all tokens that moved, windows
+    where they begin? Equal digests of nothing would prove nothing.
     """
-    if len(digests) != num_ranks:
-        return [f"{side}: digests: expected those of {num_ranks} ranks, got {len(digests)}"]
+    if len(digests) != side.num_ranks:
+        return [
+            f"{side.name}: digests: expected those of {side.num_ranks} ranks, got {len(digests)}"
+        ]
+    model = MODELS[cell.model]
     merged, _ = merge_digests(digests)
-    expected = (num_tokens, NUM_PLANES_PER_HEAD * kv_heads)
+    # K and V of every layer, those that read another one's included.
+    expected = (num_tokens, 2 * len(model.windowed) * cell.kv_heads)
     got = (merged.num_tokens, len(merged.planes))
-    if got == expected:
-        return []
-    return [f"{side}: digested tokens and planes: expected {expected}, got {got}"]
+    if got != expected:
+        return [f"{side.name}: digested tokens and planes: expected {expected}, got {got}"]
+    problems = []
+    for plane in merged.planes:
+        is_windowed = plane.layer in model.windowed_layers
+        span = (side.window_start(num_tokens) if is_windowed else 0, num_tokens)
+        if (plane.first_token, plane.end) != span:
+            problems.append(
+                f"{side.name}: digested tokens of {plane.layer} {plane.plane} head {plane.head}: "
+                f"expected {span}, got {(plane.first_token, plane.end)}"
+            )
+    return problems

@@ -9,6 +9,7 @@ import itertools
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvxfer.engine.config import Role
 from kvxfer.engine.digest import DIGEST_NBYTES, KVDigest
 from kvxfer.engine.engine import Result
 from tests.end_to_end.grid import (
+    WINDOWED,
     Cell,
     Exchange,
     Fleet,
@@ -28,6 +30,7 @@ from tests.end_to_end.grid import (
     in_run_order,
     pairwise_cells,
     problems_of,
+    window_cells,
 )
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "grid.py"
@@ -67,15 +70,20 @@ def test_a_cell_is_equal(fleet: Fleet, cell: Cell) -> None:
     assert before.items() <= fleet.pids().items()  # no process was started twice
 
 
-def test_every_pair_of_values_is_in_the_sample() -> None:
-    cells = pairwise_cells()
-    for (one, ones), (other, others) in itertools.combinations(
-        {**AXES, "transport": WIRES}.items(), 2
-    ):
+@pytest.mark.parametrize("cell", pairwise_cells(WINDOWED), ids=str)
+def test_a_cell_of_a_model_with_windows_is_equal(fleet: Fleet, cell: Cell) -> None:
+    assert fleet.run(cell).problems == ()
+
+
+@pytest.mark.parametrize("models", [("full",), ("hybrid", "kv-sharing"), ("hybrid",)])
+def test_every_pair_of_values_is_in_the_sample(models: tuple[str, ...]) -> None:
+    cells = pairwise_cells(models)
+    axes = {**AXES, "transport": WIRES, "model": models}
+    for (one, ones), (other, others) in itertools.combinations(axes.items(), 2):
         found = {(getattr(cell, one), getattr(cell, other)) for cell in cells}
         assert found == set(itertools.product(ones, others)), (one, other)
     assert 25 <= len(cells) <= 32  # 5 x 5 block sizes are 25 pairs
-    assert cells == pairwise_cells()
+    assert cells == pairwise_cells(models)
 
 
 def test_the_grid_has_every_cell_once() -> None:
@@ -89,6 +97,15 @@ def test_the_grid_has_every_cell_once() -> None:
             wires = {cell.transport for cell in cells if getattr(cell, name) == value}
             assert wires == set(WIRES), (name, value)
     assert len({str(cell) for cell in cells}) == 3600
+
+
+def test_models_with_windows_have_a_sample_each() -> None:
+    cells = window_cells()
+    by_model = Counter(cell.model for cell in cells)
+    assert set(by_model) == {"hybrid", "kv-sharing"}
+    assert all(25 <= number <= 32 for number in by_model.values())
+    assert len({str(cell) for cell in cells}) == len(cells)
+    assert str(replace(PLANTED, model="hybrid")) == "hybrid-p2.16.HND-d1.32.NHD-h4-shm"
 
 
 def test_prompts_are_shorter_than_a_block_a_block_and_long() -> None:
@@ -129,7 +146,7 @@ def test_order_does_not_depend_on_where_the_cells_come_from() -> None:
 
 @pytest.fixture(scope="module")
 def exchange(fleet: Fleet) -> Exchange:
-    """A prompt of 150 tokens that went right."""
+    """A prompt of 175 tokens that went right."""
     found = fleet.exchanges(PLANTED)[-1]
     assert problems_of(found, PLANTED) == []
     return found
@@ -148,7 +165,7 @@ def with_flipped(digest: KVDigest, plane: int, token: int) -> KVDigest:
     return msgspec.structs.replace(digest, planes=tuple(planes))
 
 
-@pytest.mark.parametrize(("plane", "token"), [(0, 0), (5, 77), (15, 148)])
+@pytest.mark.parametrize(("plane", "token"), [(0, 0), (5, 77), (15, 173)])
 def test_one_other_byte_of_kv_is_named(exchange: Exchange, plane: int, token: int) -> None:
     (digest,) = exchange.decode.done.digests
     which = digest.planes[plane]
@@ -165,15 +182,37 @@ def test_ranks_that_lie_or_say_nothing_are_named(exchange: Exchange) -> None:
         ((), "decode side: digests: expected those of 1 ranks, got 0"),
         (
             (msgspec.structs.replace(digest, planes=digest.planes[:-1]),),
-            "decode side: digested tokens and planes: expected (149, 16), got (149, 15)",
+            "decode side: digested tokens and planes: expected (174, 16), got (174, 15)",
         ),
         (
             (KVDigest(num_tokens=0, planes=digest.planes),),
-            "decode side: digested tokens and planes: expected (149, 16), got (0, 16)",
+            "decode side: digested tokens and planes: expected (174, 16), got (0, 16)",
         ),
     ):
         decode = with_done(exchange.decode, digests=digests)
         assert problems_of(replace(exchange, decode=decode), PLANTED) == [problem]
+
+
+def test_windows_that_begin_elsewhere_are_named(fleet: Fleet) -> None:
+    """174 tokens move, in layers with a window those from 112 on, though 96 would do for a block of
+    32.
+    """
+    cell = replace(PLANTED, model="hybrid", kv_heads=1)
+    found = fleet.exchanges(cell)[-1]
+    assert problems_of(found, cell) == []
+    assert found.decode.kv_nbytes == (2 * 174 + 2 * 62) * 512  # K and V of 64 floats
+    (digest,) = found.decode.done.digests
+    late, *planes = digest.planes
+    assert (late.layer, late.first_token) == ("model.layers.0.self_attn", 96)
+    late = msgspec.structs.replace(late, first_token=128, tokens=late.tokens[32 * DIGEST_NBYTES :])
+    digest = msgspec.structs.replace(digest, planes=(late, *planes))
+    decode = with_done(found.decode, digests=(digest,), loads=())
+    assert problems_of(replace(found, decode=decode), cell) == [
+        "decode side: moved bytes: expected 241664, got 0",
+        "decode side: wires: expected {'shm'}, got set()",
+        "decode side: digested tokens of model.layers.0.self_attn k head 0: expected (96, 174), "
+        "got (128, 174)",
+    ]
 
 
 def test_a_wrong_token_is_named(exchange: Exchange) -> None:
@@ -194,7 +233,9 @@ def test_kv_that_was_computed_again_is_no_success(exchange: Exchange) -> None:
     decode = with_done(exchange.decode, failure="peer_lost", num_external_tokens=0, loads=())
     assert problems_of(replace(exchange, decode=decode), PLANTED) == [
         "decode side: failure: expected None, got 'peer_lost'",
-        "decode side: moved tokens: expected 149, got 0",
+        "decode side: moved tokens: expected 174, got 0",
+        # K and V of 174 tokens, 2 layers, 4 heads, 16 floats of 4 bytes
+        "decode side: moved bytes: expected 178176, got 0",
         "decode side: wires: expected {'shm'}, got set()",
     ]
     assert problems_of(exchange, replace(PLANTED, transport="zmq")) == [
@@ -228,16 +269,22 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_the_script_runs_the_cells_that_are_asked_for(tmp_path: Path) -> None:
     facts = tmp_path / "facts.json"
+    sample = pairwise_cells(("hybrid",))
+    hybrid = next(cell for cell in sample if cell.prefill_tp == cell.decode_tp == 1)
+    hybrid = replace(hybrid, transport="zmq")
     done = run_script(
-        *("--cells", "p1.8.HND-d1.64.NHD-h[24]-*", "--transport", "zmq", "--json", str(facts))
+        *("--cells", "p1.8.HND-d1.64.NHD-h[24]-*", "--transport", "zmq", "--json", str(facts)),
+        *("--cells", str(hybrid)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 of 2 cells equal (2 asked for, 3600 in the grid)" in done.stdout
+    assert "full: 2 of 2 cells equal (2 asked for, 3600 in the grid)" in done.stdout
+    assert f"hybrid: 1 of 1 cells equal (1 asked for, {len(sample)} in the grid)" in done.stdout
     told = json.loads(facts.read_text())
-    assert (told["asked"], told["run"], told["equal"]) == (2, 2, 2)
+    assert (told["asked"], told["run"], told["equal"]) == (3, 3, 3)
     assert [cell["name"] for cell in told["cells"]] == [
         "p1.8.HND-d1.64.NHD-h2-zmq",
         "p1.8.HND-d1.64.NHD-h4-zmq",
+        str(hybrid),
     ]
 
 
