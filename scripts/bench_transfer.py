@@ -65,8 +65,9 @@ NUM_REGIONS = 64  # 32 layers, K and V
 NUM_HEADS, INNER_NBYTES, TOKENS = 8, 256, 16  # Llama-3 8B in 16-bit on one rank: a block is 32 KiB
 PIECE_NBYTES = NUM_HEADS * INNER_NBYTES * TOKENS
 GOALS = {"zmq": 0.6, "shm": 1.4}
+SOCKETS = "sockets"
 LIMITS = {
-    "sockets": "two copies through the kernel, one core on each side",
+    SOCKETS: "two copies through the kernel, one core on each side",
     "unix-sockets": "two copies through the kernel, one core on each side",
     "zmq": "as zmq-tcp, but the two copies are those of the Unix socket",
     "zmq-tcp": "the sockets' two copies, one to pack and one to unpack; three threads on each side",
@@ -342,7 +343,7 @@ class Bench:
         unix_listener = socket.socket(socket.AF_UNIX)
         unix_listener.bind(b"")  # the kernel finds a free name
         unix_listener.listen()
-        listeners = {"sockets": tcp_listener, "unix-sockets": unix_listener}
+        listeners = {SOCKETS: tcp_listener, "unix-sockets": unix_listener}
         processes = get_context("forkserver")
         self.pipe, theirs = processes.Pipe()
         addresses = {wire: listener.getsockname() for wire, listener in listeners.items()}
@@ -476,7 +477,7 @@ def _rows(
         for transport, values in speeds.items():
             row: dict[str, object] = {"load": load.name, "transport": transport}
             row |= {f"p{p}": _quantile(values, p) for p in (20, 50, 80)}
-            row["ratio"] = statistics.median(values) / statistics.median(speeds["sockets"])
+            row["ratio"] = statistics.median(values) / statistics.median(speeds[SOCKETS])
             row["goal"] = GOALS.get(transport)
             rows.append(row)
     return rows
@@ -500,8 +501,9 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    names = ",".join(name for name in LIMITS if name != SOCKETS)
     parser.add_argument(
-        "--transport", default="unix-sockets,zmq,zmq-tcp,shm", help="beside the sockets"
+        "--transport", default="all", help=f"beside the sockets: all, or some of {names}"
     )
     parser.add_argument("--size-mib", default="64,512", help="sizes, multiples of 4 MiB")
     parser.add_argument("--rounds", type=int, default=15)
@@ -511,13 +513,17 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--chunk-nbytes", type=int, default=Config().chunk_nbytes)
     parser.add_argument("--staging-slots", type=int, default=Config().staging_slots)
     parser.add_argument("--json", type=Path, help="write every sample here")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.transport = (names if options.transport == "all" else options.transport).split(",")
+    if unknown := set(options.transport) - set(LIMITS):
+        parser.error(f"--transport: expected some of {names}, got {', '.join(sorted(unknown))}")
+    return options
 
 
 def main() -> None:
     """Check, measure, print."""
     options = _options()
-    transports = ["sockets", *options.transport.split(",")]
+    transports = [SOCKETS, *options.transport]
     config = Config(chunk_nbytes=options.chunk_nbytes, staging_slots=options.staging_slots)
     loads = _loads([int(size) for size in options.size_mib.split(",")], options.num_blocks)
     facts = {
