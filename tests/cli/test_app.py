@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -182,7 +183,8 @@ def test_kv_that_never_came_is_found(tmp_path: Path, model: str) -> None:
     blank = kvxfer(tmp_path, "pair", "--model", model, "--decode-faults", "read:blank")
     assert blank.returncode == DIFFERENT
     assert "source and sink differ" in blank.stdout
-    assert "KV equal to the source's: 0 of 9" in blank.stdout
+    # Eight or nine: a prompt that another one has left in the cache by then moves nothing.
+    assert re.search(r"KV equal to the source's: 0 of [89]$", blank.stdout, re.MULTILINE)
 
 
 def test_loads_that_break_are_computed_or_fail_by_policy(tmp_path: Path, model: str) -> None:

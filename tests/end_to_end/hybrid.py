@@ -34,7 +34,7 @@ class Side:
 class Shape:
     """A pair of engines, its model and its wire."""
 
-    model: str
+    model: str | None
     prefill: Side
     decode: Side
     transport: str = "shm"

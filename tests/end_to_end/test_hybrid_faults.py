@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvxfer.engine.config import OnLoadFailure
-from tests.end_to_end.harness import OFFER, prompt
+from kvxfer.engine.config import OnLoadFailure, Role
+from tests.end_to_end.harness import OFFER, Pair, prompt
 from tests.end_to_end.hybrid import REQUEST_TIMEOUT_S, Bench, Fleet, Shape, Side
 
 MODELS = ("hybrid", "kv-sharing")
@@ -56,6 +56,36 @@ def test_a_sink_that_keeps_all_tokens_refuses_a_source_with_windows(
         assert answer.done.status == "FINISHED_LENGTH_CAPPED"
         assert answer.token_ids == fleet.single(hybrid, tokens, 8)
     bench.check_all_free()  # the offer that nobody took ends with its lease of 1 s
+
+
+def test_a_source_whose_layers_see_other_tokens_is_refused(fleet: Fleet) -> None:
+    """The weights have another name as well; what layers see is said by its own."""
+    plain = Shape(None, Side(1, 16, "HND"), Side(1, 24, "NHD"), "shm")
+    pair = Pair(
+        fleet.engine(Role.PREFILL, plain, plain.prefill),
+        fleet.engine(Role.DECODE, shape("hybrid"), plain.decode),
+    )
+    answer = pair.run(prompt(60, seed=26))
+    assert answer.done.failure == "incompatible"
+    (load,) = answer.done.loads
+    assert (
+        "attention: source has full, sink has 48, full, 48, full; serve the same model"
+        in load.detail
+    )
+
+
+def test_parameters_of_another_prompt_are_refused_and_leave_the_offer_alone(fleet: Fleet) -> None:
+    """The tables of the load begin at its windows; those of the recomputation do not."""
+    bench = Bench(fleet, shape("hybrid"), fleet.pair(shape("hybrid")))
+    right, wrong = prompt(260, seed=24), prompt(260, seed=25)
+    offered = bench.prefill(right)
+    refused = bench.pair.decoded(wrong, offered.kv_transfer_params)
+    assert refused.done.failure == "tokens"
+    assert refused.token_ids == fleet.single(bench.shape, wrong, 8)
+    bench.run(wrong[:220])
+    (accepted,) = bench.decode_all([(right, offered)])
+    assert accepted.decode.done.num_external_tokens == 259
+    bench.check_all_free()
 
 
 @pytest.mark.parametrize("model", MODELS)
