@@ -16,7 +16,7 @@ from kvxfer.config import Config
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import Failure
-from kvxfer.connector.peers import Peers
+from kvxfer.connector.peers import BACK_OFF_S, Peers
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import Keep, OfferRef, Reason
@@ -25,6 +25,8 @@ MAX_OFFERS = 4096
 """In one Keep: about 160 KB."""
 OFFER_NBYTES = 140
 """The most that one offer takes in a Keep: two ids of up to 64 bytes."""
+OWED_S = 2 * BACK_OFF_S
+"""How long after a refusal an engine is told which offers it need not hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,15 @@ class _Kept:
 
     source: SourceRef
     ranks: frozenset[RankId] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Owed:
+    """An offer that is not wanted any more, whose engine could not be told yet."""
+
+    source: SourceRef
+    reason: Reason
+    until_s: float
 
 
 class Keeper:
@@ -44,6 +55,7 @@ class Keeper:
         self._incarnation = incarnation
         self._peers = peers
         self._kept: dict[str, _Kept] = {}
+        self._owed: list[_Owed] = []
         self._is_ticking = False
 
     def hold(self, request_id: str, source: SourceRef) -> None:
@@ -62,13 +74,33 @@ class Keeper:
         self._kept.pop(request_id, None)
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
-        """Give an offer up at every source rank, getting to know the engine first if need be."""
+        """Give an offer up at every source rank, getting to know the engine first if need be.
+
+        An engine that was refused is not met again for a second, yet it lives and holds the offer's
+        blocks: it is told when it is met again, within the lease.
+        """
+        self._cancel(_Owed(source, reason, self._io.now() + self._config.lease_s))
+
+    def _cancel(self, owed: _Owed) -> None:
+        def failed(failure: Failure) -> None:
+            if failure.reason is Reason.PEER_LOST or self._io.now() >= owed.until_s:
+                return  # nobody is there, or its own lease has ended the offer
+            if not self._owed:
+                self._io.after(OWED_S, self._settle)
+            self._owed.append(owed)
+
         self._peers.want(
-            source,
+            owed.source,
             needs_wire=False,
-            ready=lambda peer: peer.cancel(source, reason),
-            failed=_leave_to_lease,
+            ready=lambda peer: peer.cancel(owed.source, owed.reason),
+            failed=failed,
         )
+
+    def _settle(self) -> None:
+        """All at once: those of one engine wait for the same contact."""
+        waiting, self._owed = self._owed, []
+        for owed in waiting:
+            self._io.guard(partial(self._cancel, owed))
 
     def _start(self) -> None:
         if not self._is_ticking:

@@ -35,6 +35,22 @@ def test_incompatible_engines_list_every_field_and_the_offer_is_given_back() -> 
         until(lambda: source.sent("p"))
 
 
+def test_offers_of_an_engine_that_was_just_refused_are_given_back_too() -> None:
+    """The second load comes while the refusal is remembered: nothing is sent at that time."""
+    with (
+        Engine(ONE, "prefill", fill=1, facts={"weights": "another"}, lease_s=60.0) as source,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        for number, name in enumerate(("first", "second")):
+            ref = source.offer(name, 16, [number])
+            source.compute(name)
+            sink.load(name, ref, [number], (0, 16))
+            until(lambda name=name: sink.received(name))  # type: ignore[misc]
+            assert sink.reasons(name) == {"incompatible"}
+            sink.unhold(name, ref)  # as the scheduler side does after a failed load
+        until(lambda: source.sent("first") and source.sent("second"), timeout_s=8.0)
+
+
 def test_another_engine_behind_the_endpoint_is_refused() -> None:
     with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
         ref = msgspec.structs.replace(source.offer("p", 16, [1]), engine_id="somebody")
