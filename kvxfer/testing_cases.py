@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, PullClass, RegionName, Side, Tile
 
 POISON = 0xEE
-POOL_NBYTES = 3 << 20
+POOL_NBYTES = 4 << 20
 NUM_BLOCKS = 40
 """Blocks of every made-up pool; requests use some of them, in no order."""
 
@@ -17,7 +18,8 @@ NUM_BLOCKS = 40
 class Cache:
     """How one side stores its regions.
 
-    ``token_major`` is NHD; ``pad_nbytes`` lies behind each kernel block.
+    ``token_major`` is NHD; ``pad_nbytes`` lies behind each kernel block. ``is_turned``: it holds
+    [head][channel][token] instead, in channels of the case's size.
     """
 
     token_major: bool
@@ -25,13 +27,15 @@ class Cache:
     kernel_tokens: int
     num_heads: int
     pad_nbytes: int = 0
+    is_turned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     """One transfer.
 
-    The source's heads from ``head_lo`` on become all heads of the sink.
+    The source's heads from ``head_lo`` on become all heads of the sink. ``channel_nbytes``: of what
+    either side has turned, else 0.
     """
 
     name: str
@@ -43,6 +47,8 @@ class Case:
     token_lo: int
     token_hi: int
     chunk_nbytes: int
+    channel_nbytes: int = 0
+    interior: Interior = Interior.PLAIN
 
 
 CASES = (
@@ -88,6 +94,54 @@ CASES = (
         256,
         100,
     ),
+    Case(
+        "channels apart at the source",
+        Cache(False, 16, 16, 4, is_turned=True),
+        Cache(True, 24, 8, 2),
+        3,
+        8,
+        1,
+        5,
+        130,
+        1024,
+        channel_nbytes=2,
+    ),
+    Case(
+        "channels apart at the sink",
+        Cache(True, 24, 8, 3),
+        Cache(False, 32, 32, 2, is_turned=True),
+        3,
+        12,
+        1,
+        45,
+        170,
+        2048,
+        channel_nbytes=4,
+    ),
+    Case(
+        "channels apart on both sides",
+        Cache(False, 32, 32, 2, 5, is_turned=True),
+        Cache(False, 24, 24, 2, 3, is_turned=True),
+        3,
+        12,
+        0,
+        24,
+        163,
+        1500,
+        channel_nbytes=4,
+    ),
+    Case(
+        "opaque blocks",
+        Cache(False, 16, 8, 2),
+        Cache(False, 16, 8, 2, 5),
+        4,
+        9,
+        0,
+        32,
+        144,
+        600,
+        interior=Interior.OPAQUE,
+    ),
 )
 
 
@@ -120,13 +174,17 @@ def make_move(case: Case, seed: int, slot: int = 0, num_slots: int = 1) -> Move:
     names = tuple(RegionName(f"layer{index}", ("k",)) for index in range(case.num_regions))
     return Move(
         case,
-        CopyClass(names, case.head_lo, case.head_lo + num_heads, source, sink),
+        CopyClass(names, case.head_lo, case.head_lo + num_heads, source, sink, case.interior),
         PullClass(
             regions=names,
             head_lo=case.head_lo,
             head_hi=case.head_lo + num_heads,
             inner_nbytes=case.inner_nbytes,
-            order=DenseOrder(case.sink.kernel_tokens, case.sink.token_major),
+            order=DenseOrder(
+                case.sink.kernel_tokens,
+                case.sink.token_major,
+                case.channel_nbytes if case.sink.is_turned else 0,
+            ),
             token_lo=case.token_lo,
             token_hi=case.token_hi,
         ),
@@ -145,13 +203,17 @@ def move_nbytes(move: Move) -> int:
 
 def naive_copy(move: Move, source: bytes, sink: bytearray) -> None:
     """Byte ranges one by one: the truth."""
-    for region in range(move.case.num_regions):
-        for token in range(move.case.token_lo, move.case.token_hi):
-            for head in range(move.case.sink.num_heads):
+    case = move.case
+    piece = case.channel_nbytes or case.inner_nbytes
+    for region in range(case.num_regions):
+        for token in range(case.token_lo, case.token_hi):
+            for head in range(case.sink.num_heads):
                 given = _address(move.copy_class.source, region, move.source_ids, token, head)
                 taken = _address(move.copy_class.sink, region, move.sink_ids, token, head)
-                inner = move.case.inner_nbytes
-                sink[taken : taken + inner] = source[given : given + inner]
+                for channel in range(case.inner_nbytes // piece):
+                    here = given + channel * _stride_channel(case.source, case)
+                    there = taken + channel * _stride_channel(case.sink, case)
+                    sink[there : there + piece] = source[here : here + piece]
 
 
 def source_bytes(seed: int) -> bytes:
@@ -171,9 +233,15 @@ def _address(side: Side, region: int, ids: tuple[int, ...], token: int, head: in
     )
 
 
+def _stride_channel(cache: Cache, case: Case) -> int:
+    return case.channel_nbytes * (cache.kernel_tokens if cache.is_turned else 1)
+
+
 def _side(cache: Cache, case: Case, head_lo: int, num_heads: int, lo: int) -> Side:
     inner = case.inner_nbytes
-    if cache.token_major:
+    if cache.is_turned:
+        stride_token, stride_head = case.channel_nbytes, cache.kernel_tokens * inner
+    elif cache.token_major:
         stride_token, stride_head = cache.num_heads * inner, inner
     else:
         stride_token, stride_head = inner, cache.kernel_tokens * inner
@@ -188,6 +256,8 @@ def _side(cache: Cache, case: Case, head_lo: int, num_heads: int, lo: int) -> Si
             stride_block=_kernel_block_nbytes(cache, case),
             stride_head=stride_head,
             stride_token=stride_token,
+            channel_nbytes=case.channel_nbytes,
+            stride_channel=_stride_channel(cache, case),
         ),
         bases=tuple(
             Base(0, lo + region * _region_nbytes(cache, case) + head_lo * stride_head)

@@ -29,7 +29,6 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
-from kvxfer.tensors.strided_index import dense_order
 from kvxfer.transfer.plan import Base, CopyClass, RegionName, Side, Tile
 
 NUM_HEADS = 8
@@ -128,7 +127,7 @@ def chunk_spans(num_tokens: int, num_regions: int) -> list[tuple[int, int, int, 
 
 def pack_case(source: Pool, sink: Pool, num_tokens: int) -> Callable[[], None]:
     """Source pool to chunks, into eight staging slots in turn."""
-    order = dense_order(sink.side.tile)
+    order = sink.side.tile.order
     slots = [torch.zeros(CHUNK_NBYTES, dtype=torch.uint8) for _ in range(8)]
     spans = chunk_spans(num_tokens, len(source.side.bases))
 

@@ -26,6 +26,8 @@ class EngineShape:
     ``outermost``: ``planes`` (all of K, then all of V), ``blocks`` (K and V within each kernel
     block) or ``inner`` (the K bytes and the V bytes of one head and token side by side).
     ``padding_nbytes`` lies behind every plane of a kernel block.
+    ``turned`` planes are held [head][channel][token] in every kernel block, in channels of
+    ``channel_nbytes``; with ``inner`` each head then has all of K before all of V.
     ``groups``: one number per layer, default all 0. ``windows``: by group, default none.
     ``shares``: (layer, layer whose memory it uses).
     """
@@ -42,6 +44,8 @@ class EngineShape:
     layout: LayoutName = "HND"
     outermost: Outermost = "planes"
     padding_nbytes: int = 0
+    turned: tuple[str, ...] = ()
+    channel_nbytes: int = 2
     groups: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
     shares: tuple[tuple[int, int], ...] = ()
@@ -101,6 +105,12 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
         "blocks": (num_planes * plane_nbytes, plane_nbytes),
         "inner": (plane_nbytes, shape.inner_nbytes),
     }[shape.outermost]
+    if shape.turned and shape.outermost == "inner":
+        stride_plane = kernel_tokens * shape.inner_nbytes
+        stride_token, stride_head = shape.inner_nbytes, kernel_tokens * unit_nbytes
+    turned_head = stride_head
+    if shape.layout == "NHD" and shape.outermost != "inner":
+        turned_head = kernel_tokens * shape.inner_nbytes
     layer_nbytes = num_kernel_blocks * plane_nbytes
     if shape.outermost != "inner":
         layer_nbytes *= num_planes
@@ -121,8 +131,10 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
             head_hi=head_hi,
             inner_nbytes=shape.inner_nbytes,
             stride_block=stride_block,
-            stride_head=stride_head,
-            stride_token=stride_token,
+            stride_head=turned_head if plane in shape.turned else stride_head,
+            stride_token=shape.channel_nbytes if plane in shape.turned else stride_token,
+            channel_nbytes=shape.channel_nbytes if plane in shape.turned else 0,
+            stride_channel=kernel_tokens * shape.channel_nbytes if plane in shape.turned else 0,
             kernel_blocks=shape.kernel_blocks,
             interior=shape.interior,
             window=shape.window_of(layer),

@@ -27,18 +27,43 @@ def oracle_address(region: Region, block_id: int, head: int, token: int) -> int:
     return address
 
 
-def oracle_bytes(
+def oracle_pieces(
     region: Region, memories: Sequence[Bytes], ids: Sequence[int], position: int, head: int
-) -> Bytes:
-    """A writable view of one (request token, global head); ``ids`` are positional."""
+) -> list[Bytes]:
+    """Writable views of one (request token, global head), one for each channel that lies apart;
+    ``ids`` are positional.
+    """
     block_id = ids[position // region.block_tokens]
     if not 0 <= block_id < region.num_blocks:
         raise ValueError(f"block id {block_id} at token {position}: not in 0..{region.num_blocks}")
     address = oracle_address(region, block_id, head, position % region.block_tokens)
-    view = memories[region.memory][address : address + region.inner_nbytes]
-    if len(view) != region.inner_nbytes:
+    places = [(address, region.inner_nbytes)]
+    if region.stride_channel:
+        num_channels = region.inner_nbytes // region.channel_nbytes
+        places = [
+            (address + channel * region.stride_channel, region.channel_nbytes)
+            for channel in range(num_channels)
+        ]
+    views = [memories[region.memory][place : place + nbytes] for place, nbytes in places]
+    if [len(view) for view in views] != [nbytes for _, nbytes in places]:
         raise ValueError(f"{region.layer} {region.plane}: address {address} is outside the memory")
-    return view
+    return views
+
+
+def oracle_bytes(
+    region: Region, memories: Sequence[Bytes], ids: Sequence[int], position: int, head: int
+) -> Bytes:
+    """The inner bytes of one (request token, global head); ``ids`` are positional."""
+    views = oracle_pieces(region, memories, ids, position, head)
+    return views[0] if len(views) == 1 else np.concatenate(views)
+
+
+def oracle_write(views: Sequence[Bytes], value: Bytes) -> None:
+    """Put inner bytes where they belong."""
+    at = 0
+    for view in views:
+        view[:] = value[at : at + len(view)]
+        at += len(view)
 
 
 def oracle_copy(
@@ -69,8 +94,8 @@ def oracle_copy(
                 given = oracle_bytes(
                     source, source_memories, source_ids[source.group], position, head
                 )
-                taken = oracle_bytes(sink, sink_memories, sink_ids[sink.group], position, head)
-                taken[:] = given
+                taken = oracle_pieces(sink, sink_memories, sink_ids[sink.group], position, head)
+                oracle_write(taken, given)
 
 
 def oracle_fill(
@@ -92,8 +117,8 @@ def oracle_fill(
         written.add((region.group, region.memory, region.offset))
         for position in range(num_tokens):
             for head in range(region.head_lo, region.head_hi):
-                taken = oracle_bytes(region, memories, ids[region.group], position, head)
-                taken[:] = oracle_value(region, position, head, seed)
+                taken = oracle_pieces(region, memories, ids[region.group], position, head)
+                oracle_write(taken, oracle_value(region, position, head, seed))
 
 
 def oracle_value(region: Region, position: int, head: int, seed: int = 0) -> Bytes:

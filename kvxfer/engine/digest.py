@@ -195,7 +195,7 @@ def _digest_head(
             + (head - region.head_lo) * region.stride_head
             + slot % kernel_tokens * region.stride_token
         )
-        values = memory[address : address + region.inner_nbytes]
+        values = _inner_bytes(region, memory, address)
         if len(values) != region.inner_nbytes:
             raise ValueError(
                 f"{region.layer} {region.plane}: expected {region.inner_nbytes} bytes at "
@@ -204,6 +204,17 @@ def _digest_head(
             )
         digests += blake2b(values, digest_size=DIGEST_NBYTES).digest()
     return bytes(digests)
+
+
+def _inner_bytes(region: Region, memory: memoryview, address: int) -> bytes:
+    """One head of one token; channel by channel where these lie apart."""
+    if not region.stride_channel:
+        return bytes(memory[address : address + region.inner_nbytes])
+    values = bytearray()
+    for channel in range(region.inner_nbytes // region.channel_nbytes):
+        at = address + channel * region.stride_channel
+        values += memory[at : at + region.channel_nbytes]
+    return bytes(values)
 
 
 def _shares_no_token(ours: PlaneDigest, theirs: PlaneDigest) -> bool:

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvxfer.tensors.strided_channels import Channels
 from kvxfer.tensors.strided_index import (
     PIECE_NBYTES,
     Ids,
     PieceRows,
     Reads,
     Rows,
-    dense_order,
     read_rows,
     span_ids,
     tile_extent_nbytes,
@@ -82,6 +82,11 @@ def gather(
     """
     bases = _regions(side, region_lo, region_hi)
     pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
+    if order.channel_nbytes not in (0, side.tile.channel_nbytes):
+        raise ValueError(
+            f"order: expected channels of {side.tile.channel_nbytes} bytes like the tile, "
+            f"got {order.channel_nbytes}"
+        )
     reads = read_rows(side.tile, block_ids, order, token_lo, token_hi)
     dense = _dense(out, "out", reads.piece, len(bases))
     for base, region_bytes in zip(bases, dense, strict=True):
@@ -100,11 +105,11 @@ def scatter(
 ) -> None:
     """Unpack a chunk in the sink's own physical order into the sink's pool.
 
-    The reverse of :func:`gather` with :func:`dense_order` of the sink's tile; the same checks.
+    The reverse of :func:`gather` with the order of the sink's tile; the same checks.
     """
     bases = _regions(side, region_lo, region_hi)
     pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
-    piece = write_rows(side.tile, block_ids, dense_order(side.tile), token_lo, token_hi)
+    piece = write_rows(side.tile, block_ids, side.tile.order, token_lo, token_hi)
     chunk = _dense(dense, "dense", piece, len(bases))
     for base, region_bytes in zip(bases, chunk, strict=True):
         _scatter(pools[base.memory], base.offset, piece, region_bytes)
@@ -136,7 +141,7 @@ def strided_copy(
     span = (token_lo, token_hi)
     source_pools = _checked(source_memories, source.tile, source.bases, source_ids, *span)
     sink_pools = _checked(sink_memories, sink.tile, sink.bases, sink_ids, *span)
-    order = dense_order(sink.tile)
+    order = sink.tile.order
     copied_nbytes = 0
     for lo, hi in token_pieces(source.tile, sink.tile, token_lo, token_hi):
         reads = read_rows(source.tile, source_ids, order, lo, hi)
@@ -165,6 +170,9 @@ def _gather(pool: Bytes, offset: int, reads: Reads, out: Bytes) -> None:
         np.copyto(out, _slice(pool, offset + reads.piece.contiguous_at, reads.piece))
         return
     for part in reads.parts:
+        if isinstance(part, Channels):
+            _dense_channels(out, part)[...] = _any_unit(pool, offset, part)[part.starts]
+            continue
         if isinstance(part, Rows):
             target = _elements(out, part.dense_lo, part.row_nbytes, part.starts.size)
             target[:] = _any_row(pool, offset, part.row_nbytes)[part.starts]
@@ -182,6 +190,9 @@ def _scatter(pool: Bytes, offset: int, piece: PieceRows, dense: Bytes) -> None:
         np.copyto(_slice(pool, offset + piece.contiguous_at, piece), dense)
         return
     for rows in piece.rows:
+        if isinstance(rows, Channels):
+            _any_unit(pool, offset, rows)[rows.starts] = _dense_channels(dense, rows)
+            continue
         given = _elements(dense, rows.dense_lo, rows.row_nbytes, rows.starts.size)
         _any_row(pool, offset, rows.row_nbytes)[rows.starts] = given
 
@@ -195,6 +206,22 @@ def _any_row(memory: Bytes, offset: int, row_nbytes: int) -> NDArray[np.void]:
     """Element i is the row that starts at byte ``offset + i``: a row may lie anywhere."""
     count = memory.size - offset - row_nbytes + 1
     return np.ndarray((count,), _void(row_nbytes), memory, offset, (1,))
+
+
+def _any_unit(memory: Bytes, offset: int, part: Channels) -> NDArray[np.void]:
+    """Element i is the unit [tokens, channels] that starts at byte ``offset + i``."""
+    count = memory.size - offset - part.extent_nbytes + 1
+    shape = (count, part.num_tokens, part.num_channels)
+    strides = (1, part.stride_token, part.stride_channel)
+    return np.ndarray(shape, _void(part.channel_nbytes), memory, offset, strides)
+
+
+def _dense_channels(dense: Bytes, part: Channels) -> NDArray[np.void]:
+    """The part of the dense piece as [blocks, units, heads, tokens, channels]."""
+    found: NDArray[np.void] = np.ndarray(
+        part.dense_shape, _void(part.channel_nbytes), dense, part.dense_lo
+    )
+    return found.transpose(part.dense_axes)
 
 
 @lru_cache(maxsize=256)
@@ -280,4 +307,9 @@ def _check_pair(copy_class: CopyClass) -> None:
         raise ValueError(
             f"tiles: expected {ours.num_heads} heads of {ours.inner_nbytes} bytes like the sink, "
             f"got {theirs.num_heads} of {theirs.inner_nbytes} at the source"
+        )
+    if theirs.channel_nbytes != ours.channel_nbytes:
+        raise ValueError(
+            f"tiles: expected channels of {ours.channel_nbytes} bytes like the sink, "
+            f"got {theirs.channel_nbytes} at the source"
         )

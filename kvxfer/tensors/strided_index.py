@@ -15,6 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.tensors.strided_channels import Channels, channel_units
 from kvxfer.transfer.plan import DenseOrder, Tile
 
 Ids = NDArray[np.int64]
@@ -51,7 +52,7 @@ class PieceRows:
     """
 
     nbytes: int
-    rows: tuple[Rows, ...]
+    rows: tuple[Rows | Channels, ...]
     contiguous_at: int | None
 
 
@@ -69,12 +70,7 @@ class Reads:
     """A piece and how each of its rows is gathered: by number, or (Rows) by byte address."""
 
     piece: PieceRows
-    parts: tuple[Take | Rows, ...]
-
-
-def dense_order(tile: Tile) -> DenseOrder:
-    """The physical order of a tile: token-major (NHD) or head-major (HND); one head is both."""
-    return DenseOrder(tile.kernel_tokens, tile.stride_token > tile.stride_head)
+    parts: tuple[Take | Rows | Channels, ...]
 
 
 def token_nbytes(tile: Tile) -> int:
@@ -89,7 +85,8 @@ def tile_extent_nbytes(tile: Tile) -> int:
         (num_kernel_blocks - 1) * tile.stride_block
         + (tile.num_heads - 1) * tile.stride_head
         + (tile.kernel_tokens - 1) * tile.stride_token
-        + tile.inner_nbytes
+        + (tile.num_channels - 1) * tile.stride_channel
+        + tile.inner_nbytes // tile.num_channels
     )
 
 
@@ -123,12 +120,13 @@ def piece_rows(
 ) -> PieceRows:
     """The rows of request tokens ``[token_lo, token_hi)``, which lie in exactly ``block_ids``."""
     # Token-major bytes do not depend on where blocks end: the tile's own give the longest rows.
-    token_major = order.token_major or tile.num_heads == 1
+    token_major = order.token_major or (tile.num_heads == 1 and not order.channel_nbytes)
     cut_tokens = tile.kernel_tokens if token_major else order.kernel_tokens
     rows = tuple(
         _rectangle_rows(
             tile,
             block_ids[lo // tile.block_tokens - token_lo // tile.block_tokens :],
+            order,
             (lo, hi),
             min(cut_tokens, hi - lo),
             token_major,
@@ -171,8 +169,10 @@ def _cached_reads(
     return Reads(piece, tuple(_by_number(rows) for rows in piece.rows))
 
 
-def _by_number(rows: Rows) -> Take | Rows:
+def _by_number(rows: Rows | Channels) -> Take | Rows | Channels:
     """Elements are rows that start at multiples of their length, else equal parts of them."""
+    if isinstance(rows, Channels):
+        return rows
     element = rows.granule_nbytes
     if element == rows.row_nbytes:
         return Take(rows.dense_lo, element, rows.starts // element)
@@ -196,11 +196,12 @@ def _rectangles(lo: int, hi: int, block_tokens: int) -> list[tuple[int, int]]:
 def _rectangle_rows(
     tile: Tile,
     block_ids: Ids,
+    order: DenseOrder,
     span: tuple[int, int],
     dense_tokens: int,
     token_major: bool,
     dense_lo: int,
-) -> Rows:
+) -> Rows | Channels:
     """Rows of a span made of dense blocks of ``dense_tokens`` tokens each.
 
     A *unit* is a run of tokens that crosses no kernel block of the tile and no dense block. Axes
@@ -211,6 +212,14 @@ def _rectangle_rows(
     in_one_block = lo // kernel_tokens == (hi - 1) // kernel_tokens
     unit = dense_tokens if in_one_block else math.gcd(kernel_tokens, dense_tokens, lo)
     units = _unit_starts(tile, block_ids, np.arange(lo, hi, unit, dtype=np.int64))
+    if tile.has_channels_apart or order.channel_nbytes:
+        if _has_channel_rows(tile, order, unit, dense_tokens):
+            return _channel_rows(tile, units, lo % kernel_tokens, unit, dense_tokens, dense_lo)
+        return channel_units(
+            *(tile, order, units, unit, dense_tokens // unit),
+            token_major=token_major,
+            dense_lo=dense_lo,
+        )
     heads = _axis(tile.num_heads, tile.stride_head)
     tokens = _axis(unit, tile.stride_token)
     row = tile.inner_nbytes
@@ -237,6 +246,37 @@ def _rectangle_rows(
     return Rows(dense_lo, row, granule, starts.reshape(-1))
 
 
+def _has_channel_rows(tile: Tile, order: DenseOrder, unit: int, dense_tokens: int) -> bool:
+    """Are the tokens of one channel together on both sides, enough of them for rows?"""
+    if not order.channel_nbytes or (unit > 1 and tile.stride_token != tile.channel_nbytes):
+        return False
+    return unit == dense_tokens or unit * tile.channel_nbytes >= MIN_TAKE_NBYTES
+
+
+def _channel_rows(
+    tile: Tile, units: Ids, first_slot: int, unit: int, dense_tokens: int, dense_lo: int
+) -> Rows:
+    """Rows of dense blocks ``[head][channel][token]``, each the tokens of a unit or more."""
+    row = unit * tile.channel_nbytes
+    channels = _axis(tile.num_channels, tile.stride_channel)
+    heads = _axis(tile.num_heads, tile.stride_head)
+    if unit == dense_tokens:
+        row, channels = _joined(row, channels, tile.stride_channel)
+        if channels.size == 1:
+            row, heads = _joined(row, heads, tile.stride_head)
+    by_block = units.reshape(-1, 1, 1, dense_tokens // unit)
+    starts = by_block + heads[:, None, None] + channels[:, None]
+    granule = math.gcd(
+        row,
+        tile.stride_block,
+        tile.stride_head if heads.size > 1 else 0,
+        tile.stride_channel if channels.size > 1 else 0,
+        tile.stride_token * first_slot,
+        tile.stride_token * unit if units.size > 1 and unit < tile.kernel_tokens else 0,
+    )
+    return Rows(dense_lo, row, granule, starts.reshape(-1))
+
+
 def _unit_starts(tile: Tile, block_ids: Ids, positions: Ids) -> Ids:
     """Byte offset from the base of (position, first head); the first is in block_ids[0]."""
     blocks, slots = np.divmod(positions, tile.block_tokens)
@@ -258,10 +298,12 @@ def _joined(row_nbytes: int, axis: Ids, stride: int) -> tuple[int, Ids]:
     return row_nbytes, axis
 
 
-def _contiguous_at(rows: tuple[Rows, ...]) -> int | None:
+def _contiguous_at(rows: tuple[Rows | Channels, ...]) -> int | None:
     """Where the piece starts if every row begins where the one before it ends."""
-    end = None
+    first = end = None
     for part in rows:
+        if isinstance(part, Channels):
+            return None
         starts, row = part.starts, part.row_nbytes
         if end is not None and starts[0] != end:
             return None
@@ -270,5 +312,6 @@ def _contiguous_at(rows: tuple[Rows, ...]) -> int | None:
             starts[1] - starts[0] != row or not bool((np.diff(starts) == row).all())
         ):
             return None
+        first = int(starts[0]) if first is None else first
         end = int(starts[-1]) + row
-    return int(rows[0].starts[0]) if rows else None
+    return first

@@ -1,7 +1,7 @@
 """Where the bytes of a KV cache lie: one record for every plane of every layer of a rank.
 
 A :class:`Region` is one plane (K, V, both packed, or a latent) of one layer on one rank. The bytes
-of (block ``b``, global head ``h``, token ``t`` of the block) are the ``inner_nbytes`` bytes at
+of (block ``b``, global head ``h``, token ``t`` of the block) are the ``inner_nbytes`` bytes from
 
     offset + (b * kernel_blocks + t // kernel_tokens) * stride_block
            + (h - head_lo) * stride_head
@@ -9,6 +9,10 @@ of (block ``b``, global head ``h``, token ``t`` of the block) are the ``inner_nb
 
 in the rank's memory number ``memory``, with ``kernel_tokens = block_tokens // kernel_blocks``. HND,
 NHD, K/V outermost, blocks outermost, blocks across layers and packed K and V are all just strides.
+
+Where the *channels* of one head and one token lie apart, as in a K plane stored
+``[head][channel][token]``, the inner bytes are elements of ``channel_nbytes``, each
+``stride_channel`` bytes behind the one before.
 """
 
 from __future__ import annotations
@@ -36,6 +40,9 @@ class Interior(enum.StrEnum):
 class Region(msgspec.Struct, frozen=True, kw_only=True):
     """One plane of one layer on one rank; strides and offset in bytes.
 
+    ``stride_channel`` 0: the inner bytes of one head and one token are contiguous, and
+    ``channel_nbytes`` says nothing. Else they are ``inner_nbytes // channel_nbytes`` elements.
+
     ``window`` is what the group keeps of a request, in tokens: None everything; W lets go of a
     block once none of its tokens is among the W that the next token looks at, itself included.
     """
@@ -56,6 +63,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     kernel_blocks: int = 1
     interior: Interior = Interior.PLAIN
     window: int | None = None
+    channel_nbytes: int = 0
+    stride_channel: int = 0
 
     @property
     def kernel_tokens(self) -> int:
@@ -68,27 +77,45 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
         return self.head_hi - self.head_lo
 
     @property
+    def has_channels_apart(self) -> bool:
+        """Do other bytes lie between the inner bytes of one head and one token?"""
+        return (
+            0 < self.channel_nbytes < self.inner_nbytes
+            and self.stride_channel != self.channel_nbytes
+            and self.stride_channel != 0
+        )
+
+    @property
+    def num_channels(self) -> int:
+        """How many pieces the inner bytes of one head and one token are in."""
+        return self.inner_nbytes // self.channel_nbytes if self.has_channels_apart else 1
+
+    @property
     def end(self) -> int:
         """The first byte of the memory behind the region's last one."""
+        piece_nbytes = self.inner_nbytes // self.num_channels
         return (
             self.offset
             + (self.num_blocks * self.kernel_blocks - 1) * self.stride_block
             + (self.num_heads - 1) * self.stride_head
             + (self.kernel_tokens - 1) * self.stride_token
-            + self.inner_nbytes
+            + (self.num_channels - 1) * self.stride_channel
+            + piece_nbytes
         )
 
     @property
     def is_dense(self) -> bool:
         """Do the bytes of one kernel block follow each other without a gap?"""
-        across_heads = self.num_heads * self.inner_nbytes
-        across_tokens = self.kernel_tokens * self.inner_nbytes
-        token_major = (self.inner_nbytes, across_heads)
-        head_major = (across_tokens, self.inner_nbytes)
-        return (self.stride_head, self.stride_token) in (token_major, head_major)
+        covered = self.inner_nbytes // self.num_channels
+        for stride, count, _ in _block_dimensions(self):
+            if count > 1 and stride != covered:
+                return False
+            covered *= count
+        return True
 
     def address(self, block_id: int, head: int, token: int) -> int:
-        """Byte offset in ``memory`` of (block, global head, token of the block).
+        """Byte offset in ``memory`` of (block, global head, token of the block): of its first
+        channel where channels lie apart.
 
         Raises IndexError for what the region does not hold.
         """
@@ -135,6 +162,7 @@ def check_region(region: Region, memory_nbytes: int) -> None:
         raise ValueError(
             f"{name}: heads: expected head_lo < head_hi, got [{region.head_lo}, {region.head_hi})"
         )
+    _check_channels(region, name)
     if region.end > min(memory_nbytes, MAX_NBYTES):
         raise ValueError(
             f"{name}: expected to end within the {memory_nbytes} bytes of memory {region.memory}, "
@@ -147,8 +175,12 @@ def join_planes(first: Region, second: Region) -> Region | None:
     """Both as one region of doubled inner bytes where ``second`` lies right behind ``first``.
 
     That is: in the same blocks, with the same strides, for every head and token (K then V side by
-    side). None if they are not adjacent, or of an interior that must not be looked into.
+    side). None if they are not adjacent, have channels apart, or are of an interior that must not
+    be looked into.
     """
+    if first.has_channels_apart or second.has_channels_apart:
+        return None
+    first, second = _contiguous(first), _contiguous(second)
     adjacent = replace(
         first,
         plane=second.plane,
@@ -166,20 +198,51 @@ def join_planes(first: Region, second: Region) -> Region | None:
 
 def same_bytes(first: Region, second: Region) -> bool:
     """Are these two names for the same bytes of the same group (layers that share their KV)?"""
-    return replace(first, layer=second.layer, plane=second.plane) == second
+    ours, theirs = _contiguous(first), _contiguous(second)
+    return replace(ours, layer=theirs.layer, plane=theirs.plane) == theirs
+
+
+def _contiguous(region: Region) -> Region:
+    """The region in the one spelling that those without channels apart have."""
+    if region.has_channels_apart:
+        return region
+    return replace(region, channel_nbytes=0, stride_channel=0)
+
+
+def _block_dimensions(region: Region) -> list[tuple[int, int, str]]:
+    """(stride, count, field) within one kernel block, from the smallest stride up."""
+    return sorted(
+        (
+            (region.stride_channel, region.num_channels, "stride_channel"),
+            (region.stride_token, region.kernel_tokens, "stride_token"),
+            (region.stride_head, region.num_heads, "stride_head"),
+        )
+    )
+
+
+def _check_channels(region: Region, name: str) -> None:
+    for field in ("channel_nbytes", "stride_channel"):
+        if getattr(region, field) < 0:
+            raise ValueError(f"{name}: {field}: expected 0 or more, got {getattr(region, field)}")
+    if region.stride_channel == 0 and region.channel_nbytes == 0:
+        return
+    if region.interior is not Interior.PLAIN:
+        raise ValueError(
+            f"{name}: stride_channel: expected 0 where the interior is {region.interior.value}, "
+            f"got {region.stride_channel} for channels of {region.channel_nbytes} bytes"
+        )
+    if region.channel_nbytes == 0 or region.inner_nbytes % region.channel_nbytes:
+        raise ValueError(
+            f"{name}: channel_nbytes: expected a divisor of the {region.inner_nbytes} inner bytes, "
+            f"got {region.channel_nbytes}"
+        )
 
 
 def _check_strides(region: Region, name: str) -> None:
     """Walk from the smallest stride up: each must step over everything below it."""
-    covered = region.inner_nbytes
-    dimensions = sorted(
-        (
-            (region.stride_token, region.kernel_tokens, "stride_token"),
-            (region.stride_head, region.num_heads, "stride_head"),
-            (region.stride_block, region.num_blocks * region.kernel_blocks, "stride_block"),
-        )
-    )
-    for stride, count, field in dimensions:
+    covered = region.inner_nbytes // region.num_channels
+    blocks = (region.stride_block, region.num_blocks * region.kernel_blocks, "stride_block")
+    for stride, count, field in sorted((*_block_dimensions(region), blocks)):
         if count == 1:
             continue  # never stepped
         if stride < covered:

@@ -25,16 +25,18 @@ from kvxfer.transfer.windows import Keeping
 _SHOWN_PROBLEMS = 8
 
 
-class DenseOrder(msgspec.Struct, frozen=True):
+class DenseOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     """The order of bytes in a chunk: the sink's own physical order.
 
     For every region of the chunk in turn, for every (kernel) block of ``kernel_tokens`` request
     tokens that the token range touches: ``[token][head][inner]`` if ``token_major`` (NHD), else
-    ``[head][token][inner]`` (HND), clipped to the token range.
+    ``[head][token][inner]`` (HND), clipped to the token range. Where the sink has channels apart,
+    ``channel_nbytes`` is their size and the order ``[head][channel][token]``, never token-major.
     """
 
     kernel_tokens: int
     token_major: bool
+    channel_nbytes: int = 0
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +44,10 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
 
     Token t of logical block b is in kernel block ``b * (block_tokens // kernel_tokens) + t //
     kernel_tokens``, which starts at that number times ``stride_block``.
+
+    In a class where either side has channels apart, both tiles say how large a channel is and how
+    far the next one is; a side that has them contiguous has ``stride_channel == channel_nbytes``.
+    In all others both fields are 0.
     """
 
     block_tokens: int
@@ -52,6 +58,25 @@ class Tile(msgspec.Struct, frozen=True, kw_only=True):
     stride_block: int
     stride_head: int
     stride_token: int
+    channel_nbytes: int = 0
+    stride_channel: int = 0
+
+    @property
+    def has_channels_apart(self) -> bool:
+        """Do other bytes lie between the inner bytes of one head and one token?"""
+        return self.stride_channel != self.channel_nbytes
+
+    @property
+    def num_channels(self) -> int:
+        """Elements that the inner bytes of one head and one token are described as."""
+        return self.inner_nbytes // self.channel_nbytes if self.channel_nbytes else 1
+
+    @property
+    def order(self) -> DenseOrder:
+        """The physical order of a kernel block; one head is token-major and head-major."""
+        if self.has_channels_apart:
+            return DenseOrder(self.kernel_tokens, False, self.channel_nbytes)
+        return DenseOrder(self.kernel_tokens, self.stride_token > self.stride_head)
 
 
 class Base(msgspec.Struct, frozen=True):
@@ -215,8 +240,15 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     return Plan(tuple(sorted(routes, key=lambda route: (route.sink_rank, route.source_rank))))
 
 
-def side_tile(region: Region, head_lo: int, head_hi: int) -> Tile:
-    """The tile of heads ``[head_lo, head_hi)`` of a region."""
+def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 0) -> Tile:
+    """The tile of heads ``[head_lo, head_hi)`` of a region.
+
+    ``channel_nbytes``: of the other side's channels where these are apart, else 0.
+    """
+    if region.has_channels_apart:
+        channel_nbytes, stride_channel = region.channel_nbytes, region.stride_channel
+    else:
+        stride_channel = channel_nbytes
     return Tile(
         block_tokens=region.block_tokens,
         kernel_tokens=region.kernel_tokens,
@@ -226,6 +258,8 @@ def side_tile(region: Region, head_lo: int, head_hi: int) -> Tile:
         stride_block=region.stride_block,
         stride_head=region.stride_head,
         stride_token=region.stride_token,
+        channel_nbytes=channel_nbytes,
+        stride_channel=stride_channel,
     )
 
 
@@ -292,6 +326,9 @@ def _inconvertible(source: Region, sink: Region) -> str | None:
         return f"source has {source.inner_nbytes} bytes a head and token, sink {sink.inner_nbytes}"
     if source.interior is not sink.interior:
         return f"source has interior {source.interior.value}, sink {sink.interior.value}"
+    ours, theirs = _channel_nbytes(source), _channel_nbytes(sink)
+    if ours and theirs and ours != theirs:
+        return f"source has channels of {ours} bytes apart, sink of {theirs}"
     if sink.interior is Interior.PLAIN:
         return None
     for field in ("block_tokens", "kernel_blocks", "head_lo", "head_hi"):
@@ -307,6 +344,11 @@ def _inconvertible(source: Region, sink: Region) -> str | None:
             f"token {strides[0]} at the source, {strides[1]} at the sink"
         )
     return None
+
+
+def _channel_nbytes(region: Region) -> int:
+    """Of channels that are apart, else 0."""
+    return region.channel_nbytes if region.has_channels_apart else 0
 
 
 def _joined(pairs: Sequence[_Pair]) -> list[_Pair]:
@@ -338,29 +380,39 @@ def _classes(pairs: Sequence[_Pair]) -> tuple[CopyClass, ...]:
     found: dict[tuple[object, ...], list[_Pair]] = {}
     for pair in pairs:
         lo, hi = pair.head_lo, pair.head_hi
-        tiles = (side_tile(pair.source, lo, hi), side_tile(pair.sink, lo, hi))
+        tiles = _tiles(pair)
         groups = [(region.group, region.window) for region in (pair.source, pair.sink)]
         found.setdefault((*tiles, *groups, lo, hi, pair.sink.interior), []).append(pair)
     return tuple(_class(members) for members in found.values())
 
 
+def _tiles(pair: _Pair) -> tuple[Tile, Tile]:
+    """Source and sink; by channel if either side has them apart."""
+    channel_nbytes = _channel_nbytes(pair.source) or _channel_nbytes(pair.sink)
+    return (
+        side_tile(pair.source, pair.head_lo, pair.head_hi, channel_nbytes),
+        side_tile(pair.sink, pair.head_lo, pair.head_hi, channel_nbytes),
+    )
+
+
 def _class(members: Sequence[_Pair]) -> CopyClass:
     first = members[0]
     lo, hi = first.head_lo, first.head_hi
+    source, sink = _tiles(first)
     return CopyClass(
         names=tuple(RegionName(pair.sink.layer, pair.planes) for pair in members),
         head_lo=lo,
         head_hi=hi,
-        source=_side([pair.source for pair in members], lo, hi),
-        sink=_side([pair.sink for pair in members], lo, hi),
+        source=_side([pair.source for pair in members], source, lo),
+        sink=_side([pair.sink for pair in members], sink, lo),
         interior=first.sink.interior,
     )
 
 
-def _side(regions: Sequence[Region], head_lo: int, head_hi: int) -> Side:
+def _side(regions: Sequence[Region], tile: Tile, head_lo: int) -> Side:
     return Side(
         group=regions[0].group,
-        tile=side_tile(regions[0], head_lo, head_hi),
+        tile=tile,
         bases=tuple(side_base(region, head_lo) for region in regions),
         window=regions[0].window,
     )

@@ -16,7 +16,6 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import (
     Chunk,
     CopyClass,
-    DenseOrder,
     PullClass,
     RegionName,
     Route,
@@ -33,6 +32,10 @@ MAX_CHUNK_NBYTES = 64 << 20
 MAX_CHUNKS = 1 << 16
 """64 GiB in chunks of 1 MiB. The list of so many takes 0.1 s and 11 MB."""
 MAX_TOKENS = 1 << 31
+MAX_BLOCK_CHANNELS = 1 << 22
+"""Channels of all heads and tokens of one kernel block, where they are apart. 128 tokens of 8 heads
+of 128 channels are 2^17.
+"""
 USUAL_CHUNK_NBYTES = 1 << 20
 OVERLAPPED_CHUNKS = 16
 """How many chunks a transfer should have at least, so that packing, wire and unpacking overlap."""
@@ -188,7 +191,7 @@ def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
         head_lo=copy_class.head_lo,
         head_hi=copy_class.head_hi,
         inner_nbytes=tile.inner_nbytes,
-        order=DenseOrder(tile.kernel_tokens, tile.stride_token > tile.stride_head),
+        order=tile.order,
         token_lo=lo,
         token_hi=hi,
     )
@@ -208,7 +211,7 @@ def _resolve(
         sides.append(
             Side(
                 group=region.group,
-                tile=side_tile(region, wanted.head_lo, wanted.head_hi),
+                tile=side_tile(region, wanted.head_lo, wanted.head_hi, wanted.order.channel_nbytes),
                 bases=(side_base(region, wanted.head_lo),),
                 window=region.window,
             )
@@ -268,6 +271,28 @@ def _check_sizes(where: str, wanted: PullClass) -> None:
             f"{where}: kernel_tokens: expected 1 or more, of at most {MAX_CHUNK_NBYTES} bytes "
             f"together, got {kernel_tokens} of {_token_nbytes(wanted)} bytes"
         )
+    _check_channels(where, wanted)
+
+
+def _check_channels(where: str, wanted: PullClass) -> None:
+    channel_nbytes = wanted.order.channel_nbytes
+    if channel_nbytes == 0:
+        return
+    if not 0 < channel_nbytes < wanted.inner_nbytes or wanted.inner_nbytes % channel_nbytes:
+        raise ProtocolError(
+            f"{where}: channel_nbytes: expected 0 or a divisor of the {wanted.inner_nbytes} inner "
+            f"bytes below them, got {channel_nbytes}"
+        )
+    if wanted.order.token_major:
+        raise ProtocolError(
+            f"{where}: token_major: expected false for channels of {channel_nbytes} bytes, got true"
+        )
+    num_channels = wanted.order.kernel_tokens * _token_nbytes(wanted) // channel_nbytes
+    if num_channels > MAX_BLOCK_CHANNELS:
+        raise ProtocolError(
+            f"{where}: channel_nbytes: expected at most {MAX_BLOCK_CHANNELS} channels in a kernel "
+            f"block, got {num_channels} of {channel_nbytes} bytes"
+        )
 
 
 def _check_against(name: str, region: Region, wanted: PullClass) -> None:
@@ -279,6 +304,16 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
     if wanted.inner_nbytes != region.inner_nbytes:
         raise ProtocolError(
             f"{name}: inner_nbytes: expected {region.inner_nbytes}, got {wanted.inner_nbytes}"
+        )
+    channel_nbytes = wanted.order.channel_nbytes
+    if channel_nbytes and region.interior is not Interior.PLAIN:
+        raise ProtocolError(
+            f"{name}: opaque blocks move whole: expected no channels, got some of {channel_nbytes} "
+            "bytes"
+        )
+    if channel_nbytes and region.has_channels_apart and channel_nbytes != region.channel_nbytes:
+        raise ProtocolError(
+            f"{name}: channel_nbytes: expected {region.channel_nbytes}, got {channel_nbytes}"
         )
     num_tokens = wanted.token_hi - wanted.token_lo
     pool_tokens = region.num_blocks * region.block_tokens

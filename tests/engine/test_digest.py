@@ -291,6 +291,45 @@ def test_regions_read_the_table_of_their_own_group() -> None:
         kv_digests(regions, pool.buffer, [[9, 2, 5]], 37)
 
 
+def turned(region: Region, memory: Tensor, buffer: Tensor) -> Region:
+    """The same plane in ``memory``, [block][head][channel][token] of 4 bytes, behind a gap."""
+    tokens, heads = region.block_tokens, region.num_heads
+    values = region.inner_nbytes // VALUE_NBYTES
+    lead = memory.numel() - NUM_BLOCKS * heads * values * tokens * VALUE_NBYTES
+    view = memory[lead:].view(torch.float32).view(NUM_BLOCKS, heads, values, tokens)
+    for block in range(NUM_BLOCKS):
+        for head in range(heads):
+            for token in range(tokens):
+                at = region.address(block, region.head_lo + head, token)
+                one = buffer[at : at + region.inner_nbytes].view(torch.float32)
+                view[block, head, :, token] = one
+    return msgspec.structs.replace(
+        region,
+        offset=lead,
+        kernel_blocks=1,
+        stride_block=heads * values * tokens * VALUE_NBYTES,
+        stride_head=values * tokens * VALUE_NBYTES,
+        stride_token=VALUE_NBYTES,
+        channel_nbytes=VALUE_NBYTES,
+        stride_channel=tokens * VALUE_NBYTES,
+    )
+
+
+@pytest.mark.parametrize("layout", list(Layout))
+def test_channels_apart_have_the_digests_of_channels_together(layout: Layout) -> None:
+    pool = make_pool(layout, 16, (0, 2), head_size=3)
+    pool.buffer.copy_(torch.randint(0, 255, pool.buffer.shape, dtype=torch.uint8))
+    region = pool.regions[0]
+    memory = torch.full((64 + NUM_BLOCKS * 2 * 16 * 12,), 0xEE, dtype=torch.uint8)
+    moved = turned(region, memory, pool.buffer)
+    want = kv_digests([region], pool.buffer, [[9, 2, 5]], 37)
+    assert kv_digests([moved], memory, [[9, 2, 5]], 37) == want
+    wrong = msgspec.structs.replace(moved, stride_channel=68)
+    assert compare([kv_digests([wrong], memory, [[1]], 3)], [kv_digests([moved], memory, [[1]], 3)])
+    with pytest.raises(ValueError, match="a k: expected 12 bytes at .*, got a buffer of 200"):
+        kv_digests([moved], memory[:200], [[0]], 16)
+
+
 def test_a_hole_is_an_error() -> None:
     pool = filled_pool(Layout.HND, 16, (0, 1), [9, 2, 5], 37, window=9)
     for table in ([9, -1, 5], [-1, 2, -1]):

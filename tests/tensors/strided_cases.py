@@ -24,7 +24,10 @@ NUM_LAYERS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """One side: how its regions lie in its memory."""
+    """One side: how its regions lie in its memory.
+
+    ``is_turned``: its K planes are [head][channel][token] in each kernel block.
+    """
 
     block_tokens: int
     kernel_blocks: int
@@ -34,6 +37,7 @@ class Shape:
     num_heads: int
     padding_nbytes: int
     lead_nbytes: int
+    is_turned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class Case:
     token_hi: int
     in_order: bool
     seed: int
+    channel_nbytes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +68,31 @@ class Pool:
     def tensors(self) -> list[Tensor]:
         return [torch.from_numpy(memory) for memory in self.memories]
 
-    def side(self, head_lo: int, head_hi: int) -> Side:
-        first = self.regions[0]
+    def side(self, case: Case, planes: str, channel_nbytes: int) -> Side:
+        """``channel_nbytes``: of these planes where either side has them apart, else 0."""
+        regions = [region for region in self.regions if region.plane in planes]
+        first = regions[0]
+        is_apart = first.stride_channel and case.channel_nbytes < case.inner_nbytes
         return Side(
             group=0,
             tile=Tile(
                 block_tokens=first.block_tokens,
                 kernel_tokens=first.block_tokens // first.kernel_blocks,
                 num_blocks=first.num_blocks,
-                num_heads=head_hi - head_lo,
+                num_heads=case.head_hi - case.head_lo,
                 inner_nbytes=first.inner_nbytes,
                 stride_block=first.stride_block,
                 stride_head=first.stride_head,
                 stride_token=first.stride_token,
+                channel_nbytes=channel_nbytes,
+                stride_channel=first.stride_channel if is_apart else channel_nbytes,
             ),
             bases=tuple(
-                Base(region.memory, region.offset + (head_lo - region.head_lo) * region.stride_head)
-                for region in self.regions
+                Base(
+                    region.memory,
+                    region.offset + (case.head_lo - region.head_lo) * region.stride_head,
+                )
+                for region in regions
             ),
         )
 
@@ -102,6 +115,13 @@ def make_pool(shape: Shape, case: Case, *, poison: bool, seed: int) -> Pool:
         "blocks": (2 * block_nbytes, block_nbytes),
         "inner": (block_nbytes, inner),
     }[shape.outermost]
+    turned_head, element = stride_head, case.channel_nbytes
+    if shape.is_turned:
+        if shape.outermost == "inner":  # of each head all of K, then all of V
+            stride_token, stride_plane = inner, kernel_tokens * inner
+            stride_head = turned_head = kernel_tokens * unit
+        else:
+            turned_head = kernel_tokens * inner
     layer_nbytes = num_kernel_blocks * block_nbytes * (1 if shape.outermost == "inner" else 2)
     regions = tuple(
         Region(
@@ -116,12 +136,15 @@ def make_pool(shape: Shape, case: Case, *, poison: bool, seed: int) -> Pool:
             head_hi=shape.head_lo + heads,
             inner_nbytes=inner,
             stride_block=stride_block,
-            stride_head=stride_head,
-            stride_token=stride_token,
+            stride_head=turned_head if is_turned else stride_head,
+            stride_token=element if is_turned else stride_token,
+            channel_nbytes=element if is_turned else 0,
+            stride_channel=kernel_tokens * element if is_turned else 0,
             kernel_blocks=shape.kernel_blocks,
         )
         for layer in range(NUM_LAYERS)
         for plane_index, plane in enumerate(("k", "v"))
+        for is_turned in (shape.is_turned and plane == "k",)
     )
     # Exactly as long as the regions: a row too far is an error and not a neighbour.
     sizes = [shape.lead_nbytes + layers * layer_nbytes for layers in (2, 1)]
@@ -133,14 +156,27 @@ def make_pool(shape: Shape, case: Case, *, poison: bool, seed: int) -> Pool:
     return Pool(regions, memories, ids[:num_needed].astype(np.int64))
 
 
-def copy_class_of(case: Case, source: Pool, sink: Pool) -> CopyClass:
+def copy_class_of(case: Case, source: Pool, sink: Pool, planes: str = "kv") -> CopyClass:
+    """The regions of these planes, all of one geometry."""
+    is_turned = "k" in planes and (case.source.is_turned or case.sink.is_turned)
+    is_by_channel = is_turned and case.channel_nbytes < case.inner_nbytes
+    channel_nbytes = case.channel_nbytes if is_by_channel else 0
     return CopyClass(
-        names=tuple(RegionName(region.layer, (region.plane,)) for region in sink.regions),
+        names=tuple(RegionName(r.layer, (r.plane,)) for r in sink.regions if r.plane in planes),
         head_lo=case.head_lo,
         head_hi=case.head_hi,
-        source=source.side(case.head_lo, case.head_hi),
-        sink=sink.side(case.head_lo, case.head_hi),
+        source=source.side(case, planes, channel_nbytes),
+        sink=sink.side(case, planes, channel_nbytes),
     )
+
+
+def copy_classes_of(case: Case, source: Pool, sink: Pool) -> dict[str, CopyClass]:
+    """By planes: K apart from V where a side has it turned."""
+    is_turned = case.source.is_turned or case.sink.is_turned
+    return {
+        planes: copy_class_of(case, source, sink, planes)
+        for planes in (("k", "v") if is_turned else ("kv",))
+    }
 
 
 def expected(case: Case, source: Pool, sink: Pool) -> list[Bytes]:
@@ -177,16 +213,31 @@ def assert_same_bytes(got: Sequence[Bytes], want: Sequence[Bytes]) -> None:
 
 
 def naive_dense(
-    case: Case, source: Pool, sink: Pool, region_lo: int, region_hi: int, lo: int, hi: int
+    case: Case, source: Pool, planes: str, region_lo: int, region_hi: int, lo: int, hi: int
 ) -> Bytes:
     """A chunk by its definition: kernel block by kernel block of the sink, clipped."""
+    regions = [region for region in source.regions if region.plane in planes]
+    is_turned = case.sink.is_turned and planes == "k" and case.channel_nbytes < case.inner_nbytes
+    element = case.channel_nbytes
     kernel_tokens = case.sink.block_tokens // case.sink.kernel_blocks
     heads = range(case.head_lo, case.head_hi)
     parts: list[Bytes] = []
-    for region in source.regions[region_lo:region_hi]:
+    for region in regions[region_lo:region_hi]:
         for block in range(lo // kernel_tokens, -(-hi // kernel_tokens)):
             tokens = range(max(lo, block * kernel_tokens), min(hi, (block + 1) * kernel_tokens))
-            if case.sink.layout == "NHD":
+            if is_turned:
+                for head in heads:
+                    values = [
+                        oracle_bytes(region, source.memories, source.ids.tolist(), token, head)
+                        for token in tokens
+                    ]
+                    parts += [
+                        value[at : at + element]
+                        for at in range(0, case.inner_nbytes, element)
+                        for value in values
+                    ]
+                continue
+            if _is_token_major(case.sink, planes):
                 order = [(token, head) for token in tokens for head in heads]
             else:
                 order = [(token, head) for head in heads for token in tokens]
@@ -195,6 +246,13 @@ def naive_dense(
                 for token, head in order
             ]
     return np.concatenate(parts)
+
+
+def _is_token_major(shape: Shape, planes: str) -> bool:
+    """Of planes that are not turned. V behind a turned K in each head is head-major."""
+    if shape.is_turned and (shape.outermost == "inner" or planes == "k"):
+        return False
+    return shape.layout == "NHD"
 
 
 @st.composite
@@ -211,6 +269,7 @@ def shapes(draw: st.DrawFn, head_lo: int, head_hi: int) -> Shape:
         num_heads=before + head_hi - head_lo + behind,
         padding_nbytes=draw(st.sampled_from((0, 0, 1, 64, 100))),
         lead_nbytes=draw(st.sampled_from((0, 1, 7, 64, 4096))),
+        is_turned=draw(st.booleans()),
     )
 
 
@@ -219,20 +278,29 @@ def cases(draw: st.DrawFn) -> Case:
     head_lo = draw(st.integers(0, 2))
     head_hi = head_lo + draw(st.integers(1, 4))
     token_lo = draw(st.sampled_from((0, 0, 1, 8, 15, 16, 31, 64)))
+    inner_nbytes = draw(st.sampled_from((1, 6, 8, 132, 256, 1152)))
     return Case(
         source=draw(shapes(head_lo, head_hi)),
         sink=draw(shapes(head_lo, head_hi)),
-        inner_nbytes=draw(st.sampled_from((1, 6, 8, 132, 256, 1152))),
+        inner_nbytes=inner_nbytes,
         head_lo=head_lo,
         head_hi=head_hi,
         token_lo=token_lo,
         token_hi=token_lo + draw(st.sampled_from((0, 1, 5, 16, 31, 32, 64, 77, 128))),
         in_order=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
+        channel_nbytes=draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if inner_nbytes % n == 0])),
     )
 
 
-def plain(layout: str, block_tokens: int, *, num_heads: int, outermost: str = "planes") -> Shape:
+def plain(
+    layout: str,
+    block_tokens: int,
+    *,
+    num_heads: int,
+    outermost: str = "planes",
+    is_turned: bool = False,
+) -> Shape:
     return Shape(
         block_tokens=block_tokens,
         kernel_blocks=1,
@@ -242,6 +310,7 @@ def plain(layout: str, block_tokens: int, *, num_heads: int, outermost: str = "p
         num_heads=num_heads,
         padding_nbytes=0,
         lead_nbytes=64,
+        is_turned=is_turned,
     )
 
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
-from kvxfer.tensors.strided_index import dense_order
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side
 from tests.tensors.strided_cases import (
     NUM_LAYERS,
@@ -28,6 +27,7 @@ from tests.tensors.strided_cases import (
     assert_same_bytes,
     cases,
     copy_class_of,
+    copy_classes_of,
     expected,
     make_pool,
     naive_dense,
@@ -44,26 +44,25 @@ def check_direct(case: Case) -> None:
     sink = make_pool(case.sink, case, poison=True, seed=case.seed + 1)
     before = [memory.copy() for memory in source.memories]
     want = expected(case, source, sink)
-    copy_class = copy_class_of(case, source, sink)
-    seen: list[int] = []
-    nbytes = strided_copy(
-        source.tensors,
-        sink.tensors,
-        copy_class,
-        source.ids,
-        sink.ids,
-        case.token_lo,
-        case.token_hi,
-        scratch=Scratch(),
-        progress=seen.append,
-    )
+    for planes, copy_class in copy_classes_of(case, source, sink).items():
+        seen: list[int] = []
+        nbytes = strided_copy(
+            source.tensors,
+            sink.tensors,
+            copy_class,
+            source.ids,
+            sink.ids,
+            case.token_lo,
+            case.token_hi,
+            scratch=Scratch(),
+            progress=seen.append,
+        )
+        num_tokens, heads = case.token_hi - case.token_lo, case.head_hi - case.head_lo
+        assert nbytes == num_tokens * heads * case.inner_nbytes * len(planes) * NUM_LAYERS
+        assert seen == sorted(seen)
+        assert (seen or [0])[-1] == nbytes
     assert_same_bytes(sink.memories, want)
     assert_same_bytes(source.memories, before)
-    num_tokens = case.token_hi - case.token_lo
-    heads = case.head_hi - case.head_lo
-    assert nbytes == num_tokens * heads * case.inner_nbytes * 2 * NUM_LAYERS
-    assert seen == sorted(seen)
-    assert (seen or [0])[-1] == nbytes
 
 
 def check_chunks(case: Case, chunk_tokens: int) -> None:
@@ -72,23 +71,34 @@ def check_chunks(case: Case, chunk_tokens: int) -> None:
     sink = make_pool(case.sink, case, poison=True, seed=case.seed + 1)
     before = [memory.copy() for memory in source.memories]
     want = expected(case, source, sink)
-    copy_class = copy_class_of(case, source, sink)
-    order = dense_order(copy_class.sink.tile)
-    num_regions = len(copy_class.names)
-    token_nbytes = (case.head_hi - case.head_lo) * case.inner_nbytes
-    for region_lo in range(0, num_regions, 2):
-        region_hi = min(region_lo + 2, num_regions)
-        for lo in range(case.token_lo, case.token_hi, chunk_tokens):
-            hi = min(lo + chunk_tokens, case.token_hi)
-            nbytes = (region_hi - region_lo) * (hi - lo) * token_nbytes
-            dense = torch.full((nbytes,), POISON, dtype=torch.uint8)
-            span = (region_lo, region_hi, lo, hi)
-            gather(source.tensors, copy_class.source, source.ids, order, *span, dense)
-            want_dense = naive_dense(case, source, sink, region_lo, region_hi, lo, hi)
-            assert_same_bytes([dense.numpy()], [want_dense])
-            scatter(sink.tensors, copy_class.sink, sink.ids, *span, dense)
+    for planes, copy_class in copy_classes_of(case, source, sink).items():
+        num_regions = len(copy_class.names)
+        for region_lo in range(0, num_regions, 2):
+            region_hi = min(region_lo + 2, num_regions)
+            for lo in range(case.token_lo, case.token_hi, chunk_tokens):
+                span = (region_lo, region_hi, lo, min(lo + chunk_tokens, case.token_hi))
+                check_chunk(case, source, sink, planes, copy_class, span)
     assert_same_bytes(sink.memories, want)
     assert_same_bytes(source.memories, before)
+
+
+def check_chunk(
+    case: Case,
+    source: Pool,
+    sink: Pool,
+    planes: str,
+    copy_class: CopyClass,
+    span: tuple[int, int, int, int],
+) -> None:
+    """``span``: regions and tokens."""
+    region_lo, region_hi, lo, hi = span
+    token_nbytes = (case.head_hi - case.head_lo) * case.inner_nbytes
+    nbytes = (region_hi - region_lo) * (hi - lo) * token_nbytes
+    dense = torch.full((nbytes,), POISON, dtype=torch.uint8)
+    order = copy_class.sink.tile.order
+    gather(source.tensors, copy_class.source, source.ids, order, *span, dense)
+    assert_same_bytes([dense.numpy()], [naive_dense(case, source, planes, *span)])
+    scatter(sink.tensors, copy_class.sink, sink.ids, *span, dense)
 
 
 @settings(max_examples=EXAMPLES)
@@ -123,6 +133,61 @@ def test_every_pair_of_block_sizes_and_layouts(
     )
     check_direct(case)
     check_chunks(case, 48)
+
+
+@pytest.mark.parametrize("sink_tokens", [16, 24, 64])
+@pytest.mark.parametrize("source_tokens", [16, 24, 64])
+@pytest.mark.parametrize(
+    ("turned", "layout"), [("source", "HND"), ("source", "NHD"), ("sink", "NHD"), ("both", "HND")]
+)
+@pytest.mark.parametrize("span", [(0, 192), (13, 141)])
+def test_every_pair_of_block_sizes_with_channels_apart(
+    span: tuple[int, int], turned: str, layout: str, source_tokens: int, sink_tokens: int
+) -> None:
+    case = Case(
+        source=plain(layout, source_tokens, num_heads=2, is_turned=turned != "sink"),
+        sink=plain(
+            layout, sink_tokens, num_heads=2, is_turned=turned != "source", outermost="inner"
+        ),
+        inner_nbytes=12,
+        head_lo=0,
+        head_hi=2,
+        token_lo=span[0],
+        token_hi=span[1],
+        in_order=False,
+        seed=7,
+        channel_nbytes=4,
+    )
+    check_direct(case)
+    check_chunks(case, 48)
+
+
+def test_sides_must_agree_on_channels() -> None:
+    _, source, sink, copy_class = small_case()
+    side, tile = copy_class.source, copy_class.source.tile
+    by_channel = msgspec.structs.replace(
+        side, tile=msgspec.structs.replace(tile, channel_nbytes=4, stride_channel=4)
+    )
+    with pytest.raises(ValueError, match="expected channels of 0 bytes like the sink, got 4"):
+        strided_copy(
+            source.tensors,
+            sink.tensors,
+            replace(copy_class, source=by_channel),
+            source.ids,
+            sink.ids,
+            *(0, 70),
+            scratch=Scratch(),
+        )
+    order = DenseOrder(32, False, channel_nbytes=4)
+    dense = torch.zeros(70 * 16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="order: expected channels of 0 bytes like the tile"):
+        gather(source.tensors, side, source.ids, order, 0, 1, 0, 70, dense)
+    far = msgspec.structs.replace(
+        side, tile=msgspec.structs.replace(tile, channel_nbytes=4, stride_channel=1 << 20)
+    )
+    with pytest.raises(ValueError, match="base: expected .* bytes inside memory 0"):
+        gather(source.tensors, far, source.ids, order, 0, 1, 0, 70, dense)
+    assert all((memory == POISON).all() for memory in sink.memories)
 
 
 def test_pieces_are_cut_and_joined() -> None:
@@ -250,7 +315,7 @@ def test_sizes_and_bases_are_checked() -> None:
             source.tensors,
             copy_class.source,
             source.ids,
-            dense_order(side.tile),
+            side.tile.order,
             0,
             2,
             0,

@@ -66,6 +66,23 @@ ENGINES = [
         EngineShape(tp_size=2, num_kv_heads=2, block_tokens=8, num_blocks=24, num_layers=3),
         id="replicas",
     ),
+    pytest.param(
+        EngineShape(tp_size=2, num_kv_heads=4, turned=("k",), outermost="inner"),
+        EngineShape(num_kv_heads=4, turned=("k",), outermost="inner", block_tokens=24),
+        id="K turned, V behind it",
+    ),
+    pytest.param(
+        EngineShape(num_kv_heads=4, turned=("k",), outermost="inner"),
+        EngineShape(tp_size=2, num_kv_heads=4, layout="NHD", block_tokens=24, kernel_blocks=3),
+        id="K turned to NHD",
+    ),
+    pytest.param(
+        EngineShape(num_kv_heads=4, outermost="inner"),
+        EngineShape(
+            tp_size=2, num_kv_heads=4, turned=("k", "v"), outermost="blocks", padding_nbytes=3
+        ),
+        id="packed to K and V turned",
+    ),
 ]
 
 

@@ -68,10 +68,11 @@ class Case:
                     side_addresses(copy_class.sink, self.sink_ids, span),
                     strict=True,
                 )
-                inner = copy_class.sink.tile.inner_nbytes
+                nbytes = piece_nbytes(copy_class.sink.tile)
+                assert nbytes == piece_nbytes(copy_class.source.tile)
                 for (number, address), (sink_number, sink_address) in addresses:
-                    piece = given[number][address : address + inner]
-                    taken[sink_number][sink_address : sink_address + inner] = piece
+                    piece = given[number][address : address + nbytes]
+                    taken[sink_number][sink_address : sink_address + nbytes] = piece
         return memories
 
     def streamed(self, plan: Plan, spans: Spans, chunk_nbytes: int) -> Memories:
@@ -99,8 +100,15 @@ def same(first: Memories, second: Memories) -> bool:
     )
 
 
-def tile_address(tile: Tile, base: Base, ids: Sequence[int], position: int, head: int) -> int:
-    """Byte of (request token, wanted head counted from 0)."""
+def piece_nbytes(tile: Tile) -> int:
+    """Bytes of one channel, or of all of one head and one token where nobody has them apart."""
+    return tile.channel_nbytes or tile.inner_nbytes
+
+
+def tile_address(
+    tile: Tile, base: Base, ids: Sequence[int], position: int, head: int, channel: int = 0
+) -> int:
+    """Byte of (request token, wanted head counted from 0, channel)."""
     block, slot = ids[position // tile.block_tokens], position % tile.block_tokens
     kernel_block = block * (tile.block_tokens // tile.kernel_tokens) + slot // tile.kernel_tokens
     return (
@@ -108,42 +116,72 @@ def tile_address(tile: Tile, base: Base, ids: Sequence[int], position: int, head
         + kernel_block * tile.stride_block
         + head * tile.stride_head
         + slot % tile.kernel_tokens * tile.stride_token
+        + channel * tile.stride_channel
     )
 
 
 def side_addresses(side: Side, ids: Ids, span: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(memory, byte) of every region, token and head of a class."""
+    """(memory, byte) of every region, token, head and channel of a class."""
+    tile = side.tile
     for base in side.bases:
         for position in range(*span):
-            for head in range(side.tile.num_heads):
-                address = tile_address(side.tile, base, ids[side.group], position, head)
-                yield base.memory, address
+            for head in range(tile.num_heads):
+                for channel in range(tile.inner_nbytes // piece_nbytes(tile)):
+                    address = tile_address(tile, base, ids[side.group], position, head, channel)
+                    yield base.memory, address
 
 
-def dense_order(wanted: PullClass, chunk: Chunk) -> list[tuple[int, int, int]]:
-    """(region, token, head) of every slice of a chunk in the order in which they travel."""
+def dense_order(wanted: PullClass, chunk: Chunk) -> list[tuple[int, int, int, int]]:
+    """(region, token, head, channel) of every slice of a chunk in the order in which they travel;
+    a channel number of -1 stands for all of them.
+    """
     kernel_tokens = wanted.order.kernel_tokens
     heads = range(wanted.head_hi - wanted.head_lo)
-    found: list[tuple[int, int, int]] = []
+    found: list[tuple[int, int, int, int]] = []
     for region in range(chunk.region_lo, chunk.region_hi):
         first = chunk.token_lo // kernel_tokens
         for block in range(first, -(-chunk.token_hi // kernel_tokens)):
             lo = max(block * kernel_tokens, chunk.token_lo)
             hi = min((block + 1) * kernel_tokens, chunk.token_hi)
-            if wanted.order.token_major:
-                found += [(region, token, head) for token in range(lo, hi) for head in heads]
+            tokens = range(lo, hi)
+            if wanted.order.channel_nbytes:
+                channels = range(wanted.inner_nbytes // wanted.order.channel_nbytes)
+                found += [(region, t, h, c) for h in heads for c in channels for t in tokens]
+            elif wanted.order.token_major:
+                found += [(region, token, head, -1) for token in tokens for head in heads]
             else:
-                found += [(region, token, head) for head in heads for token in range(lo, hi)]
+                found += [(region, token, head, -1) for head in heads for token in tokens]
     return found
+
+
+def slice_nbytes(wanted: PullClass) -> int:
+    """Bytes of one entry of the dense order."""
+    return wanted.order.channel_nbytes or wanted.inner_nbytes
+
+
+def slice_addresses(
+    side: Side, ids: Ids, wanted: PullClass, place: tuple[int, int, int, int]
+) -> list[tuple[int, int]]:
+    """(byte of the memory, how many there) of one entry of the dense order."""
+    region, token, head, channel = place
+    tile, base = side.tile, side.bases[region]
+    nbytes = slice_nbytes(wanted)
+    channels = [channel]
+    if channel == -1:
+        nbytes = piece_nbytes(tile)
+        channels = list(range(tile.inner_nbytes // nbytes))
+    return [
+        (tile_address(tile, base, ids[side.group], token, head, each), nbytes) for each in channels
+    ]
 
 
 def pack(side: Side, wanted: PullClass, chunk: Chunk, ids: Ids, memories: list[Bytes]) -> bytes:
     """The bytes of a chunk."""
     dense = bytearray()
-    for region, token, head in dense_order(wanted, chunk):
-        base = side.bases[region]
-        address = tile_address(side.tile, base, ids[side.group], token, head)
-        dense += memories[base.memory][address : address + wanted.inner_nbytes].tobytes()
+    for place in dense_order(wanted, chunk):
+        memory = memories[side.bases[place[0]].memory]
+        for address, nbytes in slice_addresses(side, ids, wanted, place):
+            dense += memory[address : address + nbytes].tobytes()
     return bytes(dense)
 
 
@@ -152,16 +190,18 @@ def unpack(
 ) -> None:
     """Put the bytes of a chunk into their places; within a kernel block these only go up."""
     previous: tuple[int, int, int] | None = None
-    inner = wanted.inner_nbytes
-    for index, (region, token, head) in enumerate(dense_order(wanted, chunk)):
-        base = side.bases[region]
-        address = tile_address(side.tile, base, ids[side.group], token, head)
+    at = 0
+    for place in dense_order(wanted, chunk):
+        region, token = place[:2]
         block = token // side.tile.kernel_tokens
-        if previous is not None and previous[:2] == (region, block):
-            assert address > previous[2], "not the sink's own physical order"
-        previous = (region, block, address)
-        piece = dense[index * inner : (index + 1) * inner]
-        memories[base.memory][address : address + inner] = np.frombuffer(piece, dtype=np.uint8)
+        memory = memories[side.bases[region].memory]
+        for address, nbytes in slice_addresses(side, ids, wanted, place):
+            if previous is not None and previous[:2] == (region, block):
+                assert address > previous[2], "not the sink's own physical order"
+            previous = (region, block, address)
+            memory[address : address + nbytes] = np.frombuffer(dense[at : at + nbytes], np.uint8)
+            at += nbytes
+    assert at == len(dense)
 
 
 def _ids(shape: EngineShape, num_tokens: int, seed: int) -> Ids:

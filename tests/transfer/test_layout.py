@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvxfer.transfer.layout import Interior, Region, check_region, join_planes, same_bytes
 from kvxfer.transfer.manifest import RankId
 from tests.builders import EngineShape, build_regions
-from tests.oracle import oracle_address
+from tests.oracle import oracle_address, oracle_pieces
 
 # [block][token][head][inner] of 4 blocks of 6 tokens in 3 kernel blocks, heads 2 and 3, 8 bytes
 PLANE = Region(
@@ -141,6 +144,133 @@ def test_planes_side_by_side_are_joined() -> None:
 def test_planes_apart_are_not_joined() -> None:
     (k, v, *_), _ = build_regions(EngineShape(outermost="blocks"), RankId(0, 0))
     assert join_planes(k, v) is None
+
+
+# [block][head][channel][token] of 3 blocks of 4 tokens, heads 2 and 3, 3 channels of 2 bytes
+TURNED = Region(
+    layer="layers.0",
+    plane="k",
+    group=0,
+    memory=0,
+    offset=100,
+    num_blocks=3,
+    block_tokens=4,
+    head_lo=2,
+    head_hi=4,
+    inner_nbytes=6,
+    stride_block=50,
+    stride_head=24,
+    stride_token=2,
+    channel_nbytes=2,
+    stride_channel=8,
+)
+
+
+def test_channels_apart_by_hand() -> None:
+    assert TURNED.has_channels_apart
+    assert TURNED.num_channels == 3
+    assert TURNED.address(1, 3, 2) == oracle_address(TURNED, 1, 3, 2) == 100 + 50 + 24 + 4
+    assert TURNED.end == 100 + 2 * 50 + 24 + 3 * 2 + 2 * 8 + 2
+    assert TURNED.is_dense
+    assert not replace(TURNED, stride_head=25).is_dense
+    assert not replace(TURNED, stride_channel=9, stride_head=30).is_dense
+    check_region(TURNED, TURNED.end)
+    with pytest.raises(ValueError, match="expected to end within the 247 bytes"):
+        check_region(TURNED, TURNED.end - 1)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"channel_nbytes": 4},
+        {"channel_nbytes": 4, "stride_channel": 4},
+        {"channel_nbytes": 8, "stride_channel": 99},  # one channel: never stepped
+    ],
+)
+def test_channels_that_are_contiguous_have_one_meaning(same: dict[str, int]) -> None:
+    spelled = replace(PLANE, **same)
+    assert not spelled.has_channels_apart
+    assert (spelled.num_channels, spelled.end, spelled.is_dense) == (1, PLANE.end, True)
+    check_region(spelled, spelled.end)
+    assert same_bytes(PLANE, spelled)
+    (k, v, *_), _ = build_regions(EngineShape(outermost="inner"), RankId(0, 0))
+    joined = replace(k, plane="k+v", inner_nbytes=16)
+    assert join_planes(replace(k, **same), v) == joined
+    assert join_planes(k, replace(v, **same)) == joined
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"channel_nbytes": -2}, "channel_nbytes: expected 0 or more, got -2"),
+        ({"stride_channel": -8}, "stride_channel: expected 0 or more, got -8"),
+        ({"channel_nbytes": 4}, "channel_nbytes: expected a divisor of the 6 inner bytes, got 4"),
+        ({"channel_nbytes": 0}, "channel_nbytes: expected a divisor of the 6 inner bytes, got 0"),
+        ({"channel_nbytes": 12}, "expected a divisor of the 6 inner bytes, got 12"),
+        ({"stride_channel": 7}, "stride_channel: expected at least the 8 bytes it steps over"),
+        ({"stride_token": 1}, "stride_token: expected at least the 2 bytes it steps over, got 1"),
+        ({"stride_channel": 9}, "stride_head: expected at least the 26 bytes it steps over"),
+        ({"stride_head": 23}, "stride_head: expected at least the 24 bytes"),
+        ({"stride_block": 47}, "stride_block: expected at least the 48 bytes"),
+        ({"interior": Interior.OPAQUE}, "stride_channel: expected 0 where the interior is opaque"),
+    ],
+)
+def test_nonsense_of_channels_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_region(replace(TURNED, **change), 1 << 20)
+
+
+@given(
+    channel_nbytes=st.integers(1, 3),
+    counts=st.tuples(*[st.integers(1, 3)] * 4),
+    strides=st.tuples(*[st.integers(1, 40)] * 4),
+)
+def test_what_is_accepted_has_no_byte_twice(
+    channel_nbytes: int, counts: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    num_blocks, num_heads, num_tokens, num_channels = counts
+    region = replace(
+        TURNED,
+        offset=0,
+        num_blocks=num_blocks,
+        head_hi=2 + num_heads,
+        block_tokens=num_tokens,
+        inner_nbytes=num_channels * channel_nbytes,
+        channel_nbytes=channel_nbytes,
+        stride_block=strides[0],
+        stride_head=strides[1],
+        stride_token=strides[2],
+        stride_channel=strides[3],
+    )
+    try:
+        check_region(region, 1 << 20)
+    except ValueError:
+        return
+    memory = np.arange(region.end)
+    places = [
+        int(place)
+        for block in range(num_blocks)
+        for head in range(2, 2 + num_heads)
+        for token in range(num_tokens)
+        for view in oracle_pieces(region, [memory], [block], token, head)  # type: ignore[list-item]
+        for place in view
+    ]
+    assert len(places) == len(set(places))
+    assert max(places) == region.end - 1
+
+
+def test_planes_with_channels_apart_are_not_joined() -> None:
+    (k, v, *_), _ = build_regions(EngineShape(outermost="inner"), RankId(0, 0))
+    apart = {"channel_nbytes": 4, "stride_channel": 400}
+    assert join_planes(replace(k, **apart), v) is None
+    assert join_planes(k, replace(v, **apart)) is None
+    assert join_planes(replace(k, **apart), replace(v, **apart)) is None
+
+
+def test_channels_apart_are_other_bytes() -> None:
+    assert not same_bytes(TURNED, replace(TURNED, stride_channel=10))
+    assert not same_bytes(TURNED, replace(TURNED, stride_channel=0))
+    assert same_bytes(TURNED, replace(TURNED, layer="layers.1"))
 
 
 def test_same_bytes_whatever_the_name() -> None:

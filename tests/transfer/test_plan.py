@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace as replace_shape
 
 import pytest
 from hypothesis import given
@@ -79,6 +80,8 @@ def shapes(
         if planes is None
         else planes,
         padding_nbytes=draw(st.sampled_from((0, 3))),
+        turned=() if is_mla else draw(st.sampled_from(((), ("k",), ("k", "v")))),
+        channel_nbytes=1,
         groups=draw(st.sampled_from(((), tuple(range(num_layers))[::-1]))),
     )
 
@@ -377,6 +380,39 @@ def test_a_long_list_is_cut() -> None:
 def test_inner_sizes_must_be_equal() -> None:
     with pytest.raises(IncompatiblePeer, match="source has 8 bytes a head and token, sink 16"):
         plan_of(EngineShape(), EngineShape(inner_nbytes=16))
+
+
+TURNED = EngineShape(turned=("k",), channel_nbytes=4)
+
+
+@pytest.mark.parametrize("sides", [(TURNED, EngineShape()), (EngineShape(), TURNED)])
+def test_both_sides_are_described_by_channel(sides: tuple[EngineShape, EngineShape]) -> None:
+    (route,) = plan_of(*sides).routes
+    by_plane = {c.names[0].planes: c for c in route.classes}
+    assert set(by_plane) == {("k",), ("v",)}
+    by_channel = by_plane["k",]
+    tiles = (by_channel.source.tile, by_channel.sink.tile)
+    # 2 channels of 4 bytes; [head][channel][token] of 16 tokens on one side
+    assert [tile.channel_nbytes for tile in tiles] == [4, 4]
+    assert sorted(tile.stride_channel for tile in tiles) == [4, 64]
+    assert sorted(tile.stride_token for tile in tiles) == [4, 8]
+    assert by_channel.sink.tile.has_channels_apart == (sides[1] is TURNED)
+    plain = by_plane["v",]
+    assert [s.tile.channel_nbytes for s in (plain.source, plain.sink)] == [0, 0]
+
+
+def test_one_token_or_one_channel_is_not_apart() -> None:
+    (route,) = plan_of(replace_shape(TURNED, block_tokens=1), EngineShape()).routes
+    assert {c.sink.tile.channel_nbytes for c in route.classes} == {0}
+    (route,) = plan_of(replace_shape(TURNED, channel_nbytes=8), EngineShape()).routes
+    assert {c.sink.tile.channel_nbytes for c in route.classes} == {0}
+
+
+def test_channels_of_other_sizes_are_refused_by_name() -> None:
+    with pytest.raises(IncompatiblePeer, match="channels of 4 bytes apart, sink of 2") as e:
+        plan_of(TURNED, replace_shape(TURNED, channel_nbytes=2))
+    assert "layers.0/k heads [0, 2)" in str(e.value)
+    assert "/v" not in str(e.value)
 
 
 OPAQUE = EngineShape(interior=Interior.OPAQUE, num_kv_heads=4, tp_size=2)

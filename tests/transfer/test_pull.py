@@ -52,6 +52,7 @@ SOURCE = build_manifest(EngineShape()).ranks[0]
 PACKED = build_manifest(EngineShape(outermost="inner")).ranks[0]
 GROUPED = build_manifest(EngineShape(groups=(0, 1))).ranks[0]
 OPAQUE = build_manifest(EngineShape(interior=Interior.OPAQUE)).ranks[0]
+TURNED = build_manifest(EngineShape(turned=("k", "v"), channel_nbytes=4)).ranks[0]
 
 
 # ---------------------------------------------------------------- pull_classes
@@ -76,6 +77,16 @@ def test_order_is_the_sinks() -> None:
     sink = EngineShape(block_tokens=24, kernel_blocks=3, layout="NHD")
     (asked,) = pull_classes(route_of(EngineShape(), sink), {0: (0, 24)})
     assert asked.order == DenseOrder(8, token_major=True)
+
+
+@pytest.mark.parametrize("source", [EngineShape(), EngineShape(turned=("k", "v"))])
+def test_order_is_by_channel_where_the_sink_is(source: EngineShape) -> None:
+    sink = EngineShape(block_tokens=24, kernel_blocks=3, turned=("k", "v"))
+    (asked,) = pull_classes(route_of(source, sink), {0: (0, 24)})
+    assert asked.order == DenseOrder(8, token_major=False, channel_nbytes=2)
+    # Where only the source is, it travels as the sink has it.
+    (asked,) = pull_classes(route_of(sink, EngineShape(layout="NHD")), {0: (0, 24)})
+    assert asked.order == DenseOrder(16, token_major=True)
 
 
 def test_classes_with_nothing_to_move_keep_their_place() -> None:
@@ -118,6 +129,17 @@ def test_opaque_blocks_are_asked_for_whole() -> None:
         pull_classes(route, {0: (8, 37)})
 
 
+def test_opaque_blocks_in_parts_are_never_split() -> None:
+    """Chunks end where kernel blocks do, however small they shall be."""
+    shape = EngineShape(interior=Interior.OPAQUE, kernel_blocks=2, num_blocks=8)
+    case = Case(shape, shape, num_tokens=64)
+    plan = make_plan(case.source, case.sink)
+    (asked,) = pull_classes(plan.routes[0], {0: (0, 33)})
+    chunks = chunk_list((asked,), 1)
+    assert {(chunk.token_lo % 8, chunk.token_hi % 8) for chunk in chunks} == {(0, 0)}
+    assert same(case.streamed(plan, {0: (0, 33)}, 1), case.expected({0: (0, 48)}))
+
+
 def test_opaque_blocks_arrive_whole() -> None:
     shape = EngineShape(interior=Interior.OPAQUE, num_blocks=4)
     case = Case(shape, shape, num_tokens=32)
@@ -143,6 +165,9 @@ def test_source_side_by_hand() -> None:
         (EngineShape(outermost="inner"), EngineShape(outermost="inner", layout="NHD")),
         (EngineShape(tp_size=2, groups=(1, 0)), EngineShape(groups=(0, 1))),
         (EngineShape(is_mla=True, tp_size=2), EngineShape(is_mla=True, padding_nbytes=1)),
+        (EngineShape(turned=("k",)), EngineShape()),
+        (EngineShape(), EngineShape(turned=("k",), outermost="inner", block_tokens=8)),
+        (EngineShape(turned=("k",)), EngineShape(turned=("k", "v"))),
     ],
 )
 def test_source_sees_the_sides_that_the_sink_planned(
@@ -195,6 +220,30 @@ NONSENSE: list[tuple[RankManifest, PullClass, str]] = [
     (OPAQUE, wanted(token_hi=32, head_hi=1), "opaque blocks move whole: expected all heads"),
     (OPAQUE, wanted(), "opaque blocks move whole: expected multiples of 16 tokens, got [0, 40)"),
     (OPAQUE, wanted(token_hi=32), "expected kernel blocks of 16 tokens, got 8"),
+    (
+        OPAQUE,
+        wanted(token_hi=32, order=DenseOrder(16, False, 4)),
+        "layers.0/k: opaque blocks move whole: expected no channels, got some of 4 bytes",
+    ),
+    *(
+        (
+            SOURCE,
+            wanted(order=DenseOrder(8, False, nbytes)),
+            "channel_nbytes: expected 0 or a divisor of the 8 inner bytes below them",
+        )
+        for nbytes in (-1, 3, 8, 16, HUGE)
+    ),
+    (SOURCE, wanted(order=DenseOrder(8, True, 4)), "token_major: expected false for channels of 4"),
+    (
+        SOURCE,
+        wanted(order=DenseOrder(1 << 19, False, 1)),
+        "channel_nbytes: expected at most 4194304 channels in a kernel block, got 8388608 of 1",
+    ),
+    (
+        TURNED,
+        wanted(order=DenseOrder(8, False, 2)),
+        "layers.0/k: channel_nbytes: expected 4, got 2",
+    ),
 ]
 
 
@@ -225,17 +274,20 @@ integers = st.one_of(st.integers(-2, 50), st.integers(-(1 << 63), (1 << 64) - 1)
             "inner_nbytes": integers,
             "token_lo": integers,
             "token_hi": integers,
-            "order": st.builds(DenseOrder, integers, st.booleans()),
+            "order": st.builds(
+                DenseOrder, integers, st.booleans(), st.sampled_from((0, 1, 2, 4)) | integers
+            ),
         },
     ),
     chunk_nbytes=integers,
+    rank=st.sampled_from((SOURCE, TURNED)),
 )
 def test_hostile_numbers_end_soon_in_one_error(
-    numbers: dict[str, object], chunk_nbytes: int
+    numbers: dict[str, object], chunk_nbytes: int, rank: RankManifest
 ) -> None:
     asked = wanted(**numbers)
     try:
-        (side,) = resolve_pull(SOURCE, (asked,))
+        (side,) = resolve_pull(rank, (asked,))
         chunks = chunk_list((asked,), chunk_nbytes)
     except ProtocolError:
         return
@@ -359,7 +411,7 @@ def test_every_slice_travels_once(
         assert chunk.token_hi == asked.token_hi or chunk.token_hi % kernel_tokens == 0
         slices += order
     assert sorted(slices) == [
-        (region, token, head)
+        (region, token, head, -1)
         for region in range(4)
         for token in range(token_lo, token_lo + num_tokens)
         for head in range(2)

@@ -127,6 +127,17 @@ MANIFEST = EngineManifest(
     ),
 )
 
+BY_CHANNEL = msgspec.structs.replace(REGION, stride_token=4, channel_nbytes=4, stride_channel=64)
+MANIFEST_BY_CHANNEL = msgspec.structs.replace(
+    MANIFEST, ranks=(msgspec.structs.replace(MANIFEST.ranks[0], regions=(REGION, BY_CHANNEL)),)
+)
+PULL_BY_CHANNEL = msgspec.structs.replace(
+    PULL,
+    classes=(msgspec.structs.replace(PULL.classes[0], order=DenseOrder(16, False, 4)),),
+)
+DECODED_ONLY = {"manifest"}
+"""Frames from before regions knew channels: still understood, no longer written."""
+
 TO_SOURCE: dict[str, ToSource] = {
     "hello": Hello((1, 1), ("zmq",), "decode", SINK_LIFE),
     "pull": PULL,
@@ -142,6 +153,7 @@ TO_SOURCE: dict[str, ToSource] = {
     "cancel": Cancel(OFFER, SINK_LIFE, Reason.LOCAL_HIT),
     "keep": Keep((OFFER, OFFER), SINK_LIFE, 30.0),
     "ping": Ping(),
+    "pull by channel": PULL_BY_CHANNEL,
 }
 TO_SINK: dict[str, ToSink] = {
     "manifest": Manifest(MANIFEST),
@@ -153,6 +165,7 @@ TO_SINK: dict[str, ToSink] = {
     "broken": Broken(OFFER, Reason.PREEMPTED, CONSUMER),
     "pong": Pong(SOURCE_LIFE),
     "malformed": Malformed("control frame: truncated"),
+    "manifest by channel": Manifest(MANIFEST_BY_CHANNEL),
 }
 
 
@@ -165,8 +178,9 @@ def golden() -> dict[str, bytes]:
 def test_the_bytes_of_version_1_are_fixed() -> None:
     frames = golden()
     messages: dict[str, ToSource | ToSink] = {**TO_SOURCE, **TO_SINK}
-    assert {name: encode(m).hex() for name, m in messages.items()} == {
-        name: frame.hex() for name, frame in frames.items()
+    assert frames.keys() == messages.keys()
+    assert {name: encode(m).hex() for name, m in messages.items() if name not in DECODED_ONLY} == {
+        name: frame.hex() for name, frame in frames.items() if name not in DECODED_ONLY
     }
     for name, message in TO_SOURCE.items():
         assert decode_to_source(frames[name]) == message
