@@ -58,7 +58,11 @@ def test_dependencies_and_extras() -> None:
         "cuda": {"triton", "cuda-bindings"},
         "ucx": {"ucxx-cu13"},
         "bench": {"matplotlib"},
-        "dev": {"allpairspy", "pytest", "hypothesis", "transformers", "mypy", "ruff", "triton"},
+        "proxy": {"aiohttp", "prometheus-client"},
+        "dev": {
+            *("allpairspy", "pytest", "hypothesis", "transformers", "mypy", "ruff", "triton"),
+            *("aiohttp", "prometheus-client"),
+        },
     }
     assert project["scripts"] == {"kvxfer": "kvxfer.cli.app:main"}
     wanted = base.union(*extras.values()) - NOT_PINNED

@@ -25,6 +25,13 @@ from kvxfer.cli.options import (
 from kvxfer.cli.version import own_version
 from kvxfer.engine.config import OnLoadFailure
 from kvxfer.errors import KvxferError
+from kvxfer.proxy.settings import (
+    MAX_BODY_NBYTES,
+    OnMissingKv,
+    ProxySettings,
+    Side,
+    parse_engines,
+)
 
 DIFFERENT, WRONG = 1, 2
 """Exit codes: something was not equal or failed; the command could not do its work."""
@@ -249,6 +256,68 @@ def decode(
             log_level=log_level,
         )
         _end(is_good)
+
+
+@app.command()
+def proxy(
+    prefill_at: Annotated[
+        list[str],
+        typer.Option(
+            "--prefill",
+            help="A prefill engine; several: several times.",
+            metavar="http://HOST:PORT",
+        ),
+    ],
+    decode_at: Annotated[
+        list[str],
+        typer.Option(
+            "--decode", help="A decode engine; several: several times.", metavar="http://HOST:PORT"
+        ),
+    ],
+    listen: Annotated[
+        str, typer.Option(help="Where clients connect; port 0: a free one.", metavar="HOST:PORT")
+    ] = "127.0.0.1:8000",
+    on_missing_kv: Annotated[
+        OnMissingKv,
+        typer.Option(
+            help="What happens to a request whose prefill gave no KV: answered with an error, or "
+            "sent to decode without KV and counted."
+        ),
+    ] = OnMissingKv.REFUSE,
+    timeout_s: Annotated[float, typer.Option(help="Seconds for a whole prefill.")] = 300.0,
+    connect_timeout_s: Annotated[
+        float, typer.Option(help="Seconds to connect to an engine.")
+    ] = 5.0,
+    health_interval_s: Annotated[
+        float, typer.Option(help="Seconds between two health probes of an engine.")
+    ] = 2.0,
+    max_body_nbytes: Annotated[
+        int, typer.Option(help="Bytes of a request's body, at most.")
+    ] = MAX_BODY_NBYTES,
+    log_level: Annotated[
+        str, typer.Option(help="DEBUG, INFO, WARNING, ERROR or CRITICAL, on standard error.")
+    ] = "INFO",
+) -> None:
+    """Serve OpenAI requests with prefill and decode engines of vLLM, until ctrl-C.
+
+    Each request is prefilled by one engine and decoded by another, in turn. Needs the extra proxy.
+    """
+    with _border():
+        address = parse_address("--listen", listen, everywhere=True)
+        settings = ProxySettings(
+            prefill=parse_engines(Side.PREFILL, prefill_at),
+            decode=parse_engines(Side.DECODE, decode_at),
+            host=address.host.strip("[]"),
+            port=address.port,
+            on_missing_kv=on_missing_kv,
+            prefill_timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            health_interval_s=health_interval_s,
+            max_body_nbytes=max_body_nbytes,
+        )
+        from kvxfer.cli.proxy import run_proxy
+
+        raise _ToldToEnd(run_proxy(settings, log_level))
 
 
 def _show_version(wanted: bool) -> None:

@@ -100,8 +100,11 @@ class Address:
 _EVERYWHERE = {"*", "0.0.0.0", "[::]", "::"}  # noqa: S104 - refused, not bound
 
 
-def parse_address(option: str, text: str) -> Address:
-    """The address of an option. Raises ConfigError, also for one that nobody can connect to."""
+def parse_address(option: str, text: str, *, everywhere: bool = False) -> Address:
+    """The address of an option. Raises ConfigError, also for one that nobody can connect to.
+
+    ``everywhere`` allows those, for a server that only listens and tells nobody where.
+    """
     try:
         url = urlsplit(f"tcp://{text}")
         host, port = url.hostname, url.port
@@ -109,7 +112,7 @@ def parse_address(option: str, text: str) -> Address:
         host, port = None, None
     if not host or port is None or url.path or url.username:
         raise ConfigError(f"{option}: expected HOST:PORT, got {text!r}")
-    if host in _EVERYWHERE:
+    if host in _EVERYWHERE and not everywhere:
         raise ConfigError(
             f"{option}: expected an address of this host that the other side can connect to, "
             f"got {host}"

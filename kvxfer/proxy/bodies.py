@@ -1,0 +1,221 @@
+"""The two bodies that a client's body becomes, and the params in a prefill engine's answer. Pure.
+
+Only the top level of a body is taken apart. Every value stays the bytes that came, so numbers,
+escapes and the params' nested keys arrive exactly as they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import msgspec
+
+from kvxfer.proxy.replies import Reason, Refused
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT: Final = "/v1/chat/completions"
+
+KV_PARAMS: Final = "kv_transfer_params"
+PREFILL_PARAMS: Final[Mapping[str, bool | None]] = MappingProxyType(
+    {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+)
+"""What asks a prefill engine to keep the KV for somebody else."""
+
+# A prefill engine stops after one token: what asks for more, or speaks of a stream, contradicts it.
+_DROPPED_FOR_PREFILL = ("min_tokens", "stream_options")
+_NULL = b"null"
+_QUOTED_CHARS = 300
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    """The fields that decide whether one set of params can describe the request."""
+
+    n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    echo: bool | None = None
+    logprobs: bool | int | None = None
+    prompt_logprobs: int | None = None
+    prompt: Any = None
+    prompt_embeds: Any = None
+    kv_transfer_params: Any = None
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(_NULL)
+
+
+class _Params(msgspec.Struct, frozen=True):
+    do_remote_prefill: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientBody:
+    """A request body that was read and can be served. Values are the client's own bytes of JSON."""
+
+    path: str
+    fields: Mapping[str, msgspec.Raw]
+
+    def for_prefill(self) -> bytes:
+        """The same request for one token, not streamed, its KV kept for somebody else."""
+        fields: dict[str, object] = {
+            name: value for name, value in self.fields.items() if name not in _DROPPED_FOR_PREFILL
+        }
+        fields |= {"max_tokens": 1, "stream": False, KV_PARAMS: dict(PREFILL_PARAMS)}
+        if self.path == CHAT and "max_completion_tokens" in fields:
+            fields["max_completion_tokens"] = 1
+        return msgspec.json.encode(fields)
+
+    def for_decode(self, params: msgspec.Raw | None) -> bytes:
+        """The client's request with the prefill engine's params, byte for byte; None: without."""
+        fields = dict(self.fields)
+        if params is not None:
+            fields[KV_PARAMS] = params
+        return msgspec.json.encode(fields)
+
+
+def parse_body(path: str, raw: bytes) -> ClientBody:
+    """Read a client's body. Raises Refused (400) naming the field and what to do instead."""
+    try:
+        asked = msgspec.json.decode(raw, type=_Asked)
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    # RecursionError: a body nested deeper than the parser goes.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+        raise Refused(400, Reason.BAD_BODY, f"body: expected a JSON object: {e}") from e
+    for field, is_in_the_way, what in _NOT_TRANSFERABLE[path]:
+        if is_in_the_way(asked):
+            raise Refused(400, Reason.NOT_TRANSFERABLE, f"{field}: {what}", param=field)
+    # A null of the client's own says nothing and would be a second value of the key.
+    return ClientBody(path, {name: v for name, v in fields.items() if name != KV_PARAMS})
+
+
+def _num_prompts(asked: _Asked) -> int:
+    prompt = asked.prompt
+    # A list of numbers is one prompt of token ids.
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        return len(prompt)
+    return 1
+
+
+def _always_too_many(number: int | None) -> bool:
+    return number is not None and number > 1
+
+
+_Rule = tuple[str, Callable[[_Asked], bool], str]
+_ONE_SEQUENCE = "one prefill's KV serves one sequence; "
+_PROMPT_LOGPROBS = (
+    "log probabilities of the prompt need the prompt computed by the engine that answers, "
+    "so its KV would not be transferred; "
+)
+_FOR_BOTH: tuple[_Rule, ...] = (
+    (
+        KV_PARAMS,
+        lambda a: a.kv_transfer_params is not None,
+        "expected none, got some; the proxy sets them: leave them out, or talk to an engine itself",
+    ),
+    (
+        "n",
+        lambda a: _always_too_many(a.n),
+        f"expected 1; {_ONE_SEQUENCE}send the request several times",
+    ),
+    (
+        "best_of",
+        lambda a: _always_too_many(a.best_of),
+        f"expected 1; {_ONE_SEQUENCE}send the request several times and choose",
+    ),
+    (
+        "use_beam_search",
+        lambda a: bool(a.use_beam_search),
+        f"expected false; {_ONE_SEQUENCE}send it to an engine itself",
+    ),
+    (
+        "prompt_logprobs",
+        lambda a: a.prompt_logprobs is not None,
+        f"expected none; {_PROMPT_LOGPROBS}send it to an engine itself",
+    ),
+)
+_NOT_TRANSFERABLE: Mapping[str, tuple[_Rule, ...]] = {
+    COMPLETIONS: (
+        *_FOR_BOTH,
+        (
+            "prompt",
+            lambda a: _num_prompts(a) > 1,
+            "expected one prompt, got a list of several; one set of params describes one prompt: "
+            "send one request for each",
+        ),
+        (
+            "prompt_embeds",
+            lambda a: a.prompt_embeds is not None,
+            "expected none; KV is matched by token ids: send the prompt as text or token ids",
+        ),
+        (
+            "echo",
+            # vLLM reads logprobs 0 as "of the prompt too", like any other number.
+            lambda a: bool(a.echo) and a.logprobs is not None,
+            f"expected it without logprobs; {_PROMPT_LOGPROBS}leave out echo or logprobs",
+        ),
+    ),
+    CHAT: (
+        *_FOR_BOTH,
+        (
+            "echo",
+            # vLLM asks for the prompt's log probabilities whenever a chat echoes.
+            lambda a: bool(a.echo),
+            f"expected false; {_PROMPT_LOGPROBS}leave out echo",
+        ),
+    ),
+}
+PATHS: Final = tuple(_NOT_TRANSFERABLE)
+"""Where requests that become two are taken."""
+
+
+def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
+    """The params in a prefill engine's answer, as the bytes that came.
+
+    Raises Refused, which names ``engine``: for an error of the engine (a 4xx keeps its status,
+    because it is about what the client sent; everything else is 502), for an answer that cannot be
+    read, and for one whose params do not ask the decode engine to take the KV.
+    """
+    if status != 200:
+        told = raw[:_QUOTED_CHARS].decode(errors="replace")
+        raise Refused(
+            status if 400 <= status < 500 else 502,
+            Reason.PREFILL_ERROR,
+            f"{engine}: answered {status}: {told}",
+        )
+    try:
+        params = msgspec.json.decode(raw, type=_Answer).kv_transfer_params
+        is_null = bytes(params) == _NULL
+        marks = None if is_null else msgspec.json.decode(params, type=_Params)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:
+        raise Refused(
+            502,
+            Reason.PREFILL_UNREADABLE,
+            f"{engine}: expected a JSON object with {KV_PARAMS}, got one that cannot be read: {e}",
+        ) from e
+    if marks is None:
+        raise Refused(
+            502,
+            Reason.PREFILL_WITHOUT_KV,
+            f"{engine}: answered without {KV_PARAMS}, so there is no KV to take; "
+            "is it running with a KV connector whose role can send?",
+        )
+    if not marks.do_remote_prefill:
+        raise Refused(
+            502,
+            Reason.PREFILL_WITHOUT_KV,
+            f"{engine}: answered with {KV_PARAMS} without do_remote_prefill: true, "
+            "which a decode engine runs as a plain request",
+        )
+    # A copy: Raw is a view that would keep the whole answer.
+    return params.copy()

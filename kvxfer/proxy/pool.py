@@ -1,0 +1,80 @@
+"""The engines of both sides: who is up, and whose turn it is. Pure: what is seen is told to it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvxfer.proxy.replies import Reason, Refused
+from kvxfer.proxy.settings import Engine, Side
+
+
+class State(enum.StrEnum):
+    """What was last seen of an engine."""
+
+    UNKNOWN = "unknown"
+    UP = "up"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One look at an engine. ``detail`` says why it is not up."""
+
+    state: State
+    detail: str = ""
+
+
+UP = Seen(State.UP)
+_NO_ENGINE = {
+    Side.PREFILL: Reason.NO_PREFILL_ENGINE,
+    Side.DECODE: Reason.NO_DECODE_ENGINE,
+}
+
+
+class EnginePool:
+    """Round robin over each side's engines that were up when last seen."""
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._seen = {engine: Seen(State.UNKNOWN, "not asked yet") for engine in engines}
+        self._next = dict.fromkeys(Side, 0)
+
+    def see(self, engine: Engine, seen: Seen) -> bool:
+        """Remember the last look. Returns whether the engine's state changed."""
+        changed = self._seen[engine].state is not seen.state
+        self._seen[engine] = seen
+        return changed
+
+    def pick(self, side: Side) -> Engine:
+        """Whose turn it is. Raises Refused (503) naming every engine of the side when none is up.
+
+        An engine that is skipped loses its turn, and nobody else's turn moves.
+        """
+        engines = [engine for engine in self._seen if engine.side is side]
+        for step in range(len(engines)):
+            position = (self._next[side] + step) % len(engines)
+            if self._seen[engines[position]].state is State.UP:
+                self._next[side] = position + 1
+                return engines[position]
+        states = ", ".join(f"{e.url} {self._seen[e].detail}" for e in engines)
+        raise Refused(503, _NO_ENGINE[side], f"no {side} engine is up: {states}")
+
+    def require(self, side: Side) -> None:
+        """Raise as ``pick`` would, and use up nobody's turn."""
+        turn = self._next[side]
+        self.pick(side)
+        self._next[side] = turn
+
+    @property
+    def is_healthy(self) -> bool:
+        """Both sides have an engine that is up."""
+        up = {engine.side for engine, seen in self._seen.items() if seen.state is State.UP}
+        return up == set(Side)
+
+    def report(self) -> list[dict[str, str]]:
+        """Every engine with its state, for people and monitors."""
+        return [
+            {"side": engine.side, "url": engine.url, "state": seen.state, "detail": seen.detail}
+            for engine, seen in self._seen.items()
+        ]

@@ -1,0 +1,321 @@
+"""The proxy between a client and engines: who is asked what, and what comes back when."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from kvxfer.proxy.server import serving
+from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
+from tests.proxy.fakes import (
+    PARAMS,
+    Answer,
+    FakeEngine,
+    give_params,
+    give_text,
+    run,
+    scene,
+    until,
+)
+
+PATHS = ["/v1/completions", "/v1/chat/completions"]
+ASKED = {"model": "m", "prompt": "p", "messages": [], "max_tokens": 9, "min_tokens": 2}
+KEY = {"Authorization": "Bearer k", "X-Request-Id": "r1"}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_one_request_becomes_two(path: str) -> None:
+    async def scenario() -> None:
+        async with scene() as s:
+            raw = json.dumps(ASKED).encode()
+            async with s.client.post(s.url + path, data=raw, headers=KEY) as reply:
+                assert reply.status == 200
+                assert await reply.read() == b'{"choices": [{"text": "hello"}]}'
+                assert reply.headers["Content-Type"] == "application/json; charset=utf-8"
+                assert reply.headers["X-Engine"] == "yes"
+                assert reply.headers["X-Request-Id"] == "r1"
+            prefill, decode = s.calls
+            assert (prefill.engine, prefill.path) == ("p0", path)
+            assert (decode.engine, decode.path) == ("d0", path)
+            for call in s.calls:
+                assert call.headers["Authorization"] == "Bearer k"
+                assert call.headers["X-Request-Id"] == "r1"
+                assert call.headers["Content-Type"] == "application/json"
+            assert prefill.body == {
+                "model": "m",
+                "prompt": "p",
+                "messages": [],
+                "max_tokens": 1,
+                "stream": False,
+                "kv_transfer_params": {
+                    "do_remote_decode": True,
+                    "do_remote_prefill": False,
+                    "remote_engine_id": None,
+                    "remote_block_ids": None,
+                    "remote_host": None,
+                    "remote_port": None,
+                },
+            }
+            # Byte for byte, nested key included.
+            assert decode.raw.endswith(b',"kv_transfer_params":' + PARAMS + b"}")
+            without = {k: v for k, v in decode.body.items() if k != "kv_transfer_params"}
+            assert without == ASKED
+
+    run(scenario())
+
+
+def test_a_request_without_an_id_gets_one() -> None:
+    async def scenario() -> None:
+        async with scene() as s:
+            for _ in range(2):
+                await s.post({"prompt": "p"})
+            ids = [call.headers["X-Request-Id"] for call in s.calls]
+            assert ids[0] == ids[1] != ids[2] == ids[3]
+            assert all(len(each) == 32 for each in ids)
+
+    run(scenario())
+
+
+def test_two_by_three_engines_take_turns() -> None:
+    async def scenario() -> None:
+        prefill = [FakeEngine(f"p{i}", give_params) for i in range(2)]
+        decode = [FakeEngine(f"d{i}", give_text) for i in range(3)]
+        async with scene(prefill=prefill, decode=decode) as s:
+            for _ in range(6):
+                assert (await s.post({"prompt": "p"}))[0] == 200
+            names = [call.engine for call in s.calls]
+            assert names == ["p0", "d0", "p1", "d1", "p0", "d2", "p1", "d0", "p0", "d1", "p1", "d2"]
+
+    run(scenario())
+
+
+def test_a_sick_engine_is_skipped_until_it_is_well(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        decode = [FakeEngine(f"d{i}", give_text) for i in range(2)]
+        async with scene(decode=decode) as s:
+
+            async def used() -> Counter[str]:
+                s.calls.clear()
+                for _ in range(4):
+                    assert (await s.post({"prompt": "p"}))[0] == 200
+                return Counter(call.engine for call in s.calls if call.engine != "p0")
+
+            assert await s.states() == (200, {"p0": "up", "d0": "up", "d1": "up"})
+            assert await used() == {"d0": 2, "d1": 2}
+            decode[0].health_status = 500
+
+            async def is_down() -> bool:
+                return (await s.states()) == (200, {"p0": "up", "d0": "down", "d1": "up"})
+
+            await until(is_down)
+            assert await used() == {"d1": 4}
+            up = f'kvxfer_proxy_engine_up{{engine="{decode[0].url}",side="decode"}}'
+            assert (await s.metrics())[up] == 0
+            decode[0].health_status = 200
+
+            async def is_up() -> bool:
+                return (await s.states())[1]["d0"] == "up"
+
+            await until(is_up)
+            assert await used() == {"d0": 2, "d1": 2}
+            assert (await s.metrics())[up] == 1
+            url = decode[0].url
+        news = [r.getMessage() for r in caplog.records if f"decode {url} is" in r.getMessage()]
+        assert news == [
+            f"decode {url} is up",
+            f"decode {url} is down: answers /health with 500",
+            f"decode {url} is up",
+        ]
+
+    with caplog.at_level(logging.INFO, "kvxfer.proxy"):
+        run(scenario())
+    # One line at the start, two engines' first states besides those above, none for a request.
+    assert len(caplog.records) == 6
+
+
+def test_streams_come_as_they_are_sent() -> None:
+    gate = asyncio.Event()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        reply = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await reply.prepare(request)
+        await reply.write(b"data: 1\n\n")
+        await gate.wait()
+        await reply.write(b"data: 2\n\n")
+        await gate.wait()
+        await reply.write(b"data: [DONE]\n\n")
+        return reply
+
+    async def scenario() -> None:
+        async with scene(decode=stream) as s:
+            asked = {"prompt": "p", "stream": True, "stream_options": {"include_usage": True}}
+            async with s.client.post(s.url + PATHS[0], json=asked) as reply:
+                assert reply.content_type == "text/event-stream"
+                assert await reply.content.readany() == b"data: 1\n\n"
+                assert not gate.is_set()  # the engine has not gone on
+                assert (await s.metrics())["kvxfer_proxy_in_flight"] == 1
+                gate.set()
+                assert await reply.read() == b"data: 2\n\ndata: [DONE]\n\n"
+            prefill, decode = s.calls
+            assert prefill.body["stream"] is False
+            assert "stream_options" not in prefill.body
+            assert decode.body["stream"] is True
+            assert decode.body["stream_options"] == {"include_usage": True}
+
+            async def is_over() -> bool:
+                return (await s.metrics())["kvxfer_proxy_in_flight"] == 0
+
+            await until(is_over)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("where", ["prefill", "decode before its answer", "decode stream"])
+def test_a_client_that_goes_away_ends_the_engines_work(where: str) -> None:
+    started, aborted = asyncio.Event(), asyncio.Event()
+
+    async def work(request: web.Request) -> web.StreamResponse:
+        reply = web.StreamResponse()
+        if where == "decode stream":
+            await reply.prepare(request)
+            await reply.write(b"data: 1\n\n")
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            aborted.set()
+            raise
+        return reply
+
+    async def scenario() -> None:
+        answers: dict[str, Answer] = {where.split()[0]: work}
+        async with scene(**answers) as s:
+            ask = asyncio.create_task(s.client.post(s.url + PATHS[0], json={"prompt": "p"}))
+            await started.wait()
+            assert not aborted.is_set()
+            if where == "decode stream":
+                (await ask).close()
+            else:
+                ask.cancel()
+            await aborted.wait()
+
+            async def is_counted() -> bool:
+                return await s.failures() == {"client_gone": 1}
+
+            await until(is_counted)
+            assert (await s.metrics())["kvxfer_proxy_in_flight"] == 0
+            assert len(s.calls) == (1 if where == "prefill" else 2)
+
+    run(scenario())
+
+
+def test_compressed_answers_stay_as_they_are() -> None:
+    async def squeeze(_request: web.Request) -> web.StreamResponse:
+        return web.Response(body=b"squeezed", headers={"Content-Encoding": "gzip"})
+
+    async def scenario() -> None:
+        async with scene(decode=squeeze) as s, aiohttp.ClientSession(auto_decompress=False) as c:
+            async with c.post(s.url + PATHS[0], json={"prompt": "p"}) as reply:
+                assert reply.headers["Content-Encoding"] == "gzip"
+                assert await reply.read() == b"squeezed"
+            assert s.calls[0].headers["Accept-Encoding"] == "identity"
+            assert s.calls[1].headers["Accept-Encoding"] == "gzip, deflate"
+
+    run(scenario())
+
+
+def test_nothing_of_one_client_stays_for_the_next() -> None:
+    async def set_cookie(_request: web.Request) -> web.StreamResponse:
+        return web.json_response({}, headers={"Set-Cookie": "who=first"})
+
+    async def scenario() -> None:
+        async with scene(decode=set_cookie) as s:
+            for _ in range(2):
+                async with (
+                    aiohttp.ClientSession() as client,
+                    client.post(s.url + PATHS[0], json={"prompt": "p"}) as reply,
+                ):
+                    assert reply.headers["Set-Cookie"] == "who=first"
+            assert not any("Cookie" in call.headers for call in s.calls)
+
+    run(scenario())
+
+
+def test_models_come_from_a_decode_engine() -> None:
+    async def scenario() -> None:
+        async with scene() as s, s.client.get(s.url + "/v1/models") as reply:
+            assert await reply.json() == {"data": [{"id": "model of d0"}]}
+
+    run(scenario())
+
+
+def test_what_is_counted() -> None:
+    async def scenario() -> None:
+        async with scene() as s:
+            for path in (*PATHS, PATHS[0]):
+                await s.post({"prompt": "p"}, path)
+            counted = await s.metrics()
+            assert counted['kvxfer_proxy_requests_total{path="/v1/completions"}'] == 2
+            assert counted['kvxfer_proxy_requests_total{path="/v1/chat/completions"}'] == 1
+            assert counted["kvxfer_proxy_in_flight"] == 0
+            assert counted["kvxfer_proxy_prefill_seconds_count"] == 3
+            assert 0 < counted["kvxfer_proxy_prefill_seconds_sum"] < 10
+            assert counted['kvxfer_proxy_failures_total{reason="client_gone"}'] == 0
+
+    run(scenario())
+
+
+def test_one_engine_can_be_both_sides() -> None:
+    async def scenario() -> None:
+        both = FakeEngine("b", give_params)
+        async with both.running():
+            settings = ProxySettings(
+                prefill=parse_engines(Side.PREFILL, [both.url]),
+                decode=parse_engines(Side.DECODE, [both.url]),
+                port=0,
+            )
+            async with (
+                serving(settings) as url,
+                aiohttp.ClientSession() as client,
+                client.post(url + PATHS[0], json={"prompt": "p"}) as reply,
+            ):
+                assert reply.status == 200
+        sent = [call.body["kv_transfer_params"] for call in both.calls]
+        assert [params["do_remote_prefill"] for params in sent] == [False, True]
+
+    run(scenario())
+
+
+def test_many_at_once() -> None:
+    """More than the client library's usual 100 connections, none of which waits for another."""
+    num_requests = 150
+    waiting = 0
+    all_there = asyncio.Event()
+
+    async def gather(_request: web.Request) -> web.StreamResponse:
+        nonlocal waiting
+        waiting += 1
+        if waiting == num_requests:
+            all_there.set()
+        await all_there.wait()
+        return web.json_response({})
+
+    async def scenario() -> None:
+        async with scene(decode=gather, health_interval_s=5) as s:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+
+                async def ask() -> int:
+                    async with client.post(s.url + PATHS[0], json={"prompt": "p"}) as reply:
+                        await reply.read()
+                        return reply.status
+
+                statuses = await asyncio.gather(*(ask() for _ in range(num_requests)))
+            assert Counter(statuses) == {200: num_requests}
+
+    run(scenario())
