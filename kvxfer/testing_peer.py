@@ -264,8 +264,7 @@ class SourcePeer(Child):
         return left
 
 
-# ------------------------------------------------------------------ the taking side, in this
-# process
+# --------------------------------------------------- the taking side, in this process
 
 
 class SinkPeer:

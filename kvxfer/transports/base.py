@@ -5,9 +5,10 @@ source packs chunks into staging and sends them, the sink scatters them into its
 driven by the IO thread of a worker:
 
 - ``submit``-like calls never block; work on KV runs in jobs of at most ``JOB_NBYTES`` on the
-:class:`CopyThread`; - ``pollables()`` are sockets that the IO thread polls for reading; ``poll()``
-handles what is there and returns what has happened since the last call, as a list of completions. A
-transport calls ``wake`` (given when it is made) from any thread when a poll would return something.
+  :class:`CopyThread`;
+- ``pollables()`` are sockets that the IO thread polls for reading; ``poll()`` handles what is there
+  and returns what has happened since the last call, as a list of completions. A transport calls
+  ``wake`` (given when it is made) from any thread when a poll would return something.
 """
 
 from __future__ import annotations
@@ -57,8 +58,7 @@ class LocalMemory:
     infos: tuple[MemoryInfo, ...]
 
 
-# ---------------------------------------------------------------- what the source side is asked to
-# send
+# --------------------------------------------------- what the source side is asked to send
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +156,7 @@ class SourceTransport(ABC):
         return NotImplementedError(f"{self.name} is a direct wire: sinks read by themselves")
 
 
-# ---------------------------------------------------------------- what the sink side is asked to
-# read
+# --------------------------------------------------- what the sink side is asked to read
 
 
 @dataclass(frozen=True, slots=True)
