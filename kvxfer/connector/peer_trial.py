@@ -63,6 +63,7 @@ def _try_all(
                 source,
                 min_gbps=around.config.min_gbps,
                 timeout_s=min(TRIAL_TIMEOUT_S, left_s),
+                last_timeout_s=left_s,
             )
     except TransportUnavailable as e:
         return Failure(Reason.TRANSPORT, str(e))

@@ -90,6 +90,22 @@ def test_a_peer_that_does_not_answer_is_given_up(pair: Pair) -> None:
         probe({"zmq": pair.sinks["zmq"]}, pair.manifest, timeout_s=0.2)
 
 
+def test_only_the_last_candidate_may_take_all_the_time_that_is_left(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_s: list[float] = []
+
+    def silent(self: object, source: object, timeout_s: float) -> None:
+        limits_s.append(timeout_s)
+        raise TransportUnavailable("no answer")
+
+    for sink in pair.sinks.values():
+        monkeypatch.setattr(type(sink), "trial", silent)
+    with pytest.raises(TransportUnavailable):
+        probe(pair.sinks, pair.manifest, timeout_s=2.0, last_timeout_s=6.5)
+    assert limits_s == [2.0, 6.5]
+
+
 def test_no_candidates(pair: Pair) -> None:
     with pytest.raises(TransportUnavailable, match="got none: no candidates"):
         probe({}, pair.manifest)
