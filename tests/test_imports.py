@@ -27,12 +27,15 @@ LEVELS: list[set[str]] = [
     {"transports"},
     {"testing"},
     {"connector"},
-    {"engine", "integrations"},
+    {"engine", "integrations", "proxy"},
     {"cli"},
     {"__init__", "__main__"},
 ]
 PURE = {"errors", "config", "cache", "transfer"}
-HEAVY = {"torch", "triton", "zmq", "ucxx", "nixl", "cuda", "transformers", "tokenizers"}
+HEAVY = {
+    *("torch", "triton", "zmq", "ucxx", "nixl", "cuda", "transformers", "tokenizers"),
+    *("aiohttp", "prometheus_client"),
+}
 # Decide in pure code, act at the rim: a wire moves bytes and does not know what they are for.
 NOT_FOR: dict[str, set[str]] = {"transports": {"kvxfer.transfer.session"}}
 # Who touches the environment, and why.

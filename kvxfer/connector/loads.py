@@ -23,6 +23,7 @@ class LoadState(enum.Enum):
 
     WANTED = "wanted"  # held at the source, not yet allocated here
     HANDED = "handed"  # given to the workers; they report it once
+    ABORTED = "aborted"  # the same, and its request has ended meanwhile
     ENDED = "ended"  # accepted, failed or given up
 
 
@@ -77,6 +78,10 @@ class LoadBook:
         self._holds.append(Hold(request.request_id, source))
         return None
 
+    def reject(self, request_id: str, source: SourceRef) -> None:
+        """Its engine will never run the request that this offer was meant for."""
+        self._unholds.append(Unhold(request_id, source, Reason.CANCELLED))
+
     def num_more_tokens(self, request_id: str, num_local_tokens: int) -> int:
         """How many tokens beyond the local ones can be loaded. May be asked any number of times."""
         load = self._wanted(request_id)
@@ -109,32 +114,46 @@ class LoadBook:
         )
         return None
 
-    def ended(self, request_id: str, failure: str | None = None) -> None:
-        """Every rank has reported the load; ``failure`` names what failed it.
+    def is_wanted(self, request_id: str) -> bool:
+        """Held at the source, and not yet allocated here."""
+        return self._wanted(request_id) is not None
+
+    def ended(self, request_id: str, failure: str | None = None) -> bool:
+        """Every rank has reported the load; ``failure`` names what failed it. False if there was no
+        such load.
 
         A rank that failed before it asked has not cancelled, and its engine's claim would hold the
         source's blocks for a lease: rank 0 cancels everywhere. Not for refused tokens: that offer
         belongs to another request.
         """
         load = self._by_id.get(request_id)
-        if load is None:
-            return
+        if load is None or load.state not in (LoadState.HANDED, LoadState.ABORTED):
+            return False
+        if load.state is LoadState.ABORTED:
+            del self._by_id[request_id]
         load.state = LoadState.ENDED
         if failure is not None and failure != Reason.TOKENS:
             reason = Reason(failure) if failure in set(Reason) else Reason.CANCELLED
             self._unholds.append(Unhold(request_id, load.source, reason))
+        return True
 
     def finish(self, request_id: str) -> Reason | None:
-        """The request ended. A load in flight is aborted (it is still reported), a wanted one given
-        up.
+        """The request ended. A wanted load is given up (then the reason); one in flight is aborted,
+        and what its report says counts.
+
+        An engine that fails a request for its load ends it before it passes the report on.
         """
-        load = self._by_id.pop(request_id, None)
-        if load is None or load.state is LoadState.ENDED:
+        load = self._by_id.get(request_id)
+        if load is None or load.state is LoadState.ABORTED:
             return None
+        if load.state is LoadState.HANDED:
+            load.state = LoadState.ABORTED
+            self._aborts.append(AbortLoad(request_id, Reason.CANCELLED))
+            return None
+        del self._by_id[request_id]
         if load.state is LoadState.WANTED:
             return self._give_up(request_id, load, Reason.CANCELLED)
-        self._aborts.append(AbortLoad(request_id, Reason.CANCELLED))
-        return Reason.CANCELLED
+        return None
 
     def has_orders(self) -> bool:
         """Something waits for the next step's metadata."""

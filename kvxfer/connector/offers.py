@@ -21,6 +21,11 @@ FINISHED_WELL = {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"}
 """Statuses after which a prefilled request's KV is offered; every other end takes the offer back.
 """
 
+WINDOW_GONE = "window"
+"""Why a request that ended well is not offered: its engine has let go of a block that the window of
+the offer's end needs.
+"""
+
 
 @dataclass(slots=True)
 class Offer:
@@ -32,6 +37,20 @@ class Offer:
     number: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
     is_computed: bool = False
+    is_reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What the end of a request means for its blocks.
+
+    ``keep_blocks``: until finished_sending. ``offer``: it stands. ``reason``: why it does not,
+    although the request ended well; counted.
+    """
+
+    keep_blocks: bool
+    offer: Offer | None = None
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +72,8 @@ class OfferBook:
         self._num_minted = 0
         self._keepings: Mapping[int, Keeping] = {}
         self._offers: dict[str, Offer] = {}
+        # Only these change from step to step; the others wait for their end.
+        self._computing: set[str] = set()
         self._ended: list[EndOffer] = []
         self._delayed: list[str] = []
 
@@ -66,21 +87,44 @@ class OfferBook:
         self._offers[request.request_id] = Offer(
             len(tokens), token_digest(tokens, digest_keys(request, len(tokens)))
         )
+        self._computing.add(request.request_id)
 
-    def finish(self, request: RequestLike) -> tuple[bool, Offer | None]:
-        """The request ended. Returns whether its blocks must be kept until finished_sending, and
-        the offer if it stands.
+    def finish(self, request: RequestLike, block_ids: Sequence[Sequence[int]]) -> Finish:
+        """The request ended. ``block_ids``: its tables as they are now, by group, -1 for a block
+        that was dropped.
         """
-        offer = self._offers.get(request.request_id)
+        request_id = request.request_id
+        self._computing.discard(request_id)
+        offer = self._offers.get(request_id)
         if offer is None or not offer.nonce:
-            self._offers.pop(request.request_id, None)
-            return False, None  # no worker has heard of it
-        self._delayed.append(request.request_id)
+            self._offers.pop(request_id, None)
+            return Finish(keep_blocks=False)  # no worker has heard of it
+        self._delayed.append(request_id)
+        if offer.is_reset:
+            return Finish(keep_blocks=True)
+        reason: str | None = None
         if offer.is_computed and status_name(request) in FINISHED_WELL:
-            return True, offer
+            if self._holds(offer, block_ids):
+                return Finish(keep_blocks=True, offer=offer)
+            reason = WINDOW_GONE
         # The workers may hold pulls on it: they end it first, then report finished_sending.
-        self._ended.append(EndOffer(request.request_id, Reason.ABORTED))
-        return True, None
+        self._ended.append(EndOffer(request_id, Reason.ABORTED))
+        return Finish(keep_blocks=True, reason=reason)
+
+    def _holds(self, offer: Offer, block_ids: Sequence[Sequence[int]]) -> bool:
+        """Whether the request still has every block that the offer's table names.
+
+        An engine drops what the next token's window has left behind, and the next token comes after
+        the offered ones: where a block ends just before that window, it has let go of the one token
+        more that a sink which computes the last offered token again looks at.
+        """
+        table = self._table(offer)
+        return all(
+            has == told
+            for told_ids, has_ids in zip(table, block_ids, strict=False)
+            for told, has in zip(told_ids, has_ids, strict=False)
+            if told >= 0
+        )
 
     def sent(self, request_id: str) -> None:
         """Every rank has reported finished_sending."""
@@ -88,9 +132,10 @@ class OfferBook:
 
     def reset(self) -> None:
         """Break every offer; kept blocks come back through finished_sending."""
-        self._ended += [
-            EndOffer(i, Reason.RESET) for i, offer in self._offers.items() if offer.nonce
-        ]
+        for request_id, offer in self._offers.items():
+            if offer.nonce and not offer.is_reset:
+                offer.is_reset = True
+                self._ended.append(EndOffer(request_id, Reason.RESET))
 
     def has_orders(self) -> bool:
         """Something waits for the next step's metadata."""
@@ -99,22 +144,30 @@ class OfferBook:
     def step(self, scheduler_output: SchedulerOutputLike) -> StepOffers:
         """What this step changes. Reads ``scheduler_output``, changes nothing in it."""
         self._preempt(scheduler_output)
-        cached = scheduler_output.scheduled_cached_reqs
-        started = [new.req_id for new in scheduler_output.scheduled_new_reqs]
-        started += [i for i in cached.req_ids if i in cached.resumed_req_ids]
-        offers = tuple(self._mint(i) for i in started if i in self._offers)
-        blocks = self._tables(scheduler_output)
-        computed = self._computed(scheduler_output)
+        offers: tuple[NewOffer, ...] = ()
+        blocks: tuple[OfferBlocks, ...] = ()
+        computed: tuple[str, ...] = ()
+        if self._computing:
+            cached = scheduler_output.scheduled_cached_reqs
+            started = [new.req_id for new in scheduler_output.scheduled_new_reqs]
+            if cached.resumed_req_ids:
+                started += [i for i in cached.req_ids if i in cached.resumed_req_ids]
+            offers = tuple(self._mint(i) for i in started if i in self._computing)
+            blocks = self._tables(scheduler_output)
+            computed = self._computed(scheduler_output)
         ended, self._ended = self._ended, []
         delayed, self._delayed = self._delayed, []
         return StepOffers(offers, blocks, computed, tuple(ended), tuple(delayed))
 
     def _preempt(self, scheduler_output: SchedulerOutputLike) -> None:
-        for request_id in scheduler_output.preempted_req_ids or ():
+        # An engine may tell of a preemption only when the request comes back.
+        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        for request_id in (*(scheduler_output.preempted_req_ids or ()), *resumed):
             offer = self._offers.get(request_id)
             if offer is not None and offer.nonce:
                 self._ended.append(EndOffer(request_id, Reason.PREEMPTED))
                 self._offers[request_id] = Offer(offer.num_tokens, offer.digest)
+                self._computing.add(request_id)
 
     def _mint(self, request_id: str) -> NewOffer:
         self._num_minted += 1
@@ -131,15 +184,14 @@ class OfferBook:
     def _tables(self, scheduler_output: SchedulerOutputLike) -> tuple[OfferBlocks, ...]:
         changed: list[str] = []
         for new in scheduler_output.scheduled_new_reqs:
-            offer = self._offers.get(new.req_id)
-            if offer is not None:
-                offer.block_ids = [list(group) for group in new.block_ids]
+            if new.req_id in self._computing:
+                self._offers[new.req_id].block_ids = [list(group) for group in new.block_ids]
                 changed.append(new.req_id)
         cached = scheduler_output.scheduled_cached_reqs
         for request_id, more in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            offer = self._offers.get(request_id)
-            if offer is None or not more or offer.is_computed:
+            if not more or request_id not in self._computing:
                 continue
+            offer = self._offers[request_id]
             if not offer.block_ids or request_id in cached.resumed_req_ids:
                 offer.block_ids = [[] for _ in more]
             for group, ids in zip(offer.block_ids, more, strict=True):
@@ -154,17 +206,20 @@ class OfferBook:
 
     def _computed(self, scheduler_output: SchedulerOutputLike) -> tuple[str, ...]:
         cached = scheduler_output.scheduled_cached_reqs
-        before = {
-            new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
-        }
-        before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        before = [
+            (new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
+        ]
+        before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         done: list[str] = []
-        for request_id, num_computed in before.items():
-            offer = self._offers.get(request_id)
+        for request_id, num_computed in before:
+            if request_id not in self._computing:
+                continue
+            offer = self._offers[request_id]
             num_now = num_computed + scheduler_output.num_scheduled_tokens.get(request_id, 0)
-            if offer is not None and not offer.is_computed and num_now >= offer.num_tokens:
+            if num_now >= offer.num_tokens:
                 offer.is_computed = True
                 done.append(request_id)
+        self._computing.difference_update(done)
         return tuple(done)
 
 

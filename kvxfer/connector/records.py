@@ -124,9 +124,11 @@ class ConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How one load went on one rank. Durations in seconds. ``reason`` None: every route was
-    valid.
+    """How one load went on one rank. ``reason`` None: every route was valid.
 
+    Moments are seconds of this host's time.monotonic(), in this order; 0 where the load never got
+    there. ``handed_s``: the engine gave the order. ``started_s``: the first Pull left.
+    ``placed_s``: the last byte was in its place. ``finished_s``: the last verdict came.
     ``incomplete_blocks``: (group, position) of blocks that were filled only partly, because the
     source had let go of their first tokens.
     """
@@ -135,19 +137,22 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: Reason | None
     detail: str = ""
     nbytes: int = 0
-    started_s: float = 0.0  # time.monotonic() of this host when the first Pull left
-    finished_s: float = 0.0  # the same clock, when the last verdict came
+    handed_s: float = 0.0
+    started_s: float = 0.0
+    placed_s: float = 0.0
+    finished_s: float = 0.0
     transports: tuple[str, ...] = ()
     incomplete_blocks: BlockPlaces = ()
 
 
 class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the last report; ``aggregate`` adds two. ``reasons``: why KV was not used, by
-    Reason value.
+    Reason value; ``failed``: those of them that are requests whose load had begun and failed.
     """
 
     counts: dict[str, int] = {}
     reasons: dict[str, int] = {}
+    failed: dict[str, int] = {}
     loads: tuple[LoadReport, ...] = ()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -155,6 +160,7 @@ class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
         return KVConnectorStats(
             counts=_added(self.counts, other.counts),
             reasons=_added(self.reasons, other.reasons),
+            failed=_added(self.failed, other.failed),
             loads=self.loads + other.loads,
         )
 

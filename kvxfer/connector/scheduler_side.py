@@ -19,7 +19,7 @@ from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
 from kvxfer.connector.loads import LoadBook
 from kvxfer.connector.offers import Offer, OfferBook
-from kvxfer.connector.params import OfferWanted, Plain, make_params, parse_params
+from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params, parse_params
 from kvxfer.connector.records import (
     ConnectorMetadata,
     KVConnectorOutput,
@@ -70,6 +70,8 @@ class SchedulerConnector:
         self._offers = OfferBook()
         self._loads = LoadBook()
         self._reasons: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
+        self._num_loaded = 0
 
     def set_xfer_handshake_metadata_pp_aware(
         self, ranks: Mapping[tuple[int, int], RankManifest]
@@ -107,6 +109,17 @@ class SchedulerConnector:
         """None: every rank reports every request."""
         return None
 
+    def reject_request(self, request: RequestLike) -> None:
+        """A request that will not run here, whatever its tokens: its offer is given up at once."""
+        params = parse_params(request.kv_transfer_params)
+        if isinstance(params, LoadWanted) and self._may_load(request, params.source):
+            self._loads.reject(request.request_id, params.source)
+            self._count(request, Reason.CANCELLED, "its engine turned it away")
+
+    def refuse_request(self, request: RequestLike, reason: str, detail: str) -> None:
+        """Run this request without transferred KV, whatever its params ask for; counted."""
+        self._count(request, reason, detail)
+
     def on_new_request(self, request: RequestLike) -> None:
         """A request has arrived: from now on its offer at the source is kept alive."""
         params = parse_params(request.kv_transfer_params)
@@ -121,13 +134,21 @@ class SchedulerConnector:
         else:
             self._want(request, params.source)
 
-    def _want(self, request: RequestLike, source: SourceRef) -> None:
+    def _may_load(self, request: RequestLike, source: SourceRef) -> bool:
         host = urlsplit(source.endpoint).hostname or ""
         if not self._can_receive:
             self._count(request, "role", "this engine does not load KV")
-        elif not self._config.peer_allowed(host):
+            return False
+        if not self._config.peer_allowed(host):
             self._count(request, Reason.NOT_ALLOWED, f"{host} is not in allowed_peers")
-        elif (reason := self._loads.want(request, source)) is not None:
+            return False
+        return True
+
+    def _want(self, request: RequestLike, source: SourceRef) -> None:
+        if not self._may_load(request, source):
+            return
+        reason = self._loads.want(request, source)
+        if reason is not None:
             self._count(
                 request,
                 reason,
@@ -152,6 +173,8 @@ class SchedulerConnector:
         """Blocks are allocated. With external tokens the load goes to the workers, else the offer
         is given up.
         """
+        if not self._loads.is_wanted(request.request_id):
+            return  # a table of thousands of blocks need not be read for it
         reason = self._loads.allocated(
             request.request_id, blocks.get_block_ids(), num_external_tokens
         )
@@ -161,7 +184,14 @@ class SchedulerConnector:
     def request_finished(
         self, request: RequestLike, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Called once per request, before its blocks are freed.
+        """As :meth:`request_finished_all_groups`, for an engine with one KV cache group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: RequestLike, block_ids: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Called once per request, before its blocks are freed. ``block_ids``: its tables by group,
+        -1 for a block that it no longer has.
 
         Returns whether the engine must keep the blocks until finished_sending, and the params for
         the decode side. An aborted load is still reported through finished_recving; its blocks stay
@@ -170,22 +200,18 @@ class SchedulerConnector:
         reason = self._loads.finish(request.request_id)
         if reason is not None:
             self._count(request, reason, "ended before its KV was loaded")
-        keep_blocks, offer = self._offers.finish(request)
-        if offer is None or self._manifest is None:
-            return keep_blocks, None
-        return keep_blocks, make_params(
-            self._source_ref(self._manifest, offer),
+        finish = self._offers.finish(request, block_ids)
+        if finish.reason is not None:
+            self._count(request, finish.reason, "its window's first block is gone")
+        if finish.offer is None or self._manifest is None:
+            return finish.keep_blocks, None
+        return finish.keep_blocks, make_params(
+            self._source_ref(self._manifest, finish.offer),
             request_id=request.request_id,
-            number=offer.number,
+            number=finish.offer.number,
             tp_size=self._tp_size,
             pp_size=self._pp_size,
         )
-
-    def request_finished_all_groups(
-        self, request: RequestLike, block_ids: Sequence[Sequence[int]]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The same for several KV cache groups."""
-        return self.request_finished(request, [i for group in block_ids for i in group])
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
         """This step's orders. Reads ``scheduler_output``, changes nothing in it."""
@@ -210,9 +236,14 @@ class SchedulerConnector:
         """What the ranks reported, aggregated."""
         failed = output.failed_recving or {}
         for request_id in output.finished_recving or ():
-            self._loads.ended(request_id, failed.get(request_id))
-        for request_id, reason in failed.items():
+            reason = failed.get(request_id)
+            if not self._loads.ended(request_id, reason):
+                continue  # another connector's
+            if reason is None:
+                self._num_loaded += 1
+                continue
             self._reasons[reason] += 1
+            self._failed[reason] += 1
             log.debug("request %s: KV not used: %s", request_id, reason)
         for request_id in output.finished_sending or ():
             self._offers.sent(request_id)
@@ -222,9 +253,17 @@ class SchedulerConnector:
         return self._manifest_is_new or self._offers.has_orders() or self._loads.has_orders()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Why requests ran without transferred KV, since the last call."""
-        reasons, self._reasons = self._reasons, Counter()
-        return KVConnectorStats(reasons=dict(reasons)) if reasons else None
+        """How many requests were loaded, and why others ran without transferred KV, since the last
+        call.
+        """
+        if not (self._reasons or self._num_loaded):
+            return None
+        counts = {"requests.loaded": self._num_loaded} if self._num_loaded else {}
+        stats = KVConnectorStats(
+            counts=counts, reasons=dict(self._reasons), failed=dict(self._failed)
+        )
+        self._reasons, self._failed, self._num_loaded = Counter(), Counter(), 0
+        return stats
 
     def take_events(self) -> tuple[Any, ...]:
         """None: block events are the engine's own."""

@@ -90,11 +90,13 @@ class Sink:
 
     # -------------------------------------------------- orders of the engine
 
-    def load(self, order: NewLoad) -> None:
-        """Begin a load; it will be reported once, whatever happens."""
+    def load(self, order: NewLoad, handed_s: float) -> None:
+        """Begin a load that the engine ordered at ``handed_s``; it will be reported once, whatever
+        happens.
+        """
         if order.request_id in self._loads.by_request:
             raise ValueError(f"request {order.request_id}: expected one load, got another")
-        load = self._loads.by_request[order.request_id] = SinkLoad(order, started_s=self._io.now())
+        load = self._loads.by_request[order.request_id] = SinkLoad(order, handed_s=handed_s)
         wrong = span_failure(order) or self._offer_failure(order.source.offer)
         if wrong is not None:
             self._fail(load, wrong, cancel=wrong.reason is Reason.PLAN)
@@ -247,6 +249,7 @@ class Sink:
                 run.nbytes = nbytes
             case ReadDone(_, nbytes, certified):
                 run.nbytes = nbytes
+                load.placed_s = self._io.now()
                 self._step(load, ReadCompleted(source, certified))
             case ReadBroke(_, reason, detail):
                 load.note(detail)

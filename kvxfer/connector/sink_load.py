@@ -25,7 +25,7 @@ REMEMBERED = 1 << 16
 class SinkLoad:
     """One load. ``waiter`` is there until its peer is ready, the session and its routes from then
     on. ``detail``: the first thing that a person should read when it fails. ``is_begun``: the peer
-    counts it among those that wait for answers.
+    counts it among those that wait for answers. The moments are the report's.
     """
 
     order: NewLoad
@@ -34,7 +34,9 @@ class SinkLoad:
     session: LoadSession | None = None
     routes: Mapping[RankId, RouteRun] = field(default_factory=dict)
     detail: str = ""
+    handed_s: float = 0.0
     started_s: float = 0.0
+    placed_s: float = 0.0
     timer: Timer | None = None
     is_begun: bool = False
     is_undrained: bool = False
@@ -51,7 +53,9 @@ class SinkLoad:
             reason=reason,
             detail="" if reason is None else self.detail,
             nbytes=sum(run.nbytes for run in self.routes.values()),
+            handed_s=self.handed_s,
             started_s=self.started_s,
+            placed_s=self.placed_s,
             finished_s=finished_s,
             transports=tuple(sorted(wires)),
             incomplete_blocks=self._incomplete() if reason is None else (),

@@ -168,7 +168,7 @@ class WorkerConnector:
         service = self._running()
         for load in self._metadata.loads:
             self._loading.add(load.request_id)
-            service.io.post(partial(service.sink.load, load))
+            service.io.post(partial(service.sink.load, load, service.io.now()))
         for abort in self._metadata.aborts:
             service.io.post(partial(service.sink.abort, abort))
 

@@ -215,6 +215,38 @@ def test_reset_cache_breaks_every_offer() -> None:
     c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
     assert c.reset_cache()
     assert c.build_connector_meta(step()).ended == (EndOffer("r", Reason.RESET),)
+    assert c.request_finished(offering(), [3, 4, 5]) == (True, None)  # it is over: not told
+    assert c.build_connector_meta(step()) == ConnectorMetadata(delayed=("r",))
+
+
+def test_an_offer_without_the_blocks_that_it_named_is_not_told() -> None:
+    """The engine has dropped the first block, as it does behind a window."""
+    c = connector()
+    for name in ("whole", "less"):
+        c.on_new_request(offering(request_id=name))
+    new = (("whole", [3, 4, 5], 0), ("less", [6, 7, 8], 0))
+    c.build_connector_meta(step(new=new, counts={"whole": 40, "less": 40}))
+    keep, params = c.request_finished(offering(request_id="whole"), [3, 4, 5, 9])
+    assert (keep, params is not None) == (True, True)
+    assert c.request_finished(offering(request_id="less"), [-1, 7, 8]) == (True, None)
+    orders = c.build_connector_meta(step())
+    assert orders.ended == (EndOffer("less", Reason.ABORTED),)
+    assert orders.delayed == ("whole", "less")
+    stats = c.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.reasons == {"window": 1}
+
+
+def test_a_preemption_that_is_told_only_when_the_request_comes_back() -> None:
+    c = connector()
+    c.on_new_request(offering())
+    first = c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
+    again = c.build_connector_meta(
+        step(cached=(("r", [7, 8, 9], 0),), counts={"r": 40}, resumed=frozenset({"r"}))
+    )
+    assert again.ended == (EndOffer("r", Reason.PREEMPTED),)
+    assert again.offers[0].nonce != first.offers[0].nonce
+    assert again.computed == ("r",)
 
 
 # ---------------------------------------------------------------- loads
@@ -387,14 +419,85 @@ def test_a_failed_load_is_given_up_at_every_source_rank(
     assert c.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def test_a_failed_load_is_counted_by_its_reason() -> None:
+def handed(c: SchedulerConnector, **kwargs: Any) -> Request:
+    """A request whose load is with the workers."""
+    request = wanting(**kwargs)
+    c.on_new_request(request)
+    c.get_num_new_matched_tokens(request, 0)
+    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 39)
+    assert len(c.build_connector_meta(step()).loads) == 1
+    return request
+
+
+def test_loads_are_counted_and_failures_by_their_reason() -> None:
     c = connector()
+    for name in ("a", "b", "f"):
+        handed(c, request_id=name)
     c.update_connector_output(
-        KVConnectorOutput(finished_recving={"r"}, failed_recving={"r": "peer_lost"})
+        KVConnectorOutput(finished_recving={"a", "b", "f"}, failed_recving={"f": "peer_lost"})
     )
+    c.on_new_request(Request(kv_transfer_params={"do_remote_prefill": True}))
     stats = c.get_kv_connector_stats()
     assert stats is not None
-    assert stats.reasons == {"peer_lost": 1}
+    assert stats.counts == {"requests.loaded": 2}
+    assert stats.reasons == {"peer_lost": 1, "other_connector": 1}
+    assert stats.failed == {"peer_lost": 1}
+    assert c.get_kv_connector_stats() is None
+
+
+def test_loads_of_others_are_not_counted() -> None:
+    c = connector()
+    c.update_connector_output(
+        KVConnectorOutput(finished_recving={"a", "b"}, failed_recving={"b": "peer_lost"})
+    )
+    assert c.get_kv_connector_stats() is None
+    assert not c.has_orders()
+
+
+@pytest.mark.parametrize(
+    ("failed", "unholds"),
+    [
+        ({}, ()),
+        ({"r": "peer_lost"}, (Unhold("r", SOURCE, Reason.PEER_LOST),)),
+        ({"r": "tokens"}, ()),
+    ],
+)
+def test_a_request_that_ends_before_its_load_is_reported(
+    failed: dict[str, str], unholds: tuple[Unhold, ...]
+) -> None:
+    """As where an engine fails the request for its load, and passes the report on afterwards."""
+    c = connector()
+    request = handed(c, status="FINISHED_ERROR")
+    assert c.request_finished(request, [5, 6, 7]) == (False, None)
+    assert c.request_finished(request, [5, 6, 7]) == (False, None)
+    assert c.get_kv_connector_stats() is None  # the report says what it was
+    assert c.build_connector_meta(step()).aborts == (AbortLoad("r", Reason.CANCELLED),)
+    c.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving=failed))
+    assert c.build_connector_meta(step()) == ConnectorMetadata(unholds=unholds)
+    c.update_connector_output(KVConnectorOutput(finished_recving={"r"}, failed_recving=failed))
+    assert not c.has_orders()
+
+
+@pytest.mark.parametrize("tokens", [(0,), PROMPT])
+def test_a_request_that_is_turned_away_gives_its_offer_up(tokens: tuple[int, ...]) -> None:
+    c = connector()
+    request = wanting(prompt_token_ids=tokens, status="FINISHED_ABORTED")
+    c.reject_request(request)
+    assert c.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert c.request_finished(request, []) == (False, None)
+    orders = c.build_connector_meta(step())
+    assert orders == ConnectorMetadata(unholds=(Unhold("r", SOURCE, Reason.CANCELLED),))
+    stats = c.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.reasons == {"cancelled": 1}
+
+
+def test_only_offers_of_ours_are_given_up() -> None:
+    c = connector(can_receive=False)
+    c.reject_request(wanting())
+    c.reject_request(offering())
+    c.reject_request(Request())
+    assert not c.has_orders()
 
 
 def test_every_rank_must_register() -> None:

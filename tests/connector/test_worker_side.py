@@ -48,7 +48,22 @@ def test_a_load_brings_the_right_bytes(wire: str) -> None:
         # 65 tokens, 4 heads of 8 bytes, K and V of 2 layers
         assert (report.nbytes, report.reason) == (65 * 4 * 8 * 4, None)
         assert report.transports == (("zmq",) if wire == "zmq" else ("shm",))
-        assert 0 < report.started_s <= report.finished_s
+        moments = (report.handed_s, report.started_s, report.placed_s, report.finished_s)
+        assert moments == tuple(sorted(moments))
+        assert time.monotonic() - 10 < report.handed_s
+        if wire == "zmq":  # its chunks are certified: the last one is the verdict
+            assert report.placed_s == pytest.approx(report.finished_s, abs=1e-3)
+
+
+def test_a_load_that_was_never_asked_for_has_no_moments_after_its_order() -> None:
+    with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
+        ref = source.offer("p", 32, [1, 2])
+        sink.load("d", ref, [3, 4, 5], (0, 33))
+        until(lambda: sink.received("d"))
+        (report,) = sink.reports("d")
+        assert report.handed_s > 0
+        assert (report.started_s, report.placed_s) == (0.0, 0.0)
+        assert report.finished_s >= report.handed_s
 
 
 @pytest.mark.parametrize("wire", WIRES)

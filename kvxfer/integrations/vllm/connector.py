@@ -1,0 +1,267 @@
+"""The class that vLLM makes, once in the scheduler's process and once in every worker. Each method
+is passed on to the side of its role.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm import plugin
+from kvxfer.integrations.vllm.compat import (
+    REPORTS_FAILED_REQUESTS,
+    KVConnectorBase,
+    KVConnectorRole,
+    SupportsHMA,
+    peer_hit_source,
+)
+from kvxfer.integrations.vllm.facts import cache_facts, cache_model
+from kvxfer.integrations.vllm.logs import show_logs
+from kvxfer.integrations.vllm.metadata import (
+    KvxferHandshake,
+    KvxferMetadata,
+    KvxferWorkerMetadata,
+)
+from kvxfer.integrations.vllm.metrics import KvxferPromMetrics
+from kvxfer.integrations.vllm.regions import locate
+from kvxfer.integrations.vllm.scheduler import SchedulerSide
+from kvxfer.integrations.vllm.settings import Settings, read_settings
+from kvxfer.integrations.vllm.stats import KvxferStats, rebuilt
+from kvxfer.integrations.vllm.worker import WorkerSide
+from kvxfer.transfer.manifest import RankId
+
+plugin.register()  # MultiConnector finds its children's statistics by name, in the front end too
+
+
+class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vLLM has no types here
+    """vLLM's KVConnectorBase_V1 and SupportsHMA; their documentation says when each method is
+    called. ConfigError names what cannot be served.
+    """
+
+    _cache_hit_source = peer_hit_source()
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = read_settings(vllm_config)
+        show_logs(settings.config.log_level)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(settings, len(kv_cache_config.kv_cache_groups))
+        else:
+            self._worker = _make_worker(settings, vllm_config, kv_cache_config)
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """In the scheduler's process. Raises ConfigError elsewhere."""
+        if self._scheduler is None:
+            raise ConfigError("connector: expected the scheduler's role, got a worker's")
+        return self._scheduler
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """In a worker. Raises ConfigError elsewhere."""
+        if self._worker is None:
+            raise ConfigError("connector: expected a worker's role, got the scheduler's")
+        return self._worker
+
+    # -------------------------------------------------- worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
+        """See the base class."""
+        self.worker_side.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> KvxferHandshake | None:
+        """See the base class."""
+        return self.worker_side.get_handshake_metadata()
+
+    def handle_preemptions(self, kv_connector_metadata: KvxferMetadata) -> None:
+        """See the base class."""
+        self.worker_side.handle_preemptions(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: KvxferMetadata) -> None:
+        """See the base class."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker_side.bind_connector_metadata(connector_metadata)
+
+    def clear_connector_metadata(self) -> None:
+        """See the base class."""
+        super().clear_connector_metadata()
+        self.worker_side.clear_connector_metadata()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """See the base class."""
+        self.worker_side.start_load_kv()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs only after its load was reported."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: sinks fetch KV from the pool."""
+
+    def wait_for_save(self) -> None:
+        """See the base class."""
+        self.worker_side.wait_for_save()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """See the base class."""
+        return self.worker_side.get_transfer_results(finished_req_ids)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """See the base class."""
+        return self.worker_side.get_finished(finished_req_ids)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """See the base class. Empty where vLLM is told of failed requests."""
+        return (
+            set() if REPORTS_FAILED_REQUESTS else self.worker_side.get_block_ids_with_load_errors()
+        )
+
+    def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
+        """See the base class."""
+        return self.worker_side.build_connector_worker_meta()
+
+    # -------------------------------------------------- scheduler
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, object]) -> None:
+        """See the base class; of versions that know one pipeline stage."""
+        self.set_xfer_handshake_metadata_pp_aware({(0, tp): m for tp, m in metadata.items()})
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], object]
+    ) -> None:
+        """See the base class."""
+        self.scheduler_side.set_xfer_handshake_metadata_pp_aware(metadata)
+
+    def on_new_request(self, request: Any) -> None:
+        """See the base class."""
+        self.scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """See the base class."""
+        return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """See the base class."""
+        return self.scheduler_side.loaded_group_ids()
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See the base class."""
+        self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KvxferMetadata:
+        """See the base class."""
+        return self.scheduler_side.build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See the base class."""
+        self.scheduler_side.update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class."""
+        return self.scheduler_side.request_finished(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """See the base class."""
+        return self.scheduler_side.request_finished(request, block_ids)
+
+    def take_events(self) -> Iterable[Any]:
+        """None: block events are the engine's own."""
+        return ()
+
+    def has_pending_push_work(self) -> bool:
+        """See the base class."""
+        return self.scheduler_side.has_pending_push_work()
+
+    def get_finished_count(self) -> int | None:
+        """None: every rank reports every request."""
+        return None
+
+    def reset_cache(self) -> bool | None:
+        """See the base class."""
+        return self.scheduler_side.reset_cache()
+
+    # -------------------------------------------------- either
+
+    def get_kv_connector_stats(self) -> KvxferStats | None:
+        """See the base class."""
+        side = self._worker if self._worker is not None else self.scheduler_side
+        return side.get_kv_connector_stats()
+
+    def shutdown(self) -> None:
+        """See the base class."""
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.shutdown()
+
+    # -------------------------------------------------- of the class
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Any layout will do."""
+        return None
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No: peers may be reading the memory that sleeping gives back."""
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxferStats:
+        """See the base class."""
+        return rebuilt(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: Mapping[int, list[object]],
+    ) -> KvxferPromMetrics:
+        """See the base class."""
+        return KvxferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _make_worker(settings: Settings, vllm_config: Any, kv_cache_config: Any) -> WorkerSide:
+    """The side of this worker's rank. Every rank must come here: they agree on an incarnation."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    if settings.switch_interval_s is not None:
+        sys.setswitchinterval(settings.switch_interval_s)
+    incarnation = secrets.token_bytes(16)
+    rank = RankId(0, 0)
+    if settings.tp_size > 1:
+        incarnation = get_tp_group().broadcast_object(incarnation, src=0)
+        rank = RankId(0, get_tp_group().rank_in_group)
+    if settings.pp_size > 1:
+        incarnation = get_pp_group().broadcast_object(incarnation, src=0)
+        rank = RankId(get_pp_group().rank_in_group, rank.tp)
+    model = cache_model(vllm_config)
+    return WorkerSide(
+        settings,
+        facts=cache_facts(vllm_config, kv_cache_config),
+        rank=rank,
+        incarnation=incarnation,
+        locate=partial(
+            locate,
+            kv_cache_config=kv_cache_config,
+            tp_rank=rank.tp,
+            tp_size=settings.tp_size,
+            model=model,
+        ),
+    )

@@ -1,0 +1,262 @@
+"""What both engines must agree on, read from vLLM's configs.
+
+The texts do not depend on how an engine is set up: not on the model's path, the parallel sizes, the
+block size, the layout, nor on whether its cache manager keeps windows apart. So they come from the
+model's config wherever that has them, and not from the layers of one rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm.settings import plugin_settings
+from kvxfer.integrations.vllm.specs import layer_specs
+from kvxfer.integrations.vllm.weights import weights_identity
+from kvxfer.transfer.manifest import CacheFacts
+
+_SHOWN_CHARS = 160
+_PATTERN_FIELDS = (
+    *("sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window"),
+    *("max_window_layers", "global_attn_every_n_layers", "cross_layer_attention_pattern"),
+)
+"""Where a config without ``layer_types`` says which layers have windows."""
+_ROPE_FIELDS = ("rope_theta", "partial_rotary_factor", "rope_local_base_freq")
+_DRAFTS_WITH_KV = frozenset({"draft_model", "extract_hidden_states"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheModel:
+    """What the place of a layer's cache depends on, besides its view and its spec.
+
+    Attributes:
+        dtype: in which K and V come to the cache.
+        num_kv_heads: of the model, the most of any layer.
+        head_counts: every number of KV heads that a layer of the model or its draft has.
+        cache_dtype: vLLM's name for what the cache keeps of K and V; "auto" keeps them as they are.
+    """
+
+    dtype: torch.dtype
+    num_kv_heads: int
+    head_counts: frozenset[int]
+    cache_dtype: str = "auto"
+    is_context_parallel: bool = False
+
+
+def cache_model(vllm_config: Any) -> CacheModel:
+    """Read from a ``VllmConfig`` of any rank, or of the scheduler."""
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    counts = _head_counts(model)
+    draft = _draft(vllm_config)
+    if draft is not None:
+        counts |= _head_counts(draft.draft_model_config)
+    sizes = [
+        getattr(parallel, name, 1)
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size")
+    ]
+    return CacheModel(
+        dtype=model.dtype,
+        num_kv_heads=max(counts),
+        head_counts=counts,
+        cache_dtype=vllm_config.cache_config.cache_dtype,
+        is_context_parallel=max(sizes) > 1,
+    )
+
+
+def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
+    """The facts of an engine for its manifest; none of them is unknown.
+
+    Raises:
+        ConfigError: a cache or weights that cannot be described.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    text_config = model.hf_text_config
+    specs = [spec for _, spec in layer_specs(kv_cache_config).values()]
+    named = plugin_settings(vllm_config).weights_identity
+    architectures = getattr(model.hf_config, "architectures", None) or ()
+    return CacheFacts(
+        model=" ".join((model.hf_config.model_type, *architectures)),
+        weights=named or weights_identity(model, vllm_config.load_config),
+        rope=rope_text(text_config, model.max_model_len),
+        dtype=_joined(str(spec.dtype).removeprefix("torch.") for spec in specs),
+        quantisation=_quantisation(vllm_config, {spec.quantisation for spec in specs}),
+        num_kv_heads=1 if model.use_mla else cache_model(vllm_config).num_kv_heads,
+        head_size=model.get_head_size(),
+        num_layers=model.get_total_num_hidden_layers(),
+        is_mla=bool(model.use_mla),
+        draft_layers=_draft_layers(vllm_config),
+        dcp_size=getattr(parallel, "decode_context_parallel_size", 1),
+        pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
+        attention=attention_text(text_config),
+    )
+
+
+def rope_text(config: Any, max_model_len: int) -> str:
+    """The rotary settings of a Hugging Face text config, in one spelling for both of its own
+    (``rope_theta`` with ``rope_scaling``, or ``rope_parameters``); "none" without any.
+    """
+    found: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in _ROPE_FIELDS
+        if getattr(config, name, None) is not None
+    }
+    for source in ("rope_scaling", "rope_parameters"):
+        found.update(getattr(config, source, None) or {})
+    if not found:
+        return "none"
+    kinds = {name: value for name, value in found.items() if isinstance(value, Mapping)}
+    plain = {name: value for name, value in found.items() if name not in kinds}
+    # By kind of layer: what stands beside the kinds holds for none of them.
+    parts = kinds or {"": plain}
+    texts = [
+        f"{kind}({text})" if kind else text
+        for kind, text in sorted((kind, _rope_part(part)) for kind, part in parts.items())
+    ]
+    if any(_rope_type(part) == "longrope" for part in parts.values()):
+        # Which of its two sets of factors a model uses depends on the longest request it admits.
+        trained = getattr(config, "original_max_position_embeddings", None)
+        trained = found.get("original_max_position_embeddings", trained)
+        texts.append("long" if trained is None or max_model_len > trained else "short")
+    return _short(" ".join(texts))
+
+
+def attention_text(config: Any) -> str:
+    """What each layer of a Hugging Face text config looks at; "full" where all look at everything.
+
+    What an engine *keeps* is not in it, so the hybrid cache manager makes no difference.
+    """
+    parts = []
+    window = getattr(config, "sliding_window", None)
+    chunk = getattr(config, "attention_chunk_size", None)
+    types = getattr(config, "layer_types", None)
+    kinds = sorted(set(types or ()) - {"full_attention"})
+    if window is not None and (types is None or kinds):
+        parts.append(f"window {window}")
+    if chunk is not None:
+        parts.append(f"chunk {chunk}")
+    if kinds:
+        letters = {"full_attention": "F"} | {kind: kind[0] for kind in kinds}
+        legend = _joined(f"{letters[kind]}={kind}" for kind in kinds)
+        parts.append(f"layers {_runs([letters[kind] for kind in types or ()])} ({legend})")
+    elif types is None and parts:
+        parts += [
+            f"{name} {value}"
+            for name in _PATTERN_FIELDS
+            if (value := getattr(config, name, None)) is not None
+        ]
+    if shared := getattr(config, "num_kv_shared_layers", None):
+        parts.append(f"last {shared} layers share KV")
+    return _short(", ".join(parts)) or "full"
+
+
+def _rope_type(part: Mapping[str, Any]) -> str:
+    name = part.get("rope_type") or part.get("type") or "default"
+    # Legacy names: Phi-3's first, and Qwen2-VL's, whose sections are a field of their own.
+    return {"su": "longrope", "mrope": "default"}.get(name, name)
+
+
+def _rope_part(part: Mapping[str, Any]) -> str:
+    kept = {
+        name: value
+        for name, value in part.items()
+        if name not in ("rope_type", "type") and value is not None
+    }
+    if kept.get("partial_rotary_factor") == 1:
+        del kept["partial_rotary_factor"]
+    return " ".join((_rope_type(part), *(f"{name}={_number(kept[name])}" for name in sorted(kept))))
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{float(value):.10g}"
+    return json.dumps(value, sort_keys=True, default=str, separators=(",", ":"))
+
+
+def _runs(letters: Sequence[str]) -> str:
+    """``sssF`` as ``3sF``."""
+    found: list[tuple[str, int]] = []
+    for letter in letters:
+        count = found.pop()[1] if found and found[-1][0] == letter else 0
+        found.append((letter, count + 1))
+    return "".join(f"{count if count > 1 else ''}{letter}" for letter, count in found)
+
+
+def _short(text: str) -> str:
+    """Long texts end in a digest of what does not fit."""
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{text[:_SHOWN_CHARS]}... {digest}"
+
+
+def _joined(values: Any) -> str:
+    return ", ".join(sorted(set(values)))
+
+
+def _quantisation(vllm_config: Any, modes: set[str]) -> str:
+    """How values stand for KV, with what fixes the scales: the checkpoint, or each token's own."""
+    if modes == {"none"}:
+        return "none"
+    cache = vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales: expected scales that both engines have, got some that each "
+            "calculates from its first request; use a checkpoint with KV scales, or "
+            "calculate_kv_scales=False"
+        )
+    parts = sorted(modes)
+    if any(mode.startswith("fp8") for mode in modes):
+        parts.append(_fp8_type(cache.cache_dtype))
+    skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
+    if skipped:
+        parts.append(f"without layers {_joined(map(str, skipped))}")
+    return _short(" ".join(parts))
+
+
+def _fp8_type(cache_dtype: str) -> str:
+    """Which of the types of one byte; "fp8" is the platform's own, and platforms differ."""
+    if cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
+        return cache_dtype
+    from vllm.platforms import current_platform
+
+    return str(current_platform.fp8_dtype()).removeprefix("torch.")
+
+
+def _head_counts(model: Any) -> frozenset[int]:
+    """How many KV heads the layers of a ``ModelConfig`` have; newer versions say it by layer."""
+    counts = {int(model.get_total_num_kv_heads())}
+    arch = getattr(model, "model_arch_config", None)
+    for layer in getattr(arch, "per_layer_overrides", None) or ():
+        if "total_num_kv_heads" in layer:
+            counts.add(int(layer["total_num_kv_heads"]))
+    config = model.hf_text_config
+    if other := getattr(config, "num_global_key_value_heads", None):
+        counts.add(int(other))
+    counts |= {int(count) for count in getattr(config, "num_key_value_heads_per_layer", None) or ()}
+    return frozenset(counts)
+
+
+def _draft(vllm_config: Any) -> Any | None:
+    """The speculative config, if its draft keeps KV."""
+    config = getattr(vllm_config, "speculative_config", None)
+    if config is None or getattr(config, "draft_model_config", None) is None:
+        return None
+    return config if config.use_eagle() or config.method in _DRAFTS_WITH_KV else None
+
+
+def _draft_layers(vllm_config: Any) -> tuple[str, ...]:
+    config = _draft(vllm_config)
+    if config is None:
+        return ()
+    load_config = getattr(config, "draft_load_config", None) or vllm_config.load_config
+    identity = weights_identity(
+        config.draft_model_config, load_config, getattr(config, "revision", None)
+    )
+    return (f"{config.method} of {identity}",)

@@ -1,0 +1,304 @@
+"""What lies inside a block of vLLM's cache: decided from the spec and a probe, never from names.
+
+vLLM registers every layer as ``[B, H, N, C]``: blocks, head slots, tokens, bytes of one cell. The
+shape does not say what is in a cell. On a GPU the spec does: where there is one slot for each head
+and C is K and V without anything else, K lies before V in every cell. On a CPU it does not: the
+operator that writes the cache takes the ``N * C`` bytes of a head for its own. So it is asked:
+:func:`trace_writes` lets it write coded tokens into a scratch block and reads where each went.
+
+What the operator of vLLM 0.32 does with a head's ``2 * N * D`` elements, N tokens of D channels,
+alike for N of 32, 64, 96 and 128 and D of 32, 64, 80 and 128::
+
+    float32, float16                     K [D][N], V [N][D]                             two planes
+    bfloat16 on a machine without AMX    K [D][N], V [N][D]                             two planes
+    bfloat16 on a machine with AMX       K [N/16][D/2][16][2], V [D/16][N/2][16][2]     opaque
+    a latent, any of them                [N][D]                                         one plane
+
+A plane is named where the bytes of (token, channel) lie at constant strides. Anything else moves
+whole, and its plane bears a fingerprint of the interior, so that unlike interiors have no plane in
+common and are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm.specs import LayerSpec
+
+Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(K ``[T, H, D]``, V the same, cache ``[B, H, N, C]``, slots ``[T]``): an operator that writes a
+cache as the platform does; a latent's has D elements in K and none in V."""
+
+_BASE = 8
+"""Codes are 1 to 8, which every floating type holds exactly, also those of one byte."""
+_BLOCK = 1  # of three: what is written before or behind it shows
+_PROBE_HEADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """The geometry of a registered view, in bytes; ``num_tokens`` are those of a kernel block."""
+
+    num_slots: int
+    num_tokens: int
+    cell_nbytes: int
+    stride_slot: int
+    stride_token: int
+
+    @property
+    def block_nbytes(self) -> int:
+        """Bytes of a kernel block without gaps."""
+        return self.num_slots * self.num_tokens * self.cell_nbytes
+
+    @property
+    def order(self) -> str | None:
+        """Which of slots (H) and tokens (N) is outermost in a block without gaps; None: gaps."""
+        head_major = (self.num_tokens * self.cell_nbytes, self.cell_nbytes)
+        token_major = (self.cell_nbytes, self.num_slots * self.cell_nbytes)
+        for order, strides in (("HN", head_major), ("NH", token_major)):
+            counts = (self.num_slots, self.num_tokens)
+            got = (self.stride_slot, self.stride_token)
+            pairs = zip(counts, strides, got, strict=True)
+            if all(count == 1 or wanted == found for count, wanted, found in pairs):
+                return order
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plane:
+    """One named plane of a kernel block; bytes, from the block's first one.
+
+    ``channel_nbytes`` 0: the ``inner_nbytes`` of a token are contiguous.
+    """
+
+    name: str
+    offset: int
+    inner_nbytes: int
+    stride_token: int
+    channel_nbytes: int = 0
+    stride_channel: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Heads and tokens can be told apart."""
+
+    planes: tuple[Plane, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Blocks move as they are, to blocks of the same fingerprint."""
+
+    fingerprint: str
+
+
+Inside = Named | Whole
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Where a writer put the elements of one block: ``at[plane, head, token, channel]``, counted
+    in elements from the block's first.
+    """
+
+    at: Tensor
+
+
+def look_inside(
+    layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | None = None, writer: str = ""
+) -> Inside:
+    """The interior of a layer's kernel blocks.
+
+    Args:
+        trace: of the platform's writer for these cells; None where the spec says it all.
+        writer: who writes the cache, a text that is compared and never interpreted (device,
+            attention backend); "" where that is not known.
+
+    Raises:
+        ConfigError: an interior that can neither be named nor be told from others.
+    """
+    if spec.tokens_per_state != 1:
+        raise ConfigError(
+            f"{layer}: tokens_per_state: expected one state for each token, got "
+            f"{spec.tokens_per_state}; serve this model without disaggregation"
+        )
+    if problem := _unnamed(spec, cells):
+        if not writer:
+            raise ConfigError(
+                f"{layer}: interior: expected plain K and V in every cell, got {problem}; choose "
+                "another attention backend or KV cache type"
+            )
+        return _whole(layer, spec, cells, writer)
+    if trace is None:
+        return Named(_stated_planes(spec, cells))
+    if cells.stride_token != cells.cell_nbytes:
+        raise ConfigError(
+            f"{layer}: interior: expected the {cells.num_tokens} cells of a head side by side, as "
+            f"the platform writes them, got {cells.stride_token} bytes from one to the next; "
+            "choose another KV cache layout"
+        )
+    planes = _traced_planes(spec, trace)
+    return Named(planes) if planes else _whole(layer, spec, cells, _digest(trace.at))
+
+
+def trace_writes(write: Write, *, spec: LayerSpec, num_tokens: int, dtype: torch.dtype) -> Trace:
+    """Where ``write`` puts each element of a block of ``num_tokens`` tokens.
+
+    Every element is written several times with one digit of its number each, in code; what each
+    code looks like in the cache is learnt first, so quantised caches are read as well.
+
+    Args:
+        dtype: of the K and V that the writer is given.
+
+    Raises:
+        ConfigError: elements that are not each in one place of their own (mixed, or dropped).
+    """
+    num_planes = 1 if spec.is_latent else 2
+    num_heads = 1 if spec.is_latent else _PROBE_HEADS
+    shape = (num_planes, num_heads, num_tokens, spec.head_size)
+    pool = torch.empty(
+        (3, num_heads, num_tokens, spec.dense_nbytes // spec.dtype.itemsize), dtype=spec.dtype
+    )
+    number = torch.arange(math.prod(shape)).reshape(shape)
+    looks = torch.stack(
+        [_written(write, pool, torch.full(shape, 1.0 + digit), dtype) for digit in range(_BASE)]
+    )
+    marks = looks[:, 0]
+    is_clear = bool((looks == marks[:, None]).all()) and len(set(marks.tolist())) == _BASE
+    if not is_clear or looks.shape[1] != number.numel():
+        raise _unreadable(spec, num_tokens)
+    found = torch.zeros(number.numel(), dtype=torch.int64)
+    place = 1
+    while place < number.numel():
+        got = _written(write, pool, (number // place % _BASE + 1).float(), dtype)
+        hits = got[:, None] == marks
+        if not bool(hits.any(dim=1).all()):
+            raise _unreadable(spec, num_tokens)
+        found += hits.int().argmax(dim=1) * place
+        place *= _BASE
+    at = found.argsort()
+    if not torch.equal(found[at], number.flatten()):
+        raise _unreadable(spec, num_tokens)
+    return Trace(at.reshape(shape))
+
+
+def _unreadable(spec: LayerSpec, num_tokens: int) -> ConfigError:
+    return ConfigError(
+        "interior: expected the platform to write each element of K and V to a place of its own, "
+        f"got others with {num_tokens} tokens of {spec.head_size} channels in {spec.dtype}; choose "
+        "another KV cache type"
+    )
+
+
+def _written(write: Write, pool: Tensor, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    """The middle block's elements as integers after writing ``codes`` [plane, head, token, D]."""
+    raw = pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.element_size()])
+    raw.zero_()
+    tokens = codes.to(dtype).transpose(1, 2).contiguous()  # [plane, token, head, D]
+    num_tokens = tokens.shape[1]
+    slots = torch.arange(num_tokens, dtype=torch.int64) + _BLOCK * num_tokens
+    write(tokens[0], tokens[-1], pool, slots)
+    if bool(raw[0].any()) or bool(raw[2].any()):
+        raise ConfigError(
+            "interior: expected the platform to write tokens into their own block only, got others "
+            "changed; this platform's cache cannot be read"
+        )
+    return raw[_BLOCK].flatten().to(torch.int64)
+
+
+def _traced_planes(spec: LayerSpec, trace: Trace) -> tuple[Plane, ...] | None:
+    """Planes at constant strides, the same in every head; None if it is not so."""
+    at, itemsize = trace.at, spec.dtype.itemsize
+    _, num_heads, num_tokens, num_channels = at.shape
+    per_head = at.numel() // num_heads
+    planes = []
+    for name, places in zip(_names(spec), at, strict=True):
+        first = int(places[0, 0, 0])
+        by_token = int(places[0, 1, 0]) - first if num_tokens > 1 else num_channels
+        by_channel = int(places[0, 0, 1]) - first if num_channels > 1 else 1
+        expected = (
+            first
+            + torch.arange(num_heads)[:, None, None] * per_head
+            + torch.arange(num_tokens)[:, None] * by_token
+            + torch.arange(num_channels) * by_channel
+        )
+        if min(by_token, by_channel) < 1 or not torch.equal(places, expected):
+            return None
+        apart = by_channel != 1
+        planes.append(
+            Plane(
+                name=name,
+                offset=first * itemsize,
+                inner_nbytes=num_channels * itemsize,
+                stride_token=by_token * itemsize,
+                channel_nbytes=itemsize if apart else 0,
+                stride_channel=by_channel * itemsize if apart else 0,
+            )
+        )
+    return tuple(planes)
+
+
+def _stated_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
+    """K before V in every cell, or the latent alone."""
+    itemsize = spec.dtype.itemsize
+    sizes = (spec.head_size, spec.head_size_v)
+    return tuple(
+        Plane(
+            name=name,
+            offset=index * spec.head_size * itemsize,
+            inner_nbytes=size * itemsize,
+            stride_token=cells.stride_token,
+        )
+        for index, (name, size) in enumerate(zip(_names(spec), sizes, strict=False))
+    )
+
+
+def _names(spec: LayerSpec) -> tuple[str, ...]:
+    return ("latent",) if spec.is_latent else ("k", "v")
+
+
+def _unnamed(spec: LayerSpec, cells: Cells) -> str | None:
+    """Why the spec alone does not say where K and V are; None if it does."""
+    if spec.num_head_slots is not None:
+        return f"{spec.num_head_slots} head slots of its own"
+    if cells.num_slots != spec.num_kv_heads:
+        return f"{cells.num_slots} head slots for {spec.num_kv_heads} heads"
+    if (spec.cell_nbytes, cells.cell_nbytes) not in {
+        (None, spec.dense_nbytes),
+        (spec.dense_nbytes, spec.dense_nbytes),
+    }:
+        return f"cells of {cells.cell_nbytes} bytes for {spec.dense_nbytes} bytes of K and V"
+    if spec.quantisation not in ("none", "fp8_per_tensor"):
+        return f"quantisation {spec.quantisation}"
+    # Values and their scales may share a cell of bytes (sparse attention's indexers do).
+    if spec.quantisation == "none" and spec.dtype.itemsize == 1:
+        return "bytes of which no quantisation is stated"
+    return None
+
+
+def _whole(layer: str, spec: LayerSpec, cells: Cells, interior: str) -> Whole:
+    if cells.order is None:
+        raise ConfigError(
+            f"{layer}: expected blocks without gaps, which can move whole, got strides of "
+            f"{cells.stride_slot} (head slot) and {cells.stride_token} (token) bytes for cells of "
+            f"{cells.cell_nbytes}; choose another KV cache layout"
+        )
+    facts = (
+        *(cells.order, cells.num_slots, cells.num_tokens, cells.cell_nbytes, spec.dtype),
+        *(spec.num_kv_heads, spec.head_size, spec.head_size_v, spec.is_latent),
+        *(spec.quantisation, spec.num_head_slots, spec.cell_nbytes, interior),
+    )
+    text = " ".join(map(str, facts))
+    return Whole(hashlib.blake2b(text.encode(), digest_size=6).hexdigest())
+
+
+def _digest(places: Tensor) -> str:
+    return hashlib.blake2b(places.numpy().tobytes(), digest_size=16).hexdigest()

@@ -1,0 +1,299 @@
+"""Where vLLM's cache lies: the views that it registers, as regions.
+
+Addresses come from each view's shape, strides and storage, and from nothing else: layers may share
+one allocation, groups may lie over each other, and a block of the cache manager may be several
+kernel blocks. What lies inside a block is the business of :mod:`.interior`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+
+from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm.cpu_probe import trace_cpu
+from kvxfer.integrations.vllm.facts import CacheModel
+from kvxfer.integrations.vllm.interior import Cells, Named, Whole, look_inside
+from kvxfer.integrations.vllm.specs import LayerSpec, layer_specs
+from kvxfer.tensors.shared_memory import plain_info
+from kvxfer.transfer.layout import Interior, Region, check_region
+from kvxfer.transports.base import LocalMemory
+
+READABLE_DEVICES = frozenset({"cpu"})
+"""Devices whose memory a wire of this build can read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A rank's cache: every plane of every layer, and the allocations that they lie in."""
+
+    regions: tuple[Region, ...]
+    memory: LocalMemory
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One tensor parallel rank among how many."""
+
+    tp_rank: int
+    tp_size: int
+
+
+def locate(
+    kv_caches: Mapping[str, Tensor],
+    kv_cache_config: Any,
+    *,
+    tp_rank: int,
+    tp_size: int,
+    model: CacheModel,
+) -> Located:
+    """Regions and memory of the views that vLLM registers with a connector.
+
+    Args:
+        kv_caches: each layer's view ``[B, H, N, C]``, with those layers that use another one's KV.
+        kv_cache_config: vLLM's ``KVCacheConfig`` of this rank.
+        model: of :func:`~kvxfer.integrations.vllm.facts.cache_model`.
+
+    Returns:
+        One region for every plane, layer by layer in the groups' order: "k" and "v", "latent", or
+        one "page:" with a fingerprint for blocks that can only move whole.
+
+    Raises:
+        ConfigError: a layer whose cache cannot be moved, with the reason.
+    """
+    specs = layer_specs(kv_cache_config)
+    for layer in specs:
+        if layer not in kv_caches:
+            raise ConfigError(
+                f"{layer}: expected a registered KV cache for every layer of the groups, got none; "
+                "serve this model without disaggregation"
+            )
+    views = _views(kv_caches, specs)
+    for view in views:
+        _check_device(view.layer, view.tensor)
+    memory = _Memory(view.tensor for view in views)
+    rank = Rank(tp_rank, tp_size)
+    num_blocks = kv_cache_config.num_blocks
+    regions = tuple(
+        region for view in views for region in _regions(view, memory, num_blocks, rank, model)
+    )
+    for region in regions:
+        _check(region, memory)
+    return Located(regions, memory.local)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A layer, its tensor, and what its group says of it."""
+
+    layer: str
+    tensor: Tensor
+    group: int
+    spec: LayerSpec
+
+
+def _views(
+    kv_caches: Mapping[str, Tensor], specs: Mapping[str, tuple[int, LayerSpec]]
+) -> list[_View]:
+    """Every registered layer; one that no group names reads the KV of one that a group does."""
+    found = [_View(layer, kv_caches[layer], *of) for layer, of in specs.items()]
+    by_place = {_place(view.tensor): view for view in reversed(found)}
+    for layer, tensor in kv_caches.items():
+        if layer in specs:
+            continue
+        owner = by_place.get(_place(tensor))
+        if owner is None:
+            raise ConfigError(
+                f"{layer}: expected a layer of a KV cache group, or one that shares such a layer's "
+                "cache, got neither; serve this model without disaggregation"
+            )
+        found.append(_View(layer, tensor, owner.group, owner.spec))
+    return found
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+
+
+def _check_device(layer: str, tensor: Tensor) -> None:
+    if tensor.device.type not in READABLE_DEVICES:
+        raise ConfigError(
+            f"device: expected {', '.join(sorted(READABLE_DEVICES))}, got {tensor.device.type} "
+            f"({layer}); GPU memory needs a wire that this build does not have"
+        )
+
+
+class _Memory:
+    """The distinct allocations behind the views, as flat bytes."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        flat = tuple(
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in storages.values()
+        )
+        self._number = {start: number for number, start in enumerate(storages)}
+        self.local = LocalMemory(flat, tuple(plain_info(tensor) for tensor in flat))
+
+    def find(self, tensor: Tensor) -> tuple[int, int]:
+        """Which allocation a view lies in, and how many bytes behind its start."""
+        start = tensor.untyped_storage().data_ptr()
+        return self._number[start], tensor.data_ptr() - start
+
+
+def _regions(
+    view: _View, memory: _Memory, num_blocks: int, rank: Rank, model: CacheModel
+) -> Iterable[Region]:
+    layer, tensor, spec = view.layer, view.tensor, view.spec
+    if spec.is_context_sharded and model.is_context_parallel:
+        raise ConfigError(
+            f"{layer}: expected all tokens on every rank, got a cache that context parallelism "
+            "spreads over ranks; set decode_context_parallel_size to 1"
+        )
+    cells, kernel_blocks = _cells(layer, tensor, spec, num_blocks)
+    head_lo, head_hi = heads_of(layer, spec, rank, model)
+    number, start = memory.find(tensor)
+    trace = None
+    if tensor.device.type == "cpu":
+        trace = trace_cpu(
+            layer,
+            spec,
+            num_tokens=cells.num_tokens,
+            dtype=model.dtype,
+            cache_dtype=model.cache_dtype,
+        )
+    inside = look_inside(layer, spec, cells, trace=trace)
+    common = Region(
+        layer=layer,
+        plane="",
+        group=view.group,
+        memory=number,
+        offset=start,
+        num_blocks=num_blocks,
+        block_tokens=spec.block_tokens,
+        head_lo=head_lo,
+        head_hi=head_hi,
+        inner_nbytes=cells.cell_nbytes,
+        stride_block=tensor.stride(0) * tensor.element_size(),
+        stride_head=cells.stride_slot,
+        stride_token=cells.stride_token,
+        kernel_blocks=kernel_blocks,
+        window=spec.window,
+    )
+    match inside:
+        case Whole(fingerprint):
+            return (_whole_region(common, cells, fingerprint),)
+        case Named(planes):
+            return tuple(
+                replace(
+                    common,
+                    plane=plane.name,
+                    offset=start + plane.offset,
+                    inner_nbytes=plane.inner_nbytes,
+                    stride_token=plane.stride_token,
+                    channel_nbytes=plane.channel_nbytes,
+                    stride_channel=plane.stride_channel,
+                )
+                for plane in planes
+            )
+
+
+def _whole_region(common: Region, cells: Cells, fingerprint: str) -> Region:
+    """A block as equal shares of its heads and tokens; only the sum of them means something."""
+    shares = common.num_heads * cells.num_tokens
+    if cells.block_nbytes % shares:
+        raise ConfigError(
+            f"{common.layer}: expected blocks of equal shares for {common.num_heads} heads and "
+            f"{cells.num_tokens} tokens, got {cells.block_nbytes} bytes; choose another attention "
+            "backend"
+        )
+    inner_nbytes = cells.block_nbytes // shares
+    return replace(
+        common,
+        plane=f"page:{fingerprint}",
+        inner_nbytes=inner_nbytes,
+        stride_head=cells.num_tokens * inner_nbytes,
+        stride_token=inner_nbytes,
+        interior=Interior.OPAQUE,
+    )
+
+
+def _cells(layer: str, tensor: Tensor, spec: LayerSpec, num_blocks: int) -> tuple[Cells, int]:
+    """The geometry of a view, and how many kernel blocks make one block."""
+    shape = tuple(tensor.shape)
+    if tensor.dim() != 4 or shape[0] % num_blocks or not all(shape):
+        raise ConfigError(
+            f"{layer}: expected a view [B, H, N, C] with a multiple of {num_blocks} blocks, got "
+            f"shape {shape}; use a version of vLLM from 0.26 to 0.33"
+        )
+    kernel_blocks = shape[0] // num_blocks
+    if kernel_blocks * shape[2] != spec.block_tokens or tensor.dtype != spec.dtype:
+        raise ConfigError(
+            f"{layer}: expected {kernel_blocks} kernel blocks to hold {spec.block_tokens} tokens "
+            f"of {spec.dtype}, got {shape[2]} tokens each, of {tensor.dtype}; serve this model "
+            "without disaggregation"
+        )
+    if tensor.stride(3) != 1:
+        raise ConfigError(
+            f"{layer}: expected contiguous cells, got a stride of {tensor.stride(3)} elements; "
+            "choose another KV cache layout"
+        )
+    itemsize = tensor.element_size()
+    cells = Cells(
+        num_slots=shape[1],
+        num_tokens=shape[2],
+        cell_nbytes=shape[3] * itemsize,
+        stride_slot=tensor.stride(1) * itemsize,
+        stride_token=tensor.stride(2) * itemsize,
+    )
+    return cells, kernel_blocks
+
+
+def heads_of(layer: str, spec: LayerSpec, rank: Rank, model: CacheModel) -> tuple[int, int]:
+    """The layer's KV heads ``[lo, hi)`` that this rank holds, of all that it has.
+
+    vLLM gives each rank an equal share, or one head to several ranks in a row where there are more
+    ranks than heads. The spec says the share; the total is what makes it.
+
+    Raises:
+        ConfigError: a single head on each of several ranks, of a layer of unknown total.
+    """
+    if spec.is_latent:
+        return 0, 1
+    share = spec.num_kv_heads
+    if spec.num_shards is not None:
+        total = share * min(spec.num_shards, rank.tp_size)
+    elif share > 1 or rank.tp_size == 1:
+        total = share * rank.tp_size
+    elif len(model.head_counts) == 1:
+        (total,) = model.head_counts
+    else:
+        counts = " or ".join(map(str, sorted(model.head_counts)))
+        raise ConfigError(
+            f"{layer}: KV heads: expected one number of them in all layers when {rank.tp_size} "
+            f"ranks hold one each, got {counts}; choose a smaller tensor parallel size"
+        )
+    ends = (min(total, rank.tp_size), max(total, rank.tp_size))
+    if share != max(1, total // rank.tp_size) or ends[1] % ends[0] or total > model.num_kv_heads:
+        raise ConfigError(
+            f"{layer}: KV heads: expected an equal share of {total}, at most the model's "
+            f"{model.num_kv_heads}, on each of {rank.tp_size} ranks, got {share}; choose a tensor "
+            "parallel size that divides them"
+        )
+    lo = rank.tp_rank * total // rank.tp_size
+    return lo, lo + share
+
+
+def _check(region: Region, memory: _Memory) -> None:
+    try:
+        check_region(region, memory.local.infos[region.memory].nbytes)
+    except ValueError as exc:
+        raise ConfigError(
+            f"{region.layer}: expected a KV cache whose blocks lie apart in one allocation, got "
+            f"{exc}; choose another KV cache layout"
+        ) from exc

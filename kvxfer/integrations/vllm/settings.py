@@ -1,0 +1,172 @@
+"""What the plugin is told by vLLM's configs, read once and refused at once where it cannot work.
+
+``kv_connector_extra_config`` has the fields of :class:`kvxfer.config.Config` for keys, and those of
+:class:`PluginSettings`; ``KVXFER_<NAME>`` sets what it leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from kvxfer.config import Config, load_config
+from kvxfer.errors import ConfigError
+
+_MAX_PORT = 65535
+_SENDERS = ("kv_producer", "kv_both")
+_RECEIVERS = ("kv_consumer", "kv_both")
+
+
+class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of the extra config that only the plugin has."""
+
+    weights_identity: str | None = None
+    """A name for the weights, the same on both sides, where the plugin would find two: when one
+    side loads them from a hub and the other from a directory."""
+    switch_interval_s: float | None = None
+    """What ``sys.setswitchinterval`` is set to in the workers: how soon a thread of ours gets its
+    turn while Python runs in the engine's; None leaves it (0.005)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What both sides of the plugin need to know of their engine.
+
+    Attributes:
+        config: kvxfer's own settings; ``port`` is this data parallel rank's.
+        can_send, can_receive: may requests offer KV, may they load it.
+        block_tokens: of vLLM's cache config.
+        switch_interval_s: see :class:`PluginSettings`.
+    """
+
+    config: Config
+    engine_id: str
+    can_send: bool
+    can_receive: bool
+    tp_size: int
+    pp_size: int
+    prefix_caching: bool
+    block_tokens: int
+    switch_interval_s: float | None = None
+
+
+def read_settings(vllm_config: Any) -> Settings:
+    """The settings of an engine with this ``VllmConfig``.
+
+    Raises:
+        ConfigError: settings that are unknown or cannot work, or a kind of engine whose KV cannot
+            be moved; the message says what to change.
+    """
+    transfer = _transfer_config(vllm_config)
+    for refuse in (_refuse_model, _refuse_parallel, _refuse_draft):
+        refuse(vllm_config)
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    plugin, extra = _split(_extra_config(transfer))
+    config = load_config({}, extra).config
+    return Settings(
+        config=replace(config, port=_port(config.port, parallel)),
+        engine_id=transfer.engine_id,
+        can_send=transfer.kv_role in _SENDERS,
+        can_receive=transfer.kv_role in _RECEIVERS,
+        tp_size=parallel.tensor_parallel_size,
+        pp_size=parallel.pipeline_parallel_size,
+        prefix_caching=bool(cache.enable_prefix_caching),
+        block_tokens=cache.block_size,
+        switch_interval_s=plugin.switch_interval_s,
+    )
+
+
+def plugin_settings(vllm_config: Any) -> PluginSettings:
+    """The keys of the extra config that are not kvxfer's. Raises ConfigError for other types."""
+    return _split(_extra_config(vllm_config.kv_transfer_config))[0]
+
+
+def _extra_config(transfer: Any) -> Mapping[str, Any]:
+    return getattr(transfer, "kv_connector_extra_config", None) or {}
+
+
+def _split(extra: Mapping[str, Any]) -> tuple[PluginSettings, dict[str, Any]]:
+    ours = PluginSettings.__struct_fields__
+    given = {name: value for name, value in extra.items() if name in ours}
+    try:
+        plugin = msgspec.convert(given, PluginSettings, strict=False)
+    except msgspec.ValidationError as exc:
+        raise ConfigError(f"kv_connector_extra_config: {exc}; correct this key") from exc
+    interval_s = plugin.switch_interval_s
+    if interval_s is not None and not 0 < interval_s <= 1:
+        raise ConfigError(
+            f"switch_interval_s: expected above 0 and at most 1 second, got {interval_s}; 0.0002 "
+            "answers peers soonest"
+        )
+    return plugin, {name: value for name, value in extra.items() if name not in ours}
+
+
+def _transfer_config(vllm_config: Any) -> Any:
+    transfer = vllm_config.kv_transfer_config
+    role = getattr(transfer, "kv_role", None)
+    if role not in {*_SENDERS, *_RECEIVERS}:
+        raise ConfigError(
+            f"kv_role: expected kv_producer, kv_consumer or kv_both, got {role}; set it in "
+            "--kv-transfer-config"
+        )
+    if not transfer.engine_id:
+        raise ConfigError(
+            "engine_id: expected a name of this engine, got none; set it in --kv-transfer-config"
+        )
+    return transfer
+
+
+def _refuse_model(vllm_config: Any) -> None:
+    model = vllm_config.model_config
+    for field, kind in (
+        ("is_encoder_decoder", "an encoder-decoder, whose encoder's states no prompt token names"),
+        ("is_attention_free", "one without attention, which keeps no KV"),
+    ):
+        if getattr(model, field, False):
+            raise ConfigError(
+                f"model: expected a decoder with attention, got {kind}; serve it without this "
+                "connector"
+            )
+
+
+def _refuse_parallel(vllm_config: Any) -> None:
+    # Ranks then hold interleaved tokens, and a block id stands for more tokens than a block has.
+    parallel = vllm_config.parallel_config
+    for field in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        size = getattr(parallel, field, 1)
+        if size != 1:
+            raise ConfigError(
+                f"{field}: expected 1, got {size}; which tokens a rank then holds cannot be "
+                f"described yet, so set {field} to 1 on both sides"
+            )
+
+
+def _refuse_draft(vllm_config: Any) -> None:
+    draft = getattr(vllm_config, "speculative_config", None)
+    draft_parallel = getattr(draft, "draft_parallel_config", None)
+    if draft_parallel is None:
+        return
+    got = draft_parallel.tensor_parallel_size
+    expected = vllm_config.parallel_config.tensor_parallel_size
+    if got != expected:
+        raise ConfigError(
+            f"draft_tensor_parallel_size: expected {expected}, as the model has it, got {got}; "
+            "the draft's KV moves with the model's, so give both the same size"
+        )
+
+
+def _port(configured: int, parallel: Any) -> int:
+    """Each data parallel rank has its own front door; 0 stays "any free one"."""
+    if configured == 0:
+        return 0
+    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
+    if configured + index > _MAX_PORT:
+        raise ConfigError(
+            f"port: expected at most {_MAX_PORT - index}, so that data parallel rank {index} has "
+            f"one of its own behind it, got {configured}; choose a smaller one"
+        )
+    return configured + int(index)

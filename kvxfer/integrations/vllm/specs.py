@@ -1,0 +1,136 @@
+"""What vLLM's cache specs say of one layer, read once: one record for every kind that can move.
+
+vLLM 0.26 to 0.33 differ in which fields a spec has; a missing one has the value that the older
+version meant by not having it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvxfer.errors import ConfigError
+
+_REFUSED = {
+    "MambaSpec": "it keeps a state, not tokens",
+    "ChunkedLocalAttentionSpec": "what it keeps depends on where the request's chunk ends",
+    "CrossAttentionSpec": "it keeps what an encoder made, which no prompt token says",
+    "EncoderOnlyAttentionSpec": "it keeps nothing that another engine could use",
+    "RSWASpec": "what it keeps is not one window",
+    "SinkFullAttentionSpec": "it keeps tokens that are not the request's",
+    "HiddenStateCacheSpec": "it keeps hidden states, not KV",
+    "CircularBufferSpec": "it keeps a ring, not the request's tokens",
+    "HiSparseHotSpec": "it is a copy that only this engine can address",
+    "HiSparseResidentSpec": "it is a copy that only this engine can address",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer's cache as its spec states it; bytes of a *cell* are one head slot's of one token.
+
+    Attributes:
+        block_tokens: tokens of a block of the cache manager.
+        num_kv_heads: KV heads on this rank.
+        head_size, head_size_v: elements of K and of V; a latent has no V.
+        is_latent: one latent for all heads (MLA), replicated on all ranks.
+        window: tokens that the group keeps; None all. A layer that only *looks* at a window, while
+            its blocks are kept (the hybrid cache manager is off), has None.
+        quantisation: vLLM's mode by name, in small letters; "none".
+        num_head_slots: slots of a block if they are not the heads; None: one for each head.
+        cell_nbytes: bytes of a cell if they are packed in a backend's own way; None: K and V dense.
+        tokens_per_state: tokens that share one cell; 1 unless the cache is compressed.
+        num_shards: how many ranks hold different heads, the others repeat them; None: not known.
+    """
+
+    block_tokens: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    dtype: torch.dtype
+    is_latent: bool = False
+    window: int | None = None
+    quantisation: str = "none"
+    num_head_slots: int | None = None
+    cell_nbytes: int | None = None
+    tokens_per_state: Any = 1
+    is_context_sharded: bool = False
+    num_shards: int | None = None
+
+    @property
+    def dense_nbytes(self) -> int:
+        """Bytes of K and V (or the latent) of one head and token without anything else."""
+        return (self.head_size + self.head_size_v) * self.dtype.itemsize
+
+
+def layer_specs(kv_cache_config: Any) -> dict[str, tuple[int, LayerSpec]]:
+    """(group number, spec) of every layer in vLLM's ``KVCacheConfig``, in the groups' order.
+
+    Raises ConfigError, naming the layer, for a cache that cannot move.
+    """
+    return {
+        layer: (number, _read(layer, spec))
+        for number, group in enumerate(kv_cache_config.kv_cache_groups)
+        for layer, spec in _specs_of(group, number).items()
+    }
+
+
+def _specs_of(group: Any, number: int) -> dict[str, Any]:
+    if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
+        raise ConfigError(
+            f"KV cache group {number}: expected a cache that this engine's peers can use, got one "
+            "that is host-resident or not transferable; start vLLM without it"
+        )
+    members = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # a group of unlike layers
+    if members is None:
+        return dict.fromkeys(group.layer_names, group.kv_cache_spec)
+    return {layer: members[layer] for layer in group.layer_names}
+
+
+def _read(layer: str, spec: Any) -> LayerSpec:
+    from vllm.v1 import kv_cache_interface as interface
+
+    # Subclasses mean something else (a state, a ring, tokens that are not the request's), so kinds
+    # are compared, not tested for inheritance.
+    kind = type(spec)
+    window_latent = getattr(interface, "SlidingWindowMLASpec", None)
+    if kind is interface.FullAttentionSpec:
+        return _record(spec)
+    if kind is interface.MLAAttentionSpec:
+        return _record(spec, is_latent=True)
+    if kind is interface.SlidingWindowSpec:
+        return _record(spec, window=_kept_tokens(spec))
+    if kind is window_latent and not getattr(spec, "bounded_replay", False):
+        return _record(spec, is_latent=True, window=_kept_tokens(spec))
+    reason = _REFUSED.get(kind.__name__, "what it keeps has no description here")
+    raise ConfigError(
+        f"{layer}: expected full, sliding-window or latent attention, got {kind.__name__}: "
+        f"{reason}; serve this model without disaggregation"
+    )
+
+
+def _kept_tokens(spec: Any) -> int:
+    # Speculative decoding with several modules keeps some tokens before the window.
+    return int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
+
+
+def _record(spec: Any, *, is_latent: bool = False, window: int | None = None) -> LayerSpec:
+    head_size_v = 0 if is_latent else getattr(spec, "head_size_v", None)
+    mode = getattr(spec, "kv_quant_mode", None)
+    return LayerSpec(
+        block_tokens=spec.block_size,
+        num_kv_heads=spec.num_kv_heads,
+        head_size=spec.head_size,
+        head_size_v=spec.head_size if head_size_v is None else head_size_v,
+        dtype=spec.dtype,
+        is_latent=is_latent,
+        window=window,
+        quantisation="none" if mode is None else mode.name.lower(),
+        num_head_slots=getattr(spec, "num_head_slots", None),
+        cell_nbytes=getattr(spec, "state_content_bytes", None),
+        tokens_per_state=getattr(spec, "tokens_per_state", getattr(spec, "compress_ratio", 1)),
+        is_context_sharded=getattr(spec, "dcp_sharded", True),
+        num_shards=getattr(spec, "max_tp_shards", None),
+    )

@@ -1,0 +1,128 @@
+"""vLLM's own records as :mod:`kvxfer.connector` reads them. The attributes named here are all that
+the plugin touches of a request, a block table or a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+NULL_BLOCK = 0
+"""vLLM's block that stands for none: out of a window, or never there."""
+
+Tables = tuple[tuple[int, ...], ...]
+
+
+def without_null(block_ids: Sequence[Sequence[int]]) -> Tables:
+    """Block tables by group, -1 where vLLM has its null block."""
+    return tuple(
+        tuple(-1 if block_id == NULL_BLOCK else block_id for block_id in ids) for ids in block_ids
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What is read of a vLLM request, at one moment.
+
+    ``has_embeddings``: some of its prompt is not tokens. ``is_rejected``: it was turned away before
+    it could run, and is here only to give its offer up; its tokens mean nothing.
+    """
+
+    request_id: str
+    kv_transfer_params: Mapping[str, Any] | None
+    prompt_token_ids: Sequence[int]
+    num_prompt_tokens: int
+    status: object
+    lora_request: object
+    mm_features: Sequence[Any]
+    has_embeddings: bool
+    is_rejected: bool
+
+
+def view_request(request: Any) -> RequestView:
+    """``request`` as it is now."""
+    token_ids = request.prompt_token_ids
+    return RequestView(
+        request_id=request.request_id,
+        kv_transfer_params=request.kv_transfer_params,
+        prompt_token_ids=() if token_ids is None else token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        status=request.status,
+        lora_request=getattr(request, "lora_request", None),
+        mm_features=getattr(request, "mm_features", None) or (),
+        has_embeddings=token_ids is None or getattr(request, "prompt_embeds", None) is not None,
+        is_rejected=bool(getattr(request, "abort_immediately", False)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksView:
+    """vLLM's KVCacheBlocks."""
+
+    blocks: Any
+
+    def get_block_ids(self) -> Tables:
+        """By group, positional."""
+        return without_null(self.blocks.get_block_ids())
+
+
+@dataclass(frozen=True, slots=True)
+class _NewRequest:
+    req_id: str
+    block_ids: Tables
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedRequests:
+    """vLLM's CachedRequestData; its tables are looked at only if somebody asks for them."""
+
+    cached: Any
+
+    @property
+    def req_ids(self) -> Sequence[str]:
+        return self.cached.req_ids  # type: ignore[no-any-return]
+
+    @property
+    def new_block_ids(self) -> Sequence[Tables | None]:
+        return [None if ids is None else without_null(ids) for ids in self.cached.new_block_ids]
+
+    @property
+    def resumed_req_ids(self) -> AbstractSet[str]:
+        return self.cached.resumed_req_ids  # type: ignore[no-any-return]
+
+    @property
+    def num_computed_tokens(self) -> Sequence[int]:
+        return self.cached.num_computed_tokens  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """vLLM's SchedulerOutput."""
+
+    step: Any
+
+    @property
+    def scheduled_new_reqs(self) -> Sequence[_NewRequest]:
+        """Requests in their first step."""
+        return [
+            _NewRequest(new.req_id, without_null(new.block_ids), new.num_computed_tokens)
+            for new in self.step.scheduled_new_reqs
+        ]
+
+    @property
+    def scheduled_cached_reqs(self) -> _CachedRequests:
+        """Requests that were scheduled before."""
+        return _CachedRequests(self.step.scheduled_cached_reqs)
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]:
+        """By request."""
+        return self.step.num_scheduled_tokens  # type: ignore[no-any-return]
+
+    @property
+    def preempted_req_ids(self) -> AbstractSet[str] | None:
+        """Requests whose blocks were taken back since the last step."""
+        return getattr(self.step, "preempted_req_ids", None)

@@ -1,0 +1,261 @@
+"""The connector in one of vLLM's workers: a door in front of
+:class:`~kvxfer.connector.worker_side.WorkerConnector`, which acts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvxfer.connector.opening import IsReady
+from kvxfer.connector.records import ConnectorMetadata, NewLoad
+from kvxfer.connector.worker_side import WorkerConnector, host_ready_event
+from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS, KVConnectorTransferResults
+from kvxfer.integrations.vllm.metadata import (
+    KvxferHandshake,
+    KvxferMetadata,
+    KvxferWorkerMetadata,
+)
+from kvxfer.integrations.vllm.regions import Located
+from kvxfer.integrations.vllm.scheduler import LAYOUT
+from kvxfer.integrations.vllm.settings import Settings
+from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
+from kvxfer.transfer.manifest import CacheFacts, RankId
+
+IDLE_WAIT_S = (0.0002, 0.005)
+"""How long a step that computes nothing waits for a transfer to end: this long at first, twice as
+long each time that nothing does, at most that long. An engine that only holds blocks makes 200
+steps a second then, not thousands; a new request waits 5 ms for it at worst.
+"""
+
+Locate = Callable[[Mapping[str, Tensor]], Located]
+
+
+class WorkerSide:
+    """One per rank.
+
+    Args:
+        incarnation: 16 random bytes that all ranks agreed on.
+        locate: finds the regions of the caches that vLLM registers.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        facts: CacheFacts,
+        rank: RankId,
+        incarnation: bytes,
+        locate: Locate,
+    ) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._rank = rank
+        self._incarnation = incarnation
+        self._locate = locate
+        self._core: WorkerConnector | None = None
+        self._is_idle_step = False
+        self._idle_wait_s = IDLE_WAIT_S[0]
+        self._in_flight = InFlight()
+        self._failures: dict[str, str] = {}
+        self._failed_block_ids: set[int] = set()
+        self._collected_s = 0.0
+
+    # -------------------------------------------------- registration
+
+    def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
+        """Describe the caches, listen, start the threads. Raises ConfigError for a cache that
+        cannot be described and for a port that cannot be had.
+        """
+        located = self._locate(kv_caches)
+        settings = self._settings
+        core = WorkerConnector(
+            settings.config,
+            engine_id=settings.engine_id,
+            incarnation=self._incarnation,
+            rank=self._rank,
+            facts=self._facts,
+            tp_size=settings.tp_size,
+            pp_size=settings.pp_size,
+            block_tokens=settings.block_tokens,
+            layout=LAYOUT,
+            is_front_door=self._rank == RankId(0, 0),
+            can_leave_unhashed=not settings.prefix_caching,
+            ready_event=ready_event_of(kv_caches),
+        )
+        core.register_kv_caches(located.regions, located.memory)
+        self._core = core
+
+    def get_handshake_metadata(self) -> KvxferHandshake:
+        """What the scheduler side needs to know of this rank."""
+        return KvxferHandshake(
+            self._incarnation, self._facts, self._running().get_handshake_metadata()
+        )
+
+    # -------------------------------------------------- one step
+
+    def handle_preemptions(self, metadata: KvxferMetadata) -> None:
+        """Offers whose blocks were taken back are over when this returns."""
+        self._running().handle_preemptions(metadata.orders)
+
+    def bind_connector_metadata(self, metadata: KvxferMetadata) -> None:
+        """Take this step's orders."""
+        self._is_idle_step = metadata.is_idle
+        if not metadata.is_idle or metadata.orders != _NO_ORDERS:
+            self._idle_wait_s = IDLE_WAIT_S[0]
+        self._in_flight.begin(metadata.orders.loads)
+        self._running().bind_connector_metadata(metadata.orders)
+
+    def start_load_kv(self) -> None:
+        """Begin this step's loads."""
+        self._running().start_load_kv()
+
+    def wait_for_save(self) -> None:
+        """The step's work was launched: offers that it completes open when it has run."""
+        self._running().wait_for_save()
+
+    def clear_connector_metadata(self) -> None:
+        """The step is over."""
+        if self._core is not None:
+            self._core.clear_connector_metadata()
+
+    # -------------------------------------------------- what has ended
+
+    def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
+        """Requests whose blocks come back, loads that are over, and those of them that failed."""
+        core = self._running()
+        if self._is_idle_step and core.has_pending():
+            self._wait(core)
+        sent, received, failed = core.get_transfer_results(finished_req_ids)
+        self._collected_s = time.monotonic()
+        loads = self._in_flight.end(received or ())
+        self._failures = failed
+        if not REPORTS_FAILED_REQUESTS:
+            self._failed_block_ids = failed_block_ids(
+                (load for load in loads if load.request_id in failed), self._settings.block_tokens
+            )
+        return KVConnectorTransferResults(
+            finished_sending=sent or set(),
+            finished_recving=received or set(),
+            failed_recving=set(failed),
+        )
+
+    def _wait(self, core: WorkerConnector) -> None:
+        if core.wait_for_activity(self._idle_wait_s):
+            self._idle_wait_s = IDLE_WAIT_S[0]
+        else:
+            self._idle_wait_s = min(2 * self._idle_wait_s, IDLE_WAIT_S[1])
+
+    def get_finished(
+        self, finished_req_ids: Iterable[str]
+    ) -> tuple[set[str] | None, set[str] | None]:
+        """The older call."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """All blocks of the loads that failed, each once; only where vLLM has no better way."""
+        found, self._failed_block_ids = self._failed_block_ids, set()
+        return found
+
+    def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
+        """Why loads failed, each once."""
+        failures, self._failures = self._failures, {}
+        return KvxferWorkerMetadata(failures) if failures else None
+
+    def get_kv_connector_stats(self) -> KvxferStats | None:
+        """What was counted since the last call."""
+        if self._core is None:
+            return None
+        stats = self._core.get_kv_connector_stats()
+        if stats is None and not self._in_flight.has_news:
+            return None
+        return of_worker(
+            stats,
+            rank=str(self._rank),
+            busy_s=self._in_flight.take_busy_s(),
+            collected_s=self._collected_s,
+        )
+
+    def shutdown(self) -> None:
+        """End every offer and load, threads and sockets. Idempotent."""
+        core, self._core = self._core, None
+        if core is not None:
+            core.shutdown()
+
+    def _running(self) -> WorkerConnector:
+        if self._core is None:
+            raise ConfigError("connector: expected register_kv_caches before, and no shutdown")
+        return self._core
+
+
+_NO_ORDERS = ConnectorMetadata()
+
+
+class InFlight:
+    """The loads of a rank that were not collected yet, and how long there was one."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._loads: dict[str, NewLoad] = {}
+        self._since_s = 0.0
+        self._busy_s = 0.0
+
+    @property
+    def has_news(self) -> bool:
+        """The last one has ended since :meth:`take_busy_s`."""
+        return self._busy_s > 0 and not self._loads
+
+    def begin(self, loads: Iterable[NewLoad]) -> None:
+        """These were ordered."""
+        for load in loads:
+            if not self._loads:
+                self._since_s = self._now()
+            self._loads[load.request_id] = load
+
+    def end(self, request_ids: Iterable[str]) -> list[NewLoad]:
+        """These are over: their orders."""
+        ended = [self._loads.pop(i) for i in request_ids if i in self._loads]
+        if ended and not self._loads:
+            self._busy_s += self._now() - self._since_s
+        return ended
+
+    def take_busy_s(self) -> float:
+        """Seconds with a load in flight since the last call."""
+        now_s = self._now()
+        if self._loads:
+            self._busy_s += now_s - self._since_s
+            self._since_s = now_s
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+
+def failed_block_ids(loads: Iterable[NewLoad], block_tokens: int) -> set[int]:
+    """Every block that these loads were to fill, in the one group that there is."""
+    return {
+        block_id
+        for load in loads
+        for ids in load.block_ids
+        for block_id in ids[load.token_lo // block_tokens :]
+        if block_id >= 0
+    }
+
+
+def ready_event_of(kv_caches: Mapping[str, Tensor]) -> Callable[[], IsReady]:
+    """How to know that everything launched so far has run: on a CPU it has."""
+    devices = {tensor.device for tensor in kv_caches.values()}
+    if {device.type for device in devices} <= {"cpu"}:
+        return host_ready_event
+    (device,) = devices
+
+    def record() -> IsReady:
+        event = torch.Event(device=device)
+        event.record()
+        return event.query
+
+    return record

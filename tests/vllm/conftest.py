@@ -1,0 +1,44 @@
+"""Engines and reference tokens for the tests of this folder, which need vLLM (scripts/test_vllm).
+
+Where there is no vLLM nothing here is collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import pytest
+
+HAS_VLLM = find_spec("vllm") is not None
+MEASURED = pytest.StashKey[dict[str, object]]()
+
+collect_ignore_glob = [] if HAS_VLLM else ["*.py"]
+
+if HAS_VLLM:
+    from tests.vllm.cases import References
+    from tests.vllm.engines import Fleet
+
+    @pytest.fixture(scope="session")
+    def fleet() -> Iterator[Fleet]:
+        """Engines, kept while they are used."""
+        with Fleet() as found:
+            yield found
+
+    @pytest.fixture(scope="session")
+    def references(fleet: Fleet) -> References:
+        """The tokens of one engine without disaggregation."""
+        return References(fleet)
+
+
+@pytest.fixture(scope="session")
+def measured(pytestconfig: pytest.Config) -> dict[str, object]:
+    """Values that the end of the run shows."""
+    return pytestconfig.stash.setdefault(MEASURED, {})
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    for name, value in config.stash.get(MEASURED, {}).items():
+        terminalreporter.write_line(f"measured: {name}: {value}")

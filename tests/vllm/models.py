@@ -1,0 +1,89 @@
+"""Tiny models with real, seeded float32 weights, made once and kept in a folder.
+
+float32 because greedy tokens of bfloat16 flip with the shape of the batch; ``initializer_range``
+0.08 because smaller weights soon repeat one token whatever the KV says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VOCAB_SIZE = 1024
+WINDOW_TOKENS = 64
+_VERSION = 1  # of this recipe: another one makes other folders
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.08,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**_SHAPE, num_hidden_layers=4, rms_norm_eps=1e-5))
+
+
+def _hybrid() -> Any:
+    """Two layers with a window and two without, which become two KV cache groups."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(
+        **_SHAPE,
+        num_hidden_layers=len(kinds),
+        layer_types=kinds,
+        sliding_window=WINDOW_TOKENS,
+        query_pre_attn_scalar=32,
+    )
+    return Gemma3ForCausalLM(config)
+
+
+_MAKERS: dict[str, Callable[[], Any]] = {"llama": _llama, "hybrid": _hybrid}
+NAMES = tuple(_MAKERS)
+
+
+def cache_folder() -> Path:
+    """Where models are kept: ``TINY_MODELS_DIR``, else a folder of the user's cache.
+
+    (Not KVXFER_..., which are kvxfer's settings: an unknown one is refused by every engine.)
+    """
+    chosen = os.environ.get("TINY_MODELS_DIR")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "kvxfer-tests"
+
+
+def make(name: str) -> Path:
+    """The folder of a model, which is made if it is not there."""
+    final = cache_folder() / f"{name}-{_VERSION}"
+    if final.exists():
+        return final
+    import torch
+
+    torch.manual_seed(1234)
+    model = _MAKERS[name]().to(torch.float32)
+    model.generation_config.eos_token_id = None
+    draft = final.with_name(f".{final.name}.{os.getpid()}")
+    model.save_pretrained(draft)
+    try:
+        draft.rename(final)  # last: a folder that is there is complete
+    except OSError:
+        if not final.exists():  # else somebody else was faster
+            raise
+    return final
+
+
+if __name__ == "__main__":
+    for each in NAMES:
+        make(each)

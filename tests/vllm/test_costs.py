@@ -1,0 +1,37 @@
+"""What the connector costs, within bounds. Values are shown at the end of the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.costs import idle_shares, step_times
+from tests.vllm.engines import Connector, Fleet
+
+MAX_SHARE = 0.3  # of one core, by all processes of an engine
+MAX_STEP_US = 200.0
+
+
+def test_engines_that_hold_blocks_are_idle(fleet: Fleet, measured: dict[str, object]) -> None:
+    """With EngineCore in a process of its own, whose loop is vLLM's.
+
+    Its executor is of one process: with workers in others vLLM spins on their queues for as long as
+    an engine steps, whatever the connector does.
+    """
+    shares = idle_shares(fleet, Connector(), "uni")
+    measured["shares of a core while idle with held blocks"] = shares
+    assert max(shares) < MAX_SHARE
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 64])
+def test_the_engine_thread_spends_little_in_the_connector(
+    fleet: Fleet, num_in_flight: int, measured: dict[str, object]
+) -> None:
+    """And nothing waits in a step with a forward pass, as the steps of an idle engine do: the bound
+    of wall time is for a machine that does other work as well.
+    """
+    times = step_times(fleet, num_in_flight)
+    measured[f"steps with {num_in_flight} in flight"] = times
+    for steps in times.values():
+        assert steps.num_steps >= 99
+        assert steps.cpu_p50_us < MAX_STEP_US
+        assert steps.p50_us < 5 * MAX_STEP_US

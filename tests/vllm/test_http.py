@@ -1,0 +1,78 @@
+"""Two servers of vLLM behind ``kvxfer proxy``: the tokens of one engine, streamed or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.vllm.cases import NEW_TOKENS, References, concurrent_prompts, prompt
+from tests.vllm.engines import OFFER, Connector, EngineConfig
+from tests.vllm.servers import Server, serving
+
+EXTERNAL = "vllm:external_prefix_cache_hits_total"
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[tuple[Server, Server, Server]]:
+    """Block sizes that differ, engines in processes of their own."""
+    with serving(
+        EngineConfig(Connector(role="kv_producer"), block_tokens=32, in_process=False),
+        EngineConfig(Connector(role="kv_consumer"), block_tokens=128, in_process=False),
+    ) as found:
+        yield found
+
+
+@pytest.fixture
+def proxy(servers: tuple[Server, Server, Server]) -> Server:
+    return servers[2]
+
+
+def test_streamed_tokens_are_those_of_one_engine(
+    servers: tuple[Server, Server, Server], references: References
+) -> None:
+    _, decode, proxy = servers
+    prompts = [prompt(num_tokens, seed=70) for num_tokens in (1, 33, 300, 700)]
+    want = references.tokens(prompts)
+    before = decode.metric(EXTERNAL)
+    for tokens, tokens_want in zip(prompts, want, strict=True):
+        events = list(proxy.stream(tokens, NEW_TOKENS))
+        assert [token for event in events for token in event] == tokens_want
+        assert len([event for event in events if event]) > 1  # as they come, not at the end
+    moved = decode.metric(EXTERNAL) - before
+    assert moved == sum(len(tokens) - 1 for tokens in prompts)
+
+
+def test_answers_in_one_piece(proxy: Server, references: References) -> None:
+    tokens = prompt(128, seed=71)
+    assert [proxy.token_ids(tokens, NEW_TOKENS)] == references.tokens([tokens])
+
+
+def test_sixteen_clients_at_the_same_time(proxy: Server, references: References) -> None:
+    prompts = concurrent_prompts(16)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda tokens: proxy.token_ids(tokens, NEW_TOKENS), prompts))
+    assert answers == references.tokens(prompts)
+
+
+def test_a_router_may_carry_the_params_itself(
+    servers: tuple[Server, Server, Server], references: References
+) -> None:
+    """What llm-d's sidecar and vLLM's proxies do: two requests, params carried verbatim."""
+    prefill, decode, _ = servers
+    tokens = prompt(200, seed=72)
+    params = prefill.complete(tokens, 1, kv_transfer_params=OFFER)["kv_transfer_params"]
+    (choice,) = decode.complete(tokens, NEW_TOKENS, kv_transfer_params=params)["choices"]
+    assert [choice["token_ids"]] == references.tokens([tokens])
+
+
+def test_metrics_and_the_log_line_tell_of_transfers(
+    servers: tuple[Server, Server, Server],
+) -> None:
+    _, decode, proxy = servers
+    before = decode.metric("vllm:kvxfer_loaded_bytes_total")
+    proxy.token_ids(prompt(257, seed=73), 1)
+    moved = decode.metric("vllm:kvxfer_loaded_bytes_total") - before
+    assert moved == 256 * 4 * 4 * 2 * 32 * 4  # layers, heads, K and V, head size, float32
+    assert decode.metric("vllm:kvxfer_load_seconds_count") > 0

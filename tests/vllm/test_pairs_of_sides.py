@@ -1,0 +1,275 @@
+"""Two of vLLM's schedulers, two real worker sides, real wires, no model: every load handed to the
+worker is reported once, and its bytes are the source's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.scheduler_rig import BLOCK, OFFERED, Engine, Status
+from tests.vllm.test_reports import prompt
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+MakeEngine = Callable[..., Engine]
+POISON = 0xEE
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
+    made: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Engine(folder, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+@pytest.fixture
+def pair(make_engine: MakeEngine) -> tuple[Engine, Engine]:
+    return make_engine(role="kv_producer"), make_engine(role="kv_consumer", fill=POISON)
+
+
+def prefill(source: Engine, request_id: str, tokens: list[int]) -> dict[str, Any]:
+    """Run a prompt at the source: the params for the sink."""
+    source.request(request_id, tokens, OFFERED, max_tokens=1)
+    source.run()
+    params = source.params_of(request_id)
+    assert params is not None
+    source.run()
+    return params
+
+
+def finish_both(source: Engine, sink: Engine) -> None:
+    """Until every block on both sides came back."""
+
+    def step_source() -> bool:
+        if source.scheduler.has_requests():
+            source.run()
+        return sink.is_quiet() and source.is_quiet()
+
+    sink.run_until(step_source)
+
+
+def test_bytes_arrive_and_blocks_come_back(pair: tuple[Engine, Engine]) -> None:
+    source, sink = pair
+    tokens = prompt(100)
+    params = prefill(source, "p", tokens)
+    (theirs,) = source.scheduler.kv_cache_manager.get_block_ids("p")
+    request = sink.request("d", tokens, params)
+    sink.run_until(lambda: request.status == Status.RUNNING)
+    (ours,) = sink.scheduler.kv_cache_manager.get_block_ids("d")
+    for position in range(6):  # the seventh block has 3 of its tokens
+        assert sink.block(0, ours[position]) == source.block(0, theirs[position])
+    finish_both(source, sink)
+    assert sink.reports_of("finished_recving", "d") == 1
+    assert sink.reports_of("failed_recving", "d") == 0
+    assert source.reports_of("finished_sending", "p") == 1
+    assert len(request.output_token_ids) == 4
+    counts = sink.stats["counts"]
+    assert (counts["requests.loaded"], counts["loads.accepted"]) == (1, 1)
+    assert counts["loads.nbytes"] == 99 * 2 * 2 * 8  # tokens x planes x heads x bytes
+    for phase in ("total", "queue", "read", "verdict", "pickup"):
+        assert sum(sink.stats[f"times.{phase}"].values()) == 1
+    assert 0 < sink.stats["busy_s"]["pp0tp0"] < 10
+    spent = sink.stats["seconds"]
+    parts = spent["queue"] + spent["read"] + spent["verdict"] + spent["pickup"]
+    assert spent["total"] == pytest.approx(parts, abs=1e-6)
+
+
+def test_only_what_is_missing_moves(pair: tuple[Engine, Engine]) -> None:
+    source, sink = pair
+    tokens = prompt(100)
+    sink.request("before", tokens[: 3 * BLOCK + 1], max_tokens=1)
+    sink.run()
+    params = prefill(source, "p", tokens)
+    sink.request("d", tokens, params)
+    finish_both(source, sink)
+    assert sink.stats["counts"]["loads.nbytes"] == (99 - 3 * BLOCK) * 2 * 2 * 8
+
+
+def test_other_tokens_are_refused(pair: tuple[Engine, Engine]) -> None:
+    """Reported once, as failed; the offer stays for the request that it belongs to."""
+    source, sink = pair
+    params = prefill(source, "p", prompt(100))
+    wrong = sink.request("wrong", prompt(100, seed=3), params)
+    sink.run_until(lambda: wrong.status.name.startswith("FINISHED"))
+    assert sink.reports_of("finished_recving", "wrong") == 1
+    assert sink.reports_of("failed_recving", "wrong") == 1
+    assert sink.stats["failed"] == {"tokens": 1}
+    assert len(wrong.output_token_ids) == 4  # computed here
+    right = sink.request("right", prompt(100), params)
+    sink.run_until(lambda: right.status == Status.RUNNING)
+    assert sink.stats["counts"]["requests.loaded"] == 1
+    finish_both(source, sink)
+
+
+def test_an_offer_that_is_over(pair: tuple[Engine, Engine]) -> None:
+    source, sink = pair
+    params = prefill(source, "p", prompt(100))
+    source.connector.reset_cache()
+    source.run_until(source.is_quiet)
+    request = sink.request("d", prompt(100), params)
+    sink.run_until(lambda: request.status.name.startswith("FINISHED"))
+    assert sink.reports_of("finished_recving", "d") == sink.reports_of("failed_recving", "d") == 1
+    assert sink.stats["failed"] == {"ended": 1}
+    finish_both(source, sink)
+    assert source.stats["broken"] == {"reset": 1}
+
+
+def test_source_is_gone(make_engine: MakeEngine) -> None:
+    source = make_engine(role="kv_producer")
+    sink = make_engine(role="kv_consumer", policy="fail", connect_timeout_s=0.5, peer_silent_s=0.5)
+    params = prefill(source, "p", prompt(100))
+    source.worker.shutdown()
+    request = sink.request("d", prompt(100), params)
+    sink.run_until(lambda: request.status.name.startswith("FINISHED"))
+    assert request.status == Status.FINISHED_ERROR
+    assert sink.reports_of("finished_recving", "d") == sink.reports_of("failed_recving", "d") == 1
+    sink.run_until(sink.is_quiet)
+
+
+def test_aborted_in_the_step_of_its_load(pair: tuple[Engine, Engine]) -> None:
+    source, sink = pair
+    params = prefill(source, "p", prompt(100))
+    sink.request("d", prompt(100), params)
+    sink.schedule()
+    sink.abort("d")  # before the worker has even heard of it
+    step = sink._in_flight[-1]
+    sink._in_flight.clear()
+    sink.worker.bind_connector_metadata(step.kv_connector_metadata)
+    sink.worker.start_load_kv()
+    finish_both(source, sink)
+    assert sink.reports_of("finished_recving", "d") == 1
+
+
+@pytest.mark.parametrize("tokens", [[0], prompt(100)])
+def test_turned_away_releases_the_source_at_once(
+    pair: tuple[Engine, Engine], tokens: list[int]
+) -> None:
+    source, sink = pair
+    params = prefill(source, "p", prompt(100))
+    sink.request("d", tokens, params, abort_immediately=True)
+    sink.abort("d")
+    started_s = time.monotonic()
+    finish_both(source, sink)
+    assert time.monotonic() - started_s < 5  # a lease is 30 s
+    assert source.stats["broken"] == {"cancelled": 1}
+    assert sink.reports_of("finished_recving", "d") == 0
+
+
+def test_full_local_hit_releases_the_source_at_once(pair: tuple[Engine, Engine]) -> None:
+    source, sink = pair
+    tokens = prompt(2 * BLOCK + 1)
+    sink.request("before", tokens, max_tokens=1)
+    sink.run()
+    params = prefill(source, "p", tokens)
+    sink.request("d", tokens, params)
+    started_s = time.monotonic()
+    finish_both(source, sink)
+    assert time.monotonic() - started_s < 5
+    assert sink.reports_of("finished_recving", "d") == 0
+
+
+def test_many_loads_with_aborts(pair: tuple[Engine, Engine]) -> None:
+    source, sink = pair
+    num = 8
+    all_params = [prefill(source, f"p{i}", prompt(100, seed=i)) for i in range(num)]
+    for i, params in enumerate(all_params):
+        sink.request(f"d{i}", prompt(100, seed=i), params)
+        if i % 2:
+            sink.run()
+        if i % 3 == 0:
+            sink.abort(f"d{i}")
+    finish_both(source, sink)
+    for i in range(num):
+        assert sink.reports_of("finished_recving", f"d{i}") <= 1
+    handed = sink.stats["counts"].get("loads.accepted", 0) + sink.stats["counts"].get(
+        "loads.failed", 0
+    )
+    assert sum(sink.reports_of("finished_recving", f"d{i}") for i in range(num)) == handed
+
+
+def test_windows_move(make_engine: MakeEngine) -> None:
+    source = make_engine(role="kv_producer", window=2 * BLOCK)
+    sink = make_engine(role="kv_consumer", window=2 * BLOCK, fill=POISON)
+    params = prefill(source, "p", prompt(100))
+    request = sink.request("d", prompt(100), params)
+    sink.run_until(lambda: request.status == Status.RUNNING)
+    assert sink.stats["counts"]["requests.loaded"] == 1
+    tables = sink.scheduler.kv_cache_manager.get_block_ids("d")
+    theirs = source.scheduler.kv_cache_manager.get_block_ids("p")
+    assert sink.block(1, tables[1][5]) == source.block(1, theirs[1][5])
+    finish_both(source, sink)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_windows_that_would_poison_the_prefix_cache(
+    make_engine: MakeEngine, prefix_caching: bool
+) -> None:
+    """A sink with blocks twice as long may lack the start of its first one: vLLM cannot leave that
+    block out of its prefix cache, so with one the pair is refused, and without it moves.
+    """
+    source = make_engine(role="kv_producer", window=2 * BLOCK)
+    sink = make_engine(
+        role="kv_consumer",
+        window=2 * BLOCK,
+        block_tokens=2 * BLOCK,
+        prefix_caching=prefix_caching,
+    )
+    params = prefill(source, "p", prompt(100))
+    request = sink.request("d", prompt(100), params)
+    sink.run_until(lambda: request.status.name.startswith("FINISHED"))
+    finish_both(source, sink)
+    assert sink.stats.get("failed") == ({"incompatible": 1} if prefix_caching else None)
+    assert sink.stats["counts"].get("requests.loaded", 0) == int(not prefix_caching)
+
+
+def test_idle_steps_wait(pair: tuple[Engine, Engine]) -> None:
+    """An engine that only holds blocks steps at most 200 times a second once it has settled."""
+    source, _ = pair
+    prefill(source, "p", prompt(100))
+    for _ in range(8):
+        source.run()
+    started_s = time.monotonic()
+    num_steps = 0
+    while time.monotonic() - started_s < 0.3:
+        source.run()
+        num_steps += 1
+    assert num_steps < 70
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_versions_without_failed_requests_are_told_all_blocks(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr("kvxfer.integrations.vllm.worker.REPORTS_FAILED_REQUESTS", False)
+    source = make_engine(role="kv_producer")
+    sink = make_engine(role="kv_consumer", policy=policy)
+    sink.reports_failed_requests = False
+    tokens = prompt(100)
+    sink.request("before", tokens[: 3 * BLOCK + 1], max_tokens=1)
+    sink.run()
+    params = prefill(source, "p", tokens)
+    source.connector.reset_cache()
+    source.run_until(source.is_quiet)
+    request = sink.request("d", tokens, params)
+    sink.run()
+    (ids,) = sink.scheduler.kv_cache_manager.get_block_ids("d")
+    sink.run_until(lambda: request.status.name.startswith("FINISHED"))
+    (reported,) = [report for report in sink.reported if report.invalid_block_ids]
+    assert reported.finished_recving == {"d"}
+    assert reported.invalid_block_ids == set(ids[3:])  # the first three were cached here
+    assert (request.status == Status.FINISHED_ERROR) == (policy == "fail")
+    sink.run_until(sink.is_quiet)
+    assert sink.stats["failed"] == {"ended": 1}

@@ -1,0 +1,195 @@
+"""How vLLM finds the connector, and what the class says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvxfer.integrations.vllm as package
+from kvxfer.connector.records import ConnectorMetadata, NewLoad, SourceRef
+from kvxfer.errors import ConfigError
+from kvxfer.transfer.wire import OfferRef
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # vLLM loads parts of torch that other parts call deprecated
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        supports_hma,
+    )
+
+    from kvxfer.integrations.vllm import scheduler
+    from kvxfer.integrations.vllm.connector import KvxferConnector
+    from kvxfer.integrations.vllm.metadata import KvxferMetadata, KvxferWorkerMetadata
+    from kvxfer.integrations.vllm.plugin import register
+    from kvxfer.integrations.vllm.scheduler import SchedulerSide
+    from kvxfer.integrations.vllm.worker import InFlight, failed_block_ids, ready_event_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_found_by_name_and_by_path() -> None:
+    register()
+    register()
+    assert KVConnectorFactory.get_connector_class_by_name("KvxferConnector") is KvxferConnector
+    assert package.KvxferConnector is KvxferConnector
+    by_path = SimpleNamespace(
+        kv_connector="KvxferConnector", kv_connector_module_path="kvxfer.integrations.vllm"
+    )
+    assert KVConnectorFactory.get_connector_class(by_path) is KvxferConnector
+    with pytest.raises(AttributeError, match="Kvxfer"):
+        _ = package.KvxferOther
+
+
+def test_the_entry_point_names_register() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {
+        "kvxfer": f"{register.__module__}:{register.__name__}"
+    }
+
+
+def test_lines_go_where_those_of_vllm_go() -> None:
+    """In a process of its own: pytest's handlers catch everything."""
+    code = (
+        "import logging, sys\n"
+        "logging.getLogger('vllm').addHandler(logging.StreamHandler(sys.stdout))\n"
+        "from kvxfer.integrations.vllm.logs import show_logs\n"
+        "show_logs('INFO'); show_logs('INFO')\n"
+        "logging.getLogger('kvxfer.connector').info('wire shm')\n"
+        "logging.getLogger('kvxfer.connector').debug('not this')\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert (ran.stdout + ran.stderr).count("wire shm") == 1
+    assert "not this" not in ran.stdout + ran.stderr
+
+
+def test_importing_the_package_imports_neither_vllm_nor_torch() -> None:
+    code = (
+        "import sys, kvxfer.integrations.vllm, kvxfer.integrations.vllm.plugin\n"
+        "assert not {'vllm', 'torch'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+def test_every_method_is_one_of_the_base_class() -> None:
+    """A method that is spelt wrong would never be called."""
+    ours = {name for name in vars(KvxferConnector) if not name.startswith("_")}
+    of_later_versions = {"supports_sleep_mode"}
+    known = set(dir(KVConnectorBase_V1)) | {"request_finished_all_groups"} | of_later_versions
+    assert ours - known == {"scheduler_side", "worker_side"}
+
+
+def test_what_the_class_says() -> None:
+    assert issubclass(KvxferConnector, KVConnectorBase_V1)
+    assert supports_hma(KvxferConnector)
+    assert KvxferConnector.get_required_kvcache_layout(object()) is None
+    assert KvxferConnector.supports_sleep_mode(object()) is False
+    assert not KvxferConnector.requires_piecewise_for_cudagraph({})
+    assert KvxferConnector._cache_hit_source == "p2p"
+
+
+def test_several_groups_need_failures_by_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: Any = SimpleNamespace()
+    assert SchedulerSide(settings, 2).loaded_group_ids() == (0, 1)
+    monkeypatch.setattr(scheduler, "REPORTS_FAILED_REQUESTS", False)
+    assert SchedulerSide(settings, 1).loaded_group_ids() == (0,)
+    with pytest.raises(ConfigError, match="disable-hybrid-kv-cache-manager"):
+        SchedulerSide(settings, 2)
+
+
+def test_before_the_handshake_and_after_shutdown() -> None:
+    side = SchedulerSide(SimpleNamespace(), 1)  # type: ignore[arg-type]
+    request = SimpleNamespace(kv_transfer_params={"do_remote_decode": True})
+    side.on_new_request(request)
+    assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert side.request_finished(request, ([1],)) == (False, None)
+    assert not side.has_pending_push_work()
+    assert side.get_kv_connector_stats() is None
+    assert side.reset_cache()
+    with pytest.raises(ConfigError, match="handshake"):
+        side.build_connector_meta(SimpleNamespace(total_num_scheduled_tokens=0))
+    side.shutdown()
+    side.shutdown()
+
+
+def test_the_wrong_role_is_named() -> None:
+    connector = object.__new__(KvxferConnector)
+    connector._scheduler = connector._worker = None
+    connector._role = KVConnectorRole.WORKER
+    with pytest.raises(ConfigError, match="worker's"):
+        connector.has_pending_push_work()
+    with pytest.raises(ConfigError, match="scheduler's"):
+        connector.wait_for_save()
+    connector.shutdown()
+    connector.shutdown()
+
+
+def test_metadata() -> None:
+    assert isinstance(KvxferMetadata(ConnectorMetadata(), True), KVConnectorMetadata)
+    first = KvxferWorkerMetadata({"a": "expired", "b": "plan"})
+    both = first.aggregate(KvxferWorkerMetadata({"a": "deadline", "c": "tokens"}))
+    assert both.failures == {"a": "expired", "b": "plan", "c": "tokens"}
+    assert first.aggregate(object()) is first
+
+
+def load(request_id: str, token_lo: int, *ids: int) -> NewLoad:
+    source = SourceRef(
+        engine_id="p", endpoint="tcp://h:1", offer=OfferRef(b"n", b"i"), num_tokens=64
+    )
+    return NewLoad(
+        request_id=request_id,
+        source=source,
+        token_lo=token_lo,
+        token_hi=60,
+        block_ids=(ids,),
+        digest=b"",
+    )
+
+
+def test_block_ids_of_failed_loads() -> None:
+    loads = [load("a", 0, 5, 6, -1, 7), load("b", 32, 8, 9, 10, 11)]
+    assert failed_block_ids(loads, 16) == {5, 6, 7, 10, 11}
+    assert failed_block_ids([], 16) == set()
+
+
+def test_time_with_loads_in_flight() -> None:
+    now = [10.0]
+    flight = InFlight(lambda: now[0])
+    assert flight.take_busy_s() == 0.0
+    flight.begin([load("a", 0)])
+    now[0] = 11.0
+    flight.begin([load("b", 0)])
+    assert flight.take_busy_s() == 1.0
+    now[0] = 13.0
+    assert [order.request_id for order in flight.end(["a", "unknown"])] == ["a"]
+    assert not flight.has_news
+    now[0] = 14.0
+    flight.end(["b"])
+    assert flight.has_news
+    now[0] = 99.0
+    assert flight.take_busy_s() == 3.0
+    assert not flight.has_news
+
+
+def test_a_cpu_needs_no_event() -> None:
+    import torch
+
+    assert ready_event_of({"a": torch.zeros(1), "b": torch.zeros(2)})()()

@@ -1,0 +1,96 @@
+"""A model of two KV cache groups: two layers with a window of 64 tokens, two without."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.vllm.cases import (
+    PROMPT_TOKENS,
+    Pair,
+    References,
+    Sources,
+    Tokens,
+    concurrent_prompts,
+    prompt,
+    token_ids,
+)
+from tests.vllm.engines import Connector, EngineConfig, Fleet
+from tests.vllm.models import WINDOW_TOKENS
+
+MODEL = "hybrid"
+NO_CACHE = {"enable_prefix_caching": False}
+
+
+def pair_of(fleet: Fleet, prefill: EngineConfig, decode: EngineConfig) -> Pair:
+    return Pair(*fleet.engines(replace(prefill, label="prefill"), decode))
+
+
+def side(
+    block_tokens: int, *, tp_size: int = 1, cached: bool = True, policy: str = "fail"
+) -> EngineConfig:
+    return EngineConfig(
+        Connector(policy=policy),
+        model=MODEL,
+        tp_size=tp_size,
+        block_tokens=block_tokens,
+        more={} if cached else NO_CACHE,
+    )
+
+
+def is_offered(tokens: Tokens, block_tokens: int) -> bool:
+    """Does prefill still have what decode needs?
+
+    Decode computes the last token again and needs the window before it. vLLM's prefill has by then
+    freed what the token after it will not need: one token less, which matters where it was the last
+    of a block.
+    """
+    num_freed = max(0, len(tokens) + 1 - WINDOW_TOKENS)
+    return num_freed == 0 or num_freed % block_tokens != 0
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        pytest.param(side(64), side(64), id="64-to-64"),
+        pytest.param(side(128), side(32), id="128-to-32"),
+        pytest.param(side(64, tp_size=2), side(32), id="tp2x64-to-tp1x32"),
+        pytest.param(side(32), side(128, cached=False), id="32-to-128-no-prefix-cache"),
+        pytest.param(side(96), side(64, cached=False), id="96-to-64-no-prefix-cache"),
+    ],
+)
+def test_windows_move_with_the_rest(
+    fleet: Fleet, references: References, prefill: EngineConfig, decode: EngineConfig
+) -> None:
+    pair = pair_of(fleet, prefill, decode)
+    assert sorted(pair.decode.groups()) == ["FullAttentionSpec", "SlidingWindowSpec"]
+    prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
+    before = Sources.of(pair.decode)
+    answers = [pair.run(each) for each in prompts]
+    assert token_ids(answers) == references.tokens(prompts, model=MODEL)
+    moved = Sources.of(pair.decode) - before
+    num_external = sum(len(each) - 1 for each in prompts if is_offered(each, prefill.block_tokens))
+    assert moved == Sources(num_external, 0, sum(PROMPT_TOKENS) - num_external)
+    first = prompt(300)
+    second = first + tuple(answers[PROMPT_TOKENS.index(300)].token_ids) + prompt(50, seed=2)
+    assert [pair.run(second).token_ids] == references.tokens([second], model=MODEL)
+    prompts = list(concurrent_prompts(8))
+    assert token_ids(pair.run_all(prompts)) == references.tokens(prompts, model=MODEL)
+    pair.assert_at_rest()
+
+
+def test_a_pair_that_would_poison_the_prefix_cache_is_refused(
+    fleet: Fleet, references: References
+) -> None:
+    """A sink's block of 128 tokens begins before the source's first block of 32 that the window
+    still holds: it would be hashed with a part that nobody wrote.
+    """
+    pair = pair_of(fleet, side(32), side(128, policy="recompute"))
+    tokens = prompt(700)
+    before = Sources.of(pair.decode)
+    answer = pair.run(tokens)
+    assert [answer.token_ids] == references.tokens([tokens], model=MODEL)
+    moved = Sources.of(pair.decode) - before
+    assert moved.external == 0
+    pair.assert_at_rest()
