@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvxfer.kernels.block_rewrite import BlockOrder
 from kvxfer.tensors.attention_contract import (
     AttentionBackend,
     AttentionGroup,
@@ -34,6 +35,7 @@ from kvxfer.tensors.placeholders import (
     scatter_mm_placeholders,
 )
 from kvxfer.tensors.postprocess import (
+    Postprocessor,
     kv_postprocess_blksize_and_layout_on_receive,
     kv_postprocess_blksize_on_receive,
     kv_postprocess_layout_on_receive,
@@ -47,9 +49,11 @@ __all__ = [
     "AttentionGroup",
     "AttentionLayer",
     "AttentionMetadataBuilder",
+    "BlockOrder",
     "CommonAttentionMetadata",
     "KVBlockZeroer",
     "MultipleOf",
+    "Postprocessor",
     "add_kv_sharing_layers_to_kv_cache_groups",
     "allocate_kv_cache",
     "bind_kv_cache",

@@ -6,13 +6,25 @@ functions take ``cache``, a 4-D view of one plane of one layer: dimension 0 coun
 one is what one head keeps of one token (D), and heads (H) and tokens (N) lie between, either way
 round. Which of them is which follows from the strides, because each function says in what order a
 *local* block lies. Only the blocks ``indices`` change.
+
+:class:`Postprocessor` does the same, and what these cannot say, to all layers at once: on a GPU it
+is one launch for all layers of one geometry.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor
 
+from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
 from kvxfer.tensors.block_ids import BlockIds, as_integers, check_ids, id_tensor
+
+if TYPE_CHECKING:
+    from kvxfer.kernels.postprocess import Segments
 
 
 def kv_postprocess_blksize_on_receive(
@@ -32,11 +44,9 @@ def kv_postprocess_blksize_on_receive(
         ValueError: another number of dimensions, blocks with gaps, a ratio below 1 or that does not
             divide N, an id out of range or given twice. Nothing has changed then.
     """
-    view = _outer_first(cache)
-    num_heads, num_tokens = view.shape[1:3]
-    small = _received_tokens(num_tokens, block_size_ratio)
-    received = (block_size_ratio, num_heads, small, view.shape[3])
-    _rewrite(view, indices, received, (0, 2, 1, 3, 4))
+    token_dim = 3 - _outer_dim(cache)
+    small = _received_tokens(cache.shape[token_dim], block_size_ratio)
+    Postprocessor([cache], BlockOrder(small, by_head=True), token_dim=token_dim).run(indices)
 
 
 def kv_postprocess_layout_on_receive(cache: Tensor, indices: BlockIds) -> None:
@@ -69,11 +79,9 @@ def kv_postprocess_blksize_and_layout_on_receive(
     Raises:
         TypeError, ValueError: as :func:`kv_postprocess_blksize_on_receive`.
     """
-    view = _outer_first(cache)
-    num_tokens, num_heads = view.shape[1:3]
-    small = _received_tokens(num_tokens, block_size_ratio)
-    received = (block_size_ratio, num_heads, small, view.shape[3])
-    _rewrite(view, indices, received, (0, 1, 3, 2, 4))
+    token_dim = _outer_dim(cache)
+    small = _received_tokens(cache.shape[token_dim], block_size_ratio)
+    Postprocessor([cache], BlockOrder(small, by_head=True), token_dim=token_dim).run(indices)
 
 
 def zero_uncovered_tokens(
@@ -114,8 +122,132 @@ def zero_uncovered_tokens(
     values.index_fill_(0, id_tensor("indices", later, cache.device), 0)
 
 
-def _outer_first(cache: Tensor) -> Tensor:
-    """[num_blocks, outer, inner, D]: heads and tokens as they lie in memory, as integers."""
+class Postprocessor:
+    """Puts received blocks of many layers into the local order, whatever both sizes and orders.
+
+    A received block may be smaller or larger than a local one, or neither divide the other; where
+    it is larger it was written over several local blocks. Equal views, as layers that share a cache
+    have, are rewritten once; others must not overlap.
+    """
+
+    def __init__(
+        self, caches: Iterable[Tensor], received: BlockOrder, *, token_dim: int = 2
+    ) -> None:
+        """Learn where the blocks lie, once.
+
+        Args:
+            caches: planes of layers, [num_blocks, H, N, D] each, or [num_blocks, N, H, D] with
+                ``token_dim`` 1. In which order a local block lies follows from the strides. On one
+                device; layers may differ in everything else.
+            received: the source's blocks.
+            token_dim: the dimension of N, 1 or 2.
+
+        Raises:
+            ValueError: no such dimension, another number of dimensions, blocks with gaps between
+                heads and tokens, or caches on several devices.
+        """
+        if token_dim not in (1, 2):
+            raise ValueError(f"token_dim: expected 1 or 2, got {token_dim}")
+        planes: dict[tuple[object, ...], _Plane] = {}
+        for cache in caches:
+            plane = _plane_of(cache, received, token_dim)
+            view = plane.view
+            planes[view.data_ptr(), view.shape, view.stride(), view.dtype, plane.rewrite] = plane
+        devices = {plane.view.device for plane in planes.values()}
+        if len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"caches: expected all on one device, got {names}")
+        self._planes = tuple(planes.values())
+        on_gpu = any(device.type == "cuda" for device in devices)
+        self._launches = _launches_of(self._planes) if on_gpu else ()
+        launched = {launch.rewrite for launch in self._launches}
+        self._by_torch = [plane for plane in self._planes if plane.rewrite not in launched]
+
+    def run(self, indices: BlockIds, num_covered_tokens: int | None = None) -> None:
+        """Rewrite these blocks of every layer; nothing else changes.
+
+        On a GPU in the current stream, without waiting for what runs there if the ids are in host
+        memory.
+
+        Args:
+            indices: local ids, each once, in the order of the request's tokens; 1-D integers.
+            num_covered_tokens: tokens received, from the first of the first block on; later ones
+                become zero. None: all.
+
+        Raises:
+            TypeError: ``indices`` are no integers.
+            ValueError: an id out of range or given twice, blocks that received ones do not fill
+                exactly, or more tokens covered than the blocks hold. Nothing has changed then.
+        """
+        if not self._planes:
+            return
+        num_blocks = min(plane.view.shape[0] for plane in self._planes)
+        check_ids("indices", indices, num_blocks, unique=True)
+        for rewrite in {plane.rewrite for plane in self._planes}:
+            rewrite.check_blocks(len(indices), num_covered_tokens)
+        device = self._planes[0].view.device
+        if device.type == "cuda" and not (isinstance(indices, Tensor) and indices.is_cuda):
+            ids = id_tensor("indices", indices, "cpu").pin_memory().to(device, non_blocking=True)
+        else:
+            ids = id_tensor("indices", indices, device).contiguous()
+        for plane in self._by_torch:
+            rewrite_blocks_ref(plane.view, ids, plane.rewrite, num_covered_tokens)
+        if not self._launches:
+            return
+        # Triton is optional, and slow to import: only where there is a GPU.
+        from kvxfer.kernels.postprocess import rewrite_blocks
+
+        for launch in self._launches:
+            rewrite_blocks(launch.segments, ids, launch.rewrite, num_covered_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """``view`` is [num_blocks, outer, inner, D], heads and tokens as they lie in memory."""
+
+    view: Tensor
+    rewrite: BlockRewrite
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """All planes of one geometry."""
+
+    segments: Segments
+    rewrite: BlockRewrite
+
+
+def _plane_of(cache: Tensor, received: BlockOrder, token_dim: int) -> _Plane:
+    outer_dim = _outer_dim(cache)
+    local = BlockOrder(cache.shape[token_dim], by_head=outer_dim != token_dim)
+    return _Plane(
+        view=_outer_first(cache, outer_dim),
+        rewrite=BlockRewrite(cache.shape[3 - token_dim], received, local),
+    )
+
+
+def _launches_of(planes: Iterable[_Plane]) -> tuple[_Launch, ...]:
+    """Planes on a GPU by geometry, less those of which no program holds a set."""
+    from kvxfer.kernels.postprocess import fits, segments_of
+
+    views: dict[tuple[BlockRewrite, torch.Size, int], list[Tensor]] = {}
+    for plane in planes:
+        if fits(plane.rewrite):
+            for view in _whole_rows(plane.view):
+                key = (plane.rewrite, view.shape[1:], view.element_size())
+                views.setdefault(key, []).append(view)
+    return tuple(_Launch(segments_of(alike), key[0]) for key, alike in views.items())
+
+
+def _whole_rows(view: Tensor) -> list[Tensor]:
+    """The view, or each of its channels where these lie apart: rows of one element."""
+    if view.stride(3) == 1:
+        return [view]
+    return [view.narrow(3, channel, 1) for channel in range(view.shape[3])]
+
+
+def _outer_dim(cache: Tensor) -> int:
+    """The dimension of heads and tokens that is the outer one in memory, 1 or 2."""
     if cache.ndim != 4:
         raise ValueError(
             "cache: expected 4 dimensions, blocks first, heads and tokens, then elements, got "
@@ -123,15 +255,23 @@ def _outer_first(cache: Tensor) -> Tensor:
         )
     (_, size_1, size_2, _), (_, stride_1, stride_2, _) = cache.shape, cache.stride()
     # A dimension of size 1 has any stride, so the larger stride alone does not say which is outer.
-    if stride_1 == size_2 * stride_2 or size_1 == size_2 == 1:
-        return as_integers(cache)
+    if stride_1 == size_2 * stride_2:
+        return 1
     if stride_2 == size_1 * stride_1:
-        return as_integers(cache).transpose(1, 2)
+        return 2
+    if 1 in (size_1, size_2):
+        return 1
     raise ValueError(
         "cache: expected blocks without gaps between heads and tokens, got shape "
         f"{tuple(cache.shape)} with strides {cache.stride()}; blocks received into such a view "
         "are not one piece"
     )
+
+
+def _outer_first(cache: Tensor, outer_dim: int) -> Tensor:
+    """[num_blocks, outer, inner, D]: heads and tokens as they lie in memory, as integers."""
+    integers = as_integers(cache)
+    return integers if outer_dim == 1 else integers.transpose(1, 2)
 
 
 def _received_tokens(num_tokens: int, block_size_ratio: int) -> int:
@@ -142,13 +282,3 @@ def _received_tokens(num_tokens: int, block_size_ratio: int) -> int:
             f"got {block_size_ratio}"
         )
     return num_tokens // block_size_ratio
-
-
-def _rewrite(
-    view: Tensor, indices: BlockIds, received: tuple[int, ...], order: tuple[int, ...]
-) -> None:
-    """Read the blocks as [n, *received] and write them back with these dimensions in ``order``."""
-    check_ids("indices", indices, view.shape[0], unique=True)
-    ids = id_tensor("indices", indices, view.device)
-    blocks = view.index_select(0, ids)
-    view.index_copy_(0, ids, blocks.view(-1, *received).permute(order).reshape(blocks.shape))

@@ -55,6 +55,33 @@ def test_words_of_other_sizes(word_nbytes: int, nbytes: int, device: torch.devic
     assert_same_bytes(got, want)
 
 
+@pytest.mark.parametrize("tile_nbytes", [4096, 8192, 16384])
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("nbytes", [16, 8192, 8196, 40960])
+def test_programs_of_any_size(
+    tile_nbytes: int, first: int, nbytes: int, device: torch.device
+) -> None:
+    """Pieces that begin at a multiple of 16 bytes, or not; several programs each, or less."""
+    got, want = poisoned((2, 3, nbytes + 48), device), poisoned((2, 3, nbytes + 48), device)
+    ids = torch.tensor([2, 0], device=device)
+    pieces = slice(first, first + nbytes)
+    zero_blocks(segment_table(got[:, :, pieces]), ids, nbytes, tile_nbytes=tile_nbytes)
+    zero_blocks_ref(want[:, :, pieces], ids)
+    assert_same_bytes(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("nbytes", [32768, 32772, 131072])
+def test_a_pool_of_more_than_four_gib(nbytes: int) -> None:
+    num_blocks = (5 << 30) // nbytes
+    pool = poisoned((1, num_blocks, nbytes), "cuda")
+    ids = torch.tensor([num_blocks - 1, 0, num_blocks // 2], device="cuda")
+    zero_blocks(segment_table(pool), ids, nbytes)
+    assert not pool[0, ids].any()
+    pool[0, ids] = 0xEE
+    assert bool((pool.view(-1).view(torch.int32) == -0x11111112).all())
+
+
 def test_refusals(device: torch.device) -> None:
     table = torch.zeros((2, 3), dtype=torch.int64, device=device)
     ids = torch.zeros(2, dtype=torch.int64, device=device)
@@ -70,6 +97,10 @@ def test_refusals(device: torch.device) -> None:
         zero_blocks(table, ids, 7, 2)
     with pytest.raises(ValueError, match="max_nbytes: expected at most 67107840, got 67107841"):
         zero_blocks(table, ids, 67107841, 1)
+    with pytest.raises(
+        ValueError, match="tile_nbytes: expected a power of two from 4096 on, got 2"
+    ):
+        zero_blocks(table, ids, 4, tile_nbytes=2048)
     many = torch.zeros((65536, 3), dtype=torch.int64, device=device)
     with pytest.raises(ValueError, match="expected at most 65535 segments, got 65536"):
         zero_blocks(many, ids, 4)

@@ -14,7 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvxfer.kernels.block_rewrite import BlockOrder
+from kvxfer.kernels.postprocess import rewrite_blocks
 from kvxfer.tensors.postprocess import (
+    Postprocessor,
+    _launches_of,
+    _plane_of,
     kv_postprocess_blksize_and_layout_on_receive,
     kv_postprocess_blksize_on_receive,
     kv_postprocess_layout_on_receive,
@@ -271,3 +276,159 @@ def test_the_tail_refuses(ids: list[int], num_covered: int, token_dim: int, mess
     with pytest.raises(ValueError, match=re.escape(message)):
         zero_uncovered_tokens(cache, ids, num_covered, token_dim=token_dim)
     assert_same_bytes(cache, poisoned((5, 3, 4, 2)))
+
+
+def layers(device: torch.device | str, num_blocks: int = 8) -> list[Tensor]:
+    """Views [num_blocks, H, N, D] of every kind of memory; 4 tokens a block."""
+    size = (num_blocks, 3, 4, 8)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randint(0, 256, (*shape, 2)).to(torch.uint8).view(torch.bfloat16)[..., 0]
+
+    by_head, packed = random(*size).contiguous(), random(num_blocks, 3, 4, 16).contiguous()
+    k_and_v = random(num_blocks, 2, 4, 3, 8).contiguous().to(device)
+    return [
+        by_head.to(device),
+        k_and_v[:, 0].transpose(1, 2),  # by token
+        k_and_v[:, 1].transpose(1, 2),
+        packed.to(device)[..., :8],
+        random(num_blocks, 8, 3, 4).contiguous().to(device).permute(0, 2, 3, 1),  # channels apart
+        random(num_blocks, 5, 4, 8).contiguous().to(device),  # more heads
+    ]
+
+
+def rewritten_by_loops(view: Tensor, small: int, ids: list[int], num_covered: int) -> Tensor:
+    """The logical content afterwards of a view whose blocks received [H, small, D] each."""
+    by_head = view.stride(1) > view.stride(2)
+    num_heads, num_tokens = view.shape[1:3]
+    as_stored = view if by_head else view.transpose(1, 2)
+    rows = as_stored.cpu().reshape(view.shape[0], num_heads * num_tokens, -1)
+    stream = torch.cat([rows[block] for block in ids])
+    after = view.cpu().clone()
+    for token, head in product(range(len(ids) * num_tokens), range(num_heads)):
+        part, slot = divmod(token, small)
+        row = stream[(part * num_heads + head) * small + slot]
+        kept = row if token < num_covered else torch.zeros_like(row)
+        after[ids[token // num_tokens], head, token % num_tokens] = kept
+    return after
+
+
+@pytest.mark.parametrize("small", [2, 4, 8, 12])
+@pytest.mark.parametrize("num_covered", [None, 0, 9, 24])
+def test_all_layers_at_once(small: int, num_covered: int | None, device: torch.device) -> None:
+    ids = [7, 0, 3, 5, 2, 6]
+    caches = layers(device)
+    wants = [
+        rewritten_by_loops(cache, small, ids, 24 if num_covered is None else num_covered)
+        for cache in caches
+    ]
+    Postprocessor(caches, BlockOrder(small, by_head=True)).run(ids, num_covered)
+    for cache, want in zip(caches, wants, strict=True):
+        assert_same_bytes(cache, want)
+
+
+def test_the_launches_of_all_layers_do_the_same(device: torch.device) -> None:
+    """What runs on a GPU, here by hand: by geometry; channels apart are rows of one element."""
+    ids, caches = [7, 0, 3, 5], layers(device)
+    wants = [rewritten_by_loops(cache, 8, ids, 13) for cache in caches]
+    received = BlockOrder(8, by_head=True)
+    launches = _launches_of(_plane_of(cache, received, 2) for cache in caches)
+    widths = [(launch.segments.width_nbytes, len(launch.segments.table)) for launch in launches]
+    assert sorted(widths) == [(2, 8), (16, 1), (16, 2), (16, 2)]
+    for launch in launches:
+        rewrite_blocks(launch.segments, torch.tensor(ids, device=device), launch.rewrite, 13)
+    for cache, want in zip(caches, wants, strict=True):
+        assert_same_bytes(cache, want)
+
+
+def test_views_of_the_other_order_of_dimensions(device: torch.device) -> None:
+    ids = [7, 0]
+    caches = [cache.transpose(1, 2) for cache in layers(device)]
+    wants = [rewritten_by_loops(cache.transpose(1, 2), 2, ids, 8) for cache in caches]
+    Postprocessor(caches, BlockOrder(2, by_head=True), token_dim=1).run(torch.tensor(ids))
+    for cache, want in zip(caches, wants, strict=True):
+        assert_same_bytes(cache.transpose(1, 2), want)
+
+
+def test_the_opposite_of_a_rewrite_restores_the_bytes(device: torch.device) -> None:
+    whole = layers(device)[0]
+    before = whole.clone()
+    halves = whole.view(16, 3, 2, 8)  # the same memory as blocks of two tokens
+    Postprocessor([whole], BlockOrder(2, by_head=True)).run([1, 6])
+    assert not torch.equal(whole.view(torch.int16), before.view(torch.int16))
+    Postprocessor([halves], BlockOrder(4, by_head=True)).run([2, 3, 12, 13])
+    assert_same_bytes(whole, before)
+
+
+def test_layers_that_share_a_cache_are_rewritten_once(device: torch.device) -> None:
+    first = layers(device)[0]
+    want = rewritten_by_loops(first, 2, [1, 4], 8)
+    Postprocessor([first, first.view_as(first)], BlockOrder(2, by_head=True)).run([1, 4])
+    assert_same_bytes(first, want)
+
+
+def test_one_head_needs_nothing_moved(device: torch.device) -> None:
+    cache = poisoned((4, 1, 6, 2), device)
+    cache[1] = torch.arange(12, dtype=torch.uint8).view(1, 6, 2)
+    want = cache.clone()
+    want[1, 0, 5] = 0
+    Postprocessor([cache], BlockOrder(2, by_head=True)).run([1], 5)
+    assert_same_bytes(cache, want)
+    odd = cache.as_strided((4, 1, 6, 2), (12, 7, 2, 1))  # any stride where there is one
+    Postprocessor([odd], BlockOrder(3, by_head=True)).run([1])
+    kv_postprocess_blksize_on_receive(odd, [1], 2)
+    assert_same_bytes(cache, want)
+
+
+def test_no_layers_and_no_blocks() -> None:
+    Postprocessor([], BlockOrder(2, by_head=True)).run([5])
+    cache = poisoned((4, 3, 4, 2))
+    Postprocessor([cache], BlockOrder(2, by_head=True)).run([], 0)
+    assert_same_bytes(cache, poisoned((4, 3, 4, 2)))
+
+
+@pytest.mark.parametrize(
+    ("received_tokens", "ids", "num_covered", "message"),
+    [
+        (2, [1, 4], None, "indices: expected ids in [0, 4), got 4"),
+        (2, [-1, 2], None, "indices: expected ids in [0, 4), got -1"),
+        (2, [1, 2, 1], None, "indices: expected every block once, got 1 twice"),
+        (2, [1, 2], 9, "num_covered_tokens: expected at most the 8 tokens of 2 blocks, got 9"),
+        (2, [1, 2], -1, "num_covered_tokens: expected at most the 8 tokens of 2 blocks, got -1"),
+        (8, [1, 2, 3], None, "indices: expected a multiple of 2 blocks, because received blocks"),
+        (6, [1, 2], None, "indices: expected a multiple of 3 blocks, because received blocks of 6"),
+    ],
+)
+def test_all_layers_or_none(
+    received_tokens: int, ids: list[int], num_covered: int | None, message: str
+) -> None:
+    caches = [poisoned((5, 3, 4, 2)), poisoned((4, 3, 4, 2))]
+    both = Postprocessor(caches, BlockOrder(received_tokens, by_head=True))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        both.run(ids, num_covered)
+    with pytest.raises(TypeError, match="indices: expected an integer dtype"):
+        both.run(torch.ones(2))
+    for cache in caches:
+        assert_same_bytes(cache, poisoned(tuple(cache.shape)))
+
+
+def test_a_postprocessor_refuses() -> None:
+    with pytest.raises(ValueError, match="token_dim: expected 1 or 2, got 3"):
+        Postprocessor([], BlockOrder(2, by_head=True), token_dim=3)
+    with pytest.raises(ValueError, match="caches: expected all on one device, got cpu, meta"):
+        Postprocessor(
+            [torch.zeros(2, 3, 4, 2), torch.zeros(2, 3, 4, 2, device="meta")],
+            BlockOrder(2, by_head=True),
+        )
+    with pytest.raises(ValueError, match="cache: expected 4 dimensions"):
+        Postprocessor([torch.zeros(2, 3, 4)], BlockOrder(2, by_head=True))
+
+
+@pytest.mark.gpu
+def test_a_set_that_no_program_holds() -> None:
+    """Of 256 heads of 256 tokens: the torch form does it, on the GPU."""
+    cache = torch.randint(0, 256, (3, 256, 256, 2), device="cuda").to(torch.uint8)
+    want = cache.cpu()
+    kv_postprocess_layout_on_receive(cache, [2, 0])
+    kv_postprocess_layout_on_receive(want, [2, 0])
+    assert_same_bytes(cache, want)
