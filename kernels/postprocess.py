@@ -23,7 +23,7 @@ from torch import Tensor
 from kvxfer.kernels.block_rewrite import BlockRewrite
 
 # What a program moves, and a thread of it
-TILE_WORDS = 4096
+TILE_WORDS = 16384
 THREAD_WORDS = 16
 # 1024 threads; 128 KiB of 8-byte words, half of the registers of a multiprocessor
 MAX_TILE_WORDS = 16384

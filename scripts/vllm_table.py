@@ -183,30 +183,30 @@ def measure_costs(fleet: Fleet) -> list[str]:
     lines = ["| what the connector costs | prefill | decode |", "|---|---|---|"]
     for num_in_flight in (1, 64):
         sides = step_times(fleet, num_in_flight)
-        cells = " | ".join(
-            f"{steps.p50_us:.0f} wall, {steps.cpu_p50_us:.0f} CPU" for steps in sides.values()
-        )
+        cells = " | ".join(f"{steps.p50_us:.0f} ({steps.p90_us:.0f})" for steps in sides.values())
         lines.append(
-            f"| kvxfer: engine thread in the connector, us a step, median, {num_in_flight} "
+            f"| kvxfer: engine thread in the connector, us a step, median (p90), {num_in_flight} "
             f"in flight | {cells} |"
         )
     for name, connector in CONNECTORS.items():
-        for executor in ("uni", "mp"):
-            shares = idle_shares(fleet, connector, executor)
+        for in_process in (True, False):
+            shares = idle_shares(fleet, connector, in_process=in_process)
+            processes = "one process" if in_process else "EngineCore and worker apart"
             cells = " | ".join(f"{share:.0%}" for share in shares)
             lines.append(
-                f"| {name}: share of a core, idle with held blocks, executor {executor} | {cells} |"
+                f"| {name}: share of a core, idle with held blocks, {processes} | {cells} |"
             )
     print(*lines, sep="\n", flush=True)
     return [
         *lines,
         "",
         "Steps: those that decode a request; both sides of the connector in one process;",
-        "wall time and CPU time of the thread.",
+        "wall time, the best of three runs of 100 steps.",
         f"Shares: all processes of an engine, over {WATCHED_S:g} s. Prefill holds 3 offers (with",
         "kvxfer decode holds a load that stands still; with NixlConnector it has nothing to do).",
-        "With the executor mp (vLLM's default for CPUs) vLLM's own message queues spin for as long",
-        "as an engine steps, and it steps while it holds blocks, whatever a connector does.",
+        "Where EngineCore and its worker are two processes (vLLM's way on CPUs, and with TP > 1",
+        "anywhere) vLLM spins on the queue between them for as long as an engine steps, and it",
+        "steps while it holds blocks, whatever a connector does. A GPU with TP 1 has one process.",
     ]
 
 

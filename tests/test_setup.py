@@ -21,6 +21,8 @@ SCRIPTS = [
     "scripts/_setup",
     "scripts/demo",
     "scripts/test",
+    "scripts/test_gpu",
+    "scripts/test_vllm",
     "scripts/check",
     "scripts/grid",
     ".ci/run",
@@ -100,10 +102,11 @@ def test_scripts_are_executable_and_strict(script: str) -> None:
     assert "http" not in path.read_text()
 
 
-def test_ci_runs_the_three_scripts_and_nothing_else() -> None:
+def test_ci_runs_four_scripts_and_nothing_else() -> None:
     lines = (ROOT / ".ci/run").read_text().splitlines()
     commands = [line for line in lines if not line.startswith(("#", "set ", "root="))]
-    assert commands == [f'"$root/scripts/{name}"' for name in ("check", "test", "demo")]
+    names = ("check", "test", "demo", "test_vllm")
+    assert commands == [f'"$root/scripts/{name}"' for name in names]
 
 
 @pytest.fixture

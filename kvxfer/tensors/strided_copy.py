@@ -14,10 +14,18 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvxfer.tensors.copy_checks import (
+    check_bases,
+    check_chunk,
+    check_flat,
+    check_order,
+    check_pair,
+    check_regions,
+    check_span,
+)
 from kvxfer.tensors.strided_channels import Channels
 from kvxfer.tensors.strided_index import (
     PIECE_NBYTES,
@@ -26,8 +34,6 @@ from kvxfer.tensors.strided_index import (
     Reads,
     Rows,
     read_rows,
-    span_ids,
-    tile_extent_nbytes,
     token_pieces,
     write_rows,
 )
@@ -82,11 +88,7 @@ def gather(
     """
     bases = _regions(side, region_lo, region_hi)
     pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
-    if order.channel_nbytes not in (0, side.tile.channel_nbytes):
-        raise ValueError(
-            f"order: expected channels of {side.tile.channel_nbytes} bytes like the tile, "
-            f"got {order.channel_nbytes}"
-        )
+    check_order(side.tile, order)
     reads = read_rows(side.tile, block_ids, order, token_lo, token_hi)
     dense = _dense(out, "out", reads.piece, len(bases))
     for base, region_bytes in zip(bases, dense, strict=True):
@@ -137,7 +139,7 @@ def strided_copy(
     the memories.
     """
     source, sink = copy_class.source, copy_class.sink
-    _check_pair(copy_class)
+    check_pair(copy_class)
     span = (token_lo, token_hi)
     source_pools = _checked(source_memories, source.tile, source.bases, source_ids, *span)
     sink_pools = _checked(sink_memories, sink.tile, sink.bases, sink_ids, *span)
@@ -234,30 +236,19 @@ def _slice(pool: Bytes, start: int, piece: PieceRows) -> Bytes:
 
 
 def _flat(tensor: Tensor, name: str) -> Bytes:
-    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous one-dimensional uint8 tensor, "
-            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
-        )
+    check_flat(tensor, name)
     return tensor.numpy()
 
 
 def _regions(side: Side, region_lo: int, region_hi: int) -> tuple[Base, ...]:
-    if not 0 <= region_lo <= region_hi <= len(side.bases):
-        raise ValueError(
-            f"regions: expected a range of [0, {len(side.bases)}), got [{region_lo}, {region_hi})"
-        )
+    check_regions(len(side.bases), region_lo, region_hi)
     return side.bases[region_lo:region_hi]
 
 
 def _dense(tensor: Tensor, name: str, piece: PieceRows, num_regions: int) -> NDArray[np.uint8]:
     """The chunk as [regions, bytes of a region]."""
-    flat = _flat(tensor, name)
-    if flat.size != num_regions * piece.nbytes:
-        raise ValueError(
-            f"{name}: expected {num_regions * piece.nbytes} bytes "
-            f"({num_regions} regions of {piece.nbytes}), got {flat.size}"
-        )
+    check_chunk(tensor, name, num_regions, piece.nbytes)
+    flat: Bytes = tensor.numpy()
     return flat.reshape(num_regions, piece.nbytes)
 
 
@@ -270,46 +261,7 @@ def _checked(
     token_hi: int,
 ) -> list[Bytes]:
     """The memories as arrays, once all that will be addressed is known to lie inside them."""
-    if not 0 <= token_lo <= token_hi:
-        raise ValueError(f"tokens: expected 0 <= lo <= hi, got [{token_lo}, {token_hi})")
-    if block_ids.dtype != np.int64 or block_ids.size * tile.block_tokens < token_hi:
-        raise ValueError(
-            f"block_ids: expected int64 ids of {token_hi} tokens in blocks of "
-            f"{tile.block_tokens}, got {block_ids.size} of {block_ids.dtype}"
-        )
-    if token_lo < token_hi:
-        needed = span_ids(tile, block_ids, token_lo, token_hi)
-        lowest, highest = int(needed.min()), int(needed.max())
-        if lowest < 0 or highest >= tile.num_blocks:
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"block_ids: expected ids in [0, {tile.num_blocks}), got {wrong}")
+    check_span(tile, block_ids, token_lo, token_hi)
     pools = [_flat(memory, f"memory {number}") for number, memory in enumerate(memories)]
-    extent = tile_extent_nbytes(tile)
-    for base in bases:
-        if not 0 <= base.memory < len(pools):
-            raise ValueError(f"base: expected one of {len(pools)} memories, got {base.memory}")
-        if base.offset < 0 or base.offset + extent > pools[base.memory].size:
-            raise ValueError(
-                f"base: expected {extent} bytes inside memory {base.memory} of "
-                f"{pools[base.memory].size}, got offset {base.offset}"
-            )
+    check_bases(tile, bases, [pool.size for pool in pools])
     return pools
-
-
-def _check_pair(copy_class: CopyClass) -> None:
-    source, sink = copy_class.source, copy_class.sink
-    if len(source.bases) != len(sink.bases):
-        raise ValueError(
-            f"bases: expected as many on both sides, got {len(source.bases)} and {len(sink.bases)}"
-        )
-    theirs, ours = source.tile, sink.tile
-    if (theirs.num_heads, theirs.inner_nbytes) != (ours.num_heads, ours.inner_nbytes):
-        raise ValueError(
-            f"tiles: expected {ours.num_heads} heads of {ours.inner_nbytes} bytes like the sink, "
-            f"got {theirs.num_heads} of {theirs.inner_nbytes} at the source"
-        )
-    if theirs.channel_nbytes != ours.channel_nbytes:
-        raise ValueError(
-            f"tiles: expected channels of {ours.channel_nbytes} bytes like the sink, "
-            f"got {theirs.channel_nbytes} at the source"
-        )

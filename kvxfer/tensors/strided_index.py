@@ -115,6 +115,16 @@ def token_pieces(
         lo = hi
 
 
+def token_rectangles(lo: int, hi: int, block_tokens: int) -> list[tuple[int, int]]:
+    """Head of a block, whole blocks, tail of a block; empty ones left out."""
+    first_whole = -(-lo // block_tokens) * block_tokens
+    end_whole = hi // block_tokens * block_tokens
+    if first_whole > end_whole:
+        return [(lo, hi)] if lo < hi else []
+    parts = [(lo, first_whole), (first_whole, end_whole), (end_whole, hi)]
+    return [(first, end) for first, end in parts if first < end]
+
+
 def piece_rows(
     tile: Tile, block_ids: Ids, order: DenseOrder, token_lo: int, token_hi: int
 ) -> PieceRows:
@@ -132,7 +142,7 @@ def piece_rows(
             token_major,
             (lo - token_lo) * token_nbytes(tile),
         )
-        for lo, hi in _rectangles(token_lo, token_hi, cut_tokens)
+        for lo, hi in token_rectangles(token_lo, token_hi, cut_tokens)
     )
     nbytes = max(0, token_hi - token_lo) * token_nbytes(tile)
     return PieceRows(nbytes, rows, _contiguous_at(rows))
@@ -181,16 +191,6 @@ def _by_number(rows: Rows | Channels) -> Take | Rows | Channels:
     parts = np.arange(rows.row_nbytes // element, dtype=np.int64)
     numbers = (rows.starts // element)[:, None] + parts
     return Take(rows.dense_lo, element, numbers.reshape(-1))
-
-
-def _rectangles(lo: int, hi: int, block_tokens: int) -> list[tuple[int, int]]:
-    """Head of a block, whole blocks, tail of a block; empty ones left out."""
-    first_whole = -(-lo // block_tokens) * block_tokens
-    end_whole = hi // block_tokens * block_tokens
-    if first_whole > end_whole:
-        return [(lo, hi)] if lo < hi else []
-    parts = [(lo, first_whole), (first_whole, end_whole), (end_whole, hi)]
-    return [(first, end) for first, end in parts if first < end]
 
 
 def _rectangle_rows(

@@ -17,19 +17,18 @@ import socket
 import time
 from typing import Any
 
-# A step that scheduled nothing (blocks wait for a peer) is followed by this much sleep, unless the
-# connector waits by itself: two engines and the tests share two cores.
-IDLE_STEP_S = 0.0005
-
 
 class Worker:
     """The engine, its requests, and the calls of the test."""
 
-    def __init__(self, sock: socket.socket, engine_args: dict[str, Any]) -> None:
+    def __init__(
+        self, sock: socket.socket, engine_args: dict[str, Any], idle_step_s: float
+    ) -> None:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._sock = sock
+        self._idle_step_s = idle_step_s
         self._pending = b""
         self._running = True
         started_s = time.perf_counter()
@@ -62,8 +61,8 @@ class Worker:
                 self._first_s.setdefault(request_id, time.perf_counter())
             if output.finished and request_id in self._submitted_s:
                 self._send({"finished": self._finished(output)})
-        if not outputs and self._core is not None:
-            time.sleep(IDLE_STEP_S)
+        if not outputs and self._core is not None and self._idle_step_s:
+            time.sleep(self._idle_step_s)
 
     def _finished(self, output: Any) -> dict[str, Any]:
         (answer,) = output.outputs
@@ -179,13 +178,14 @@ class Worker:
         return self._core.scheduler
 
 
-def serve(sock: socket.socket, engine_args: dict[str, Any]) -> None:
+def serve(sock: socket.socket, engine_args: dict[str, Any], idle_step_s: float) -> None:
     """Start the engine and serve until the socket closes.
 
-    ``sock``: a connected stream socket; ``engine_args``: arguments of vLLM's EngineArgs.
+    ``sock``: a connected stream socket; ``engine_args``: arguments of vLLM's EngineArgs;
+    ``idle_step_s``: sleep after a step without output.
     """
     with sock:
-        worker = Worker(sock, engine_args)
+        worker = Worker(sock, engine_args, idle_step_s)
         try:
             worker.run()
         finally:

@@ -104,6 +104,9 @@ class EngineConfig:
     kv_nbytes: int = KV_NBYTES
     in_process: bool = True
     label: str = ""
+    # After a step without output, of an engine in the worker's process: while blocks wait for a
+    # peer vLLM steps without pause, and the engines of a test share two cores.
+    idle_step_s: float = 0.0005
     more: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -176,7 +179,7 @@ class Engine:
         with theirs:
             self.process = Process.fork(
                 engine_worker.serve,
-                (theirs, self.config.engine_args(self.port)),
+                (theirs, self.config.engine_args(self.port), self.config.idle_step_s),
                 self.config.environment(self.port),
             )
         self._sock = ours

@@ -1,0 +1,300 @@
+"""Copy tokens of many regions between two layouts, any block sizes and strides, in one launch.
+
+A region is an address in source_table and one in sink_table: of (block 0, first head, token 0), on
+this GPU, or a peer's that is mapped here. Bytes move, whatever their type.
+
+source_table, sink_table [num_regions] int64 (absolute byte addresses); source_ids, sink_ids [n]
+int64 (block ids, see ``CopySide``); params [NUM_PARAMS] int64 (``Launch.params``)
+
+Programs share the launch evenly, however many there are: a unit is one tile of tokens x words for
+a few pairs, and each program takes a run of units. Offsets of a tile are worked out once and serve
+all its pairs.
+
+An access of 16 bytes is two int64 side by side in one thread. That the compiler sees it shows in
+``launch_copy(...).asm["ptx"]``: ld.global.v2.b64 and st.global.v2.b64.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kvxfer.kernels.strided_work import (
+    HEAD_PARAMS,
+    NUM_PARAMS,
+    SIDE_PARAMS,
+    WARPS,
+    CopySide,
+    CopyWork,
+    Launch,
+    plan_launch,
+)
+
+_SOURCE = tl.constexpr(HEAD_PARAMS)
+_SINK = tl.constexpr(HEAD_PARAMS + SIDE_PARAMS)
+
+
+@triton.jit
+def _divide(number, divisor, magic, shift):
+    """Quotient and rest, int32."""
+    quotient = (number.to(tl.int64) * magic >> shift).to(tl.int32)
+    return quotient, number - quotient * divisor.to(tl.int32)
+
+
+@triton.jit
+def _divide_by(number, params):
+    """By three params: the divisor, its magic number, its shift."""
+    return _divide(number, tl.load(params), tl.load(params + 1), tl.load(params + 2))
+
+
+@triton.jit
+def _token_offset(side, ids, token, wanted):
+    """Byte offset of each token from its region's address."""
+    block, slot = _divide_by(token + tl.load(side + 7).to(tl.int32), side)
+    kernel_block, kernel_slot = _divide_by(slot, side + 3)
+    # int64 before the multiply: a pool is larger than 2 GiB
+    block_id = tl.load(ids + block, mask=wanted, other=0) * tl.load(side + 6) + kernel_block
+    return block_id * tl.load(side + 8) + kernel_slot.to(tl.int64) * tl.load(side + 9)
+
+
+@triton.jit
+def _words_at(address, offsets, ELEMENT: tl.constexpr, VEC: tl.constexpr):
+    """Pointers [lanes, VEC] to the elements of each word."""
+    words = (address + offsets)[:, None].to(tl.pointer_type(ELEMENT)) + tl.arange(0, VEC)[None, :]
+    # The host chose the word so that this holds. The hint must sit on this pointer: the compiler
+    # forgets what it knew of an integer that becomes one.
+    nbytes: tl.constexpr = VEC * ELEMENT.primitive_bitwidth // 8
+    return tl.max_contiguous(tl.multiple_of(words, [1, nbytes]), [1, VEC])
+
+
+@triton.jit
+def _copy_pairs(
+    source_table,
+    sink_table,
+    num_heads,
+    head_magic,
+    head_shift,
+    source_head,
+    sink_head,
+    source_offset,
+    sink_offset,
+    lane,
+    num_words,
+    pair,
+    num_pairs,
+    ELEMENT: tl.constexpr,
+    VEC: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Copy PAIRS pairs from ``pair`` on.
+
+    Calls itself between its load and its store, so that all loads come before the first store: the
+    compiler could not move them there, since it cannot know that nothing overlaps.
+    """
+    region, head = _divide(tl.minimum(pair, num_pairs - 1), num_heads, head_magic, head_shift)
+    given = tl.load(source_table + region) + head * source_head
+    taken = tl.load(sink_table + region) + head * sink_head
+    mask = (lane < tl.where(pair < num_pairs, num_words, 0))[:, None]
+    words = tl.load(_words_at(given, source_offset, ELEMENT, VEC), mask=mask)
+    if PAIRS > 1:
+        _copy_pairs(
+            source_table,
+            sink_table,
+            num_heads,
+            head_magic,
+            head_shift,
+            source_head,
+            sink_head,
+            source_offset,
+            sink_offset,
+            lane,
+            num_words,
+            pair + 1,
+            num_pairs,
+            ELEMENT,
+            VEC,
+            PAIRS - 1,
+        )
+    tl.store(_words_at(taken, sink_offset, ELEMENT, VEC), words, mask=mask)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "numbers",
+        "source_table",
+        "sink_table",
+        "source_ids",
+        "sink_ids",
+    ]
+)
+def _copy_kernel(
+    numbers,  # not "params": Triton 3.6 has a variable of that name where it binds arguments
+    source_table,
+    sink_table,
+    source_ids,
+    sink_ids,
+    ELEMENT: tl.constexpr,
+    VEC: tl.constexpr,
+    WORD: tl.constexpr,
+    LANES: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
+):
+    num_words = tl.load(numbers)
+    num_groups = tl.load(numbers + 1)
+    num_pairs = tl.load(numbers + 2)
+    num_heads = tl.load(numbers + 3)
+    head_magic = tl.load(numbers + 4)
+    head_shift = tl.load(numbers + 5)
+    source, sink = numbers + _SOURCE, numbers + _SINK
+    source_head = tl.load(source + 11)
+    sink_head = tl.load(sink + 11)
+    num_units = tl.cdiv(num_words, LANES) * num_groups
+    first_unit = num_units * tl.program_id(0) // tl.num_programs(0)
+    end_unit = num_units * (tl.program_id(0) + 1) // tl.num_programs(0)
+    for tile in range(first_unit // num_groups, tl.cdiv(end_unit, num_groups)):
+        lane = (tile * LANES + tl.arange(0, LANES)).to(tl.int32)
+        wanted = lane < num_words
+        if TOKENS_FIRST:
+            word, token = _divide_by(lane, numbers + 6)
+        else:
+            token, word = _divide_by(lane, numbers + 6)
+        source_offset = _token_offset(source, source_ids, token, wanted)
+        sink_offset = _token_offset(sink, sink_ids, token, wanted)
+        if BY_CHANNEL:
+            channel, word = _divide_by(word, numbers + 9)
+            source_offset += channel.to(tl.int64) * tl.load(source + 10)
+            sink_offset += channel.to(tl.int64) * tl.load(sink + 10)
+        source_offset += word * WORD
+        sink_offset += word * WORD
+        tile_unit = tile * num_groups
+        first_group = tl.maximum(first_unit - tile_unit, 0)
+        end_group = tl.minimum(end_unit - tile_unit, num_groups)
+        for group in range(first_group, end_group):
+            _copy_pairs(
+                source_table,
+                sink_table,
+                num_heads,
+                head_magic,
+                head_shift,
+                source_head,
+                sink_head,
+                source_offset,
+                sink_offset,
+                lane,
+                num_words,
+                group * PAIRS,
+                num_pairs,
+                ELEMENT,
+                VEC,
+                PAIRS,
+            )
+
+
+_ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+
+
+def strided_copy(
+    source_table: torch.Tensor,
+    sink_table: torch.Tensor,
+    source_ids: torch.Tensor,
+    sink_ids: torch.Tensor,
+    work: CopyWork,
+    num_programs: int,
+) -> None:
+    """Copy ``work`` for all regions on the current stream; nothing else is written.
+
+    All tensors int64 on the GPU that copies. Neither ids nor addresses are checked: the GPU cannot.
+    The numbers of the launch go there first, which waits; :func:`launch_copy` takes them ready.
+    """
+    launch = plan_launch(work, source_table.numel())
+    params = torch.tensor(launch.params, dtype=torch.int64, device=source_table.device)
+    launch_copy(params, source_table, sink_table, source_ids, sink_ids, launch, num_programs)
+
+
+def launch_copy(
+    params: torch.Tensor,
+    source_table: torch.Tensor,
+    sink_table: torch.Tensor,
+    source_ids: torch.Tensor,
+    sink_ids: torch.Tensor,
+    launch: Launch,
+    num_programs: int,
+) -> object:
+    """The launch alone, with at most ``num_programs`` programs: how many SMs it may keep busy.
+
+    ``params``: ``launch.params`` on the GPU, where other tensors are. Returns the compiled kernel.
+    A launch without tokens copies nothing and compiles what others need.
+    """
+    _check(params, source_table, sink_table, source_ids, sink_ids)
+    if num_programs < 1:
+        raise ValueError(f"num_programs: expected 1 or more, got {num_programs}")
+    grid = (max(1, min(num_programs, launch.num_units)),)
+    # Triton launches on the current device, whatever its tensors are on
+    with torch.cuda.device_of(params):  # type: ignore[no-untyped-call]
+        compiled: object = _copy_kernel[grid](
+            params,
+            source_table,
+            sink_table,
+            source_ids,
+            sink_ids,
+            ELEMENT=_ELEMENTS[launch.word_nbytes],
+            VEC=2 if launch.word_nbytes == 16 else 1,
+            WORD=launch.word_nbytes,
+            LANES=launch.lanes,
+            PAIRS=launch.pairs,
+            BY_CHANNEL=launch.by_channel,
+            TOKENS_FIRST=launch.tokens_first,
+            num_warps=WARPS,
+            num_stages=1,  # the loop needs no shared memory: other warps load while one waits
+        )
+    return compiled
+
+
+def strided_copy_ref(
+    source: torch.Tensor,
+    sink: torch.Tensor,
+    source_bases: torch.Tensor,
+    sink_bases: torch.Tensor,
+    source_ids: torch.Tensor,
+    sink_ids: torch.Tensor,
+    work: CopyWork,
+) -> None:
+    """The same in plain torch on two flat uint8 memories; bases [num_regions] are byte offsets."""
+    given = _byte_offsets(work.source, source_ids, work)
+    taken = _byte_offsets(work.sink, sink_ids, work)
+    for given_base, taken_base in zip(source_bases.tolist(), sink_bases.tolist(), strict=True):
+        sink[taken + taken_base] = source[given + given_base]
+
+
+def _byte_offsets(side: CopySide, ids: torch.Tensor, work: CopyWork) -> torch.Tensor:
+    """[tokens, heads, inner bytes] from a region's base."""
+    token = torch.arange(work.num_tokens, device=ids.device) + side.first_token
+    slot = token % side.block_tokens
+    kernel_block = ids[token // side.block_tokens] * (side.block_tokens // side.kernel_tokens)
+    kernel_block += slot // side.kernel_tokens
+    tokens = kernel_block * side.stride_block + slot % side.kernel_tokens * side.stride_token
+    heads = torch.arange(work.num_heads, device=ids.device) * side.stride_head
+    inner = torch.arange(work.inner_nbytes, device=ids.device)
+    if work.channel_nbytes:
+        channel = inner // work.channel_nbytes
+        inner = inner % work.channel_nbytes + channel * side.stride_channel
+    return tokens[:, None, None] + heads[:, None] + inner
+
+
+def _check(
+    params: torch.Tensor, source_table: torch.Tensor, sink_table: torch.Tensor, *ids: torch.Tensor
+) -> None:
+    if params.numel() != NUM_PARAMS:
+        raise ValueError(f"params: expected {NUM_PARAMS}, got {params.numel()}")
+    if source_table.numel() != sink_table.numel():
+        raise ValueError(
+            f"sink_table: expected {source_table.numel()} regions like the source, "
+            f"got {sink_table.numel()}"
+        )
+    for tensor in (params, source_table, sink_table, *ids):
+        if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise TypeError(
+                f"params, tables and ids: expected contiguous 1-D int64, "
+                f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+            )

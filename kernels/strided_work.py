@@ -1,0 +1,223 @@
+"""What one launch of the strided copy does, as numbers: geometry, width of an access, division.
+
+Pure: plain integers, no tensor. A *pair* is one region and one head: source and sink address of its
+token 0. All pairs of a launch share the offsets of their tokens, which are worked out once.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+WORDS_NBYTES = (16, 8, 4, 2, 1)
+WARPS = 8
+# Tokens x words of a program's tile, and the pairs that it copies at a time. A step is 32 KiB at 16
+# bytes a word, 128 bytes for each of 256 threads: 64 programs have 2 MiB in flight, where a link of
+# 388 GB/s with 2 us from load to data needs 0.8 MB.
+TILE_LANES = 512
+TILE_PAIRS = 4
+# A quotient is (number * magic) >> shift, for numbers below 2**31: see _divisor
+NUMBER_BITS = 31
+# So that words, tokens and lanes behind the last word are such numbers
+MAX_REGION_NBYTES = 1 << 30
+
+HEAD_PARAMS = 12
+SIDE_PARAMS = 12
+NUM_PARAMS = HEAD_PARAMS + 2 * SIDE_PARAMS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopySide:
+    """How one side lies; strides in bytes.
+
+    Token t of the id array (counted from slot 0 of its first block) is in block
+    ``ids[t // block_tokens]``, in its kernel block ``t % block_tokens // kernel_tokens``.
+    ``first_token``: where in that count the copy begins.
+    """
+
+    block_tokens: int
+    kernel_tokens: int
+    stride_block: int
+    stride_head: int
+    stride_token: int
+    stride_channel: int = 0
+    first_token: int = 0
+
+    def __post_init__(self) -> None:
+        if (
+            self.kernel_tokens < 1
+            or self.block_tokens % self.kernel_tokens
+            or not (self.block_tokens > 0)
+        ):
+            raise ValueError(
+                f"block_tokens: expected a multiple of {self.kernel_tokens} kernel tokens, "
+                f"got {self.block_tokens}"
+            )
+        if self.first_token < 0:
+            raise ValueError(f"first_token: expected 0 or more, got {self.first_token}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyWork:
+    """Both sides, and how much: ``num_tokens`` of ``num_heads`` heads of ``inner_nbytes``.
+
+    ``channel_nbytes``: where a side has channels apart, their size, and both sides say how far the
+    next one is; else 0. ``align_nbytes`` divides every address of both tables.
+    """
+
+    source: CopySide
+    sink: CopySide
+    num_tokens: int
+    num_heads: int
+    inner_nbytes: int
+    channel_nbytes: int = 0
+    align_nbytes: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("num_tokens", self.num_tokens, 0),
+            ("num_heads", self.num_heads, 1),
+            ("inner_nbytes", self.inner_nbytes, 1),
+            ("align_nbytes", self.align_nbytes, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}: expected {least} or more, got {value}")
+        if self.channel_nbytes and self.inner_nbytes % self.channel_nbytes:
+            raise ValueError(
+                f"channel_nbytes: expected a divisor of {self.inner_nbytes} inner bytes, "
+                f"got {self.channel_nbytes}"
+            )
+        region_nbytes = self.num_tokens * self.num_heads * self.inner_nbytes
+        last_token = self.num_tokens + max(self.source.first_token, self.sink.first_token)
+        if max(region_nbytes, last_token) > MAX_REGION_NBYTES:
+            raise ValueError(
+                f"num_tokens: expected at most {MAX_REGION_NBYTES} bytes of a region, got "
+                f"{self.num_tokens} tokens of {self.num_heads} x {self.inner_nbytes}; cut the copy"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A launch: what is compiled in, and ``params``, which the kernel reads from memory.
+
+    Nothing but these five is compiled in: any two engines share a few binaries.
+    """
+
+    params: tuple[int, ...]
+    word_nbytes: int
+    lanes: int
+    pairs: int
+    by_channel: bool
+    tokens_first: bool
+    num_units: int
+
+
+def plan_launch(work: CopyWork, num_regions: int) -> Launch:
+    """The launch for ``num_regions`` regions of one geometry, with the widest access there is."""
+    joined = widest(work)
+    word = word_nbytes(joined)
+    inner_words = joined.inner_nbytes // word
+    num_words = joined.num_tokens * inner_words
+    num_pairs = num_regions * joined.num_heads
+    # Twice the lanes where a step has less: of narrow words, or of one pair
+    pairs = TILE_PAIRS if num_pairs >= TILE_PAIRS else 1
+    lanes = TILE_LANES * (1 if pairs > 1 and word == WORDS_NBYTES[0] else 2)
+    num_tiles, num_groups = -(-num_words // lanes), -(-num_pairs // pairs)
+    # Lanes run where the sink's bytes lie side by side: words of a token, or tokens of a channel
+    by_channel = joined.channel_nbytes > 0
+    tokens_first = by_channel and joined.sink.stride_token < joined.sink.stride_channel
+    params = (
+        num_words,
+        num_groups,
+        num_pairs,
+        *_divisor(joined.num_heads),
+        *_divisor(max(1, joined.num_tokens) if tokens_first else inner_words),
+        *_divisor(joined.channel_nbytes // word if by_channel else inner_words),
+        *_side_params(joined.source),
+        *_side_params(joined.sink),
+    )
+    return Launch(
+        params=params,
+        word_nbytes=word,
+        lanes=lanes,
+        pairs=pairs,
+        by_channel=by_channel,
+        tokens_first=tokens_first,
+        num_units=num_tiles * num_groups,
+    )
+
+
+def widest(work: CopyWork) -> CopyWork:
+    """The same copy with fewer and longer pieces: heads that lie side by side on both sides become
+    one, and so do tokens where that allows wider words (132 bytes: 4; 16 tokens of them: 16).
+    """
+    if work.channel_nbytes:
+        return work
+    sides = (work.source, work.sink)
+    if work.num_heads > 1 and all(side.stride_head == work.inner_nbytes for side in sides):
+        work = replace(work, inner_nbytes=work.inner_nbytes * work.num_heads, num_heads=1)
+    if any(side.stride_token != work.inner_nbytes for side in sides):
+        return work
+    unit = math.gcd(
+        work.num_tokens,
+        *(number for side in sides for number in (side.kernel_tokens, side.first_token)),
+    )
+    if unit < 2:
+        return work
+    inner = work.inner_nbytes * unit
+    joined = replace(
+        work,
+        source=_joined(work.source, unit, inner),
+        sink=_joined(work.sink, unit, inner),
+        num_tokens=work.num_tokens // unit,
+        inner_nbytes=inner,
+    )
+    return joined if word_nbytes(joined) > word_nbytes(work) else work
+
+
+def word_nbytes(work: CopyWork) -> int:
+    """The widest access that every address, stride and size allows."""
+    numbers = [work.align_nbytes, work.channel_nbytes or work.inner_nbytes]
+    for side in (work.source, work.sink):
+        numbers.append(side.stride_block)
+        if work.num_heads > 1:
+            numbers.append(side.stride_head)
+        if side.kernel_tokens > 1:
+            numbers.append(side.stride_token)
+        if work.channel_nbytes:
+            numbers.append(side.stride_channel)
+    common = math.gcd(*numbers)
+    return next(word for word in WORDS_NBYTES if common % word == 0)
+
+
+def _joined(side: CopySide, unit: int, stride_token: int) -> CopySide:
+    return replace(
+        side,
+        block_tokens=side.block_tokens // unit,
+        kernel_tokens=side.kernel_tokens // unit,
+        first_token=side.first_token // unit,
+        stride_token=stride_token,
+    )
+
+
+def _side_params(side: CopySide) -> tuple[int, ...]:
+    return (
+        *_divisor(side.block_tokens),
+        *_divisor(side.kernel_tokens),
+        side.block_tokens // side.kernel_tokens,
+        side.first_token,
+        side.stride_block,
+        side.stride_token,
+        side.stride_channel,
+        side.stride_head,
+    )
+
+
+def _divisor(number: int) -> tuple[int, int, int]:
+    """(number, magic, shift): dividing by a number known at run time costs a GPU some 30
+    instructions, a multiplication and a shift four.
+
+    With magic = ceil(2**(31 + l) / d) and 2**l >= d, n * magic >> (31 + l) is n // d for all n
+    below 2**31 (Granlund and Montgomery 1994, theorem 4.2), and the product is below 2**63.
+    """
+    log2 = (number - 1).bit_length()
+    shift = NUMBER_BITS + log2
+    return number, -(-(1 << shift) // number), shift

@@ -1,0 +1,296 @@
+"""Copy the KV of a request on a GPU: between pools, of which one may be a peer's, or between a pool
+and dense chunks. The same copy as ``strided_copy.py`` does on the CPU, by one kernel.
+
+All is checked on the host before anything is launched. Nothing waits for the GPU: what a launch
+needs to know goes there through pinned memory, on the caller's stream, and an event tells the end.
+Python's work is by launch, of about 1 GiB each; ids are handled as arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvxfer.kernels.strided_copy import launch_copy
+from kvxfer.kernels.strided_work import MAX_REGION_NBYTES, NUM_PARAMS
+from kvxfer.tensors.copy_checks import check_chunk, check_order, check_regions, check_span
+from kvxfer.tensors.device_work import (
+    BoundCopy,
+    BoundSide,
+    Work,
+    chunk_ends,
+    empty_works,
+    pool_work,
+)
+from kvxfer.tensors.job_ring import WORD_NBYTES, Event, HostEvent, JobRing
+from kvxfer.tensors.strided_index import Ids, token_nbytes, token_pieces
+from kvxfer.transfer.plan import DenseOrder
+
+
+@dataclass(frozen=True, slots=True)
+class CopySettings:
+    """``launch_programs``: thread blocks of a launch, so at most how many SMs a copy takes from
+    others. ``launch_nbytes``: at most that much in one launch (unless one token is more), so that a
+    copy can be stopped. ``ring_nbytes``: for the ids and addresses of all launches on their way.
+    """
+
+    launch_programs: int = 64
+    launch_nbytes: int = 1 << 30
+    ring_nbytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        for name, value, least, most in (
+            ("launch_programs", self.launch_programs, 1, 1 << 16),
+            ("launch_nbytes", self.launch_nbytes, 1, MAX_REGION_NBYTES),
+            ("ring_nbytes", self.ring_nbytes, 1 << 12, 1 << 30),
+        ):
+            if not least <= value <= most:
+                raise ValueError(f"{name}: expected {least} to {most}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What was put on a stream so far: ``event`` is behind it, ``nbytes`` are all bytes of it.
+
+    ``event`` is None where there was nothing to copy.
+    """
+
+    event: Event | None
+    nbytes: int
+
+
+class DeviceCopier:
+    """Launches copies on one GPU. For one thread, on any of its streams.
+
+    On the CPU it needs Triton's interpreter (TRITON_INTERPRET=1), for tests; streams are None then.
+    """
+
+    def __init__(self, device: torch.device, settings: CopySettings | None = None) -> None:
+        self._settings = settings or CopySettings()
+        self._device = device
+        self._ring = JobRing(self._settings.ring_nbytes, device, self._recorded)
+
+    @property
+    def num_waits(self) -> int:
+        """How often the host waited, because the ring was in use all over."""
+        return self._ring.num_waits
+
+    def warm(self, bound: BoundCopy, stream: torch.cuda.Stream | None) -> Event:
+        """Compile what copies between these sides need, for it takes a second the first time on a
+        machine; nothing is copied.
+        """
+        events = [self._launch(work, stream, None, is_empty=True) for work in empty_works(bound)]
+        return events[-1]
+
+    def copy(
+        self,
+        bound: BoundCopy,
+        source_ids: Ids,
+        sink_ids: Ids,
+        token_lo: int,
+        token_hi: int,
+        *,
+        stream: torch.cuda.Stream | None,
+        stop: Callable[[], bool] = lambda: False,
+        programs: int | None = None,
+    ) -> Launched:
+        """Copy tokens ``[token_lo, token_hi)`` of all regions; the source is only read.
+
+        Ids: int64, positional from the request's first token, -1 for none. ``stop`` is asked before
+        each launch; once it says True no more follow. ``programs``: other than the settings' for
+        this copy. Raises ValueError, before anything is launched, for a span or ids that are not
+        those of these pools.
+        """
+        done = Launched(None, 0)
+        span = (token_lo, token_hi)
+        launches = self.launches(
+            bound, source_ids, sink_ids, *span, stream=stream, programs=programs
+        )
+        while not stop():
+            following = next(launches, None)
+            if following is None:
+                break
+            done = following
+        return done
+
+    def launches(
+        self,
+        bound: BoundCopy,
+        source_ids: Ids,
+        sink_ids: Ids,
+        token_lo: int,
+        token_hi: int,
+        *,
+        stream: torch.cuda.Stream | None,
+        programs: int | None = None,
+    ) -> Iterator[Launched]:
+        """The same, launch by launch: each ``next`` puts one on the stream.
+
+        For those who want few on their way at a time, so that a copy ends soon after it is given
+        up. The check comes at once.
+        """
+        check_span(bound.source.tile, source_ids, token_lo, token_hi)
+        check_span(bound.sink.tile, sink_ids, token_lo, token_hi)
+        limit_nbytes = self._piece_nbytes(bound)
+        pieces = token_pieces(bound.source.tile, bound.sink.tile, token_lo, token_hi, limit_nbytes)
+        works = (pool_work(bound, source_ids, sink_ids, lo, hi) for lo, hi in pieces)
+        return self._launched(works, stream, programs)
+
+    def pack(
+        self,
+        side: BoundSide,
+        block_ids: Ids,
+        order: DenseOrder,
+        region_lo: int,
+        region_hi: int,
+        token_lo: int,
+        token_hi: int,
+        out: Tensor,
+        *,
+        stream: torch.cuda.Stream | None,
+        programs: int | None = None,
+    ) -> Launched:
+        """Pack a chunk: tokens of regions ``[region_lo, region_hi)`` into ``out``, in ``order``.
+
+        out: uint8 on the GPU, exactly the chunk's bytes. Raises ValueError, before anything is
+        launched, for ids outside the pool and for a wrong size or order.
+        """
+        span = (region_lo, region_hi, token_lo, token_hi)
+        self._check_chunk(side, block_ids, order, span, out, "out")
+        ends = chunk_ends(side, block_ids, order, span, out.data_ptr())
+        works = (Work(pool, dense, side.tile, num_tokens) for pool, dense, num_tokens in ends)
+        return _last(self._launched(works, stream, programs))
+
+    def unpack(
+        self,
+        side: BoundSide,
+        block_ids: Ids,
+        region_lo: int,
+        region_hi: int,
+        token_lo: int,
+        token_hi: int,
+        dense: Tensor,
+        *,
+        stream: torch.cuda.Stream | None,
+        programs: int | None = None,
+    ) -> Launched:
+        """Unpack a chunk that lies in the sink's own physical order; the reverse of :meth:`pack`
+        with the order of the side's tile.
+        """
+        span = (region_lo, region_hi, token_lo, token_hi)
+        order = side.tile.order
+        self._check_chunk(side, block_ids, order, span, dense, "dense")
+        ends = chunk_ends(side, block_ids, order, span, dense.data_ptr())
+        works = (Work(given, pool, side.tile, num_tokens) for pool, given, num_tokens in ends)
+        return _last(self._launched(works, stream, programs))
+
+    def _check_chunk(
+        self,
+        side: BoundSide,
+        block_ids: Ids,
+        order: DenseOrder,
+        span: tuple[int, int, int, int],
+        dense: Tensor,
+        name: str,
+    ) -> None:
+        region_lo, region_hi, token_lo, token_hi = span
+        check_regions(side.addresses.size, region_lo, region_hi)
+        check_span(side.tile, block_ids, token_lo, token_hi)
+        check_order(side.tile, order)
+        region_nbytes = (token_hi - token_lo) * token_nbytes(side.tile)
+        check_chunk(dense, name, region_hi - region_lo, region_nbytes)
+        if dense.device.type != self._device.type:
+            raise ValueError(f"{name}: expected a tensor on {self._device}, got {dense.device}")
+
+    def _piece_nbytes(self, bound: BoundCopy) -> int:
+        """Bytes of one region in one launch: what the settings allow, and no more ids than a
+        quarter of the ring holds, so that the next launches need not wait for this one.
+        """
+        num_regions = bound.source.addresses.size
+        if num_regions == 0:
+            return self._settings.launch_nbytes
+        ours, theirs = bound.sink.tile.block_tokens, bound.source.tile.block_tokens
+        num_ids = self._ring.num_words // 4 - NUM_PARAMS - 2 * num_regions
+        # Tokens fill so many blocks of both sides, and may touch one more at each end
+        num_tokens = (num_ids - 4) * ours * theirs // (ours + theirs)
+        if num_tokens < 1:
+            raise ValueError(
+                f"ring_nbytes: expected {16 * WORD_NBYTES * num_regions} or more for {num_regions} "
+                f"regions, got {self._settings.ring_nbytes}"
+            )
+        by_ring = num_tokens * token_nbytes(bound.sink.tile)
+        return min(by_ring, max(1, self._settings.launch_nbytes // num_regions))
+
+    def _launched(
+        self, works: Iterator[Work], stream: torch.cuda.Stream | None, programs: int | None
+    ) -> Iterator[Launched]:
+        nbytes = 0
+        for work in works:
+            if not work.nbytes:
+                continue
+            event = self._launch(work, stream, programs)
+            nbytes += work.nbytes
+            yield Launched(event, nbytes)
+
+    def _launch(
+        self,
+        work: Work,
+        stream: torch.cuda.Stream | None,
+        programs: int | None,
+        *,
+        is_empty: bool = False,
+    ) -> Event:
+        launch = work.plan()
+        params = (0, *launch.params[1:]) if is_empty else launch.params
+        arrays = (
+            *(np.array(params, np.int64), work.source.addresses, work.sink.addresses),
+            *(work.source.block_ids, work.sink.block_ids),
+        )
+        sizes = [array.size for array in arrays]
+        with self._on(stream):
+            slot = self._ring.take(sum(sizes))
+            try:
+                np.concatenate(arrays, out=slot.host)
+                slot.send()
+                numbers, source_table, sink_table, given_ids, taken_ids = torch.split(
+                    slot.device, sizes
+                )
+                launch_copy(
+                    numbers,
+                    source_table,
+                    sink_table,
+                    given_ids,
+                    taken_ids,
+                    launch,
+                    programs or self._settings.launch_programs,
+                )
+            finally:  # whatever failed, a part may be on its way
+                event = self._ring.close(slot)
+        return event
+
+    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """Makes the stream current, and its GPU with it."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        if stream is None:
+            raise ValueError(f"stream: expected one of {self._device}, got None")
+        return torch.cuda.stream(stream)
+
+    def _recorded(self) -> Event:
+        if self._device.type == "cpu":
+            return HostEvent()
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+def _last(launches: Iterator[Launched]) -> Launched:
+    done = Launched(None, 0)
+    for launched in launches:
+        done = launched
+    return done

@@ -1,0 +1,400 @@
+"""The copying kernel, on a GPU or in Triton's interpreter, against loops over tokens and heads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvxfer.kernels.strided_copy import launch_copy, strided_copy, strided_copy_ref
+from kvxfer.kernels.strided_work import CopySide, CopyWork, plan_launch, widest, word_nbytes
+from tests.conftest import HAS_CUDA
+from tests.helpers import assert_same_bytes, poisoned
+
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+EXAMPLES = settings().max_examples if HAS_CUDA else max(10, settings().max_examples // 5)
+NUM_REGIONS = 3
+
+
+def hnd(kernel_tokens: int, num_heads: int, inner: int, **more: int) -> CopySide:
+    """Kernel blocks [head][token][inner], one behind the other."""
+    return side_of(
+        kernel_tokens, num_heads * kernel_tokens * inner, kernel_tokens * inner, inner, **more
+    )
+
+
+def nhd(kernel_tokens: int, num_heads: int, inner: int, **more: int) -> CopySide:
+    """Kernel blocks [token][head][inner]."""
+    return side_of(
+        kernel_tokens, num_heads * kernel_tokens * inner, inner, num_heads * inner, **more
+    )
+
+
+def turned(kernel_tokens: int, num_heads: int, inner: int, channel: int) -> CopySide:
+    """Kernel blocks [head][channel][token]."""
+    head = kernel_tokens * inner
+    stride_channel = kernel_tokens * channel
+    return side_of(kernel_tokens, num_heads * head, head, channel, stride_channel=stride_channel)
+
+
+def side_of(
+    kernel_tokens: int,
+    block: int,
+    head: int,
+    token: int,
+    kernel_blocks: int = 1,
+    padding: int = 0,
+    stride_channel: int = 0,
+    first_token: int = 0,
+) -> CopySide:
+    return CopySide(
+        block_tokens=kernel_tokens * kernel_blocks,
+        kernel_tokens=kernel_tokens,
+        stride_block=block + padding,
+        stride_head=head,
+        stride_token=token,
+        stride_channel=stride_channel,
+        first_token=first_token,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One flat memory with all regions, ids in random order, and a few blocks to spare."""
+
+    memory: Tensor
+    bases: Tensor
+    ids: Tensor
+
+    @property
+    def table(self) -> Tensor:
+        return self.bases + self.memory.data_ptr()
+
+
+def pool_of(side: CopySide, work: CopyWork, seed: int, *, lead: int, poison: bool) -> Pool:
+    generator = torch.Generator().manual_seed(seed)
+    num_needed = -(-(side.first_token + work.num_tokens) // side.block_tokens)
+    num_blocks = num_needed + 2
+    region = num_blocks * (side.block_tokens // side.kernel_tokens) * side.stride_block
+    region += -region % 16  # whatever the stride, bases are as crooked as the lead
+    size = lead + NUM_REGIONS * region
+    content = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    memory = poisoned((size,), DEVICE) if poison else content.to(DEVICE)
+    bases = lead + torch.arange(NUM_REGIONS) * region
+    ids = torch.randperm(num_blocks, generator=generator)[: max(1, num_needed)]
+    return Pool(memory, bases.to(DEVICE), ids.to(DEVICE))
+
+
+def check(work: CopyWork, *, lead: int = 0, programs: int = 3, seed: int = 1) -> int:
+    """Against loops and against the reference; returns the width of an access."""
+    source = pool_of(work.source, work, seed, lead=lead, poison=False)
+    sink = pool_of(work.sink, work, seed + 1, lead=lead, poison=True)
+    align = 16
+    for pool in (source, sink):
+        for address in pool.table.tolist():
+            while address % align:
+                align //= 2
+    work = replace(work, align_nbytes=align)
+    before = source.memory.clone()
+    by_loops, by_ref = sink.memory.clone().cpu(), sink.memory.clone()
+    copy_by_loops(source, sink, by_loops, work)
+    strided_copy_ref(source.memory, by_ref, source.bases, sink.bases, source.ids, sink.ids, work)
+    strided_copy(source.table, sink.table, source.ids, sink.ids, work, programs)
+    assert_same_bytes(by_ref, by_loops)
+    assert_same_bytes(sink.memory, by_loops)
+    assert_same_bytes(source.memory, before)
+    return plan_launch(work, NUM_REGIONS).word_nbytes
+
+
+def copy_by_loops(source: Pool, sink: Pool, memory: Tensor, work: CopyWork) -> None:
+    """Byte runs one at a time, into ``memory``."""
+    given_bytes = source.memory.cpu()
+    element = work.channel_nbytes or work.inner_nbytes
+    for region in range(NUM_REGIONS):
+        for token in range(work.num_tokens):
+            for head in range(work.num_heads):
+                for channel in range(work.inner_nbytes // element):
+                    at = [
+                        place(side, pool, region, token, head, channel)
+                        for side, pool in ((work.source, source), (work.sink, sink))
+                    ]
+                    memory[at[1] : at[1] + element] = given_bytes[at[0] : at[0] + element]
+
+
+def place(side: CopySide, pool: Pool, region: int, token: int, head: int, channel: int) -> int:
+    position = side.first_token + token
+    block = int(pool.ids[position // side.block_tokens])
+    slot = position % side.block_tokens
+    place = int(pool.bases[region])
+    place += block * (side.block_tokens // side.kernel_tokens) * side.stride_block
+    place += slot // side.kernel_tokens * side.stride_block
+    place += slot % side.kernel_tokens * side.stride_token
+    return place + head * side.stride_head + channel * side.stride_channel
+
+
+def work_of(source: CopySide, sink: CopySide, num_tokens: int, heads: int, inner: int) -> CopyWork:
+    return CopyWork(
+        source=source, sink=sink, num_tokens=num_tokens, num_heads=heads, inner_nbytes=inner
+    )
+
+
+@pytest.mark.parametrize(
+    ("inner", "word"), [(1152, 16), (656, 16), (256, 16), (132, 4), (8, 8), (6, 2), (2, 2), (1, 1)]
+)
+def test_inner_sizes_and_the_access_they_allow(inner: int, word: int) -> None:
+    """Of one region more than a tile; ids of both sides in random order, a partial last block."""
+    num_tokens = 37 if inner > 100 else 300
+    work = work_of(hnd(16, 2, inner), nhd(24, 2, inner), num_tokens, 2, inner)
+    assert check(work) == word
+
+
+@pytest.mark.parametrize(
+    ("source_tokens", "sink_tokens"), [(8, 16), (16, 8), (16, 24), (24, 16), (32, 24), (64, 8)]
+)
+@pytest.mark.parametrize("layouts", ["HND HND", "HND NHD", "NHD HND", "NHD NHD"])
+def test_block_sizes_and_layouts(layouts: str, source_tokens: int, sink_tokens: int) -> None:
+    """With another offset into the first block on each side."""
+    make = {"HND": hnd, "NHD": nhd}
+    source, sink = layouts.split()
+    work = work_of(
+        make[source](source_tokens, 3, 16, first_token=5),
+        make[sink](sink_tokens, 3, 16, first_token=7),
+        70,
+        3,
+        16,
+    )
+    assert check(work) == 16
+
+
+@pytest.mark.parametrize(
+    ("lead", "word"), [(0, 16), (8, 8), (4, 4), (2, 2), (1, 1), (3, 1), (48, 16)]
+)
+def test_crooked_addresses_narrow_the_access(lead: int, word: int) -> None:
+    work = work_of(hnd(8, 2, 32), nhd(16, 2, 32), 20, 2, 32)
+    assert check(work, lead=lead) == word
+
+
+@pytest.mark.parametrize(("padding", "word"), [(0, 16), (8, 8), (100, 4), (6, 2), (1, 1)])
+def test_crooked_strides_narrow_the_access(padding: int, word: int) -> None:
+    work = work_of(hnd(8, 2, 32, padding=padding), nhd(16, 2, 32), 20, 2, 32)
+    assert check(work) == word
+
+
+def test_blocks_made_of_smaller_kernel_blocks() -> None:
+    work = work_of(
+        hnd(8, 2, 16, kernel_blocks=3, first_token=13), nhd(16, 2, 16, kernel_blocks=2), 90, 2, 16
+    )
+    check(work)
+
+
+def test_a_slice_of_the_heads() -> None:
+    """Heads 1 and 2 of 4: bases at the first wanted head; strides of all."""
+    work = work_of(hnd(16, 4, 16), nhd(8, 4, 16), 50, 2, 16)
+    check(work, lead=16)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 5, 64, 1000])
+def test_any_number_of_programs(programs: int) -> None:
+    """5 tiles of 2 groups: programs end inside a tile, and outnumber the units."""
+    work = work_of(hnd(16, 2, 132), nhd(24, 2, 132), 141, 2, 132)
+    assert plan_launch(work, NUM_REGIONS).num_units == 10
+    check(work, programs=programs)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17])
+def test_few_tokens(num_tokens: int) -> None:
+    check(work_of(hnd(16, 2, 32, first_token=3), nhd(8, 2, 32), num_tokens, 2, 32))
+
+
+@pytest.mark.parametrize(
+    ("source_turned", "sink_turned"), [(True, False), (False, True), (True, True)]
+)
+@pytest.mark.parametrize("channel", [1, 2, 4])
+def test_channels_apart(channel: int, source_turned: bool, sink_turned: bool) -> None:
+    inner = 12
+    together = replace(hnd(16, 2, inner), stride_channel=channel)
+    work = work_of(
+        turned(16, 2, inner, channel) if source_turned else together,
+        turned(24, 2, inner, channel)
+        if sink_turned
+        else replace(nhd(24, 2, inner), stride_channel=channel),
+        45,
+        2,
+        inner,
+    )
+    work = replace(work, channel_nbytes=channel)
+    assert plan_launch(work, NUM_REGIONS).tokens_first == sink_turned
+    assert check(work) == channel
+
+
+def test_heads_and_tokens_that_lie_together_are_joined() -> None:
+    heads = widest(work_of(nhd(16, 8, 256), nhd(24, 8, 256), 100, 8, 256))
+    assert (heads.num_heads, heads.inner_nbytes, heads.num_tokens) == (1, 2048, 100)
+    latent = work_of(hnd(16, 1, 132), hnd(64, 1, 132, first_token=32), 160, 1, 132)
+    tokens = widest(latent)
+    assert (tokens.num_tokens, tokens.inner_nbytes) == (10, 16 * 132)
+    assert (tokens.sink.block_tokens, tokens.sink.first_token) == (4, 2)
+    assert word_nbytes(latent) == 4
+    assert check(latent) == 16
+    # 36 and 160 tokens have 4 in common, which is enough
+    assert check(replace(latent, sink=replace(latent.sink, first_token=36))) == 16
+    assert check(replace(latent, num_tokens=161)) == 4
+
+
+@st.composite
+def sides(draw: st.DrawFn, heads: int, inner: int) -> CopySide:
+    kernel_tokens = draw(st.sampled_from((1, 3, 8, 16)))
+    make = draw(st.sampled_from((hnd, nhd)))
+    kernel_blocks = draw(st.integers(1, 3))
+    return make(
+        kernel_tokens,
+        heads + draw(st.integers(0, 2)),
+        inner,
+        kernel_blocks=kernel_blocks,
+        padding=draw(st.sampled_from((0, 0, 1, 4, 48))),
+        first_token=draw(st.integers(0, kernel_tokens * kernel_blocks - 1)),
+    )
+
+
+@st.composite
+def works(draw: st.DrawFn) -> CopyWork:
+    heads, inner = draw(st.integers(1, 3)), draw(st.sampled_from((1, 6, 16, 20, 48)))
+    num_tokens = draw(st.integers(0, 40))
+    return work_of(draw(sides(heads, inner)), draw(sides(heads, inner)), num_tokens, heads, inner)
+
+
+@settings(max_examples=EXAMPLES)
+@given(
+    work=works(),
+    lead=st.sampled_from((0, 1, 8, 16)),
+    programs=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
+def test_any_copy(work: CopyWork, lead: int, programs: int, seed: int) -> None:
+    check(work, lead=lead, programs=programs, seed=seed)
+
+
+def test_division_is_exact() -> None:
+    """The quotients that the kernel takes by a multiplication, at the ends of their range."""
+    for divisor in (1, 2, 3, 7, 16, 24, 41, 72, 1000, 65535, (1 << 30) - 1, 1 << 30):
+        side = CopySide(
+            block_tokens=divisor, kernel_tokens=1, stride_block=1, stride_head=1, stride_token=1
+        )
+        work = work_of(side, hnd(1, 1, 1), 1, 1, 1)
+        number, magic, shift = plan_launch(work, 1).params[12:15]
+        assert number == divisor
+        for value in (0, 1, divisor - 1, divisor, 2 * divisor - 1, (1 << 30) + 1, (1 << 31) - 1):
+            assert value * magic < 1 << 63
+            assert value * magic >> shift == value // divisor
+
+
+def test_refusals() -> None:
+    side = hnd(16, 2, 16)
+    work = work_of(side, side, 16, 2, 16)
+    table, ids = (
+        torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        torch.zeros(1, dtype=torch.int64, device=DEVICE),
+    )
+    with pytest.raises(ValueError, match="sink_table: expected 2 regions like the source, got 1"):
+        strided_copy(table, table[:1], ids, ids, work, 1)
+    with pytest.raises(TypeError, match="expected contiguous 1-D int64, got torch.int32"):
+        strided_copy(table, table, ids.int(), ids, work, 1)
+    with pytest.raises(TypeError, match=r"1-D int64, got torch.int64 of shape \(2, 1\)"):
+        strided_copy(table[:, None], table, ids, ids, work, 1)
+    with pytest.raises(ValueError, match="num_programs: expected 1 or more, got 0"):
+        strided_copy(table, table, ids, ids, work, 0)
+    with pytest.raises(ValueError, match="params: expected 36, got 2"):
+        launch_copy(table, table, table, ids, ids, plan_launch(work, 2), 1)
+    with pytest.raises(ValueError, match="expected a multiple of 16 kernel tokens, got 24"):
+        replace(side, block_tokens=24)
+    with pytest.raises(ValueError, match="first_token: expected 0 or more, got -1"):
+        replace(side, first_token=-1)
+    with pytest.raises(ValueError, match="num_heads: expected 1 or more, got 0"):
+        replace(work, num_heads=0)
+    with pytest.raises(ValueError, match="channel_nbytes: expected a divisor of 16 inner bytes"):
+        replace(work, channel_nbytes=3)
+    with pytest.raises(ValueError, match="expected at most 1073741824 bytes of a region, got"):
+        replace(work, num_tokens=1 << 26)
+
+
+PTX = """
+import re
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kvxfer.kernels import strided_copy as module
+consts = dict(ELEMENT=module.tl.int64, VEC=2, WORD=16, LANES=512, PAIRS=4)
+consts |= dict(BY_CHANNEL=False, TOKENS_FIRST=False)
+names = ["numbers", "source_table", "sink_table", "source_ids", "sink_ids"]
+source = ASTSource(
+    fn=module._copy_kernel,
+    signature={name: "*i64" for name in names} | {name: "constexpr" for name in consts},
+    constexprs={(5 + at,): value for at, value in enumerate(consts.values())},
+)
+options = dict(num_warps=module.WARPS, num_stages=1)
+kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+ptx = kernel.asm["ptx"]
+order = "".join(kind[0] for kind in re.findall(r"(ld|st)\\.global\\.v2\\.b64", ptx))
+print(order, kernel.metadata.shared, ptx.count("bar.sync"))
+"""
+
+
+def test_the_compiler_sees_accesses_of_16_bytes() -> None:
+    """Compiled for a GPU, which need not be there: 4 pairs x 512 lanes are 8 words a thread, all
+    loaded before the first is stored, without shared memory or barriers.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PTX],
+        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["llllllllssssssss", "0", "0"]
+
+
+@pytest.mark.gpu
+def test_the_binary_that_runs_has_accesses_of_16_bytes() -> None:
+    work = work_of(hnd(16, 8, 256), nhd(64, 8, 256), 0, 8, 256)
+    launch = plan_launch(work, 4)
+    numbers = torch.zeros(64, dtype=torch.int64, device=DEVICE)
+    numbers[: len(launch.params)] = torch.tensor(launch.params)
+    table = numbers[40:44]
+    compiled = launch_copy(numbers[:36], table, table, table, table, launch, 1)
+    ptx = compiled.asm["ptx"]  # type: ignore[attr-defined]
+    assert ptx.count("ld.global.v2.b64") == ptx.count("st.global.v2.b64") == 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("programs", [1, 64, 2000])
+def test_regions_farther_than_2_gib_and_blocks_too(programs: int) -> None:
+    """Blocks 300 MiB apart, so that ids from 8 on are beyond 2 GiB; many regions."""
+    stride, num_blocks, num_regions, num_tokens = 300 << 20, 20, 48, 70
+    memory = torch.zeros(num_blocks * stride, dtype=torch.uint8, device=DEVICE)
+    source = replace(hnd(16, 2, 256), stride_block=stride)
+    region = 16 * 2 * 256
+    sink = nhd(24, 2, 256)
+    work = work_of(source, sink, num_tokens, 2, 256)
+    source_ids = torch.tensor([19, 0, 8, 12, 9], device=DEVICE)
+    sink_ids = torch.tensor([4, 1, 0], device=DEVICE)
+    bases = torch.arange(num_regions, device=DEVICE) * region
+    for block in source_ids.tolist():
+        piece = memory[block * stride : block * stride + num_regions * region]
+        piece.random_()
+    got = poisoned((num_regions * 5 * 24 * 512,), DEVICE)
+    want = got.clone()
+    sink_bases = torch.arange(num_regions, device=DEVICE) * 5 * 24 * 512
+    tables = (bases + memory.data_ptr(), sink_bases + got.data_ptr())
+    strided_copy(*tables, source_ids, sink_ids, work, programs)
+    strided_copy_ref(memory, want, bases, sink_bases, source_ids, sink_ids, work)
+    assert_same_bytes(got, want)

@@ -1,0 +1,404 @@
+"""The copy by kernel against the naive oracle: on a GPU, or on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvxfer.kernels.strided_work import NUM_PARAMS
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
+from kvxfer.tensors.device_work import DeviceMemory, bind_copy, bind_side
+from kvxfer.tensors.strided_copy import Scratch, strided_copy
+from kvxfer.transfer.plan import Base, CopyClass, DenseOrder
+from tests.conftest import HAS_CUDA
+from tests.tensors.strided_cases import (
+    NUM_LAYERS,
+    POISON,
+    Case,
+    Pool,
+    assert_same_bytes,
+    cases,
+    copy_class_of,
+    copy_classes_of,
+    expected,
+    make_pool,
+    naive_dense,
+    plain,
+)
+
+Bytes = NDArray[np.uint8]
+DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
+# The interpreter takes some ms for each tile
+EXAMPLES = 6 * settings().max_examples if HAS_CUDA else max(8, settings().max_examples // 3)
+
+
+@dataclass(frozen=True, slots=True)
+class OnDevice:
+    """A pool's memories on the device, and where."""
+
+    tensors: list[Tensor]
+
+    @property
+    def memories(self) -> list[DeviceMemory]:
+        return [DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in self.tensors]
+
+    @property
+    def arrays(self) -> list[Bytes]:
+        return [tensor.cpu().numpy() for tensor in self.tensors]
+
+
+def on_device(pool: Pool) -> OnDevice:
+    return OnDevice([torch.from_numpy(memory.copy()).to(DEVICE) for memory in pool.memories])
+
+
+def new_stream() -> torch.cuda.Stream | None:
+    """One that comes behind what was done so far."""
+    if not HAS_CUDA:
+        return None
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    return stream
+
+
+def check_direct(case: Case, copier: DeviceCopier | None = None, programs: int = 3) -> None:
+    source = make_pool(case.source, case, poison=False, seed=case.seed)
+    sink = make_pool(case.sink, case, poison=True, seed=case.seed + 1)
+    want = expected(case, source, sink)
+    given_pool, taken = on_device(source), on_device(sink)
+    copier = copier or DeviceCopier(DEVICE)
+    stream = new_stream()
+    for planes, copy_class in copy_classes_of(case, source, sink).items():
+        bound = bind_copy(copy_class, given_pool.memories, taken.memories)
+        span = (case.token_lo, case.token_hi)
+        done = copier.copy(bound, source.ids, sink.ids, *span, stream=stream, programs=programs)
+        num_tokens, heads = case.token_hi - case.token_lo, case.head_hi - case.head_lo
+        assert done.nbytes == num_tokens * heads * case.inner_nbytes * len(planes) * NUM_LAYERS
+        assert (done.event is None) == (done.nbytes == 0)
+        if done.event:
+            done.event.synchronize()
+    assert_same_bytes(taken.arrays, want)
+    assert_same_bytes(given_pool.arrays, source.memories)
+
+
+def check_chunks(case: Case, chunk_tokens: int) -> None:
+    """Pack and unpack by chunks of two regions and ``chunk_tokens`` tokens, any cut."""
+    source = make_pool(case.source, case, poison=False, seed=case.seed)
+    sink = make_pool(case.sink, case, poison=True, seed=case.seed + 1)
+    given_pool, taken = on_device(source), on_device(sink)
+    copier = DeviceCopier(DEVICE)
+    for planes, copy_class in copy_classes_of(case, source, sink).items():
+        num_regions = len(copy_class.names)
+        sides = (
+            bind_side(copy_class.source, given_pool.memories),
+            bind_side(copy_class.sink, taken.memories),
+        )
+        order = copy_class.sink.tile.order
+        for lo in range(case.token_lo, case.token_hi, chunk_tokens):
+            regions = (lo % num_regions, min(lo % num_regions + 2, num_regions))
+            span = (*regions, lo, min(lo + chunk_tokens, case.token_hi))
+            want = naive_dense(case, source, planes, *span)
+            dense = torch.full((want.size,), POISON, dtype=torch.uint8, device=DEVICE)
+            stream = new_stream()
+            over(copier.pack(sides[0], source.ids, order, *span, dense, stream=stream), want)
+            assert_same_bytes([dense.cpu().numpy()], [want])
+            over(copier.unpack(sides[1], sink.ids, *span, dense, stream=stream), want)
+            back = torch.full_like(dense, POISON)
+            stream = new_stream()
+            over(copier.pack(sides[1], sink.ids, order, *span, back, stream=stream), want)
+            assert_same_bytes([back.cpu().numpy()], [want])
+    whole = expected(case, source, sink)
+    for got, full, first in zip(taken.arrays, whole, sink.memories, strict=True):
+        assert not (got[full == first] != first[full == first]).any()
+
+
+def over(done: Launched, want: Bytes) -> None:
+    """Wait for it: all bytes were on their way."""
+    assert done.nbytes == want.size
+    assert done.event is not None
+    done.event.synchronize()
+
+
+@settings(max_examples=EXAMPLES)
+@given(case=cases(), programs=st.integers(1, 5))
+def test_direct_copy_matches_the_oracle(case: Case, programs: int) -> None:
+    check_direct(small(case), programs=programs)
+
+
+@settings(max_examples=EXAMPLES if HAS_CUDA else EXAMPLES // 2)
+@given(case=cases(), chunk_tokens=st.sampled_from((16, 24, 33, 64, 512)))
+def test_chunks_match_the_oracle(case: Case, chunk_tokens: int) -> None:
+    case = small(case)
+    check_chunks(case, max(chunk_tokens, (case.token_hi - case.token_lo) // 2))
+
+
+def small(case: Case) -> Case:
+    """In the interpreter: no long rows of many tokens."""
+    if HAS_CUDA:
+        return case
+    num_tokens = 20 if case.inner_nbytes > 100 else 80
+    return replace(case, token_hi=min(case.token_hi, case.token_lo + num_tokens))
+
+
+def one_case(
+    source: str = "HND 16",
+    sink: str = "NHD 32",
+    *,
+    span: tuple[int, int] = (0, 70),
+    inner: int = 8,
+    channel: int = 0,
+) -> Case:
+    shapes = []
+    for name in (source, sink):
+        layout, tokens, *more = name.split()
+        shapes.append(plain(layout, int(tokens), num_heads=2, is_turned="turned" in more))
+    return Case(
+        source=shapes[0],
+        sink=shapes[1],
+        inner_nbytes=inner,
+        head_lo=0,
+        head_hi=2,
+        token_lo=span[0],
+        token_hi=span[1],
+        in_order=False,
+        seed=1,
+        channel_nbytes=channel or 1,
+    )
+
+
+def test_a_prefix_that_ends_inside_a_block_of_kernel_blocks() -> None:
+    case = one_case("HND 32", "NHD 48", span=(21, 77))
+    case = replace(
+        case,
+        source=replace(case.source, kernel_blocks=4),
+        sink=replace(case.sink, kernel_blocks=3, padding_nbytes=64),
+    )
+    check_direct(case)
+
+
+@pytest.mark.parametrize("span", [(0, 96), (13, 77), (17, 19), (5, 24)])
+@pytest.mark.parametrize(
+    ("source", "sink"), [("NHD 16", "HND 24"), ("HND 64", "HND 16"), ("HND 16", "NHD 8")]
+)
+def test_chunks_that_cut_the_sinks_blocks(source: str, sink: str, span: tuple[int, int]) -> None:
+    case = one_case(source, sink, span=span, inner=6)
+    check_chunks(case, span[1] - span[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "sink"),
+    [("HND 16 turned", "NHD 24"), ("NHD 16", "HND 24 turned"), ("HND 16 turned", "HND 24 turned")],
+)
+def test_channels_apart(source: str, sink: str) -> None:
+    case = one_case(source, sink, span=(13, 77), inner=12, channel=4)
+    check_direct(case)
+    check_chunks(case, 40)
+
+
+@dataclass(frozen=True, slots=True)
+class Small:
+    """A small copy, bound."""
+
+    source: Pool
+    sink: Pool
+    copy_class: CopyClass
+    given: OnDevice
+    taken: OnDevice
+
+
+def small_copy() -> Small:
+    case = one_case()
+    source = make_pool(case.source, case, poison=False, seed=1)
+    sink = make_pool(case.sink, case, poison=True, seed=2)
+    copy_class = copy_class_of(case, source, sink)
+    return Small(source, sink, copy_class, on_device(source), on_device(sink))
+
+
+def test_launches_are_cut_and_a_stop_ends_them() -> None:
+    """6 regions of 16 bytes a token: at 16 tokens in a launch, 70 tokens are 5."""
+    small = small_copy()
+    bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
+    copier = DeviceCopier(DEVICE, CopySettings(launch_nbytes=6 * 16 * 16))
+    args = (bound, small.source.ids, small.sink.ids, 0, 70)
+    stream = new_stream()
+    seen = [launched.nbytes for launched in copier.launches(*args, stream=stream)]
+    assert seen == [6 * 16 * tokens for tokens in (16, 32, 48, 64, 70)]
+    answers = iter((False, False, True))
+    done = copier.copy(*args, stream=stream, stop=lambda: next(answers))
+    assert done.nbytes == 6 * 16 * 32
+    assert copier.copy(*args, stream=stream, stop=lambda: True).event is None
+
+
+def test_a_small_ring_cuts_launches_and_is_used_again_and_again() -> None:
+    """4 KiB: 512 words, of which a launch gets 128."""
+    case = one_case("HND 8", "NHD 8", span=(0, 600), inner=1)
+    copier = DeviceCopier(DEVICE, CopySettings(ring_nbytes=4096))
+    num_ids = 512 // 4 - NUM_PARAMS - 2 * 6 - 4
+    num_tokens = num_ids // 2 * 8
+    assert num_tokens < 600
+    for seed in range(3 if not HAS_CUDA else 50):
+        check_direct(replace(case, seed=seed), copier)
+
+
+def test_more_regions_than_the_ring_holds() -> None:
+    small = small_copy()
+    many = tuple(base for base in small.copy_class.source.bases for _ in range(20))
+    taken = tuple(base for base in small.copy_class.sink.bases for _ in range(20))
+    copy_class = replace(
+        small.copy_class,
+        source=msgspec.structs.replace(small.copy_class.source, bases=many),
+        sink=msgspec.structs.replace(small.copy_class.sink, bases=taken),
+    )
+    bound = bind_copy(copy_class, small.given.memories, small.taken.memories)
+    copier = DeviceCopier(DEVICE, CopySettings(ring_nbytes=4096))
+    with pytest.raises(ValueError, match="ring_nbytes: expected .* for 120 regions, got 4096"):
+        copier.copy(bound, small.source.ids, small.sink.ids, 0, 70, stream=None)
+
+
+def test_warming_copies_nothing() -> None:
+    small = small_copy()
+    bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
+    DeviceCopier(DEVICE).warm(bound, new_stream()).synchronize()
+    assert_same_bytes(small.taken.arrays, small.sink.memories)
+
+
+@pytest.mark.parametrize(("at", "value"), [(1, -1), (4, 8)])
+@pytest.mark.parametrize("side", ["source", "sink"])
+def test_ids_outside_the_pool_are_refused_as_on_the_cpu(side: str, at: int, value: int) -> None:
+    small = small_copy()
+    ids = {"source": small.source.ids.copy(), "sink": small.sink.ids.copy()}
+    if side == "sink":
+        at = min(at, 2)
+        value = -1 if value < 0 else 6
+    ids[side][at] = value
+    bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
+    with pytest.raises(ValueError, match=rf"block_ids: expected .*, got {value}$") as on_gpu:
+        DeviceCopier(DEVICE).launches(bound, ids["source"], ids["sink"], 0, 70, stream=None)
+    with pytest.raises(ValueError, match="block_ids") as on_cpu:
+        strided_copy(
+            small.source.tensors,
+            small.sink.tensors,
+            small.copy_class,
+            *(ids["source"], ids["sink"], 0, 70),
+            scratch=Scratch(),
+        )
+    assert str(on_gpu.value) == str(on_cpu.value)
+    assert_same_bytes(small.taken.arrays, small.sink.memories)
+
+
+def test_spans_bases_and_pairs_are_checked() -> None:
+    small = small_copy()
+    bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
+    copier = DeviceCopier(DEVICE)
+    ids = (small.source.ids, small.sink.ids)
+    with pytest.raises(ValueError, match=r"tokens: expected 0 <= lo <= hi, got \[3, 2\)"):
+        copier.copy(bound, *ids, 3, 2, stream=None)
+    with pytest.raises(ValueError, match="block_ids: expected int64 ids of 700 tokens"):
+        copier.copy(bound, *ids, 0, 700, stream=None)
+    with pytest.raises(ValueError, match="block_ids: expected int64 ids of 70 tokens"):
+        copier.copy(bound, ids[0].astype(np.int32), ids[1], 0, 70, stream=None)
+    shorter = [replace(memory, nbytes=memory.nbytes - 1) for memory in small.taken.memories]
+    with pytest.raises(ValueError, match="base: expected .* bytes inside memory"):
+        bind_copy(small.copy_class, small.given.memories, shorter)
+    elsewhere = msgspec.structs.replace(small.copy_class.sink, bases=(Base(2, 0),) * 6)
+    with pytest.raises(ValueError, match="base: expected one of 2 memories, got 2"):
+        bind_side(elsewhere, small.taken.memories)
+    fewer = msgspec.structs.replace(small.copy_class.sink, bases=small.copy_class.sink.bases[:2])
+    with pytest.raises(ValueError, match="bases: expected as many on both sides, got 6 and 2"):
+        bind_copy(replace(small.copy_class, sink=fewer), small.given.memories, small.taken.memories)
+
+
+def test_chunks_are_checked() -> None:
+    small = small_copy()
+    side = bind_side(small.copy_class.sink, small.taken.memories)
+    copier, ids = DeviceCopier(DEVICE), small.sink.ids
+    dense = torch.zeros(2 * 70 * 16, dtype=torch.uint8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"dense: expected 1120 bytes \(1 regions of 1120\)"):
+        copier.unpack(side, ids, 0, 1, 0, 70, dense, stream=None)
+    with pytest.raises(ValueError, match=r"regions: expected a range of \[0, 6\), got \[5, 7\)"):
+        copier.unpack(side, ids, 5, 7, 0, 70, dense, stream=None)
+    with pytest.raises(ValueError, match="dense: expected a contiguous one-dimensional uint8"):
+        copier.unpack(side, ids, 0, 2, 0, 70, dense.view(2, -1), stream=None)
+    order = DenseOrder(32, False, channel_nbytes=4)
+    with pytest.raises(ValueError, match="order: expected channels of 0 bytes like the tile"):
+        copier.pack(side, ids, order, 0, 2, 0, 70, dense, stream=None)
+    with pytest.raises(ValueError, match=r"block_ids: expected ids in \[0, 6\), got -1"):
+        copier.unpack(side, np.full(3, -1), 0, 2, 0, 70, dense, stream=None)
+    if HAS_CUDA:
+        with pytest.raises(ValueError, match="out: expected a tensor on cuda, got cpu"):
+            copier.pack(side, ids, side.tile.order, 0, 2, 0, 70, dense.cpu(), stream=None)
+        with pytest.raises(ValueError, match="stream: expected one of cuda, got None"):
+            copier.unpack(side, ids, 0, 2, 0, 70, dense, stream=None)
+    assert_same_bytes(small.taken.arrays, small.sink.memories)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("launch_programs", 0), ("launch_nbytes", (1 << 30) + 1), ("ring_nbytes", 100)],
+)
+def test_settings_are_checked(setting: str, value: int) -> None:
+    with pytest.raises(ValueError, match=f"{setting}: expected .* got {value}"):
+        CopySettings(**{setting: value})
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_and_the_event_tells_the_end() -> None:
+    """Behind a kernel that runs for a while, with a ring that others' launches fill again."""
+    small = small_copy()
+    bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
+    copier = DeviceCopier(DEVICE)
+    stream = new_stream()
+    assert stream is not None
+    copier.warm(bound, stream).synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    args = (bound, small.source.ids, small.sink.ids)
+    events = [copier.copy(*args, 0, 70, stream=stream).event for _ in range(200)]
+    assert copier.num_waits == 0
+    assert not any(event is None or event.query() for event in events)
+    last = events[-1]
+    assert last is not None
+    last.synchronize()
+    want = expected(one_case(), small.source, small.sink)
+    assert_same_bytes(small.taken.arrays, want)
+
+
+@pytest.mark.gpu
+def test_the_ring_under_many_launches_on_two_streams() -> None:
+    """A small ring that wraps hundreds of times, its launches behind a slow kernel: every one
+    still finds its own ids. Sink blocks differ by launch, so each shows in the pool.
+    """
+    case = one_case("HND 16", "NHD 16", span=(0, 16), inner=64)
+    source = make_pool(case.source, case, poison=False, seed=1)
+    sink = make_pool(case.sink, case, poison=True, seed=2)
+    given_pool, taken = on_device(source), on_device(sink)
+    bound = bind_copy(copy_class_of(case, source, sink), given_pool.memories, taken.memories)
+    copier = DeviceCopier(DEVICE, CopySettings(ring_nbytes=4096))
+    streams = [new_stream(), new_stream()]
+    num_blocks = bound.sink.tile.num_blocks
+    for number in range(300):
+        stream = streams[number % 2]
+        assert stream is not None
+        if number % 50 == 0:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(5_000_000)  # type: ignore[no-untyped-call]
+        ids = np.array([number % num_blocks], np.int64)
+        copier.copy(bound, np.array([number % 2], np.int64), ids, 0, 16, stream=stream)
+    torch.cuda.synchronize()
+    assert copier.num_waits > 0
+    # num_blocks is 4: block b was written by launches b, b + 4, ..., all of source block b % 2
+    assert num_blocks == 4
+    for block in range(num_blocks):
+        shifted = Pool(sink.regions, sink.memories, np.array([block], np.int64))
+        from_block = Pool(source.regions, source.memories, np.array([block % 2], np.int64))
+        want = expected(case, from_block, shifted)
+        for got, full, first in zip(taken.arrays, want, sink.memories, strict=True):
+            written = full != first
+            assert (got[written] == full[written]).all()
