@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import multiprocessing as mp
+import secrets
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -100,7 +102,13 @@ def _context(method: Literal["forkserver", "spawn"]) -> ForkServerContext | Spaw
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody used a moment ago."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """A TCP port of 127.0.0.1 that nobody used a moment ago.
+
+    Below 32768, where Linux takes ports for outgoing connections from: an engine that starts takes
+    seconds to bind, and one of those had it by then.
+    """
+    while True:
+        port = 20_000 + secrets.randbelow(12_000)  # not of random's state, which forks share
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", port))
+            return port
