@@ -36,6 +36,7 @@ _HOST_NAME = re.compile(r"(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z0-9_]([a-zA-Z0-9_.\-]*[a-
 _POSITIVE: Final = (
     *("lease_s", "keep_s", "max_hold_s", "pull_timeout_s", "peer_silent_s", "connect_timeout_s"),
     *("chunk_nbytes", "staging_slots", "control_max_nbytes", "min_gbps"),
+    "launch_programs",
 )
 _CHUNK_NBYTES: Final = (4 << 10, 64 << 20)
 # (shorter, longer, why)
@@ -79,6 +80,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Chunks in flight on one connection."""
     control_max_nbytes: int = 4 << 20
     """A longer control message is refused, answered and counted."""
+    launch_programs: int = 32
+    """Thread blocks of a copy on a GPU: the most SMs that it takes from what else runs there."""
     min_gbps: float | None = None
     """Refuse a peer whose measured wire is slower (GB/s, 1e9 bytes)."""
     hash_seed: str | None = None

@@ -58,15 +58,27 @@ _INCARNATION = b"conformance-sink"
 
 
 def check_transport(
-    make_source: MakeSource, make_sink: MakeSink, *, timeout_s: float = 10.0
+    make_source: MakeSource,
+    make_sink: MakeSink,
+    *,
+    timeout_s: float = 10.0,
+    source_device: str = "cpu",
+    sink_device: str = "cpu",
 ) -> None:
     """Raise AssertionError for the first promise that the transport breaks.
 
-    Every wait ends after ``timeout_s``.
+    Every wait ends after ``timeout_s``. Memory is shared memory, or that of a GPU ("cuda:1").
     """
-    first = SourcePeer(make_source, 1, timeout_s)  # starts the fork server, whose descriptors stay
+    first = SourcePeer(
+        make_source, 1, timeout_s, source_device
+    )  # starts the fork server, whose descriptors stay
+    if sink_device != "cpu":  # CUDA opens descriptors with its first calls, and keeps them
+        warm = SinkPeer(make_sink, sink_device)
+        warm.transport.trial(first.manifest, timeout_s)
+        warm.close()
     before = _resources()
-    check = _Check(SinkPeer(make_sink), first, make_sink, timeout_s)
+    sink = SinkPeer(make_sink, sink_device)
+    check = _Check(sink, first, make_sink, timeout_s, sink_device)
     second: SourcePeer | None = None
     try:
         check.attach_and_trial()
@@ -77,7 +89,7 @@ def check_transport(
         check.detach_and_attach()
         check.sink_dies()
         check.source_dies()
-        second = check.source = SourcePeer(make_source, 2, timeout_s)
+        second = check.source = SourcePeer(make_source, 2, timeout_s, source_device)
         check.sink.transport.attach(second.manifest)
         check.move(CASES[1], "a new source after the death of another")
         left = second.finish(timeout_s)
@@ -113,6 +125,7 @@ class _Check:
     source: SourcePeer
     make_sink: MakeSink
     timeout_s: float
+    sink_device: str
     num_keys: int = 0
     is_source_dead: bool = False
     released: set[TransferKey] = field(default_factory=set)
@@ -302,7 +315,8 @@ class _Check:
         """Another sink is killed while the source sends to it: this one is still served."""
         move = make_move(CASES[0], 10)
         key = TransferKey(b"n" * 16, b"other-sink------", "pp0tp0", "pp0tp0")
-        other = Child(serve_idle_sink, self.make_sink, self.read_request(key, move))
+        read = self.read_request(key, move)
+        other = Child(serve_idle_sink, self.make_sink, read, self.sink_device)
         try:
             assert other.pipe.poll(60), "other sink: expected it to attach, got nothing"
             if self.source.is_stream:

@@ -15,10 +15,11 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 import zmq
+from torch import Tensor
 
-from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.testing_cases import POISON, POOL_NBYTES, source_bytes
-from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.transfer.manifest import MemoryInfo, RankId, RankManifest
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -32,6 +33,7 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import CopyThread, PiecesJob
+from kvxfer.transports.registry import published_infos
 
 Context = zmq.Context[zmq.Socket[bytes]]
 C = TypeVar("C", bound=SinkCompletion)
@@ -51,6 +53,28 @@ class MakeSink(Protocol):
     def __call__(
         self, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
     ) -> SinkTransport: ...
+
+
+# ------------------------------------------------------------------ what is given and taken
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """A pool on a GPU."""
+
+    tensor: Tensor
+    info: MemoryInfo
+
+    def close(self) -> None:
+        """Nothing: the tensor goes when nobody has it any more."""
+
+
+def make_pool(device: str, nbytes: int = POOL_NBYTES) -> SharedPool | DevicePool:
+    """Shared memory on "cpu", else memory of that device; zeroed."""
+    if device == "cpu":
+        return SharedPool.create(nbytes)
+    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return DevicePool(tensor, plain_info(tensor))
 
 
 # ------------------------------------------------------------------ what the parent tells a child
@@ -123,15 +147,19 @@ class _Held:
     sequences: list[int] = field(default_factory=list)
 
 
-def serve_source(pipe: Connection, make_source: MakeSource, seed: int) -> None:
-    """The child: a shared pool, a copy thread, the transport, and the commands of the parent."""
-    pool = SharedPool.create(POOL_NBYTES)
+def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: str) -> None:
+    """The child: a pool, a copy thread, the transport, and the commands of the parent."""
+    pool = make_pool(device)
     pool.tensor.copy_(
         torch.from_numpy(np.frombuffer(bytearray(source_bytes(seed)), dtype=np.uint8))
     )
+    if pool.tensor.device.type == "cuda":
+        torch.cuda.synchronize(pool.tensor.device)
     copy_thread, context, wake = CopyThread(), zmq.Context[zmq.Socket[bytes]](), WakeUp()
-    transport = make_source(LocalMemory((pool.tensor,), (pool.info,)), copy_thread, wake, context)
-    pipe.send((transport.name, transport.is_stream, transport.data_endpoint(), pool.info))
+    memory = LocalMemory((pool.tensor,), (pool.info,))
+    transport = make_source(memory, copy_thread, wake, context)
+    (info,) = published_infos({transport.name: transport}, memory)
+    pipe.send((transport.name, transport.is_stream, transport.data_endpoint(), info))
     held: dict[TransferKey, _Held] = {}
     while True:
         wait_for(transport, pipe.fileno(), wake.fd, timeout_s=60)
@@ -184,9 +212,11 @@ def _obey(transport: SourceTransport, held: dict[TransferKey, _Held], command: C
             transport.stop_send(key)
 
 
-def serve_idle_sink(pipe: Connection, make_sink: MakeSink, request: ReadRequest) -> None:
+def serve_idle_sink(
+    pipe: Connection, make_sink: MakeSink, request: ReadRequest, device: str
+) -> None:
     """A child that attaches, expects one read, and polls until it is killed."""
-    sink = SinkPeer(make_sink)
+    sink = SinkPeer(make_sink, device)
     sink.transport.attach(request.source)
     sink.transport.submit_expect(request)
     pipe.send("expecting")
@@ -231,8 +261,8 @@ class Child:
 class SourcePeer(Child):
     """A giving process and its manifest."""
 
-    def __init__(self, make_source: MakeSource, seed: int, timeout_s: float) -> None:
-        super().__init__(serve_source, make_source, seed)
+    def __init__(self, make_source: MakeSource, seed: int, timeout_s: float, device: str) -> None:
+        super().__init__(serve_source, make_source, seed, device)
         if not self.pipe.poll(timeout_s + 60):  # the first process of a run imports torch
             raise AssertionError("source: expected it to start within a minute, got nothing")
         self.name, self.is_stream, endpoint, info = self.pipe.recv()
@@ -270,25 +300,32 @@ class SourcePeer(Child):
 class SinkPeer:
     """A sink transport with a poisoned pool, and what it has said so far."""
 
-    def __init__(self, make_sink: MakeSink) -> None:
-        self.pool = SharedPool.create(POOL_NBYTES)
+    def __init__(self, make_sink: MakeSink, device: str) -> None:
+        self.pool = make_pool(device)
         self.pool.tensor.fill_(POISON)
         self.copy_thread, self.context, self.wake = (
             CopyThread(),
             zmq.Context[zmq.Socket[bytes]](),
             WakeUp(),
         )
+        self.settle()
         memory = LocalMemory((self.pool.tensor,), (self.pool.info,))
         self.transport = make_sink(memory, self.copy_thread, self.wake, self.context)
         self.seen: list[SinkCompletion] = []
 
     def content(self) -> bytes:
         """The whole pool."""
-        return self.pool.tensor.numpy().tobytes()
+        return self.pool.tensor.cpu().numpy().tobytes()
 
     def poison(self) -> None:
         """Forget what was read."""
         self.pool.tensor.fill_(POISON)
+        self.settle()
+
+    def settle(self) -> None:
+        """What was asked of a GPU on another stream than the wire's is over."""
+        if self.pool.tensor.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.tensor.device)
 
     def until(
         self, wanted: Callable[[SinkCompletion], bool], timeout_s: float, what: str

@@ -32,6 +32,7 @@ DEFAULTS = {
     "chunk_nbytes": 4194304,
     "staging_slots": 8,
     "control_max_nbytes": 4194304,
+    "launch_programs": 32,
     "min_gbps": None,
     "hash_seed": None,
     "curve_public_key": None,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+import torch
+
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
 from kvxfer.connector.requests import ids_of
@@ -49,21 +51,31 @@ class RouteRun:
 
 
 def make_routes(
-    order: NewLoad, peer: Peer, addressing: Addressing, chunk_nbytes: int
+    order: NewLoad,
+    peer: Peer,
+    addressing: Addressing,
+    chunk_nbytes: int,
+    *,
+    after: torch.cuda.Event | None = None,
 ) -> dict[RankId, RouteRun]:
     """One run for each source rank. Every block id of this side is checked here, before anything is
-    asked.
+    asked. ``after``: as ``ReadRequest`` has it.
 
     Raises ProtocolError or ValueError.
     """
     return {
-        route.source_rank: _make_run(order, peer, route, addressing, chunk_nbytes)
+        route.source_rank: _make_run(order, peer, route, addressing, chunk_nbytes, after)
         for route in peer.routes()
     }
 
 
 def _make_run(
-    order: NewLoad, peer: Peer, route: Route, addressing: Addressing, chunk_nbytes: int
+    order: NewLoad,
+    peer: Peer,
+    route: Route,
+    addressing: Addressing,
+    chunk_nbytes: int,
+    after: torch.cuda.Event | None,
 ) -> RouteRun:
     consumer = addressing.consumer
     key = TransferKey(
@@ -97,6 +109,7 @@ def _make_run(
         source_ids=(),
         sink_ids=order.block_ids,
         chunk_nbytes=chunk_nbytes_for(route_nbytes(wanted), chunk_nbytes) if is_stream else 0,
+        after=after,
     )
     pull = Pull(
         offer=order.source.offer,

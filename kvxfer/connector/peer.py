@@ -172,8 +172,12 @@ class Peer:
         if own is None or self.state is not PeerState.KNOWN:
             return  # a waiter has ended it
         self.plan = make_plan(manifest, own)
-        sources = [manifest.rank(route.source_rank) for route in self.routes() if not route.is_null]
-        start_trial(around, sources, until_s, self._on_tried)
+        routes = [
+            (route, manifest.rank(route.source_rank))
+            for route in self.routes()
+            if not route.is_null
+        ]
+        start_trial(around, routes, until_s, self._on_tried)
 
     def _not_tried(self) -> None:
         self.end(Failure(Reason.TRANSPORT, "the trials of its wires did not end in time"))

@@ -15,6 +15,7 @@ import zmq
 from kvxfer.connector.peer_records import Failure, Surroundings
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.transfer.plan import Route
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.probe import TRIAL_TIMEOUT_S, Choice, probe
 
@@ -25,12 +26,12 @@ _log = logging.getLogger("kvxfer.connector")
 
 def start_trial(
     around: Surroundings,
-    sources: Sequence[RankManifest],
+    routes: Sequence[tuple[Route, RankManifest]],
     until_s: float,
     done: Callable[[Choices | Failure], object],
 ) -> None:
-    """Try the wires to every source rank, one after the other: side by side they would share the
-    link and measure less than there is.
+    """Try the wires to the source rank of each route, one after the other: side by side they would
+    share the link and measure less than there is.
 
     Args:
         until_s: when all trials together must have ended (the IO thread's clock).
@@ -38,7 +39,7 @@ def start_trial(
     """
 
     def run() -> None:
-        result = _try_all(around, sources, until_s)
+        result = _try_all(around, routes, until_s)
         if result is not None:
             around.io.post(partial(done, result))
 
@@ -46,25 +47,26 @@ def start_trial(
 
 
 def _try_all(
-    around: Surroundings, sources: Sequence[RankManifest], until_s: float
+    around: Surroundings, routes: Sequence[tuple[Route, RankManifest]], until_s: float
 ) -> Choices | Failure | None:
     choices: Choices = {}
     try:
-        for source in sources:
+        for route, source in routes:
             left_s = until_s - around.io.now()
             if left_s <= 0:
                 return Failure(
                     Reason.TRANSPORT,
-                    f"the wires of {len(sources)} ranks: expected their trials to end in time, "
+                    f"the wires of {len(routes)} ranks: expected their trials to end in time, "
                     f"{len(choices)} have",
                 )
-            choices[source.rank] = probe(
+            choice = choices[source.rank] = probe(
                 around.transports,
                 source,
                 min_gbps=around.config.min_gbps,
                 timeout_s=min(TRIAL_TIMEOUT_S, left_s),
                 last_timeout_s=left_s,
             )
+            around.transports[choice.transport].prepare(route.classes)
     except TransportUnavailable as e:
         return Failure(Reason.TRANSPORT, str(e))
     except zmq.ContextTerminated:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import assert_never
 
+import torch
+
 from kvxfer.config import Config
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.keeper import Keeper
@@ -90,13 +92,15 @@ class Sink:
 
     # -------------------------------------------------- orders of the engine
 
-    def load(self, order: NewLoad, handed_s: float) -> None:
+    def load(self, order: NewLoad, handed_s: float, after: torch.cuda.Event | None = None) -> None:
         """Begin a load that the engine ordered at ``handed_s``; it will be reported once, whatever
-        happens.
+        happens. ``after``: as :class:`~kvxfer.transports.base.ReadRequest` has it.
         """
         if order.request_id in self._loads.by_request:
             raise ValueError(f"request {order.request_id}: expected one load, got another")
-        load = self._loads.by_request[order.request_id] = SinkLoad(order, handed_s=handed_s)
+        load = self._loads.by_request[order.request_id] = SinkLoad(
+            order, handed_s=handed_s, after=after
+        )
         wrong = span_failure(order) or self._offer_failure(order.source.offer)
         if wrong is not None:
             self._fail(load, wrong, cancel=wrong.reason is Reason.PLAN)
@@ -152,7 +156,9 @@ class Sink:
     def _begin(self, load: SinkLoad, peer: Peer) -> None:
         load.waiter = None
         try:
-            routes = make_routes(load.order, peer, self._addressing, self._config.chunk_nbytes)
+            routes = make_routes(
+                load.order, peer, self._addressing, self._config.chunk_nbytes, after=load.after
+            )
         except (KvxferError, ValueError) as e:
             self._fail(load, Failure(Reason.PLAN, str(e)), cancel=True)
             return

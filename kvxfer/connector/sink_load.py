@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.load_routes import RouteRun
 from kvxfer.connector.peer import Peer
@@ -25,10 +27,12 @@ REMEMBERED = 1 << 16
 class SinkLoad:
     """One load. ``waiter`` is there until its peer is ready, the session and its routes from then
     on. ``detail``: the first thing that a person should read when it fails. ``is_begun``: the peer
-    counts it among those that wait for answers. The moments are the report's.
+    counts it among those that wait for answers. ``after``: on a GPU, what must have run before the
+    blocks are written. The moments are the report's.
     """
 
     order: NewLoad
+    after: torch.cuda.Event | None = None
     waiter: Waiter | None = None
     peer: Peer | None = None
     session: LoadSession | None = None

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import torch
+
 from kvxfer.config import Config
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.opening import IsReady
@@ -33,12 +35,20 @@ from kvxfer.transports.base import LocalMemory
 BREAK_S = 5.0
 """The longest wait for an offer to be over and drained: a running job ends within about 10 ms."""
 
+HOST = torch.device("cpu")
+
 _log = logging.getLogger("kvxfer.connector")
 
 
-def host_ready_event() -> IsReady:
-    """On a CPU a step's work is complete when its last call returns."""
-    return lambda: True
+def record_event(device: torch.device) -> torch.cuda.Event | None:
+    """Behind everything that the current stream of a GPU holds; None on a CPU, where work is
+    complete when its call returns.
+    """
+    if device.type == "cpu":
+        return None
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class WorkerConnector:
@@ -52,8 +62,10 @@ class WorkerConnector:
         can_leave_unhashed: the engine leaves the blocks of ``incomplete_blocks`` out of its prefix
           cache, or has none. Where it does not say so, a source whose windows could leave such
           blocks is refused by name.
-        ready_event: records an event behind everything launched so far; what it returns says
-          whether the event has completed.
+        device: where the pools are. On a GPU, offers open and loads begin to write when what the
+          current stream held at :meth:`wait_for_save` or :meth:`start_load_kv` has run.
+        ready_event: where that is not what offers wait for: called at the end of a step, and what
+          it returns says whether the step's KV is complete.
     """
 
     def __init__(
@@ -70,7 +82,8 @@ class WorkerConnector:
         layout: str,
         is_front_door: bool,
         can_leave_unhashed: bool = False,
-        ready_event: Callable[[], IsReady] = host_ready_event,
+        device: torch.device = HOST,
+        ready_event: Callable[[], IsReady] | None = None,
     ) -> None:
         self._config = config
         self._identity = Identity(engine_id, incarnation, rank)
@@ -85,7 +98,8 @@ class WorkerConnector:
         }
         self._is_front_door = is_front_door
         self._can_leave_unhashed = can_leave_unhashed
-        self._ready_event = ready_event
+        self._device = device
+        self._ready_event = ready_event or self._record_ready
         self._ledger = Ledger()
         self._service: RankService | None = None
         self._metadata = ConnectorMetadata()
@@ -166,9 +180,11 @@ class WorkerConnector:
         the same step.
         """
         service = self._running()
-        for load in self._metadata.loads:
-            self._loading.add(load.request_id)
-            service.io.post(partial(service.sink.load, load, service.io.now()))
+        if self._metadata.loads:
+            after, now_s = record_event(self._device), service.io.now()
+            for load in self._metadata.loads:
+                self._loading.add(load.request_id)
+                service.io.post(partial(service.sink.load, load, now_s, after))
         for abort in self._metadata.aborts:
             service.io.post(partial(service.sink.abort, abort))
 
@@ -186,6 +202,10 @@ class WorkerConnector:
         if computed:
             service, is_ready = self._running(), self._ready_event()
             service.io.post(lambda: service.source.computed(computed, is_ready))
+
+    def _record_ready(self) -> IsReady:
+        event = record_event(self._device)
+        return (lambda: True) if event is None else event.query
 
     def clear_connector_metadata(self) -> None:
         """The step is over."""

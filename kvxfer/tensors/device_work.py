@@ -75,6 +75,29 @@ def bind_copy(
     )
 
 
+def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
+    """Contiguous bytes as a copy of one block: at most so many, rounded down to 1 KiB where there
+    are more. Its binary is that of ordinary caches, of rows of 16-byte words in several regions.
+    """
+    num_regions, row_nbytes = (4, 256) if nbytes >= 1024 else (1, max(1, nbytes))
+    num_rows = max(1, nbytes // (num_regions * row_nbytes))
+    region_nbytes = num_rows * row_nbytes
+    tile = Tile(
+        block_tokens=num_rows,
+        kernel_tokens=num_rows,
+        num_blocks=1,
+        num_heads=1,
+        inner_nbytes=row_nbytes,
+        stride_block=region_nbytes,
+        stride_head=row_nbytes,
+        stride_token=row_nbytes,
+    )
+    offsets = np.arange(num_regions, dtype=np.int64) * region_nbytes
+    return BoundCopy(
+        BoundSide(tile, source_address + offsets), BoundSide(tile, sink_address + offsets)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """One launch."""

@@ -43,6 +43,21 @@ class MemfdHandle(msgspec.Struct, frozen=True, kw_only=True, tag="memfd"):
     nonce: bytes
 
 
+class CudaIpcHandle(msgspec.Struct, frozen=True, kw_only=True, tag="cuda_ipc"):
+    """Memory of a GPU: the 64 bytes by which the CUDA driver names an allocation of process ``pid``
+    on the host whose life is ``boot_id``, and where in it the memory lies.
+    """
+
+    boot_id: str
+    pid: int
+    handle: bytes
+    offset: int
+    nbytes: int
+
+
+MemoryHandle = MemfdHandle | CudaIpcHandle
+
+
 class MemoryInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One allocation of a rank, which regions refer to by its position.
 
@@ -51,7 +66,7 @@ class MemoryInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     device: str
     nbytes: int
-    handle: MemfdHandle | None = None
+    handle: MemoryHandle | None = None
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):

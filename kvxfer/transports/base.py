@@ -21,7 +21,8 @@ from dataclasses import dataclass
 import torch
 import zmq
 
-from kvxfer.transfer.manifest import MemoryInfo, RankManifest
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass, Side
 from kvxfer.transfer.wire import Reason
 
@@ -56,6 +57,23 @@ class LocalMemory:
 
     tensors: tuple[torch.Tensor, ...]
     infos: tuple[MemoryInfo, ...]
+
+    @property
+    def device(self) -> torch.device:
+        """Where all of it lies. Raises ValueError unless that is one device."""
+        devices = {tensor.device for tensor in self.tensors}
+        if len(devices) != 1:
+            listed = ", ".join(sorted(map(str, devices))) or "none"
+            raise ValueError(f"memory: expected all of it on one device, got {listed}")
+        return devices.pop()
+
+    def require(self, transport: str, device_type: str) -> None:
+        """Raises TransportUnavailable unless it is memory of that type of device."""
+        for tensor in self.tensors:
+            if tensor.device.type != device_type:
+                raise TransportUnavailable(
+                    f"{transport}: expected {device_type} memory, got memory on {tensor.device}"
+                )
 
 
 # --------------------------------------------------- what the source side is asked to send
@@ -117,6 +135,10 @@ class SourceTransport(ABC):
         None for a direct wire, whose handles are in the manifest.
         """
 
+    def handles(self) -> tuple[MemoryHandle, ...]:
+        """For the manifest, one for each memory: a direct wire's, by which sinks map them."""
+        return ()
+
     def pollables(self) -> Sequence[zmq.Socket[bytes]]:
         """Sockets that the IO thread polls for reading."""
         return ()
@@ -165,7 +187,7 @@ class ReadRequest:
 
     ``spans`` by sink group; ``source_ids`` by source group (empty on stream wires); ``sink_ids`` by
     sink group; all positional from the request's first token. ``pull_classes[i]`` is what the Pull
-    said of ``classes[i]``.
+    said of ``classes[i]``. ``after``: on a GPU, what it must have done before the pool is written.
     """
 
     key: TransferKey
@@ -175,6 +197,7 @@ class ReadRequest:
     source_ids: tuple[tuple[int, ...], ...]
     sink_ids: tuple[tuple[int, ...], ...]
     chunk_nbytes: int
+    after: torch.cuda.Event | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +278,12 @@ class SinkTransport(ABC):
         May be called from any thread, blocks for at most about ``timeout_s`` and touches neither
         pool nor reads. Raises TransportUnavailable with the reason.
         """
+
+    def prepare(self, classes: Sequence[CopyClass]) -> None:
+        """Get ready to copy these classes, where that takes long: called once before the first
+        read, from any thread, and may block. What fails here fails the trial.
+        """
+        return
 
     @abstractmethod
     def attach(self, source: RankManifest) -> None:

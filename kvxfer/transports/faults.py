@@ -10,7 +10,8 @@
              "send:die_after=3"             the process is killed when it has sent 3 chunks
 
 Several are separated by commas. ``read`` faults belong to the sink's settings and work on every
-wire; ``chunk`` and ``send`` faults belong to the source's and work on ``zmq``.
+wire, but ``slow`` and ``blank`` not where a GPU copies; ``chunk`` and ``send`` faults belong to the
+source's and work on ``zmq``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,
@@ -46,6 +48,7 @@ from kvxfer.transports.zmq_connections import Connection
 from kvxfer.transports.zmq_source import ZmqSource
 from kvxfer.transports.zmq_stream import ChunkHeader, Context, decode_to_sink, encode
 
+_OF_COPIES = frozenset({"read:slow", "read:blank"})
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
 
 
@@ -198,6 +201,16 @@ def _copy_nothing(job: CopyJob) -> bool:
     return False
 
 
+def check_device_faults(faults: Sequence[Fault]) -> None:
+    """For a wire whose copies run on a GPU. Raises ConfigError for faults of the copy thread."""
+    for fault in faults:
+        if fault.name in _OF_COPIES:
+            raise ConfigError(
+                f"faults: expected none of {', '.join(sorted(_OF_COPIES))} on cuda_ipc, "
+                f"got {fault.name}; a GPU's copies take no faults"
+            )
+
+
 def faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
     """The copier, or a slow or blank one if ``read:slow`` or ``read:blank`` is asked for."""
     for fault in faults:
@@ -231,6 +244,10 @@ class FaultySink(SinkTransport):
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """As it is."""
         return self._inner.trial(source, timeout_s)
+
+    def prepare(self, classes: Sequence[CopyClass]) -> None:
+        """As it is."""
+        self._inner.prepare(classes)
 
     def attach(self, source: RankManifest) -> None:
         """As it is."""

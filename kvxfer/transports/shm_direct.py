@@ -21,9 +21,10 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import MappedPool, open_shared
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo, RankManifest
+from kvxfer.transfer.manifest import MemfdHandle, MemoryHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transfer.wire import Reason
+from kvxfer.transports.attachments import NOT_ATTACHED, Attached, Attachments, handle_of
 from kvxfer.transports.base import (
     JOB_NBYTES,
     TRIAL_NBYTES,
@@ -61,30 +62,28 @@ class ShmSource(SourceTransport):
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         self.counts: Counter[str] = Counter()
-        for number, info in enumerate(memory.infos):
-            if info.handle is None:
-                raise TransportUnavailable(
-                    f"shm: expected memory {number} in a shared pool, got plain {info.device} "
-                    "memory; allocate it with SharedPool.create"
-                )
+        memory.require(self.name, "cpu")
+        self._handles = tuple(_own_handle(*each) for each in enumerate(memory.infos))
 
     def data_endpoint(self) -> str | None:
         """None: the handles are in the manifest."""
         return None
 
+    def handles(self) -> tuple[MemoryHandle, ...]:
+        """Of the shared pools."""
+        return self._handles
+
     def close(self) -> None:
         """Nothing to give back: the pools are their owner's."""
 
 
-_Handles = tuple[MemfdHandle | None, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Attached:
-    """A mapped source rank. The handles, with their nonces, name the life of its pools."""
-
-    handles: _Handles
-    mappings: tuple[MappedPool, ...]
+def _own_handle(number: int, info: MemoryInfo) -> MemfdHandle:
+    if not isinstance(info.handle, MemfdHandle):
+        raise TransportUnavailable(
+            f"shm: expected memory {number} in a shared pool, got plain {info.device} memory; "
+            "allocate it with SharedPool.create"
+        )
+    return info.handle
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +121,7 @@ class ShmSink(SinkTransport):
         wake: Wake,
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
+        memory.require(self.name, "cpu")
         self.counts: Counter[str] = Counter()
         self._memory = memory
         self._copy_thread = copy_thread
@@ -129,12 +129,12 @@ class ShmSink(SinkTransport):
         self._mailbox: Mailbox[_Piece] = Mailbox(wake)
         self._scratch = Scratch()  # used on the copy thread only
         self._ready: list[SinkCompletion] = []
-        self._attached: dict[str, _Attached] = {}
+        self._attached = Attachments("shm", _map_pool, self._let_go)
         self._reads: dict[TransferKey, _Read] = {}
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """Map the rank's pools, copy up to 4 MiB of the first, unmap."""
-        mappings = _map_all(source)
+        mappings = self._attached.map_all(source)
         try:
             first = mappings[0].tensor[:TRIAL_NBYTES]
             landing = torch.empty_like(first)
@@ -148,28 +148,19 @@ class ShmSink(SinkTransport):
                 mapping.close()
 
     def attach(self, source: RankManifest) -> None:
-        """Map the rank's pools, once for each life of them.
-
-        Other pools under the same control endpoint take the place of those that are mapped, whose
-        reads break: an endpoint is what a peer says of itself, so reads look at the handles too.
-        """
-        handles = _handles(source)
-        known = self._attached.get(source.control_endpoint)
-        if known is not None and known.handles == handles:
-            return
-        mappings = _map_all(source)
-        self.detach(source.control_endpoint)
-        self._attached[source.control_endpoint] = _Attached(handles, mappings)
+        """Map the rank's pools, once for each life of them."""
+        self._attached.attach(source)
 
     def detach(self, control_endpoint: str) -> None:
         """Its unfinished reads break; the mapping goes with the last copy that runs on it."""
-        attached = self._attached.pop(control_endpoint, None)
-        if attached is None:
-            return
+        self._attached.detach(control_endpoint)
+
+    def _let_go(self, attached: Attached[MappedPool]) -> None:
         for mapping in attached.mappings:
             mapping.close()
+        endpoint = attached.control_endpoint
         for read in list(self._reads.values()):
-            if read.request.source.control_endpoint == control_endpoint and read.job is not None:
+            if read.request.source.control_endpoint == endpoint and read.job is not None:
                 read.broke = Reason.PEER_LOST
                 self._copy_thread.cancel(read.job)
 
@@ -181,9 +172,9 @@ class ShmSink(SinkTransport):
         key = request.key
         if key in self._reads:
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
-        attached = self._attached.get(request.source.control_endpoint)
-        if attached is None or attached.handles != _handles(request.source):
-            self._tell(ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached"))
+        attached = self._attached.find(request.source)
+        if attached is None:
+            self._tell(ReadBroke(key, Reason.PEER_LOST, NOT_ATTACHED))
             return
         tensors = tuple(mapping.tensor for mapping in attached.mappings)
         read = _Read(request)
@@ -219,8 +210,7 @@ class ShmSink(SinkTransport):
                 self._copy_thread.cancel(read.job)
         while self._reads:
             self._on_piece(self._mailbox.take())
-        for endpoint in list(self._attached):
-            self.detach(endpoint)
+        self._attached.close()
 
     def _tell(self, completion: SinkCompletion) -> None:
         self._ready.append(completion)
@@ -284,31 +274,5 @@ def job_spans(copy_class: CopyClass, pull: PullClass) -> Iterator[tuple[int, int
         token_lo = token_hi
 
 
-def _handles(source: RankManifest) -> _Handles:
-    return tuple(info.handle for info in source.memories)
-
-
-def _map_all(source: RankManifest) -> tuple[MappedPool, ...]:
-    if not source.memories:
-        raise TransportUnavailable(f"shm: expected memories of {source.control_endpoint}, got none")
-    mappings: list[MappedPool] = []
-    try:
-        for number, info in enumerate(source.memories):
-            mappings.append(open_shared(_handle_of(info, f"memory {number}")))
-    except TransportUnavailable:
-        for mapping in mappings:
-            mapping.close()
-        raise
-    return tuple(mappings)
-
-
-def _handle_of(info: MemoryInfo, name: str) -> MemfdHandle:
-    if info.handle is None:
-        raise TransportUnavailable(
-            f"shm: expected a handle for {name}, got none; the peer does not offer it"
-        )
-    if info.handle.nbytes != info.nbytes:
-        raise TransportUnavailable(
-            f"shm: expected {info.nbytes} bytes of {name}, got a handle of {info.handle.nbytes}"
-        )
-    return info.handle
+def _map_pool(info: MemoryInfo, name: str) -> MappedPool:
+    return open_shared(handle_of("shm", info, name, MemfdHandle))

@@ -150,6 +150,7 @@ class ZmqSink(SinkTransport):
         wake: Wake,
         context: Context,
     ) -> None:
+        memory.require(self.name, "cpu")
         self.counts: Counter[str] = Counter()
         self._memory = memory
         self._config = config

@@ -133,6 +133,7 @@ class ZmqSource(SourceTransport):
         wake: Wake,
         context: Context,
     ) -> None:
+        memory.require(self.name, "cpu")
         self.counts: Counter[str] = Counter()
         self._memory = memory
         self._config = config

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from kvxfer.config import Config
 from kvxfer.connector.opening import IsReady
@@ -26,21 +27,26 @@ from kvxfer.connector.records import (
     SourceRef,
     Unhold,
 )
-from kvxfer.connector.worker_side import WorkerConnector, host_ready_event
+from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.testing_peer import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.wire import BIND_TOKENS, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory
 from tests.builders import EngineShape, build_manifest, build_regions
+from tests.conftest import HAS_CUDA
 from tests.oracle import oracle_copy
 
+WIRES = ["shm", "zmq", "cuda_ipc"]
+HOST_WIRES = ["shm", "zmq"]
+"""Those whose copies take faults."""
 POISON = 0xEE
 DIGEST = b"d" * 32
 
 Table = tuple[tuple[int, ...], ...]
 
 
-def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
     """Wait for something that the other threads will do."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -69,7 +75,7 @@ class Engine:
         fill: int | None,
         incarnation: bytes | None = None,
         facts: dict[str, Any] | None = None,
-        ready_event: Callable[[], IsReady] = host_ready_event,
+        ready_event: Callable[[], IsReady] | None = None,
         announce: bool = True,
         can_leave_unhashed: bool = True,
         **settings: Any,
@@ -82,16 +88,19 @@ class Engine:
         base = build_manifest(shape, engine_id)
         self.facts = msgspec.structs.replace(base.facts, **(facts or {}))
         self.workers: list[WorkerConnector] = []
-        self.pools: list[SharedPool] = []
+        self.pools: list[SharedPool | DevicePool] = []
+        on_gpu = HAS_CUDA and self.config.transport == "cuda_ipc"
+        device = torch.device("cuda:0" if on_gpu else "cpu")
         self.results: list[Results] = []
         self.stats = KVConnectorStats()
         self.expected_io_errors = 0
         rng = np.random.default_rng(7)
         for entry in base.ranks:
             regions, nbytes = build_regions(shape, entry.rank)
-            pool = SharedPool.create(nbytes)
+            pool = make_pool(str(device), nbytes)
             if fill is None:
-                pool.tensor.numpy()[:] = rng.integers(0, 256, nbytes, dtype=np.uint8)
+                content = rng.integers(0, 256, nbytes, dtype=np.uint8)
+                pool.tensor.copy_(torch.from_numpy(content))
             else:
                 pool.tensor.fill_(fill)
             worker = WorkerConnector(
@@ -107,6 +116,7 @@ class Engine:
                 is_front_door=entry.rank == RankId(0, 0),
                 can_leave_unhashed=can_leave_unhashed,
                 ready_event=ready_event,
+                device=device,
             )
             worker.register_kv_caches(regions, LocalMemory((pool.tensor,), (pool.info,)))
             self.workers.append(worker)
@@ -293,11 +303,11 @@ def expect_moved(
         for other, given in enumerate(source.manifest.ranks):
             oracle_copy(
                 given.regions,
-                [source.pools[other].tensor.numpy()],
+                [source.pools[other].tensor.cpu().numpy()],
                 entry.regions,
                 expected,
                 source_ids=source_table,
                 sink_ids=sink_table,
                 spans=spans,
             )
-        np.testing.assert_array_equal(sink.pools[number].tensor.numpy(), expected[0])
+        np.testing.assert_array_equal(sink.pools[number].tensor.cpu().numpy(), expected[0])

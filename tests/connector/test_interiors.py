@@ -8,9 +8,8 @@ import pytest
 
 from kvxfer.transfer.layout import Interior
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, Table, expect_moved, until
+from tests.connector.rig import POISON, WIRES, Engine, Table, expect_moved, until
 
-WIRES = ["shm", "zmq"]
 Spans = dict[int, tuple[int, int]]
 
 OPAQUE = EngineShape(interior=Interior.OPAQUE, num_kv_heads=4, kernel_blocks=2, num_blocks=24)

@@ -29,15 +29,14 @@ from kvxfer.transfer.wire import (
 )
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, POISON, Engine, until
+from tests.connector.rig import DIGEST, HOST_WIRES, POISON, Engine, until
 
 SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
 SINK = EngineShape(tp_size=1, num_kv_heads=4, block_tokens=24, layout="NHD", num_blocks=10)
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
-WIRES = ["shm", "zmq"]
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", HOST_WIRES)
 def test_an_abort_while_reading_reaches_the_source_at_once(wire: str) -> None:
     with (
         Engine(ONE, "prefill", fill=1, transport=wire) as source,

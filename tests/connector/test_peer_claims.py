@@ -17,12 +17,11 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import SinkTransport, Trial
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, until
+from tests.connector.rig import POISON, WIRES, Engine, until
 from tests.helpers import free_port
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
-WIRES = ["shm", "zmq"]
 
 
 def _offered(source: Engine, name: str, endpoint: str | None = None) -> SourceRef:

@@ -15,7 +15,7 @@ import pytest
 
 from kvxfer.connector.records import SourceRef
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, until
+from tests.connector.rig import HOST_WIRES, POISON, Engine, until
 from tests.helpers import free_port
 
 SHAPE = EngineShape(num_kv_heads=2, num_blocks=64)
@@ -73,7 +73,7 @@ def prefill(**settings: Any) -> Iterator[Prefill]:
         process.close()
 
 
-@pytest.mark.parametrize("wire", ["shm", "zmq"])
+@pytest.mark.parametrize("wire", HOST_WIRES)
 def test_a_killed_source_fails_its_loads_at_once_and_a_restarted_one_serves(wire: str) -> None:
     port = free_port()
     settings: dict[str, Any] = {

@@ -22,7 +22,7 @@ from kvxfer.transfer.wire import Grant, Keep, Pull, ToSource
 from kvxfer.transports.base import ReadRequest
 from kvxfer.transports.zmq_sink import ZmqSink
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, until
+from tests.connector.rig import POISON, WIRES, Engine, until
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -197,7 +197,7 @@ def test_nothing_is_asked_behind_an_abort(monkeypatch: pytest.MonkeyPatch) -> No
         until(lambda: source.sent("p"))
 
 
-@pytest.mark.parametrize("wire", ["shm", "zmq"])
+@pytest.mark.parametrize("wire", WIRES)
 def test_tokens_beyond_the_offered_ones_are_not_read_unbound_either(wire: str) -> None:
     settings: dict[str, Any] = {"transport": wire, "bind_tokens": False}
     with (

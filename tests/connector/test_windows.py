@@ -23,9 +23,8 @@ from kvxfer.transfer.windows import Keeping
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
 from tests.builders import EngineShape, build_manifest, build_regions
-from tests.connector.rig import POISON, Engine, Table, expect_moved, until
+from tests.connector.rig import POISON, WIRES, Engine, Table, expect_moved, until
 
-WIRES = ["shm", "zmq"]
 HYBRID = EngineShape(
     num_layers=4,
     groups=(0, 1, 0, 1),

@@ -23,12 +23,11 @@ from kvxfer.transfer.wire import (
 )
 from kvxfer.transports import zmq_source
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, expect_copied, until
+from tests.connector.rig import HOST_WIRES, POISON, WIRES, Engine, expect_copied, until
 
 SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
 SINK = EngineShape(tp_size=1, num_kv_heads=4, block_tokens=24, layout="NHD", num_blocks=10)
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
-WIRES = ["shm", "zmq"]
 
 
 @pytest.mark.parametrize("wire", ["shm", "zmq", "auto"])
@@ -241,7 +240,7 @@ def test_tokens_need_not_be_bound() -> None:
 # ------------------------------------------------------------------ ends at the source
 
 
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("wire", HOST_WIRES)
 def test_a_preempted_offer_is_over_and_drained_when_the_call_returns(wire: str) -> None:
     # The sink is slow with its credits: a stream of two slots is in the middle when it is broken.
     settings: dict[str, Any] = {"transport": wire, "chunk_nbytes": 4096, "staging_slots": 2}

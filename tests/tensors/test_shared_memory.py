@@ -21,7 +21,7 @@ from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo
 
 
 def _handle(pool: SharedPool) -> MemfdHandle:
-    assert pool.info.handle is not None
+    assert isinstance(pool.info.handle, MemfdHandle)
     return pool.info.handle
 
 
@@ -99,7 +99,7 @@ def test_mapping_outlives_its_owner_after_sigkill() -> None:
         assert owner.stdout is not None
         packed = bytes.fromhex(owner.stdout.readline())
         info = msgspec.msgpack.decode(packed, type=MemoryInfo)
-        assert info.handle is not None
+        assert isinstance(info.handle, MemfdHandle)
         mapped = open_shared(info.handle)
         owner.kill()
         owner.wait(10)

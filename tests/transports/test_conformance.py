@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
 from kvxfer.config import Config
@@ -21,10 +22,13 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
 from kvxfer.transports.zmq_connections import Connection
 from kvxfer.transports.zmq_sink import ZmqSink
 from kvxfer.transports.zmq_source import ZmqSource
+from tests.conftest import HAS_CUDA
+from tests.transports.host_gpu import HostGpu
 
 # Few slots, so that chunks wait for credits; heartbeats quick enough for a test.
 CONFIG = Config(staging_slots=4, peer_silent_s=1.0)
@@ -50,6 +54,20 @@ def zmq_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: 
     return ZmqSink(memory, CONFIG, copy_thread, wake, context)
 
 
+def cuda_ipc_source(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> CudaIpcSource:
+    gpu = None if HAS_CUDA else HostGpu(memory)
+    return CudaIpcSource(memory, CONFIG, copy_thread, wake, context, gpu)
+
+
+def cuda_ipc_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> CudaIpcSink:
+    gpu = None if HAS_CUDA else HostGpu(memory)
+    return CudaIpcSink(memory, CONFIG, copy_thread, wake, context, gpu)
+
+
 @pytest.mark.parametrize(
     ("make_source", "make_sink"),
     [
@@ -59,6 +77,24 @@ def zmq_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: 
 )
 def test_wire_keeps_every_promise(make_source: MakeSource, make_sink: MakeSink) -> None:
     check_transport(make_source, make_sink)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="kernels run on the GPU")
+def test_cuda_ipc_without_a_gpu_keeps_every_promise() -> None:
+    check_transport(cuda_ipc_source, cuda_ipc_sink, timeout_s=30.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("source_device", "sink_device"),
+    [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")],
+)
+def test_cuda_ipc_keeps_every_promise(source_device: str, sink_device: str) -> None:
+    if torch.cuda.device_count() <= int(max(source_device, sink_device)[-1]):
+        pytest.skip("needs two GPUs")
+    check_transport(
+        cuda_ipc_source, cuda_ipc_sink, source_device=source_device, sink_device=sink_device
+    )
 
 
 # ------------------------------------------------------------------ broken on purpose

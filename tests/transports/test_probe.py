@@ -167,7 +167,7 @@ def test_auto_without_a_listening_address_is_an_error(worker: Worker) -> None:
 
 
 def test_wires_of_another_version_and_bad_faults(worker: Worker) -> None:
-    with pytest.raises(TransportUnavailable, match="expected one of auto, shm, zmq, got ucx"):
+    with pytest.raises(TransportUnavailable, match="one of auto, cuda_ipc, shm, zmq, got ucx"):
         worker.sources(worker.shared, Config(transport="ucx"))
     with pytest.raises(ConfigError, match="faults: "):
         make_sinks(

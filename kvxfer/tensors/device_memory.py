@@ -1,0 +1,148 @@
+"""Memory of a GPU that another process can map: CUDA IPC handles.
+
+A handle stands for a whole allocation, so a tensor is its handle and an offset. Only memory of
+``cudaMalloc`` has one (the ordinary allocators of PyTorch); virtual-memory allocators do not.
+What is mapped lives on after its owner: the driver keeps the bytes until the last mapping goes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.device_work import DeviceMemory
+from kvxfer.tensors.shared_memory import boot_id
+from kvxfer.transfer.manifest import CudaIpcHandle
+
+HANDLE_NBYTES = 64
+"""Of a CUDA IPC handle."""
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that there is
+
+
+class MappedMemory:
+    """A peer's memory as this GPU addresses it; made by :func:`map_memory`."""
+
+    def __init__(self, memory: DeviceMemory, close: Callable[[], None]) -> None:
+        self.memory = memory
+        self._close: Callable[[], None] | None = close
+
+    def close(self) -> None:
+        """Unmap it; nothing may run on it any more. It may wait for other work of this GPU.
+        Idempotent.
+        """
+        close, self._close = self._close, None
+        if close is not None:
+            close()
+
+
+def export_memory(tensor: Tensor) -> CudaIpcHandle:
+    """The handle of a tensor's allocation, and where in it the tensor begins.
+
+    Raises TransportUnavailable for memory that has none.
+    """
+    driver = _driver()
+    address = tensor.data_ptr()
+    with _context(driver, tensor.device):
+        base, _ = _call(driver, "cuMemGetAddressRange", address)
+        try:
+            (handle,) = _call(driver, "cuIpcGetMemHandle", int(base))
+        except TransportUnavailable as exc:
+            raise TransportUnavailable(
+                f"{exc}; expected memory of cudaMalloc: expandable segments "
+                "(PYTORCH_CUDA_ALLOC_CONF) and sleep modes allocate memory that has no handle"
+            ) from exc
+    return CudaIpcHandle(
+        boot_id=boot_id(),
+        pid=os.getpid(),
+        handle=bytes(handle.reserved),
+        offset=address - int(base),
+        nbytes=tensor.numel() * tensor.element_size(),
+    )
+
+
+def map_memory(handle: CudaIpcHandle, device: torch.device) -> MappedMemory:
+    """Map a peer's memory for kernels on ``device``.
+
+    Raises TransportUnavailable with the reason: other host, process gone, no peer access, memory
+    that is smaller than the handle says.
+    """
+    here = boot_id()
+    if not here or handle.boot_id != here:
+        raise TransportUnavailable(
+            f"cuda_ipc: expected a peer on this host (boot {here or 'unknown'}), "
+            f"got boot {handle.boot_id or 'unknown'}"
+        )
+    if len(handle.handle) != HANDLE_NBYTES:
+        raise TransportUnavailable(
+            f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"
+        )
+    driver = _driver()
+    reserved = driver.CUipcMemHandle()
+    reserved.reserved = handle.handle
+    with _context(driver, device):
+        try:
+            (mapped,) = _call(driver, "cuIpcOpenMemHandle", reserved, _LAZY_PEER_ACCESS)
+        except TransportUnavailable as exc:
+            raise TransportUnavailable(
+                f"{exc}; expected memory of process {handle.pid} that {device} can map: another "
+                "process, which lives, on a GPU with peer access to this one"
+            ) from exc
+        base = int(mapped)
+
+        def close() -> None:
+            with _context(driver, device):
+                _call(driver, "cuIpcCloseMemHandle", base)
+
+        # A kernel that reads beyond a mapping ends this process's use of the GPU
+        _, mapped_nbytes = _call(driver, "cuMemGetAddressRange", base)
+        if handle.offset < 0 or handle.offset + handle.nbytes > int(mapped_nbytes):
+            close()
+            raise TransportUnavailable(
+                f"cuda_ipc: expected {handle.nbytes} bytes at {handle.offset} of process "
+                f"{handle.pid}, got a mapping of {int(mapped_nbytes)}"
+            )
+    return MappedMemory(DeviceMemory(base + handle.offset, handle.nbytes), close)
+
+
+def _driver() -> ModuleType:
+    try:
+        return importlib.import_module("cuda.bindings.driver")  # optional, and without types
+    except ImportError as exc:
+        raise TransportUnavailable(
+            f"cuda_ipc: expected the cuda-bindings package, got {exc}; install it with kvxfer[cuda]"
+        ) from exc
+
+
+@contextmanager
+def _context(driver: ModuleType, device: torch.device) -> Iterator[None]:
+    """The GPU's context current on this thread, whatever PyTorch has made current: it passes over
+    what it takes for no change, and a thread starts without any.
+    """
+    (number,) = _call(driver, "cuDeviceGet", device.index or 0)
+    (context,) = _call(driver, "cuDevicePrimaryCtxRetain", number)
+    try:
+        _call(driver, "cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            _call(driver, "cuCtxPopCurrent")
+    finally:
+        _call(driver, "cuDevicePrimaryCtxRelease", number)
+
+
+def _call(driver: ModuleType, name: str, *arguments: object) -> tuple[Any, ...]:
+    """What a function of the CUDA driver returns. Raises TransportUnavailable with its error."""
+    error, *results = getattr(driver, name)(*arguments)
+    if int(error) != 0:
+        _, text = driver.cuGetErrorString(error)
+        reason = text.decode() if isinstance(text, bytes) else str(error)
+        raise TransportUnavailable(f"cuda_ipc: {name}: {reason}")
+    return tuple(results)

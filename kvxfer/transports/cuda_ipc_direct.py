@@ -1,0 +1,443 @@
+"""The direct wire between GPUs of one host: the sink maps the source's memory and copies out of it
+by one kernel launch for each geometry class of a read (``tensors/device_copy.py``).
+
+All decisions are the IO thread's; it launches and asks events, and never waits for a GPU. Launches
+run on a stream of their own, in order. A thread of the wire sleeps until the next event has passed
+and wakes the IO thread. Few bytes are on their way at a time, so that a read that is given up ends
+soon, and reads take turns.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.cuda_device import CudaDevice, Gpu
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
+from kvxfer.tensors.device_memory import MappedMemory
+from kvxfer.tensors.device_work import (
+    BoundCopy,
+    BoundSide,
+    DeviceMemory,
+    bind_copy,
+    flat_copy,
+)
+from kvxfer.tensors.job_ring import Event
+from kvxfer.transfer.manifest import CudaIpcHandle, MemoryHandle, MemoryInfo, RankManifest
+from kvxfer.transfer.plan import CopyClass
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.attachments import NOT_ATTACHED, Attached, Attachments, handle_of
+from kvxfer.transports.base import (
+    LocalMemory,
+    Progress,
+    ReadBroke,
+    ReadDone,
+    ReadRequest,
+    ReadStopped,
+    SinkCompletion,
+    SinkTransport,
+    SourceTransport,
+    TransferKey,
+    Trial,
+    Wake,
+)
+from kvxfer.transports.copy_thread import Copier, PiecesJob
+
+IN_FLIGHT_NBYTES = 2 << 30
+"""Bytes launched and not seen complete: two launches, 5 ms of a link of 400 GB/s."""
+TRIAL_NBYTES = 32 << 20
+"""80 us of such a link, ten times what a launch costs."""
+MAX_BOUND = 1024
+"""Geometry classes of one attachment whose addresses are kept; a plan has a handful."""
+
+
+class CudaIpcSource(SourceTransport):
+    """Exports this rank's memories. Raises TransportUnavailable where one cannot be."""
+
+    name = "cuda_ipc"
+    is_stream = False
+
+    def __init__(
+        self,
+        memory: LocalMemory,
+        config: Config,
+        copy_thread: Copier,
+        wake: Wake,
+        context: zmq.Context[zmq.Socket[bytes]],
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        gpu = gpu or CudaDevice(memory.device)
+        self._handles = tuple(gpu.export(tensor) for tensor in memory.tensors)
+
+    def data_endpoint(self) -> str | None:
+        """None: the handles are in the manifest."""
+        return None
+
+    def handles(self) -> tuple[MemoryHandle, ...]:
+        """Of the allocations."""
+        return self._handles
+
+    def close(self) -> None:
+        """Nothing to give back: the memory is its owner's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One read. ``launches`` is None when no more follow; ``end``: how it ends once nothing of it
+    is in flight, None while it goes well.
+    """
+
+    request: ReadRequest
+    attached: Attached[MappedMemory]
+    launches: Iterator[tuple[Event, int]] | None
+    num_in_flight: int = 0
+    nbytes: int = 0
+    end: SinkCompletion | None = None
+
+    @property
+    def key(self) -> TransferKey:
+        return self.request.key
+
+    def end_as(self, end: SinkCompletion) -> None:
+        """No more launches; the first reason counts."""
+        self.launches = None
+        self.end = self.end or end
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A launch on its way."""
+
+    read: _Read
+    event: Event
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Bound:
+    """Addresses of the geometry classes of one attachment, worked out once."""
+
+    copies: dict[int, tuple[CopyClass, BoundCopy]] = field(default_factory=dict)
+
+
+class CudaIpcSink(SinkTransport):
+    """Maps each source rank once and copies out of it on a stream of its own."""
+
+    name = "cuda_ipc"
+    is_stream = False
+
+    def __init__(
+        self,
+        memory: LocalMemory,
+        config: Config,
+        copy_thread: Copier,
+        wake: Wake,
+        context: zmq.Context[zmq.Socket[bytes]],
+        gpu: Gpu | None = None,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._gpu = gpu = gpu or CudaDevice(memory.device)
+        self._memories = tuple(
+            DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in memory.tensors
+        )
+        self._tensors = memory.tensors  # so that the addresses stay good
+        self._settings = CopySettings(launch_programs=config.launch_programs)
+        self._copier = DeviceCopier(gpu.device, self._settings)
+        self._stream = gpu.make_stream()
+        self._copy_thread = copy_thread
+        self._wake = wake
+        self._attached = Attachments("cuda_ipc", self._map, self._let_go)
+        self._bound: dict[Attached[MappedMemory], _Bound] = {}
+        self._leaving: list[Attached[MappedMemory]] = []
+        self._reads: dict[TransferKey, _Read] = {}
+        self._turns: deque[_Read] = deque()
+        self._in_flight: deque[_Flight] = deque()
+        self._in_flight_nbytes = 0
+        self._ready: list[SinkCompletion] = []
+        self._broken = ""
+        self._waiter = _Waiter(wake)
+        # What nearly all engines need is compiled now: the first time it takes a second
+        self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream).synchronize()
+
+    # -------------------------------------------------- getting ready
+
+    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+        """Map the rank's memories, copy up to 32 MiB of the first, unmap."""
+        mappings = self._attached.map_all(source)
+        try:
+            first = mappings[0].memory
+            nbytes = min(first.nbytes, TRIAL_NBYTES)
+            landing = torch.empty(nbytes, dtype=torch.uint8, device=self._gpu.device)
+            stream = self._gpu.make_stream()
+            # The ring is one thread's, and this may be any
+            copier = DeviceCopier(self._gpu.device, CopySettings(ring_nbytes=1 << 16))
+            bound = flat_copy(first.address, landing.data_ptr(), nbytes)
+            ids, num_tokens = np.zeros(1, np.int64), bound.sink.tile.block_tokens
+
+            durations_s = []
+            for _ in range(4):  # the first one pays for page tables and a cold path
+                started_s = time.perf_counter()
+                launched = copier.copy(bound, ids, ids, 0, num_tokens, stream=stream)
+                if launched.event is not None:
+                    launched.event.synchronize()
+                durations_s.append(time.perf_counter() - started_s)
+            return Trial(launched.nbytes, max(min(durations_s), 1e-9))
+        except RuntimeError as exc:  # PyTorch's, of CUDA's own errors
+            raise TransportUnavailable(f"cuda_ipc: the trial failed: {exc}") from exc
+        finally:
+            for mapping in mappings:
+                mapping.close()
+
+    def prepare(self, classes: Sequence[CopyClass]) -> None:
+        """Compile what these classes need and others did not."""
+        copier = DeviceCopier(self._gpu.device, CopySettings(ring_nbytes=1 << 20))
+        stream = self._gpu.make_stream()
+        for each in classes:
+            sides = (
+                BoundSide(side.tile, np.array([base.offset for base in side.bases], np.int64))
+                for side in (each.source, each.sink)
+            )
+            copier.warm(BoundCopy(*sides), stream).synchronize()
+
+    def attach(self, source: RankManifest) -> None:
+        """Map the rank's memories, once for each life of them."""
+        self._attached.attach(source)
+
+    def detach(self, control_endpoint: str) -> None:
+        """Its unfinished reads break; the mapping goes when no launch runs on it any more."""
+        self._attached.detach(control_endpoint)
+        self._finish()
+
+    def _map(self, info: MemoryInfo, name: str) -> MappedMemory:
+        return self._gpu.map(handle_of("cuda_ipc", info, name, CudaIpcHandle))
+
+    def _let_go(self, attached: Attached[MappedMemory]) -> None:
+        for read in self._reads.values():
+            if read.attached is attached:
+                detail = "the source rank was detached"
+                read.end_as(ReadBroke(read.key, Reason.PEER_LOST, detail))
+        self._bound.pop(attached, None)
+        self._leaving.append(attached)
+
+    def _unmap_unused(self) -> None:
+        """On the copy thread: CUDA may wait for other work of this GPU first."""
+        in_use = {read.attached for read in self._reads.values()}
+        leaving, self._leaving = self._leaving, []
+        for attached in leaving:
+            if attached in in_use:
+                self._leaving.append(attached)
+                continue
+
+            def close(mappings: tuple[MappedMemory, ...] = attached.mappings) -> Iterator[None]:
+                for mapping in mappings:
+                    mapping.close()
+                yield
+
+            self._copy_thread.submit(PiecesJob(attached, close(), lambda job: None))
+
+    # -------------------------------------------------- reads
+
+    def submit_expect(self, request: ReadRequest) -> None:
+        """Nothing: the sink reads by itself."""
+
+    def submit_read(self, request: ReadRequest) -> None:
+        """Launch the copy. Ids and addresses are checked before anything is written."""
+        key = request.key
+        if key in self._reads:
+            raise ValueError(f"read: expected a key that is not in use, got {key} twice")
+        attached = self._attached.find(request.source)
+        if attached is None or self._broken:
+            reason = Reason.PEER_LOST if attached is None else Reason.READ_FAILED
+            self._tell(ReadBroke(key, reason, self._broken or NOT_ATTACHED))
+            return
+        try:
+            launches = self._launches(request, attached)
+        except ValueError as exc:
+            self._tell(ReadBroke(key, Reason.READ_FAILED, str(exc)))
+            return
+        if request.after is not None and self._stream is not None:
+            self._stream.wait_event(request.after)
+        read = self._reads[key] = _Read(request, attached, launches)
+        self._turns.append(read)
+        self._launch()
+        if self._finish():
+            self._wake()
+
+    def stop_read(self, key: TransferKey) -> None:
+        """What was launched is the last of it."""
+        read = self._reads.get(key)
+        if read is None:
+            self._tell(ReadStopped(key))
+            return
+        read.end = None  # whatever it was going to say, it was asked to stop
+        read.end_as(ReadStopped(key))
+        if self._finish():
+            self._wake()
+
+    def poll(self) -> list[SinkCompletion]:
+        """Progress and ends of the copies."""
+        self._land()
+        self._launch()
+        self._finish()
+        done, self._ready = self._ready, []
+        return done
+
+    def close(self) -> None:
+        """Launch no more, wait for what runs, unmap."""
+        for read in self._reads.values():
+            read.end_as(ReadStopped(read.key))
+        for flight in self._in_flight:
+            try:
+                flight.event.synchronize()
+            except RuntimeError as exc:  # the GPU is lost to this process: nothing runs
+                self._break(str(exc))
+                break
+        self._land()
+        self._finish()
+        self._attached.close()
+        self._unmap_unused()
+        self._waiter.close()
+
+    def _tell(self, completion: SinkCompletion) -> None:
+        self._ready.append(completion)
+        self._wake()
+
+    def _launches(
+        self, request: ReadRequest, attached: Attached[MappedMemory]
+    ) -> Iterator[tuple[Event, int]]:
+        """Event and bytes of each launch of a read; all of it is checked at once."""
+        source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
+        sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
+        checked = [
+            self._copier.launches(
+                self._bind(attached, copy_class),
+                source_ids[copy_class.source.group],
+                sink_ids[copy_class.sink.group],
+                pull.token_lo,
+                pull.token_hi,
+                stream=self._stream,
+            )
+            for copy_class, pull in zip(request.classes, request.pull_classes, strict=True)
+            if pull.token_lo < pull.token_hi
+        ]
+
+        def each() -> Iterator[tuple[Event, int]]:
+            for launches in checked:
+                nbytes = 0
+                for launched in launches:
+                    if launched.event is not None:
+                        yield launched.event, launched.nbytes - nbytes
+                    nbytes = launched.nbytes
+
+        return each()
+
+    def _bind(self, attached: Attached[MappedMemory], copy_class: CopyClass) -> BoundCopy:
+        bound = self._bound.setdefault(attached, _Bound())
+        known = bound.copies.get(id(copy_class))
+        if known is None:
+            if len(bound.copies) >= MAX_BOUND:
+                bound.copies.clear()
+            theirs = [mapping.memory for mapping in attached.mappings]
+            # The class is kept with it: its id is another's once it is gone
+            known = (copy_class, bind_copy(copy_class, theirs, self._memories))
+            bound.copies[id(copy_class)] = known
+        return known[1]
+
+    def _launch(self) -> None:
+        """One launch for each read in turn, as long as few bytes are on their way."""
+        while self._turns and self._in_flight_nbytes < IN_FLIGHT_NBYTES:
+            read = self._turns.popleft()
+            if read.launches is None:
+                continue
+            try:
+                following = next(read.launches, None)
+            except (RuntimeError, ValueError) as exc:
+                read.end_as(ReadBroke(read.key, Reason.READ_FAILED, f"launch: {exc}"))
+                continue
+            if following is None:
+                read.launches = None
+                continue
+            event, nbytes = following
+            self._turns.append(read)
+            self._in_flight.append(_Flight(read, event, nbytes))
+            self._in_flight_nbytes += nbytes
+            read.num_in_flight += 1
+            self._waiter.expect(event)
+
+    def _land(self) -> None:
+        """Take note of launches that are over; they end in their order."""
+        landed: set[_Read] = set()
+        try:
+            while self._in_flight and self._in_flight[0].event.query():
+                flight = self._in_flight.popleft()
+                self._in_flight_nbytes -= flight.nbytes
+                flight.read.num_in_flight -= 1
+                flight.read.nbytes += flight.nbytes
+                landed.add(flight.read)
+        except RuntimeError as exc:
+            self._break(str(exc))
+        for read in landed:
+            if read.launches is not None:
+                self._ready.append(Progress(read.key, read.nbytes))
+
+    def _break(self, detail: str) -> None:
+        """A CUDA error is for ever: nothing runs in this process's context any more."""
+        self._broken = f"this GPU cannot be used any more: {detail}"
+        self.counts["gpu_broken"] += 1
+        self._in_flight.clear()
+        self._in_flight_nbytes = 0
+        for read in self._reads.values():
+            read.num_in_flight = 0
+            read.end_as(ReadBroke(read.key, Reason.READ_FAILED, self._broken))
+
+    def _finish(self) -> bool:
+        """The ends of reads that have nothing in flight; True if there was one."""
+        over = [
+            read
+            for read in self._reads.values()
+            if read.launches is None and not read.num_in_flight
+        ]
+        for read in over:
+            del self._reads[read.key]
+            self._ready.append(read.end or ReadDone(read.key, read.nbytes, certified=False))
+        if self._leaving:
+            self._unmap_unused()
+        return bool(over)
+
+
+class _Waiter:
+    """A thread that waits for events and wakes the IO thread after each."""
+
+    def __init__(self, wake: Wake) -> None:
+        self._wake = wake
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="kvxfer-gpu-wait", daemon=True)
+        self._thread.start()
+
+    def expect(self, event: Event) -> None:
+        """Wake when it has passed, or failed."""
+        self._events.put(event)
+
+    def close(self) -> None:
+        """After the last event."""
+        self._events.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        while (event := self._events.get()) is not None:
+            with suppress(RuntimeError):  # who asks the event next learns it
+                event.synchronize()
+            self._wake()
+            del event

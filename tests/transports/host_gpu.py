@@ -1,0 +1,124 @@
+"""What stands in for a GPU: where there is none, shared pools that another process maps and kernels
+in Triton's interpreter; where there is one, memory that its own process may map too.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvxfer.config import Config
+from kvxfer.kernels.strided_copy import launch_copy
+from kvxfer.tensors import device_copy
+from kvxfer.tensors.cuda_device import CudaDevice, Gpu
+from kvxfer.tensors.device_memory import MappedMemory
+from kvxfer.tensors.device_work import DeviceMemory
+from kvxfer.tensors.shared_memory import open_shared
+from kvxfer.transfer.manifest import CudaIpcHandle, MemfdHandle
+from kvxfer.transports import registry
+from kvxfer.transports.base import LocalMemory, Wake
+from kvxfer.transports.copy_thread import Copier
+from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
+from kvxfer.transports.zmq_stream import Context
+from tests.conftest import HAS_CUDA
+
+_PACKED = struct.Struct("<16si44x")
+
+
+class HostGpu:
+    """Of one rank's memory, which must be shared pools."""
+
+    def __init__(self, memory: LocalMemory) -> None:
+        self._handles = {
+            tensor.data_ptr(): info.handle
+            for tensor, info in zip(memory.tensors, memory.infos, strict=True)
+        }
+        self.num_mapped = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def export(self, tensor: Tensor) -> CudaIpcHandle:
+        known = self._handles[tensor.data_ptr()]
+        assert isinstance(known, MemfdHandle)
+        return CudaIpcHandle(
+            boot_id=known.boot_id,
+            pid=known.pid,
+            handle=_PACKED.pack(known.nonce, known.fd),
+            offset=0,
+            nbytes=known.nbytes,
+        )
+
+    def map(self, handle: CudaIpcHandle) -> MappedMemory:
+        nonce, fd = _PACKED.unpack(handle.handle)
+        known = MemfdHandle(
+            boot_id=handle.boot_id, pid=handle.pid, fd=fd, nbytes=handle.nbytes, nonce=nonce
+        )
+        pool = open_shared(known)
+        self.num_mapped += 1
+
+        def close() -> None:
+            pool.close()
+            self.num_mapped -= 1
+
+        return MappedMemory(DeviceMemory(pool.tensor.data_ptr(), handle.nbytes), close)
+
+    def make_stream(self) -> None:
+        return None
+
+
+class OneProcessGpu(CudaDevice):
+    """A GPU whose memory this process can "map" as well: CUDA maps that of others only."""
+
+    _own: ClassVar[dict[tuple[bytes, int], int]] = {}
+
+    def export(self, tensor: Tensor) -> CudaIpcHandle:
+        handle = super().export(tensor)
+        self._own[handle.handle, handle.offset] = tensor.data_ptr()
+        return handle
+
+    def map(self, handle: CudaIpcHandle) -> MappedMemory:
+        if handle.pid != os.getpid():
+            return super().map(handle)
+        address = self._own[handle.handle, handle.offset]
+        return MappedMemory(DeviceMemory(address, handle.nbytes), lambda: None)
+
+
+def gpu_of(memory: LocalMemory) -> Gpu:
+    """What a rank of a test has."""
+    return OneProcessGpu(memory.device) if memory.device.type == "cuda" else HostGpu(memory)
+
+
+def source_without_gpu(
+    memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
+) -> CudaIpcSource:
+    return CudaIpcSource(memory, config, copy_thread, wake, context, gpu_of(memory))
+
+
+def sink_without_gpu(
+    memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
+) -> CudaIpcSink:
+    return CudaIpcSink(memory, config, copy_thread, wake, context, gpu_of(memory))
+
+
+_interpreting = threading.Lock()
+
+
+def launch_alone(*arguments: Any) -> object:
+    """Triton's interpreter is for one thread at a time: it changes the language's own functions."""
+    with _interpreting:
+        return launch_copy(*arguments)
+
+
+def serve_without_gpu() -> None:
+    """In this process, ``cuda_ipc`` takes what stands in."""
+    registry._SOURCES["cuda_ipc"] = source_without_gpu
+    registry._SINKS["cuda_ipc"] = sink_without_gpu
+    if not HAS_CUDA:
+        vars(device_copy)["launch_copy"] = launch_alone
