@@ -21,9 +21,11 @@ from kvxfer.cli.options import (
     Wire,
     WorkOptions,
     parse_address,
+    parse_devices,
 )
 from kvxfer.cli.version import own_version
 from kvxfer.engine.config import OnLoadFailure
+from kvxfer.engine.devices import CPU, check_device
 from kvxfer.errors import KvxferError
 from kvxfer.proxy.settings import (
     MAX_BODY_NBYTES,
@@ -69,6 +71,22 @@ NumBlocks = Annotated[
 ]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep blocks for later requests to find.")]
 Faults = Annotated[str, typer.Option(help="Inject faults into this side's wire.", metavar="SPEC")]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help="Where ranks compute: cpu; cuda: a GPU for each rank as far as they go; cuda:N: all "
+        "on that one.",
+        metavar="cpu|cuda|cuda:N",
+    ),
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        help="With --device cuda: the GPU of each rank, as in 0,1; those that are free of other "
+        "ranks first if not given.",
+        metavar="N,N,...",
+    ),
+]
 Prompts = Annotated[
     Path | None,
     typer.Option(
@@ -104,6 +122,9 @@ def pair(
     decode_block_size: BlockSize = 32,
     prefill_layout: LayoutOption = Layout.HND,
     decode_layout: LayoutOption = Layout.NHD,
+    device: DeviceOption = CPU,
+    prefill_devices: Devices = None,
+    decode_devices: Devices = None,
     kv_heads: KvHeads = None,
     model: Model = None,
     dtype: DtypeOption = Dtype.FLOAT32,
@@ -137,6 +158,9 @@ def pair(
             *(prompts, trace, trace_scale, time_scale, limit),
             *(max_new_tokens, in_flight, verify, json),
         )
+        check_device("--device", device)
+        prefill_numbers = parse_devices("--prefill-devices", prefill_devices)
+        decode_numbers = parse_devices("--decode-devices", decode_devices)
         from kvxfer.cli.commands import run_pair
 
         is_good = run_pair(
@@ -144,10 +168,12 @@ def pair(
             SideOptions(
                 *(prefill_tp, prefill_block_size, prefill_layout),
                 *(prefill_blocks, prefill_prefix_caching, prefill_faults),
+                *(device, prefill_numbers),
             ),
             SideOptions(
                 *(decode_tp, decode_block_size, decode_layout),
                 *(decode_blocks, decode_prefix_caching, decode_faults),
+                *(device, decode_numbers),
             ),
             work,
             wire=transport,
@@ -165,6 +191,8 @@ def prefill(
     tp: Tp = 2,
     block_size: BlockSize = 16,
     layout: LayoutOption = Layout.HND,
+    device: DeviceOption = CPU,
+    devices: Devices = None,
     kv_heads: KvHeads = None,
     model: Model = None,
     dtype: DtypeOption = Dtype.FLOAT32,
@@ -181,12 +209,17 @@ def prefill(
     """Serve prefill requests, and give their KV to decode engines, until ctrl-C."""
     with _border():
         address = parse_address("--listen", listen)
+        check_device("--device", device)
+        numbers = parse_devices("--devices", devices)
         from kvxfer.cli.commands import run_prefill
 
         run_prefill(
             address,
             ModelOptions(model, kv_heads, dtype),
-            SideOptions(tp, block_size, layout, num_blocks, prefix_caching, faults),
+            SideOptions(
+                *(tp, block_size, layout, num_blocks, prefix_caching, faults),
+                *(device, numbers),
+            ),
             wire=transport,
             kv_port=kv_port,
             digests=digests,
@@ -203,6 +236,8 @@ def decode(
     tp: Tp = 1,
     block_size: BlockSize = 32,
     layout: LayoutOption = Layout.NHD,
+    device: DeviceOption = CPU,
+    devices: Devices = None,
     kv_heads: KvHeads = None,
     model: Model = None,
     dtype: DtypeOption = Dtype.FLOAT32,
@@ -242,12 +277,17 @@ def decode(
             *(prompts, trace, trace_scale, time_scale, limit),
             *(max_new_tokens, in_flight, verify, json),
         )
+        check_device("--device", device)
+        numbers = parse_devices("--devices", devices)
         from kvxfer.cli.commands import run_decode
 
         is_good = run_decode(
             address,
             ModelOptions(model, kv_heads, dtype),
-            SideOptions(tp, block_size, layout, num_blocks, prefix_caching, faults),
+            SideOptions(
+                *(tp, block_size, layout, num_blocks, prefix_caching, faults),
+                *(device, numbers),
+            ),
             work,
             wire=transport,
             kv_port=kv_port,

@@ -14,7 +14,14 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvxfer.cli.options import Address, ModelOptions, SideOptions, Wire, WorkOptions
+from kvxfer.cli.options import (
+    Address,
+    ModelOptions,
+    SideOptions,
+    Wire,
+    WorkOptions,
+    place_sides,
+)
 from kvxfer.cli.outcome import Result, summarise
 from kvxfer.cli.replay import Link, Replay
 from kvxfer.cli.report import facts, make_console, show, write_json
@@ -30,6 +37,7 @@ from kvxfer.cli.sides import (
 )
 from kvxfer.config import Config
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
+from kvxfer.engine.devices import CPU, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.kv_plan import longest_request
 from kvxfer.engine.model_config import ModelConfig
@@ -66,6 +74,7 @@ def run_pair(
     """Both groups on this host, and the single engine beside them. Returns whether all is well."""
     model = read_model(model_options, (prefill.tp_size, decode.tp_size, 1))
     work = read_work(work_options, model, model_options.model)
+    prefill, decode = place_sides((prefill, decode), count_cuda_devices)
     configs = {
         role.value: transfer_engine(
             role,
@@ -83,7 +92,8 @@ def run_pair(
         for role, side in ((Role.PREFILL, prefill), (Role.DECODE, decode))
     }
     if work_options.verify:
-        configs["single"] = single_engine(model_options, model, work)
+        device = configs["decode"].rank_devices[0]
+        configs["single"] = single_engine(model_options, model, work, device=device)
     console = make_console()
     with ExitStack() as stack:
         groups = {name: stack.enter_context(EngineGroup(c)) for name, c in configs.items()}
@@ -106,6 +116,7 @@ def run_prefill(
 ) -> None:
     """Serve until a rank dies (KvxferError), or the process is told to end."""
     model = read_model(model_options, (side.tp_size,))
+    (side,) = place_sides((side,), count_cuda_devices)
     num_blocks = side.num_blocks or SERVER_BLOCKS
     given: dict[str, Any] = {} if kv_port is None else {"port": kv_port}
     kv = _settings(given, wire, side, log_level, {"host": listen.host.strip("[]")})
@@ -125,7 +136,7 @@ def run_prefill(
     with EngineGroup(config, host=listen.host, port=listen.port) as group:
         console.print(
             f"prefill: {group.endpoint} serves {model_name(model_options)} "
-            f"(TP {side.tp_size}, block {side.block_size}, {side.layout}), "
+            f"(TP {side.tp_size}, block {side.block_size}, {side.layout}{_where(config)}), "
             f"KV at {group.kv_endpoint}; end with ctrl-C",
             soft_wrap=True,
         )
@@ -149,6 +160,7 @@ def run_decode(
     """The decode side, against a prefill engine elsewhere. Returns whether all is well."""
     model = read_model(model_options, (side.tp_size, 1))
     work = read_work(work_options, model, model_options.model)
+    (side,) = place_sides((side,), count_cuda_devices)
     # A free port unless one is chosen: a prefill engine on this host has the usual one.
     kv = _settings({"port": kv_port}, wire, side, log_level, {"port": 0})
     configs = {
@@ -166,7 +178,8 @@ def run_decode(
         )
     }
     if work_options.verify:
-        configs["single"] = single_engine(model_options, model, work)
+        device = configs["decode"].rank_devices[0]
+        configs["single"] = single_engine(model_options, model, work, device=device)
     console = make_console()
     with ExitStack() as stack:
         groups = {name: stack.enter_context(EngineGroup(c)) for name, c in configs.items()}
@@ -206,12 +219,18 @@ def _say_start(
     console: Console, options: ModelOptions, work: Work, configs: dict[str, EngineConfig]
 ) -> None:
     sides = [
-        f"{name} TP {c.tp_size} block {c.block_size} {c.layout}" for name, c in configs.items()
+        f"{name} TP {c.tp_size} block {c.block_size} {c.layout}{_where(c)}"
+        for name, c in configs.items()
     ]
     console.print(
         f"model {model_name(options)}, {len(work.prompts)} prompts; {'; '.join(sides)}",
         soft_wrap=True,
     )
+
+
+def _where(config: EngineConfig) -> str:
+    """The devices of the ranks, in order, unless they are where they always were."""
+    return "" if config.device == CPU else f" on {', '.join(config.rank_devices)}"
 
 
 def _replay(

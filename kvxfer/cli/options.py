@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from kvxfer.engine.devices import CPU, CUDA, place_ranks
 from kvxfer.errors import ConfigError
 
 
@@ -48,7 +50,9 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class SideOptions:
-    """One engine. ``num_blocks`` None: sized from the workload."""
+    """One engine. ``num_blocks`` None: sized from the workload; ``devices``: the numbers of its
+    ranks' CUDA devices, empty: placed by :func:`place_sides`.
+    """
 
     tp_size: int
     block_size: int
@@ -56,6 +60,38 @@ class SideOptions:
     num_blocks: int | None
     prefix_caching: bool
     faults: str
+    device: str = CPU
+    devices: tuple[int, ...] = ()
+
+
+def parse_devices(option: str, text: str | None) -> tuple[int, ...]:
+    """Numbers of CUDA devices, "0,1"; none where the option was not given. Raises ConfigError."""
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and part.isascii() for part in parts):
+        raise ConfigError(f"{option}: expected numbers of CUDA devices, as in 0,1, got {text!r}")
+    return tuple(map(int, parts))
+
+
+def place_sides(
+    sides: Sequence[SideOptions], count_devices: Callable[[], int]
+) -> tuple[SideOptions, ...]:
+    """The engines of a command, each with a device for every rank.
+
+    Who was given devices keeps them. The others take, in order, those that are left, and share
+    where none is: with two GPUs and one rank a side, one each; with one GPU all are on that.
+    ``count_devices`` is called only where that decides. Raises ConfigError where there are none.
+    """
+    taken = {number for side in sides for number in side.devices}
+    placed = []
+    for side in sides:
+        if side.device == CUDA and not side.devices:
+            devices = place_ranks(side.tp_size, count_devices(), taken)
+            side = replace(side, devices=devices)
+            taken.update(devices)
+        placed.append(side)
+    return tuple(placed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from kvxfer.cli.prompts import Prompt, built_in_prompts, load_prompts, text_enco
 from kvxfer.cli.trace import load_trace
 from kvxfer.config import Config, load_config
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
+from kvxfer.engine.devices import CPU
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.model_config import ModelConfig, shard_for
 from kvxfer.engine.model_files import load_model_config
@@ -133,12 +134,20 @@ def transfer_engine(
         enable_prefix_caching=side.prefix_caching,
         on_load_failure=on_load_failure,
         digests=digests,
+        device=side.device,
+        devices=side.devices,
         kv=kv,
     )
 
 
-def single_engine(options: ModelOptions, model: ModelConfig, work: Work) -> EngineConfig:
-    """The engine that the others are compared with: one rank, no prefix cache, no transfer."""
+def single_engine(
+    options: ModelOptions, model: ModelConfig, work: Work, *, device: str = CPU
+) -> EngineConfig:
+    """The engine that the others are compared with: one rank, no prefix cache, no transfer.
+
+    ``device``: "cpu" or "cuda:N", of the kind that the others are on: elsewhere sums are formed in
+    another order.
+    """
     config = EngineConfig(
         role=Role.ALONE,
         engine_id="single",
@@ -147,6 +156,7 @@ def single_engine(options: ModelOptions, model: ModelConfig, work: Work) -> Engi
         dtype=model.dtype,
         max_model_len=work.max_tokens(),
         enable_prefix_caching=False,
+        device=device,
         kv=Config(log_level="WARNING"),
     )
     one_at_a_time = Work(work.prompts, 1)

@@ -7,6 +7,7 @@ import enum
 import msgspec
 
 from kvxfer.config import Config
+from kvxfer.engine.devices import collectives_of, rank_devices
 from kvxfer.errors import ConfigError
 
 
@@ -34,7 +35,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ``kv_cache_memory_nbytes`` says how many bytes of KV a rank may hold.
     ``disable_hybrid_kv_cache_manager``: one block table for all layers, so that those with a
     window keep all tokens too. ``digests``: also digest each request's KV through the naive reader,
-    to compare both sides.
+    to compare both sides. ``device``: cpu, cuda or cuda:N; ``devices``: the number of each rank's
+    CUDA device, rank r on the r-th if not given.
 
     The properties at the end are the names under which the cache utilities look for settings; the
     sections that they expect are this record itself.
@@ -59,6 +61,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     digests: bool = False
     seed: int = 0
     device: str = "cpu"
+    devices: tuple[int, ...] = ()
     kv: Config = Config()
 
     def __post_init__(self) -> None:
@@ -78,10 +81,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"block_size: expected a multiple of 8, got {self.block_size}")
         if self.layout not in {"HND", "NHD"}:
             raise ConfigError(f"layout: expected HND or NHD, got {self.layout!r}")
-        if self.device != "cpu":
-            raise ConfigError(
-                f"device: expected cpu, got {self.device!r}; this engine runs on CPUs"
-            )
+        rank_devices(self.device, self.devices, self.tp_size)
+
+    @property
+    def rank_devices(self) -> tuple[str, ...]:
+        """Where each rank computes: "cpu" or "cuda:N"."""
+        return rank_devices(self.device, self.devices, self.tp_size)
+
+    @property
+    def collectives(self) -> str:
+        """What sums over the ranks: gloo or nccl."""
+        return collectives_of(self.rank_devices)
 
     @property
     def cache_config(self) -> EngineConfig:

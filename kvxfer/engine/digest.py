@@ -106,6 +106,25 @@ def kv_digests(
     return KVDigest(num_tokens=num_tokens, planes=tuple(planes))
 
 
+def blocks_on_host(
+    regions: Sequence[Region], buffer: Tensor, block_ids: Sequence[Sequence[int]]
+) -> Tensor:
+    """For :func:`kv_digests`, of a buffer on a GPU: one on the CPU, as large, with the bytes of
+    these blocks in their places and anything in the others.
+    """
+    # What is not written is never backed by memory.
+    host = buffer.new_empty(buffer.shape, device="cpu")
+    for region in regions:
+        tables = block_ids[region.group : region.group + 1]
+        for block in sorted({block for table in tables for block in table if block >= 0}):
+            # Blocks are outermost but for planes, which are regions of their own: from a region's
+            # block to its next is all that it has of it.
+            begin = region.offset + block * region.kernel_blocks * region.stride_block
+            end = begin + region.kernel_blocks * region.stride_block
+            host[begin:end].copy_(buffer[begin:end])
+    return host
+
+
 def merge_digests(ranks: Iterable[KVDigest]) -> tuple[KVDigest, list[Difference]]:
     """Join the ranks of one engine. Heads that several ranks hold must agree; where they do not,
     the first is kept.

@@ -59,7 +59,7 @@ class Engine:
     def reconfigure(self, config: EngineConfig) -> None:
         """A new life in the same processes: new incarnation, new pool; requests in flight are gone.
 
-        Raises ValueError for another ``tp_size``.
+        Raises ValueError for another ``tp_size`` or other devices.
         """
         self._disconnect()
         self.group.reconfigure(config)

@@ -20,7 +20,7 @@ import msgspec
 
 from kvxfer import errors
 from kvxfer.engine.config import EngineConfig
-from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready, run_rank
+from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready, keeps_store, run_rank
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -73,6 +73,8 @@ class EngineGroup:
                 tp_rank=rank,
                 tp_size=self.config.tp_size,
                 store=str(self._folder / "store"),
+                device=self.config.rank_devices[rank],
+                collectives=self.config.collectives,
                 listen_host=host,
                 listen_port=port,
                 peer_pids=self.pids,
@@ -108,12 +110,18 @@ class EngineGroup:
 
         Offers are broken, loads and requests are gone, and clients must connect anew. Returns at
         once; ``ready()`` waits and raises as after the start. Raises ValueError for another
-        ``tp_size``: that takes other processes.
+        ``tp_size`` or other devices: that takes other processes.
         """
         if config.tp_size != self.config.tp_size:
             raise ValueError(
                 f"tp_size: expected {self.config.tp_size}, which is how many processes engine "
                 f"{self.config.engine_id} has, got {config.tp_size}; start another group"
+            )
+        if config.rank_devices != self.config.rank_devices:
+            raise ValueError(
+                f"device: expected {', '.join(self.config.rank_devices)}, which the processes of "
+                f"engine {self.config.engine_id} have claimed, got "
+                f"{', '.join(config.rank_devices)}; start another group"
             )
         self.ready()  # its report must not be taken for the new life's
         self.config = config
@@ -132,8 +140,9 @@ class EngineGroup:
             except BaseException:
                 self.close()
                 raise
-            # The ranks have met: nothing on disk is needed any more.
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if not keeps_store(self.config.collectives):
+                # The ranks have met: nothing on disk is needed any more.
+                shutil.rmtree(self._folder, ignore_errors=True)
         return self._ready
 
     @property

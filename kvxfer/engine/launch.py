@@ -16,11 +16,17 @@ STOP = b"stop"
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process is told when it starts. ``store``: the file that gloo meets at."""
+    """What one process is told when it starts, and keeps through all its lives.
+
+    ``store``: the file at which the ranks meet. ``device``: "cpu" or "cuda:N". ``collectives``:
+    gloo or nccl.
+    """
 
     tp_rank: int
     tp_size: int
     store: str
+    device: str
+    collectives: str
     listen_host: str
     listen_port: int
     peer_pids: tuple[int, ...] = ()
@@ -50,6 +56,15 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     kind: str
     error: str
+
+
+def keeps_store(collectives: str) -> bool:
+    """Is the store needed as long as a rank runs, not only until they have met?
+
+    A thread of torch's nccl looks into it every second, and where it is gone waits for it for a
+    minute, in which the process cannot leave its group.
+    """
+    return collectives == "nccl"
 
 
 def run_rank(spec: RankSpec, parent: Connection) -> None:

@@ -13,26 +13,24 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 
 import msgspec
 import torch
-import torch.distributed as dist
 import zmq
-from torch import Tensor
 
 from kvxfer.connector.scheduler_side import SchedulerConnector
+from kvxfer.engine.collectives import AllReduce, claim_device, end_with_peers, join
 from kvxfer.engine.config import Role
 from kvxfer.engine.driver import Driver
-from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready
+from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready, keeps_store
 from kvxfer.engine.links import Activity, DriverLink, Output, RankLink, Started, link_address
 from kvxfer.engine.model_files import load_model_config
 from kvxfer.engine.rpc import RpcServer
 from kvxfer.engine.runner import Runner, cache_facts
-from kvxfer.errors import KvxferError, PeerLost
+from kvxfer.errors import KvxferError
 
 log = logging.getLogger("kvxfer.engine")
 _life = msgspec.msgpack.Decoder(Life)
@@ -40,10 +38,9 @@ _life = msgspec.msgpack.Decoder(Life)
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the interpreter while another waits. With Python's 5 ms an IO thread
 beside a busy engine thread answers in 10 ms, with this in 45 us (measured)."""
-COLLECTIVE_TIMEOUT_S = 60.0
 LAST_GRACE_S = 8.0
-"""A rank that was told to end, or lost its parent, and still hangs after this (in a collective with
-a dead rank, say) ends itself. Below the parent's own STOP_TIMEOUT_S."""
+"""A rank that was told to end, lost its parent or failed, and still hangs after this (in a
+collective with a dead rank, say) ends itself. Below the parent's own STOP_TIMEOUT_S."""
 
 
 def rank_main(spec: RankSpec, parent: Connection) -> None:
@@ -58,15 +55,23 @@ def rank_main(spec: RankSpec, parent: Connection) -> None:
     gc.freeze()
     orders = _Orders(parent)
     with ExitStack() as stack:
-        # The parent does so too, unless it was killed.
-        stack.callback(shutil.rmtree, Path(spec.store).parent, ignore_errors=True)
+        stack.callback(_clean_up, spec, orders)
         try:
-            process = _Process(spec, parent, orders, _join(spec, stack))
-        except (OSError, RuntimeError) as e:
+            device = claim_device(spec.device)
+            process = _Process(spec, parent, orders, join(spec, device, stack))
+        except (KvxferError, OSError, RuntimeError) as e:
             _report_failure(parent, e)
             return
+        if spec.collectives == "nccl" and spec.peer_pids:
+            end_with_peers(spec.peer_pids, lambda: orders.is_last)
         while (life := orders.next()) is not None and _live(process, life):
             gc.collect()  # pools and sockets of that life that reference cycles still hold
+
+
+def _clean_up(spec: RankSpec, orders: _Orders) -> None:
+    """Remove the store. The parent does so too, unless it was killed."""
+    if orders.is_orphan or not keeps_store(spec.collectives):
+        shutil.rmtree(Path(spec.store).parent, ignore_errors=True)
 
 
 class _Orders:
@@ -76,6 +81,8 @@ class _Orders:
         self._parent = parent
         self._lives: deque[Life | None] = deque()
         self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        self.is_last = False  # nothing follows: this process is to end
+        self.is_orphan = False  # the parent ended without saying so
         Thread(target=self._listen, name="orders", daemon=True).start()
 
     def fileno(self) -> int:
@@ -90,20 +97,26 @@ class _Orders:
     def _listen(self) -> None:
         while (life := self._receive()) is not None:
             self._say(life)
+        self.is_last = True
         self._say(None)
-        time.sleep(LAST_GRACE_S)
-        os._exit(1)
+        _end_late()
 
     def _receive(self) -> Life | None:
         try:
             message = self._parent.recv_bytes()
         except (EOFError, OSError):
+            self.is_orphan = True
             return None
         return None if message == STOP else _life.decode(message)
 
     def _say(self, life: Life | None) -> None:
         self._lives.append(life)
         os.eventfd_write(self._signal, 1)
+
+
+def _end_late() -> None:
+    time.sleep(LAST_GRACE_S)
+    os._exit(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +126,7 @@ class _Process:
     spec: RankSpec
     parent: Connection
     orders: _Orders
-    all_reduce: Callable[[Tensor], Tensor] | None
+    all_reduce: AllReduce | None
 
 
 def _live(process: _Process, life: Life) -> bool:
@@ -131,7 +144,11 @@ def _live(process: _Process, life: Life) -> bool:
             return False
         try:
             serve()
-        except KvxferError as e:
+        except Exception as e:
+            # What is closed from here on may wait for a rank that has gone.
+            Thread(target=_end_late, name="end", daemon=True).start()
+            if not isinstance(e, KvxferError):
+                raise
             log.error("%s", e)  # noqa: TRY400 - said in one line: the parent ends the engine
             sys.exit(1)
     return True
@@ -186,35 +203,6 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
     ready = Ready(rpc.endpoint, manifest.control_endpoint if manifest else "")
     process.parent.send_bytes(msgspec.msgpack.encode(ready))
     return lambda: driver.run(process.orders)
-
-
-def _join(spec: RankSpec, stack: ExitStack) -> Callable[[Tensor], Tensor] | None:
-    if spec.tp_size == 1:
-        return None
-    if not Path(spec.store).parent.is_dir():
-        # gloo would wait for it for a minute, and keep the interpreter from every thread meanwhile
-        raise FileNotFoundError(f"{spec.store}: expected its folder, got none; the parent has gone")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{spec.store}",
-        rank=spec.tp_rank,
-        world_size=spec.tp_size,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-    )
-    stack.callback(dist.destroy_process_group)
-
-    def all_reduce(partial: Tensor) -> Tensor:
-        try:
-            dist.all_reduce(partial)
-        except RuntimeError as e:
-            raise PeerLost(f"sum over the ranks: another rank has gone ({_first_line(e)})") from e
-        return partial
-
-    return all_reduce
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _follow(runner: Runner, link: RankLink) -> None:

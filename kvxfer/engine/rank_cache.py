@@ -52,7 +52,7 @@ class RankCache:
         """Allocate and bind. Raises ConfigError for a cache that cannot be planned, ValueError for
         blocks that the backend cannot serve.
         """
-        self._device = config.device
+        self._device = torch.device(config.rank_devices[shard.tp_rank])
         self.config: KVCacheConfig = plan_kv_caches(config, model)[shard.tp_rank]
         self.layers: dict[str, PagedAttention] = paged_layers(model, shard, backend)
         sharing = sharing_layers(self.layers)
@@ -67,7 +67,7 @@ class RankCache:
             for number, group in enumerate(groups)
         ]
         kernel_tokens = prepare_kernel_block_sizes(self.config, [[each] for each in attn_groups])
-        memory = _Memory(config)
+        memory = _Memory(config, self._device)
         kv_caches = init_kv_cache(
             [],
             self.layers,
@@ -89,11 +89,14 @@ class RankCache:
                 "KV cache: %d blocks of %d tokens, %d groups, %d bytes on each rank",
                 *(self.config.num_blocks, config.block_size, len(groups), self.buffer.numel()),
             )
-        self._zeroer = KVBlockZeroer(self._device, pin_memory=False)
+        self._zeroer = KVBlockZeroer(self._device, pin_memory=True)
         self._zeroer.init_meta(attn_groups, kernel_tokens, model.dtype, runner_only, self.layers)
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        """Clear these blocks in all layers, so that a new owner never sees what another left."""
+        """Clear these blocks in all layers, so that a new owner never sees what another left.
+
+        On a GPU in the current stream, so before what the step computes.
+        """
         self._zeroer.zero_block_ids(block_ids)
 
     def metadata(self, requests: Sequence[RequestStep]) -> dict[str, AttentionMetadata]:
@@ -120,10 +123,17 @@ class RankCache:
 
 
 class _Memory:
-    """Memory that peers on this host can map, unless no wire of this engine could use that."""
+    """Host memory that peers on this host can map, unless no wire of this engine could use that;
+    on a GPU an allocation of torch's, which a wire can export by itself.
+    """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self._is_shared = config.role is not Role.ALONE and config.kv.transport in {"auto", "shm"}
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self._device = device
+        self._is_shared = (
+            device.type == "cpu"
+            and config.role is not Role.ALONE
+            and config.kv.transport in {"auto", "shm"}
+        )
         self._tensor: Tensor | None = None
         self.shared: SharedPool | None = None
 
@@ -133,7 +143,7 @@ class _Memory:
             self.shared = SharedPool.create(nbytes)
             self._tensor = self.shared.tensor
         else:
-            self._tensor = torch.zeros(nbytes, dtype=torch.uint8)
+            self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         return self._tensor
 
     def local(self) -> LocalMemory:

@@ -15,7 +15,7 @@ from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.engine.attention import attention_backend
 from kvxfer.engine.config import EngineConfig, Role
-from kvxfer.engine.digest import KVDigest, kv_digests
+from kvxfer.engine.digest import KVDigest, blocks_on_host, kv_digests
 from kvxfer.engine.model import LlamaModel
 from kvxfer.engine.model_config import ModelConfig, attention_pattern, shard_for
 from kvxfer.engine.model_files import load_model_config
@@ -86,6 +86,7 @@ class Runner:
     ) -> None:
         self._config = config
         self._tp_rank = tp_rank
+        self._device = torch.device(config.rank_devices[tp_rank])
         model_config = load_model_config(
             config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype
         )
@@ -93,7 +94,7 @@ class Runner:
         self._cache = RankCache(config, model_config, shard, attention_backend(config.layout))
         self._model = LlamaModel(
             model_config,
-            load_weights(model_config, shard, seed=config.seed, device=config.device),
+            load_weights(model_config, shard, seed=config.seed, device=self._device),
             tp_rank=tp_rank,
             tp_size=config.tp_size,
             layers=self._cache.layers,
@@ -118,6 +119,7 @@ class Runner:
             layout=config.layout,
             is_front_door=self._tp_rank == 0,
             can_leave_unhashed=True,
+            device=self._device,
         )
         connector.register_kv_caches(self._cache.regions, self._cache.memory)
         return connector
@@ -144,22 +146,35 @@ class Runner:
         samples = self._compute(self._shares(step)) if step.num_scheduled_tokens else ()
         for req_id in step.finished_req_ids:
             self._sequences.pop(req_id, None)
+        if self.connector is not None:
+            self.connector.wait_for_save()
+        self._finish()
         return StepOutput(
             samples=samples,
             kv_connector_output=self._report(step.finished_req_ids),
             digests=digests,
         )
 
+    def _finish(self) -> None:
+        """Wait for what the step has launched on a GPU: its zeros and what it computes are in one
+        stream. The scheduler takes a step that has come back as complete, on every rank, and may
+        give a block that is free then to a load; nothing must be about to write it.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
     def _report(self, finished_req_ids: frozenset[str]) -> KVConnectorOutput | None:
         if self.connector is None:
             return None
-        self.connector.wait_for_save()
         output = self.connector.build_output(set(finished_req_ids))
         self.connector.clear_connector_metadata()
         return output
 
     def _digest(self, block_ids: GroupIds, num_tokens: int) -> KVDigest:
-        return kv_digests(self._cache.regions, self._cache.buffer, block_ids, num_tokens)
+        regions, buffer = self._cache.regions, self._cache.buffer
+        if self._device.type != "cpu":
+            buffer = blocks_on_host(regions, buffer, block_ids)
+        return kv_digests(regions, buffer, block_ids, num_tokens)
 
     def _shares(self, step: SchedulerOutput) -> list[_Share]:
         for new in step.scheduled_new_reqs:
@@ -199,17 +214,21 @@ class Runner:
                 for s in shares
             ]
         )
-        hidden = self._model.forward(torch.tensor(token_ids), torch.tensor(positions), metadata)
+        hidden = self._model.forward(self._ints(token_ids), self._ints(positions), metadata)
         ending = [index for index, share in enumerate(shares) if share.reaches_end]
         if self._tp_rank != 0 or not ending:
             return ()
         ends = list(itertools.accumulate(share.num_new_tokens for share in shares))
-        rows = torch.tensor([ends[index] - 1 for index in ending])
+        rows = self._ints([ends[index] - 1 for index in ending])
         best = self._model.logits(hidden[rows]).topk(2, dim=-1)
+        token_of, gap_of = best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
         return tuple(
-            Sample(shares[index].req_id, int(ids[0]), float(values[0] - values[1]))
-            for index, ids, values in zip(ending, best.indices, best.values, strict=True)
+            Sample(shares[index].req_id, token_id, gap)
+            for index, token_id, gap in zip(ending, token_of.tolist(), gap_of.tolist(), strict=True)
         )
+
+    def _ints(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)
 
     def close(self) -> None:
         """End every offer and load, then give the memory back."""

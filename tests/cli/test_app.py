@@ -130,6 +130,13 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         (["--limit", "0"], "--limit: expected at least 1, got 0"),
         (["--log-level", "LOUD"], "log_level: expected one of DEBUG"),
         (["--json", "/nowhere/x"], "--json: /nowhere is no folder"),
+        (["--device", "gpu"], "--device: expected cpu, cuda or cuda:N, got 'gpu'"),
+        (["--decode-devices", "a"], "--decode-devices: expected numbers of CUDA devices, as in"),
+        (["--decode-devices", "0"], "devices: expected none with device cpu, got 0"),
+        (
+            ["--device", "cuda", "--prefill-devices", "0", "--decode-devices", "1"],
+            "devices: expected one for each of 2 ranks, got 0",
+        ),
     ],
 )
 def test_errors_are_one_line(tmp_path: Path, arguments: list[str], sentence: str) -> None:

@@ -22,6 +22,8 @@ from kvxfer.cli.options import (
     SideOptions,
     WorkOptions,
     parse_address,
+    parse_devices,
+    place_sides,
 )
 from kvxfer.cli.prompts import Prompt
 from kvxfer.cli.sides import (
@@ -208,3 +210,81 @@ def test_engines() -> None:
     assert (single.role, single.tp_size, single.block_size) == (Role.ALONE, 1, 16)
     assert (single.layout, single.enable_prefix_caching) == ("HND", False)
     assert (single.num_blocks, single.max_model_len) == (8, 101)
+
+
+# ------------------------------------------------------------------ devices
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"), [(None, ()), ("0", (0,)), ("2,0", (2, 0)), (" 1, 1 ", (1, 1))]
+)
+def test_devices_are_read(text: str | None, devices: tuple[int, ...]) -> None:
+    assert parse_devices("--devices", text) == devices
+
+
+@pytest.mark.parametrize("text", ["", "0,", "cuda:0", "-1", "1.5", "\u0661"])
+def test_devices_that_are_no_numbers_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--devices: expected numbers of CUDA devices, as in 0,1"):
+        parse_devices("--devices", text)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "prefill", "decode", "placed"),
+    [
+        # (ranks, given devices) of each side
+        (4, (2, ()), (2, ()), ((0, 1), (2, 3))),
+        (2, (1, ()), (1, ()), ((0,), (1,))),
+        (1, (1, ()), (1, ()), ((0,), (0,))),
+        (1, (2, ()), (1, ()), ((0, 0), (0,))),
+        (2, (2, ()), (1, ()), ((0, 1), (0,))),
+        (2, (1, ()), (2, ()), ((0,), (1, 0))),
+        (3, (2, ()), (2, ()), ((0, 1), (2, 0))),
+        (4, (1, ()), (2, (0, 1)), ((2,), (0, 1))),
+        (4, (2, (3, 0)), (1, ()), ((3, 0), (1,))),
+    ],
+)
+def test_prefill_ranks_come_first_then_decode_ranks_then_they_share(
+    num_devices: int,
+    prefill: tuple[int, tuple[int, ...]],
+    decode: tuple[int, tuple[int, ...]],
+    placed: tuple[tuple[int, ...], ...],
+) -> None:
+    sides = [
+        side(tp_size=tp_size, device="cuda", devices=devices)
+        for tp_size, devices in (prefill, decode)
+    ]
+    found = place_sides(sides, lambda: num_devices)
+    assert tuple(each.devices for each in found) == placed
+
+
+def test_devices_are_counted_only_where_that_decides() -> None:
+    def count() -> int:
+        raise AssertionError("counted")
+
+    sides = (
+        side(),
+        side(device="cuda:1"),
+        side(device="cuda", devices=(0, 1)),
+        side(devices=(0, 1)),  # for the engine's settings to refuse
+    )
+    assert place_sides(sides, count) == sides
+    with pytest.raises(ConfigError, match="device: expected at least one CUDA device, got none"):
+        place_sides((side(device="cuda"),), lambda: 0)
+
+
+def test_engines_are_where_their_sides_are() -> None:
+    model = read_model(MODEL, (2,))
+    config = transfer_engine(
+        Role.PREFILL,
+        side(device="cuda", devices=(3, 1)),
+        MODEL,
+        model,
+        kv=settings(defaults={}, given={"port": 0}),
+        num_blocks=20,
+        max_model_len=100,
+        max_num_seqs=4,
+        digests=False,
+    )
+    assert config.rank_devices == ("cuda:3", "cuda:1")
+    assert single_engine(MODEL, model, work(5), device="cuda:3").rank_devices == ("cuda:3",)
+    assert single_engine(MODEL, model, work(5)).rank_devices == ("cpu",)

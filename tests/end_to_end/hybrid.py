@@ -23,11 +23,17 @@ HEAD_NBYTES = 2 * 64 * 4  # K and V of one token and one head in one layer, 64 f
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How one engine of a pair is set up."""
+    """How one engine of a pair is set up. ``devices``: its ranks' GPUs; none: it is on the CPU."""
 
     tp_size: int
     block_size: int
     layout: str
+    devices: tuple[int, ...] = ()
+
+    @property
+    def device(self) -> str:
+        """The kind of device, as in the engine's settings."""
+        return "cuda" if self.devices else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,7 @@ class Shape:
     def __str__(self) -> str:
         sides = "-".join(
             f"{name}{side.tp_size}.{side.block_size}.{side.layout}"
+            + (f"@{'+'.join(map(str, side.devices))}" if side.devices else "")
             for name, side in (("p", self.prefill), ("d", self.decode))
         )
         return f"{self.model}-{sides}-h{self.kv_heads}-{self.transport}"
@@ -83,13 +90,13 @@ class Answer:
 
 
 class Fleet:
-    """Engines by role and number of ranks, started when first needed and then given new lives. A
-    context manager.
+    """Engines by role and devices of their ranks, started when first needed and then given new
+    lives. A context manager.
     """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._engines: dict[tuple[Role, int], LiveEngine] = {}
+        self._engines: dict[tuple[Role, tuple[str, ...]], LiveEngine] = {}
         self._single: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def pair(
@@ -125,6 +132,8 @@ class Fleet:
             tp_size=side.tp_size,
             block_size=side.block_size,
             layout=side.layout,
+            device=side.device,
+            devices=side.devices,
             digests=True,
             **{"num_blocks": NUM_BLOCKS, **(more or {})},
         )
@@ -132,7 +141,9 @@ class Fleet:
 
     def single(self, shape: Shape, tokens: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
         """What one engine says, with nothing cached, a window's blocks never shared."""
-        key = (shape.model, shape.kv_heads, tokens, max_new_tokens)
+        # One GPU will do for all of them.
+        device = "cuda:0" if shape.prefill.devices else "cpu"
+        key = (shape.model, shape.kv_heads, device, tokens, max_new_tokens)
         if key not in self._single:
             engine = self._at_work(
                 engine_config(
@@ -140,6 +151,7 @@ class Fleet:
                     shape.model,
                     num_kv_heads=shape.kv_heads,
                     kv={"log_level": "ERROR"},
+                    device=device,
                     enable_prefix_caching=False,
                     disable_hybrid_kv_cache_manager=True,
                 ),
@@ -150,7 +162,7 @@ class Fleet:
         return self._single[key]
 
     def _at_work(self, config: EngineConfig, *, is_fresh: bool = True) -> LiveEngine:
-        key = (config.role, config.tp_size)
+        key = (config.role, config.rank_devices)
         engine = self._engines.get(key)
         if engine is None:
             engine = self._engines[key] = LiveEngine(config)

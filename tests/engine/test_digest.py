@@ -17,6 +17,7 @@ from kvxfer.engine.digest import (
     Difference,
     KVDigest,
     PlaneDigest,
+    blocks_on_host,
     compare,
     kv_digests,
     merge_digests,
@@ -202,6 +203,30 @@ def test_different_lengths_differ_at_the_first_missing_token() -> None:
     short = digest(filled_pool(layout, block_tokens, (0, 1), ids, 37), ids, 20)
     found = compare(ranks(HND16, [(0, 1)]), [short])
     assert [d.first_token for d in found] == [20] * 4
+
+
+@pytest.mark.parametrize(("layout", "block_tokens"), [(Layout.HND, 16), (Layout.NHD, 24)])
+def test_blocks_that_were_copied_have_the_digests_of_all(layout: Layout, block_tokens: int) -> None:
+    """As from a GPU. No byte of the pool is 0, and all of the memory that is there for a copy."""
+    pool = make_pool(layout, block_tokens, (0, 3))
+    pool.buffer.random_(1, 256)
+    blank = [torch.zeros_like(pool.buffer) for _ in range(4)]
+    del blank
+    ids = [[NUM_BLOCKS - 1, 0, 7, 3]]
+    num_tokens = 3 * block_tokens + 5
+    copied = blocks_on_host(pool.regions, pool.buffer, ids)
+    assert copied.data_ptr() != pool.buffer.data_ptr()
+    want = kv_digests(pool.regions, pool.buffer, ids, num_tokens)
+    assert kv_digests(pool.regions, copied, ids, num_tokens) == want
+
+
+def test_dropped_and_wrong_ids_are_left_to_the_reader() -> None:
+    pool = filled_pool(Layout.HND, 16, (0, 2), [-1, 2, 5], 37, window=9)
+    for ids in ([[-1, 2, 5]], [[-1, 2, NUM_BLOCKS + 3]], []):
+        copied = blocks_on_host(pool.regions, pool.buffer, ids)
+        assert copied.shape == pool.buffer.shape
+    with pytest.raises(ValueError, match="block_ids: expected ids in"):
+        kv_digests(pool.regions, copied, [[-1, 2, NUM_BLOCKS + 3]], 37)
 
 
 # ---------------------------------------------------------------- windows
