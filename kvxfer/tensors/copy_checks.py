@@ -26,8 +26,9 @@ def check_span(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> None
         )
     if token_lo < token_hi:
         needed = span_ids(tile, block_ids, token_lo, token_hi)
-        lowest, highest = int(needed.min()), int(needed.max())
-        if lowest < 0 or highest >= tile.num_blocks:
+        # Seen as unsigned, a negative id is a very large one: one look instead of two
+        if int(needed.view(np.uint64).max()) >= tile.num_blocks:
+            lowest, highest = int(needed.min()), int(needed.max())
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"block_ids: expected ids in [0, {tile.num_blocks}), got {wrong}")
 

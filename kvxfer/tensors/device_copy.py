@@ -24,6 +24,7 @@ from kvxfer.tensors.device_work import (
     BoundSide,
     Work,
     chunk_ends,
+    chunk_work,
     empty_works,
     pool_work,
 )
@@ -163,7 +164,7 @@ class DeviceCopier:
         span = (region_lo, region_hi, token_lo, token_hi)
         self._check_chunk(side, block_ids, order, span, out, "out")
         ends = chunk_ends(side, block_ids, order, span, out.data_ptr())
-        works = (Work(pool, dense, side.tile, num_tokens) for pool, dense, num_tokens in ends)
+        works = (chunk_work(each, side.tile, is_pack=True) for each in ends)
         return _last(self._launched(works, stream, programs))
 
     def unpack(
@@ -186,7 +187,7 @@ class DeviceCopier:
         order = side.tile.order
         self._check_chunk(side, block_ids, order, span, dense, "dense")
         ends = chunk_ends(side, block_ids, order, span, dense.data_ptr())
-        works = (Work(given, pool, side.tile, num_tokens) for pool, given, num_tokens in ends)
+        works = (chunk_work(each, side.tile, is_pack=False) for each in ends)
         return _last(self._launched(works, stream, programs))
 
     def _check_chunk(
@@ -284,7 +285,8 @@ class DeviceCopier:
     def _recorded(self) -> Event:
         if self._device.type == "cpu":
             return HostEvent()
-        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # Who waits for it sleeps: by default CUDA lets a core spin
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 

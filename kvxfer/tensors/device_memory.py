@@ -11,6 +11,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -126,16 +127,22 @@ def _context(driver: ModuleType, device: torch.device) -> Iterator[None]:
     """The GPU's context current on this thread, whatever PyTorch has made current: it passes over
     what it takes for no change, and a thread starts without any.
     """
-    (number,) = _call(driver, "cuDeviceGet", device.index or 0)
-    (context,) = _call(driver, "cuDevicePrimaryCtxRetain", number)
+    _call(driver, "cuCtxPushCurrent", _primary_context(driver, device.index or 0))
     try:
-        _call(driver, "cuCtxPushCurrent", context)
-        try:
-            yield
-        finally:
-            _call(driver, "cuCtxPopCurrent")
+        yield
     finally:
-        _call(driver, "cuDevicePrimaryCtxRelease", number)
+        _call(driver, "cuCtxPopCurrent")
+
+
+@cache
+def _primary_context(driver: ModuleType, number: int) -> object:
+    """Kept for as long as the process lives: mappings end with the context that they are in, and
+    PyTorch may not have made it its own yet.
+    """
+    _call(driver, "cuInit", 0)
+    (device,) = _call(driver, "cuDeviceGet", number)
+    (context,) = _call(driver, "cuDevicePrimaryCtxRetain", device)
+    return context
 
 
 def _call(driver: ModuleType, name: str, *arguments: object) -> tuple[Any, ...]:

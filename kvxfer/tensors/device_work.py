@@ -39,10 +39,13 @@ class BoundSide:
 
 @dataclass(frozen=True, slots=True)
 class BoundCopy:
-    """Both sides of a geometry class; good as long as the memories are there."""
+    """Both sides of a geometry class; good as long as the memories are there. ``align_nbytes``
+    divides all addresses.
+    """
 
     source: BoundSide
     sink: BoundSide
+    align_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +73,18 @@ def bind_copy(
     them, and for sides that do not belong together.
     """
     check_pair(copy_class)
-    return BoundCopy(
+    return join_sides(
         bind_side(copy_class.source, source_memories), bind_side(copy_class.sink, sink_memories)
     )
+
+
+def join_sides(source: BoundSide, sink: BoundSide) -> BoundCopy:
+    """Two sides that belong together."""
+    return BoundCopy(source, sink, _align_nbytes(source.addresses, sink.addresses))
+
+
+def _align_nbytes(*addresses: Ids) -> int:
+    return int(np.gcd.reduce(np.concatenate(addresses), initial=_ALIGN_NBYTES))
 
 
 def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
@@ -93,7 +105,7 @@ def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
         stride_token=row_nbytes,
     )
     offsets = np.arange(num_regions, dtype=np.int64) * region_nbytes
-    return BoundCopy(
+    return join_sides(
         BoundSide(tile, source_address + offsets), BoundSide(tile, sink_address + offsets)
     )
 
@@ -106,13 +118,13 @@ class Work:
     sink: End
     tile: Tile
     num_tokens: int
+    align_nbytes: int
 
     @property
     def nbytes(self) -> int:
         return self.num_tokens * token_nbytes(self.tile) * self.source.addresses.size
 
     def plan(self) -> Launch:
-        both = np.concatenate((self.source.addresses, self.sink.addresses))
         work = CopyWork(
             source=self.source.side,
             sink=self.sink.side,
@@ -120,7 +132,7 @@ class Work:
             num_heads=self.tile.num_heads,
             inner_nbytes=self.tile.inner_nbytes,
             channel_nbytes=self.tile.channel_nbytes,
-            align_nbytes=int(np.gcd.reduce(both, initial=_ALIGN_NBYTES)),
+            align_nbytes=self.align_nbytes,
         )
         return plan_launch(work, self.source.addresses.size)
 
@@ -134,6 +146,7 @@ def pool_work(
         _pool_end(bound.sink, sink_ids, token_lo, token_hi),
         bound.sink.tile,
         token_hi - token_lo,
+        bound.align_nbytes,
     )
 
 
@@ -150,6 +163,14 @@ def empty_works(bound: BoundCopy) -> list[Work]:
         binary = (launch.word_nbytes, launch.lanes, launch.pairs, launch.tokens_first)
         works.setdefault(binary, work)
     return list(works.values())
+
+
+def chunk_work(taken: tuple[End, End, int], tile: Tile, *, is_pack: bool) -> Work:
+    """A launch of :func:`chunk_ends`: from the pool to the chunk, or back."""
+    pool, dense, num_tokens = taken
+    source, sink = (pool, dense) if is_pack else (dense, pool)
+    align_nbytes = _align_nbytes(pool.addresses, dense.addresses)
+    return Work(source, sink, tile, num_tokens, align_nbytes)
 
 
 def chunk_ends(

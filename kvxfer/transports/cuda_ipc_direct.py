@@ -1,20 +1,16 @@
 """The direct wire between GPUs of one host: the sink maps the source's memory and copies out of it
 by one kernel launch for each geometry class of a read (``tensors/device_copy.py``).
 
-All decisions are the IO thread's; it launches and asks events, and never waits for a GPU. Launches
-run on a stream of their own, in order. A thread of the wire sleeps until the next event has passed
-and wakes the IO thread. Few bytes are on their way at a time, so that a read that is given up ends
-soon, and reads take turns.
+The IO thread launches, on a stream of the wire's own, and sees what is over
+(:mod:`~kvxfer.transports.launches`). Few bytes are on their way at a time, so that a read that is
+given up ends soon, and reads take turns.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,6 +28,7 @@ from kvxfer.tensors.device_work import (
     DeviceMemory,
     bind_copy,
     flat_copy,
+    join_sides,
 )
 from kvxfer.tensors.job_ring import Event
 from kvxfer.transfer.manifest import CudaIpcHandle, MemoryHandle, MemoryInfo, RankManifest
@@ -53,6 +50,7 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, PiecesJob
+from kvxfer.transports.launches import Flight, Launches
 
 IN_FLIGHT_NBYTES = 2 << 30
 """Bytes launched and not seen complete: two launches, 5 ms of a link of 400 GB/s."""
@@ -116,15 +114,6 @@ class _Read:
         self.end = self.end or end
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A launch on its way."""
-
-    read: _Read
-    event: Event
-    nbytes: int
-
-
 @dataclass(slots=True)
 class _Bound:
     """Addresses of the geometry classes of one attachment, worked out once."""
@@ -163,11 +152,9 @@ class CudaIpcSink(SinkTransport):
         self._leaving: list[Attached[MappedMemory]] = []
         self._reads: dict[TransferKey, _Read] = {}
         self._turns: deque[_Read] = deque()
-        self._in_flight: deque[_Flight] = deque()
-        self._in_flight_nbytes = 0
+        self._in_flight: Launches[_Read] = Launches(wake)
         self._ready: list[SinkCompletion] = []
         self._broken = ""
-        self._waiter = _Waiter(wake)
         # What nearly all engines need is compiled now: the first time it takes a second
         self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream).synchronize()
 
@@ -209,7 +196,7 @@ class CudaIpcSink(SinkTransport):
                 BoundSide(side.tile, np.array([base.offset for base in side.bases], np.int64))
                 for side in (each.source, each.sink)
             )
-            copier.warm(BoundCopy(*sides), stream).synchronize()
+            copier.warm(join_sides(*sides), stream).synchronize()
 
     def attach(self, source: RankManifest) -> None:
         """Map the rank's memories, once for each life of them."""
@@ -271,8 +258,8 @@ class CudaIpcSink(SinkTransport):
             self._stream.wait_event(request.after)
         read = self._reads[key] = _Read(request, attached, launches)
         self._turns.append(read)
-        self._launch()
-        if self._finish():
+        self._advance()
+        if not read.num_in_flight:  # nothing will wake this thread; its end is said by poll
             self._wake()
 
     def stop_read(self, key: TransferKey) -> None:
@@ -288,8 +275,7 @@ class CudaIpcSink(SinkTransport):
 
     def poll(self) -> list[SinkCompletion]:
         """Progress and ends of the copies."""
-        self._land()
-        self._launch()
+        self._advance()
         self._finish()
         done, self._ready = self._ready, []
         return done
@@ -298,17 +284,15 @@ class CudaIpcSink(SinkTransport):
         """Launch no more, wait for what runs, unmap."""
         for read in self._reads.values():
             read.end_as(ReadStopped(read.key))
-        for flight in self._in_flight:
-            try:
-                flight.event.synchronize()
-            except RuntimeError as exc:  # the GPU is lost to this process: nothing runs
-                self._break(str(exc))
-                break
-        self._land()
+        try:
+            self._in_flight.synchronize()
+            self._land(self._in_flight.land())
+        except RuntimeError as exc:
+            self._break(str(exc))
         self._finish()
         self._attached.close()
         self._unmap_unused()
-        self._waiter.close()
+        self._in_flight.close()
 
     def _tell(self, completion: SinkCompletion) -> None:
         self._ready.append(completion)
@@ -355,9 +339,23 @@ class CudaIpcSink(SinkTransport):
             bound.copies[id(copy_class)] = known
         return known[1]
 
+    def _advance(self) -> None:
+        """See what is over, launch what follows, and look again at what will be over soon."""
+        try:
+            landed = self._in_flight.land()
+            while True:
+                self._land(landed)
+                self._launch()
+                landed = self._in_flight.land_close()
+                if not landed:
+                    break
+        except RuntimeError as exc:
+            self._break(str(exc))
+        self._in_flight.expect()
+
     def _launch(self) -> None:
         """One launch for each read in turn, as long as few bytes are on their way."""
-        while self._turns and self._in_flight_nbytes < IN_FLIGHT_NBYTES:
+        while self._turns and self._in_flight.nbytes < IN_FLIGHT_NBYTES:
             read = self._turns.popleft()
             if read.launches is None:
                 continue
@@ -369,26 +367,16 @@ class CudaIpcSink(SinkTransport):
             if following is None:
                 read.launches = None
                 continue
-            event, nbytes = following
             self._turns.append(read)
-            self._in_flight.append(_Flight(read, event, nbytes))
-            self._in_flight_nbytes += nbytes
+            self._in_flight.add(read, *following)
             read.num_in_flight += 1
-            self._waiter.expect(event)
 
-    def _land(self) -> None:
-        """Take note of launches that are over; they end in their order."""
-        landed: set[_Read] = set()
-        try:
-            while self._in_flight and self._in_flight[0].event.query():
-                flight = self._in_flight.popleft()
-                self._in_flight_nbytes -= flight.nbytes
-                flight.read.num_in_flight -= 1
-                flight.read.nbytes += flight.nbytes
-                landed.add(flight.read)
-        except RuntimeError as exc:
-            self._break(str(exc))
-        for read in landed:
+    def _land(self, landed: Sequence[Flight[_Read]]) -> None:
+        """Take note of launches that are over."""
+        for flight in landed:
+            read = flight.owner
+            read.num_in_flight -= 1
+            read.nbytes += flight.nbytes
             if read.launches is not None:
                 self._ready.append(Progress(read.key, read.nbytes))
 
@@ -396,8 +384,7 @@ class CudaIpcSink(SinkTransport):
         """A CUDA error is for ever: nothing runs in this process's context any more."""
         self._broken = f"this GPU cannot be used any more: {detail}"
         self.counts["gpu_broken"] += 1
-        self._in_flight.clear()
-        self._in_flight_nbytes = 0
+        self._in_flight.forget()
         for read in self._reads.values():
             read.num_in_flight = 0
             read.end_as(ReadBroke(read.key, Reason.READ_FAILED, self._broken))
@@ -415,29 +402,3 @@ class CudaIpcSink(SinkTransport):
         if self._leaving:
             self._unmap_unused()
         return bool(over)
-
-
-class _Waiter:
-    """A thread that waits for events and wakes the IO thread after each."""
-
-    def __init__(self, wake: Wake) -> None:
-        self._wake = wake
-        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._main, name="kvxfer-gpu-wait", daemon=True)
-        self._thread.start()
-
-    def expect(self, event: Event) -> None:
-        """Wake when it has passed, or failed."""
-        self._events.put(event)
-
-    def close(self) -> None:
-        """After the last event."""
-        self._events.put(None)
-        self._thread.join()
-
-    def _main(self) -> None:
-        while (event := self._events.get()) is not None:
-            with suppress(RuntimeError):  # who asks the event next learns it
-                event.synchronize()
-            self._wake()
-            del event

@@ -90,6 +90,9 @@ def test_a_killed_source_harms_no_copy_that_runs(gpus: tuple[torch.device, torch
         process.join()
         assert not event.query()  # else it was over before the source was
         event.synchronize()
+        # The driver keeps the memory of a dead process as long as it is mapped
+        num_right = int((landing == 0x5A).sum())
+        assert num_right == 4 * GIB
         mapped.close()
         with pytest.raises(TransportUnavailable, match="cuIpcOpenMemHandle"):
             map_memory(handle, sink)

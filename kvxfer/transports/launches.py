@@ -1,0 +1,145 @@
+"""Launches of one stream of a GPU that are on their way: which are over, and when to look.
+
+The IO thread asks; it never waits for a GPU, but for the last moments of a copy it looks without
+pause, because to be woken takes longer. A thread sleeps until a launch is nearly due, and then
+until it is over, and wakes the IO thread each time.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from kvxfer.tensors.job_ring import Event
+
+CLOSE_S = 150e-6
+"""So long before a copy should be over, and so long after, it is looked at without pause."""
+FIRST_BYTES_PER_S = 300e9
+"""Of a link that has not been measured yet; what is measured counts from the first copy on."""
+MEASURED_NBYTES = 32 << 20
+"""Launches of fewer bytes take as long as a launch does, and say little of the link."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Flight(Generic[T]):
+    """A launch on its way. ``begins_s``, ``due_s``: when it should begin and be over
+    (``time.perf_counter``); ``is_expected``: the waiting thread knows of it.
+    """
+
+    owner: T
+    event: Event
+    nbytes: int
+    begins_s: float
+    due_s: float
+    is_expected: bool = False
+
+
+class Launches(Generic[T]):
+    """Those of one stream, in their order. For the IO thread, but for ``wake``."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.nbytes = 0
+        self._flights: deque[Flight[T]] = deque()
+        self._bytes_per_s = FIRST_BYTES_PER_S
+        self._waiter = _Waiter(wake)
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def add(self, owner: T, event: Event, nbytes: int) -> None:
+        """It was put on the stream."""
+        begins_s = time.perf_counter()
+        if self._flights:
+            begins_s = max(begins_s, self._flights[-1].due_s)
+        due_s = begins_s + nbytes / self._bytes_per_s
+        self._flights.append(Flight(owner, event, nbytes, begins_s, due_s))
+        self.nbytes += nbytes
+
+    def land(self) -> list[Flight[T]]:
+        """Those that are over. Raises RuntimeError, PyTorch's, when the GPU has failed."""
+        landed: list[Flight[T]] = []
+        while self._flights and self._flights[0].event.query():
+            flight = self._flights.popleft()
+            self.nbytes -= flight.nbytes
+            self._measure(flight)
+            landed.append(flight)
+        return landed
+
+    def land_close(self) -> list[Flight[T]]:
+        """Those that will be over in a moment; nothing if none will. Raises RuntimeError."""
+        while self._flights:
+            if abs(time.perf_counter() - self._flights[0].due_s) > CLOSE_S:
+                break
+            if landed := self.land():
+                return landed
+        return []
+
+    def expect(self) -> None:
+        """What is on its way now is to be waited for."""
+        waited = [flight for flight in self._flights if not flight.is_expected]
+        for flight in waited:
+            flight.is_expected = True
+            self._waiter.expect(flight.event, flight.due_s)
+
+    def forget(self) -> None:
+        """None of them will be over: the GPU has failed."""
+        self._flights.clear()
+        self.nbytes = 0
+
+    def synchronize(self) -> None:
+        """Wait for all, at shutdown. Raises RuntimeError."""
+        for flight in self._flights:
+            flight.event.synchronize()
+
+    def close(self) -> None:
+        """End the thread, after the last event."""
+        self._waiter.close()
+
+    def _measure(self, flight: Flight[T]) -> None:
+        now_s = time.perf_counter()
+        if flight.nbytes >= MEASURED_NBYTES:
+            measured = flight.nbytes / max(now_s - flight.begins_s, 1e-6)
+            self._bytes_per_s += (measured - self._bytes_per_s) / 4
+        if self._flights:  # the next has begun
+            following = self._flights[0]
+            following.begins_s = now_s
+            following.due_s = now_s + following.nbytes / self._bytes_per_s
+
+
+class _Waiter:
+    """A thread that wakes the IO thread shortly before an event is due, and after it."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._events: queue.SimpleQueue[tuple[Event, float] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="kvxfer-gpu-wait", daemon=True)
+        self._thread.start()
+
+    def expect(self, event: Event, due_s: float) -> None:
+        """Wake when it is nearly due, and when it has passed or failed."""
+        self._events.put((event, due_s))
+
+    def close(self) -> None:
+        """After the last event."""
+        self._events.put(None)
+        self._thread.join()
+
+    def _main(self) -> None:
+        while (expected := self._events.get()) is not None:
+            event, due_s = expected
+            early_s = due_s - CLOSE_S - time.perf_counter()
+            if early_s > 0:
+                time.sleep(early_s)
+                self._wake()
+            with suppress(RuntimeError):  # who asks the event next learns it
+                event.synchronize()
+            self._wake()
+            del expected, event

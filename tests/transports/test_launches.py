@@ -1,0 +1,212 @@
+"""What the wire between GPUs does with launches that take their time, fail, or are given up: with
+events that the test completes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvxfer.config import Config
+from kvxfer.tensors.device_copy import DeviceCopier, Launched
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports import cuda_ipc_direct
+from kvxfer.transports.base import Progress, ReadBroke, ReadDone, ReadStopped, SinkCompletion
+from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
+from kvxfer.transports.launches import CLOSE_S, FIRST_BYTES_PER_S, Launches
+from tests.connector.conftest import stand_in_for_gpus
+from tests.transports.pair import Pair, a_move, key_of
+
+__all__ = ["stand_in_for_gpus"]
+
+CONFIG = Config(transport="cuda_ipc")
+
+
+class Doubtful:
+    """An event that completes, or fails, when the test says so."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.error: RuntimeError | None = None
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.is_over
+
+    def synchronize(self) -> None:
+        while not self.is_over and self.error is None:
+            time.sleep(0.001)
+        if self.error is not None:
+            raise self.error
+
+
+class Stage:
+    """A pair whose launches are made up: three of 100 bytes for each read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pair = Pair(CONFIG)
+        self.events: list[Doubtful] = []
+        self.failure: Exception | None = None
+
+        def launches(*_: Any, **__: Any) -> Iterator[Launched]:
+            return self._launch()
+
+        self.sink.attach(self.pair.manifest)
+        monkeypatch.setattr(DeviceCopier, "launches", launches)
+
+    def _launch(self) -> Iterator[Launched]:
+        for number in range(3):
+            if self.failure is not None and number == 1:
+                raise self.failure
+            self.events.append(Doubtful())
+            yield Launched(self.events[-1], 100 * (number + 1))
+
+    @property
+    def sink(self) -> CudaIpcSink:
+        sink = self.pair.sink
+        assert isinstance(sink, CudaIpcSink)
+        return sink
+
+    def read(self, number: int) -> None:
+        self.pair.start(key_of(number), a_move())
+
+    def over(self, *numbers: int) -> list[SinkCompletion]:
+        """These events complete, in the order in which they were made."""
+        for number in numbers:
+            self.events[number].is_over = True
+        return self.sink.poll()
+
+    def close(self) -> None:
+        for event in self.events:
+            event.is_over = True
+        self.pair.close()
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    stage = Stage(monkeypatch)
+    yield stage
+    stage.close()
+
+
+@pytest.fixture
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches on their way at a time."""
+    monkeypatch.setattr(cuda_ipc_direct, "IN_FLIGHT_NBYTES", 200)
+
+
+def test_a_read_is_done_when_its_last_launch_is_over(stage: Stage) -> None:
+    stage.read(1)
+    assert len(stage.events) == 3
+    assert stage.over(0, 1) == []
+    assert stage.over(2) == [ReadDone(key_of(1), 300, certified=False)]
+
+
+@pytest.mark.usefixtures("narrow")
+def test_reads_take_turns_and_few_bytes_are_on_their_way(stage: Stage) -> None:
+    stage.read(1)
+    stage.read(2)
+    assert len(stage.events) == 2
+    assert stage.over(0) == [Progress(key_of(1), 100)]
+    assert stage.over(1) == [Progress(key_of(1), 200)]
+    assert len(stage.events) == 4  # the first one's third, and the second one's first
+    assert stage.over(2) == [Progress(key_of(1), 300), ReadDone(key_of(1), 300, False)]
+    assert stage.over(3) == [Progress(key_of(2), 100)]
+    assert stage.over(4, 5)[-1] == ReadDone(key_of(2), 300, certified=False)
+
+
+@pytest.mark.usefixtures("narrow")
+def test_a_stopped_read_launches_no_more_and_ends_when_nothing_runs(stage: Stage) -> None:
+    stage.read(1)
+    stage.sink.stop_read(key_of(1))
+    assert stage.over(0) == []
+    assert stage.over(1) == [ReadStopped(key_of(1))]
+    assert len(stage.events) == 2
+    stage.sink.stop_read(key_of(1))
+    assert stage.sink.poll() == [ReadStopped(key_of(1))]
+
+
+def test_a_detached_source_stays_mapped_until_nothing_runs_on_it(stage: Stage) -> None:
+    gpu: Any = stage.sink._gpu
+    stage.read(1)
+    stage.sink.detach(stage.pair.manifest.control_endpoint)
+    time.sleep(0.05)
+    assert gpu.num_mapped == 1
+    assert stage.over(0, 1) == []
+    broke = ReadBroke(key_of(1), Reason.PEER_LOST, "the source rank was detached")
+    assert stage.over(2) == [broke]
+    stage.pair.until(lambda: gpu.num_mapped == 0)
+    stage.sink.stop_read(key_of(1))  # the end that was said stands
+    assert stage.sink.poll() == [ReadStopped(key_of(1))]
+
+
+def test_a_launch_that_fails_breaks_its_read_when_the_others_are_over(stage: Stage) -> None:
+    stage.failure = ValueError("wrong ids")
+    stage.read(1)
+    assert stage.sink.poll() == []
+    assert stage.over(0) == [ReadBroke(key_of(1), Reason.READ_FAILED, "launch: wrong ids")]
+
+
+def test_a_gpu_that_fails_breaks_all_reads_now_and_later(stage: Stage) -> None:
+    stage.read(1)
+    stage.read(2)
+    for event in stage.events:
+        event.error = RuntimeError("CUDA error: an illegal memory access")
+    ended = stage.sink.poll()
+    detail = "this GPU cannot be used any more: CUDA error: an illegal memory access"
+    assert ended == [ReadBroke(key_of(n), Reason.READ_FAILED, detail) for n in (1, 2)]
+    stage.read(3)
+    assert stage.sink.poll() == [ReadBroke(key_of(3), Reason.READ_FAILED, detail)]
+    assert stage.sink.counts["gpu_broken"] == 1
+
+
+def test_a_key_is_used_once(stage: Stage) -> None:
+    stage.read(1)
+    with pytest.raises(ValueError, match="not in use"):
+        stage.read(1)
+
+
+# ------------------------------------------------------------------ when to look
+
+
+def test_who_waits_is_woken_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    wakes: list[float] = []
+    launches: Launches[str] = Launches(lambda: wakes.append(time.perf_counter()))
+    event = Doubtful()
+    started_s = time.perf_counter()
+    launches.add("a", event, round(0.1 * FIRST_BYTES_PER_S))  # due in 100 ms
+    assert launches.land_close() == []
+    launches.expect()
+    while not wakes:
+        time.sleep(0.001)
+    assert wakes[0] - started_s >= 0.1 - CLOSE_S
+    assert launches.land() == []
+    event.is_over = True
+    while len(wakes) < 2:
+        time.sleep(0.001)
+    (flight,) = launches.land()
+    assert (flight.owner, launches.nbytes, len(launches)) == ("a", 0, 0)
+    launches.close()
+
+
+def test_what_was_measured_says_when_the_next_is_due() -> None:
+    launches: Launches[int] = Launches(lambda: None)
+    nbytes = 256 << 20
+    for number in range(30):
+        event = Doubtful()
+        launches.add(number, event, nbytes)
+        time.sleep(0.002)
+        event.is_over = True
+        assert [flight.owner for flight in launches.land()] == [number]
+    launches.add(30, Doubtful(), nbytes)
+    launches.add(31, Doubtful(), nbytes)
+    first, second = launches._flights
+    assert 0.0015 < first.due_s - first.begins_s < 0.02
+    assert second.begins_s == first.due_s
+    launches.forget()
+    assert (launches.nbytes, launches.land()) == (0, [])
+    launches.close()
