@@ -1,0 +1,144 @@
+"""What the benchmark of the connector has found, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from scripts.benchmarks.devices import Devices
+from scripts.benchmarks.results import Line, Plot, Table, today, write_report
+
+SHORT_TOKENS, LONG_TOKENS = 128, 32768
+SHORT_AIMS_MS = {"idle": 0.3, "busy": 0.5}
+LONG_AIM = 1.15  # times memcpy
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One case; ms, medians unless the name says otherwise. ``ratio``: total to memcpy."""
+
+    layouts: str
+    num_tokens: int
+    mode: str
+    nbytes: int
+    transports: tuple[str, ...]
+    p20_ms: float
+    p50_ms: float
+    p80_ms: float
+    start_ms: float
+    place_ms: float
+    verdict_ms: float
+    seen_ms: float
+    memcpy_ms: float
+    ratio: float
+    gbps: float
+    scheduler_cpu_ms: float
+    worker_cpu_ms: float
+    io_cpu_ms: float
+    other_cpu_ms: float
+    aim: str
+
+
+def aim_of(num_tokens: int, mode: str, total_ms: float, ratio: float) -> str:
+    """What we want of a GPU's wire, and whether it was met."""
+    if num_tokens == SHORT_TOKENS and mode in SHORT_AIMS_MS:
+        most_ms = SHORT_AIMS_MS[mode]
+        return f"{most_ms} ms {'met' if total_ms <= most_ms else 'MISSED'}"
+    if num_tokens == LONG_TOKENS and mode == "idle":
+        return f"{LONG_AIM} x memcpy {'met' if ratio <= LONG_AIM else 'MISSED'}"
+    return ""
+
+
+@dataclass(slots=True)
+class Report:
+    """Written after each case, so that a run cut short leaves something."""
+
+    out: Path
+    facts: dict[str, str]
+    devices: Devices
+    cells: list[Cell] = field(default_factory=list)
+    lost: list[tuple[str, str]] = field(default_factory=list)
+    date: str = field(default_factory=today)
+
+    def add(self, cell: Cell) -> None:
+        """One more case."""
+        self.cells.append(cell)
+        print(
+            f"{cell.layouts} {cell.num_tokens:6} tokens, {cell.mode:9} {cell.p50_ms:8.3f} ms "
+            f"(start {cell.start_ms:.3f}, place {cell.place_ms:.3f}, verdict {cell.verdict_ms:.3f})"
+            f" seen {cell.seen_ms:.3f}, memcpy {cell.memcpy_ms:.3f} {cell.aim}",
+            flush=True,
+        )
+        self.write()
+
+    def write(self, *, is_last: bool = False) -> None:
+        """All that there is; the plot, which takes a second, at the end."""
+        where = self.devices.where
+        write_report(
+            self.out,
+            f"connector_{self.devices.wire}_{where}_{self.date}",
+            f"Offer to accepted through the connector, {self.devices.wire}, {where}, {self.date}",
+            self.facts,
+            self._tables(),
+            {"cells": [asdict(cell) for cell in self.cells], "lost": dict(self.lost)},
+            plot=self._plot() if is_last else None,
+        )
+
+    def _tables(self) -> list[Table]:
+        times = Table(
+            "times",
+            "Total is from the order to the last verdict; start, place and verdict are its parts, "
+            "medians each; the ratio is total to memcpy.",
+            (
+                *(
+                    "layouts",
+                    "tokens",
+                    "mode",
+                    "MB",
+                    "p20 ms",
+                    "p50 ms",
+                    "p80 ms",
+                    "start",
+                ),
+                *("place", "verdict", "seen", "memcpy ms", "ratio", "GB/s", "aim"),
+            ),
+            tuple(
+                (
+                    *(cell.layouts, str(cell.num_tokens), cell.mode, f"{cell.nbytes / 1e6:.1f}"),
+                    *(f"{ms:.3f}" for ms in (cell.p20_ms, cell.p50_ms, cell.p80_ms)),
+                    *(f"{ms:.3f}" for ms in (cell.start_ms, cell.place_ms, cell.verdict_ms)),
+                    *(f"{cell.seen_ms:.3f}", f"{cell.memcpy_ms:.3f}", f"{cell.ratio:.2f}"),
+                    *(f"{cell.gbps:.1f}", cell.aim),
+                )
+                for cell in self.cells
+            ),
+        )
+        cpu = Table(
+            "processor time of a request at the sink, ms",
+            "Engine's thread: in the scheduler's calls, and in the worker's until the result was "
+            "seen (an idle engine; a busy one computes meanwhile).",
+            ("layouts", "tokens", "scheduler's calls", "worker's calls", "IO thread", "others"),
+            tuple(
+                (
+                    *(cell.layouts, str(cell.num_tokens)),
+                    *(f"{ms:.3f}" for ms in (cell.scheduler_cpu_ms, cell.worker_cpu_ms)),
+                    *(f"{ms:.3f}" for ms in (cell.io_cpu_ms, cell.other_cpu_ms)),
+                )
+                for cell in self.cells
+                if cell.mode == "idle"
+            ),
+        )
+        return [times, cpu, Table("not measured", "", ("case", "why"), tuple(self.lost))]
+
+    def _plot(self) -> Plot:
+        names = dict.fromkeys((cell.layouts, cell.mode) for cell in self.cells)
+        lines = [
+            _line([c for c in self.cells if (c.layouts, c.mode) == name], ", ".join(name))
+            for name in names
+        ]
+        return Plot("offer to accepted", "bytes of the request", "ms", tuple(lines))
+
+
+def _line(cells: Sequence[Cell], name: str) -> Line:
+    return Line(name, tuple(c.nbytes for c in cells), tuple(c.p50_ms for c in cells))

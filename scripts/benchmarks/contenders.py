@@ -1,0 +1,194 @@
+"""The contenders of a transfer benchmark: processes, started together, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from kvxfer.transfer.manifest import RankManifest
+from scripts.benchmarks.devices import Devices
+from scripts.benchmarks.members import SINK, SOURCE, Timing
+from scripts.benchmarks.nixl_ways import SETTINGS, Card, NixlMember, Setting
+from scripts.benchmarks.plain_ways import BATCH, LOCAL_MEMCPY, MEMCPY, MEMSET, TORCH, PlainWays
+from scripts.benchmarks.pools import Request
+from scripts.benchmarks.wire_ways import Giving, Taking
+from scripts.benchmarks.workers import ContenderLost, Worker, close_all
+
+NUM_CHECKED = 96
+"""Tokens compared of a request; all of them where it has no more than half as many again."""
+
+LIMITS = (MEMCPY, LOCAL_MEMCPY, MEMSET)
+
+
+class WrongBytes(ContenderLost):
+    """A contender copied something else than it was asked to."""
+
+
+@dataclass(slots=True, eq=False)
+class Way:
+    """One way of moving a request: who begins it, and where both sides are.
+
+    ``needs_equal``: it moves blocks as they are. ``is_over``: its processes have ended in order.
+    ``why``: it is out, and why.
+    """
+
+    name: str
+    source: Worker
+    sink: Worker
+    begins: str = SINK
+    needs_equal: bool = False
+    is_limit: bool = False
+    is_over: bool = False
+    why: str | None = None
+    has_wrong_bytes: bool = False
+
+    def can(self, request: Request) -> bool:
+        """Whether it is there, and moves such a request."""
+        is_there = self.why is None and not self.is_over
+        return is_there and (request.is_equal or not self.needs_equal)
+
+    def run(self, request: Request) -> Timing:
+        """Once. Raises ContenderLost."""
+        worker = self.sink if self.begins == SINK else self.source
+        return worker.call(Timing, "run", self.name, request)
+
+    def check(self, request: Request) -> None:
+        """Poison, move, compare tokens by digests made on both sides. Raises ContenderLost."""
+        if self.is_limit:
+            return
+        self.sink.call(object, "poison")
+        self.run(request)
+        most = NUM_CHECKED if request.num_tokens > NUM_CHECKED * 3 // 2 else request.num_tokens
+        tokens = request.sampled_tokens(most)
+        given = self.source.call(list, "digests", SOURCE, request, tokens)
+        taken = self.sink.call(list, "digests", SINK, request, tokens)
+        wrong = [
+            token
+            for token, ours, theirs in zip(tokens, taken, given, strict=True)
+            if ours != theirs
+        ]
+        if wrong:
+            raise WrongBytes(f"{request.name}: wrong bytes in tokens {wrong[:8]} of {len(tokens)}")
+        if not self.sink.call(bool, "is_untouched_beside", request):
+            raise WrongBytes(f"{request.name}: wrote beside the request")
+
+    def lose(self, why: ContenderLost) -> None:
+        """It is out."""
+        self.why = str(why)
+        self.has_wrong_bytes = isinstance(why, WrongBytes)
+        print(f"lost: {self.name}: {self.why}")
+
+
+@dataclass(slots=True)
+class Contenders:
+    """All ways, and the processes behind them.
+
+    ``settings``: of the wire, beside its name. ``absent``: what was not even started, and why.
+    """
+
+    devices: Devices
+    nbytes: int
+    settings: dict[str, object]
+    ways: list[Way] = field(default_factory=list)
+    workers: list[Worker] = field(default_factory=list)
+    taking: Worker | None = None
+    absent: list[tuple[str, str]] = field(default_factory=list)
+    _joins: list[tuple[Sequence[Way], Callable[[], None]]] = field(default_factory=list)
+
+    def start(self) -> None:
+        """All at once; those that do not start are out."""
+        self._start_plain()
+        self._start_wire()
+        for setting in SETTINGS:
+            self._start_nixl(setting)
+        for ways, join in self._joins:
+            try:
+                join()
+            except ContenderLost as exc:
+                for way in ways:
+                    way.lose(exc)
+
+    def _worker(
+        self,
+        name: str,
+        make: Callable[..., object],
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+    ) -> Worker:
+        worker = Worker(name, make, *arguments, environment=environment)
+        self.workers.append(worker)
+        return worker
+
+    def _start_plain(self) -> None:
+        plain = self._worker("plain ways", PlainWays, self.devices, self.nbytes)
+        names = [MEMCPY, TORCH, BATCH, MEMSET]
+        if self.devices.where == "peer":
+            names.append(LOCAL_MEMCPY)
+        ways = [
+            Way(name, plain, plain, is_limit=name in LIMITS, needs_equal=name == BATCH)
+            for name in names
+        ]
+        self._add(ways, plain.ready)
+
+    def _start_wire(self) -> None:
+        giving = self._worker("kvxfer source", Giving, self.devices, self.nbytes)
+        taking = self._worker("kvxfer sink", Taking, self.devices, self.nbytes, self.settings)
+        self.taking = taking
+
+        def join() -> None:
+            taking.call(object, "attach", giving.call(RankManifest, "manifest"))
+
+        self._add([Way(f"kvxfer {self.devices.wire}", giving, taking)], join)
+
+    def _start_nixl(self, setting: Setting) -> None:
+        if find_spec("nixl") is None:
+            print(f"lost: {setting.name}: not importable")
+            self.absent.append((setting.name, "not importable"))
+            return
+        members = {
+            side: self._worker(
+                f"{setting.name}, {side}",
+                *(NixlMember, side, setting.operation, self.devices, self.nbytes),
+                environment=dict(setting.environment),
+            )
+            for side in (SOURCE, SINK)
+        }
+
+        def join() -> None:
+            cards = {side: member.call(Card, "card") for side, member in members.items()}
+            members[SOURCE].call(object, "meet", cards[SINK])
+            members[SINK].call(object, "meet", cards[SOURCE])
+
+        way = Way(
+            setting.name,
+            members[SOURCE],
+            members[SINK],
+            begins=setting.initiator,
+            needs_equal=True,
+        )
+        self._add([way], join)
+
+    def _add(self, ways: Sequence[Way], join: Callable[[], None]) -> None:
+        self.ways += ways
+        self._joins.append((ways, join))
+
+    def retire(self) -> None:
+        """End the processes of those that move blocks as they are, and nothing else: even idle ones
+        take processor time.
+        """
+        retired: list[Worker] = []
+        for way in self.ways:
+            if way.needs_equal and not way.is_over and way.source is not way.sink:
+                way.is_over = True
+                retired += (way.source, way.sink)
+        close_all(retired)
+        self.workers = [worker for worker in self.workers if worker not in retired]
+
+    def lost(self) -> list[tuple[str, str]]:
+        """Who is out, and why."""
+        return self.absent + [(way.name, way.why) for way in self.ways if way.why is not None]
+
+    def close(self) -> None:
+        """End all processes."""
+        close_all(self.workers)
