@@ -63,7 +63,8 @@ class WorkerConnector:
           cache, or has none. Where it does not say so, a source whose windows could leave such
           blocks is refused by name.
         device: where the pools are. On a GPU, offers open and loads begin to write when what the
-          current stream held at :meth:`wait_for_save` or :meth:`start_load_kv` has run.
+          current stream held at :meth:`wait_for_save` or :meth:`bind_connector_metadata` has run:
+          what a step launches in between never writes a load's blocks.
         ready_event: where that is not what offers wait for: called at the end of a step, and what
           it returns says whether the step's KV is complete.
     """
@@ -103,6 +104,7 @@ class WorkerConnector:
         self._ledger = Ledger()
         self._service: RankService | None = None
         self._metadata = ConnectorMetadata()
+        self._written: torch.cuda.Event | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
         self._loading: set[str] = set()
@@ -157,6 +159,7 @@ class WorkerConnector:
         """
         service = self._running()
         self._metadata = metadata
+        self._written = record_event(self._device) if metadata.loads else None
         self.handle_preemptions(metadata)
         if metadata.manifest is not None:
             self._check(metadata.manifest)
@@ -180,11 +183,10 @@ class WorkerConnector:
         the same step.
         """
         service = self._running()
-        if self._metadata.loads:
-            after, now_s = record_event(self._device), service.io.now()
-            for load in self._metadata.loads:
-                self._loading.add(load.request_id)
-                service.io.post(partial(service.sink.load, load, now_s, after))
+        now_s = service.io.now()
+        for load in self._metadata.loads:
+            self._loading.add(load.request_id)
+            service.io.post(partial(service.sink.load, load, now_s, self._written))
         for abort in self._metadata.aborts:
             service.io.post(partial(service.sink.abort, abort))
 

@@ -52,12 +52,16 @@ class Attachments(Generic[M]):
         self._let_go = let_go
         self._by_endpoint: dict[str, Attached[M]] = {}
 
-    def map_all(self, source: RankManifest) -> tuple[M, ...]:
-        """Map every memory of a rank, or none. Raises TransportUnavailable."""
+    def map_first(self, source: RankManifest) -> M:
+        """Map one memory of a rank, to try. Raises TransportUnavailable."""
         if not source.memories:
             raise TransportUnavailable(
                 f"{self._transport}: expected memories of {source.control_endpoint}, got none"
             )
+        return self._map_memory(source.memories[0], "memory 0")
+
+    def _map_all(self, source: RankManifest) -> tuple[M, ...]:
+        """Every memory of a rank, or none."""
         mappings: list[M] = []
         try:
             for number, info in enumerate(source.memories):
@@ -76,7 +80,7 @@ class Attachments(Generic[M]):
         """
         if self.find(source) is not None:
             return
-        mappings = self.map_all(source)
+        mappings = self._map_all(source)
         self.detach(source.control_endpoint)
         self._by_endpoint[source.control_endpoint] = Attached(
             source.control_endpoint, _handles(source), mappings

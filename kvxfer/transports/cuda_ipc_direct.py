@@ -161,10 +161,10 @@ class CudaIpcSink(SinkTransport):
     # -------------------------------------------------- getting ready
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
-        """Map the rank's memories, copy up to 32 MiB of the first, unmap."""
-        mappings = self._attached.map_all(source)
+        """Map the rank's first memory, copy up to 32 MiB of it, unmap."""
+        mapping = self._attached.map_first(source)
         try:
-            first = mappings[0].memory
+            first = mapping.memory
             nbytes = min(first.nbytes, TRIAL_NBYTES)
             landing = torch.empty(nbytes, dtype=torch.uint8, device=self._gpu.device)
             stream = self._gpu.make_stream()
@@ -184,8 +184,7 @@ class CudaIpcSink(SinkTransport):
         except RuntimeError as exc:  # PyTorch's, of CUDA's own errors
             raise TransportUnavailable(f"cuda_ipc: the trial failed: {exc}") from exc
         finally:
-            for mapping in mappings:
-                mapping.close()
+            mapping.close()
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Compile what these classes need and others did not."""

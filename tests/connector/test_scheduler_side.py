@@ -219,6 +219,30 @@ def test_reset_cache_breaks_every_offer() -> None:
     assert c.build_connector_meta(step()) == ConnectorMetadata(delayed=("r",))
 
 
+def test_a_forgotten_request_is_offered_until_it_is_sent() -> None:
+    """Another of its id is none of the offer's business, and offers nothing."""
+    c = connector()
+    c.on_new_request(offering())
+    c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
+    assert c.request_finished(offering(), [3, 4, 5])[0]
+    c.build_connector_meta(step())
+    c.forget_request("r")
+    c.on_new_request(offering())
+    again = c.build_connector_meta(step(new=(("r", [6, 7, 8], 0),), counts={"r": 40}))
+    assert again == ConnectorMetadata()
+    assert c.build_connector_meta(step(preempted=frozenset({"r"}))) == ConnectorMetadata()
+    assert c.request_finished(offering(), [6, 7, 8]) == (False, None)
+    stats = c.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.reasons == {"id_in_use": 1}
+    c.reset_cache()
+    assert c.build_connector_meta(step()).ended == (EndOffer("r", Reason.RESET),)
+    c.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
+    c.on_new_request(offering())
+    new = c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
+    assert len(new.offers) == 1
+
+
 def test_an_offer_without_the_blocks_that_it_named_is_not_told() -> None:
     """The engine has dropped the first block, as it does behind a window."""
     c = connector()
