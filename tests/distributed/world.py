@@ -248,4 +248,9 @@ _END_OF = "end of "
 def _group(ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     made = dist.new_group(list(ranks), timeout=timeout, backend=backend)
-    return cast(dist.ProcessGroup, made)
+    group = cast(dist.ProcessGroup, made)
+    if backend == "nccl" and dist.get_rank() in ranks:
+        # nccl connects with its first sum, which takes a second: not in the middle of a test
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+        torch.cuda.synchronize()
+    return group

@@ -147,10 +147,11 @@ def test_pair(
 ) -> None:
     need(num_devices)
     facts = tmp_path / "facts.json"
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     ran = subprocess.run(
         [sys.executable, "-m", "kvxfer", "pair", *arguments, "--json", str(facts)],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "200"},
         capture_output=True,
         text=True,
         timeout=180,

@@ -1,0 +1,194 @@
+"""A request's KV from offer to accepted through the whole connector, warm: two engines without a
+model, one process and one GPU each, scheduler side and worker side as an engine drives them.
+
+Times are the load report's own moments: "total" from the order (start_load_kv) to the last verdict,
+"start" until the first Pull left, "place" until the last byte was in its place, "verdict" until the
+source had said that what was read is valid. "seen" is from the first call of the step to the look
+at its result. "idle": the engine's thread sleeps until there is something. "busy": it computes in
+Python and looks every 0.1 ms. "both busy": a thread of the source's process does so, too.
+Beside each load one contiguous memcpy of as many bytes between the GPUs, by a third process: the
+limit. Bytes are checked first, token by token. Without a GPU (--device cpu) the wire is shm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
+
+from scripts.benchmarks.connector_report import Cell, Report, aim_of
+from scripts.benchmarks.contenders import NUM_CHECKED
+from scripts.benchmarks.devices import Devices, devices_for
+from scripts.benchmarks.engines import BenchEngine, LoadTiming
+from scripts.benchmarks.members import SINK, SOURCE, Timing
+from scripts.benchmarks.plain_ways import MEMCPY, PlainWays
+from scripts.benchmarks.pools import LLAMA_8B, SHAPES, TINY, Request, request_of
+from scripts.benchmarks.results import facts_of, quantiles
+from scripts.benchmarks.workers import ContenderLost, Worker, close_all
+
+LAYOUTS = ("HND16->HND16", "HND16->NHD64")
+LENGTHS = (128, 1024, 8192, 32768)
+MODES = ("idle", "busy", "both busy")
+WARM_ROUNDS = 3
+
+
+class Pair:
+    """Two engines that know each other, and the process that knows the limit."""
+
+    def __init__(
+        self, devices: Devices, request: Request, limits: Worker, settings: dict[str, object]
+    ) -> None:
+        self.limits = limits
+        pools = {SOURCE: request.source, SINK: request.sink}
+        self.engines = {
+            side: Worker(f"{side} engine", BenchEngine, side, devices, pool, settings)
+            for side, pool in pools.items()
+        }
+
+    def load(self, request: Request, mode: str) -> LoadTiming:
+        """Offer, load, settle. Raises ContenderLost."""
+        source, sink = self.engines[SOURCE], self.engines[SINK]
+        params = source.call(dict, "offer", request)
+        timing = sink.call(LoadTiming, "load", request, params, mode != "idle")
+        source.call(object, "settle")
+        return timing
+
+    def check(self, request: Request) -> None:
+        """Poison, load, compare. Raises ContenderLost, SystemExit for wrong bytes."""
+        source, sink = self.engines[SOURCE], self.engines[SINK]
+        sink.call(object, "poison")
+        self.load(request, "idle")
+        tokens = request.sampled_tokens(NUM_CHECKED)
+        given = source.call(list, "digests", SOURCE, request, tokens)
+        taken = sink.call(list, "digests", SINK, request, tokens)
+        if given != taken:
+            raise SystemExit(f"bench_connector: {request.name}: wrong bytes; nothing was timed")
+
+    def close(self) -> None:
+        """End both engines."""
+        close_all(self.engines.values())
+
+
+def measure(pair: Pair, request: Request, mode: str, rounds: int, where: str) -> Cell:
+    """Loads and memcpys in turns."""
+    pair.engines[SOURCE].call(object, "set_busy", mode == "both busy")
+    timings: list[LoadTiming] = []
+    limits_ms: list[float] = []
+    for number in range(rounds + WARM_ROUNDS):
+        limit = pair.limits.call(Timing, "run", MEMCPY, request)
+        timing = pair.load(request, mode)
+        if number >= WARM_ROUNDS:
+            timings.append(timing)
+            limits_ms.append(limit.total_s * 1e3)
+    pair.engines[SOURCE].call(object, "set_busy", False)
+    memcpy_ms = statistics.median(limits_ms)
+    p20, p50, p80 = quantiles([timing.total_s * 1e3 for timing in timings])
+
+    def median_ms(name: str) -> float:
+        values: list[float] = [getattr(timing, name) for timing in timings]
+        return statistics.median(values) * 1e3
+
+    return Cell(
+        layouts=request.layouts,
+        num_tokens=request.num_tokens,
+        mode=mode,
+        nbytes=request.nbytes,
+        transports=timings[0].transports,
+        p20_ms=p20,
+        p50_ms=p50,
+        p80_ms=p80,
+        start_ms=median_ms("start_s"),
+        place_ms=median_ms("place_s"),
+        verdict_ms=median_ms("verdict_s"),
+        seen_ms=median_ms("seen_s"),
+        memcpy_ms=memcpy_ms,
+        ratio=p50 / memcpy_ms,
+        gbps=request.nbytes / p50 / 1e6,
+        scheduler_cpu_ms=median_ms("scheduler_cpu_s"),
+        worker_cpu_ms=median_ms("worker_cpu_s"),
+        io_cpu_ms=median_ms("io_cpu_s"),
+        other_cpu_ms=median_ms("other_cpu_s"),
+        aim=aim_of(request.num_tokens, mode, p50, p50 / memcpy_ms) if where != "cpu" else "",
+    )
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[Request]]]:
+    """By layouts, for each of which two engines are started."""
+    pool_tokens = max(options.tokens) * 9 // 8
+    for layouts in options.layouts:
+        yield (
+            layouts,
+            [
+                request_of(SHAPES[options.shape], layouts, num_tokens, pool_tokens)
+                for num_tokens in options.tokens
+            ],
+        )
+
+
+def run_pair(
+    pair: Pair, requests: list[Request], options: argparse.Namespace, report: Report
+) -> None:
+    """All lengths and modes of one pair of engines."""
+    for request, mode in product(requests, options.modes):
+        if mode == options.modes[0]:
+            pair.check(request)
+        report.add(measure(pair, request, mode, options.rounds, report.devices.where))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("scripts/results"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and cases")
+    parser.add_argument("--shape", choices=tuple(SHAPES))
+    parser.add_argument("--layouts", nargs="+", metavar="HND16->NHD64")
+    parser.add_argument("--tokens", nargs="+", type=int)
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--launch-programs", type=int, help="thread blocks of a pull")
+    options = parser.parse_args()
+    options.shape = options.shape or (TINY if options.device == "cpu" else LLAMA_8B).name
+    options.layouts = options.layouts or list(LAYOUTS[:1] if options.quick else LAYOUTS)
+    options.tokens = options.tokens or list((128, 32768) if options.quick else LENGTHS)
+    options.rounds = options.rounds or (9 if options.quick else 25)
+    return options
+
+
+def main() -> None:
+    """All pairs of layouts; those whose engines fail are named in the report."""
+    options = parse()
+    devices = devices_for(options.device)
+    facts = facts_of("scripts/bench_connector.py " + " ".join(sys.argv[1:]), ("triton", "pyzmq"))
+    facts["devices"] = f"source {devices.source}, sink {devices.sink}"
+    report = Report(options.out, facts, devices)
+    settings: dict[str, object] = {}
+    if options.launch_programs and devices.wire == "cuda_ipc":
+        settings["launch_programs"] = options.launch_programs
+    everything = list(cases(options))
+    nbytes = max(request.nbytes for _, requests in everything for request in requests)
+    limits = Worker("limits", PlainWays, devices, nbytes)
+    try:
+        for layouts, requests in everything:
+            pair = Pair(devices, requests[0], limits, settings)
+            try:
+                run_pair(pair, requests, options, report)
+            except ContenderLost as exc:
+                print(f"lost: {layouts}: {exc}")
+                report.lost.append((layouts, str(exc)))
+            finally:
+                pair.close()
+    finally:
+        report.write(is_last=True)
+        limits.close()
+
+
+if __name__ == "__main__":
+    main()

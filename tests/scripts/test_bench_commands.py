@@ -1,0 +1,93 @@
+"""The benchmark commands from end to end, on the CPU and small: what they write, and that a lost
+contender is a row and not an end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=ONE_THREAD, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def result(folder: Path, pattern: str) -> dict[str, Any]:
+    (path,) = folder.glob(pattern)
+    assert path.with_suffix(".md").exists()
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def test_the_wire_beside_others(tmp_path: Path) -> None:
+    run(
+        "bench_transfer.py",
+        *("--transport", "cuda_ipc", "--device", "cpu", "--out", str(tmp_path), "--rounds", "2"),
+        *("--tokens", "128", "--layouts", "HND16->HND16", "NHD24->HND16", "--widths", "0", "8"),
+    )
+    found = result(tmp_path, "transfer_shm_cpu_*.json")
+    ways = {(cell["layouts"], cell["way"]) for cell in found["cells"]}
+    for layouts in ("HND16->HND16", "NHD24->HND16"):
+        assert {(layouts, way) for way in ("memcpy", "memset", "torch", "kvxfer shm")} <= ways
+    assert "expected CUDA 13" in found["lost"]["cudaMemcpyBatchAsync"]
+    assert [line["programs"] for line in found["decode"]] == [0, 8]
+    assert all(cell["nbytes"] == 128 * 4 * 128 for cell in found["cells"])
+
+
+def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
+    run(
+        "bench_connector.py",
+        *("--device", "cpu", "--out", str(tmp_path), "--rounds", "2", "--tokens", "64"),
+        *("--layouts", "HND16->NHD64"),
+    )
+    found = result(tmp_path, "connector_shm_cpu_*.json")
+    assert found["lost"] == {}
+    assert [cell["mode"] for cell in found["cells"]] == ["idle", "busy", "both busy"]
+    for cell in found["cells"]:
+        assert cell["transports"] == ["shm"]
+        assert cell["nbytes"] == 64 * 4 * 128
+        assert 0 < cell["p50_ms"] <= cell["seen_ms"] * 2
+        assert cell["io_cpu_ms"] > 0
+
+
+def test_the_host_benchmark_still_runs() -> None:
+    said = run(
+        "bench_transfer.py",
+        *("--transport", "shm", "--size-mib", "4", "--rounds", "2", "--num-blocks", "8"),
+    )
+    assert "HND16->NHD32" in said
+
+
+@pytest.mark.gpu
+def test_the_wire_on_a_gpu(tmp_path: Path) -> None:
+    run(
+        "bench_transfer.py",
+        *("--transport", "cuda_ipc", "--out", str(tmp_path), "--rounds", "2", "--shapes", "tiny"),
+        *("--tokens", "128", "1024", "--sections", "wire"),
+    )
+    found = result(tmp_path, "transfer_cuda_ipc_*.json")
+    assert {cell["way"] for cell in found["cells"]} >= {"memcpy", "kvxfer cuda_ipc", "torch"}
+
+
+@pytest.mark.gpu
+def test_the_connector_on_a_gpu(tmp_path: Path) -> None:
+    run(
+        "bench_connector.py",
+        *("--out", str(tmp_path), "--rounds", "2", "--shape", "tiny", "--tokens", "128"),
+    )
+    found = result(tmp_path, "connector_cuda_ipc_*.json")
+    assert {tuple(cell["transports"]) for cell in found["cells"]} == {("cuda_ipc",)}
