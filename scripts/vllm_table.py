@@ -204,9 +204,10 @@ def measure_costs(fleet: Fleet) -> list[str]:
         "wall time, the best of three runs of 100 steps.",
         f"Shares: all processes of an engine, over {WATCHED_S:g} s. Prefill holds 3 offers (with",
         "kvxfer decode holds a load that stands still; with NixlConnector it has nothing to do).",
-        "Where EngineCore and its worker are two processes (vLLM's way on CPUs, and with TP > 1",
-        "anywhere) vLLM spins on the queue between them for as long as an engine steps, and it",
-        "steps while it holds blocks, whatever a connector does. A GPU with TP 1 has one process.",
+        "vLLM steps for a finished request that it keeps, and for one that waits for its",
+        "load; where EngineCore and its worker are two processes (on CPUs always, with TP > 1",
+        "anywhere) it spins on the queue between them meanwhile. What kvxfer holds for more than",
+        "0.1 s beside an engine that computes nothing is pinned without its request: no steps.",
     ]
 
 

@@ -1,7 +1,8 @@
 """What the scheduler side knows of the requests that it offers.
 
-Life: wanted -> minted (first step, nonce) -> computed -> finished (blocks kept) -> sent. A
-preemption goes back to wanted: the old nonce is dead for ever, the next step mints another.
+Life: wanted -> minted (first step, nonce) -> computed -> finished (blocks kept) -> sent. An engine
+may forget a finished request before that, and keep its blocks. A preemption goes back to wanted:
+the old nonce is dead for ever, the next step mints another.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class OfferBook:
         self._num_minted = 0
         self._keepings: Mapping[int, Keeping] = {}
         self._offers: dict[str, Offer] = {}
+        self._forgotten: dict[str, Offer] = {}
         # Only these change from step to step; the others wait for their end.
         self._computing: set[str] = set()
         self._ended: list[EndOffer] = []
@@ -81,13 +83,18 @@ class OfferBook:
         """What each group keeps: the tables that leave have no block that its window has left."""
         self._keepings = keepings
 
-    def want(self, request: RequestLike) -> None:
-        """This request is to be offered: its whole prompt, once it is computed."""
+    def want(self, request: RequestLike) -> bool:
+        """This request is to be offered: its whole prompt, once it is computed. False: it is not,
+        because an offer of that id is not over (:meth:`forget`), and workers know offers by id.
+        """
+        if request.request_id in self._forgotten:
+            return False
         tokens = request.prompt_token_ids
         self._offers[request.request_id] = Offer(
             len(tokens), token_digest(tokens, digest_keys(request, len(tokens)))
         )
         self._computing.add(request.request_id)
+        return True
 
     def finish(self, request: RequestLike, block_ids: Sequence[Sequence[int]]) -> Finish:
         """The request ended. ``block_ids``: its tables as they are now, by group, -1 for a block
@@ -126,13 +133,20 @@ class OfferBook:
             if told >= 0
         )
 
+    def forget(self, request_id: str) -> None:
+        """The engine has forgotten a finished request and keeps its blocks all the same: another
+        may come under its id before finished_sending.
+        """
+        self._forgotten[request_id] = self._offers.pop(request_id)
+
     def sent(self, request_id: str) -> None:
         """Every rank has reported finished_sending."""
-        self._offers.pop(request_id, None)
+        if self._forgotten.pop(request_id, None) is None:
+            self._offers.pop(request_id, None)
 
     def reset(self) -> None:
         """Break every offer; kept blocks come back through finished_sending."""
-        for request_id, offer in self._offers.items():
+        for request_id, offer in (*self._offers.items(), *self._forgotten.items()):
             if offer.nonce and not offer.is_reset:
                 offer.is_reset = True
                 self._ended.append(EndOffer(request_id, Reason.RESET))

@@ -127,10 +127,10 @@ class SchedulerConnector:
             if params.reason != "no_params":
                 self._count(request, params.reason, params.detail)
         elif isinstance(params, OfferWanted):
-            if self._can_send:
-                self._offers.want(request)
-            else:
+            if not self._can_send:
                 self._count(request, "role", "this engine does not offer KV")
+            elif not self._offers.want(request):
+                self._count(request, "id_in_use", "the KV of another request of its id is held")
         else:
             self._want(request, params.source)
 
@@ -212,6 +212,12 @@ class SchedulerConnector:
             tp_size=self._tp_size,
             pp_size=self._pp_size,
         )
+
+    def forget_request(self, request_id: str) -> None:
+        """The engine forgets a finished request before finished_sending, and keeps its blocks by
+        other means until then. Only for one that request_finished has said to keep.
+        """
+        self._offers.forget(request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
         """This step's orders. Reads ``scheduler_output``, changes nothing in it."""

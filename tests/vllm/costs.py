@@ -12,6 +12,8 @@ from tests.vllm.cases import Pair, prompt
 from tests.vllm.engines import OFFER, Connector, Engine, EngineConfig, Fleet
 
 WATCHED_S = 3.0
+SETTLED_S = 1.5
+"""Until then the blocks are pinned (0.1 s), vLLM's processes have stopped to spin (1 s more)."""
 STALLED: dict[str, Any] = {
     "faults": "read:stall=60s",
     "pull_timeout_s": 120.0,
@@ -38,7 +40,8 @@ def idle_shares(fleet: Fleet, connector: Connector, *, in_process: bool) -> tupl
     that nobody takes at prefill, and (with kvxfer) a load that stands still at decode.
 
     ``in_process``: scheduler and worker in one process, as on a GPU with TP 1; else vLLM for CPUs
-    has a process for each, and both spin on the queue between them while an engine steps.
+    has a process for each, and both spin on the queue between them while an engine steps. It steps
+    for a request that waits for its load, however long that takes.
     """
     base = EngineConfig(connector, block_tokens=32, in_process=in_process, idle_step_s=0.0)
     can_stall = connector.name == "KvxferConnector"
@@ -52,14 +55,15 @@ def idle_shares(fleet: Fleet, connector: Connector, *, in_process: bool) -> tupl
         pair.prefill.prefill(prompt(200, seed=60 + number))
     tokens = prompt(300, seed=63)
     request_id = pair.decode.submit(tokens, 16, pair.offered(tokens)) if can_stall else None
-    time.sleep(1.0)
-    shares = _share(pair.prefill), _share(pair.decode)
+    time.sleep(SETTLED_S)
+    shares = share(pair.prefill), share(pair.decode)
     if request_id is not None:
         assert pair.decode.abort(request_id)  # it stood still all the time
     return shares
 
 
-def _share(engine: Engine) -> float:
+def share(engine: Engine) -> float:
+    """Of one core, by all processes of an engine from now on."""
     before_s, started_s = engine.process.cpu_s(), time.monotonic()
     time.sleep(WATCHED_S)
     return (engine.process.cpu_s() - before_s) / (time.monotonic() - started_s)

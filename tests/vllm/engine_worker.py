@@ -41,8 +41,12 @@ class Worker:
     def run(self) -> None:
         """Until the socket closes or the test says so."""
         while self._running:
-            has_work = self._has_work()
-            readable, _, _ = select.select([self._sock], [], [], 0.0 if has_work else 0.002)
+            # As vLLM's own loop: without work the scheduler is asked again only after a call. An
+            # engine in another process puts its outputs into a queue that cannot be waited for.
+            idle_s = 0.002 if self._core is None else None
+            readable, _, _ = select.select(
+                [self._sock], [], [], 0.0 if self._has_work() else idle_s
+            )
             if readable and not self._read():
                 return
             if self._has_work():

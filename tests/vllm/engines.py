@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import select
 import signal
 import socket
@@ -36,7 +37,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "PYTHONPATH": str(ROOT),
+    # What is there already may have another version of vLLM.
+    "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
 }
 # What llm-d's sidecar and vLLM's proxies send with a prefill request.
 OFFER: dict[str, Any] = {
@@ -161,7 +163,7 @@ class Blocks:
 
     num_free: int
     num_total: int
-    num_requests: int  # blocks that wait for a peer keep their request
+    num_requests: int  # blocks that wait for a peer keep theirs for 0.1 s at least
     num_running: int
 
 
@@ -177,17 +179,21 @@ class Engine:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = Process.fork(
-                engine_worker.serve,
-                (theirs, self.config.engine_args(self.port), self.config.idle_step_s),
-                self.config.environment(self.port),
-            )
+            self.process = self._launch(theirs)
         self._sock = ours
         self._pending = b""
         self._calls = itertools.count()
         self._answers: dict[int, dict[str, Any]] = {}
         self._finished: dict[str, Finished] = {}
         self.start_s: float | None = None
+
+    def _launch(self, theirs: socket.socket) -> Process:
+        """The process that serves on ``theirs``."""
+        return Process.fork(
+            engine_worker.serve,
+            (theirs, self.config.engine_args(self.port), self.config.idle_step_s),
+            self.config.environment(self.port),
+        )
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> Self:
         """Returns when the engine has started. Raises EngineDied with the end of its log."""

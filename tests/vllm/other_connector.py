@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 
 class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """``num_tokens``: None if it never knows."""
+    """``num_tokens``: None if it never knows; ``keeps``: the blocks of every finished request."""
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -31,8 +31,8 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVConnectorMetadata()
 
     def request_finished_all_groups(self, *args: Any) -> tuple[bool, None]:
-        """Never keeps blocks."""
-        return False, None
+        """As it was told."""
+        return self._kv_transfer_config.kv_connector_extra_config.get("keeps", False), None
 
     def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
         """Nothing."""

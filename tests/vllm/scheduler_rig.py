@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvxfer.connector.params import make_params
-from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.connector.records import ConnectorMetadata, NewLoad, SourceRef
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import OfferRef
@@ -43,11 +43,12 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
+    from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS
     from kvxfer.integrations.vllm.connector import KvxferConnector
     from kvxfer.integrations.vllm.metadata import KvxferHandshake, KvxferWorkerMetadata
     from kvxfer.integrations.vllm.regions import Located
     from kvxfer.integrations.vllm.settings import read_settings
-    from kvxfer.integrations.vllm.worker import WorkerSide
+    from kvxfer.integrations.vllm.worker import WorkerSide, failed_block_ids
 
 Status = RequestStatus
 
@@ -82,6 +83,13 @@ def offered_by(nonce: bytes, num_tokens: int) -> dict[str, Any]:
         num_tokens=num_tokens,
     )
     return make_params(source, request_id="there", number=1, tp_size=1, pp_size=1)
+
+
+def failed_fields(
+    request_ids: set[str], block_ids: set[int], *, by_request: bool = REPORTS_FAILED_REQUESTS
+) -> dict[str, set[Any]]:
+    """How a version of vLLM is told of failed loads: by request, or by block before it could."""
+    return {"failed_recving": request_ids} if by_request else {"invalid_block_ids": block_ids}
 
 
 class Rig:
@@ -165,15 +173,19 @@ class Rig:
             windows=(None, window)[: len(groups)],
         )
         connector = self.scheduler.connector
+        names = [child["kv_connector"] for child in connectors or ()]
+        self._our_index = names.index("KvxferConnector") if names else 0
         connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self._handshake(config, shape)})
         self.connector: KvxferConnector = (
-            connector if connectors is None else connector.sub_connectors[-1]
+            connector if connectors is None else connector.sub_connectors[self._our_index]
         )
         self.num_free = self.free_blocks()
         self.stats: dict[str, dict[str, float]] = {}
         self.outputs: list[Any] = []
         self._hasher = get_request_block_hasher(block_tokens, sha256)
         self._in_flight: list[Any] = []
+        self._loads: dict[str, NewLoad] = {}
+        self._block_tokens = block_tokens
         self._is_multi = connectors is not None
 
     def _handshake(self, config: Any, shape: EngineShape) -> KvxferHandshake:
@@ -223,9 +235,10 @@ class Rig:
         self._in_flight.append(step)
         metadata = step.kv_connector_metadata
         if self._is_multi:
-            metadata = metadata.metadata[-1]
+            metadata = metadata.metadata[self._our_index]
         assert metadata.is_idle == (step.total_num_scheduled_tokens == 0)
         orders: ConnectorMetadata = metadata.orders
+        self._loads.update((load.request_id, load) for load in orders.loads)
         return orders
 
     def finish(
@@ -239,16 +252,17 @@ class Rig:
         failures = dict(failed or {})
         told = {name: reason for name, reason in failures.items() if reason}
         worker = KvxferWorkerMetadata(told) if told else None
+        loads = [self._loads[name] for name in failures]
         self._update(
             KVConnectorOutput(
                 finished_sending=set(sent),
                 finished_recving={*received, *failures},
-                failed_recving=set(failures),
                 kv_connector_worker_meta=None if self._is_multi else worker,
+                **failed_fields(set(failures), failed_block_ids(loads, self._block_tokens)),
             )
         )
 
-    def _update(self, reported: KVConnectorOutput) -> None:
+    def _update(self, reported: KVConnectorOutput | None) -> None:
         step = self._in_flight.pop(0)
         names = list(step.num_scheduled_tokens)
         sampled = [[7] if self._reaches_end(step, name) else [] for name in names]
@@ -320,7 +334,7 @@ class Engine(Rig):
         self.shape: EngineShape
         self.worker: WorkerSide
         self.reported: list[KVConnectorOutput] = []
-        self.reports_failed_requests = True  # False: as before vLLM had a field for it
+        self.reports_failed_requests = REPORTS_FAILED_REQUESTS
         super().__init__(folder, **settings)
 
     def _handshake(self, config: Any, shape: EngineShape) -> KvxferHandshake:
@@ -355,14 +369,18 @@ class Engine(Rig):
         reported = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
-            failed_recving=results.failed_recving if self.reports_failed_requests else set(),
-            invalid_block_ids=worker.get_block_ids_with_load_errors(),
             kv_connector_stats=worker.get_kv_connector_stats(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
+            **failed_fields(
+                results.failed_recving,
+                worker.get_block_ids_with_load_errors(),
+                by_request=self.reports_failed_requests,
+            ),
         )
         worker.clear_connector_metadata()
         self.reported.append(pickle.loads(pickle.dumps(reported)))
-        self._update(self.reported[-1])
+        # vLLM's runner passes on only what says something.
+        self._update(None if reported.is_empty() else pickle.loads(pickle.dumps(reported)))
         return orders
 
     def run_until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:

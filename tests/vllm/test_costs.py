@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.costs import idle_shares, step_times
-from tests.vllm.engines import Connector, Fleet
+from tests.vllm.costs import step_times
+from tests.vllm.engines import Fleet
 
-MAX_SHARE = 0.5  # of one core, by all processes of an engine
 MAX_STEP_US = 1000.0
-
-
-def test_engines_that_hold_blocks_are_idle(fleet: Fleet, measured: dict[str, object]) -> None:
-    """With scheduler and worker in one process: between two of them vLLM spins on a queue for as
-    long as an engine steps, whatever the connector does (scripts/vllm_table shows how much).
-    """
-    shares = idle_shares(fleet, Connector(), in_process=True)
-    measured["shares of a core while idle with held blocks"] = shares
-    assert max(shares) < MAX_SHARE
 
 
 @pytest.mark.parametrize("num_in_flight", [1, 64])

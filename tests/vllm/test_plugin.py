@@ -32,7 +32,7 @@ with warnings.catch_warnings():
     from kvxfer.integrations.vllm.metadata import KvxferMetadata, KvxferWorkerMetadata
     from kvxfer.integrations.vllm.plugin import register
     from kvxfer.integrations.vllm.scheduler import SchedulerSide
-    from kvxfer.integrations.vllm.worker import InFlight, failed_block_ids, ready_event_of
+    from kvxfer.integrations.vllm.worker import InFlight, failed_block_ids
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -187,9 +187,3 @@ def test_time_with_loads_in_flight() -> None:
     now[0] = 99.0
     assert flight.take_busy_s() == 3.0
     assert not flight.has_news
-
-
-def test_a_cpu_needs_no_event() -> None:
-    import torch
-
-    assert ready_event_of({"a": torch.zeros(1), "b": torch.zeros(2)})()()

@@ -42,3 +42,12 @@ def peer_hit_source() -> object | None:
     """What vLLM's prompt token counters call tokens from a peer; None: it does not tell sources."""
     sources = getattr(base, "CacheHitSource", None)
     return getattr(sources, "P2P", None)
+
+
+def counts_no_references(vllm_config: Any) -> bool:
+    """A block's reference count is looked at for nothing but whether it is free.
+
+    Versions that have cascade attention take a block for every running request's when its count is
+    their number; a pin would add one.
+    """
+    return bool(getattr(vllm_config.model_config, "disable_cascade_attn", True))

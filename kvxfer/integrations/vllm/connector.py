@@ -19,6 +19,7 @@ from kvxfer.integrations.vllm.compat import (
     KVConnectorBase,
     KVConnectorRole,
     SupportsHMA,
+    counts_no_references,
     peer_hit_source,
 )
 from kvxfer.integrations.vllm.facts import cache_facts, cache_model
@@ -53,7 +54,11 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(settings, len(kv_cache_config.kv_cache_groups))
+            self._scheduler = SchedulerSide(
+                settings,
+                len(kv_cache_config.kv_cache_groups),
+                can_pin=counts_no_references(vllm_config),
+            )
         else:
             self._worker = _make_worker(settings, vllm_config, kv_cache_config)
 
@@ -140,6 +145,10 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
     ) -> None:
         """See the base class."""
         self.scheduler_side.set_xfer_handshake_metadata_pp_aware(metadata)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """See the base class; not called in versions that do not have it."""
+        self.scheduler_side.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
         """See the base class."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class CacheModel:
         num_kv_heads: of the model, the most of any layer.
         head_counts: every number of KV heads that a layer of the model or its draft has.
         cache_dtype: vLLM's name for what the cache keeps of K and V; "auto" keeps them as they are.
+        layers: vLLM's modules of attention by the layer's name, those of this rank; empty where
+            there are none, as in the scheduler.
     """
 
     dtype: torch.dtype
@@ -47,12 +49,14 @@ class CacheModel:
     head_counts: frozenset[int]
     cache_dtype: str = "auto"
     is_context_parallel: bool = False
+    layers: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
 def cache_model(vllm_config: Any) -> CacheModel:
     """Read from a ``VllmConfig`` of any rank, or of the scheduler."""
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
+    compilation = getattr(vllm_config, "compilation_config", None)
     counts = _head_counts(model)
     draft = _draft(vllm_config)
     if draft is not None:
@@ -67,6 +71,7 @@ def cache_model(vllm_config: Any) -> CacheModel:
         head_counts=counts,
         cache_dtype=vllm_config.cache_config.cache_dtype,
         is_context_parallel=max(sizes) > 1,
+        layers=getattr(compilation, "static_forward_context", None) or {},
     )
 
 

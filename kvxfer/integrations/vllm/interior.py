@@ -1,10 +1,12 @@
 """What lies inside a block of vLLM's cache: decided from the spec and a probe, never from names.
 
 vLLM registers every layer as ``[B, H, N, C]``: blocks, head slots, tokens, bytes of one cell. The
-shape does not say what is in a cell. On a GPU the spec does: where there is one slot for each head
-and C is K and V without anything else, K lies before V in every cell. On a CPU it does not: the
-operator that writes the cache takes the ``N * C`` bytes of a head for its own. So it is asked:
-:func:`trace_writes` lets it write coded tokens into a scratch block and reads where each went.
+shape does not say what is in a cell. The spec does where nobody can be asked: with one slot for
+each head, and C that is K and V without anything else, K lies before V in every cell. Mostly the
+writer can be asked: :func:`trace_writes` lets it write coded tokens into a scratch block and reads
+where each went. On a GPU it is the layer's own method (:mod:`.layer_probe`), whose answer either
+confirms what the spec says or makes the block one that can only move whole; on a CPU it is the
+operator (:mod:`.cpu_probe`), which takes the ``N * C`` bytes of a head for its own.
 
 What the operator of vLLM 0.32 does with a head's ``2 * N * D`` elements, N tokens of D channels,
 alike for N of 32, 64, 96 and 128 and D of 32, 64, 80 and 128::
@@ -106,10 +108,14 @@ Inside = Named | Whole
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Where a writer put the elements of one block: ``at[plane, head, token, channel]``, counted
-    in elements from the block's first.
+    in elements from the block's first as ``[H, N, C]`` is read, whatever its strides.
+
+    ``is_of_view``: the scratch block had the order of the registered view; else it had no gaps and
+    was ``[H, N, C]`` in memory.
     """
 
     at: Tensor
+    is_of_view: bool = False
 
 
 def look_inside(
@@ -139,6 +145,10 @@ def look_inside(
         return _whole(layer, spec, cells, writer)
     if trace is None:
         return Named(_stated_planes(spec, cells))
+    if trace.is_of_view:
+        if torch.equal(trace.at, _stated_places(trace.at.shape)):
+            return Named(_stated_planes(spec, cells))
+        return _whole(layer, spec, cells, _digest(trace.at))
     if cells.stride_token != cells.cell_nbytes:
         raise ConfigError(
             f"{layer}: interior: expected the {cells.num_tokens} cells of a head side by side, as "
@@ -149,7 +159,14 @@ def look_inside(
     return Named(planes) if planes else _whole(layer, spec, cells, _digest(trace.at))
 
 
-def trace_writes(write: Write, *, spec: LayerSpec, num_tokens: int, dtype: torch.dtype) -> Trace:
+def trace_writes(
+    write: Write,
+    *,
+    spec: LayerSpec,
+    num_tokens: int,
+    dtype: torch.dtype,
+    pool: Tensor | None = None,
+) -> Trace:
     """Where ``write`` puts each element of a block of ``num_tokens`` tokens.
 
     Every element is written several times with one digit of its number each, in code; what each
@@ -157,16 +174,19 @@ def trace_writes(write: Write, *, spec: LayerSpec, num_tokens: int, dtype: torch
 
     Args:
         dtype: of the K and V that the writer is given.
+        pool: three scratch blocks ``[3, H, N, C]`` in the order of a registered view; without it
+            they are made here, on the host.
 
     Raises:
         ConfigError: elements that are not each in one place of their own (mixed, or dropped).
     """
-    num_planes = 1 if spec.is_latent else 2
-    num_heads = 1 if spec.is_latent else _PROBE_HEADS
-    shape = (num_planes, num_heads, num_tokens, spec.head_size)
-    pool = torch.empty(
-        (3, num_heads, num_tokens, spec.dense_nbytes // spec.dtype.itemsize), dtype=spec.dtype
-    )
+    is_of_view = pool is not None
+    if pool is None:
+        num_heads = 1 if spec.is_latent else _PROBE_HEADS
+        pool = torch.empty(
+            (3, num_heads, num_tokens, spec.dense_nbytes // spec.dtype.itemsize), dtype=spec.dtype
+        )
+    shape = (1 if spec.is_latent else 2, pool.shape[1], num_tokens, spec.head_size)
     number = torch.arange(math.prod(shape)).reshape(shape)
     looks = torch.stack(
         [_written(write, pool, torch.full(shape, 1.0 + digit), dtype) for digit in range(_BASE)]
@@ -187,7 +207,7 @@ def trace_writes(write: Write, *, spec: LayerSpec, num_tokens: int, dtype: torch
     at = found.argsort()
     if not torch.equal(found[at], number.flatten()):
         raise _unreadable(spec, num_tokens)
-    return Trace(at.reshape(shape))
+    return Trace(at.reshape(shape), is_of_view)
 
 
 def _unreadable(spec: LayerSpec, num_tokens: int) -> ConfigError:
@@ -202,16 +222,17 @@ def _written(write: Write, pool: Tensor, codes: Tensor, dtype: torch.dtype) -> T
     """The middle block's elements as integers after writing ``codes`` [plane, head, token, D]."""
     raw = pool.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[pool.element_size()])
     raw.zero_()
-    tokens = codes.to(dtype).transpose(1, 2).contiguous()  # [plane, token, head, D]
+    # [plane, token, head, D]
+    tokens = codes.to(pool.device, dtype).transpose(1, 2).contiguous()
     num_tokens = tokens.shape[1]
-    slots = torch.arange(num_tokens, dtype=torch.int64) + _BLOCK * num_tokens
+    slots = torch.arange(num_tokens, dtype=torch.int64, device=pool.device) + _BLOCK * num_tokens
     write(tokens[0], tokens[-1], pool, slots)
     if bool(raw[0].any()) or bool(raw[2].any()):
         raise ConfigError(
             "interior: expected the platform to write tokens into their own block only, got others "
             "changed; this platform's cache cannot be read"
         )
-    return raw[_BLOCK].flatten().to(torch.int64)
+    return raw[_BLOCK].flatten().cpu().to(torch.int64)
 
 
 def _traced_planes(spec: LayerSpec, trace: Trace) -> tuple[Plane, ...] | None:
@@ -244,6 +265,12 @@ def _traced_planes(spec: LayerSpec, trace: Trace) -> tuple[Plane, ...] | None:
             )
         )
     return tuple(planes)
+
+
+def _stated_places(shape: torch.Size) -> Tensor:
+    """``Trace.at`` of a writer that does what the spec says."""
+    planes, heads, tokens, channels = shape
+    return torch.arange(shape.numel()).reshape(heads, tokens, planes, channels).permute(2, 0, 1, 3)
 
 
 def _stated_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:

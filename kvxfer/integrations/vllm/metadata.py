@@ -17,10 +17,14 @@ from kvxfer.transfer.manifest import CacheFacts, RankManifest
 
 @dataclass(frozen=True)
 class KvxferMetadata(KVConnectorMetadata):  # type: ignore[misc]  # as in stats.py
-    """One step's orders. ``is_idle``: the step computes nothing, so that waiting costs nobody."""
+    """One step's orders. ``is_idle``: the step computes nothing, so that waiting costs nobody.
+    ``wants_answer``: vLLM must call the scheduler side after it, and does only if a worker says
+    something.
+    """
 
     orders: ConnectorMetadata
     is_idle: bool
+    wants_answer: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class KvxferWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Why loads failed on a rank in this step, by request."""
+    """Why loads failed on a rank in this step, by request; empty where an answer was wanted."""
 
     failures: dict[str, str]
 

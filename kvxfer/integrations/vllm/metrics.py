@@ -13,6 +13,10 @@ _COUNTED = {
     "requests.loaded": ("vllm:kvxfer_requests_loaded", "Requests whose KV was loaded from a peer."),
     "loads.nbytes": ("vllm:kvxfer_loaded_bytes", "Bytes of KV that were loaded from peers."),
     "offers.opened": ("vllm:kvxfer_offers_opened", "Offers of KV that could be read, by rank."),
+    "offers.pinned": (
+        "vllm:kvxfer_offers_pinned",
+        "Offers of KV whose blocks an idle engine kept without their request.",
+    ),
     "offers.done": ("vllm:kvxfer_offers_done", "Offers of KV that were read to the end, by rank."),
 }
 _BY_REASON = {

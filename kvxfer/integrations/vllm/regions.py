@@ -18,14 +18,15 @@ from torch import Tensor
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.cpu_probe import trace_cpu
 from kvxfer.integrations.vllm.facts import CacheModel
-from kvxfer.integrations.vllm.interior import Cells, Named, Whole, look_inside
+from kvxfer.integrations.vllm.interior import Cells, Named, Trace, Whole, look_inside
+from kvxfer.integrations.vllm.layer_probe import trace_layer
 from kvxfer.integrations.vllm.specs import LayerSpec, layer_specs
 from kvxfer.tensors.shared_memory import plain_info
 from kvxfer.transfer.layout import Interior, Region, check_region
 from kvxfer.transports.base import LocalMemory
 
-READABLE_DEVICES = frozenset({"cpu"})
-"""Devices whose memory a wire of this build can read."""
+READABLE_DEVICES = frozenset({"cpu", "cuda"})
+"""Kinds of devices whose memory a wire can read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,7 @@ def locate(
                 "serve this model without disaggregation"
             )
     views = _views(kv_caches, specs)
-    for view in views:
-        _check_device(view.layer, view.tensor)
+    _check_devices(views)
     memory = _Memory(view.tensor for view in views)
     rank = Rank(tp_rank, tp_size)
     num_blocks = kv_cache_config.num_blocks
@@ -120,16 +120,28 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
-def _check_device(layer: str, tensor: Tensor) -> None:
-    if tensor.device.type not in READABLE_DEVICES:
-        raise ConfigError(
-            f"device: expected {', '.join(sorted(READABLE_DEVICES))}, got {tensor.device.type} "
-            f"({layer}); GPU memory needs a wire that this build does not have"
-        )
+def _check_devices(views: Iterable[_View]) -> None:
+    first: _View | None = None
+    for view in views:
+        device = view.tensor.device
+        if device.type not in READABLE_DEVICES:
+            raise ConfigError(
+                f"device: expected {' or '.join(sorted(READABLE_DEVICES))}, got {device.type} "
+                f"({view.layer}); there is no wire for its memory"
+            )
+        first = first or view
+        if device != first.tensor.device:
+            raise ConfigError(
+                f"device: expected all of a rank's cache on {first.tensor.device} "
+                f"({first.layer}), got {device} ({view.layer}); serve this model without "
+                "disaggregation"
+            )
 
 
 class _Memory:
-    """The distinct allocations behind the views, as flat bytes."""
+    """The distinct allocations behind the views, as flat bytes: vLLM makes one for each layer, or
+    one in which all of them lie. What a wire exports of each is found by its address.
+    """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
@@ -158,16 +170,7 @@ def _regions(
     cells, kernel_blocks = _cells(layer, tensor, spec, num_blocks)
     head_lo, head_hi = heads_of(layer, spec, rank, model)
     number, start = memory.find(tensor)
-    trace = None
-    if tensor.device.type == "cpu":
-        trace = trace_cpu(
-            layer,
-            spec,
-            num_tokens=cells.num_tokens,
-            dtype=model.dtype,
-            cache_dtype=model.cache_dtype,
-        )
-    inside = look_inside(layer, spec, cells, trace=trace)
+    inside = look_inside(layer, spec, cells, trace=_trace(view, cells, model))
     common = Region(
         layer=layer,
         plane="",
@@ -201,6 +204,19 @@ def _regions(
                 )
                 for plane in planes
             )
+
+
+def _trace(view: _View, cells: Cells, model: CacheModel) -> Trace | None:
+    """What the writer of the platform says of these cells; None where it cannot be asked."""
+    if view.tensor.device.type != "cpu":
+        return trace_layer(view.layer, view.spec, view.tensor, model.layers, dtype=model.dtype)
+    return trace_cpu(
+        view.layer,
+        view.spec,
+        num_tokens=cells.num_tokens,
+        dtype=model.dtype,
+        cache_dtype=model.cache_dtype,
+    )
 
 
 def _whole_region(common: Region, cells: Cells, fingerprint: str) -> Region:

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvxfer.connector.records import KVConnectorOutput
@@ -16,29 +18,64 @@ from kvxfer.integrations.vllm.metadata import (
     KvxferMetadata,
     KvxferWorkerMetadata,
 )
+from kvxfer.integrations.vllm.pins import Pins, pins_of
 from kvxfer.integrations.vllm.settings import Settings
-from kvxfer.integrations.vllm.stats import KvxferStats, of_scheduler
-from kvxfer.integrations.vllm.views import BlocksView, StepView, view_request, without_null
+from kvxfer.integrations.vllm.stats import KvxferStats, counted, of_scheduler
+from kvxfer.integrations.vllm.views import (
+    BlocksView,
+    StepView,
+    Tables,
+    view_request,
+    without_null,
+)
 from kvxfer.transfer.wire import Reason
 
 LAYOUT = "vllm"
 """What the manifest calls the layout; the regions say it exactly."""
 EMBEDDINGS = "prompt_embeds"
 """Why a request runs plain whose prompt is not only tokens: nothing could bind its KV to them."""
+PIN_AFTER_S = 0.1
+"""How long an engine that computes nothing steps for a request's blocks before they are pinned and
+the request let go. A sink that is free comes within milliseconds, and is heard at once by an engine
+that steps; vLLM's processes spin for a second after any step, so a tenth more is no matter.
+"""
+ASLEEP_S = 0.1
+"""An engine that has not stepped for so long slept. Between two steps it needs 1 ms."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A finished request that vLLM keeps for us."""
+
+    since_s: float
+    tables: Tables
 
 
 class SchedulerSide:
     """One per engine, made before its ranks are known; from
     :meth:`set_xfer_handshake_metadata_pp_aware` on it works.
 
+    While vLLM keeps a finished request it steps without pause. What is held for long by an engine
+    that computes nothing is therefore pinned in the block pool, and vLLM is told that it was sent.
+    It sleeps then; what the workers report of a pinned request later is for the pin alone.
+
     Args:
         num_groups: KV cache groups of the model.
+        can_pin: one more reference to a block means nothing else to this vLLM.
+        now: seconds of a clock that never goes back.
 
     Raises:
         ConfigError: several groups in a version that cannot report a failed load of theirs.
     """
 
-    def __init__(self, settings: Settings, num_groups: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        num_groups: int,
+        *,
+        can_pin: bool = True,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         if num_groups > 1 and not REPORTS_FAILED_REQUESTS:
             raise ConfigError(
                 f"KV cache groups: expected 1, got {num_groups}; this vLLM cannot be told which "
@@ -50,6 +87,18 @@ class SchedulerSide:
         self._core: SchedulerConnector | None = None
         self._incarnation = b""
         self._failures: dict[str, str] = {}
+        self._can_pin = can_pin
+        self._now = now
+        self._pins: Pins | None = None
+        self._held: dict[str, _Held] = {}
+        self._num_pinned = 0
+        self._is_idle = False
+        self._was_woken = False
+        self._last_step_s = now()
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """vLLM's block pool, of all groups together. Without it blocks are never pinned."""
+        self._pins = pins_of(pool) if self._can_pin else None
 
     def set_xfer_handshake_metadata_pp_aware(self, ranks: Mapping[tuple[int, int], object]) -> None:
         """What the ranks say of themselves, by (pp, tp). Raises ConfigError if one is missing, is
@@ -63,6 +112,9 @@ class SchedulerSide:
         if self._core is None or incarnation != self._incarnation:
             settings = self._settings
             self._incarnation = incarnation
+            self._held.clear()
+            if self._pins:
+                self._pins.unpin_all()  # whoever read them has lost the pool they were in
             self._core = SchedulerConnector(
                 settings.config,
                 engine_id=settings.engine_id,
@@ -105,6 +157,8 @@ class SchedulerSide:
         """
         if self._core is None or not request.kv_transfer_params:
             return 0, False
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return 0, False  # wants every prompt token computed; 0.26 asks all the same
         num_tokens, is_async = self._core.get_num_new_matched_tokens(request, num_computed_tokens)
         return num_tokens or 0, is_async
 
@@ -119,9 +173,11 @@ class SchedulerSide:
         """(whether its blocks stay until finished_sending, params for the decode side)."""
         if self._core is None or not request.kv_transfer_params:
             return False, None
-        return self._core.request_finished_all_groups(
-            view_request(request), without_null(block_ids)
-        )
+        tables = without_null(block_ids)
+        must_keep, params = self._core.request_finished_all_groups(view_request(request), tables)
+        if must_keep:
+            self._held[request.request_id] = _Held(self._now(), tables)
+        return must_keep, params
 
     def loaded_group_ids(self) -> tuple[int, ...]:
         """Every group is transferred."""
@@ -133,27 +189,64 @@ class SchedulerSide:
         """This step's orders."""
         if self._core is None:
             raise ConfigError("connector: expected the ranks' handshake before the first step")
+        self._is_idle = not step.total_num_scheduled_tokens
+        self._was_woken = self._is_idle and self._must_look()
+        self._last_step_s = self._now()
         return KvxferMetadata(
             orders=self._core.build_connector_meta(StepView(step)),
-            is_idle=not step.total_num_scheduled_tokens,
+            is_idle=self._is_idle,
+            wants_answer=bool(self._due()),
         )
 
     def update_connector_output(self, output: Any) -> None:
-        """What the ranks reported, aggregated."""
+        """What the ranks reported, aggregated. Changes what vLLM reads of it next: the requests
+        whose blocks it frees.
+        """
         if self._core is None:
             return
+        self._last_step_s = self._now()
         said = getattr(output, "kv_connector_worker_meta", None)
         if isinstance(said, KvxferWorkerMetadata):
             self._failures.update(said.failures)
         received = output.finished_recving or set()
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
+        sent = set(output.finished_sending or ())
         self._core.update_connector_output(
             KVConnectorOutput(
-                finished_sending=output.finished_sending,
-                finished_recving=received,
-                failed_recving=failed,
+                finished_sending=sent, finished_recving=received, failed_recving=failed
             )
         )
+        for request_id in sent:
+            self._held.pop(request_id, None)
+        if self._pins is not None:
+            # vLLM has forgotten those that were pinned, or knows another request by that id.
+            told = sent - self._pins.unpin(sent) | self._pin_due(self._pins)
+            output.finished_sending = told or None
+
+    def _due(self) -> list[str]:
+        """Requests that are to be pinned in this step."""
+        if self._pins is None or not self._is_idle:
+            return []
+        since_s = self._now() - PIN_AFTER_S
+        return [request_id for request_id, held in self._held.items() if held.since_s <= since_s]
+
+    def _pin_due(self, pins: Pins) -> set[str]:
+        assert self._core is not None
+        due = self._due()
+        for request_id in due:
+            pins.pin(request_id, self._held.pop(request_id).tables)
+            self._core.forget_request(request_id)
+        self._num_pinned += len(due)
+        return set(due)
+
+    def _must_look(self) -> bool:
+        """Something woke an engine that slept beside its pins. A pause, a reset or the end of the
+        engine waits until vLLM has no work, and a pin is work: steps go on until all are given
+        back, as they would for a request. A request that computes ends that.
+        """
+        if not self._pins:
+            return False
+        return self._was_woken or self._now() - self._last_step_s > ASLEEP_S
 
     def _failed(self, received: set[str], failed: set[str]) -> dict[str, str]:
         """Why loads failed that are over on all ranks; one rank may have said so steps ago."""
@@ -162,11 +255,21 @@ class SchedulerSide:
 
     def has_pending_push_work(self) -> bool:
         """Something waits for the next step: an idle engine must make one."""
-        return self._core is not None and self._core.has_orders()
+        return self._core is not None and (self._core.has_orders() or self._must_look())
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
-        """Requests that were loaded, failed or ran plain, since the last call."""
-        return None if self._core is None else of_scheduler(self._core.get_kv_connector_stats())
+        """Requests that were loaded, failed or ran plain, and offers that were pinned, since the
+        last call. vLLM asks at the end of each step.
+        """
+        if self._core is None:
+            return None
+        self._last_step_s = self._now()
+        stats = of_scheduler(self._core.get_kv_connector_stats())
+        num_pinned, self._num_pinned = self._num_pinned, 0
+        if not num_pinned:
+            return stats
+        pinned = counted({"offers.pinned": num_pinned})
+        return pinned if stats is None else stats.aggregate(pinned)
 
     def reset_cache(self) -> bool:
         """Break every offer."""

@@ -139,6 +139,11 @@ def of_scheduler(stats: KVConnectorStats | None) -> KvxferStats | None:
     return _stats({"counts": {**stats.counts}, "failed": {**stats.failed}, "plain": {**plain}})
 
 
+def counted(counts: Mapping[str, int]) -> KvxferStats:
+    """What happened so many times."""
+    return KvxferStats(data={"counts": dict(counts)})
+
+
 def rebuilt(data: Mapping[str, Any] | None) -> KvxferStats:
     """From what :meth:`KvxferStats.to_dict` gave, in another process."""
     return KvxferStats(data={table: dict(numbers) for table, numbers in _tables(data)})

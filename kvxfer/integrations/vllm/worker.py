@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvxfer.connector.opening import IsReady
 from kvxfer.connector.records import ConnectorMetadata, NewLoad
-from kvxfer.connector.worker_side import WorkerConnector, host_ready_event
+from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS, KVConnectorTransferResults
 from kvxfer.integrations.vllm.metadata import (
@@ -60,6 +58,7 @@ class WorkerSide:
         self._locate = locate
         self._core: WorkerConnector | None = None
         self._is_idle_step = False
+        self._wants_answer = False
         self._idle_wait_s = IDLE_WAIT_S[0]
         self._in_flight = InFlight()
         self._failures: dict[str, str] = {}
@@ -86,7 +85,7 @@ class WorkerSide:
             layout=LAYOUT,
             is_front_door=self._rank == RankId(0, 0),
             can_leave_unhashed=not settings.prefix_caching,
-            ready_event=ready_event_of(kv_caches),
+            device=located.memory.device,
         )
         core.register_kv_caches(located.regions, located.memory)
         self._core = core
@@ -106,6 +105,7 @@ class WorkerSide:
     def bind_connector_metadata(self, metadata: KvxferMetadata) -> None:
         """Take this step's orders."""
         self._is_idle_step = metadata.is_idle
+        self._wants_answer = metadata.wants_answer
         if not metadata.is_idle or metadata.orders != _NO_ORDERS:
             self._idle_wait_s = IDLE_WAIT_S[0]
         self._in_flight.begin(metadata.orders.loads)
@@ -164,9 +164,9 @@ class WorkerSide:
         return found
 
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
-        """Why loads failed, each once."""
+        """Why loads failed, each once; nothing but an answer where one is wanted."""
         failures, self._failures = self._failures, {}
-        return KvxferWorkerMetadata(failures) if failures else None
+        return KvxferWorkerMetadata(failures) if failures or self._wants_answer else None
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
         """What was counted since the last call."""
@@ -244,18 +244,3 @@ def failed_block_ids(loads: Iterable[NewLoad], block_tokens: int) -> set[int]:
         for block_id in ids[load.token_lo // block_tokens :]
         if block_id >= 0
     }
-
-
-def ready_event_of(kv_caches: Mapping[str, Tensor]) -> Callable[[], IsReady]:
-    """How to know that everything launched so far has run: on a CPU it has."""
-    devices = {tensor.device for tensor in kv_caches.values()}
-    if {device.type for device in devices} <= {"cpu"}:
-        return host_ready_event
-    (device,) = devices
-
-    def record() -> IsReady:
-        event = torch.Event(device=device)
-        event.record()
-        return event.query
-
-    return record

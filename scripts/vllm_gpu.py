@@ -1,0 +1,252 @@
+"""Real vLLM engines on GPUs, prefill on one and decode on another: vLLM's own NixlConnector beside
+KvxferConnector.
+
+Three pairs of engines after one another: NixlConnector; KvxferConnector with the same blocks;
+KvxferConnector between unlike blocks and layouts. Requests of several lengths, alone and together,
+on pools whose free blocks are in order and on shuffled ones; KV compared by checksums, tokens with
+those of one engine. Writes a report in Markdown, all samples as JSON, and the engines' logs. Exit
+status 0 only if nothing went wrong; goals that are missed are told, and are no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
+
+from scripts.benchmarks.vllm_cases import Cases, Deadline, Equality, Sample  # noqa: E402
+from scripts.benchmarks.vllm_pairs import (  # noqa: E402
+    LLAMA_8B,
+    Geometry,
+    Setup,
+    described,
+    running,
+    tiny,
+)
+from scripts.benchmarks.vllm_report import report  # noqa: E402
+
+PAIRS = ("nixl", "kvxfer", "unlike")
+_SHARED_KV_NBYTES = 18 << 30
+"""Of each of two engines on one GPU of 80 GB, beside 16 GB of weights each: 147,000 tokens."""
+_EQUAL_LENGTHS = (128, 1024, 8192)
+Devices = tuple[int | None, int | None]
+"""Of prefill and decode; None: a CPU."""
+_PACKAGES = ("vllm", "torch", "triton", "nixl", "transformers")
+
+
+@dataclass
+class Results:
+    """What is known so far, written after every case."""
+
+    folder: Path
+    title: str
+    facts: dict[str, str]
+    samples: list[Sample] = field(default_factory=list)
+    equalities: list[Equality] = field(default_factory=list)
+    engines: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def stem(self) -> str:
+        """Of the files."""
+        return f"vllm_gpu_{datetime.now(UTC):%Y-%m-%d}"
+
+    def write(self) -> str:
+        """Both files; returns the report."""
+        known = {
+            "facts": self.facts,
+            "engines": self.engines,
+            "samples": [asdict(sample) for sample in self.samples],
+            "equalities": [asdict(equality) for equality in self.equalities],
+            "problems": self.problems,
+        }
+        path = self.folder / f"{self.stem}.json"
+        path.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
+        text = report(self.title, self.facts, self.samples, self.equalities, self.problems)
+        path.with_suffix(".md").write_text(text, "utf-8")
+        return text
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("scripts/results"), help="folder")
+    parser.add_argument("--pairs", default=",".join(PAIRS), help="some of nixl,kvxfer,unlike")
+    parser.add_argument("--limit-s", type=float, default=480.0, help="of the whole run")
+    parser.add_argument("--repeats", type=int, help="of every length, instead of 5, 5, 5 and 3")
+    parser.add_argument("--lengths", help="tokens, instead of 128,1024,8192,32768")
+    parser.add_argument(
+        "--extra", type=json.loads, default={}, metavar="JSON", help="further settings of kvxfer"
+    )
+    parser.add_argument(
+        "--tiny", metavar="MODEL", help="try the program out on a CPU with this small model"
+    )
+    return parser.parse_args()
+
+
+def geometry_of(arguments: argparse.Namespace, folder: Path) -> Geometry:
+    """The model and the load; the model's config.json is written."""
+    geometry = LLAMA_8B if arguments.tiny is None else tiny(arguments.tiny)
+    if geometry.config:
+        path = folder / "model"
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(geometry.config, indent=1), "utf-8")
+        geometry = replace(geometry, path=str(path))
+    if arguments.lengths:
+        lengths = tuple(int(text) for text in arguments.lengths.split(","))
+        geometry = replace(geometry, lengths=lengths, repeats=(3,) * len(lengths))
+    if arguments.repeats:
+        geometry = replace(geometry, repeats=(arguments.repeats,) * len(geometry.lengths))
+    return geometry
+
+
+def devices_of(arguments: argparse.Namespace) -> Devices:
+    """Of prefill and decode: two GPUs, or one for both."""
+    if arguments.tiny is not None:
+        return None, None
+    import torch
+
+    count = torch.cuda.device_count()
+    if not count:
+        raise SystemExit("vllm_gpu: expected a CUDA device, found none; --tiny tries it on a CPU")
+    return 0, min(1, count - 1)
+
+
+def setups_of(
+    name: str, geometry: Geometry, devices: Devices, extra: dict[str, Any]
+) -> tuple[Setup, Setup]:
+    """Both engines of a pair. ``extra``: settings of kvxfer."""
+    connector = "nixl" if name == "nixl" else "kvxfer"
+    prefill = Setup(
+        connector,
+        geometry.block_tokens[0],
+        geometry.layouts[0],
+        devices[0],
+        extra if connector == "kvxfer" else {},
+    )
+    decode = replace(prefill, device=devices[1])
+    if name == "unlike":
+        blocks, layout = geometry.block_tokens[1], geometry.layouts[1]
+        decode = replace(decode, block_tokens=blocks, layout=layout)
+    return prefill, decode
+
+
+def run_pair(
+    name: str, geometry: Geometry, setups: tuple[Setup, Setup], results: Results, end: Deadline
+) -> None:
+    """All cases of one pair; what goes wrong is written down."""
+    say(f"{name}: starting")
+    try:
+        end.check(f"the pair {name}")
+        with running(geometry, setups, results.folder, name) as pair:
+            results.engines[name] = described(pair)
+            say(f"{name}: ready in {pair.start_s:.0f} s: {results.engines[name]['layouts'][1]}")
+            cases = Cases(pair, setups[0].connector, end)
+            cases.warm_up()
+            if name != "unlike":
+                for sample in cases.measured():
+                    results.samples.append(sample)
+                    results.write()
+            lengths = [n for n in _EQUAL_LENGTHS if n < geometry.max_model_len - 100]
+            for equality in cases.equalities(lengths):
+                results.equalities.append(equality)
+                problem = equality.problem(pair.is_like)
+                if problem is not None:
+                    results.problems.append(f"{name}, {equality.tokens} tokens: {problem}")
+                results.write()
+        say(f"{name}: done")
+    except Exception as error:  # noqa: BLE001 (the other pairs go on)
+        results.problems.append(f"{name}: {type(error).__name__}: {error}")
+        say(results.problems[-1])
+        for log in sorted(results.folder.glob(f"{name}_*.log")):
+            end_of_log = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+            say(f"the end of {log.name}:\n{end_of_log}")
+    results.write()
+
+
+def say(text: str) -> None:
+    """Progress, with the time since the start."""
+    print(f"[{time.monotonic() - _BEGUN_S:6.1f} s] {text}", flush=True)  # noqa: T201
+
+
+_BEGUN_S = time.monotonic()
+
+
+def facts_of(devices: Devices, geometry: Geometry) -> dict[str, str]:
+    """Hardware, versions and command."""
+    facts = {
+        "command": shlex.join(sys.argv),
+        "model": f"{geometry.name}, {geometry.dtype}, "
+        + ("seeded weights" if geometry.config else "its own weights"),
+        "prompts": "of one token more than is transferred",
+        "Python": platform.python_version(),
+    }
+    used = sorted({device for device in devices if device is not None})
+    if used:
+        import torch
+
+        names = " and ".join(map(torch.cuda.get_device_name, used))
+        where = "one each" if len(used) == len(devices) else "one for both engines"
+        facts["GPU"] = f"{names} ({where})"
+    for name in _PACKAGES:
+        try:
+            facts[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return facts
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """SIGTERM ends the program as an exception does, so that the engines end with it."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def main() -> None:
+    """Run the pairs that were asked for and print the report."""
+    arguments = parse_arguments()
+    pairs = arguments.pairs.split(",")
+    if unknown := sorted(set(pairs) - set(PAIRS)):
+        raise SystemExit(f"--pairs: expected some of {', '.join(PAIRS)}, got {unknown}")
+    folder = arguments.out
+    folder.mkdir(parents=True, exist_ok=True)
+    folder = folder.resolve()
+    devices = devices_of(arguments)
+    geometry = geometry_of(arguments, folder)
+    if devices[0] is not None and devices[0] == devices[1]:
+        geometry = replace(geometry, kv_nbytes=_SHARED_KV_NBYTES)
+    end = Deadline.after(arguments.limit_s)
+    title = "KvxferConnector and NixlConnector between vLLM engines"
+    results = Results(folder, title, facts_of(devices, geometry))
+    with ending_on_signals():
+        for name in pairs:
+            setups = setups_of(name, geometry, devices, arguments.extra)
+            run_pair(name, geometry, setups, results, end)
+    print(results.write())  # noqa: T201
+    raise SystemExit(1 if results.problems else 0)
+
+
+if __name__ == "__main__":
+    main()
