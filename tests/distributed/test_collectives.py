@@ -11,7 +11,7 @@ from tests.distributed.world import NUM_RANKS, UNDER_TORCHRUN, WHY_SKIPPED, Worl
 if not UNDER_TORCHRUN:
     pytest.skip(WHY_SKIPPED, allow_module_level=True)
 
-STALL_S = 0.15
+STALL_S = 0.5
 """How long each load is in flight at least: dozens of sums, and some on a machine that is busy."""
 
 
