@@ -15,7 +15,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.interior import Trace, Write, trace_writes
 from kvxfer.integrations.vllm.specs import LayerSpec
 
-_log = logging.getLogger("kvxfer.vllm")
+_log = logging.getLogger("kvxfer.integrations")
 
 
 def trace_layer(
