@@ -88,6 +88,11 @@ class DeviceCopier:
         events = [self._launch(work, stream, None, is_empty=True) for work in empty_works(bound)]
         return events[-1]
 
+    def mark(self, stream: torch.cuda.Stream | None) -> Event:
+        """An event behind all that was put on the stream, also by a launch that failed."""
+        with self._on(stream):
+            return self._recorded()
+
     def copy(
         self,
         bound: BoundCopy,

@@ -362,11 +362,12 @@ class CudaIpcSink(SinkTransport):
                 following = next(read.launches, None)
             except (RuntimeError, ValueError) as exc:
                 read.end_as(ReadBroke(read.key, Reason.READ_FAILED, f"launch: {exc}"))
-                continue
+                following = (self._copier.mark(self._stream), 0)  # a part of it may run
             if following is None:
                 read.launches = None
                 continue
-            self._turns.append(read)
+            if read.launches is not None:
+                self._turns.append(read)
             self._in_flight.add(read, *following)
             read.num_in_flight += 1
 

@@ -147,11 +147,19 @@ def test_a_detached_source_stays_mapped_until_nothing_runs_on_it(stage: Stage) -
     assert stage.sink.poll() == [ReadStopped(key_of(1))]
 
 
-def test_a_launch_that_fails_breaks_its_read_when_the_others_are_over(stage: Stage) -> None:
+def test_a_launch_that_fails_breaks_its_read_when_all_of_it_is_over(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mark(*_: Any) -> Doubtful:
+        stage.events.append(Doubtful())
+        return stage.events[-1]
+
+    monkeypatch.setattr(DeviceCopier, "mark", mark)
     stage.failure = ValueError("wrong ids")
     stage.read(1)
-    assert stage.sink.poll() == []
-    assert stage.over(0) == [ReadBroke(key_of(1), Reason.READ_FAILED, "launch: wrong ids")]
+    assert len(stage.events) == 2
+    assert stage.over(0) == []
+    assert stage.over(1) == [ReadBroke(key_of(1), Reason.READ_FAILED, "launch: wrong ids")]
 
 
 def test_a_gpu_that_fails_breaks_all_reads_now_and_later(stage: Stage) -> None:
