@@ -10,7 +10,8 @@ import shutil
 import signal
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -36,12 +37,19 @@ def forkserver() -> ForkServerContext:
     # here, it is blocked in the server from its first instruction on, and in what that forks. The
     # tracker comes first: starting it unblocks SIGINT.
     multiprocessing.resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with _blocked(signal.SIGINT):
         multiprocessing.forkserver.ensure_running()
+    return context
+
+
+@contextmanager
+def _blocked(*signals: signal.Signals) -> Iterator[None]:
+    """What comes meanwhile takes effect at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return context
 
 
 class EngineGroup:
@@ -86,10 +94,12 @@ class EngineGroup:
                 name=f"{self.config.engine_id}-{rank}",
                 daemon=True,
             )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+            # A process that was told half of what it is to do complains, and nobody knows of it.
+            with _blocked(signal.SIGINT, signal.SIGTERM):
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
         self._begin_life()
 
     def _begin_life(self) -> None:
