@@ -1,15 +1,40 @@
-"""Which source ranks' memories a direct wire has mapped, and in which life of them."""
+"""What direct wires share: memory that is given, and which source ranks' memories a sink has mapped,
+in which life of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
+from kvxfer.transports.base import SourceTransport
 
 NOT_ATTACHED = "the source rank is not attached"
+
+
+class DirectSource(SourceTransport):
+    """The giving side of a direct wire: memory that sinks map, and nothing to do."""
+
+    is_stream = False
+
+    def __init__(self, handles: Iterable[MemoryHandle]) -> None:
+        self.counts: Counter[str] = Counter()
+        self._own = tuple(handles)
+
+    def data_endpoint(self) -> str | None:
+        """None: the handles are in the manifest."""
+        return None
+
+    def handles(self) -> tuple[MemoryHandle, ...]:
+        """One for each memory."""
+        return self._own
+
+    def close(self) -> None:
+        """Nothing to give back: the memory is its owner's."""
 
 
 class Mapping(Protocol):

@@ -31,10 +31,16 @@ from kvxfer.tensors.device_work import (
     join_sides,
 )
 from kvxfer.tensors.job_ring import Event
-from kvxfer.transfer.manifest import CudaIpcHandle, MemoryHandle, MemoryInfo, RankManifest
+from kvxfer.transfer.manifest import CudaIpcHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.attachments import NOT_ATTACHED, Attached, Attachments, handle_of
+from kvxfer.transports.attachments import (
+    NOT_ATTACHED,
+    Attached,
+    Attachments,
+    DirectSource,
+    handle_of,
+)
 from kvxfer.transports.base import (
     LocalMemory,
     Progress,
@@ -44,7 +50,6 @@ from kvxfer.transports.base import (
     ReadStopped,
     SinkCompletion,
     SinkTransport,
-    SourceTransport,
     TransferKey,
     Trial,
     Wake,
@@ -60,11 +65,10 @@ MAX_BOUND = 1024
 """Geometry classes of one attachment whose addresses are kept; a plan has a handful."""
 
 
-class CudaIpcSource(SourceTransport):
+class CudaIpcSource(DirectSource):
     """Exports this rank's memories. Raises TransportUnavailable where one cannot be."""
 
     name = "cuda_ipc"
-    is_stream = False
 
     def __init__(
         self,
@@ -75,20 +79,8 @@ class CudaIpcSource(SourceTransport):
         context: zmq.Context[zmq.Socket[bytes]],
         gpu: Gpu | None = None,
     ) -> None:
-        self.counts: Counter[str] = Counter()
         gpu = gpu or CudaDevice(memory.device)
-        self._handles = tuple(gpu.export(tensor) for tensor in memory.tensors)
-
-    def data_endpoint(self) -> str | None:
-        """None: the handles are in the manifest."""
-        return None
-
-    def handles(self) -> tuple[MemoryHandle, ...]:
-        """Of the allocations."""
-        return self._handles
-
-    def close(self) -> None:
-        """Nothing to give back: the memory is its owner's."""
+        super().__init__(gpu.export(tensor) for tensor in memory.tensors)
 
 
 @dataclass(slots=True, eq=False)

@@ -21,10 +21,16 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import MappedPool, open_shared
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from kvxfer.transfer.manifest import MemfdHandle, MemoryHandle, MemoryInfo, RankManifest
+from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.attachments import NOT_ATTACHED, Attached, Attachments, handle_of
+from kvxfer.transports.attachments import (
+    NOT_ATTACHED,
+    Attached,
+    Attachments,
+    DirectSource,
+    handle_of,
+)
 from kvxfer.transports.base import (
     JOB_NBYTES,
     TRIAL_NBYTES,
@@ -36,7 +42,6 @@ from kvxfer.transports.base import (
     ReadStopped,
     SinkCompletion,
     SinkTransport,
-    SourceTransport,
     TransferKey,
     Trial,
     Wake,
@@ -44,14 +49,13 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, PiecesJob
 
 
-class ShmSource(SourceTransport):
+class ShmSource(DirectSource):
     """Says that this rank's memories can be mapped.
 
     Raises TransportUnavailable where one cannot.
     """
 
     name = "shm"
-    is_stream = False
 
     def __init__(
         self,
@@ -61,20 +65,8 @@ class ShmSource(SourceTransport):
         wake: Wake,
         context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
-        self.counts: Counter[str] = Counter()
         memory.require(self.name, "cpu")
-        self._handles = tuple(_own_handle(*each) for each in enumerate(memory.infos))
-
-    def data_endpoint(self) -> str | None:
-        """None: the handles are in the manifest."""
-        return None
-
-    def handles(self) -> tuple[MemoryHandle, ...]:
-        """Of the shared pools."""
-        return self._handles
-
-    def close(self) -> None:
-        """Nothing to give back: the pools are their owner's."""
+        super().__init__(_own_handle(*each) for each in enumerate(memory.infos))
 
 
 def _own_handle(number: int, info: MemoryInfo) -> MemfdHandle:
