@@ -1,5 +1,5 @@
-"""What direct wires share: memory that is given, and which source ranks' memories a sink has mapped,
-in which life of them.
+"""What direct wires share: memory that is given, and which source ranks' memories a sink has
+mapped, in which life of them.
 """
 
 from __future__ import annotations
