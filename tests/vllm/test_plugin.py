@@ -187,3 +187,15 @@ def test_time_with_loads_in_flight() -> None:
     now[0] = 99.0
     assert flight.take_busy_s() == 3.0
     assert not flight.has_news
+
+
+@pytest.mark.parametrize(("skips", "expected"), [(True, (0, False)), (False, (64, True))])
+def test_who_wants_every_prompt_token_computed_loads_none(
+    skips: bool, expected: tuple[int, bool]
+) -> None:
+    """0.26 asks for such a request all the same."""
+    side = SchedulerSide(SimpleNamespace(), 1)  # type: ignore[arg-type]
+    core = SimpleNamespace(get_num_new_matched_tokens=lambda *_: (64, True))
+    side._core = core  # type: ignore[assignment]
+    request = SimpleNamespace(kv_transfer_params={"a": 1}, skip_reading_prefix_cache=skips)
+    assert side.get_num_new_matched_tokens(request, 0) == expected
