@@ -220,15 +220,7 @@ class MeasuredEngine(Engine):
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-
-        def wait(timeout_s: float) -> bool:
-            try:
-                popen.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return False
-            return True
-
-        return Process(popen.pid, self._log_path, wait)
+        return Process.of(popen, self._log_path)
 
     def close(self) -> None:
         """End it; the log stays."""

@@ -5,10 +5,15 @@ Where there is no vLLM nothing here is collected.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.vllm.scheduler_rig import Engine
 
 HAS_VLLM = find_spec("vllm") is not None
 MEASURED = pytest.StashKey[dict[str, object]]()
@@ -29,6 +34,24 @@ if HAS_VLLM:
     def references(fleet: Fleet) -> References:
         """The tokens of one engine without disaggregation."""
         return References(fleet)
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes engines without a model: vLLM's scheduler and a real worker side."""
+    from tests.vllm.scheduler_rig import Engine  # by now loaded, in spite of vLLM's warnings
+
+    made: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Engine(folder, **settings))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
 
 
 @pytest.fixture(scope="session")

@@ -70,6 +70,11 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
+        return cls.of(popen, log_path)
+
+    @classmethod
+    def of(cls, popen: subprocess.Popen[bytes], log_path: Path) -> Process:
+        """One that was started elsewhere and writes its log there."""
 
         def wait(timeout_s: float) -> bool:
             try:

@@ -5,8 +5,7 @@ worker is reported once, and its bytes are the source's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,21 +17,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 MakeEngine = Callable[..., Engine]
 POISON = 0xEE
-
-
-@pytest.fixture
-def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
-    made: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(Engine(folder, **settings))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 @pytest.fixture

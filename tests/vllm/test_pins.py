@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -436,21 +436,6 @@ def test_beside_another_connector(make_rig: MakeRig, is_first: bool, keeps: bool
 
 
 # ---------------------------------------------------------------- with a real worker side
-
-
-@pytest.fixture
-def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
-    made: list[Engine] = []
-
-    def make(**settings: Any) -> Engine:
-        folder = tmp_path / str(len(made))
-        folder.mkdir()
-        made.append(Engine(folder, **settings))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
 
 
 def prefill_and_pin(source: Engine, tokens: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
