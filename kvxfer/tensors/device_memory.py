@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.device_work import DeviceMemory
-from kvxfer.tensors.shared_memory import boot_id
+from kvxfer.tensors.shared_memory import boot_id, check_same_host
 from kvxfer.transfer.manifest import CudaIpcHandle
 
 HANDLE_NBYTES = 64
@@ -75,12 +75,7 @@ def map_memory(handle: CudaIpcHandle, device: torch.device) -> MappedMemory:
     Raises TransportUnavailable with the reason: other host, process gone, no peer access, memory
     that is smaller than the handle says.
     """
-    here = boot_id()
-    if not here or handle.boot_id != here:
-        raise TransportUnavailable(
-            f"cuda_ipc: expected a peer on this host (boot {here or 'unknown'}), "
-            f"got boot {handle.boot_id or 'unknown'}"
-        )
+    check_same_host("cuda_ipc", handle)
     if len(handle.handle) != HANDLE_NBYTES:
         raise TransportUnavailable(
             f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvxfer.errors import TransportUnavailable
-from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo
+from kvxfer.transfer.manifest import MemfdHandle, MemoryHandle, MemoryInfo
 
 HEADER_NBYTES = 4096
 MAGIC = b"kvxfer pool v1\0\0"
@@ -43,6 +43,16 @@ def boot_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def check_same_host(transport: str, handle: MemoryHandle) -> None:
+    """Memory of another host's life cannot be mapped. Raises TransportUnavailable."""
+    here = boot_id()
+    if not here or handle.boot_id != here:
+        raise TransportUnavailable(
+            f"{transport}: expected a peer on this host (boot {here or 'unknown'}), "
+            f"got boot {handle.boot_id or 'unknown'}"
+        )
 
 
 class SharedPool:
@@ -137,12 +147,7 @@ def open_shared(handle: MemfdHandle) -> MappedPool:
     Raises TransportUnavailable with the reason: other host, process or descriptor gone, no
     permission, wrong file.
     """
-    here = boot_id()
-    if not here or handle.boot_id != here:
-        raise TransportUnavailable(
-            f"shm: expected a peer on this host (boot {here or 'unknown'}), "
-            f"got boot {handle.boot_id or 'unknown'}"
-        )
+    check_same_host("shm", handle)
     where = f"/proc/{handle.pid}/fd/{handle.fd}"
     fd = _open_memfd(where)
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -106,11 +106,8 @@ class _Read:
         self.end = self.end or end
 
 
-@dataclass(slots=True)
-class _Bound:
-    """Addresses of the geometry classes of one attachment, worked out once."""
-
-    copies: dict[int, tuple[CopyClass, BoundCopy]] = field(default_factory=dict)
+_Bound = dict[int, tuple[CopyClass, BoundCopy]]
+"""Addresses of the geometry classes of one attachment, by the id of the class."""
 
 
 class CudaIpcSink(SinkTransport):
@@ -134,8 +131,8 @@ class CudaIpcSink(SinkTransport):
             DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in memory.tensors
         )
         self._tensors = memory.tensors  # so that the addresses stay good
-        self._settings = CopySettings(launch_programs=config.launch_programs)
-        self._copier = DeviceCopier(gpu.device, self._settings)
+        settings = CopySettings(launch_programs=config.launch_programs)
+        self._copier = DeviceCopier(gpu.device, settings)
         self._stream = gpu.make_stream()
         self._copy_thread = copy_thread
         self._wake = wake
@@ -319,15 +316,15 @@ class CudaIpcSink(SinkTransport):
         return each()
 
     def _bind(self, attached: Attached[MappedMemory], copy_class: CopyClass) -> BoundCopy:
-        bound = self._bound.setdefault(attached, _Bound())
-        known = bound.copies.get(id(copy_class))
+        bound = self._bound.setdefault(attached, {})
+        known = bound.get(id(copy_class))
         if known is None:
-            if len(bound.copies) >= MAX_BOUND:
-                bound.copies.clear()
+            if len(bound) >= MAX_BOUND:
+                bound.clear()
             theirs = [mapping.memory for mapping in attached.mappings]
             # The class is kept with it: its id is another's once it is gone
             known = (copy_class, bind_copy(copy_class, theirs, self._memories))
-            bound.copies[id(copy_class)] = known
+            bound[id(copy_class)] = known
         return known[1]
 
     def _advance(self) -> None:
