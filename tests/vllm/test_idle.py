@@ -11,9 +11,10 @@ from tests.vllm.cases import NEW_TOKENS, Pair, References, Sources, prompt, toke
 from tests.vllm.costs import SETTLED_S, share
 from tests.vllm.engines import Connector, EngineConfig, Fleet
 
-MAX_SHARE = 0.1
-"""Of one core, by all processes of an engine. It would be one whole core if it stepped; the rest is
-the harness, which looks for outputs 500 times a second, and threads that wait for sockets.
+MAX_SHARE = 0.3
+"""Of one core, by all processes of an engine. It would be one whole core or more if it stepped. The
+rest (0.02 to 0.11, of a machine that does other work) is the harness, which looks for outputs 500
+times a second, and threads that wait for sockets, in each process.
 """
 PINNED = "vllm:kvxfer_offers_pinned_total"
 PROMPTS = [prompt(num_tokens, seed=900) for num_tokens in (33, 200, 700)]
