@@ -1,0 +1,150 @@
+"""The contract of a pipe: how the payload of a chunk gets from the source's staging to the sink's.
+
+A stream wire (``stream_source``, ``stream_sink``) packs, announces, credits and unpacks; what is
+left is a pipe's. Announcements and credits travel over ZeroMQ, which tells when the other side has
+gone, and in which order chunks were sent. A connection has *slots*: slot ``i`` of the source's
+staging is sent into slot ``i`` of the sink's, as its ``generation``-th chunk, counted from 0 on
+both sides. It is the source's from the credit (at first: from the attach) until it is announced,
+and the sink's from then on.
+
+Pipes are driven by the IO thread of a worker, like the wires above them; ``wake`` may be called
+from any thread. A trial makes a pipe of its own on a thread of its own.
+
+What a pipe promises, whatever its library does: bytes are written to staging only, never to a pool;
+what belongs to another connection or generation never shows up in a slot; memory that an operation
+may still touch is not freed and not used for anything else, even after ``close``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import zmq
+
+from kvxfer.errors import KvxferError
+
+Parts = tuple[bytes | zmq.Frame, ...]
+"""Frames that travel with an announcement, after its header."""
+
+
+class PipeBroken(KvxferError):
+    """A connection's payloads do not arrive any more; the connection is dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """How many slots a connection has, and how many bytes each holds at most."""
+
+    num_slots: int
+    slot_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Staging of one connection, on each side."""
+        return self.num_slots * self.slot_nbytes
+
+
+class SourceLane(ABC):
+    """The giving end of one connection."""
+
+    address: bytes
+    """What the sink's end needs to know of this one; sent to it before the first chunk."""
+
+    @abstractmethod
+    def staging(self, slot: int, nbytes: int) -> torch.Tensor:
+        """Where to pack a chunk of ``nbytes`` that will be sent from this slot: flat uint8.
+
+        Called on whatever thread packs.
+        """
+
+    @abstractmethod
+    def send(self, slot: int, generation: int, nbytes: int) -> Parts:
+        """The slot is packed: begin to send it. Returns what its announcement takes along.
+
+        Raises PipeBroken.
+        """
+
+    @abstractmethod
+    def poll(self) -> Sequence[int]:
+        """Slots whose announcement may leave now, in the order of ``send``. Never blocks.
+
+        A pipe whose sink learns by itself when the payload is there names a slot at once; one that
+        writes into the sink's memory names it when the bytes lie there. Raises PipeBroken.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """The connection has ended. Idempotent."""
+
+
+class SinkLane(ABC):
+    """The taking end of one connection."""
+
+    address: bytes
+    """What the source's end needs to know of this one; sent to it with the attach."""
+
+    @abstractmethod
+    def connected(self, address: bytes) -> None:
+        """The source's end is known. Raises PipeBroken."""
+
+    @abstractmethod
+    def announced(self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]) -> None:
+        """A chunk was announced, and is wanted. Raises ProtocolError for parts that do not belong
+        to it, PipeBroken.
+        """
+
+    @abstractmethod
+    def poll(self) -> Sequence[int]:
+        """Announced slots whose payload lies in staging now. Never blocks. Raises PipeBroken."""
+
+    @abstractmethod
+    def payload(self, slot: int) -> torch.Tensor:
+        """The payload of a slot that ``poll`` has named: flat uint8 of the announced size.
+
+        Read on whatever thread unpacks, until ``free``.
+        """
+
+    @abstractmethod
+    def free(self, slot: int) -> None:
+        """It was unpacked, or is not wanted: get ready for the next generation, whose credit leaves
+        after this call. A slot that was announced and whose payload has not come yet is freed by
+        itself later: ``poll`` names it, and it is freed then. Raises PipeBroken.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """The connection has ended. Idempotent."""
+
+
+class Pipe(ABC):
+    """One library on one rank, for one side of a wire."""
+
+    name: str
+
+    @abstractmethod
+    def open_source(self, address: bytes, slots: Slots) -> SourceLane:
+        """The giving end of a connection, for a sink that gave this address.
+
+        Raises TransportUnavailable.
+        """
+
+    @abstractmethod
+    def open_sink(self, slots: Slots) -> SinkLane:
+        """The taking end of a connection. Raises TransportUnavailable."""
+
+    def fds(self) -> Sequence[int]:
+        """File descriptors that can be read when ``progress`` has something to do."""
+        return ()
+
+    def progress(self) -> None:
+        """Let the library do what there is to do. Never blocks for long; called before lanes are
+        polled, whenever the IO thread is awake. After it the descriptors tell of what is new.
+        """
+        return
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close every lane and give everything back. Idempotent."""
