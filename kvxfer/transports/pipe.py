@@ -91,8 +91,10 @@ class SinkLane(ABC):
         """The source's end is known. Raises PipeBroken."""
 
     @abstractmethod
-    def announced(self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]) -> None:
-        """A chunk was announced, and is wanted. Raises ProtocolError for parts that do not belong
+    def announced(
+        self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
+    ) -> None:
+        """A chunk was announced, wanted or not. Raises ProtocolError for parts that do not belong
         to it, PipeBroken.
         """
 
@@ -109,9 +111,8 @@ class SinkLane(ABC):
 
     @abstractmethod
     def free(self, slot: int) -> None:
-        """It was unpacked, or is not wanted: get ready for the next generation, whose credit leaves
-        after this call. A slot that was announced and whose payload has not come yet is freed by
-        itself later: ``poll`` names it, and it is freed then. Raises PipeBroken.
+        """A slot that ``poll`` has named was unpacked, or is not wanted: get ready for the next
+        generation, whose credit leaves after this call. Raises PipeBroken.
         """
 
     @abstractmethod
