@@ -93,6 +93,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The public key expected of each engine, by engine id (Z85)."""
     bind_tokens: bool = True
     """Compare digests of the token ids on both sides before any KV moves."""
+    offer_board: bool = True
+    """Show open offers to sinks of this host in shared memory, and look at theirs: a direct read
+    then waits for no answer. Off: every offer is asked for, and certified, by message."""
     faults: str = ""
     """Specification of the fault-injecting wire that wraps the real one; empty means none."""
     log_level: LogLevel = "INFO"

@@ -33,6 +33,7 @@ DEFAULTS = {
     "staging_slots": 8,
     "control_max_nbytes": 4194304,
     "launch_programs": 32,
+    "offer_board": True,
     "min_gbps": None,
     "hash_seed": None,
     "curve_public_key": None,

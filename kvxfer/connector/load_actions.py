@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from kvxfer.config import Config
+from kvxfer.connector.board import BoardView
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing, RouteRun
@@ -27,8 +28,9 @@ from kvxfer.transfer.session import (
     SinkAction,
     StartRead,
     StopRead,
+    VerdictArrived,
 )
-from kvxfer.transfer.wire import Cancel, Reason, Release
+from kvxfer.transfer.wire import Cancel, Grant, Reason, Release
 from kvxfer.transports.base import SinkTransport
 
 RETRY_S = 1.0
@@ -44,6 +46,7 @@ class LoadActions:
 
     Args:
         step: gives an event to a load's session.
+        granted: takes a Grant for a route of a load.
         report: called once when a load is over and drained, with the reason if it failed.
     """
 
@@ -55,6 +58,7 @@ class LoadActions:
         *,
         addressing: Addressing,
         step: StepLoad,
+        granted: Callable[[SinkLoad, RankId, Grant], None],
         report: Callable[[SinkLoad, Reason | None], None],
     ) -> None:
         self._io = io
@@ -62,6 +66,7 @@ class LoadActions:
         self._ledger = ledger
         self._addressing = addressing
         self._step = step
+        self._granted = granted
         self._report = report
 
     def perform(self, load: SinkLoad, peer: Peer, action: SinkAction) -> None:
@@ -82,7 +87,7 @@ class LoadActions:
             case SendPull(source):
                 # An earlier action of the same event may have ended the load.
                 if self._is_in(load, source, RouteState.ASKED):
-                    self._send_pull(load.routes[source], peer, source)
+                    self._ask(load, peer, source)
             case StartRead(source):
                 run = load.routes[source]
                 if run.request is not None and self._is_in(load, source, RouteState.READING):
@@ -91,10 +96,8 @@ class LoadActions:
                 run = load.routes[source]
                 self._wire(run).stop_read(run.key)
             case SendRelease(source):
-                run = load.routes[source]
                 if self._is_in(load, source, RouteState.RELEASING):
-                    run.asked_s = self._io.now()
-                    peer.send(source, Release(run.pull.offer, run.pull.consumer))
+                    self._release(load, peer, source)
             case SendCancel(source, reason):
                 consumer = self._addressing.consumer
                 cancel = Cancel(load.order.source.offer, consumer.incarnation, reason)
@@ -104,12 +107,29 @@ class LoadActions:
             case _:
                 assert_never(action)
 
-    def _send_pull(self, run: RouteRun, peer: Peer, source: RankId) -> None:
+    def _ask(self, load: SinkLoad, peer: Peer, source: RankId) -> None:
+        run = load.routes[source]
         is_first, run.asked_s = not run.asked_s, self._io.now()
         if is_first and run.request is not None and self._wire(run).is_stream:
             # Before the Pull: the first chunks may overtake the Grant.
             self._wire(run).submit_expect(run.request)
         peer.send(source, run.pull)
+        board = _board(run, peer, source)
+        posted = board.find(run.pull.offer.nonce) if board is not None else None
+        if posted is not None and posted.digest in (None, run.pull.digest):
+            self._ledger.count("board.grants")
+            grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
+            self._granted(load, source, grant)
+
+    def _release(self, load: SinkLoad, peer: Peer, source: RankId) -> None:
+        run = load.routes[source]
+        run.asked_s = self._io.now()
+        board = _board(run, peer, source)
+        is_open = board is not None and board.is_open(run.pull.offer.nonce)
+        peer.send(source, Release(run.pull.offer, run.pull.consumer))
+        if is_open:
+            self._ledger.count("board.verdicts")
+            self._step(load, VerdictArrived(source, True, None))
 
     def _is_in(self, load: SinkLoad, source: RankId, state: RouteState) -> bool:
         return load.session is not None and load.session.state_of(source) is state
@@ -161,3 +181,8 @@ class LoadActions:
         self._ledger.count("loads.undrained")
         _log.error("request %s: expected its read to end, and it does not", load.order.request_id)
         load.peer.end(Failure(Reason.PEER_LOST, "a read from it does not end"))
+
+
+def _board(run: RouteRun, peer: Peer, source: RankId) -> BoardView | None:
+    """Where to see whether the offer is open; a stream is sent, and certified, by its source."""
+    return None if run.pull.classes else peer.board(source)

@@ -14,6 +14,7 @@ from functools import partial
 import zmq
 
 from kvxfer.connector.access import may_connect
+from kvxfer.connector.board import BoardView
 from kvxfer.connector.introduction import check_introduction, check_partner
 from kvxfer.connector.io_thread import Call, Timer
 from kvxfer.connector.peer_links import PeerLinks
@@ -63,6 +64,7 @@ class Peer:
         self.choices: Choices = {}
         self.was_ready = False
         self._around = around
+        self._boards: dict[RankId, BoardView] = {}
         self._waiters = Waiters(around.io)
         self._links: PeerLinks | None = None
         self._deadline: Timer | None = None
@@ -192,6 +194,7 @@ class Peer:
         try:
             for rank in result:
                 self.transport(rank).attach(self.source(rank))
+            self._open_boards()
             self._open_links()
         except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
             _log.debug("engine %s: its wires", self.engine_id, exc_info=True)
@@ -204,6 +207,19 @@ class Peer:
         self._waiters.serve(self)
         if self._waiters:  # of offers that name another life
             self.recheck()
+
+    def _open_boards(self) -> None:
+        """Of the ranks that this one reads by itself, or reads nothing of."""
+        if not self._around.config.offer_board:
+            return
+        for route in self.routes():
+            rank = route.source_rank
+            if rank in self.choices and self.transport(rank).is_stream:
+                continue
+            board = BoardView.open(self.source(rank).board)
+            if board is not None:
+                self._boards[rank] = board
+        self._around.ledger.count("boards.seen", len(self._boards))
 
     def _open_links(self) -> None:
         """One for each rank that is read. Its Pong says in which life it is: the manifest came from
@@ -233,6 +249,10 @@ class Peer:
     def transport(self, rank: RankId) -> SinkTransport:
         """The chosen wire to one of its ranks."""
         return self._around.transports[self.choices[rank].transport]
+
+    def board(self, rank: RankId) -> BoardView | None:
+        """Where one of its ranks shows its open offers, if it can be seen from here."""
+        return self._boards.get(rank)
 
     def send(self, rank: RankId, message: ToSource) -> None:
         """To one of its ranks; a peer that is over gets nothing."""
@@ -284,6 +304,9 @@ class Peer:
             if not self._around.is_shared(self, rank):
                 endpoint = self.source(rank).control_endpoint
                 guard(partial(self.transport(rank).detach, endpoint))
+        boards, self._boards = self._boards, {}
+        for board in boards.values():
+            guard(board.close)
         links, self._links = self._links, None
         if links is not None:
             guard(links.close)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.connector.access import KeyGuard
+from kvxfer.connector.board import Board
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
@@ -98,12 +99,14 @@ class RankService:
             )
             self._closers.append(self._server.close)
             sources, sinks = self._wires(config, memory)
+            board = self._make_board(config, sources)
             self.manifest = RankManifest(
                 rank=identity.rank,
                 control_endpoint=self._server.endpoint,
                 data_endpoints=data_endpoints(sources),
                 memories=published_infos(sources, memory),
                 regions=regions,
+                board=board.handle if board is not None else None,
             )
             self.source = Source(
                 self.io,
@@ -113,6 +116,7 @@ class RankService:
                 manifest=self.manifest,
                 transports=sources,
                 reply=self._server.send,
+                board=board,
             )
             self._make_sink(config, sinks, can_leave_unhashed)
         except BaseException:
@@ -147,6 +151,15 @@ class RankService:
         sinks = make_sinks(*args)
         self._closers += [sink.close for sink in sinks.values()]
         return sources, sinks
+
+    def _make_board(self, config: Config, sources: Mapping[str, SourceTransport]) -> Board | None:
+        """For sinks that read by themselves; on a stream wire they have nothing to look for."""
+        if not config.offer_board or all(source.is_stream for source in sources.values()):
+            return None
+        board = Board.make()
+        if board is not None:
+            self._closers.append(board.close)
+        return board
 
     def _make_sink(
         self, config: Config, transports: dict[str, SinkTransport], can_leave_unhashed: bool

@@ -79,6 +79,7 @@ class Sink:
             ledger,
             addressing=addressing,
             step=self._step,
+            granted=self._on_grant,
             report=self._report,
         )
         self._loads = Loads()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import assert_never
 
 from kvxfer.config import Config
+from kvxfer.connector.board import Board, Posted
 from kvxfer.connector.draining import Draining
 from kvxfer.connector.given_offer import AskedPull, GivenOffer
 from kvxfer.connector.io_thread import IoThread
@@ -22,7 +23,7 @@ from kvxfer.connector.leases import Leases
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.offer_actions import OfferActions, Reply
 from kvxfer.connector.opening import IsReady, Opening
-from kvxfer.connector.records import EndOffer, NewOffer, OfferBlocks
+from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.connector.requests import Refused, check_same, clip_ids, read_pull
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.session import (
@@ -62,6 +63,7 @@ class Source:
     Args:
         manifest: this rank's own; what a Pull asks for is looked up there.
         reply: sends an answer over the connection that a question came from.
+        board: where offers are shown to the sinks of this host; None: nowhere.
     """
 
     def __init__(
@@ -74,10 +76,12 @@ class Source:
         manifest: RankManifest,
         transports: Mapping[str, SourceTransport],
         reply: Reply,
+        board: Board | None = None,
     ) -> None:
         self._io = io
         self._config = config
         self._ledger = ledger
+        self._board = board
         self._incarnation = incarnation
         self._manifest = manifest
         self._transports = transports
@@ -252,7 +256,10 @@ class Source:
         fails breaks the offer; the others are performed all the same.
         """
         has_failed = False
-        for action in offer.session.step(event):
+        actions = offer.session.step(event)
+        if self._board is not None and offer.state is not OfferState.OPEN:
+            self._board.end(offer.nonce)  # before anything of it is freed
+        for action in actions:
             try:
                 self._actions.perform(offer, action)
             except Exception:  # noqa: BLE001  # the last action gives the blocks back
@@ -269,6 +276,8 @@ class Source:
         except Exception:  # noqa: BLE001  # the others go on
             _log.exception("request %s: its offer cannot be broken", offer.request_id)
             self._ledger.count("offers.unforeseen")
+            if self._board is not None:
+                self._board.end(offer.nonce)
             if offer.state in (OfferState.PENDING, OfferState.OPEN):
                 self._live.pop(offer.nonce, None)  # unknown from now on: no verdict is valid
 
@@ -276,11 +285,20 @@ class Source:
         """Raises ValueError where blocks are missing."""
         if offer.state is not OfferState.PENDING:
             return
-        clip_ids(offer.block_ids, self._keepings, offer.num_tokens)
+        block_ids = clip_ids(offer.block_ids, self._keepings, offer.num_tokens)
         self._ledger.count("offers.opened")
         self._leases.begin(offer)
         self._step(offer, ReadyCompleted())
         self._leases.watch(offer)
+        self._post(offer, block_ids)
+
+    def _post(self, offer: GivenOffer, block_ids: GroupBlockIds) -> None:
+        """Show an offer on the board, unless it has just ended."""
+        if self._board is None or offer.state is not OfferState.OPEN:
+            return
+        posted = Posted(offer.session.snapshot.digest, offer.num_tokens, block_ids)
+        is_posted = self._board.post(offer.nonce, posted)
+        self._ledger.count("board.posted" if is_posted else "board.full")
 
     def _end_all(
         self, ends: Sequence[tuple[GivenOffer, Reason]], done: Callable[[], object]

@@ -70,13 +70,17 @@ class MemoryInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank: where it listens (``tcp://host:port``) and where its cache lies."""
+    """One rank: where it listens (``tcp://host:port``) and where its cache lies.
+
+    ``board``: where sinks of the same host see which of its offers are open; None: nowhere.
+    """
 
     rank: RankId
     control_endpoint: str
     data_endpoints: dict[str, str]
     memories: tuple[MemoryInfo, ...]
     regions: tuple[Region, ...]
+    board: MemfdHandle | None = None
 
 
 class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -119,8 +119,11 @@ def test_a_stopped_source_is_lost_when_it_has_been_silent_for_too_long() -> None
 
 
 def test_a_stopped_source_misses_the_deadline() -> None:
-    settings: dict[str, Any] = {"transport": "shm", "pull_timeout_s": 0.5, "peer_silent_s": 30.0}
-    with Engine(SHAPE, "decode", fill=POISON, **settings) as sink, prefill() as source:
+    settings: dict[str, Any] = {"pull_timeout_s": 0.5, "peer_silent_s": 30.0, "offer_board": False}
+    with (
+        Engine(SHAPE, "decode", fill=POISON, transport="shm", **settings) as sink,
+        prefill() as source,
+    ):
         refs = [source.offer("p0"), source.offer("p1")]
         sink.load("d0", refs[0], range(60), (0, TOKENS))
         until(lambda: sink.received("d0"))

@@ -56,7 +56,9 @@ def test_a_release_that_is_never_answered_misses_the_deadline(
     monkeypatch.setattr(Source, "_on_release", lambda self, identity, release: None)
     with (
         Engine(ONE, "prefill", fill=1, transport="shm") as source,
-        Engine(ONE, "decode", fill=POISON, transport="shm", pull_timeout_s=2.5) as sink,
+        Engine(
+            ONE, "decode", fill=POISON, transport="shm", pull_timeout_s=2.5, offer_board=False
+        ) as sink,
     ):
         ref = _offered(source, "p")
         started_s = time.perf_counter()
@@ -162,7 +164,7 @@ def test_no_keep_stays_behind_for_a_load_that_ends_as_it_begins(
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"peer_lost"}
         assert not _service(sink).keeper._kept
-        assert source.count("offers.done") == 1  # it was never asked for the second one
+        until(lambda: source.count("offers.done") == 1)  # it was never asked for the second one
 
 
 def test_nothing_is_asked_behind_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
