@@ -113,23 +113,30 @@ class LoadActions:
         if is_first and run.request is not None and self._wire(run).is_stream:
             # Before the Pull: the first chunks may overtake the Grant.
             self._wire(run).submit_expect(run.request)
-        peer.send(source, run.pull)
         board = _board(run, peer, source)
         posted = board.find(run.pull.offer.nonce) if board is not None else None
-        if posted is not None and posted.digest in (None, run.pull.digest):
-            self._ledger.count("board.grants")
-            grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
+        if posted is None or posted.digest not in (None, run.pull.digest):
+            peer.send(source, run.pull)  # its answer will say what is to be done
+            return
+        self._ledger.count("board.grants")
+        grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
+        if run.pull.is_null:
+            peer.send(source, run.pull)  # the Release follows at once
             self._granted(load, source, grant)
+            return
+        self._granted(load, source, grant)
+        if self._is_in(load, source, RouteState.READING):
+            peer.send(source, run.pull)  # after the copy has begun: a message takes 50 us
 
     def _release(self, load: SinkLoad, peer: Peer, source: RankId) -> None:
         run = load.routes[source]
         run.asked_s = self._io.now()
         board = _board(run, peer, source)
         is_open = board is not None and board.is_open(run.pull.offer.nonce)
-        peer.send(source, Release(run.pull.offer, run.pull.consumer))
         if is_open:
             self._ledger.count("board.verdicts")
             self._step(load, VerdictArrived(source, True, None))
+        peer.send(source, Release(run.pull.offer, run.pull.consumer))
 
     def _is_in(self, load: SinkLoad, source: RankId, state: RouteState) -> bool:
         return load.session is not None and load.session.state_of(source) is state

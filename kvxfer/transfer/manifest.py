@@ -69,7 +69,7 @@ class MemoryInfo(msgspec.Struct, frozen=True, kw_only=True):
     handle: MemoryHandle | None = None
 
 
-class RankManifest(msgspec.Struct, frozen=True, kw_only=True):
+class RankManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank: where it listens (``tcp://host:port``) and where its cache lies.
 
     ``board``: where sinks of the same host see which of its offers are open; None: nowhere.

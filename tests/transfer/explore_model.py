@@ -13,6 +13,7 @@ from kvxfer.transfer.session import (
     ChunkPacked,
     ClaimantLost,
     DeadlinePassed,
+    GrantArrived,
     OfferState,
     ReadCompleted,
     ReadDrained,
@@ -26,6 +27,7 @@ from kvxfer.transfer.session import (
     Start,
     StreamDrained,
     StreamSent,
+    VerdictArrived,
     Wire,
 )
 from kvxfer.transfer.wire import Consumer, Release, Verdict
@@ -63,6 +65,7 @@ class World(NamedTuple):
     offers: tuple[int, ...]
     net: int
     sinks: tuple[SinkWorld, ...]
+    shown: int = 0  # bit k: the board says that offer k is open (with is_board_late)
 
 
 class Move(NamedTuple):
@@ -93,6 +96,7 @@ class Model:
             for consumer in [Consumer(spec.incarnation, spec.rank)]
         ]
         self._retry, self._drained = of(RetryDue(SOURCE)), of(ReadDrained(SOURCE))
+        self._seen_open = of(GrantArrived(SOURCE)), of(VerdictArrived(SOURCE, True, None))
 
     # Chunks are not control messages: bit by (sink, sequence, quality), above all message bits.
 
@@ -124,7 +128,10 @@ class Model:
         for i in step.stops:
             sinks = _with(sinks, i, sinks[i]._replace(stream=STOPPING))
         net = world.net | step.sent
-        world = World(world.generation, world.ready, offers, net, sinks)
+        shown = world.shown
+        if self.scenario.is_board_late and self._is_open(step.offer):
+            shown |= 1 << k
+        world = World(world.generation, world.ready, offers, net, sinks, shown)
         if any(net & both == both for both in self._both_verdicts):
             return world, "two different verdicts for one consumer"
         return world, self._check_sent(world, k, before, step) if step.num_finished else None
@@ -220,6 +227,8 @@ class Model:
                 yield from self._stream_moves(world, i, sink)
             if sink.load >= 0:
                 yield from self._read_moves(world, i, sink)
+            if sink.load >= 0 and self.scenario.has_board:
+                yield from self._looks(world, i, sink)
         yield from self._timers(world)
         yield from self._engine_moves(world)
         net, number = world.net & ((1 << self.sessions.chunk_base) - 1), 0
@@ -339,6 +348,32 @@ class Model:
                     has_come = world.net & self._chunk_bit(i, sequence, quality)
                     if has_come and not sink.dest & 1 << sequence:
                         yield self._begin_scatter(world, i, 4 * sequence + quality, state)
+
+    def _is_open(self, offer: int) -> bool:
+        return self.sessions.snapshots[offer].state is OfferState.OPEN
+
+    def _looks(self, world: World, i: int, sink: SinkWorld) -> Iterator[Move]:
+        """What a look at the board tells a sink: it may look at any time, or never."""
+        spec = self.scenario.sinks[i]
+        k = spec.offer
+        if k >= len(world.offers):
+            return
+        is_late = self.scenario.is_board_late and world.shown & 1 << k
+        if is_late and not self._is_open(world.offers[k]):
+            yield Move(
+                f"the board forgets offer {k}", world._replace(shown=world.shown & ~(1 << k))
+            )
+        elif not self._is_open(world.offers[k]):
+            return
+        state = self.sessions.loads[sink.load].routes[0].state
+        grant, verdict = self._seen_open
+        digest = self.sessions.snapshots[world.offers[k]].digest
+        if state is RouteState.ASKED and digest in (None, spec.digest):
+            after, violation = self._at_sink(world, i, grant)
+            yield Move(f"sink {i} sees offer {k} and reads", after, violation)
+        if state is RouteState.RELEASING:
+            after, violation = self._at_sink(world, i, verdict)
+            yield Move(f"sink {i} sees offer {k} open still", after, violation)
 
     def _begin_scatter(self, world: World, i: int, chunk: int, state: RouteState) -> Move:
         sink = world.sinks[i]

@@ -94,6 +94,8 @@ class Scenario:
     may_fail_reads: bool = False
     two_step_scatter: bool = False
     may_forge_releases: bool = False  # in the name of sinks that have not been granted
+    has_board: bool = False  # sinks see for themselves whether an offer is open
+    is_board_late: bool = False  # an offer's end is shown some time after it
     offer_session: type[OfferSession] = OfferSession
     load_session: type[LoadSession] = LoadSession
     checks_incarnation: bool = True
