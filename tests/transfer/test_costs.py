@@ -1,0 +1,124 @@
+"""The cost model of a wire: found again from what it makes, and best where it says so."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.transfer.costs import WireCosts, fit_costs
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+TCP = WireCosts(latency_s=300e-6, message_s=200e-6, bytes_per_s=3e9)
+NVLINK = WireCosts(latency_s=40e-6, message_s=20e-6, bytes_per_s=300e9)
+
+
+def test_times_by_hand() -> None:
+    wire = WireCosts(latency_s=0.5, message_s=0.25, bytes_per_s=100.0)
+    assert wire.direct_s(1000) == 0.5 + 0.25 + 10
+    # ten chunks of 100: pack the first (1 s), send all (10 s), unpack the last (1 s)
+    assert wire.stream_s(1000, 100) == 0.5 + 10 * 0.25 + 1 + 10 + 1
+    assert wire.stream_s(1001, 100) == pytest.approx(0.5 + 11 * 0.25 + 1 + 10.01 + 1)
+    # one chunk, which is not larger than the transfer
+    assert wire.stream_s(50, 100) == 0.5 + 0.25 + 0.5 * 3
+
+
+def test_chunks_of_known_wires() -> None:
+    """About what was found best by trying: 4 MiB for 64 MiB over TCP, tens of MiB over NVLink."""
+    assert TCP.chunk_nbytes(64 * MIB, 64 * KIB, 64 * MIB) == 4 * MIB
+    assert TCP.chunk_nbytes(16 * MIB, 64 * KIB, 64 * MIB) == 2 * MIB
+    assert TCP.chunk_nbytes(MIB, 64 * KIB, 64 * MIB) == 512 * KIB
+    assert NVLINK.chunk_nbytes(GIB, 64 * KIB, 64 * MIB) == 64 * MIB
+    assert NVLINK.chunk_nbytes(16 * MIB, 64 * KIB, 64 * MIB) == 8 * MIB
+    assert TCP.chunk_nbytes(64 * MIB, 64 * KIB, MIB) == MIB
+    assert TCP.chunk_nbytes(100, 64 * KIB, MIB) == 64 * KIB
+
+
+def test_slots_of_known_wires() -> None:
+    assert TCP.num_slots(MIB, 100) == 3 + 1  # 0.9 MB between question and answer
+    slow = WireCosts(latency_s=2e-3, message_s=0.0, bytes_per_s=12.5e9)  # 100 Gbit/s, far away
+    assert slow.num_slots(MIB, 100) == 3 + 24
+    assert slow.num_slots(MIB, 8) == 8
+
+
+COSTS = st.builds(
+    WireCosts,
+    latency_s=st.floats(0, 1e-2),
+    message_s=st.floats(1e-7, 1e-3),
+    bytes_per_s=st.floats(1e7, 4e11),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(COSTS, st.integers(1, 4 * GIB), st.integers(12, 26))
+def test_no_other_power_of_two_is_much_better(costs: WireCosts, nbytes: int, other: int) -> None:
+    """The optimum is flat: the power of two that is nearest is within a few per cent of the best,
+    where chunks of a transfer are counted in fractions.
+    """
+    least, most = 1 << 12, 1 << 26
+    chosen = costs.chunk_nbytes(nbytes, least, most)
+    assert least <= chosen <= most
+
+    def beside_bytes_s(chunk_nbytes: int) -> float:
+        return nbytes / chunk_nbytes * costs.message_s + 2 * chunk_nbytes / costs.bytes_per_s
+
+    assert beside_bytes_s(chosen) <= 1.07 * beside_bytes_s(1 << other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    latency_us=st.floats(1, 2000),
+    message_us=st.floats(0, 500),
+    gb_per_s=st.floats(0.05, 400),
+)
+def test_the_model_is_found_again(latency_us: float, message_us: float, gb_per_s: float) -> None:
+    made = WireCosts(latency_us * 1e-6, message_us * 1e-6, gb_per_s * 1e9)
+    small_nbytes, large_nbytes, num_messages = 64 * KIB, 64 * MIB, 8
+
+    def asked_s(num: int, nbytes: int) -> float:
+        return made.latency_s + (num - 1) * made.message_s + num * nbytes / made.bytes_per_s
+
+    found = fit_costs(
+        (small_nbytes, asked_s(1, small_nbytes)),
+        (num_messages, asked_s(num_messages, small_nbytes)),
+        (large_nbytes, asked_s(1, large_nbytes)),
+    )
+    # Where the latency is most of a large message, too, the rate is bounded to what was seen.
+    if asked_s(1, large_nbytes) < 4 * large_nbytes / made.bytes_per_s:
+        assert found.bytes_per_s == pytest.approx(made.bytes_per_s, rel=1e-3)
+        assert found.latency_s == pytest.approx(made.latency_s, rel=1e-3, abs=1e-9)
+        assert found.message_s == pytest.approx(made.message_s, rel=1e-2, abs=1e-8)
+
+
+def test_noise_gives_no_nonsense() -> None:
+    found = fit_costs((64 * KIB, 3e-3), (8, 1e-3), (4 * MIB, 2e-3))  # all the wrong way round
+    assert found.bytes_per_s == 4 * MIB / 2e-3
+    assert found.message_s == 0
+    assert 0 <= found.latency_s <= 3e-3
+    # Nearly as fast as a small one: not faster than four times what was seen
+    assert fit_costs((64 * KIB, 1e-3), (8, 2e-3), (4 * MIB, 1.0001e-3)).bytes_per_s <= (
+        4 * 4 * MIB / 1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("small", "burst", "large"),
+    [
+        ((0, 1.0), (8, 1.0), (10, 1.0)),
+        ((10, 1.0), (8, 1.0), (10, 1.0)),
+        ((1, 0.0), (8, 1.0), (10, 1.0)),
+        ((1, 1.0), (1, 1.0), (10, 1.0)),
+        ((1, 1.0), (8, 1.0), (10, -1.0)),
+    ],
+)
+def test_what_was_not_measured_is_refused(
+    small: tuple[int, float], burst: tuple[int, float], large: tuple[int, float]
+) -> None:
+    with pytest.raises(ValueError, match="measurement: expected"):
+        fit_costs(small, burst, large)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_rate_that_is_none_is_refused(rate: float) -> None:
+    with pytest.raises(ValueError, match="costs: expected"):
+        WireCosts(0.0, 0.0, rate)
