@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -116,15 +117,20 @@ def test_a_storm_of_aborts_gives_every_block_back(tmp_path: Path) -> None:
         assert engines.run(prompt(200, seed=-1)).done.failure is None
 
 
-def test_a_source_that_never_answers_ends_in_a_deadline(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_board", [True, False])
+def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
+    """Its open offers are read from its board all the same; without one the load ends by its
+    deadline.
+    """
     model = tiny_model(tmp_path)
-    kv = {"pull_timeout_s": 1.0, "peer_silent_s": 1.0, "connect_timeout_s": 1.0}
+    kv: dict[str, Any] = {"pull_timeout_s": 1.0, "peer_silent_s": 1.0, "connect_timeout_s": 1.0}
     with pair(
         engine_config(Role.PREFILL, model, **PREFILL),
-        engine_config(Role.DECODE, model, kv=kv, **DECODE),
+        engine_config(Role.DECODE, model, kv=kv | {"offer_board": has_board}, **DECODE),
     ) as engines:
         assert engines.run(prompt(40)).done.failure is None
         tokens = prompt(200, seed=1)
+        expected = engines.run(tokens).token_ids
         params = engines.prefilled(tokens).kv_transfer_params
         pids = engines.prefill.group.pids
         for pid in pids:
@@ -132,7 +138,11 @@ def test_a_source_that_never_answers_ends_in_a_deadline(tmp_path: Path) -> None:
         try:
             started_s = time.monotonic()
             answer = engines.decoded(tokens, params)
-            assert answer.done.failure in {"deadline", "peer_lost"}
+            if has_board:
+                assert answer.done.failure is None
+            else:
+                assert answer.done.failure in {"deadline", "peer_lost"}
+            assert answer.token_ids == expected
             assert time.monotonic() - started_s < 4
         finally:
             for pid in pids:
