@@ -36,6 +36,16 @@ def _llama() -> Any:
     return LlamaForCausalLM(LlamaConfig(**_SHAPE, num_hidden_layers=4, rms_norm_eps=1e-5))
 
 
+def _experts() -> Any:
+    """Two of four experts for each token: data-parallel ranks of it compute in step."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **_SHAPE, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
+    )
+    return MixtralForCausalLM(config)
+
+
 def _hybrid() -> Any:
     """Two layers with a window and two without, which become two KV cache groups."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
@@ -51,7 +61,11 @@ def _hybrid() -> Any:
     return Gemma3ForCausalLM(config)
 
 
-_MAKERS: dict[str, Callable[[], Any]] = {"llama": _llama, "hybrid": _hybrid}
+_MAKERS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "hybrid": _hybrid,
+    "experts": _experts,
+}
 NAMES = tuple(_MAKERS)
 
 

@@ -23,8 +23,10 @@ PRELOADED = [
     "vllm.v1.engine.core",
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.executor.multiproc_executor",
+    "vllm.entrypoints.launchers.api_server.entry",
     "vllm.model_executor.models.llama",
     "vllm.model_executor.models.gemma3",
+    "vllm.model_executor.models.mixtral",
     "kvxfer.connector",
 ]
 

@@ -112,6 +112,7 @@ class Rig:
         num_blocks: int = NUM_BLOCKS,
         block_tokens: int = BLOCK,
         prefix_caching: bool = True,
+        data_parallel_size: int = 1,
         connectors: Sequence[Mapping[str, Any]] | None = None,
         **extra: Any,
     ) -> None:
@@ -147,6 +148,7 @@ class Rig:
             kv_transfer_config={**ours, "kv_load_failure_policy": policy},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
+        config.parallel_config.data_parallel_size = data_parallel_size
         kind = {
             "block_size": block_tokens,
             "num_kv_heads": 1,

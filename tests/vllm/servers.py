@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from tests.helpers import free_port
-from tests.vllm.engines import EngineConfig
+from tests.vllm import api_server
+from tests.vllm.engines import OFFER, EngineConfig
 from tests.vllm.processes import Process
 
 START_TIMEOUT_S = 240.0
@@ -23,10 +26,15 @@ MODEL = "tiny"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Something that answers HTTP."""
+    """Something that answers HTTP. ``headers``: those of every completion."""
 
     url: str
     process: Process
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def of_rank(self, rank: int) -> Self:
+        """The same server; requests go to this data-parallel rank."""
+        return replace(self, headers={"X-data-parallel-rank": str(rank)})
 
     def wait_ready(self, path: str = "/health", timeout_s: float = START_TIMEOUT_S) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -46,12 +54,13 @@ class Server:
             text: str = reply.read().decode()
             return text
 
-    def metric(self, name: str) -> float:
-        """The sum of one prometheus metric over labels; 0.0 if there is none."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of one prometheus metric over all labels but these; 0.0 if there is none."""
         values = (
             line.rsplit(" ", 1)[1]
             for line in self.get("/metrics").splitlines()
             if line.startswith((f"{name} ", f"{name}{{"))
+            and all(f'{label}="{value}"' in line for label, value in labels.items())
         )
         return sum(map(float, values))
 
@@ -61,9 +70,15 @@ class Server:
             body: dict[str, Any] = json.load(reply)
             return body
 
-    def token_ids(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
-        (choice,) = self.complete(tokens, max_tokens)["choices"]
+    def token_ids(self, tokens: Sequence[int], max_tokens: int, **fields: Any) -> list[int]:
+        (choice,) = self.complete(tokens, max_tokens, **fields)["choices"]
         return list(choice["token_ids"])
+
+    def prefill(self, tokens: Sequence[int]) -> dict[str, Any]:
+        """Prefill for another engine; what a router would forward."""
+        params = self.complete(tokens, 1, kv_transfer_params=OFFER)["kv_transfer_params"]
+        assert isinstance(params, dict), params
+        return params
 
     def stream(self, tokens: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
         """The tokens of each event as it arrives."""
@@ -88,7 +103,7 @@ class Server:
         request = urllib.request.Request(
             f"{self.url}/v1/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", **self.headers},
         )
         try:
             return urllib.request.urlopen(request, timeout=REQUEST_TIMEOUT_S)
@@ -99,17 +114,45 @@ class Server:
 def start_engine(config: EngineConfig) -> Server:
     """``vllm serve`` of this engine, by its module: the command needs a package named vllm."""
     port, kv_port = free_port(), free_port()
-    arguments = config.engine_args(kv_port)
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-    for name, value in arguments.items():
+    command += _arguments(config, port, kv_port)
+    return Server(_url(port), Process.command(command, _environment(config, kv_port)))
+
+
+@contextmanager
+def forked(config: EngineConfig, kv_port: int) -> Iterator[Server]:
+    """The same in a fork of the process that has imported vLLM."""
+    port = free_port()
+    arguments = _arguments(config, port, kv_port)
+    process = Process.fork(api_server.serve, (arguments,), _environment(config, kv_port))
+    try:
+        server = Server(_url(port), process)
+        server.wait_ready()
+        yield server
+        os.kill(process.pid, signal.SIGTERM)  # it ends its engines and cleans up after them
+        process.wait(10)
+    finally:
+        process.forget()
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"
+
+
+def _environment(config: EngineConfig, kv_port: int) -> dict[str, str]:
+    return config.environment(kv_port) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def _arguments(config: EngineConfig, port: int, kv_port: int) -> list[str]:
+    """The command line of ``vllm serve``."""
+    found = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+    for name, value in config.engine_args(kv_port).items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            command += [option] if value else []
+            found += [option] if value else []
         else:
-            command += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
-    environment = config.environment(kv_port) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    return Server(f"http://127.0.0.1:{port}", Process.command(command, environment))
+            found += [option, json.dumps(value) if isinstance(value, dict) else str(value)]
+    return found
 
 
 def start_proxy(prefill: Sequence[Server], decode: Sequence[Server]) -> Server:
@@ -120,7 +163,18 @@ def start_proxy(prefill: Sequence[Server], decode: Sequence[Server]) -> Server:
         for server in servers:
             command += [option, server.url]
     environment = EngineConfig().environment(0)
-    return Server(f"http://127.0.0.1:{port}", Process.command(command, environment))
+    return Server(_url(port), Process.command(command, environment))
+
+
+@contextmanager
+def proxied(prefill: Server, decode: Server) -> Iterator[Server]:
+    """``kvxfer proxy`` in front of two engines that serve already."""
+    proxy = start_proxy([prefill], [decode])
+    try:
+        proxy.wait_ready()
+        yield proxy
+    finally:
+        proxy.process.forget()
 
 
 @contextmanager
@@ -133,7 +187,5 @@ def serving(prefill: EngineConfig, decode: EngineConfig) -> Iterator[tuple[Serve
             stack.callback(engines[-1].process.forget)
         for server in engines:
             server.wait_ready()
-        proxy = start_proxy(engines[:1], engines[1:])
-        stack.callback(proxy.process.forget)
-        proxy.wait_ready()
+        proxy = stack.enter_context(proxied(*engines))
         yield engines[0], engines[1], proxy

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.connector.worker_side import WorkerConnector
 from tests.vllm.scheduler_rig import BLOCK, OFFERED, Engine, Status
 from tests.vllm.test_reports import prompt
 
@@ -257,3 +258,21 @@ def test_versions_without_failed_requests_are_told_all_blocks(
     assert (request.status == Status.FINISHED_ERROR) == (policy == "fail")
     sink.run_until(sink.is_quiet)
     assert sink.stats["failed"] == {"ended": 1}
+
+
+@pytest.mark.parametrize(("num_ranks", "waits"), [(1, True), (2, False)])
+def test_a_step_that_others_share_does_not_wait(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, num_ranks: int, waits: bool
+) -> None:
+    """Without a token to compute, beside an offer that nobody takes: other ranks may have some."""
+    waited_s: list[float] = []
+
+    def wait(_worker: WorkerConnector, timeout_s: float) -> bool:
+        waited_s.append(timeout_s)
+        return False
+
+    monkeypatch.setattr(WorkerConnector, "wait_for_activity", wait)
+    source = make_engine(role="kv_producer", data_parallel_size=num_ranks)
+    prefill(source, "p", prompt(40))
+    source.run()
+    assert bool(waited_s) == waits

@@ -106,6 +106,12 @@ def test_each_data_parallel_rank_has_its_port(port: int, index: int, expected: i
     assert read_settings(config).config.port == expected
 
 
+def test_ranks_that_are_not_independent_compute_in_step() -> None:
+    assert not read_settings(vllm_config()).is_in_step
+    assert not read_settings(vllm_config(parallel={"data_parallel_size": 1})).is_in_step
+    assert read_settings(vllm_config(parallel={"data_parallel_size": 2})).is_in_step
+
+
 def test_older_versions_call_the_index_a_rank() -> None:
     config = vllm_config(parallel={"data_parallel_rank": 2})
     del config.parallel_config.data_parallel_index

@@ -12,12 +12,18 @@ from kvxfer.integrations.vllm.stats import PHASES, bounds_s, middle_of, rebuilt
 _COUNTED = {
     "requests.loaded": ("vllm:kvxfer_requests_loaded", "Requests whose KV was loaded from a peer."),
     "loads.nbytes": ("vllm:kvxfer_loaded_bytes", "Bytes of KV that were loaded from peers."),
-    "offers.opened": ("vllm:kvxfer_offers_opened", "Offers of KV that could be read, by rank."),
+    "offers.opened": (
+        "vllm:kvxfer_offers_opened",
+        "Offers of KV, counted by each rank.",
+    ),
     "offers.pinned": (
         "vllm:kvxfer_offers_pinned",
         "Offers of KV whose blocks an idle engine kept without their request.",
     ),
-    "offers.done": ("vllm:kvxfer_offers_done", "Offers of KV that were read to the end, by rank."),
+    "offers.done": (
+        "vllm:kvxfer_offers_done",
+        "Offers read to the end, counted by each rank.",
+    ),
 }
 _BY_REASON = {
     "failed": (
@@ -30,7 +36,7 @@ _BY_REASON = {
     ),
     "broken": (
         "vllm:kvxfer_offers_broken",
-        "Offers of KV that ended before they were read, by reason and rank.",
+        "Offers of KV that ended before they were read, by reason, counted by each rank.",
     ),
 }
 

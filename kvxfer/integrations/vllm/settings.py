@@ -40,6 +40,7 @@ class Settings:
         config: kvxfer's own settings; ``port`` is this data parallel rank's.
         can_send, can_receive: may requests offer KV, may they load it.
         block_tokens: of vLLM's cache config.
+        is_in_step: data-parallel ranks compute every step together (those of a mixture of experts).
         switch_interval_s: see :class:`PluginSettings`.
     """
 
@@ -51,6 +52,7 @@ class Settings:
     pp_size: int
     prefix_caching: bool
     block_tokens: int
+    is_in_step: bool = False
     switch_interval_s: float | None = None
 
 
@@ -76,6 +78,8 @@ def read_settings(vllm_config: Any) -> Settings:
         pp_size=parallel.pipeline_parallel_size,
         prefix_caching=bool(cache.enable_prefix_caching),
         block_tokens=cache.block_size,
+        # Ranks that are independent engines see a size of 1 here, whatever their number.
+        is_in_step=getattr(parallel, "data_parallel_size", 1) > 1,
         switch_interval_s=plugin.switch_interval_s,
     )
 

@@ -28,7 +28,8 @@ from kvxfer.transfer.manifest import CacheFacts, RankId
 IDLE_WAIT_S = (0.0002, 0.005)
 """How long a step that computes nothing waits for a transfer to end: this long at first, twice as
 long each time that nothing does, at most that long. An engine that only holds blocks makes 200
-steps a second then, not thousands; a new request waits 5 ms for it at worst.
+steps a second then, not thousands; a new request waits 5 ms for it at worst. Ranks in step do not
+wait: every other rank's step would take that much longer, and the pace is a forward pass anyway.
 """
 
 Locate = Callable[[Mapping[str, Tensor]], Located]
@@ -129,7 +130,7 @@ class WorkerSide:
     def get_transfer_results(self, finished_req_ids: Iterable[str]) -> Any:
         """Requests whose blocks come back, loads that are over, and those of them that failed."""
         core = self._running()
-        if self._is_idle_step and core.has_pending():
+        if self._is_idle_step and not self._settings.is_in_step and core.has_pending():
             self._wait(core)
         sent, received, failed = core.get_transfer_results(finished_req_ids)
         self._collected_s = time.monotonic()

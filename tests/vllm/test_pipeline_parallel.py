@@ -1,0 +1,69 @@
+"""Pipeline stages: each has the KV of its own layers, and several steps are under way at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.helpers import free_port
+from tests.vllm.cases import NEW_TOKENS, References, Tokens, concurrent_prompts, prompt
+from tests.vllm.engines import Connector, EngineConfig
+from tests.vllm.servers import Server, forked
+
+BOTH = Connector(role="kv_both")
+NUM_STAGES = 2
+# Of eager models vLLM's CPU build runs no stage but the first: the other one's input buffers are
+# made while a compiled model warms up. Dynamo's eager backend compiles nothing.
+STAGES = {
+    "pipeline_parallel_size": NUM_STAGES,
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Two stages with all heads of two layers each; two ranks with two heads of all layers."""
+
+    stages: Server
+    ranks: Server
+
+
+@pytest.fixture(scope="module")
+def sides() -> Iterator[Sides]:
+    with (
+        forked(EngineConfig(BOTH, block_tokens=32, more=STAGES), free_port()) as stages,
+        forked(EngineConfig(BOTH, block_tokens=64, tp_size=2), free_port()) as ranks,
+    ):
+        yield Sides(stages, ranks)
+
+
+@pytest.mark.parametrize("stages_are_source", [True, False], ids=["source", "sink"])
+def test_tokens_are_those_of_one_engine(
+    sides: Sides, references: References, stages_are_source: bool
+) -> None:
+    source, sink = sides.stages, sides.ranks
+    if not stages_are_source:
+        source, sink = sink, source
+    seed = 850 + stages_are_source  # else the sink has them in its prefix cache
+    prompts = [prompt(1, seed), prompt(700, seed), *concurrent_prompts(6, seed)]
+    want = references.tokens(prompts)
+
+    def decode(tokens: Tokens, params: dict[str, Any]) -> list[int]:
+        return sink.token_ids(tokens, NEW_TOKENS, kv_transfer_params=params)
+
+    before = _moved(sink)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        offered = list(pool.map(source.prefill, prompts))
+        assert {params["pp_size"] for params in offered} == {NUM_STAGES if stages_are_source else 1}
+        assert list(pool.map(decode, prompts, offered)) == want
+    assert _moved(sink) - before == sum(len(tokens) - 1 for tokens in prompts)
+
+
+def _moved(server: Server) -> int:
+    """Prompt tokens whose KV came from a peer, by vLLM's own counter."""
+    return int(server.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer"))
