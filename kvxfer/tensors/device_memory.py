@@ -29,15 +29,17 @@ _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that t
 
 
 class MappedMemory:
-    """A peer's memory as this GPU addresses it; made by :func:`map_memory`."""
+    """Memory as this GPU addresses it: a peer's, of :func:`map_memory`, or its own, of
+    :func:`allocate`.
+    """
 
     def __init__(self, memory: DeviceMemory, close: Callable[[], None]) -> None:
         self.memory = memory
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:
-        """Unmap it; nothing may run on it any more. It may wait for other work of this GPU.
-        Idempotent.
+        """Unmap or free it; nothing may run on it any more. It may wait for other work of this
+        GPU. Idempotent.
         """
         close, self._close = self._close, None
         if close is not None:
@@ -106,6 +108,32 @@ def map_memory(handle: CudaIpcHandle, device: torch.device) -> MappedMemory:
                 f"{handle.pid}, got a mapping of {int(mapped_nbytes)}"
             )
     return MappedMemory(DeviceMemory(base + handle.offset, handle.nbytes), close)
+
+
+def allocate(nbytes: int, device: torch.device) -> MappedMemory:
+    """Memory of the GPU's own, outside of PyTorch's allocator; other processes can map it.
+
+    Raises TransportUnavailable with the driver's reason.
+    """
+    driver = _driver()
+    with _context(driver, device):
+        (address,) = _call(driver, "cuMemAlloc", nbytes)
+
+    def close() -> None:
+        with _context(driver, device):
+            _call(driver, "cuMemFree", int(address))
+
+    return MappedMemory(DeviceMemory(int(address), nbytes), close)
+
+
+@contextmanager
+def current_context(device: torch.device) -> Iterator[None]:
+    """The GPU's context current on this thread, for libraries that work in whatever it is.
+
+    Raises TransportUnavailable.
+    """
+    with _context(_driver(), device):
+        yield
 
 
 def _driver() -> ModuleType:

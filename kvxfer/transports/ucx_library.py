@@ -1,0 +1,198 @@
+"""Finding UCX and its binding ``ucxx``, and what UCX is told.
+
+Neither is imported before somebody asks for the wire: kvxfer runs without them. ``libucx`` (the
+wheel that carries UCX) has to be loaded before ``ucxx``, whose own loader skips it unless RMM is
+installed, which this wire has no use for. Without that wheel the system's UCX is taken;
+``RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true`` takes it in any case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from ipaddress import ip_address
+from typing import Any, Protocol
+
+import torch
+
+from kvxfer.config import variables_kept, variables_of
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transports.pipe import PipeBroken
+
+
+class Request(Protocol):
+    """An operation that has begun."""
+
+    completed: bool
+
+    def check_error(self) -> None: ...
+
+
+class StartsOperation(Protocol):
+    """Sends an array, or receives into one."""
+
+    def __call__(self, array: object, tag: object) -> Request: ...
+
+
+class Endpoint(Protocol):
+    """One connection of a worker."""
+
+    alive: bool
+    tag_send: StartsOperation
+    tag_recv: StartsOperation
+
+    def raise_on_error(self) -> None: ...
+    def close_blocking(self) -> None: ...
+
+
+class Address(Protocol):
+    """Of a worker."""
+
+    def tobytes(self) -> bytes: ...
+
+
+class Worker(Protocol):
+    """What matches tags and makes progress."""
+
+    address: Address
+    epoll_file_descriptor: int
+
+    def init_blocking_progress_mode(self) -> None: ...
+    def progress_once(self) -> bool: ...
+    def arm(self) -> bool: ...
+    def cancel_inflight_requests(self) -> int: ...
+
+
+UCXX_AT_LEAST = (0, 51)
+"""Earlier ones are linked with RMM."""
+INSTALL = "install kvxfer[ucx]"
+
+_SEGMENT = "256k"
+"""Of UCX over TCP, which copies into a buffer of this size, sends it, and copies out of one. Its
+own 8 KiB cost twice the CPU time (49 ms for 64 MiB instead of 24); 1 MiB is no better."""
+_RNDV_THRESH_CUDA = "8192"
+"""``auto`` and ``inf`` send memory of a GPU through the host: 0.5 GB/s instead of 300."""
+
+_lock = threading.Lock()
+
+
+class Ucx:
+    """``ucxx``, in the words that are used here."""
+
+    def __init__(self) -> None:
+        """Raises TransportUnavailable with what to install."""
+        package, self._array = _import_ucxx()
+        check_version(str(package.__version__))
+        self._library: Any = package.libucxx
+        self.Error: type[Exception] = self._library.UCXError
+
+    def context(self, device: torch.device, host: str) -> object:
+        """For staging on this device. Raises TransportUnavailable."""
+        feature = self._library.Feature
+        try:
+            # With all features an endpoint takes twice the time (20 ms of CPU) to choose protocols.
+            context = self._library.UCXContext(
+                config_dict=settings(device, host, variables_of("UCX_")),
+                feature_flags=(feature.TAG, feature.WAKEUP),
+            )
+        except self.Error as exc:
+            raise TransportUnavailable(f"ucx: expected a UCX that starts, got {exc!r}") from exc
+        # One without CUDA, or without the driver, would take GPU memory for the host's.
+        if device.type == "cuda" and "cuda_cpy" not in context.info:
+            raise TransportUnavailable(
+                "ucx: expected a UCX with CUDA, because the KV is in GPU memory, got one without; "
+                "libucx-cu13 has it, and so has a system UCX that was built --with-cuda"
+            )
+        made: object = context
+        return made
+
+    def worker(self, context: object) -> Worker:
+        """One that can be waited for. Raises TransportUnavailable."""
+        try:
+            worker: Worker = self._library.UCXWorker(context)
+            worker.init_blocking_progress_mode()
+        except self.Error as exc:
+            raise TransportUnavailable(f"ucx: expected a worker, got {exc!r}") from exc
+        return worker
+
+    def connect(self, worker: Worker, address: bytes) -> Endpoint:
+        """To the worker with this address. Raises PipeBroken."""
+        try:
+            peer = self._library.UCXAddress.create_from_buffer(address)
+            endpoint: Endpoint = self._library.UCXEndpoint.create_from_worker_address(
+                worker, peer, endpoint_error_handling=True
+            )
+        except (self.Error, IndexError) as exc:
+            raise PipeBroken(f"ucx: expected an address that can be reached, got {exc!r}") from exc
+        return endpoint
+
+    def array(self, part: torch.Tensor) -> object:
+        """Flat memory that an operation may be given."""
+        return self._array(part if part.is_cuda else part.numpy())
+
+    def tag(self, number: int) -> object:
+        """64 bits."""
+        tag: object = self._library.UCXXTag(number)
+        return tag
+
+
+def _import_ucxx() -> tuple[Any, Callable[[object], object]]:
+    """The package, and what makes one of its arrays."""
+    # What ucxx sets when it is imported, NIXL would find too. UCX reads this one when it is loaded:
+    # the cache of memory types needs hooks, which miss memory that is freed.
+    with _lock, variables_kept("UCX_", UCX_MEMTYPE_CACHE="n"):
+        try:
+            _load_wheel_of_ucx()
+            # optional, and without types
+            package = importlib.import_module("ucxx")
+            array: Callable[[object], object] = importlib.import_module("ucxx._lib.arr").Array
+        except (ImportError, OSError) as exc:
+            raise TransportUnavailable(f"ucx: expected ucxx, got {exc}; {INSTALL}") from exc
+    return package, array
+
+
+def check_version(version: str) -> None:
+    """Raises TransportUnavailable for one of ``ucxx`` that this wire was not written for."""
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < UCXX_AT_LEAST:
+        least = ".".join(map(str, UCXX_AT_LEAST))
+        raise TransportUnavailable(f"ucx: expected ucxx {least} or newer, got {version}; {INSTALL}")
+
+
+def settings(device: torch.device, host: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Options of UCX, without their prefix; what the environment says of one stays."""
+    chosen = {
+        # With peer error handling shared memory is never taken, yet each worker would map 4 MiB.
+        "TLS": "^sm,self",
+        "TCP_TX_SEG_SIZE": _SEGMENT,
+        "TCP_RX_SEG_SIZE": _SEGMENT,
+    }
+    if device.type == "cuda":
+        chosen |= {
+            "RNDV_THRESH": _RNDV_THRESH_CUDA,
+            "RNDV_FRAG_MEM_TYPE": "cuda",
+            "MAX_RNDV_RAILS": "1",
+        }
+    if (loopback := _loopback(host)) is not None:
+        chosen["NET_DEVICES"] = loopback
+    return {name: value for name, value in chosen.items() if f"UCX_{name}" not in environ}
+
+
+def _loopback(host: str) -> str | None:
+    """The device that an engine listens on which nobody outside shall reach; UCX listens on all."""
+    try:
+        is_loopback = host == "localhost" or ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return None
+    devices = [name for _, name in socket.if_nameindex()]
+    return "lo" if is_loopback and "lo" in devices else None
+
+
+def _load_wheel_of_ucx() -> None:
+    try:
+        libucx = importlib.import_module("libucx")
+    except ModuleNotFoundError:
+        return  # then the loader finds the system's, or says that there is none
+    libucx.load_library()

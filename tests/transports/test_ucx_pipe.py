@@ -1,0 +1,436 @@
+"""UCX as a pipe: the contract, and what is UCX's own."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transports.base import Wake
+from kvxfer.transports.pipe import PipeBroken, Slots
+from kvxfer.transports.ucx_end import tag_of
+from kvxfer.transports.ucx_library import Worker, check_version, settings
+from kvxfer.transports.ucx_pipe import UcxPipe, UcxSinkLane, UcxSourceLane
+from kvxfer.transports.ucx_staging import make_staging
+from tests.helpers import assert_same_bytes, needs_ucxx, poisoned, run_pair
+from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names
+
+SLOTS = Slots(num_slots=2, slot_nbytes=1 << 20)
+CPU = torch.device("cpu")
+
+
+def ucx_pipe(device: torch.device, wake: Wake) -> UcxPipe:
+    return UcxPipe(device, Config(), wake)
+
+
+@needs_ucxx
+@pytest.mark.parametrize("scenario", scenario_names())
+def test_ucx_keeps_the_contract(scenario: str) -> None:
+    check_pipe(PipeCase(ucx_pipe, is_broken_by_death=True), scenario)
+
+
+@needs_ucxx
+@pytest.mark.gpu
+@pytest.mark.parametrize("scenario", scenario_names())
+def test_ucx_keeps_the_contract_between_gpus(scenario: str) -> None:
+    check_pipe(PipeCase(ucx_pipe, device="cuda:0", is_broken_by_death=True), scenario)
+
+
+# ------------------------------------------------------------------ two ends in one process
+
+
+@dataclass
+class Ends:
+    """Both ends of a connection, each on a pipe of its own."""
+
+    source_pipe: UcxPipe
+    sink_pipe: UcxPipe
+    source: UcxSourceLane
+    sink: UcxSinkLane
+
+    def until(self, wanted: Callable[[], Any], timeout_s: float = 5.0) -> Any:
+        deadline_s = time.monotonic() + timeout_s
+        while not (found := wanted()):
+            assert time.monotonic() < deadline_s, "waited in vain"
+            self.source_pipe.progress()
+            self.sink_pipe.progress()
+        return found
+
+    def send(self, slot: int, generation: int, fill: int, nbytes: int = SLOTS.slot_nbytes) -> None:
+        self.source.staging(slot, nbytes).fill_(fill)
+        assert self.source.send(slot, generation, nbytes) == ()
+        assert self.source.poll() == [slot]
+
+
+@contextmanager
+def two_ends(wake: Wake = lambda: None) -> Iterator[Ends]:
+    pipes = [ucx_pipe(CPU, wake) for _ in range(2)]
+    try:
+        sink = pipes[1].open_sink(SLOTS)
+        source = pipes[0].open_source(sink.address, SLOTS)
+        sink.connected(source.address)
+        yield Ends(pipes[0], pipes[1], source, sink)
+    finally:
+        for pipe in pipes:
+            pipe.close()
+
+
+def filled(value: int, nbytes: int) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+@needs_ucxx
+def test_a_slot_is_named_when_it_was_announced_and_has_come() -> None:
+    with two_ends() as ends:
+        ends.send(1, 0, fill=7)
+        ends.send(0, 0, fill=8, nbytes=5)
+        ends.until(lambda: all(request.completed for request in ends.sink._posted.values()))
+        assert ends.sink.poll() == []  # UCX brought them, but nobody said what they are
+        ends.sink.announced(0, 0, 5, ())
+        assert ends.sink.poll() == [0]
+        assert_same_bytes(ends.sink.payload(0), filled(8, 5))
+        assert ends.sink.poll() == []
+        ends.sink.announced(1, 0, SLOTS.slot_nbytes, ())
+        assert ends.sink.poll() == [1]
+        assert_same_bytes(ends.sink.payload(1), filled(7, SLOTS.slot_nbytes))
+
+
+@needs_ucxx
+def test_another_generation_or_connection_is_not_taken() -> None:
+    with two_ends() as ends:
+        for slot, tag in (
+            (0, tag_of(ends.source._connection, 0, 1)),
+            (1, tag_of(ends.source._connection + 1, 1, 0)),
+        ):
+            ends.source.staging(slot, 100).fill_(0xBA)
+            ends.source.end.send(slot, tag, 100)
+        for slot in range(2):
+            ends.sink.announced(slot, 0, 100, ())
+        deadline_s = time.monotonic() + 0.2
+        while time.monotonic() < deadline_s:
+            ends.source_pipe.progress()
+            ends.sink_pipe.progress()
+            assert ends.sink.poll() == []
+        ends.send(0, 0, fill=3, nbytes=100)
+        assert ends.until(ends.sink.poll) == [0]
+        assert_same_bytes(ends.sink.payload(0), filled(3, 100))
+
+
+@needs_ucxx
+def test_frames_beside_an_announcement_are_refused() -> None:
+    with two_ends() as ends, pytest.raises(ProtocolError, match="got 1 frames"):
+        ends.sink.announced(0, 0, 1, [zmq.Frame(b"x")])
+
+
+def _send_to(ends: Ends, address: bytes) -> None:
+    lane = ends.source_pipe.open_source(address, SLOTS)
+    lane.send(0, 0, 1)
+    assert lane.poll() == [0]
+    ends.until(lane.poll)
+
+
+@needs_ucxx
+def test_addresses_that_are_none() -> None:
+    with two_ends() as ends:
+        with pytest.raises(TransportUnavailable, match="expected a sink's address"):
+            ends.source_pipe.open_source(b"\xff", SLOTS)
+        with pytest.raises(TransportUnavailable, match="expected a sink's address"):
+            ends.source_pipe.open_source(msgspec.msgpack.encode([1 << 32, b"x"]), SLOTS)
+        with pytest.raises(PipeBroken, match="expected the address of a source's end"):
+            ends.sink_pipe.open_sink(SLOTS).connected(b"")
+        with pytest.raises(TransportUnavailable, match="expected at most 4096 slots, got 5000"):
+            ends.sink_pipe.open_sink(Slots(5000, 1))
+        gone = ends.sink_pipe.open_sink(SLOTS)
+        gone.close()
+        with pytest.raises((TransportUnavailable, PipeBroken), match="ucx: expected"):
+            _send_to(ends, gone.address)  # either at once, or the first chunk tells
+        ends.send(0, 0, fill=1)
+        ends.sink.announced(0, 0, SLOTS.slot_nbytes, ())
+        assert ends.until(ends.sink.poll) == [0]  # the connection beside them goes on
+
+
+@needs_ucxx
+def test_the_descriptor_is_silent_when_nothing_is_to_be_done() -> None:
+    with two_ends() as ends:
+        ends.send(0, 0, fill=1)
+        ends.sink.announced(0, 0, SLOTS.slot_nbytes, ())
+        ends.until(ends.sink.poll)
+        for _ in range(100):
+            ends.source_pipe.progress()
+            ends.sink_pipe.progress()
+        (fd,) = ends.sink_pipe.fds()
+        assert not select.select([fd], [], [], 0.05)[0]
+        ends.send(1, 0, fill=1)
+        assert select.select([fd], [], [], 1.0)[0]
+
+
+@needs_ucxx
+def test_an_idle_pipe_takes_no_time() -> None:
+    with two_ends() as ends:
+        ends.until(lambda: not select.select(ends.sink_pipe.fds(), [], [], 0.01)[0])
+        before_s = time.process_time()
+        for _ in range(100):
+            ends.sink_pipe.progress()
+        assert time.process_time() - before_s < 0.1  # a spin each time would be 3 ms in all
+
+
+class Busy:
+    """A worker that has something to do so many times, whatever its descriptor says."""
+
+    def __init__(self, worker: Any, times: int) -> None:
+        self._worker, self.times = worker, times
+        self.armed = False
+
+    def progress_once(self) -> bool:
+        self.armed = False
+        self.times -= 1
+        return bool(self._worker.progress_once()) or self.times >= 0
+
+    def arm(self) -> bool:
+        self.armed = bool(self._worker.arm()) and self.times < 0
+        return self.armed
+
+    def cancel_inflight_requests(self) -> int:
+        return int(self._worker.cancel_inflight_requests())
+
+
+def busy(lane: UcxSourceLane | UcxSinkLane, times: int) -> Busy:
+    worker = Busy(lane.end.worker, times)
+    lane.end.worker = cast(Worker, worker)
+    return worker
+
+
+@needs_ucxx
+@pytest.mark.parametrize("times", [0, 1, 2])
+def test_a_worker_is_armed_or_driven_again(times: int) -> None:
+    """UCX may leave a descriptor silent that nobody has armed (over TCP it does not)."""
+    wakes: list[bool] = []
+    with two_ends(lambda: wakes.append(True)) as ends:
+        worker = busy(ends.sink_pipe.open_sink(SLOTS), times)
+        ends.sink_pipe.progress()
+        assert worker.armed
+        worker = busy(ends.source, times)
+        ends.source_pipe.progress()
+        assert worker.armed
+        wakes.clear()
+        worker.times = times
+        ends.send(0, 0, fill=1, nbytes=1)
+        assert worker.armed != bool(wakes)
+        ends.source_pipe.progress()
+        assert worker.armed
+
+
+@needs_ucxx
+def test_progress_comes_back_in_time() -> None:
+    wakes: list[bool] = []
+    with two_ends(lambda: wakes.append(True)) as ends:
+        busy(ends.source, 1 << 60)
+        wakes.clear()
+        begin_s = time.monotonic()
+        ends.source_pipe.progress()
+        assert time.monotonic() - begin_s < 0.1
+        assert wakes == [True]
+        ends.source_pipe.progress()
+        assert wakes == [True, True]
+
+
+class Endless:
+    """An operation that does not end, whatever is done."""
+
+    completed = False
+
+    def check_error(self) -> None:
+        raise AssertionError("asked before its end")
+
+
+@needs_ucxx
+def test_staging_of_an_operation_without_an_end_is_kept() -> None:
+    with two_ends() as ends:
+        ends.sink.end._under_way.add(Endless())
+        staging = ends.sink.end.parts[0]
+        ends.sink.close()
+        assert ends.sink_pipe.quarantined_nbytes == SLOTS.nbytes
+        assert ends.sink_pipe._quarantined[0].parts[0] is staging
+        ends.source.close()
+        assert ends.source_pipe.quarantined_nbytes == 0
+
+
+# ------------------------------------------------------------------ peers that die or stop
+
+
+def _early_victim(channel: Connection) -> None:
+    """A source that sends before the sink knows it, and is killed."""
+    pipe = ucx_pipe(CPU, lambda: None)
+    lane = pipe.open_source(channel.recv(), SLOTS)
+    for slot in range(2):
+        lane.send(slot, 0, SLOTS.slot_nbytes)
+    deadline_s = time.monotonic() + 0.3
+    while time.monotonic() < deadline_s:
+        pipe.progress()
+    channel.send(lane.address)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wait_for_two(pipe: UcxPipe, lane: UcxSinkLane, address: bytes) -> None:
+    lane.connected(address)
+    for slot in range(2):
+        lane.announced(slot, 0, SLOTS.slot_nbytes, ())
+    deadline_s = time.monotonic() + 1.0
+    while time.monotonic() < deadline_s:
+        pipe.progress()
+        lane.poll()
+
+
+def _early_survivor(channel: Connection) -> None:
+    pipe = ucx_pipe(CPU, lambda: None)
+    lane = pipe.open_sink(SLOTS)
+    channel.send(lane.address)
+    deadline_s = time.monotonic() + 5.0
+    while not channel.poll():
+        assert time.monotonic() < deadline_s
+        pipe.progress()
+    address = channel.recv()
+    with pytest.raises(EOFError):
+        channel.recv()
+    deadline_s = time.monotonic() + 0.3
+    while time.monotonic() < deadline_s:
+        pipe.progress()
+        assert not lane.poll()
+    with pytest.raises(PipeBroken):
+        _wait_for_two(pipe, lane, address)
+    lane.close()
+    pipe.close()
+    assert pipe.quarantined_nbytes == 0
+
+
+@needs_ucxx
+def test_a_source_that_dies_before_the_sink_knows_it() -> None:
+    run_pair(_early_victim, _early_survivor, exit_codes=(-9, 0), timeout_s=30)
+
+
+def _stops(channel: Connection) -> None:
+    pipe = ucx_pipe(CPU, lambda: None)
+    lane = pipe.open_source(channel.recv(), SLOTS)
+    channel.send(lane.address)
+    channel.send(os.getpid())
+    for slot in range(2):
+        lane.send(slot, 0, SLOTS.slot_nbytes)
+    while not channel.poll():
+        pipe.progress()
+    lane.close()
+    pipe.close()
+
+
+def _closes_beside_a_stopped_peer(channel: Connection) -> None:
+    pipe = ucx_pipe(CPU, lambda: None)
+    lane = pipe.open_sink(SLOTS)
+    channel.send(lane.address)
+    lane.connected(channel.recv())
+    pid: int = channel.recv()
+    os.kill(pid, signal.SIGSTOP)
+    begin_s = time.monotonic()
+    pipe.progress()
+    lane.close()
+    pipe.close()
+    assert time.monotonic() - begin_s < 1.0
+    assert pipe.quarantined_nbytes == 0
+    os.kill(pid, signal.SIGCONT)
+    channel.send("end")
+
+
+@needs_ucxx
+def test_close_does_not_wait_for_a_stopped_peer() -> None:
+    run_pair(_stops, _closes_beside_a_stopped_peer, timeout_s=30)
+
+
+# ------------------------------------------------------------------ the library
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    with pytest.raises(TransportUnavailable, match=r"expected ucxx, got .*; install kvxfer\[ucx\]"):
+        ucx_pipe(CPU, lambda: None)
+
+
+def test_an_old_version_is_refused() -> None:
+    check_version("0.51.1")
+    check_version("1.2.3")
+    with pytest.raises(TransportUnavailable, match=r"0\.51 or newer, got 0\.46\.00; install"):
+        check_version("0.46.00")
+
+
+@needs_ucxx
+def test_the_environment_stays_as_it_was() -> None:
+    """ucxx sets options of UCX for the whole process, NIXL's included, when it is imported."""
+    code = (
+        "import os\n"
+        "os.environ['UCX_RNDV_FRAG_MEM_TYPE'] = 'host'\n"
+        "from kvxfer.transports.ucx_library import Ucx\n"
+        "Ucx()\n"
+        "assert {n for n in os.environ if n.startswith('UCX_')} == {'UCX_RNDV_FRAG_MEM_TYPE'}\n"
+        "assert os.environ['UCX_RNDV_FRAG_MEM_TYPE'] == 'host'\n"
+    )
+    environ = {n: v for n, v in os.environ.items() if not n.startswith("UCX_")}
+    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=60)
+
+
+def test_settings() -> None:
+    host = settings(CPU, "0.0.0.0", {})
+    assert host == {"TLS": "^sm,self", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+    gpu = settings(torch.device("cuda:0"), "10.0.0.1", {"UCX_TLS": "tcp,cuda"})
+    assert "TLS" not in gpu  # what the environment says stays
+    assert gpu["RNDV_THRESH"] == "8192"  # inf, which helps host memory, makes a GPU's crawl
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.3.4.5", "[::1]"])
+def test_a_loopback_engine_is_not_reachable_from_outside(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [(1, "lo"), (2, "eth0")]
+    monkeypatch.setattr(socket, "if_nameindex", lambda: devices)
+    assert settings(CPU, host, {})["NET_DEVICES"] == "lo"
+    assert "NET_DEVICES" not in settings(CPU, host, {"UCX_NET_DEVICES": "eth0"})
+
+
+def test_tags_tell_apart() -> None:
+    tags = {tag_of(c, s, g) for c in (0, 1, 2**32 - 1) for s in (0, 1, 4095) for g in (0, 1, 9)}
+    assert len(tags) == 27
+    assert max(tags) < 1 << 64
+    assert tag_of(1, 2, 1 << 20) == tag_of(1, 2, 0)  # generations wrap
+
+
+def test_host_staging_is_zeroed_and_flat() -> None:
+    staging = make_staging(4097, CPU)
+    assert_same_bytes(staging, torch.zeros(4097, dtype=torch.uint8))
+    staging.copy_(poisoned((4097,)))
+
+
+@pytest.mark.gpu
+def test_staging_on_a_gpu_is_no_allocators() -> None:
+    device = torch.device("cuda:0")
+    before = torch.cuda.memory_allocated(device)
+    staging = make_staging(8 << 20, device)
+    assert (staging.dtype, staging.device, staging.numel()) == (torch.uint8, device, 8 << 20)
+    assert torch.cuda.memory_allocated(device) == before
+    free_nbytes, _ = torch.cuda.mem_get_info(device)
+    part = staging[5:]
+    del staging
+    assert torch.cuda.mem_get_info(device)[0] == free_nbytes  # a tensor of it lives
+    del part
+    assert torch.cuda.mem_get_info(device)[0] >= free_nbytes + (8 << 20)
