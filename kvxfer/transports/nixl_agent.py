@@ -1,0 +1,188 @@
+"""What kvxfer uses of NIXL, typed: one agent with its UCX plugin.
+
+NIXL's own errors have no common base and become PipeBroken here. An agent is for one thread. It
+brings UCX of its own, which may lie in one process beside another.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+import torch
+
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transports.pipe import PipeBroken
+
+Operation = Literal["READ", "WRITE"]
+_log = logging.getLogger("kvxfer.transports")
+_Foreign: TypeAlias = Any
+"""An object of NIXL's bindings, which have no types."""
+
+PROGRESS_DELAY_US = 100_000
+"""What UCX does for a peer (connect, serve a read over TCP) it does on a thread of NIXL's, which
+sleeps on UCX's descriptors and looks after so long at the latest: 0.05 % of a core when nothing
+happens. NIXL's Python classes can only start that thread with 0, which looks without a pause and
+takes a whole core; with none at all a peer gets nothing while this process computes.
+"""
+
+
+class Area(msgspec.Struct, frozen=True, array_like=True):
+    """Registered memory, or a part of it. ``device``: which GPU, for VRAM."""
+
+    address: int
+    nbytes: int
+    device: int
+    kind: Literal["DRAM", "VRAM"]
+
+    @classmethod
+    def of(cls, memory: torch.Tensor) -> Area:
+        """Where a contiguous tensor of bytes lies."""
+        kind: Literal["DRAM", "VRAM"] = "DRAM" if memory.device.type == "cpu" else "VRAM"
+        return cls(memory.data_ptr(), memory.numel(), memory.device.index or 0, kind)
+
+    def part(self, begin: int, nbytes: int) -> Area:
+        """So many bytes of it."""
+        return Area(self.address + begin, nbytes, self.device, self.kind)
+
+
+class Request:
+    """One READ or WRITE, which may be posted again when it is done. Raises PipeBroken."""
+
+    __slots__ = ("_agent", "_handle", "_nixl")
+
+    def __init__(self, nixl: _Library, agent: _Foreign, handle: int) -> None:
+        self._nixl, self._agent, self._handle = nixl, agent, handle
+
+    def post(self) -> bool:
+        """Begin. True if it is done already, as it is where this process copies by itself."""
+        return self._state(self._agent.postXferReq)
+
+    def is_done(self) -> bool:
+        """Looks; what there is to do for it is done on the way. Not after it has failed."""
+        return self._state(self._agent.getXferStatus)
+
+    def _state(self, ask: Callable[[int], object]) -> bool:
+        nixl = self._nixl
+        try:
+            state = ask(self._handle)
+        except nixl.errors as exc:
+            raise PipeBroken(f"nixl: expected a transfer to go on, got {exc!r}") from exc
+        if state == nixl.done:
+            return True
+        if state != nixl.going_on:
+            raise PipeBroken(f"nixl: expected a transfer to go on, got {state}")
+        return False
+
+    def release(self) -> None:
+        """It is done or has failed, and will not be posted again."""
+        try:
+            self._agent.releaseXferReq(self._handle)
+        except self._nixl.errors as exc:
+            _log.warning("nixl: a request cannot be released, and its memory is lost: %r", exc)
+
+
+class _Library:
+    """The bindings."""
+
+    def __init__(self) -> None:
+        try:
+            self.bindings: Any = import_module("nixl._bindings")
+        except ImportError as exc:
+            raise TransportUnavailable(
+                f"nixl: expected the package nixl, got {exc}; install kvxfer[nixl]"
+            ) from exc
+        names = [name for name in dir(self.bindings) if name.endswith("Error")]
+        self.errors = tuple(getattr(self.bindings, name) for name in names)
+        self.done = self.bindings.NIXL_SUCCESS
+        self.going_on = self.bindings.NIXL_IN_PROG
+        self.operations = {"READ": self.bindings.NIXL_READ, "WRITE": self.bindings.NIXL_WRITE}
+        self.kinds = {"DRAM": self.bindings.DRAM_SEG, "VRAM": self.bindings.VRAM_SEG}
+
+
+class NixlAgent:
+    """Registered memory, the peers that are known, and requests between them.
+
+    Making one takes 70 to 500 ms. Raises TransportUnavailable.
+    """
+
+    def __init__(self) -> None:
+        self._nixl = nixl = _Library()
+        bindings = nixl.bindings
+        settings = bindings.nixlAgentConfig()
+        settings.useProgThread = True
+        settings.pthrDelay = PROGRESS_DELAY_US
+        try:
+            self._agent: Any = bindings.nixlAgent(f"kvxfer-{secrets.token_hex(16)}", settings)
+            self._backends = [self._agent.createBackend("UCX", {})]
+        except nixl.errors as exc:
+            raise TransportUnavailable(f"nixl: expected its UCX plugin, got {exc!r}") from exc
+
+    def register(self, area: Area) -> _Foreign:
+        """For peers, until ``deregister`` gets what this returns. Raises TransportUnavailable."""
+        descriptor = (area.address, area.nbytes, area.device, "")
+        registered = self._nixl.bindings.nixlRegDList(self._nixl.kinds[area.kind], [descriptor])
+        try:
+            self._agent.registerMem(registered, self._backends)
+        except self._nixl.errors as exc:
+            raise TransportUnavailable(
+                f"nixl: expected to register {area.nbytes} bytes of {area.kind}, got {exc!r}"
+            ) from exc
+        return registered
+
+    def deregister(self, registered: _Foreign) -> None:
+        """What ``register`` has returned."""
+        self._agent.deregisterMem(registered, self._backends)
+
+    def metadata(self, registered: _Foreign | None = None) -> bytes:
+        """With it a peer can reach this agent, and this memory."""
+        if registered is None:
+            registered = self._nixl.bindings.nixlRegDList(self._nixl.kinds["DRAM"])
+        return bytes(self._agent.getLocalPartialMD(registered, True, self._backends))
+
+    def add_peer(self, metadata: bytes) -> str:
+        """Connect, and know that memory; the name of the peer. Raises PipeBroken."""
+        try:
+            name = self._agent.loadRemoteMD(metadata)
+        except self._nixl.errors as exc:
+            raise PipeBroken(f"nixl: expected metadata of an agent, got {exc!r}") from exc
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def remove_peer(self, peer: str) -> None:
+        """Forget it and everything of it."""
+        self._agent.invalidateRemoteMD(peer)
+
+    def request(self, operation: Operation, own: Area, peer: str, theirs: Area) -> Request:
+        """From or to ``own``; both registered, of one size. Raises PipeBroken."""
+        nixl = self._nixl
+        sides = [
+            nixl.bindings.nixlXferDList(nixl.kinds[a.kind], [(a.address, a.nbytes, a.device)])
+            for a in (own, theirs)
+        ]
+        kind = nixl.operations[operation]
+        try:
+            handle = self._agent.createXferReq(kind, *sides, peer, b"", self._backends)
+        except nixl.errors as exc:
+            raise PipeBroken(f"nixl: expected {theirs} of {peer}, got {exc!r}") from exc
+        return Request(nixl, self._agent, handle)
+
+    def notify(self, peer: str, note: bytes) -> bool:
+        """A few bytes for another agent. False if it cannot be reached any more."""
+        try:
+            self._agent.genNotif(peer, note)
+        except self._nixl.errors:
+            return False
+        return True
+
+    def notes(self) -> list[tuple[str, bytes]]:
+        """What other agents have sent since: who, and what."""
+        found = self._agent.getNotifs({}, self._backends)
+        return [(str(peer), bytes(note)) for peer, notes in found.items() for note in notes]
+
+    def close(self) -> None:
+        """Its thread ends, and nothing of UCX touches memory any more."""
+        del self._agent

@@ -1,0 +1,263 @@
+"""The ends of a connection over NIXL: the one that reads or writes, and the one that it reaches.
+
+Neither NIXL nor UCX can say when a peer has let go of memory that it may reach. So staging that was
+reached keeps its bytes until the other end has said that it is over, or cannot be reached any more:
+a sink that stood still may have an announcement in its hand long after its source has given it up,
+and would take what another request has left there for its own. None of it is freed before the agent
+is: over TCP UCX reads and writes at an address without asking whether it is still registered.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from kvxfer.transports.nixl_agent import Area, Operation, Request
+from kvxfer.transports.nixl_host import NixlHost, Staging
+from kvxfer.transports.pipe import PipeBroken
+
+FIRST_LOOK_S, LAST_LOOK_S = 50e-6, 1e-3
+"""When a transfer is looked at that goes on: each time twice as late, and again from the first on
+when one has ended."""
+SLOW_LOOK_S = 0.1
+"""How often a peer is asked for that has to let go of staging."""
+GO, OVER = b"go", b"ov"
+"""Notes of NIXL's, before the name of a connection: the sink knows the source, which may write from
+now on; the end that reads or writes has done so for the last time."""
+
+
+class Address(msgspec.Struct, frozen=True, array_like=True):
+    """What one end says of itself. ``connection``, ``operation``: as the sink has said."""
+
+    connection: bytes
+    operation: Operation
+    metadata: bytes
+    area: Area
+    slot_nbytes: int
+
+    @classmethod
+    def decode(cls, address: bytes) -> Address:
+        """Raises PipeBroken."""
+        try:
+            return msgspec.msgpack.decode(address, type=cls)
+        except msgspec.MsgspecError as exc:
+            raise PipeBroken(f"nixl: expected the address of another end, got {exc}") from exc
+
+
+class End(ABC):
+    """One end of a connection. Closed, it is the pipe's until it is over."""
+
+    def __init__(self, host: NixlHost, staging: Staging, connection: bytes) -> None:
+        self.host, self.staging, self.connection = host, staging, connection
+        self.peer = ""
+        self.closed_s: float | None = None
+
+    def meet(self, theirs: Address) -> None:
+        """Raises PipeBroken."""
+        slots, area = self.staging.slots, theirs.area
+        # A source may have fewer slots than its sink has asked for
+        if theirs.slot_nbytes != slots.slot_nbytes or area.nbytes % slots.slot_nbytes:
+            raise PipeBroken(f"nixl: expected staging of {slots}, got {theirs.area}")
+        self.peer = self.host.add_peer(theirs.metadata)
+
+    def address(self, operation: Operation) -> bytes:
+        """For the other end."""
+        staging = self.staging
+        nbytes = staging.slots.slot_nbytes
+        return msgspec.msgpack.encode(
+            Address(self.connection, operation, self.metadata(), staging.area, nbytes)
+        )
+
+    @abstractmethod
+    def metadata(self) -> bytes:
+        """With it the peer can reach what it has to reach, and no more."""
+
+    @abstractmethod
+    def heard(self, word: bytes) -> None:
+        """A note of the peer's for this connection."""
+
+    @abstractmethod
+    def is_over(self) -> bool:
+        """Does nobody touch the staging any more?"""
+
+    def let_go(self) -> None:
+        """It is over."""
+        if self.peer:
+            self.host.remove_peer(self.peer)
+
+
+class Mover(End):
+    """The end that reads or writes, and so knows when its transfers are over."""
+
+    def __init__(
+        self, host: NixlHost, staging: Staging, connection: bytes, operation: Operation
+    ) -> None:
+        super().__init__(host, staging, connection)
+        self._operation = operation
+        self._theirs: Address | None = None
+        self._requests: dict[int, tuple[int, Request]] = {}
+        """Of each slot the size and the request for it, which is posted again and again."""
+        self._moving: dict[int, Request] = {}
+        self._moved: list[int] = []
+        self._failed = ""
+        self._look_s = FIRST_LOOK_S
+
+    def metadata(self) -> bytes:
+        return self.host.agent.metadata()
+
+    def meet(self, theirs: Address) -> None:
+        super().meet(theirs)
+        self._theirs = theirs
+
+    def heard(self, word: bytes) -> None:
+        """Nothing that matters to it."""
+
+    def start(self, slot: int, nbytes: int) -> None:
+        """Raises PipeBroken."""
+        request = self._request(slot, nbytes)
+        self._moving[slot] = request  # before it is posted: where that fails it is not looked at
+        with self.host.on_device():
+            if self._look(slot, request.post):
+                return
+        self._look_s = FIRST_LOOK_S
+        self.host.alarm.after(FIRST_LOOK_S)
+
+    def moved(self) -> list[int]:
+        """Slots whose transfer is over, each once; those before what has failed. Raises
+        PipeBroken.
+        """
+        if self._moving:
+            try:
+                self._look_at_all()
+            except PipeBroken as exc:
+                self._failed = str(exc)
+        moved, self._moved = self._moved, []
+        if moved:
+            self._look_s = FIRST_LOOK_S
+        elif self._failed:
+            raise PipeBroken(self._failed)
+        if self._moving:
+            self.host.alarm.after(self._look_s)
+            self._look_s = min(2 * self._look_s, LAST_LOOK_S)
+        return moved
+
+    def is_over(self) -> bool:
+        while self._moving:
+            try:
+                self._look_at_all()
+            except PipeBroken:
+                continue  # that one is over, too
+            return not self._moving
+        return True
+
+    def let_go(self) -> None:
+        for _, request in self._requests.values():
+            request.release()
+        self._requests.clear()
+        self.staging.give_back()
+        if self.peer:
+            self.host.agent.notify(self.peer, OVER + self.connection)
+        super().let_go()
+
+    def _look_at_all(self) -> None:
+        with self.host.on_device():
+            for slot, request in list(self._moving.items()):
+                self._look(slot, request.is_done)
+
+    def _look(self, slot: int, ask: Callable[[], bool]) -> bool:
+        try:
+            is_done = ask()
+        except PipeBroken:
+            del self._moving[slot]
+            raise
+        if is_done:
+            del self._moving[slot]
+            self._moved.append(slot)
+        return is_done
+
+    def _request(self, slot: int, nbytes: int) -> Request:
+        made = self._requests.get(slot)
+        if made is not None:
+            if made[0] == nbytes:
+                return made[1]
+            del self._requests[slot]
+            made[1].release()
+        if self._theirs is None:
+            raise PipeBroken("nixl: expected the address of the other end first, got a chunk")
+        if (slot + 1) * self._theirs.slot_nbytes > self._theirs.area.nbytes:
+            raise PipeBroken(f"nixl: expected a slot of {self._theirs.area}, got number {slot}")
+        theirs = self._theirs.area.part(slot * self._theirs.slot_nbytes, nbytes)
+        own = self.staging.slot(slot, nbytes)
+        request = self.host.agent.request(self._operation, own, self.peer, theirs)
+        self._requests[slot] = (nbytes, request)
+        return request
+
+
+class Reached(End):
+    """The end whose staging the other one reaches: a source's, which is read, or a sink's, which is
+    written.
+    """
+
+    def __init__(self, host: NixlHost, staging: Staging, connection: bytes) -> None:
+        super().__init__(host, staging, connection)
+        self._is_over = False
+        self._next_call_s = 0.0
+
+    def metadata(self) -> bytes:
+        return self.staging.metadata()
+
+    def heard(self, word: bytes) -> None:
+        self._is_over |= word == OVER
+
+    def is_over(self) -> bool:
+        now_s = time.monotonic()
+        if self.peer and not self._is_over and now_s >= self._next_call_s:
+            self._next_call_s = now_s + SLOW_LOOK_S
+            # An endpoint that has failed carries nothing more in either direction.
+            self._is_over = not self.host.agent.notify(self.peer, b"")
+        return self._is_over or not self.peer
+
+    def let_go(self) -> None:
+        self.host.keep(self.staging)
+        super().let_go()
+
+
+class WrittenTo(Reached):
+    """A sink's end whose staging is written, once it has said GO."""
+
+    def meet(self, theirs: Address) -> None:
+        super().meet(theirs)
+        if not self.host.agent.notify(self.peer, GO + self.connection):
+            raise PipeBroken("nixl: expected a source that can be reached, got an error")
+
+
+class Writer(Mover):
+    """A source's end that writes, not before GO."""
+
+    def __init__(
+        self, host: NixlHost, staging: Staging, connection: bytes, operation: Operation
+    ) -> None:
+        super().__init__(host, staging, connection, operation)
+        self._may_write = False
+        self._waiting: deque[tuple[int, int]] = deque()
+
+    def heard(self, word: bytes) -> None:
+        self._may_write |= word == GO
+
+    def start(self, slot: int, nbytes: int) -> None:
+        if self._may_write:
+            super().start(slot, nbytes)
+        else:
+            self._waiting.append((slot, nbytes))
+            self.host.alarm.after(FIRST_LOOK_S)
+
+    def moved(self) -> list[int]:
+        if self._waiting and not self._may_write:
+            self.host.alarm.after(LAST_LOOK_S)
+        while self._waiting and self._may_write:
+            super().start(*self._waiting.popleft())
+        return super().moved()

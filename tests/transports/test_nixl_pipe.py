@@ -1,0 +1,384 @@
+"""NIXL as a pipe: the contract between two processes, and what is its own in one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transports import nixl_pipe
+from kvxfer.transports.alarm import Alarm
+from kvxfer.transports.base import Wake
+from kvxfer.transports.nixl_agent import Operation
+from kvxfer.transports.nixl_ends import End
+from kvxfer.transports.nixl_pipe import NixlPipe
+from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
+from tests.helpers import needs_nixl, run_pair
+from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names
+
+SLOTS = Slots(num_slots=4, slot_nbytes=64 << 10)
+OPERATIONS: list[Operation] = ["READ", "WRITE"]
+CPU = torch.device("cpu")
+KILLED = [name for name in scenario_names() if name.startswith("killed")]
+
+
+def quiet() -> None:
+    """Nobody waits."""
+
+
+# ------------------------------------------------------------------ the contract
+
+
+def make_pipe(device: torch.device, wake: Wake, operation: Operation, tls: str) -> NixlPipe:
+    """``tls``: what UCX may take. "all" copies by itself on one host, "tcp" goes as between two."""
+    os.environ["UCX_TLS"] = tls
+    return NixlPipe(device, Config(), wake, operation)
+
+
+@needs_nixl
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("scenario", [name for name in scenario_names() if name not in KILLED])
+def test_contract(scenario: str, operation: Operation) -> None:
+    check_pipe(PipeCase(partial(make_pipe, operation=operation, tls="all")), scenario)
+
+
+@needs_nixl
+@pytest.mark.parametrize("scenario", ["connections do not mix", "closed in the middle"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_contract_over_tcp(scenario: str, operation: Operation) -> None:
+    check_pipe(PipeCase(partial(make_pipe, operation=operation, tls="tcp")), scenario)
+
+
+@needs_nixl
+@pytest.mark.parametrize(
+    ("scenario", "operation", "tls"),
+    [
+        ("killed while receiving", "WRITE", "all"),
+        ("killed while sending", "WRITE", "tcp"),
+        ("killed while sending", "READ", "all"),
+    ],
+)
+def test_contract_when_peers_are_killed(scenario: str, operation: Operation, tls: str) -> None:
+    check_pipe(PipeCase(partial(make_pipe, operation=operation, tls=tls)), scenario)
+
+
+@needs_nixl
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("scenario", scenario_names())
+def test_contract_on_a_gpu(scenario: str, operation: Operation) -> None:
+    case = PipeCase(partial(make_pipe, operation=operation, tls="all"), device="cuda:0")
+    check_pipe(case, scenario)
+
+
+# ------------------------------------------------------------------ two pipes in one process
+
+
+class Two:
+    """A source's pipe and a sink's, driven by hand."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.source = NixlPipe(CPU, Config(), quiet)
+        self.sink = NixlPipe(CPU, Config(), quiet, operation)
+
+    def open(self, *, connect: bool = True) -> tuple[SourceLane, SinkLane]:
+        taker = self.sink.open_sink(SLOTS)
+        giver = self.source.open_source(taker.address, SLOTS)
+        if connect:
+            taker.connected(giver.address)
+        return giver, taker
+
+    def progress(self) -> None:
+        self.source.progress()
+        self.sink.progress()
+
+    def until(self, wanted: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + 10.0
+        while not wanted():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+            self.progress()
+
+    def named(self, lane: SourceLane | SinkLane) -> list[int]:
+        """What the next poll that names something names."""
+        found: Sequence[int] = ()
+
+        def poll() -> bool:
+            nonlocal found
+            found = lane.poll()
+            return bool(found)
+
+        self.until(poll)
+        return list(found)
+
+    def move(self, giver: SourceLane, taker: SinkLane, slot: int, nbytes: int, value: int) -> None:
+        """One chunk, compared."""
+        giver.staging(slot, nbytes).fill_(value)
+        assert giver.send(slot, 0, nbytes) == ()
+        assert self.named(giver) == [slot]
+        taker.announced(slot, 0, nbytes, [])
+        assert self.named(taker) == [slot]
+        assert taker.payload(slot).tolist() == [value] * nbytes
+        taker.free(slot)
+
+    def close(self) -> None:
+        self.source.close()
+        self.sink.close()
+
+
+@pytest.fixture(params=OPERATIONS)
+def two(request: pytest.FixtureRequest) -> Iterator[Two]:
+    pytest.importorskip("nixl", reason="needs kvxfer[nixl]")
+    pair = Two(request.param)
+    yield pair
+    pair.close()
+
+
+def test_sizes_may_change_in_a_slot(two: Two) -> None:
+    giver, taker = two.open()
+    for value, nbytes in enumerate([65536, 65536, 1, 4097, 65536]):
+        two.move(giver, taker, 1, nbytes, value)
+
+
+def test_source_names_slots_in_the_order_of_send(two: Two) -> None:
+    giver, _ = two.open()
+    order = [2, 0, 3, 1]
+    for slot in order:
+        giver.send(slot, 0, 1 if slot else SLOTS.slot_nbytes)
+    named: list[int] = []
+    while len(named) < len(order):
+        named += two.named(giver)
+    assert named == order
+
+
+@needs_nixl
+def test_nothing_is_written_before_the_sink_knows_the_source() -> None:
+    two = Two("WRITE")
+    giver, taker = two.open(connect=False)
+    giver.staging(0, 8).fill_(7)
+    giver.send(0, 0, 8)
+    for _ in range(20):
+        two.progress()
+        assert not giver.poll()
+        time.sleep(0.001)
+    taker.connected(giver.address)
+    assert two.named(giver) == [0]
+    two.close()
+
+
+@needs_nixl
+def test_staging_that_is_written_is_kept_until_the_source_has_closed() -> None:
+    two = Two("WRITE")
+    giver, taker = two.open()
+    two.move(giver, taker, 0, 8, 1)
+    taker.close()
+    for _ in range(20):
+        time.sleep(0.001)
+        two.progress()
+    assert two.sink._closing  # the source lives and may still write
+    giver.close()
+    two.until(lambda: not two.sink._closing)
+    assert two.sink._host._kept
+    assert two.sink.quarantined_nbytes == 0
+    two.close()
+
+
+@needs_nixl
+def test_staging_that_a_sink_may_read_keeps_its_bytes() -> None:
+    """A sink that stood still has an announcement in its hand when the source has given it up and
+    serves others: what it reads then must not be theirs.
+    """
+    two = Two("READ")
+    giver, taker = two.open()
+    giver.staging(0, 4096).fill_(1)
+    giver.send(0, 0, 4096)
+    assert two.named(giver) == [0]
+    giver.close()
+    for value in (2, 3):
+        two.move(*two.open(), 0, 4096, value)
+    taker.announced(0, 0, 4096, [])
+    assert two.named(taker) == [0]
+    assert taker.payload(0).tolist() == [1] * 4096
+    assert two.source._closing
+    taker.close()
+    two.until(lambda: not two.source._closing)
+    two.close()
+
+
+@needs_nixl
+def test_staging_that_nobody_may_have_written_is_given_back_at_once() -> None:
+    two = Two("WRITE")
+    _, taker = two.open(connect=False)
+    taker.close()
+    assert not two.sink._closing
+    two.close()
+
+
+def test_peer_can_be_met_again_and_again(two: Two) -> None:
+    for value in range(5):
+        giver, taker = two.open()
+        two.move(giver, taker, 0, 4096, value)
+        taker.close()
+        giver.close()
+        two.until(lambda: not two.sink._closing and not two.source._closing)
+    reached = two.sink if two.sink.operation == "WRITE" else two.source
+    assert len(reached._host._kept) == 1  # used again each time
+
+
+def test_close_of_a_pipe_closes_its_lanes(two: Two) -> None:
+    giver, taker = two.open()
+    two.move(giver, taker, 0, 4096, 3)
+    begin_s = time.monotonic()
+    mover, reached = two.source, two.sink
+    if two.sink.operation == "READ":
+        mover, reached = reached, mover
+    mover.close()  # says that it is over
+    reached.close()
+    reached.close()
+    assert time.monotonic() - begin_s < 0.5
+    assert not nixl_pipe._quarantine
+
+
+@needs_nixl
+def test_staging_that_a_living_source_may_write_outlives_the_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(nixl_pipe, "CLOSE_S", 0.05)
+    kept: list[End] = []
+    monkeypatch.setattr(nixl_pipe, "_quarantine", kept)
+    two = Two("WRITE")
+    giver, taker = two.open()
+    two.move(giver, taker, 0, 8, 1)
+    num_threads = len(os.listdir("/proc/self/task"))
+    two.sink.close()
+    assert [end.staging.slots for end in kept] == [SLOTS]
+    assert len(os.listdir("/proc/self/task")) < num_threads  # but no agent does
+    giver.close()
+    two.source.close()
+
+
+@needs_nixl
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_what_goes_on_is_looked_at_until_it_is_over(
+    monkeypatch: pytest.MonkeyPatch, operation: Operation
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    two = Two(operation)
+    rings = threading.Semaphore(0)
+    mover = two.source if operation == "WRITE" else two.sink
+    mover._host.alarm = Alarm(rings.release)
+    slots = Slots(1, 16 << 20)
+    taker = two.sink.open_sink(slots)
+    giver = two.source.open_source(taker.address, slots)
+    taker.connected(giver.address)
+    giver.send(0, 0, slots.slot_nbytes)
+    if operation == "READ":
+        taker.announced(0, 0, slots.slot_nbytes, [])
+    lane = giver if operation == "WRITE" else taker
+    num_looks = 0
+    while True:
+        two.progress()
+        if lane.poll():
+            break
+        assert rings.acquire(timeout=5.0), f"{num_looks} looks, and no more"
+        num_looks += 1
+    assert num_looks > 0
+    two.close()
+
+
+def test_parts_of_an_announcement_are_refused(two: Two) -> None:
+    _, taker = two.open()
+    with pytest.raises(ProtocolError, match="expected nothing beside its header, got 1"):
+        taker.announced(0, 0, 8, [zmq.Frame(b"x")])
+
+
+def test_addresses_that_are_none_are_refused(two: Two) -> None:
+    with pytest.raises(TransportUnavailable, match="expected the address of another end"):
+        two.source.open_source(b"\x93no", SLOTS)
+    taker = two.sink.open_sink(SLOTS)
+    with pytest.raises(PipeBroken, match="expected the address of another end"):
+        taker.connected(b"")
+
+
+def test_an_end_of_another_connection_is_refused(two: Two) -> None:
+    giver, _ = two.open()
+    other = two.sink.open_sink(SLOTS)
+    with pytest.raises(PipeBroken, match="expected a source that serves"):
+        other.connected(giver.address)
+
+
+def test_other_staging_is_refused(two: Two) -> None:
+    taker = two.sink.open_sink(SLOTS)
+    smaller = Slots(SLOTS.num_slots, SLOTS.slot_nbytes // 2)
+    with pytest.raises((PipeBroken, TransportUnavailable), match="expected staging of"):
+        taker.connected(two.source.open_source(taker.address, smaller).address)
+
+
+def test_path_names_the_operation(two: Two) -> None:
+    assert two.sink.open_sink(SLOTS).path("TCP") == two.sink.operation
+
+
+def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    monkeypatch.setitem(sys.modules, "nixl._bindings", None)
+    with pytest.raises(TransportUnavailable, match=r"install kvxfer\[nixl\]"):
+        NixlPipe(CPU, Config(), quiet)
+
+
+# ------------------------------------------------------------------ a peer that stands still
+
+
+def _stopped_source(channel: Connection) -> None:
+    pipe = make_pipe(CPU, quiet, "READ", "tcp")
+    lane = pipe.open_source(channel.recv(), SLOTS)
+    lane.staging(0, SLOTS.slot_nbytes).fill_(9)
+    lane.send(0, 0, SLOTS.slot_nbytes)
+    assert lane.poll() == [0]
+    channel.send((lane.address, os.getpid()))
+    channel.recv()
+    lane.close()
+    pipe.close()
+
+
+def _sink_of_a_stopped_source(channel: Connection) -> None:
+    pipe = make_pipe(CPU, quiet, "READ", "tcp")
+    lane = pipe.open_sink(SLOTS)
+    channel.send(lane.address)
+    address, source = channel.recv()
+    lane.connected(address)
+    os.kill(source, signal.SIGSTOP)
+    lane.announced(0, 0, SLOTS.slot_nbytes, [])
+    begin_s = time.monotonic()
+    while time.monotonic() < begin_s + 0.2:
+        pipe.progress()
+        assert not lane.poll()
+        time.sleep(0.01)
+    lane.close()
+    assert pipe.quarantined_nbytes == 0
+    time.sleep(nixl_pipe.KEPT_S + 0.1)
+    pipe.progress()
+    assert pipe.quarantined_nbytes == SLOTS.nbytes
+    os.kill(source, signal.SIGCONT)
+    begin_s = time.monotonic()
+    while pipe.quarantined_nbytes:
+        assert time.monotonic() < begin_s + 10.0
+        pipe.progress()
+        time.sleep(0.01)
+    channel.send("done")
+    pipe.close()
+
+
+@needs_nixl
+def test_a_read_without_an_end_keeps_its_staging_until_it_has_one() -> None:
+    run_pair(_stopped_source, _sink_of_a_stopped_source, timeout_s=40.0)
