@@ -1,0 +1,222 @@
+"""The contract's check accepts a pipe that keeps it, and finds ones that do not."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import zmq
+
+from kvxfer.transports.base import Wake
+from kvxfer.transports.pipe import Parts, Pipe, SinkLane, Slots, SourceLane
+from tests.transports.pipe_contract import MakePipe, PipeCase, check_pipe, scenario_names
+
+
+class PartsSource(SourceLane):
+    """Sends payloads along with announcements."""
+
+    address = b""
+
+    def __init__(self, slots: Slots) -> None:
+        self._memory = mmap.mmap(-1, slots.nbytes)
+        self._staging = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._slots: list[torch.Tensor] = list(self._staging.view(slots.num_slots, -1))
+        self._sent: list[int] = []
+
+    def staging(self, slot: int, nbytes: int) -> torch.Tensor:
+        return self._slots[slot][:nbytes]
+
+    def send(self, slot: int, generation: int, nbytes: int) -> Parts:
+        self._sent.append(slot)
+        return (self._slots[slot][:nbytes].numpy().tobytes(),)
+
+    def poll(self) -> Sequence[int]:
+        sent, self._sent = self._sent, []
+        return sent
+
+    def close(self) -> None:
+        self._sent = []
+
+
+class PartsSink(SinkLane):
+    address = b""
+
+    def __init__(self) -> None:
+        self._payloads: dict[int, torch.Tensor] = {}
+        self._ready: list[int] = []
+
+    def connected(self, address: bytes) -> None:
+        pass
+
+    def announced(
+        self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
+    ) -> None:
+        self._payloads[slot] = torch.frombuffer(bytearray(parts[0].bytes), dtype=torch.uint8)
+        self._ready.append(slot)
+
+    def poll(self) -> Sequence[int]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def payload(self, slot: int) -> torch.Tensor:
+        return self._payloads[slot]
+
+    def free(self, slot: int) -> None:
+        del self._payloads[slot]
+
+    def close(self) -> None:
+        self._payloads.clear()
+        self._ready.clear()
+
+
+class PartsPipe(Pipe):
+    name = "parts"
+    source: Callable[[Slots], SourceLane] = PartsSource
+    sink: Callable[[], SinkLane] = PartsSink
+
+    def open_source(self, address: bytes, slots: Slots) -> SourceLane:
+        return type(self).source(slots)
+
+    def open_sink(self, slots: Slots) -> SinkLane:
+        return type(self).sink()
+
+    def close(self) -> None:
+        pass
+
+
+def parts_pipe(device: torch.device, wake: Wake) -> PartsPipe:
+    return PartsPipe()
+
+
+@pytest.mark.parametrize("scenario", scenario_names())
+def test_pipe_that_keeps_the_contract(scenario: str) -> None:
+    check_pipe(PipeCase(parts_pipe), scenario)
+
+
+# ------------------------------------------------------------------ broken on purpose
+
+
+class SendsAnother(PartsSource):
+    """Mixes up two slots, once."""
+
+    def send(self, slot: int, generation: int, nbytes: int) -> Parts:
+        parts = super().send(slot, generation, nbytes)
+        return (bytes(self.staging((slot + 1) % 4, nbytes).numpy()),) if generation == 3 else parts
+
+
+class KeepsTheLast(PartsSink):
+    """A payload that was freed shows up again."""
+
+    def announced(
+        self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
+    ) -> None:
+        old = self._payloads.get(slot)
+        super().announced(slot, generation, nbytes, parts)
+        if old is not None and generation == 5:
+            self._payloads[slot] = old[:1].expand(nbytes)
+
+    def free(self, slot: int) -> None:
+        pass
+
+
+class NamesTheLastFirst(PartsSource):
+    def poll(self) -> Sequence[int]:
+        return list(super().poll())[::-1]
+
+
+class NeverWakes(PartsSink):
+    """Has a payload a moment later, and tells nobody."""
+
+    _due_s = 0.0
+
+    def announced(
+        self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
+    ) -> None:
+        super().announced(slot, generation, nbytes, parts)
+        self._due_s = time.monotonic() + 0.02
+
+    def poll(self) -> Sequence[int]:
+        return super().poll() if time.monotonic() >= self._due_s else ()
+
+
+class HangsInClose(PartsSink):
+    def close(self) -> None:
+        time.sleep(1.2)
+
+
+_kept: list[torch.Tensor] = []
+
+
+class NeverGivesBack(PartsSource):
+    def close(self) -> None:
+        _kept.append(self._staging)
+
+
+class SendsAnotherPipe(PartsPipe):
+    source = SendsAnother
+
+
+def sends_another(device: torch.device, wake: Wake) -> Pipe:
+    return SendsAnotherPipe()
+
+
+class KeepsTheLastPipe(PartsPipe):
+    sink = KeepsTheLast
+
+
+def keeps_the_last(device: torch.device, wake: Wake) -> Pipe:
+    return KeepsTheLastPipe()
+
+
+class NamesTheLastFirstPipe(PartsPipe):
+    source = NamesTheLastFirst
+
+
+def names_the_last_first(device: torch.device, wake: Wake) -> Pipe:
+    return NamesTheLastFirstPipe()
+
+
+class NeverWakesPipe(PartsPipe):
+    sink = NeverWakes
+
+
+def never_wakes(device: torch.device, wake: Wake) -> Pipe:
+    return NeverWakesPipe()
+
+
+class HangsInClosePipe(PartsPipe):
+    sink = HangsInClose
+
+
+def hangs_in_close(device: torch.device, wake: Wake) -> Pipe:
+    return HangsInClosePipe()
+
+
+class NeverGivesBackPipe(PartsPipe):
+    source = NeverGivesBack
+
+
+def never_gives_back(device: torch.device, wake: Wake) -> Pipe:
+    return NeverGivesBackPipe()
+
+
+BYTES = "every byte of every slot and generation"
+
+
+@pytest.mark.parametrize(
+    ("make_pipe", "scenario", "sentence"),
+    [
+        (sends_another, BYTES, "bytes differ"),
+        (keeps_the_last, BYTES, "bytes differ"),
+        (names_the_last_first, BYTES, "was named before slot"),
+        (never_wakes, BYTES, "nobody woke"),
+        (hangs_in_close, "closed in the middle", "close took"),
+        (never_gives_back, "closed in the middle", "staging: .* bytes more"),
+    ],
+)
+def test_broken_pipe_is_found(make_pipe: MakePipe, scenario: str, sentence: str) -> None:
+    with pytest.raises(AssertionError, match=sentence):
+        check_pipe(PipeCase(make_pipe, tick_s=4.0), scenario)
