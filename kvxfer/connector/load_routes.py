@@ -14,7 +14,7 @@ from kvxfer.connector.requests import ids_of
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import PullClass, Route
-from kvxfer.transfer.pull import check_ids, chunk_nbytes_for, pull_class, route_nbytes
+from kvxfer.transfer.pull import check_ids, pull_class, route_nbytes
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull
 from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
@@ -54,7 +54,6 @@ def make_routes(
     order: NewLoad,
     peer: Peer,
     addressing: Addressing,
-    chunk_nbytes: int,
     *,
     after: torch.cuda.Event | None = None,
 ) -> dict[RankId, RouteRun]:
@@ -64,7 +63,7 @@ def make_routes(
     Raises ProtocolError or ValueError.
     """
     return {
-        route.source_rank: _make_run(order, peer, route, addressing, chunk_nbytes, after)
+        route.source_rank: _make_run(order, peer, route, addressing, after)
         for route in peer.routes()
     }
 
@@ -74,7 +73,6 @@ def _make_run(
     peer: Peer,
     route: Route,
     addressing: Addressing,
-    chunk_nbytes: int,
     after: torch.cuda.Event | None,
 ) -> RouteRun:
     consumer = addressing.consumer
@@ -86,7 +84,8 @@ def _make_run(
     )
     claim = peer.plan.consumers(route.source_rank)
     wanted, incomplete = _wanted(order, route, addressing)
-    if not route_nbytes(wanted):  # a null route, or windows that need nothing of what is offered
+    nbytes = route_nbytes(wanted)
+    if not nbytes:  # a null route, or windows that need nothing of what is offered
         pull = Pull(
             offer=order.source.offer,
             consumer=consumer,
@@ -99,7 +98,8 @@ def _make_run(
     for copied, asked in zip(route.classes, wanted, strict=True):
         ids = ids_of(order.block_ids, copied.sink.group)
         check_ids(copied.sink, ids, asked.token_lo, asked.token_hi)
-    name = peer.choices[route.source_rank].transport
+    choice = peer.choices[route.source_rank]
+    name = choice.transport
     is_stream = addressing.transports[name].is_stream
     request = ReadRequest(
         key=key,
@@ -108,7 +108,7 @@ def _make_run(
         pull_classes=wanted,
         source_ids=(),
         sink_ids=order.block_ids,
-        chunk_nbytes=chunk_nbytes_for(route_nbytes(wanted), chunk_nbytes) if is_stream else 0,
+        chunk_nbytes=choice.chunk_nbytes(nbytes),
         after=after,
     )
     pull = Pull(

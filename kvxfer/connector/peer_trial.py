@@ -14,14 +14,22 @@ import zmq
 
 from kvxfer.connector.peer_records import Failure, Surroundings
 from kvxfer.errors import TransportUnavailable
+from kvxfer.transfer.costs import REFERENCE_TOKENS, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import Route
+from kvxfer.transfer.pull import block_chunk_nbytes, pull_class, route_nbytes
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.probe import TRIAL_TIMEOUT_S, Choice, probe
 
 Choices = dict[RankId, Choice]
 
 _log = logging.getLogger("kvxfer.connector")
+
+
+def workload_of(route: Route) -> Workload:
+    """What a long prompt weighs on a route, and what each of its chunks has to hold."""
+    pulls = [pull_class(each, 0, REFERENCE_TOKENS) for each in route.classes]
+    return Workload(route_nbytes(pulls), block_chunk_nbytes(pulls))
 
 
 def start_trial(
@@ -62,6 +70,7 @@ def _try_all(
             choice = choices[source.rank] = probe(
                 around.transports,
                 source,
+                workload_of(route),
                 min_gbps=around.config.min_gbps,
                 timeout_s=min(TRIAL_TIMEOUT_S, left_s),
                 last_timeout_s=left_s,
@@ -72,6 +81,8 @@ def _try_all(
     except zmq.ContextTerminated:
         return None
     except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
+        if around.context.closed:  # a socket could not be made any more
+            return None
         _log.exception("the trial of a wire failed")
         return Failure(Reason.TRANSPORT, f"{type(e).__name__}: {e}")
     return choices

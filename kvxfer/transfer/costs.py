@@ -15,10 +15,23 @@ packed, and a transfer is one message.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+LEAST_CHUNK_NBYTES = 256 << 10
+"""Smaller chunks are not worth their message, even on slow wires: over a link of 1 Gbit/s chunks of
+64 KiB reached 0.5 to 0.9 of a socket, those of 256 KiB and 1 MiB 0.95 and more.
+"""
+LEAST_SLOTS = 2
+"""With one nothing overlaps."""
+MOST_SLOTS = 64
+"""Of a connection, unless a setting says more: 25 MB on their way in chunks of 1 MiB are 28."""
+REFERENCE_TOKENS = 2048
+"""What wires are compared by: a prompt of this length."""
+
+_LEAST_NBYTES = 4 << 10  # of a chunk, where there is no room for more
 _FILLED_STAGES = 2  # pack and unpack
-_STAGES = 3
+_BUSY_SLOTS = 6  # one in each stage, and one that waits for it: threads come late to shared cores
+_LARGE = 16  # slots are for transfers so many times as large as the reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +77,95 @@ class WireCosts:
         return min(most, max(least, 1 << round(math.log2(max(best, 1.0)))))
 
     def num_slots(self, chunk_nbytes: int, most: int) -> int:
-        """Chunks that keep the wire busy: one in each stage, and what the wire carries between a
-        question and its answer.
+        """Chunks that keep the wire busy: two for each stage, and twice what the wire carries
+        between a question and its answer, because a credit goes as far as the chunk did.
         """
-        carried_nbytes = self.latency_s * self.bytes_per_s
-        return min(most, _STAGES + math.ceil(carried_nbytes / chunk_nbytes))
+        carried_nbytes = 2 * self.latency_s * self.bytes_per_s
+        return min(most, _BUSY_SLOTS + math.ceil(carried_nbytes / chunk_nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a route carries. ``nbytes``: of KV of ``REFERENCE_TOKENS`` tokens.
+    ``least_chunk_nbytes``: of the largest block that has to be in one chunk.
+    """
+
+    nbytes: int
+    least_chunk_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StagingBounds:
+    """What may be chosen: ``nbytes`` for all slots of one connection, ``most_chunk_nbytes`` for
+    each. ``chunk_nbytes`` and ``num_slots`` are settings; None: by measurement. ``is_limit``:
+    ``nbytes`` was set, too; else more is taken where settings or blocks need it.
+    """
+
+    nbytes: int
+    most_chunk_nbytes: int
+    is_limit: bool = False
+    chunk_nbytes: int | None = None
+    num_slots: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The slots of one connection, and how transfers are cut for it. ``fixed_nbytes``: the size of
+    every chunk; None: as large as is best for each transfer.
+    """
+
+    num_slots: int
+    slot_nbytes: int
+    fixed_nbytes: int | None
+
+    def chunk_nbytes(self, costs: WireCosts, nbytes: int) -> int:
+        """For a transfer of so many bytes."""
+        if self.fixed_nbytes is not None:
+            return self.fixed_nbytes
+        return costs.chunk_nbytes(nbytes, LEAST_CHUNK_NBYTES, self.slot_nbytes)
+
+
+def plan_staging(costs: WireCosts, workload: Workload, bounds: StagingBounds) -> Staging:
+    """The best slots within bounds: as large as a long prompt's chunks, as many as the reference's
+    need to keep the wire busy.
+
+    Raises ValueError where what was set leaves no room for them.
+    """
+    num_least = bounds.num_slots or LEAST_SLOTS
+    if (chunk_nbytes := bounds.chunk_nbytes) is None:
+        room_nbytes = max(bounds.nbytes // (bounds.num_slots or _BUSY_SLOTS), _LEAST_NBYTES)
+        most_nbytes = min(bounds.most_chunk_nbytes, 1 << room_nbytes.bit_length() - 1)
+        chunk_nbytes = costs.chunk_nbytes(
+            _LARGE * workload.nbytes, min(LEAST_CHUNK_NBYTES, most_nbytes), most_nbytes
+        )
+    slot_nbytes = max(chunk_nbytes, workload.least_chunk_nbytes)
+    least_nbytes = num_least * slot_nbytes
+    if bounds.is_limit and least_nbytes > bounds.nbytes:
+        raise ValueError(
+            f"staging_nbytes: expected room for {num_least} chunks of {slot_nbytes} bytes, got "
+            f"{bounds.nbytes}; raise it on both sides, or lower chunk_nbytes or staging_slots "
+            f"(a chunk holds at least a block, here of {workload.least_chunk_nbytes} bytes)"
+        )
+    staging = Staging(num_least, slot_nbytes, bounds.chunk_nbytes)
+    if bounds.num_slots is not None:
+        return staging
+    most_slots = min(max(bounds.nbytes, least_nbytes) // slot_nbytes, MOST_SLOTS)
+    used_nbytes = staging.chunk_nbytes(costs, workload.nbytes)
+    return replace(staging, num_slots=costs.num_slots(used_nbytes, most_slots))
+
+
+def fit_direct_costs(small: tuple[int, float], large: tuple[int, float]) -> WireCosts:
+    """The costs of a wire on which a transfer is one message: bytes and seconds of a small and of a
+    large one. They may be the same, of a memory that is small itself; the rate is then that of the
+    large one alone. Raises ValueError for what is no measurement.
+    """
+    (small_nbytes, small_s), (large_nbytes, large_s) = small, large
+    if not 0 < small_nbytes <= large_nbytes or min(small_s, large_s) <= 0:
+        raise ValueError(
+            f"measurement: expected a small copy and a larger one, got {small}, {large}"
+        )
+    bytes_per_s = _rate(small, large)
+    return WireCosts(max(small_s - small_nbytes / bytes_per_s, 0.0), 0.0, bytes_per_s)
 
 
 def fit_costs(
@@ -94,10 +191,16 @@ def fit_costs(
             "measurement: expected a small message, two or more of them and a larger one, "
             f"got {small}, {burst}, {large}"
         )
-    slowest, fastest = large_nbytes / large_s, 4 * large_nbytes / large_s
-    more_s = large_s - small_s
-    bytes_per_s = (large_nbytes - small_nbytes) / more_s if more_s > 0 else slowest
-    bytes_per_s = min(max(bytes_per_s, slowest), fastest)  # a latency is part of both, not all
+    bytes_per_s = _rate((small_nbytes, small_s), (large_nbytes, large_s))
     bytes_s = small_nbytes / bytes_per_s
     message_s = max((burst_s - small_s) / (num_messages - 1) - bytes_s, 0.0)
     return WireCosts(max(small_s - bytes_s, 0.0), message_s, bytes_per_s)
+
+
+def _rate(small: tuple[int, float], large: tuple[int, float]) -> float:
+    """Bytes per second, by what the large one has more; a latency is part of both, not all."""
+    (small_nbytes, small_s), (large_nbytes, large_s) = small, large
+    slowest, fastest = large_nbytes / large_s, 4 * large_nbytes / large_s
+    more_nbytes, more_s = large_nbytes - small_nbytes, large_s - small_s
+    bytes_per_s = more_nbytes / more_s if more_nbytes > 0 and more_s > 0 else slowest
+    return min(max(bytes_per_s, slowest), fastest)

@@ -36,9 +36,6 @@ MAX_BLOCK_CHANNELS = 1 << 22
 """Channels of all heads and tokens of one kernel block, where they are apart. 128 tokens of 8 heads
 of 128 channels are 2^17.
 """
-USUAL_CHUNK_NBYTES = 1 << 20
-OVERLAPPED_CHUNKS = 16
-"""How many chunks a transfer should have at least, so that packing, wire and unpacking overlap."""
 
 
 class BlockIdsError(ProtocolError, ValueError):
@@ -64,16 +61,6 @@ def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[Pul
             raise ValueError(f"span: expected one for group {group}, got groups {sorted(span)}")
         classes.append(pull_class(copy_class, *span[group]))
     return tuple(classes)
-
-
-def chunk_nbytes_for(nbytes: int, most: int) -> int:
-    """How large a chunk a sink asks for: about 1 MiB, more where the transfer has many, never above
-    ``most``.
-
-    A chunk costs about 0.2 ms of processor time beside its bytes, both sides together: 64 MiB took
-    65 ms of it in chunks of 4 MiB and 81 ms in chunks of 1 MiB (two cores of an AMD EPYC).
-    """
-    return min(most, max(USUAL_CHUNK_NBYTES, nbytes // OVERLAPPED_CHUNKS))
 
 
 def resolve_pull(rank: RankManifest, classes: Sequence[PullClass]) -> tuple[Side, ...]:
@@ -142,6 +129,11 @@ def route_nbytes(classes: Sequence[PullClass]) -> int:
         len(wanted.regions) * (wanted.token_hi - wanted.token_lo) * _token_nbytes(wanted)
         for wanted in classes
     )
+
+
+def block_chunk_nbytes(classes: Sequence[PullClass]) -> int:
+    """The largest chunk that cannot be cut: a kernel block of the sink, of one region."""
+    return max((each.order.kernel_tokens * _token_nbytes(each) for each in classes), default=0)
 
 
 def check_ids(side: Side, block_ids: Sequence[int], token_lo: int, token_hi: int) -> None:

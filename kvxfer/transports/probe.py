@@ -1,72 +1,161 @@
-"""Choose the wire to a peer by a trial with real bytes, and say why the others were not taken."""
+"""Choose the wire to a peer by what trials with real bytes cost, and say why the others were not
+taken.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from kvxfer.errors import TransportUnavailable
+from kvxfer.transfer.costs import (
+    REFERENCE_TOKENS,
+    Staging,
+    WireCosts,
+    Workload,
+    plan_staging,
+)
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import SinkTransport
 
 TRIAL_TIMEOUT_S = 2.0
+LATE_TIMEOUT_S = 0.25
+"""For a trial when a direct wire works already: ten times what one takes on a quiet machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The wire to one source rank.
 
-    Its name, what its trial measured (GB/s, 1e9 bytes), why each other one was not taken, and by
-    which path the trial went where the wire has several.
+    Its name, what its trial measured, how long a transfer of ``workload`` takes by that, why each
+    other wire was not taken, by which path the trial went where the wire has several, and of a
+    stream wire the staging of its connection.
     """
 
     transport: str
-    gb_per_s: float
-    reasons: dict[str, str]
+    costs: WireCosts
+    workload: Workload
+    duration_s: float
+    staging: Staging | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
     path: str = ""
+
+    def chunk_nbytes(self, nbytes: int) -> int:
+        """Of the Pull of a transfer of so many bytes; 0 on a direct wire."""
+        return self.staging.chunk_nbytes(self.costs, nbytes) if self.staging is not None else 0
 
     def __str__(self) -> str:
         """For the one log line of a peer."""
-        others = "".join(f"; not {name}: {reason}" for name, reason in self.reasons.items())
         path = f" over {self.path}" if self.path else ""
-        return f"{self.transport}{path} at {self.gb_per_s:.2f} GB/s{others}"
+        cut = ""
+        if (staging := self.staging) is not None:
+            chunk = _size(self.chunk_nbytes(self.workload.nbytes))
+            cut = (
+                f" in chunks of {chunk}, {staging.num_slots} slots of {_size(staging.slot_nbytes)}"
+            )
+        return (
+            f"{self.transport}{path} at {self.costs.gb_per_s:.2f} GB/s, "
+            f"{self.costs.latency_s * 1e6:.0f} us: {REFERENCE_TOKENS} tokens "
+            f"({_size(self.workload.nbytes)}) in {_ms(self.duration_s)} ms{cut}"
+            + "".join(f"; not {name}: {reason}" for name, reason in self.reasons.items())
+        )
 
 
 def probe(
     candidates: Mapping[str, SinkTransport],
     source: RankManifest,
+    workload: Workload,
     *,
     min_gbps: float | None = None,
     timeout_s: float = TRIAL_TIMEOUT_S,
     last_timeout_s: float | None = None,
 ) -> Choice:
-    """Try the candidates in their order and take the first one that works.
+    """Try the candidates and take the one over which a transfer of ``workload`` is over first, of
+    those that move bytes at ``min_gbps`` or more.
 
-    It works if it moves bytes, and does so at ``min_gbps`` or more.
+    Those that cost little to try are tried first, then, unless a direct wire works, the dear ones.
+    Blocks for up to ``timeout_s`` for each candidate, less once a direct wire works, and for
+    ``last_timeout_s`` (if given) altogether; all that is left of it is for the last one, if none
+    works until then: on a host with many times more work than cores a trial that takes 10 ms alone
+    was seen to take 4 s. May be called from any thread.
 
-    Blocks for up to ``timeout_s`` for each candidate, ``last_timeout_s`` (if given) for the last,
-    after which there is no other: on a host with many times more work than cores a trial that takes
-    10 ms alone was seen to take 4 s. May be called from any thread. Raises
-    TransportUnavailable with every reason when none is left: with one candidate, a wire asked for
-    by name, that is its own reason.
+    Raises TransportUnavailable with every reason when none is left: with one candidate, a wire
+    asked for by name, that is its own reason.
     """
+    until_s = None if last_timeout_s is None else time.monotonic() + last_timeout_s
+    working: dict[str, Choice] = {}
     reasons: dict[str, str] = {}
-    for position, (name, transport) in enumerate(candidates.items()):
-        is_last = position == len(candidates) - 1
-        limit_s = last_timeout_s if is_last and last_timeout_s is not None else timeout_s
+    has_direct = False
+    # Stable: otherwise in their order, so that those in use longest are tried first
+    in_order = sorted(candidates.items(), key=lambda item: item[1].is_dear)
+    for position, (name, transport) in enumerate(in_order):
+        if has_direct and transport.is_dear:
+            reasons[name] = "not tried, because a direct wire works"
+            continue
+        limit_s = min(timeout_s, LATE_TIMEOUT_S) if has_direct else timeout_s
+        if until_s is not None:
+            left_s = max(until_s - time.monotonic(), 0.0)
+            is_last = position == len(in_order) - 1 and not working
+            limit_s = left_s if is_last else min(limit_s, left_s)
         try:
-            trial = transport.trial(source, limit_s)
+            choice = _try(name, transport, source, workload, limit_s)
         except TransportUnavailable as exc:
             reasons[name] = str(exc).removeprefix(f"{name}: ")
             continue
-        if min_gbps is not None and trial.gb_per_s < min_gbps:
-            reasons[name] = f"expected at least min_gbps {min_gbps} GB/s, got {trial.gb_per_s:.3f}"
+        gbps = choice.costs.gb_per_s
+        if min_gbps is not None and gbps < min_gbps:
+            reasons[name] = f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}"
             continue
-        for other in list(candidates)[position + 1 :]:
-            reasons[other] = f"{name} works and is preferred"
-        return Choice(name, trial.gb_per_s, reasons, trial.path)
-    listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-    raise TransportUnavailable(
-        f"{source.control_endpoint}: expected a wire that works, got none: "
-        f"{listed or 'no candidates'}"
-    )
+        working[name] = choice
+        has_direct |= not transport.is_stream
+    return _best(working, reasons, source)
+
+
+def _try(
+    name: str, transport: SinkTransport, source: RankManifest, workload: Workload, limit_s: float
+) -> Choice:
+    """What a transfer would take. Raises TransportUnavailable."""
+    trial = transport.trial(source, limit_s)
+    costs, bounds = trial.costs, transport.staging_bounds(source)
+    if bounds is None:
+        duration_s = costs.direct_s(workload.nbytes)
+        return Choice(name, costs, workload, duration_s, path=trial.path)
+    try:
+        staging = plan_staging(costs, workload, bounds)
+    except ValueError as exc:
+        raise TransportUnavailable(str(exc)) from exc
+    chunk_nbytes = staging.chunk_nbytes(costs, workload.nbytes)
+    duration_s = costs.stream_s(workload.nbytes, chunk_nbytes)
+    return Choice(name, costs, workload, duration_s, staging, path=trial.path)
+
+
+def _best(working: Mapping[str, Choice], reasons: dict[str, str], source: RankManifest) -> Choice:
+    """The one that is over first, and what to say of the others. Raises TransportUnavailable."""
+    if not working:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise TransportUnavailable(
+            f"{source.control_endpoint}: expected a wire that works, got none: "
+            f"{listed or 'no candidates'}"
+        )
+    best = min(working.values(), key=lambda choice: choice.duration_s)
+    for name, other in working.items():
+        if other is not best:
+            reasons[name] = (
+                f"{_ms(other.duration_s)} ms instead of {_ms(best.duration_s)} "
+                f"for {REFERENCE_TOKENS} tokens"
+            )
+    return replace(best, reasons=reasons)
+
+
+def _ms(duration_s: float) -> str:
+    """Three digits."""
+    return f"{duration_s * 1e3:.3g}" if duration_s < 1 else f"{duration_s * 1e3:.0f}"
+
+
+def _size(nbytes: int) -> str:
+    """In the largest unit of which there is one."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} bytes"

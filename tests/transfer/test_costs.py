@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.transfer.costs import WireCosts, fit_costs
+from kvxfer.transfer.costs import (
+    Staging,
+    StagingBounds,
+    WireCosts,
+    Workload,
+    fit_costs,
+    fit_direct_costs,
+    plan_staging,
+)
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 TCP = WireCosts(latency_s=300e-6, message_s=200e-6, bytes_per_s=3e9)
@@ -35,9 +45,9 @@ def test_chunks_of_known_wires() -> None:
 
 
 def test_slots_of_known_wires() -> None:
-    assert TCP.num_slots(MIB, 100) == 3 + 1  # 0.9 MB between question and answer
+    assert TCP.num_slots(MIB, 100) == 6 + 2  # 0.9 MB between question and answer, twice
     slow = WireCosts(latency_s=2e-3, message_s=0.0, bytes_per_s=12.5e9)  # 100 Gbit/s, far away
-    assert slow.num_slots(MIB, 100) == 3 + 24
+    assert slow.num_slots(MIB, 100) == 6 + 48
     assert slow.num_slots(MIB, 8) == 8
 
 
@@ -63,6 +73,110 @@ def test_no_other_power_of_two_is_much_better(costs: WireCosts, nbytes: int, oth
         return nbytes / chunk_nbytes * costs.message_s + 2 * chunk_nbytes / costs.bytes_per_s
 
     assert beside_bytes_s(chosen) <= 1.07 * beside_bytes_s(1 << other)
+
+
+PLAIN = Workload(64 * MIB, 16 * KIB)
+HOST = StagingBounds(32 * MIB, 8 * MIB)
+DEVICE = StagingBounds(256 * MIB, 64 * MIB)
+GBIT = WireCosts(latency_s=3e-3, message_s=100e-6, bytes_per_s=0.12e9)
+
+
+@pytest.mark.parametrize(
+    ("costs", "workload", "bounds", "staging"),
+    [
+        # 1 GiB: 16 MiB would be best, of which six do not fit
+        (TCP, PLAIN, HOST, Staging(7, 4 * MIB, None)),
+        (TCP, PLAIN, DEVICE, Staging(7, 16 * MIB, None)),
+        (NVLINK, Workload(256 * MIB, 16 * KIB), DEVICE, Staging(7, 32 * MIB, None)),
+        # 1 Gbit/s, 1 ms: two chunks of 512 KiB are on their way
+        (GBIT, PLAIN, HOST, Staging(8, 2 * MIB, None)),
+        # Settings
+        (TCP, PLAIN, replace(HOST, num_slots=2), Staging(2, 8 * MIB, None)),
+        (TCP, PLAIN, replace(HOST, num_slots=100), Staging(100, 256 * KIB, None)),
+        (TCP, PLAIN, replace(HOST, chunk_nbytes=4096), Staging(64, 16 * KIB, 4096)),
+        (TCP, PLAIN, replace(HOST, chunk_nbytes=64 * MIB), Staging(2, 64 * MIB, 64 * MIB)),
+        (TCP, PLAIN, replace(HOST, chunk_nbytes=MIB, num_slots=40), Staging(40, MIB, MIB)),
+        (TCP, PLAIN, StagingBounds(MIB, 8 * MIB, is_limit=True), Staging(8, 128 * KIB, None)),
+        # A block of 20 MiB is one chunk, whatever is usual
+        (TCP, Workload(64 * MIB, 20 * MIB), HOST, Staging(2, 20 * MIB, None)),
+    ],
+)
+def test_staging_by_hand(
+    costs: WireCosts, workload: Workload, bounds: StagingBounds, staging: Staging
+) -> None:
+    assert plan_staging(costs, workload, bounds) == staging
+
+
+@pytest.mark.parametrize(
+    ("workload", "bounds", "message"),
+    [
+        (Workload(MIB, 20 * MIB), StagingBounds(32 * MIB, 8 * MIB, is_limit=True), "2 chunks of 2"),
+        (
+            PLAIN,
+            StagingBounds(30 * KIB, 8 * MIB, is_limit=True),
+            "2 chunks of 16384 bytes, got 30720",
+        ),
+        (
+            PLAIN,
+            StagingBounds(4 * MIB, 8 * MIB, is_limit=True, chunk_nbytes=MIB, num_slots=5),
+            "5 chunks of 1048576 bytes, got 4194304",
+        ),
+    ],
+)
+def test_what_was_set_and_does_not_fit(
+    workload: Workload, bounds: StagingBounds, message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"staging_nbytes: expected room for {message}"):
+        plan_staging(TCP, workload, bounds)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    COSTS,
+    st.integers(1, 4 * GIB),
+    st.integers(1, 64 * MIB),
+    st.integers(MIB, GIB),
+    st.none() | st.integers(4096, 64 * MIB),
+    st.none() | st.integers(2, 1024),
+    st.booleans(),
+)
+def test_staging_keeps_to_its_bounds(
+    costs: WireCosts,
+    nbytes: int,
+    block_nbytes: int,
+    most_nbytes: int,
+    chunk_nbytes: int | None,
+    num_slots: int | None,
+    is_limit: bool,
+) -> None:
+    bounds = StagingBounds(most_nbytes, 8 * MIB, is_limit, chunk_nbytes, num_slots)
+    try:
+        staging = plan_staging(costs, Workload(nbytes, block_nbytes), bounds)
+    except ValueError:
+        assert is_limit
+        return
+    if is_limit:
+        assert staging.num_slots * staging.slot_nbytes <= most_nbytes
+    assert staging.num_slots >= 2
+    assert num_slots in (None, staging.num_slots)
+    assert staging.slot_nbytes >= block_nbytes
+    for transfer in (1, nbytes, 1 << 40):
+        used = staging.chunk_nbytes(costs, transfer)
+        assert chunk_nbytes in (None, used)
+        assert used <= staging.slot_nbytes
+
+
+def test_direct_costs() -> None:
+    found = fit_direct_costs((64 * KIB, 20e-6), (4 * MIB, 1e-3))
+    assert found.bytes_per_s == pytest.approx((4 * MIB - 64 * KIB) / 980e-6)
+    assert found.latency_s == pytest.approx(20e-6 - 64 * KIB / found.bytes_per_s)
+    assert found.message_s == 0
+    alike = fit_direct_costs((100, 1e-3), (100, 1e-3))  # a pool of 100 bytes
+    assert alike.bytes_per_s == pytest.approx(1e5)
+    assert alike.latency_s == pytest.approx(0)
+    for small, large in (((0, 1.0), (1, 1.0)), ((2, 1.0), (1, 1.0)), ((1, 0.0), (2, 1.0))):
+        with pytest.raises(ValueError, match="measurement: expected"):
+            fit_direct_costs(small, large)
 
 
 @settings(max_examples=200, deadline=None)

@@ -19,7 +19,6 @@ from kvxfer.transfer.pull import (
     check_chunks,
     check_ids,
     chunk_list,
-    chunk_nbytes_for,
     num_chunks,
     pull_classes,
     resolve_pull,
@@ -471,20 +470,3 @@ def test_bad_ids_are_both_kinds_of_error() -> None:
     """From a Grant they break the protocol, from a scheduler they are a wrong argument."""
     assert issubclass(BlockIdsError, ProtocolError)
     assert issubclass(BlockIdsError, ValueError)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "most", "chunk_nbytes"),
-    [
-        (100, 4 << 20, 1 << 20),
-        (16 << 20, 4 << 20, 1 << 20),
-        (32 << 20, 4 << 20, 2 << 20),
-        (64 << 20, 4 << 20, 4 << 20),
-        (1 << 30, 4 << 20, 4 << 20),
-        (64 << 20, 32768, 32768),
-    ],
-)
-def test_a_sink_asks_for_about_a_mebibyte_and_more_for_large_transfers(
-    nbytes: int, most: int, chunk_nbytes: int
-) -> None:
-    assert chunk_nbytes_for(nbytes, most) == chunk_nbytes
