@@ -12,6 +12,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final, Literal, get_args
 
 import msgspec
@@ -35,10 +36,13 @@ _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HOST_NAME = re.compile(r"(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z0-9_]([a-zA-Z0-9_.\-]*[a-zA-Z0-9_])?\.?")
 _POSITIVE: Final = (
     *("lease_s", "keep_s", "max_hold_s", "pull_timeout_s", "peer_silent_s", "connect_timeout_s"),
-    *("chunk_nbytes", "staging_slots", "control_max_nbytes", "min_gbps"),
-    "launch_programs",
+    *("control_max_nbytes", "launch_programs", "min_gbps"),
 )
-_CHUNK_NBYTES: Final = (4 << 10, 64 << 20)
+_BOUNDS: Final = {  # name: (least, most, what or why)
+    "chunk_nbytes": (4 << 10, 64 << 20, " bytes"),
+    "staging_slots": (2, 1024, "; with one slot nothing overlaps"),
+    "staging_nbytes": (8 << 10, 4 << 30, " bytes"),
+}
 # (shorter, longer, why)
 _ORDERED: Final = (
     ("keep_s", "lease_s", "a lease must outlive the wait for the message that extends it"),
@@ -73,11 +77,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A peer that owes an answer and says nothing for this long is down."""
     connect_timeout_s: float = 5.0
     """First contact with a peer ends after this long."""
-    chunk_nbytes: int = 4 << 20
-    """The most payload of one message of a stream, 4 KiB to 64 MiB. Transfers below 64 MiB use 1
-    MiB and up, so that packing and wire overlap; over TCP one of 64 MiB is half as fast."""
-    staging_slots: int = 8
-    """Chunks in flight on one connection."""
+    chunk_nbytes: int | None = None
+    """Payload of each message of a stream, 4 KiB to 64 MiB; None: for each transfer what its wire's
+    measured costs make best."""
+    staging_slots: int | None = None
+    """Chunks in flight on one connection of a stream, 2 or more; None: by its measured costs."""
+    staging_nbytes: int | None = None
+    """The most staging of one connection, on each side; None: 32 MiB where it is host memory, 256
+    MiB on a GPU, and what the two settings above make."""
     control_max_nbytes: int = 4 << 20
     """A longer control message is refused, answered and counted."""
     launch_programs: int = 32
@@ -101,7 +108,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:
-        for check in (_check_numbers, _check_order, _check_peers, _check_curve):
+        for check in (_check_numbers, _check_staging, _check_order, _check_peers, _check_curve):
             check(self)
 
     def __repr__(self) -> str:
@@ -182,6 +189,26 @@ def load_config(
     return LoadedConfig(config, origins)
 
 
+def variables_of(prefix: str) -> dict[str, str]:
+    """Settings of another library, by whole name: kvxfer overrides none of them."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+
+
+@contextmanager
+def variables_kept(prefix: str, **defaults: str) -> Iterator[None]:
+    """Around the import of a library that sets variables for the whole process: they are as before
+    afterwards. ``defaults`` hold meanwhile where nobody has set them.
+    """
+    before = variables_of(prefix)
+    os.environ.update(defaults | before)
+    try:
+        yield
+    finally:
+        for name in variables_of(prefix).keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for variable, text in environ.items():
@@ -251,7 +278,7 @@ def _explained(
     if name in choices:
         reason = f"expected one of {', '.join(choices[name])}"
     else:
-        reason = reason[:1].lower() + reason[1:].partition(", got")[0]
+        reason = reason[:1].lower() + reason[1:].partition(", got")[0].replace(" | null", "")
     return ConfigError(f"{name}: {reason}, got {got} ({origins[name]})")
 
 
@@ -260,15 +287,26 @@ def _check_numbers(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ConfigError(f"{name}: expected a finite number above 0, got {value}")
-    least, most = _CHUNK_NBYTES
-    if not least <= config.chunk_nbytes <= most:
-        raise ConfigError(
-            f"chunk_nbytes: expected {least} to {most} bytes, got {config.chunk_nbytes}"
-        )
+    for name, (least, most, why) in _BOUNDS.items():
+        value = getattr(config, name)
+        if value is not None and not least <= value <= most:
+            raise ConfigError(f"{name}: expected {least} to {most}{why}, got {value}")
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"port: expected 0 (any free port) to 65535, got {config.port}")
     if not config.host:
         raise ConfigError("host: expected a name or an address to listen on, got ''")
+
+
+def _check_staging(config: Config) -> None:
+    chunk_nbytes, num_slots = (
+        getattr(config, name) or _BOUNDS[name][0] for name in ("chunk_nbytes", "staging_slots")
+    )
+    most_nbytes = config.staging_nbytes
+    if most_nbytes is not None and num_slots * chunk_nbytes > most_nbytes:
+        raise ConfigError(
+            f"staging_nbytes: expected room for {num_slots} chunks (staging_slots) of "
+            f"{chunk_nbytes} bytes (chunk_nbytes), got {most_nbytes}"
+        )
 
 
 def _check_order(config: Config) -> None:

@@ -218,8 +218,7 @@ class _Check:
         assert transport.is_stream == self.source.is_stream
         assert transport.name == self.source.name
         trial = transport.trial(self.source.manifest, self.timeout_s)
-        assert trial.nbytes > 0
-        assert trial.duration_s > 0
+        assert trial.costs.bytes_per_s > 0
         transport.attach(self.source.manifest)
         transport.attach(self.source.manifest)
 

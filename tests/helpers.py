@@ -9,14 +9,20 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Literal
 
+import pytest
 import torch
 
 POISON = 0xEE
+needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="needs ucxx: install kvxfer[ucx]")
+needs_nixl = pytest.mark.skipif(
+    find_spec("nixl") is None, reason="needs NIXL: install kvxfer[nixl]"
+)
 # A side that fails leaves the other one waiting for it; it gets this long to notice.
 _GRACE_S = 10.0
 

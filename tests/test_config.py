@@ -1,3 +1,4 @@
+import os
 import re
 from collections.abc import Mapping
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.config import Config, load_config
+from kvxfer.config import Config, load_config, variables_kept, variables_of
 from kvxfer.errors import ConfigError
 
 KEY, SECRET, OTHER = "k" * 40, "s" * 40, "o" * 40
@@ -29,8 +30,9 @@ DEFAULTS = {
     "pull_timeout_s": 10.0,
     "peer_silent_s": 3.0,
     "connect_timeout_s": 5.0,
-    "chunk_nbytes": 4194304,
-    "staging_slots": 8,
+    "chunk_nbytes": None,
+    "staging_slots": None,
+    "staging_nbytes": None,
     "control_max_nbytes": 4194304,
     "launch_programs": 32,
     "min_gbps": None,
@@ -159,7 +161,23 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
         ({"lease_s": 0}, "lease_s: expected a finite number above 0, got 0.0"),
         ({"lease_s": "nan"}, "lease_s: expected a finite number above 0, got nan"),
         ({"max_hold_s": "inf"}, "max_hold_s: expected a finite number above 0, got inf"),
-        ({"staging_slots": 0}, "staging_slots: expected a finite number above 0, got 0"),
+        ({"staging_slots": 0}, "staging_slots: expected 2 to 1024; with one slot nothing overlaps"),
+        ({"staging_slots": 1}, "staging_slots: expected 2 to 1024; with one slot nothing overlaps"),
+        ({"staging_slots": 1025}, "staging_slots: expected 2 to 1024"),
+        ({"staging_nbytes": 8191}, "staging_nbytes: expected 8192 to 4294967296 bytes, got 8191"),
+        (
+            {"chunk_nbytes": 1 << 20, "staging_slots": 5, "staging_nbytes": (5 << 20) - 1},
+            "staging_nbytes: expected room for 5 chunks (staging_slots) of 1048576 bytes "
+            "(chunk_nbytes), got 5242879",
+        ),
+        (
+            {"chunk_nbytes": 1 << 20, "staging_nbytes": (2 << 20) - 1},
+            "staging_nbytes: expected room for 2 chunks (staging_slots) of 1048576 bytes",
+        ),
+        (
+            {"staging_slots": 100, "staging_nbytes": 100 * 4096 - 1},
+            "staging_nbytes: expected room for 100 chunks (staging_slots) of 4096 bytes",
+        ),
         ({"chunk_nbytes": 4095}, "chunk_nbytes: expected 4096 to 67108864 bytes, got 4095"),
         ({"chunk_nbytes": (64 << 20) + 1}, "chunk_nbytes: expected 4096 to 67108864 bytes, got"),
         ({"chunk_nbytes": 1.5}, "chunk_nbytes: expected `int`, got 1.5 (argument)"),
@@ -287,3 +305,14 @@ def test_any_text_is_a_value_or_a_named_error(text: str, name: str) -> None:
     except ConfigError as refused:
         assert "expected" in str(refused)  # noqa: PT017
         assert "curve" in str(refused) if name.startswith("curve") else name in str(refused)  # noqa: PT017
+
+
+def test_other_libraries_variables_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTHER_SET", "user")
+    monkeypatch.setenv("OTHER_REMOVED", "1")
+    with variables_kept("OTHER_", OTHER_SET="default", OTHER_NEW="default"):
+        assert variables_of("OTHER_")["OTHER_SET"] == "user"
+        assert os.environ["OTHER_NEW"] == "default"
+        os.environ["OTHER_SET"] = os.environ["OTHER_MORE"] = "the library's"
+        del os.environ["OTHER_REMOVED"]
+    assert variables_of("OTHER_") == {"OTHER_SET": "user", "OTHER_REMOVED": "1"}

@@ -59,6 +59,7 @@ def test_dependencies_and_extras() -> None:
         "engine": {"safetensors", "tokenizers"},
         "cuda": {"triton", "cuda-bindings"},
         "ucx": {"ucxx-cu13"},
+        "nixl": {"nixl"},
         "bench": {"matplotlib"},
         "proxy": {"aiohttp", "prometheus-client"},
         "dev": {
@@ -191,11 +192,14 @@ def test_plain_torch_where_pip_sees_no_cpu_build(tree: Path, tmp_path: Path) -> 
     done = set_up(tree, fake_calling_python(tmp_path, refusal))
     assert done.returncode == 0, done.stderr
     assert "about 2.5 GB" in done.stderr
-    torch, tools, project = (tree / ".venv/log").read_text().splitlines()
+    torch, tools, project, *wires = (tree / ".venv/log").read_text().splitlines()
     assert torch.endswith(" torch==2.13.0")  # first, so that nothing else chooses one
     assert tools.endswith(" setuptools")
     assert project.endswith("[engine,bench,dev]")
-    for line in (torch, tools, project):
+    names = ["ucxx-cu13", "libucxx-cu13", "libucx-cu13", "nixl-cu13", "nixl"]
+    assert [line.split()[-1] for line in wires] == names
+    assert all("--no-deps" in line for line in wires)
+    for line in (torch, tools, project, *wires):
         assert f"-c {tree}/constraints.txt" in line
     assert (tree / ".venv/stamp").read_text() == "stamped\n"
 

@@ -26,7 +26,7 @@ from kvxfer.transfer.wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports.zmq_connections import may_be_served
+from kvxfer.transports.stream_connections import may_be_served
 
 HARD_LIMIT_NBYTES = 64 << 20
 """ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""

@@ -44,8 +44,8 @@ _log = logging.getLogger("kvxfer.connector")
 class Pollable(Protocol):
     """A transport, as far as the loop sees it."""
 
-    def pollables(self) -> Sequence[ZmqSocket]:
-        """The sockets to be polled for reading now."""
+    def pollables(self) -> Sequence[ZmqSocket | int]:
+        """The sockets and file descriptors to be polled for reading now."""
 
 
 class Timer:
@@ -63,13 +63,11 @@ class Timer:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A transport, what to do when something may have happened on it, and which of its sockets are
-    polled.
-    """
+    """A transport, what to do when something may have happened on it, and what of it is polled."""
 
     member: Pollable
     handler: Call
-    polled: tuple[ZmqSocket, ...] = field(default=())
+    polled: tuple[ZmqSocket | int, ...] = field(default=())
 
 
 class IoThread:
@@ -89,7 +87,8 @@ class IoThread:
         self._wake_write.setblocking(False)
         self._awake = False
         self._poller = zmq.Poller()
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._wake_fd = self._wake_read.fileno()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
         self._handlers: dict[ZmqSocket, Call] = {}
         self._groups: list[_Group] = []
         self._timers: list[tuple[float, int, Timer]] = []
@@ -155,7 +154,7 @@ class IoThread:
             self._poller.unregister(socket)
 
     def watch_group(self, member: Pollable, handler: Call) -> None:
-        """Call ``handler`` in every round, and poll whatever sockets ``member`` has at the time."""
+        """Call ``handler`` in every round, and poll whatever ``member`` has at the time."""
         self._groups.append(_Group(member, handler))
 
     def unwatch_groups(self) -> None:
@@ -203,7 +202,7 @@ class IoThread:
         self._sync_groups()
         ready: list[tuple[Any, int]] = self._poller.poll(timeout_ms)
         for socket, _ in ready:
-            if isinstance(socket, int):
+            if socket == self._wake_fd:
                 with contextlib.suppress(BlockingIOError):
                     self._wake_read.recv(4096)
         # Before the inbox is read: what is posted from here on writes another byte.

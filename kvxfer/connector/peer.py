@@ -192,8 +192,8 @@ class Peer:
             return
         self.choices = result
         try:
-            for rank in result:
-                self.transport(rank).attach(self.source(rank))
+            for rank, choice in result.items():
+                self.transport(rank).attach(self.source(rank), choice.staging)
             self._open_boards()
             self._open_links()
         except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
@@ -232,8 +232,8 @@ class Peer:
 
     @property
     def wire(self) -> str:
-        """The slowest of the chosen wires with its measured speed, and why it was not another."""
-        slowest = min(self.choices.values(), key=lambda choice: choice.gb_per_s, default=None)
+        """The slowest of the chosen wires with its measured costs, and why it was not another."""
+        slowest = max(self.choices.values(), key=lambda choice: choice.duration_s, default=None)
         return str(slowest) if slowest is not None else "nothing to read"
 
     def routes(self) -> tuple[Route, ...]:

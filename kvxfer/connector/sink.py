@@ -70,7 +70,6 @@ class Sink:
         self, io: IoThread, config: Config, ledger: Ledger, addressing: Addressing
     ) -> None:
         self._io = io
-        self._config = config
         self._ledger = ledger
         self._addressing = addressing
         self._actions = LoadActions(
@@ -157,9 +156,7 @@ class Sink:
     def _begin(self, load: SinkLoad, peer: Peer) -> None:
         load.waiter = None
         try:
-            routes = make_routes(
-                load.order, peer, self._addressing, self._config.chunk_nbytes, after=load.after
-            )
+            routes = make_routes(load.order, peer, self._addressing, after=load.after)
         except (KvxferError, ValueError) as e:
             self._fail(load, Failure(Reason.PLAN, str(e)), cancel=True)
             return

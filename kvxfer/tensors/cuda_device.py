@@ -32,6 +32,12 @@ class Gpu(Protocol):
     def make_stream(self) -> torch.cuda.Stream | None:
         """A stream of its own; None where work runs on the host."""
 
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether kernels may read and write it: memory of this GPU, or pinned memory."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Memory of the host that kernels reach: flat uint8."""
+
 
 class CudaDevice:
     """A CUDA device of this process."""
@@ -55,3 +61,11 @@ class CudaDevice:
     def make_stream(self) -> torch.cuda.Stream:
         """A stream beside the compute stream, before which its blocks go."""
         return torch.cuda.Stream(self._device, priority=PULL_PRIORITY)  # type: ignore[no-untyped-call]
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether kernels may read and write it."""
+        return tensor.device == self._device or (tensor.is_cpu and tensor.is_pinned())
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Memory of the host that kernels reach."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -88,6 +88,16 @@ class DeviceCopier:
         events = [self._launch(work, stream, None, is_empty=True) for work in empty_works(bound)]
         return events[-1]
 
+    def warm_unpack(self, side: BoundSide, stream: torch.cuda.Stream | None) -> Event:
+        """Compile what unpacks chunks of this side; nothing is copied."""
+        ids, order = np.zeros(1, np.int64), side.tile.order
+        for num_tokens in (side.tile.kernel_tokens, 1):
+            span = (0, side.addresses.size, 0, num_tokens)
+            for ends in chunk_ends(side, ids, order, span, 0):
+                work = chunk_work(ends, side.tile, is_pack=False)
+                self._launch(work, stream, None, is_empty=True)
+        return self.mark(stream)
+
     def mark(self, stream: torch.cuda.Stream | None) -> Event:
         """An event behind all that was put on the stream, also by a launch that failed."""
         with self._on(stream):
@@ -163,8 +173,8 @@ class DeviceCopier:
     ) -> Launched:
         """Pack a chunk: tokens of regions ``[region_lo, region_hi)`` into ``out``, in ``order``.
 
-        out: uint8 on the GPU, exactly the chunk's bytes. Raises ValueError, before anything is
-        launched, for ids outside the pool and for a wrong size or order.
+        out: uint8 on the GPU or in pinned memory, exactly the chunk's bytes. Raises ValueError,
+        before anything is launched, for ids outside the pool and for a wrong size or order.
         """
         span = (region_lo, region_hi, token_lo, token_hi)
         self._check_chunk(side, block_ids, order, span, out, "out")
@@ -210,8 +220,11 @@ class DeviceCopier:
         check_order(side.tile, order)
         region_nbytes = (token_hi - token_lo) * token_nbytes(side.tile)
         check_chunk(dense, name, region_hi - region_lo, region_nbytes)
-        if dense.device.type != self._device.type:
-            raise ValueError(f"{name}: expected a tensor on {self._device}, got {dense.device}")
+        if dense.device.type != self._device.type and not dense.is_pinned():
+            raise ValueError(
+                f"{name}: expected a tensor on {self._device} or in pinned memory, "
+                f"got {dense.device}"
+            )
 
     def _piece_nbytes(self, bound: BoundCopy) -> int:
         """Bytes of one region in one launch: what the settings allow, and no more ids than a

@@ -6,9 +6,10 @@ driven by the IO thread of a worker:
 
 - ``submit``-like calls never block; work on KV runs in jobs of at most ``JOB_NBYTES`` on the
   :class:`CopyThread`;
-- ``pollables()`` are sockets that the IO thread polls for reading; ``poll()`` handles what is there
-  and returns what has happened since the last call, as a list of completions. A transport calls
-  ``wake`` (given when it is made) from any thread when a poll would return something.
+- ``pollables()`` are sockets and file descriptors that the IO thread polls for reading; ``poll()``
+  handles what is there and returns what has happened since the last call, as a list of completions.
+  A transport calls ``wake`` (given when it is made) from any thread when a poll would return
+  something.
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ import torch
 import zmq
 
 from kvxfer.errors import TransportUnavailable
+from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass, Side
 from kvxfer.transfer.wire import Reason
 
 TRIAL_NBYTES = 4 << 20
-"""How much a trial moves at most: a millisecond or two, enough to tell one wire from another."""
+"""The large message of a trial: a millisecond or two, enough to tell one wire from another."""
+TRIAL_SMALL_NBYTES = 64 << 10
+"""The small one, whose time is mostly the wire's latency."""
 
 JOB_NBYTES = 64 << 20
 """The largest piece of copying between two looks at the cancel flag (about 10 ms on a CPU)."""
 
 Wake = Callable[[], None]
+Readable = zmq.Socket[bytes] | int
+"""A socket, or a file descriptor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,11 @@ class LocalMemory:
                 raise TransportUnavailable(
                     f"{transport}: expected {device_type} memory, got memory on {tensor.device}"
                 )
+
+
+def kind_of(device: str) -> str:
+    """``cpu`` or ``cuda``, of a device as manifests name it."""
+    return device.partition(":")[0]
 
 
 # --------------------------------------------------- what the source side is asked to send
@@ -139,8 +150,8 @@ class SourceTransport(ABC):
         """For the manifest, one for each memory: a direct wire's, by which sinks map them."""
         return ()
 
-    def pollables(self) -> Sequence[zmq.Socket[bytes]]:
-        """Sockets that the IO thread polls for reading."""
+    def pollables(self) -> Sequence[Readable]:
+        """What the IO thread polls for reading."""
         return ()
 
     def submit_send(self, request: SendRequest) -> None:
@@ -238,19 +249,13 @@ class ReadStopped:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Bytes that a wire moved to show that it works, and how long that took.
+    """What a wire costs, measured with bytes that it has moved.
 
     ``path``: what carried them, for a wire that has several ("TCP"); shown to people only.
     """
 
-    nbytes: int
-    duration_s: float
+    costs: WireCosts
     path: str = ""
-
-    @property
-    def gb_per_s(self) -> float:
-        """1e9 bytes a second."""
-        return self.nbytes / self.duration_s / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +273,10 @@ class SinkTransport(ABC):
 
     name: str
     is_stream: bool
+    is_dear: bool = False
+    """Whether a trial takes much longer than a first load may wait: it is made only where no
+    direct wire works.
+    """
     counts: Counter[str]
     """What was dropped or refused, by reason; for metrics."""
 
@@ -279,6 +288,10 @@ class SinkTransport(ABC):
         pool nor reads. Raises TransportUnavailable with the reason.
         """
 
+    def staging_bounds(self, source: RankManifest) -> StagingBounds | None:
+        """Within what the staging of a connection to this rank may be chosen; None: has none."""
+        return None
+
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Get ready to copy these classes, where that takes long: called once before the first
         read, from any thread, and may block. What fails here fails the trial.
@@ -286,10 +299,11 @@ class SinkTransport(ABC):
         return
 
     @abstractmethod
-    def attach(self, source: RankManifest) -> None:
+    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
         """Map the source rank's memory or connect to it; idempotent.
 
-        Raises TransportUnavailable with the reason.
+        ``staging``: of stream wires; without it what the settings say, or what is usual. Raises
+        TransportUnavailable with the reason.
         """
 
     @abstractmethod
@@ -321,8 +335,8 @@ class SinkTransport(ABC):
         Unknown keys get ReadStopped too.
         """
 
-    def pollables(self) -> Sequence[zmq.Socket[bytes]]:
-        """Sockets that the IO thread polls for reading."""
+    def pollables(self) -> Sequence[Readable]:
+        """What the IO thread polls for reading."""
         return ()
 
     @abstractmethod

@@ -4,14 +4,14 @@
              "read:fail"                    every read breaks
              "read:slow=50ms"               every piece of copying takes 50 ms longer
              "read:blank"                   every read ends well, and no byte has been written
-             "chunk:drop=0.1;seed=3"        a tenth of the chunks never arrive
-             "chunk:corrupt_header=0.1"     or arrive with a header that cannot be read
+             "chunk:drop=0.1;seed=3"        a tenth of the chunks arrive as nobody's
+             "chunk:corrupt_header=0.1"     or with a header that cannot be read
              "chunk:duplicate"              every chunk arrives twice
              "send:die_after=3"             the process is killed when it has sent 3 chunks
 
 Several are separated by commas. ``read`` faults belong to the sink's settings and work on every
 wire, but ``slow`` and ``blank`` not where a GPU copies; ``chunk`` and ``send`` faults belong to the
-source's and work on ``zmq``.
+source's and work on stream wires.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import zmq
+import msgspec
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,
     PeerGone,
+    Readable,
     ReadBroke,
     ReadRequest,
     SinkCompletion,
@@ -44,9 +46,10 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyJob
-from kvxfer.transports.zmq_connections import Connection
-from kvxfer.transports.zmq_source import ZmqSource
-from kvxfer.transports.zmq_stream import ChunkHeader, Context, decode_to_sink, encode
+from kvxfer.transports.pipe import Parts
+from kvxfer.transports.stream_connections import Connection
+from kvxfer.transports.stream_source import MakePipe, StreamSource
+from kvxfer.transports.stream_wire import ChunkHeader, Context, Header, encode
 
 _OF_COPIES = frozenset({"read:slow", "read:blank"})
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
@@ -202,11 +205,11 @@ def _copy_nothing(job: CopyJob) -> bool:
 
 
 def check_device_faults(faults: Sequence[Fault]) -> None:
-    """For a wire whose copies run on a GPU. Raises ConfigError for faults of the copy thread."""
+    """For memory of a GPU, which copies by itself. Raises ConfigError for the copy thread's."""
     for fault in faults:
         if fault.name in _OF_COPIES:
             raise ConfigError(
-                f"faults: expected none of {', '.join(sorted(_OF_COPIES))} on cuda_ipc, "
+                f"faults: expected none of {', '.join(sorted(_OF_COPIES))} in memory of a GPU, "
                 f"got {fault.name}; a GPU's copies take no faults"
             )
 
@@ -228,11 +231,18 @@ class _Stalled:
     held: list[SinkCompletion] = field(default_factory=list)
 
 
+def _end(timer: threading.Timer) -> None:
+    """It wakes nobody any more."""
+    timer.cancel()
+    timer.join()
+
+
 class FaultySink(SinkTransport):
     """A sink transport whose reads stall or fail; everything else is the inner one's."""
 
     def __init__(self, inner: SinkTransport, faults: Sequence[Fault], wake: Wake) -> None:
         self.name, self.is_stream, self.counts = inner.name, inner.is_stream, inner.counts
+        self.is_dear = inner.is_dear
         self._inner = inner
         self._faults = tuple(faults)
         self._wake = wake
@@ -249,9 +259,13 @@ class FaultySink(SinkTransport):
         """As it is."""
         self._inner.prepare(classes)
 
-    def attach(self, source: RankManifest) -> None:
+    def staging_bounds(self, source: RankManifest) -> StagingBounds | None:
+        """As they are."""
+        return self._inner.staging_bounds(source)
+
+    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
         """As it is."""
-        self._inner.attach(source)
+        self._inner.attach(source, staging)
 
     def detach(self, control_endpoint: str) -> None:
         """As it is."""
@@ -273,10 +287,10 @@ class FaultySink(SinkTransport):
         """What was held back is forgotten: ReadStopped is the read's one end."""
         stalled = self._stalled.pop(key, None)
         if stalled is not None:
-            stalled.timer.cancel()
+            _end(stalled.timer)
         self._inner.stop_read(key)
 
-    def pollables(self) -> Sequence[zmq.Socket[bytes]]:
+    def pollables(self) -> Sequence[Readable]:
         """As they are."""
         return self._inner.pollables()
 
@@ -286,6 +300,7 @@ class FaultySink(SinkTransport):
         now_s = time.monotonic()
         for key, stalled in list(self._stalled.items()):
             if now_s >= stalled.until_s:
+                _end(stalled.timer)
                 done.extend(stalled.held)
                 del self._stalled[key]
         for completion in self._inner.poll():
@@ -299,8 +314,7 @@ class FaultySink(SinkTransport):
     def close(self) -> None:
         """The timers too."""
         for stalled in self._stalled.values():
-            stalled.timer.cancel()
-            stalled.timer.join()
+            _end(stalled.timer)
         self._stalled.clear()
         self._inner.close()
 
@@ -326,43 +340,39 @@ class FaultySink(SinkTransport):
 # ------------------------------------------------------------------ the giving side
 
 
-class FaultyZmqSource(ZmqSource):
-    """A ZeroMQ source that loses, garbles or repeats chunks, or dies."""
+class FaultyStreamSource(StreamSource):
+    """A stream wire's source that loses, garbles or repeats chunks, or dies."""
 
     def __init__(
         self,
+        make_pipe: MakePipe,
         memory: LocalMemory,
         config: Config,
         copy_thread: Copier,
         wake: Wake,
         context: Context,
     ) -> None:
-        super().__init__(memory, config, copy_thread, wake, context)
+        super().__init__(make_pipe, memory, config, copy_thread, wake, context)
         self._faults = parse_faults(config.faults)
         self._random = random.Random(max((fault.seed for fault in self._faults), default=0))
         self._num_chunks = 0
 
-    def _transmit(self, connection: Connection, frames: list[bytes | zmq.Frame]) -> bool:
-        if len(frames) != 2 or not isinstance(frames[0], bytes):
-            return super()._transmit(connection, frames)
-        packed = frames[0]
-        header = decode_to_sink(memoryview(packed))
+    def _send_announcement(self, connection: Connection, header: Header, parts: Parts) -> bool:
         if not isinstance(header, ChunkHeader):
-            return super()._transmit(connection, frames)
+            return super()._send_announcement(connection, header, parts)
         self._num_chunks += 1
+        packed = encode(header)
         for fault in self._faults:
             if fault.name == "send:die_after" and self._num_chunks > fault.value:
                 os.kill(os.getpid(), signal.SIGKILL)
             if not fault.name.startswith("chunk:") or self._random.random() >= fault.value:
                 continue
             if fault.name == "chunk:drop":
-                # Something must arrive all the same: TCP loses no single message, and chunks are
-                # numbered as they come.
-                frames = [encode(ChunkHeader(b"", b"", "", "", header.sequence, 0)), b""]
+                # Something must arrive all the same: no wire loses a single message, and slots are
+                # counted
+                packed = encode(msgspec.structs.replace(header, nonce=b"", sequence=-1))
             elif fault.name == "chunk:corrupt_header":
-                frames = [b"\xc1" + packed[1:], frames[1]]  # 0xc1 is never used in msgpack
-            elif not super()._transmit(connection, frames):
+                packed = b"\xc1" + packed[1:]  # 0xc1 is never used in msgpack
+            elif not self._transmit(connection, packed, *parts):
                 return False
-            else:  # chunk:duplicate: the first copy has taken a number
-                connection.next_number += 1
-        return super()._transmit(connection, frames)
+        return self._transmit(connection, packed, *parts)

@@ -47,6 +47,22 @@ class Slots:
         return self.num_slots * self.slot_nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class StagingSize:
+    """What the staging of one connection takes, unless settings say otherwise: all of it, and each
+    slot at most.
+    """
+
+    nbytes: int
+    most_slot_nbytes: int
+
+
+HOST_STAGING = StagingSize(32 << 20, 8 << 20)
+"""TCP and memory copies gain nothing by larger chunks."""
+DEVICE_STAGING = StagingSize(256 << 20, 64 << 20)
+"""At 300 GB/s 64 MiB take 0.2 ms, ten times what a message and a launch cost."""
+
+
 class SourceLane(ABC):
     """The giving end of one connection."""
 
@@ -115,6 +131,12 @@ class SinkLane(ABC):
         generation, whose credit leaves after this call. Raises PipeBroken.
         """
 
+    def path(self, signals: str) -> str:
+        """What carries the payload, for people ("TCP"); empty where that says nothing more than
+        the pipe's name. ``signals``: what carries the announcements.
+        """
+        return ""
+
     @abstractmethod
     def close(self) -> None:
         """The connection has ended. Idempotent."""
@@ -124,6 +146,14 @@ class Pipe(ABC):
     """One library on one rank, for one side of a wire."""
 
     name: str
+    is_dear: bool = False
+    """Whether to make and connect a pipe takes much longer than a first load may wait; a trial does
+    both. See ``SinkTransport.is_dear``.
+    """
+
+    def staging_size(self, device_type: str) -> StagingSize:
+        """For pools on such a device; a pipe whose staging lies elsewhere says so."""
+        return HOST_STAGING if device_type == "cpu" else DEVICE_STAGING
 
     @abstractmethod
     def open_source(self, address: bytes, slots: Slots) -> SourceLane:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -16,18 +19,26 @@ from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport, 
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.faults import (
     FaultySink,
-    FaultyZmqSource,
+    FaultyStreamSource,
     check_device_faults,
     faulty_copier,
     parse_faults,
 )
+from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
-from kvxfer.transports.zmq_sink import ZmqSink
-from kvxfer.transports.zmq_source import ZmqSource
-from kvxfer.transports.zmq_stream import Context
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import MakePipe, StreamSource
+from kvxfer.transports.stream_wire import Context
+from kvxfer.transports.zmq_pipe import ZmqPipe
 
-AUTO = {"cuda": ("cuda_ipc",), "cpu": ("shm", "zmq")}
-"""What ``auto`` may take for memory on such a device, best first."""
+AUTO = {"cuda": ("cuda_ipc", "zmq", "ucx", "nixl"), "cpu": ("shm", "zmq", "ucx", "nixl")}
+"""What ``auto`` may take for memory on such a device; which of them it takes, trials decide."""
+OPTIONAL = {"ucx": "ucxx", "nixl": "nixl"}
+"""Wires that need a library, and its name. Loading it takes 0.5 s and 20 to 30 MB when an engine
+starts, so ``auto`` has them where they can gain something: for memory of a GPU, and where there is
+RDMA. Else both carry host memory by TCP, and slower than ``zmq`` does (0.5 GB/s instead of 2).
+"""
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _log = logging.getLogger("kvxfer.transports")
 T = TypeVar("T", SourceTransport, SinkTransport)
@@ -37,7 +48,8 @@ _Maker = Callable[[LocalMemory, Config, Copier, Wake, Context], T]
 def _cuda_ipc_source(
     memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
 ) -> SourceTransport:
-    with _needs_cuda(memory):
+    memory.require("cuda_ipc", "cuda")
+    with _needs("cuda_ipc", "Triton", "kvxfer[cuda]"):
         from kvxfer.transports.cuda_ipc_direct import CudaIpcSource
     return CudaIpcSource(memory, config, copy_thread, wake, context)
 
@@ -45,32 +57,57 @@ def _cuda_ipc_source(
 def _cuda_ipc_sink(
     memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
 ) -> SinkTransport:
-    with _needs_cuda(memory):
+    memory.require("cuda_ipc", "cuda")
+    with _needs("cuda_ipc", "Triton", "kvxfer[cuda]"):
         from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
     return CudaIpcSink(memory, config, copy_thread, wake, context)
 
 
+# ---- the pipes of stream wires; a library that need not be installed is imported when asked for
+
+
+def _zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return ZmqPipe()
+
+
+def _ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    with _needs("ucx", "ucxx", "kvxfer[ucx]"):
+        from kvxfer.transports.ucx_pipe import UcxPipe
+    return UcxPipe(memory.device, config, wake)
+
+
+def _nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    with _needs("nixl", "NIXL", "kvxfer[nixl]"):
+        from kvxfer.transports.nixl_pipe import NixlPipe
+    return NixlPipe(memory.device, config, wake)
+
+
+_PIPES: dict[str, MakePipe] = {"zmq": _zmq_pipe, "ucx": _ucx_pipe, "nixl": _nixl_pipe}
+
+
 @contextmanager
-def _needs_cuda(memory: LocalMemory) -> Iterator[None]:
-    """Around an import that takes Triton, which a host without GPUs need not have."""
-    memory.require("cuda_ipc", "cuda")
+def _needs(wire: str, library: str, extra: str) -> Iterator[None]:
+    """Around an import of what a host need not have."""
     try:
         yield
     except ImportError as exc:
         raise TransportUnavailable(
-            f"cuda_ipc: expected Triton, got {exc}; install kvxfer[cuda]"
+            f"{wire}: expected {library}, got {exc}; install {extra}"
         ) from exc
 
 
 _SOURCES: dict[str, _Maker[SourceTransport]] = {
     "cuda_ipc": _cuda_ipc_source,
     "shm": ShmSource,
-    "zmq": ZmqSource,
+    **{name: partial(StreamSource, pipe) for name, pipe in _PIPES.items()},
 }
 _SINKS: dict[str, _Maker[SinkTransport]] = {
     "cuda_ipc": _cuda_ipc_sink,
     "shm": ShmSink,
-    "zmq": ZmqSink,
+    **{name: partial(StreamSink, pipe) for name, pipe in _PIPES.items()},
+}
+_FAULTY_SOURCES: dict[str, _Maker[SourceTransport]] = _SOURCES | {
+    name: partial(FaultyStreamSource, pipe) for name, pipe in _PIPES.items()
 }
 
 
@@ -83,7 +120,7 @@ def make_sources(
     had.
     """
     faults = parse_faults(config.faults)
-    makers = _SOURCES | {"zmq": FaultyZmqSource} if faults else _SOURCES
+    makers = _FAULTY_SOURCES if faults else _SOURCES
     wanted = _wanted(makers, config, memory)
     return _make(wanted, config, lambda make: make(memory, config, copy_thread, wake, context))
 
@@ -100,7 +137,7 @@ def make_sinks(
     faults = parse_faults(config.faults)
 
     wanted = _wanted(_SINKS, config, memory)
-    if "cuda_ipc" in wanted:
+    if any(tensor.device.type != "cpu" for tensor in memory.tensors):
         check_device_faults(faults)
 
     def make(maker: _Maker[SinkTransport]) -> SinkTransport:
@@ -113,19 +150,20 @@ def make_sinks(
 def _make(
     wanted: Mapping[str, _Maker[T]], config: Config, make: Callable[[_Maker[T]], T]
 ) -> dict[str, T]:
-    """With ``auto`` a wire that cannot be had is left out, but not the last: after it there is
-    none.
-    """
+    """With ``auto`` a wire that cannot be had is left out, but not ``zmq``, which is everywhere."""
     made: dict[str, T] = {}
     for name, maker in wanted.items():
         try:
             made[name] = make(maker)
-        except TransportUnavailable as exc:
-            if config.transport != "auto" or name == list(wanted)[-1]:
-                for transport in made.values():
-                    transport.close()
-                raise
-            _log.debug("not offered: %s", exc)
+        except Exception as exc:
+            is_auto = config.transport == "auto" and name != "zmq"
+            # Whatever fails in a library that nobody has asked for must not end the engine
+            if is_auto and (name in OPTIONAL or isinstance(exc, TransportUnavailable)):
+                _log.debug("not offered: %s", exc)
+                continue
+            for transport in made.values():
+                transport.close()
+            raise
     return made
 
 
@@ -159,10 +197,18 @@ def _wanted(
             raise TransportUnavailable(
                 f"transport: expected memory on one of {', '.join(AUTO)}, got {kind}"
             )
-        return {name: makers[name] for name in AUTO[kind]}
+        return {name: makers[name] for name in AUTO[kind] if _is_worth_it(name, kind)}
     if config.transport not in makers:
         raise TransportUnavailable(
             f"transport: expected one of auto, {', '.join(makers)}, got {config.transport}; "
             "this version does not have it"
         )
     return {config.transport: makers[config.transport]}
+
+
+def _is_worth_it(name: str, device_type: str) -> bool:
+    """Whether ``auto`` has this wire, see OPTIONAL."""
+    if name not in OPTIONAL:
+        return True
+    can_gain = device_type != "cpu" or (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()))
+    return can_gain and find_spec(OPTIONAL[name]) is not None

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 
 from kvxfer.config import Config
@@ -35,10 +36,14 @@ from kvxfer.transfer.wire import BIND_TOKENS, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory
 from tests.builders import EngineShape, build_manifest, build_regions
 from tests.conftest import HAS_CUDA
+from tests.helpers import needs_nixl, needs_ucxx
 from tests.oracle import oracle_copy
 
-WIRES = ["shm", "zmq", "cuda_ipc"]
-HOST_WIRES = ["shm", "zmq"]
+STREAMS = {"zmq", "ucx", "nixl"}
+UCX = pytest.param("ucx", marks=needs_ucxx)
+NIXL = pytest.param("nixl", marks=needs_nixl)
+WIRES = ["shm", "zmq", UCX, "cuda_ipc"]
+HOST_WIRES = ["shm", "zmq", UCX, NIXL]
 """Those whose copies take faults."""
 POISON = 0xEE
 DIGEST = b"d" * 32

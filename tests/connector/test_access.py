@@ -7,7 +7,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.connector.access import may_connect, server_key_of
-from kvxfer.transports.zmq_connections import may_be_served
+from kvxfer.transports.stream_connections import may_be_served
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
 CURVE = {"curve_public_key": PUBLIC, "curve_secret_key": SECRET}

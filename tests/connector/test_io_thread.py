@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -177,3 +179,44 @@ def test_an_unwatched_socket_is_left_alone(io: IoThread, pair: tuple[ZmqSocket, 
     time.sleep(0.05)
     assert seen == []
     io.stop(2)
+
+
+class _Descriptors:
+    """A transport of file descriptors alone."""
+
+    def __init__(self, *fds: int) -> None:
+        self.fds = fds
+
+    def pollables(self) -> tuple[int, ...]:
+        return self.fds
+
+
+def test_descriptors_of_a_transport_wake_the_thread_and_are_not_taken_for_its_own(
+    io: IoThread,
+) -> None:
+    near, far = socket.socketpair()
+    other, _ = pair_of_others = socket.socketpair()
+    with near, far, other, pair_of_others[1]:
+        member, seen = _Descriptors(near.fileno()), []
+
+        def handle() -> None:
+            if member.fds and select.select([near], [], [], 0)[0]:
+                seen.append(near.recv(10))
+
+        io.watch_group(member, handle)
+        io.start()
+        time.sleep(0.05)
+        far.send(b"1")
+        until(lambda: seen == [b"1"])
+        io.post(lambda: seen.append(b"posted"))
+        until(lambda: seen == [b"1", b"posted"])
+        member.fds = (other.fileno(),)
+        io.wake()
+        time.sleep(0.05)
+        far.send(b"2")  # not polled any more, so only the next round sees it
+        time.sleep(0.1)
+        assert len(seen) == 2
+        pair_of_others[1].send(b"x")
+        until(lambda: len(seen) == 3)
+        io.post(io.unwatch_groups)
+        assert io.stop(2)

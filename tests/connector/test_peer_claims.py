@@ -13,6 +13,7 @@ from kvxfer.connector import peers as peers_module
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import PeerState
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import SinkTransport, Trial
 from kvxfer.transports.shm_direct import ShmSink
@@ -197,7 +198,7 @@ def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
     def trial(self: ShmSink, source: RankManifest, timeout_s: float) -> Trial:
         tried.append(source)
         time.sleep(min(timeout_s, 1.2))
-        return Trial(1, 1e-9)
+        return Trial(WireCosts(0.0, 0.0, 1e9))
 
     monkeypatch.setattr(ShmSink, "trial", trial)
     four = EngineShape(tp_size=4, num_kv_heads=4)

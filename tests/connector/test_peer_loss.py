@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -58,8 +58,9 @@ class Prefill:
         os.kill(self.process.pid, number)
 
     def close(self) -> None:
-        if self.process.is_alive():
-            self.signal(signal.SIGKILL)
+        with suppress(ProcessLookupError):  # killed a moment ago, and not yet seen to be dead
+            if self.process.is_alive():
+                self.signal(signal.SIGKILL)
         self.process.join()
         self._end.close()
 

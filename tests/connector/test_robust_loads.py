@@ -20,7 +20,7 @@ from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import Grant, Keep, Pull, ToSource
 from kvxfer.transports.base import ReadRequest
-from kvxfer.transports.zmq_sink import ZmqSink
+from kvxfer.transports.stream_sink import StreamSink
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, WIRES, Engine, until
 
@@ -170,9 +170,9 @@ def test_no_keep_stays_behind_for_a_load_that_ends_as_it_begins(
 def test_nothing_is_asked_behind_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of two Pulls cannot be sent: the second route is neither armed nor asked."""
     expected: list[str] = []
-    submit_expect = ZmqSink.submit_expect
+    submit_expect = StreamSink.submit_expect
 
-    def expect(self: ZmqSink, request: ReadRequest) -> None:
+    def expect(self: StreamSink, request: ReadRequest) -> None:
         expected.append(request.key.source_rank)
         submit_expect(self, request)
 
@@ -184,7 +184,7 @@ def test_nothing_is_asked_behind_an_abort(monkeypatch: pytest.MonkeyPatch) -> No
             raise ProtocolError("too long")
         send(self, rank, message)
 
-    monkeypatch.setattr(ZmqSink, "submit_expect", expect)
+    monkeypatch.setattr(StreamSink, "submit_expect", expect)
     monkeypatch.setattr(Peer, "send", send_but_not_first)
     with (
         Engine(EngineShape(tp_size=2, num_kv_heads=4), "a", fill=1, transport="zmq") as source,

@@ -35,7 +35,7 @@ from kvxfer.transfer.wire import (
     encode,
 )
 from kvxfer.transports.base import SendRequest
-from kvxfer.transports.zmq_source import ZmqSource
+from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape
 from tests.connector.rig import DIGEST, POISON, Engine, until
 
@@ -156,16 +156,16 @@ def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
     """Two parked Pulls of one engine: the first fails as the offer opens, the second has not begun,
     and all blocks come back.
     """
-    submit_send, num_sends = ZmqSource.submit_send, 0
+    submit_send, num_sends = StreamSource.submit_send, 0
 
-    def fail_first(self: ZmqSource, request: SendRequest) -> None:
+    def fail_first(self: StreamSource, request: SendRequest) -> None:
         nonlocal num_sends
         num_sends += 1
         if num_sends == 1:
             raise RuntimeError("unforeseen")
         submit_send(self, request)
 
-    monkeypatch.setattr(ZmqSource, "submit_send", fail_first)
+    monkeypatch.setattr(StreamSource, "submit_send", fail_first)
     with (
         Engine(EngineShape(num_kv_heads=4), "prefill", fill=1, transport="zmq") as source,
         Engine(

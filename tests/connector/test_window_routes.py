@@ -82,7 +82,12 @@ def peer_of(plan: Plan, source: EngineManifest, rank: RankId, wire: str) -> Peer
             plan=plan,
             routes=lambda: plan.of_sink(rank),
             source=source.rank,
-            choices={entry.rank: Bag(transport=wire) for entry in source.ranks},
+            choices={
+                entry.rank: Bag(
+                    transport=wire, chunk_nbytes=lambda nbytes: 4096 if wire == "zmq" else 0
+                )
+                for entry in source.ranks
+            },
         ),
     )
 
@@ -106,7 +111,7 @@ def moved(
     """Carry a load of one sink rank out; returns its incomplete blocks."""
     rank, memories = taken
     addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
-    routes = make_routes(order, peer_of(plan, source, rank, wire), addressing, 4096)
+    routes = make_routes(order, peer_of(plan, source, rank, wire), addressing)
     incomplete: set[tuple[int, int]] = set()
     for source_rank, run in routes.items():
         incomplete |= run.incomplete
@@ -213,7 +218,7 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
         digest=b"",
     )
     addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
-    (run,) = make_routes(order, peer_of(plan, source, rank, "zmq"), addressing, 4096).values()
+    (run,) = make_routes(order, peer_of(plan, source, rank, "zmq"), addressing).values()
     # Token 18 sees 11 to 18: the source holds from 10 on, the sink keeps from 6 on.
     asked = {c.regions[0].layer: (c.token_lo, c.token_hi) for c in run.pull.classes}
     assert asked == {"layers.0": (10, 18), "layers.1": (6, 18)}
@@ -231,5 +236,4 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
             ),
             peer_of(plan, source, rank, "zmq"),
             addressing,
-            4096,
         )

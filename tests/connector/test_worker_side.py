@@ -21,7 +21,7 @@ from kvxfer.transfer.wire import (
     OfferRef,
     Reason,
 )
-from kvxfer.transports import zmq_source
+from kvxfer.transports import stream_packing
 from tests.builders import EngineShape
 from tests.connector.rig import HOST_WIRES, POISON, WIRES, Engine, expect_copied, until
 
@@ -274,7 +274,7 @@ def test_a_preempted_offer_waits_for_the_pack_that_runs(monkeypatch: pytest.Monk
         gather(*args, **kwargs)
         is_packing.clear()
 
-    monkeypatch.setattr(zmq_source, "gather", slow_gather)
+    monkeypatch.setattr(stream_packing, "gather", slow_gather)
     with (
         Engine(ONE, "prefill", fill=1, transport="zmq") as source,
         Engine(ONE, "decode", fill=POISON, transport="zmq") as sink,

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from scripts.benchmarks.host_contenders import WIRES, is_installed
+from tests.scripts.link_marks import needs_link
+
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -48,6 +51,17 @@ def test_the_wire_beside_others(tmp_path: Path) -> None:
     assert all(cell["nbytes"] == 128 * 4 * 128 for cell in found["cells"])
 
 
+def test_the_connector_over_another_wire(tmp_path: Path) -> None:
+    run(
+        "bench_connector.py",
+        *("--device", "cpu", "--transport", "zmq", "--out", str(tmp_path), "--rounds", "2"),
+        *("--tokens", "128", "--layouts", "HND16->NHD64", "--modes", "idle"),
+    )
+    (cell,) = result(tmp_path, "connector_zmq_cpu_*.json")["cells"]
+    assert cell["transports"] == ["zmq"]
+    assert cell["aim"].startswith("2.0 ms")
+
+
 def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
     run(
         "bench_connector.py",
@@ -64,12 +78,44 @@ def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
         assert cell["io_cpu_ms"] > 0
 
 
-def test_the_host_benchmark_still_runs() -> None:
-    said = run(
+def test_every_wire_of_host_memory_beside_others(tmp_path: Path) -> None:
+    run(
         "bench_transfer.py",
-        *("--transport", "shm", "--size-mib", "4", "--rounds", "2", "--num-blocks", "8"),
+        *("--shape", "tiny", "--tokens", "96", "--rounds", "2", "--out", str(tmp_path)),
     )
-    assert "HND16->NHD32" in said
+    found = result(tmp_path, "transfer_host_*.json")
+    wires = [name for name in WIRES if is_installed(name)]
+    others = {"sockets", "unix-sockets", "memcpy"}
+    for layouts in ("HND16->HND16", "HND16->NHD64"):
+        cells = [cell for cell in found["cells"] if cell["layouts"] == layouts]
+        assert {cell["way"] for cell in cells} >= others | {f"kvxfer {name}" for name in wires}
+        assert all(cell["nbytes"] == 96 * 4 * 128 for cell in cells)
+        assert all(len(cell["ratios"]) == 3 for cell in cells)
+    missing = {f"kvxfer {name}" for name in WIRES if name not in wires}
+    assert {name for name in found["lost"] if name.startswith("kvxfer")} == missing
+    assert set(found["trials"]) == {f"kvxfer {name}" for name in wires}
+
+
+def test_many_small_transfers(tmp_path: Path) -> None:
+    run("bench_transfer.py", *("--transport", "zmq", "--soak", "40", "--out", str(tmp_path)))
+    (soaked,) = result(tmp_path, "soak_cpu_*.json")["soaked"]
+    assert (soaked["wire"], soaked["num_transfers"]) == ("zmq", 40)
+    assert [held["side"] for held in soaked["held"]] == ["source", "sink"]
+    assert all(len(held["usages"]) == 5 for held in soaked["held"])
+
+
+@needs_link
+def test_the_wires_over_a_slow_link(tmp_path: Path) -> None:
+    run(
+        "bench_link.py",
+        *("--shape", "tiny", "--tokens", "1024", "--rounds", "2", "--out", str(tmp_path)),
+        *("--transport", "zmq"),
+    )
+    found = result(tmp_path, "link_cpu_*.json")
+    cells = {cell["way"]: cell for cell in found["cells"]}
+    # 512 KiB at 1 Gbit/s, and a round trip before the first byte: 4.2 ms and 2
+    for way in ("sockets", "kvxfer zmq"):
+        assert cells[way]["p50_ms"] > 6.0
 
 
 @pytest.mark.gpu

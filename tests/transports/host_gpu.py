@@ -24,7 +24,7 @@ from kvxfer.transports import registry
 from kvxfer.transports.base import LocalMemory, Wake
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
-from kvxfer.transports.zmq_stream import Context
+from kvxfer.transports.stream_wire import Context
 from tests.conftest import HAS_CUDA
 
 _PACKED = struct.Struct("<16si44x")
@@ -33,7 +33,9 @@ _PACKED = struct.Struct("<16si44x")
 class HostGpu:
     """Of one rank's memory, which must be shared pools."""
 
-    def __init__(self, memory: LocalMemory) -> None:
+    def __init__(self, memory: LocalMemory, *, reaches_host: bool = True) -> None:
+        self._reaches_host = reaches_host
+        self._pinned: set[int] = set()
         self._handles = {
             tensor.data_ptr(): info.handle
             for tensor, info in zip(memory.tensors, memory.infos, strict=True)
@@ -71,6 +73,14 @@ class HostGpu:
 
     def make_stream(self) -> None:
         return None
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return self._reaches_host or tensor.data_ptr() in self._pinned
+
+    def pinned(self, nbytes: int) -> Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        self._pinned.add(tensor.data_ptr())
+        return tensor
 
 
 class OneProcessGpu(CudaDevice):

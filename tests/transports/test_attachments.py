@@ -15,9 +15,10 @@ from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.testing_cases import POOL_NBYTES
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import zmq_connections, zmq_source
+from kvxfer.transports import stream_connections, stream_router, stream_source
 from kvxfer.transports.base import (
     TRIAL_NBYTES,
+    TRIAL_SMALL_NBYTES,
     Packed,
     PeerGone,
     ReadBroke,
@@ -26,11 +27,12 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
-from kvxfer.transports.zmq_connections import Connections, may_be_served
-from kvxfer.transports.zmq_source import ZmqSource
-from kvxfer.transports.zmq_stream import (
+from kvxfer.transports.pipe import Slots
+from kvxfer.transports.stream_connections import MAX_TRIALS, Connections, may_be_served
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_wire import (
     AskTrial,
-    Attach,
+    Attached,
     ChunkHeader,
     Credit,
     Expect,
@@ -40,9 +42,9 @@ from kvxfer.transports.zmq_stream import (
     TrialHeader,
     decode_to_sink,
     encode,
-    trial_pattern,
 )
 from tests.transports.pair import (
+    ATTACH,
     CONFIG,
     Pair,
     a_move,
@@ -107,8 +109,8 @@ def _rest(pair: Pair, duration_s: float = 0.1) -> None:
         time.sleep(0.002)
 
 
-def _source(pair: Pair) -> ZmqSource:
-    assert isinstance(pair.source, ZmqSource)
+def _source(pair: Pair) -> StreamSource:
+    assert isinstance(pair.source, StreamSource)
     return pair.source
 
 
@@ -186,7 +188,7 @@ def test_nobody_gets_the_chunks_of_a_sink_without_the_nonce(
 ) -> None:
     key = key_of(1)
     thief = Client(
-        pair, Attach(1, 4), Expect(b"guess", key.incarnation, key.sink_rank), expect_of(key_of(2))
+        pair, ATTACH, Expect(b"guess", key.incarnation, key.sink_rank), expect_of(key_of(2))
     )
     clients.append(thief)
     _rest(pair)
@@ -205,7 +207,7 @@ def test_a_read_that_a_living_sink_has_named_is_not_another_s(
     pair.sink.attach(pair.manifest)
     pair.sink.submit_expect(read_request(key, a_move(), pair.manifest))
     pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
-    thief = Client(pair, Attach(1, 4), expect_of(key))
+    thief = Client(pair, ATTACH, expect_of(key))
     clients.append(thief)
     pair.until(lambda: pair.source.counts["expected_twice"] == 1)
     pair.source.submit_send(send_request(key, a_move()))
@@ -216,12 +218,12 @@ def test_a_read_that_a_living_sink_has_named_is_not_another_s(
 def test_a_sink_that_comes_back_is_served_and_takes_over_what_died(
     pair: Pair, clients: list[Client]
 ) -> None:
-    first = Client(pair, Attach(1, 4), expect_of(key_of(1)))
+    first = Client(pair, ATTACH, expect_of(key_of(1)))
     pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
     pair.source.submit_send(send_request(key_of(2), a_move()))  # waits for whoever names it
     first.socket.close()
     pair.until(lambda: not len(_connections(pair)))
-    again = Client(pair, Attach(1, 4), expect_of(key_of(1)), expect_of(key_of(2)))
+    again = Client(pair, ATTACH, expect_of(key_of(1)), expect_of(key_of(2)))
     clients.append(again)
     got = 0
 
@@ -242,25 +244,44 @@ def _name(number: int) -> tuple[bytes, bytes, str]:
 # ------------------------------------------------------------------ what a connection may ask
 
 
-def test_one_connection_gets_two_trials_and_no_more(pair: Pair, clients: list[Client]) -> None:
-    clients.append(Client(pair, *[AskTrial(TRIAL_NBYTES)] * 20))
+def test_one_connection_gets_so_many_trials_and_no_more(pair: Pair, clients: list[Client]) -> None:
+    clients.append(Client(pair, ATTACH))
     heard: list[list[bytes]] = []
+    sizes = (TRIAL_NBYTES, TRIAL_SMALL_NBYTES)
+    for count in range(MAX_TRIALS):
+        clients[0].say(AskTrial(sizes[count % 2]))
 
-    def has_both() -> bool:
-        heard.extend(clients[0].heard())
-        return len(heard) > 1 and pair.source.counts["too_many_trials"] == 18
+        def has_come() -> bool:
+            heard.extend(clients[0].heard())
+            return len(heard) == 2 + count  # noqa: B023
 
-    pair.until(has_both)
+        pair.until(has_come)
+        clients[0].say(Credit((count % 2,)))
+    for size in sizes:
+        clients[0].say(AskTrial(size))
+    pair.until(lambda: pair.source.counts["too_many_trials"] == 2)
     _rest(pair)
-    want = [encode(TrialHeader(TRIAL_NBYTES)), trial_pattern()]
-    assert heard + clients[0].heard() == [want, want]
+    assert clients[0].heard() == []
+    assert heard[0] == [encode(Attached(b""))]
+    # Each size in the slot that was filled with it
+    for count, message in enumerate(heard[1:]):
+        header = TrialHeader(sizes[count % 2], slot=count % 2, generation=count // 2)
+        assert message == [encode(header), bytes(range(256)) * (sizes[count % 2] // 256)]
+
+
+def test_a_trial_waits_for_its_slot(pair: Pair, clients: list[Client]) -> None:
+    clients.append(Client(pair, ATTACH, *[AskTrial(TRIAL_SMALL_NBYTES)] * 6))
+    pair.until(lambda: pair.source.counts["malformed"] == 2)  # there are four slots
+    small = msgspec.structs.replace(ATTACH, slot_nbytes=TRIAL_NBYTES - 1)
+    clients.append(Client(pair, small, AskTrial(TRIAL_NBYTES)))
+    pair.until(lambda: pair.source.counts["malformed"] == 3)
 
 
 def test_announced_reads_of_a_connection_are_bounded_oldest_first(
     pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_connections, "MAX_EXPECTED", 3)
-    clients.append(Client(pair, Attach(1, 4), *[expect_of(key_of(n)) for n in (1, 2, 3, 3, 4, 5)]))
+    monkeypatch.setattr(stream_connections, "MAX_EXPECTED", 3)
+    clients.append(Client(pair, ATTACH, *[expect_of(key_of(n)) for n in (1, 2, 3, 3, 4, 5)]))
     pair.until(lambda: pair.source.counts["expected_too_much"] == 2)
     known = [n for n in range(1, 6) if _connections(pair).of_read(_name(n)) is not None]
     assert known == [3, 4, 5]
@@ -285,19 +306,19 @@ def test_reads_that_ended_are_forgotten(pair: Pair) -> None:
 def test_the_oldest_idle_sink_makes_room_and_busy_ones_stay(
     pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_source, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(stream_source, "MAX_CONNECTIONS", 2)
     pair.hold = True
-    clients.append(Client(pair, Attach(1, 4), expect_of(key_of(1))))
+    clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
     pair.source.submit_send(send_request(key_of(1), a_move()))
     pair.until(lambda: pair.said_kind(Packed, key_of(1)))
     pair.sink.attach(pair.manifest)
     pair.until(lambda: len(_connections(pair)) == 2)
-    clients.append(Client(pair, Attach(1, 4), expect_of(key_of(2))))
+    clients.append(Client(pair, ATTACH, expect_of(key_of(2))))
     pair.until(lambda: PeerGone(pair.manifest.control_endpoint) in pair.seen)
     assert pair.source.counts["sent_away"] == 1
     pair.source.submit_send(send_request(key_of(2), a_move()))
     pair.until(lambda: pair.said_kind(Packed, key_of(2)))
-    clients.append(Client(pair, Attach(1, 4)))
+    clients.append(Client(pair, ATTACH))
     pair.until(lambda: pair.source.counts["too_many_sinks"] == 1)
     assert clients[2].socket.poll(2000)
     assert b"at most 2 sinks" in clients[2].heard()[0][0]
@@ -310,14 +331,16 @@ def test_the_oldest_idle_sink_makes_room_and_busy_ones_stay(
 def test_a_full_queue_is_not_taken_for_a_lost_connection(
     pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clients.append(Client(pair, Attach(1, 4)))
+    clients.append(Client(pair, ATTACH))
     pair.until(lambda: len(_connections(pair)) == 1)
 
     def full(*_: object) -> None:
         raise zmq.Again
 
-    monkeypatch.setattr(zmq_source, "send_message", full)
-    Client(pair, Attach(1, 4)).socket.close()
+    monkeypatch.setattr(stream_router, "send_message", full)
+    other = Client(pair, ATTACH)
+    pair.until(lambda: len(_connections(pair)) == 2)
+    other.socket.close()
     pair.until(lambda: pair.source.counts["send_failed"] > 0)
     assert len(_connections(pair)) >= 1
     assert _connections(pair).all()[0].is_gone is False
@@ -327,8 +350,8 @@ def test_a_full_queue_is_not_taken_for_a_lost_connection(
 def test_a_sink_that_does_not_read_is_probed_only_so_often(
     pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zmq_source, "MAX_PROBES", 3)
-    clients.append(Client(pair, Attach(1, 4)))
+    monkeypatch.setattr(stream_source, "MAX_PROBES", 3)
+    clients.append(Client(pair, ATTACH))
     pair.until(lambda: len(_connections(pair)) == 1)
     connection = _connections(pair).all()[0]
     for _ in range(10):
@@ -384,8 +407,10 @@ def test_a_sink_that_the_source_forgot_attaches_anew(pair: Pair) -> None:
 # ------------------------------------------------------------------ sizes and addresses
 
 
-@pytest.mark.parametrize(("own", "most"), [(1 << 20, 8 << 20), (16 << 20, 16 << 20)])
-def test_chunks_are_not_larger_than_this_side_allows(own: int, most: int) -> None:
+@pytest.mark.parametrize(
+    ("own", "most"), [(1 << 20, 8 << 20), (16 << 20, 16 << 20), (None, 64 << 20)]
+)
+def test_chunks_are_not_larger_than_this_side_allows(own: int | None, most: int) -> None:
     pair = Pair(msgspec.structs.replace(ZMQ, chunk_nbytes=own))
     try:
         good = send_request(key_of(1), a_move())
@@ -394,6 +419,68 @@ def test_chunks_are_not_larger_than_this_side_allows(own: int, most: int) -> Non
             pair.source.submit_send(SendRequest(good.key, *sizes, most + 1))
         pair.source.submit_send(SendRequest(good.key, *sizes, most))  # the key is still free
     finally:
+        pair.close()
+
+
+MIB = 1 << 20
+USUAL = {"chunk_nbytes": None, "staging_slots": None}
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "taken"),
+    [
+        (USUAL, (8, 4 * MIB), 8),
+        (USUAL, (9, 4 * MIB), 8),  # 32 MiB is usual in host memory
+        (USUAL, (1024, 4096), 64),
+        (USUAL, (8, 64 * MIB), 2),  # a block may be that large
+        (USUAL | {"staging_slots": 3}, (8, MIB), 3),
+        (USUAL | {"staging_slots": 100}, (100, MIB), 32),
+        (USUAL | {"staging_slots": 100, "chunk_nbytes": MIB}, (100, MIB), 100),
+        (USUAL | {"staging_nbytes": 5 * MIB}, (8, MIB), 5),
+        (USUAL | {"staging_nbytes": 5 * MIB}, (2, 5 * MIB // 2), 2),
+        (USUAL | {"staging_nbytes": 5 * MIB}, (2, 5 * MIB // 2 + 1), None),
+    ],
+)
+def test_a_sink_gets_no_more_slots_than_this_side_allows(
+    settings: dict[str, int | None], asked: tuple[int, int], taken: int | None
+) -> None:
+    pair = Pair(msgspec.structs.replace(ZMQ, **settings))
+    num_slots, slot_nbytes = asked
+    attach = msgspec.structs.replace(ATTACH, num_slots=num_slots, slot_nbytes=slot_nbytes)
+    client = Client(pair, attach)
+    try:
+        if taken is None:
+            pair.until(lambda: pair.source.counts["malformed"] == 1)
+            assert client.socket.poll(2000)
+            (refusal,) = client.heard()
+            assert b"staging_nbytes is 5242880 here" in refusal[0]
+            return
+        pair.until(lambda: len(_connections(pair)) == 1)
+        (connection,) = _connections(pair).all()
+        assert connection.slots == Slots(taken, slot_nbytes)
+    finally:
+        client.socket.close(linger=0)
+        pair.close()
+
+
+def test_a_trial_has_slots_of_its_own_and_carries_nothing_else() -> None:
+    """Its staging is not that of the settings, which would not let it be measured."""
+    pair = Pair(msgspec.structs.replace(ZMQ, staging_slots=2, chunk_nbytes=4096))
+    clients: list[Client] = []
+    try:
+        trial = msgspec.structs.replace(ATTACH, num_slots=5, slot_nbytes=4 * MIB, is_trial=True)
+        clients.append(Client(pair, trial, *[AskTrial(TRIAL_SMALL_NBYTES)] * 5))
+        pair.until(lambda: len(_connections(pair)) == 1)
+        assert _connections(pair).all()[0].slots == Slots(5, 4 * MIB)
+        clients[0].say(expect_of(key_of(1)))
+        pair.until(lambda: pair.source.counts["malformed"] == 1)
+        for more in ({"num_slots": 6}, {"slot_nbytes": 4 * MIB + 1}):
+            clients.append(Client(pair, msgspec.structs.replace(trial, **more)))
+        pair.until(lambda: pair.source.counts["malformed"] == 3)
+        assert len(_connections(pair)) == 1
+    finally:
+        for client in clients:
+            client.socket.close(linger=0)
         pair.close()
 
 
@@ -427,8 +514,8 @@ def test_who_is_not_served_is_told_and_gets_nothing(
         asked.append(address)
         return False
 
-    monkeypatch.setattr(zmq_source, "may_be_served", nobody)
-    clients.append(Client(pair, Attach(1, 4), expect_of(key_of(1)), AskTrial(TRIAL_NBYTES)))
+    monkeypatch.setattr(stream_router, "may_be_served", nobody)
+    clients.append(Client(pair, ATTACH, expect_of(key_of(1)), AskTrial(TRIAL_NBYTES)))
     pair.until(lambda: pair.source.counts["not_served"] == 3)
     assert asked == ["127.0.0.1"] * 3
     _rest(pair, 0.05)

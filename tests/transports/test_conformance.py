@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import zmq
 
 from kvxfer.config import Config
 from kvxfer.testing import MakeSink, MakeSource, check_transport
@@ -23,11 +22,16 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
+from kvxfer.transports.nixl_pipe import NixlPipe
+from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
-from kvxfer.transports.zmq_connections import Connection
-from kvxfer.transports.zmq_sink import ZmqSink
-from kvxfer.transports.zmq_source import ZmqSource
+from kvxfer.transports.stream_connections import Connection
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.ucx_pipe import UcxPipe
+from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
+from tests.helpers import needs_nixl, needs_ucxx
 from tests.transports.host_gpu import HostGpu
 
 # Few slots, so that chunks wait for credits; heartbeats quick enough for a test.
@@ -44,14 +48,61 @@ def shm_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: 
     return ShmSink(memory, CONFIG, copy_thread, wake, context)
 
 
+def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return ZmqPipe()
+
+
 def zmq_source(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> ZmqSource:
-    return ZmqSource(memory, CONFIG, copy_thread, wake, context)
+) -> StreamSource:
+    return StreamSource(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
 
 
-def zmq_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context) -> ZmqSink:
-    return ZmqSink(memory, CONFIG, copy_thread, wake, context)
+def zmq_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    return StreamSink(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
+
+
+def ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return UcxPipe(memory.device, config, wake)
+
+
+def ucx_source(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSource:
+    return StreamSource(ucx_pipe, memory, CONFIG, copy_thread, wake, context)
+
+
+def ucx_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    return StreamSink(ucx_pipe, memory, CONFIG, copy_thread, wake, context)
+
+
+def nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return NixlPipe(memory.device, config, wake)
+
+
+def nixl_source(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSource:
+    return StreamSource(nixl_pipe, memory, CONFIG, copy_thread, wake, context)
+
+
+def nixl_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    return StreamSink(nixl_pipe, memory, CONFIG, copy_thread, wake, context)
+
+
+def nixl_reading_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    def pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+        return NixlPipe(memory.device, config, wake, "READ")
+
+    return StreamSink(pipe, memory, CONFIG, copy_thread, wake, context)
 
 
 def cuda_ipc_source(
@@ -73,6 +124,9 @@ def cuda_ipc_sink(
     [
         pytest.param(shm_source, shm_sink, id="shm"),
         pytest.param(zmq_source, zmq_sink, id="zmq"),
+        pytest.param(ucx_source, ucx_sink, id="ucx", marks=needs_ucxx),
+        pytest.param(nixl_source, nixl_sink, id="nixl", marks=needs_nixl),
+        pytest.param(nixl_source, nixl_reading_sink, id="nixl READ", marks=needs_nixl),
     ],
 )
 def test_wire_keeps_every_promise(make_source: MakeSource, make_sink: MakeSink) -> None:
@@ -100,19 +154,19 @@ def test_cuda_ipc_keeps_every_promise(source_device: str, sink_device: str) -> N
 # ------------------------------------------------------------------ broken on purpose
 
 
-class LosesTheLastChunk(ZmqSource):
-    def _pack(self, send: Any, connection: Connection, chunk: Chunk, buffer: Any) -> None:
+class LosesTheLastChunk(StreamSource):
+    def _pack(self, send: Any, connection: Connection, chunk: Chunk, slot: int) -> None:
         if len(send.chunks) == 1 or chunk.sequence < len(send.chunks) - 1:
-            super()._pack(send, connection, chunk, buffer)
+            super()._pack(send, connection, chunk, slot)
 
 
-class WritesOneByteTooMuch(ZmqSink):
-    def scatter(self, read: Any, chunk: Chunk, payload: zmq.Frame) -> None:
-        super().scatter(read, chunk, payload)
+class WritesOneByteTooMuch(StreamSink):
+    def _on_unpack_ended(self, job: Any) -> None:
+        super()._on_unpack_ended(job)
         self._memory.tensors[0][-1] = 0
 
 
-class SaysDoneBeforeTheEnd(ZmqSink):
+class SaysDoneBeforeTheEnd(StreamSink):
     def poll(self) -> list[SinkCompletion]:
         return [
             ReadDone(c.key, c.nbytes, certified=True) if isinstance(c, Progress) else c
@@ -127,7 +181,7 @@ class StopsTooEarly(ShmSink):
         self._tell(ReadStopped(key))
 
 
-class NeverNotices(ZmqSink):
+class NeverNotices(StreamSink):
     """Does not look at its monitor."""
 
     def poll(self) -> list[SinkCompletion]:
@@ -137,19 +191,19 @@ class NeverNotices(ZmqSink):
 def lossy_source(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> LosesTheLastChunk:
-    return LosesTheLastChunk(memory, CONFIG, copy_thread, wake, context)
+    return LosesTheLastChunk(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
 
 
 def untidy_sink(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> WritesOneByteTooMuch:
-    return WritesOneByteTooMuch(memory, CONFIG, copy_thread, wake, context)
+    return WritesOneByteTooMuch(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
 
 
 def hasty_sink(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> SaysDoneBeforeTheEnd:
-    return SaysDoneBeforeTheEnd(memory, CONFIG, copy_thread, wake, context)
+    return SaysDoneBeforeTheEnd(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
 
 
 def restless_sink(
@@ -161,7 +215,7 @@ def restless_sink(
 def deaf_sink(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> NeverNotices:
-    return NeverNotices(memory, CONFIG, copy_thread, wake, context)
+    return NeverNotices(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
 
 
 @pytest.mark.parametrize(

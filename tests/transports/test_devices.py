@@ -21,11 +21,14 @@ def test_host_memory_is_not_for_this_wire() -> None:
         _make(LocalMemory((tensor,), ()), Config(transport="cuda_ipc"))
 
 
-@pytest.mark.parametrize("wire", ["shm", "zmq"])
-def test_memory_of_a_gpu_is_not_for_the_others(wire: str) -> None:
+@pytest.mark.parametrize(
+    ("wire", "sentence"),
+    [("shm", "shm: expected cpu memory, got .* meta"), ("zmq", "of a CPU or of a CUDA device")],
+)
+def test_memory_of_other_devices_is_not_for_the_others(wire: str, sentence: str) -> None:
     memory = LocalMemory((torch.zeros(8, dtype=torch.uint8, device="meta"),), ())
     config = load_config({"transport": wire}, {}, {}).config
-    with pytest.raises(TransportUnavailable, match=f"{wire}: expected cpu memory, got .* meta"):
+    with pytest.raises(TransportUnavailable, match=sentence):
         _make(memory, config)
     with pytest.raises(TransportUnavailable, match="expected memory on one of cuda, cpu, got meta"):
         _make(memory, Config())

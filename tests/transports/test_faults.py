@@ -137,7 +137,7 @@ def test_blank_reads_end_well_and_write_nothing(wire: str) -> None:
     ("fault", "reason"), [("drop", "unknown_key"), ("corrupt_header", "malformed")]
 )
 def test_lost_chunks_leave_the_read_open_and_the_next_one_whole(fault: str, reason: str) -> None:
-    with _pair("zmq", source=f"chunk:{fault}=0.3;seed=3") as pair:
+    with _pair("zmq", source=f"chunk:{fault}=0.1;seed=3") as pair:
         pair.start(key_of(1), a_move())
         pair.until(lambda: type(pair.said[-1]).__name__ == "Sent" if pair.said else False)
         pair.until(lambda: pair.sink.counts[reason] > 0)

@@ -1,7 +1,8 @@
-"""The ZeroMQ wire against peers that say strange things."""
+"""The stream wire against peers that say strange things."""
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -16,10 +17,13 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors import strided_copy
+from kvxfer.testing_cases import CASES, Move, make_move
 from kvxfer.testing_peer import Context
-from kvxfer.transfer.plan import Chunk
+from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.pull import chunk_list
 from kvxfer.transfer.wire import Reason
+from kvxfer.transports import stream_packing, stream_source
 from kvxfer.transports.base import (
     TRIAL_NBYTES,
     LocalMemory,
@@ -30,20 +34,26 @@ from kvxfer.transports.base import (
     ReadStopped,
     SendStopped,
     Sent,
+    TransferKey,
 )
-from kvxfer.transports.zmq_sink import ZmqSink
-from kvxfer.transports.zmq_source import ZmqSource
-from kvxfer.transports.zmq_stream import (
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_wire import (
     AskTrial,
     Attach,
+    Attached,
     ChunkHeader,
     Credit,
     Expect,
+    Refused,
+    ToSource,
     TrialHeader,
+    decode_to_sink,
     decode_to_source,
     encode,
 )
+from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.transports.pair import (
+    ATTACH,
     CONFIG,
     Pair,
     a_move,
@@ -79,12 +89,12 @@ class FakeSource:
         return identity, message
 
     def credits(self, count: int) -> list[int]:
-        numbers: list[int] = []
-        while len(numbers) < count:
+        slots: list[int] = []
+        while len(slots) < count:
             message = self.receive()[1]
             assert isinstance(message, Credit)
-            numbers.extend(message.numbers)
-        return numbers
+            slots.extend(message.slots)
+        return slots
 
 
 @pytest.fixture
@@ -94,52 +104,131 @@ def fake(pair: Pair) -> Iterator[FakeSource]:
     fake.socket.close()
 
 
-def _attach(pair: Pair, fake: FakeSource) -> None:
+def _attach(pair: Pair, fake: FakeSource) -> bytes:
+    """What the sink says first, and what a source answers; returns the sink's identity."""
     pair.manifest = msgspec.structs.replace(pair.manifest, data_endpoints={"zmq": fake.endpoint})
     pair.sink.attach(pair.manifest)
+    identity, attach = fake.receive()
+    assert attach == ATTACH
+    fake.socket.send_multipart([identity, encode(Attached(b""))])
+    return identity
+
+
+def _header(key: TransferKey, move: Move) -> ChunkHeader:
+    """Of the first chunk, in slot 0."""
+    nbytes = chunk_list((move.pull,), 2048)[0].nbytes
+    return ChunkHeader(key.nonce, key.incarnation, "pp0tp0", "pp0tp0", 0, nbytes, 0, 0)
 
 
 def test_sink_drops_counts_and_credits_everything_it_did_not_ask_for(
     pair: Pair, fake: FakeSource
 ) -> None:
-    _attach(pair, fake)
+    identity = _attach(pair, fake)
     key, move = key_of(1), a_move()
     pair.sink.submit_expect(read_request(key, move, pair.manifest))
-    identity, attach = fake.receive()
-    assert attach == Attach(1, 4)
     assert fake.receive() == (identity, Expect(key.nonce, b"sink-incarnation", "pp0tp0"))
-    chunks = chunk_list((move.pull,), 2048)
-    good = ChunkHeader(key.nonce, key.incarnation, "pp0tp0", "pp0tp0", 0, chunks[0].nbytes)
-    change = msgspec.structs.replace
-    body = b"\x01" * chunks[0].nbytes
-    messages = [
-        ([b"\xc1nonsense", body], "malformed"),
-        ([b"", body], "malformed"),
-        ([encode(good)], "malformed"),
-        ([encode(good), body, b"more"], "malformed"),
-        ([encode(TrialHeader(5)), b"12345"], "unknown_key"),
-        ([encode(change(good, nonce=b"other")), body], "unknown_key"),
-        ([encode(change(good, incarnation=b"other")), body], "unknown_key"),
-        ([encode(change(good, sequence=len(chunks))), body], "unknown_sequence"),
-        ([encode(change(good, sequence=-1)), body], "unknown_sequence"),
-        ([encode(change(good, nbytes=1)), b"1"], "wrong_nbytes"),
-        ([encode(good), body + b"1"], "wrong_nbytes"),
-        ([encode(change(good, nbytes=len(body) + 1)), body + b"1"], "wrong_nbytes"),
+    num_chunks = len(chunk_list((move.pull,), 2048))
+    good = _header(key, move)
+    body = b"\x01" * good.nbytes
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"nonce": b"other"}, "unknown_key"),
+        ({"incarnation": b"other"}, "unknown_key"),
+        ({"sequence": num_chunks}, "unknown_sequence"),
+        ({"sequence": -1}, "unknown_sequence"),
+        ({"nbytes": 1}, "wrong_nbytes"),
+        ({"nbytes": len(body) + 1}, "wrong_nbytes"),
     ]
-    for frames, reason in messages:
+    for number, (change, reason) in enumerate(changes):
+        slot, generation = number % 4, number // 4
         before = pair.sink.counts[reason]
-        fake.socket.send_multipart([identity, *frames])
+        header = msgspec.structs.replace(good, slot=slot, generation=generation, **change)
+        payload = bytes(header.nbytes)
+        fake.socket.send_multipart([identity, encode(header), payload])
         pair.until(lambda: pair.sink.counts[reason] == before + 1)  # noqa: B023
+        assert fake.credits(1) == [slot]
+    trial = TrialHeader(5, slot=2, generation=1)
+    fake.socket.send_multipart([identity, encode(trial), b"12345"])
+    pair.until(lambda: pair.sink.counts["unknown_key"] == 3)
+    assert fake.credits(1) == [2]
     assert pair.content() == b"\xee" * len(pair.content())
     assert pair.seen == []
-    # The connection is as good as before, and every message was credited by its number.
-    fake.socket.send_multipart([identity, encode(good), body])
-    pair.until(lambda: bool(pair.seen))
-    fake.socket.send_multipart([identity, encode(good), body])
-    pair.until(lambda: pair.sink.counts["duplicate"] == 1)
-    pair.turn()
-    assert sorted(fake.credits(len(messages) + 2)) == list(range(len(messages) + 2))
+    # The connection is as good as before.
+    for generation in (2, 3):
+        header = msgspec.structs.replace(good, generation=generation)
+        fake.socket.send_multipart([identity, encode(header), body])
+        pair.until(lambda: pair.sink.counts["duplicate"] == generation - 2)  # noqa: B023
+        pair.until(lambda: bool(pair.seen))
+        assert fake.credits(1) == [0]
     assert pair.content() != b"\xee" * len(pair.content())
+    pair.sink.stop_read(key)
+    assert isinstance(pair.end(key), ReadStopped)
+
+
+def _unreadable(good: ChunkHeader) -> list[list[bytes]]:
+    change, body = msgspec.structs.replace, b"\x01" * good.nbytes
+    return [
+        [b"\xc1nonsense", body],
+        [b"", body],
+        [encode(good)],
+        [encode(good), body, b"more"],
+        [encode(good), body + b"1"],
+        [encode(change(good, nbytes=-1)), b""],
+        [encode(change(good, nbytes=(4 << 20) + 1)), body],
+        [encode(change(good, slot=-1)), body],
+        [encode(change(good, slot=4)), body],
+        [encode(change(good, generation=1)), body],
+        [encode(change(good, generation=-1)), body],
+        [encode(Attached(b""))],
+        [encode(Attached(b"x" * (16385)))],
+    ]
+
+
+@pytest.mark.parametrize("number", range(13))
+def test_what_cannot_be_read_is_dropped_until_no_slot_may_be_left(
+    pair: Pair, fake: FakeSource, number: int
+) -> None:
+    identity = _attach(pair, fake)
+    key, move = key_of(1), a_move()
+    pair.sink.submit_expect(read_request(key, move, pair.manifest))
+    frames = _unreadable(msgspec.structs.replace(_header(key, move), slot=3))[number]
+    for count in (1, 2, 3):
+        fake.socket.send_multipart([identity, *frames])
+        pair.until(lambda: pair.sink.counts["malformed"] == count)  # noqa: B023
+    good = _header(key, move)
+    fake.socket.send_multipart([identity, encode(good), b"\x01" * good.nbytes])
+    pair.until(lambda: bool(pair.seen))
+    assert not any(isinstance(c, ReadBroke | PeerGone) for c in pair.seen)
+    fake.socket.send_multipart([identity, *frames])
+    end = pair.end(key)
+    assert isinstance(end, ReadBroke)
+    assert end.reason is Reason.PEER_LOST
+    assert "makes no sense" in end.detail
+    assert PeerGone(pair.manifest.control_endpoint) in pair.seen
+
+
+def test_a_slot_is_the_source_s_again_only_with_its_credit(
+    pair: Pair, fake: FakeSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = _attach(pair, fake)
+    key, move = key_of(1), a_move()
+    pair.sink.submit_expect(read_request(key, move, pair.manifest))
+    gate = threading.Event()
+    scatter = strided_copy.scatter
+
+    def slow(*args: Any) -> None:
+        assert gate.wait(10)
+        scatter(*args)
+
+    monkeypatch.setattr(stream_packing, "scatter", slow)
+    good = _header(key, move)
+    body = b"\x01" * good.nbytes
+    for header in (good, msgspec.structs.replace(good, sequence=1, generation=1)):
+        fake.socket.send_multipart([identity, encode(header), body])
+    pair.until(lambda: pair.sink.counts["malformed"] == 1)
+    fake.socket.send_multipart([identity, encode(good), body])  # announced before
+    pair.until(lambda: pair.sink.counts["duplicate"] == 1)
+    gate.set()
+    pair.until(lambda: bool(pair.seen))
     pair.sink.stop_read(key)
     assert isinstance(pair.end(key), ReadStopped)
 
@@ -149,11 +238,8 @@ def test_sink_drops_counts_and_credits_everything_it_did_not_ask_for(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_no_frame_ends_the_sink(pair: Pair, fake: FakeSource, header: bytes, body: bytes) -> None:
-    if pair.manifest.data_endpoints["zmq"] != fake.endpoint:
-        _attach(pair, fake)
-        pair.sink.submit_expect(read_request(key_of(1), a_move(), pair.manifest))
-    identity = getattr(fake, "identity", None) or fake.receive()[0]
-    fake.identity = identity  # type: ignore[attr-defined]
+    pair.sink.detach(pair.manifest.control_endpoint)
+    identity = _attach(pair, fake)
     before = pair.sink.counts.total()
     fake.socket.send_multipart([identity, header, body])
     pair.until(lambda: pair.sink.counts.total() == before + 1)
@@ -162,21 +248,46 @@ def test_no_frame_ends_the_sink(pair: Pair, fake: FakeSource, header: bytes, bod
 
 def test_chunk_of_another_source_is_not_taken(pair: Pair, fake: FakeSource) -> None:
     pair.sink.attach(pair.manifest)
-    other = msgspec.structs.replace(
-        pair.manifest, control_endpoint="tcp://127.0.0.1:1", data_endpoints={"zmq": fake.endpoint}
-    )
-    pair.sink.attach(other)
+    first = pair.manifest
     key, move = key_of(1), a_move()
-    pair.sink.submit_expect(read_request(key, move, pair.manifest))
-    pair.sink.submit_expect(read_request(key_of(2), move, other))
-    identity, _ = fake.receive()
-    nbytes = chunk_list((move.pull,), 2048)[0].nbytes
-    header = ChunkHeader(key.nonce, key.incarnation, "pp0tp0", "pp0tp0", 0, nbytes)
-    fake.socket.send_multipart([identity, encode(header), bytes(nbytes)])
+    pair.sink.submit_expect(read_request(key, move, first))
+    pair.manifest = msgspec.structs.replace(first, control_endpoint="tcp://127.0.0.1:1")
+    identity = _attach(pair, fake)
+    pair.sink.submit_expect(read_request(key_of(2), move, pair.manifest))
+    header = _header(key, move)
+    fake.socket.send_multipart([identity, encode(header), bytes(header.nbytes)])
     pair.until(lambda: pair.sink.counts["foreign_source"] == 1)
     pair.source.submit_send(send_request(key, move))
     assert isinstance(pair.end(key), ReadDone)
     assert pair.content() == pair.expected(move)
+
+
+def test_a_chunk_that_no_slot_holds_is_refused_on_both_sides(pair: Pair) -> None:
+    small = msgspec.structs.replace(CONFIG, transport="zmq", chunk_nbytes=4096)
+    other = Pair(small)
+    try:
+        key, move = key_of(1), make_move(CASES[0], 1)
+        large = dataclasses.replace(read_request(key, move, other.manifest), chunk_nbytes=1 << 20)
+        other.sink.attach(other.manifest)
+        other.sink.submit_expect(large)
+        end = other.end(key)
+        assert isinstance(end, ReadBroke)
+        assert end.reason is Reason.PLAN
+        assert "expected at most 4096 bytes" in end.detail
+        # A sink that asks all the same
+        other.sink.submit_expect(dataclasses.replace(large, key=key_of(2), chunk_nbytes=2048))
+        other.source.submit_send(
+            dataclasses.replace(send_request(key_of(2), move), chunk_nbytes=1 << 20)
+        )
+        other.until(lambda: other.said_kind(SendStopped, key_of(2)))
+        assert other.said[-1] == SendStopped(key_of(2), Reason.PLAN)
+        # The slots that were chosen for this connection hold its chunks
+        other.sink.detach(other.manifest.control_endpoint)
+        other.sink.attach(other.manifest, Staging(2, 1 << 20, None))
+        other.start(key_of(3), move)
+        assert isinstance(other.end(key_of(3)), ReadDone)
+    finally:
+        other.close()
 
 
 @given(frames=st.lists(st.binary(max_size=60), min_size=1, max_size=3))
@@ -195,35 +306,60 @@ def test_no_frame_ends_the_source(pair: Pair, frames: list[bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("messages", "refusal"),
     [
-        Attach(2, 4),
-        Attach(1, 0),
-        Attach(1, 1 << 20),
-        Credit(tuple(range(8000))),
-        Expect(b"", b"i", "pp0tp0"),
-        Expect(b"n" * 65, b"i", "pp0tp0"),
-        Expect(b"n", b"", "pp0tp0"),
-        Expect(b"n", b"i" * 65, "pp0tp0"),
-        Expect(b"n", b"i", "r" * 33),
-        AskTrial(TRIAL_NBYTES - 1),
-        AskTrial(1),
+        ((Attach(1, 4),), "attach: version: expected 2, got 1"),
+        ((msgspec.structs.replace(ATTACH, pipe="ucx"),), "attach: pipe: expected zmq, got ucx"),
+        ((msgspec.structs.replace(ATTACH, num_slots=0),), "num_slots: expected 1 to 1024, got 0"),
+        ((msgspec.structs.replace(ATTACH, num_slots=1 << 20),), "num_slots"),
+        ((msgspec.structs.replace(ATTACH, slot_nbytes=0),), "slot_nbytes: expected 1 to 67108864"),
+        ((msgspec.structs.replace(ATTACH, slot_nbytes=(64 << 20) + 1),), "slot_nbytes"),
+        (
+            (msgspec.structs.replace(ATTACH, is_trial=True, num_slots=6),),
+            "attach: expected at most Slots(num_slots=5, slot_nbytes=4194304) of a trial",
+        ),
+        ((msgspec.structs.replace(ATTACH, address=b"x" * 16385),), None),
+        ((ATTACH, ATTACH), None),
+        ((Credit(tuple(range(8000))),), None),
+        ((Expect(b"", b"i", "pp0tp0"),), None),
+        ((Expect(b"n" * 65, b"i", "pp0tp0"),), None),
+        ((Expect(b"n", b"", "pp0tp0"),), None),
+        ((Expect(b"n", b"i" * 65, "pp0tp0"),), None),
+        ((Expect(b"n", b"i", "r" * 33),), None),
+        ((ATTACH, AskTrial(TRIAL_NBYTES - 1)), None),
+        ((ATTACH, AskTrial(1)), None),
     ],
     ids=[
-        *("version", "no slots", "too many slots", "too long", "no nonce", "long nonce"),
-        *("no incarnation", "long incarnation", "long rank", "trial of its own", "small trial"),
+        *(
+            "version",
+            "pipe",
+            "no slots",
+            "too many slots",
+            "no bytes",
+            "large slots",
+            "trial's slots",
+        ),
+        "address",
+        *("twice", "too long", "no nonce", "long nonce", "no incarnation", "long incarnation"),
+        *("long rank", "trial of its own", "small trial"),
     ],
 )
 def test_source_counts_what_makes_no_sense(
-    pair: Pair, message: Attach | Expect | Credit | AskTrial
+    pair: Pair, messages: tuple[ToSource, ...], refusal: str | None
 ) -> None:
     endpoint = pair.source.data_endpoint()
     assert endpoint is not None
     with pair.context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(endpoint)
-        dealer.send(encode(message))
+        for message in messages:
+            dealer.send(encode(message))
         pair.until(lambda: pair.source.counts["malformed"] == 1)
+        if refusal is not None:
+            assert dealer.poll(2000)
+            answer = decode_to_sink(memoryview(dealer.recv()))
+            assert isinstance(answer, Refused)
+            assert refusal in answer.detail
 
 
 def test_no_more_chunks_in_flight_than_slots_and_credits_of_nobody_free_nothing(pair: Pair) -> None:
@@ -232,17 +368,72 @@ def test_no_more_chunks_in_flight_than_slots_and_credits_of_nobody_free_nothing(
     with pair.context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(endpoint)
-        dealer.send(encode(Attach(1, 2)))
+        dealer.send(encode(msgspec.structs.replace(ATTACH, num_slots=2)))
         dealer.send(encode(expect_of(key_of(1))))
         pair.source.submit_send(send_request(key_of(1), a_move()))
-        for count, numbers in ((2, (7, 8, -1)), (2, (1,)), (3, (1, 1)), (3, (0, 2)), (5, ())):
+        for count, slots in ((2, (7, 8, -1)), (2, (1,)), (3, (1, 1)), (4, (0, 2)), (5, ())):
             deadline_s = time.monotonic() + 0.1
             while time.monotonic() < deadline_s:
                 pair.turn()
                 time.sleep(0.002)
             assert len([c for c in pair.said if isinstance(c, Packed)]) == count
-            dealer.send(encode(Credit(numbers)))
+            dealer.send(encode(Credit(slots)))
         assert pair.source.counts["unknown_credit"] == 5
+        assert dealer.poll(0)
+        headers = []
+        while dealer.poll(0):
+            headers.append(decode_to_sink(memoryview(dealer.recv_multipart()[0])))
+        assert headers[0] == Attached(b"")
+        places = [(h.slot, h.generation) for h in headers[1:] if isinstance(h, ChunkHeader)]
+        assert places == [(1, 0), (0, 0), (1, 1), (1, 2), (0, 1)]
+
+
+def test_a_packed_slot_is_not_freed_by_a_credit(pair: Pair) -> None:
+    endpoint = pair.source.data_endpoint()
+    assert endpoint is not None
+    pair.hold = True
+    with pair.context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.connect(endpoint)
+        dealer.send(encode(ATTACH))
+        dealer.send(encode(expect_of(key_of(1))))
+        pair.source.submit_send(send_request(key_of(1), a_move()))
+        pair.until(lambda: sum(isinstance(c, Packed) for c in pair.said) == 4)
+        dealer.send(encode(Credit((0, 1, 2, 3))))
+        pair.until(lambda: pair.source.counts["unknown_credit"] == 4)
+        assert sum(isinstance(c, Packed) for c in pair.said) == 4
+
+
+def test_staging_of_all_sinks_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for two connections: idle ones go, busy ones stay."""
+    monkeypatch.setattr(stream_source, "MAX_STAGING_NBYTES", 2 * 4 * (4 << 20))
+    endpoint = pair.source.data_endpoint()
+    assert endpoint is not None
+    pair.hold = True
+    dealers = [pair.context.socket(zmq.DEALER) for _ in range(4)]
+    try:
+        for number, dealer in enumerate(dealers):
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(endpoint)
+            dealer.send(encode(ATTACH))
+            dealer.send(encode(expect_of(key_of(number))))
+            pair.source.submit_send(send_request(key_of(number), a_move()))
+            if number == 0:  # it has staging, and nothing to do
+                pair.until(lambda: pair.said_kind(Packed, key_of(0)))
+                pair.source.stop_send(key_of(0))
+            ended = SendStopped if number == 3 else Packed
+            pair.until(lambda: pair.said_kind(ended, key_of(number)))  # noqa: B023
+        assert pair.source.counts["sent_away"] == 1
+        assert pair.source.counts["too_much_staging"] == 1
+        for number, sentence in ((0, b"idle"), (3, b"expected staging of at most 33554432")):
+            last = b""
+            assert dealers[number].poll(2000)
+            while dealers[number].poll(50):
+                last = dealers[number].recv_multipart()[0]
+            assert sentence in last
+    finally:
+        for dealer in dealers:
+            dealer.close()
 
 
 def test_transfers_of_one_connection_interleave(pair: Pair) -> None:
@@ -309,16 +500,17 @@ def test_a_stopped_read_waits_for_the_scatter_that_runs_and_takes_no_more(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered, opened = threading.Event(), threading.Event()
-    scatter = ZmqSink.scatter
-    scattered: list[int] = []
+    scatter = strided_copy.scatter
+    num_scattered = 0
 
-    def slow(self: ZmqSink, read: Any, chunk: Chunk, payload: zmq.Frame) -> None:
+    def slow(*args: Any) -> None:
+        nonlocal num_scattered
         entered.set()
         assert opened.wait(10)
-        scatter(self, read, chunk, payload)
-        scattered.append(chunk.sequence)
+        scatter(*args)
+        num_scattered += 1
 
-    monkeypatch.setattr(ZmqSink, "scatter", slow)
+    monkeypatch.setattr(stream_packing, "scatter", slow)
     # One process has one copy thread for both ends here, so everything is packed before it is kept.
     pair.sink.attach(pair.manifest)
     pair.hold = True
@@ -333,7 +525,7 @@ def test_a_stopped_read_waits_for_the_scatter_that_runs_and_takes_no_more(
     assert not any(isinstance(c, ReadStopped) for c in pair.seen)
     opened.set()
     assert isinstance(pair.end(key_of(1)), ReadStopped)
-    assert scattered == [0]
+    assert num_scattered == 1
 
 
 def test_a_new_attach_of_the_same_sink_ends_what_was_sent_to_the_old_one(pair: Pair) -> None:
@@ -397,14 +589,16 @@ def test_endpoints_that_are_not_connected_to(
 
 
 def test_a_host_that_is_not_ours(pair: Pair) -> None:
-    memory = LocalMemory((), ())
+    memory = LocalMemory((pair.source_pool.tensor,), (pair.source_pool.info,))
     config = Config(transport="zmq", host="203.0.113.1")
     with pytest.raises(TransportUnavailable, match="203.0.113.1 cannot be listened on"):
-        ZmqSource(memory, config, pair.copy_thread, pair.wake, pair.context)
+        StreamSource(
+            lambda *_: ZmqPipe(), memory, config, pair.copy_thread, pair.wake, pair.context
+        )
 
 
 def test_headers_are_small_and_stable() -> None:
-    header = ChunkHeader(b"n" * 16, b"i" * 16, "pp0tp1", "pp1tp0", 3, 1 << 20)
+    header = ChunkHeader(b"n" * 16, b"i" * 16, "pp0tp1", "pp1tp0", 3, 1 << 20, 5, 7)
     assert msgspec.msgpack.decode(encode(header)) == {
         "type": "chunk",
         "nonce": b"n" * 16,
@@ -413,5 +607,7 @@ def test_headers_are_small_and_stable() -> None:
         "source_rank": "pp1tp0",
         "sequence": 3,
         "nbytes": 1 << 20,
+        "slot": 5,
+        "generation": 7,
     }
     assert np.frombuffer(encode(Credit((1, 2))), dtype=np.uint8).size < 32

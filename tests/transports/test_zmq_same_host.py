@@ -14,33 +14,39 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.testing import check_transport
 from kvxfer.testing_peer import Context
-from kvxfer.transports import zmq_same_host, zmq_source
-from kvxfer.transports.base import TRIAL_NBYTES, LocalMemory, ReadDone, Trial, Wake
+from kvxfer.transports import stream_router, zmq_same_host
+from kvxfer.transports.base import LocalMemory, ReadDone, Trial, Wake
 from kvxfer.transports.copy_thread import CopyThread
-from kvxfer.transports.zmq_connections import may_be_served
+from kvxfer.transports.pipe import Pipe
+from kvxfer.transports.stream_connections import may_be_served
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_wire import make_router
+from kvxfer.transports.zmq_pipe import ZmqPipe
 from kvxfer.transports.zmq_same_host import nearest_endpoint, unix_endpoint, user_of
-from kvxfer.transports.zmq_sink import ZmqSink
-from kvxfer.transports.zmq_source import ZmqSource
-from kvxfer.transports.zmq_stream import make_router
 from tests.transports.pair import CONFIG, Pair, a_move, key_of
 
 ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
 
 
-class TcpSink(ZmqSink):
+def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return ZmqPipe()
+
+
+class TcpSink(StreamSink):
     uses_unix_sockets = False
 
 
 def make_source(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> ZmqSource:
-    return ZmqSource(memory, ZMQ, copy_thread, wake, context)
+) -> StreamSource:
+    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
 
 
 def make_tcp_sink(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> TcpSink:
-    return TcpSink(memory, ZMQ, copy_thread, wake, context)
+    return TcpSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
 
 
 def test_the_wire_keeps_every_promise_over_tcp() -> None:
@@ -63,7 +69,7 @@ def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(address)
         return may_be_served(config, address)
 
-    monkeypatch.setattr(zmq_source, "may_be_served", record)
+    monkeypatch.setattr(stream_router, "may_be_served", record)
     return asked
 
 
@@ -122,13 +128,13 @@ def test_a_sink_on_the_same_host_takes_the_unix_socket(pair: Pair, addresses: li
 def test_a_trial_takes_the_same_path_and_says_which(
     uses_it: bool, path: str, pair: Pair, addresses: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ZmqSink, "uses_unix_sockets", uses_it)
+    monkeypatch.setattr(StreamSink, "uses_unix_sockets", uses_it)
     trials: list[Trial] = []
     thread = threading.Thread(target=lambda: trials.append(pair.sink.trial(pair.manifest, 5.0)))
     thread.start()
     pair.until(lambda: bool(trials))
     thread.join()
-    assert (trials[0].nbytes, trials[0].path) == (TRIAL_NBYTES, path)
+    assert trials[0].path == path
     assert {user_of(address) for address in addresses} == {os.geteuid() if uses_it else None}
 
 
@@ -136,7 +142,7 @@ def test_sinks_that_look_for_it_disturb_nobody(pair: Pair) -> None:
     pair.sink.attach(pair.manifest)
     asked: list[object] = []
     source = pair.source
-    assert isinstance(source, ZmqSource)
+    assert isinstance(source, StreamSource)
     source._probe = asked.append  # type: ignore[method-assign, assignment]
     for _ in range(3):
         assert nearest_endpoint(endpoint_of(pair)).startswith("ipc:")
@@ -164,7 +170,7 @@ def test_a_name_that_another_user_has_is_not_used(
 
 def test_a_source_whose_name_is_taken_serves_tcp(pair: Pair) -> None:
     port = urlsplit(endpoint_of(pair)).port
-    router, endpoint = make_router(pair.context, ZMQ)
+    router, endpoint = make_router(pair.context, ZMQ, "zmq")
     with router, socket.socket(socket.AF_UNIX) as squatter:
         assert not zmq_same_host.bind_unix(router, f"tcp://127.0.0.1:{port}")
         squatter.bind("\0kvxfer-zmq-127.0.0.1:1")

@@ -1,24 +1,22 @@
-"""The stream wire over ZeroMQ, on TCP or a Unix socket: its messages and its sockets.
+"""The stream wire: its messages and its sockets, whatever pipe carries the payload.
 
-``zmq_source`` and ``zmq_sink`` are its two ends.
+``stream_source`` and ``stream_sink`` are its two ends. Messages go over ZeroMQ, on TCP or a Unix
+socket: one DEALER of the sink is connected to one ROUTER of each source rank. Sink to source, one
+frame each:
 
-One DEALER of the sink is connected to one ROUTER of each source rank. Sink to source, one frame
-each:
-
-``Attach``    once, and first: how many chunks the sink will hold at once
+``Attach``    once, and first: how many slots the sink has, and how its end of the pipe is reached.
+              All slots are granted with it
 ``Expect``    send the chunks of this read here; naming its nonce shows that the sink may have them
-``Credit``    numbers of chunks that it has dealt with; chunks are numbered from 0 as they come over
-              the connection
+``Credit``    slots whose chunks it has dealt with
 ``AskTrial``  send that many bytes, to time the wire
 
-Source to sink, two frames: a ``ChunkHeader`` (or ``TrialHeader``) and the payload. Or one:
-``Refused``, after which the sink drops the connection, or an empty frame, which lets the source see
-whether the connection is still there and is answered with an empty Credit.
+Source to sink: ``Attached``, before the first chunk: how the source's end of the pipe is reached; a
+``ChunkHeader`` (or ``TrialHeader``), which announces the chunk that a slot holds, and the frames
+that the pipe sends along; ``Refused``, after which the sink drops the connection; or an empty
+frame, which lets the source see whether the connection is still there and is answered with an empty
+Credit.
 
-Credits are acknowledgements: a chunk that was dealt with has left the source's socket, so the
-buffer that it was sent from may be written again. This makes zero-copy sends safe without ZeroMQ's
-own "buffer free" call, which in Python costs a thread of its own. Buffers belong to the connection:
-when it ends, they go with it and are never reused.
+Slots belong to the connection: when it ends, what they hold is worth nothing any more.
 """
 
 from __future__ import annotations
@@ -33,13 +31,18 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transfer.costs import MOST_SLOTS
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.base import TRIAL_NBYTES, TransferKey
+from kvxfer.transports.base import Readable, TransferKey
 from kvxfer.transports.zmq_same_host import bind_unix
 
-STREAM_VERSION = 1
-CONTROL_MAX_NBYTES = 16 << 10
-"""The longest frame from a sink: an Expect is about 80 bytes, a Credit at most 9 for each slot."""
+STREAM_VERSION = 2
+MAX_ADDRESS_NBYTES = 16 << 10
+"""Of one end of a pipe: a few hundred bytes of UCX, a few thousand of NIXL."""
+CONTROL_MAX_NBYTES = 20 << 10
+"""The longest frame from a sink: an Attach with such an address; an Expect is about 80 bytes, a
+Credit at most 3 for each slot.
+"""
 FRAME_MAX_NBYTES = 64 << 20
 """ZeroMQ closes a connection to a source that announces a larger frame, before it allocates it."""
 MAX_SLOTS = 1024
@@ -54,13 +57,20 @@ Context = zmq.Context[Socket]
 
 _Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 _RankText = Annotated[str, msgspec.Meta(max_length=32)]
+_PipeName = Annotated[str, msgspec.Meta(max_length=32)]
+_Address = Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_NBYTES)]
 
 
 class Attach(msgspec.Struct, frozen=True, tag="attach"):
-    """First on a connection, and only once."""
+    """First on a connection, and only once. Version 1 had the first two fields."""
 
     version: int
     num_slots: int
+    slot_nbytes: int = 0
+    pipe: _PipeName = ""
+    address: _Address = b""
+    is_trial: bool = False
+    """The connection is there to be measured, with slots of its own size, and carries no chunks."""
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
@@ -72,19 +82,25 @@ class Expect(msgspec.Struct, frozen=True, tag="expect"):
 
 
 class Credit(msgspec.Struct, frozen=True, tag="credit"):
-    """Chunks of this connection, by number, that lie in place or were dropped."""
+    """Slots whose announced chunks lie in place or were dropped: they are the source's again."""
 
-    numbers: tuple[int, ...]
+    slots: tuple[int, ...]
 
 
 class AskTrial(msgspec.Struct, frozen=True, tag="trial"):
-    """Answer with ``trial_pattern()``, whose size (TRIAL_NBYTES) is said again."""
+    """Answer with the bytes of ``trial_rows(nbytes)``: one of the sizes of a trial."""
 
     nbytes: int
 
 
+class Attached(msgspec.Struct, frozen=True, tag="attached"):
+    """The source's end of the pipe is open."""
+
+    address: _Address
+
+
 class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
-    """What the payload is: chunk ``sequence`` of a transfer."""
+    """The ``generation``-th chunk of a slot is chunk ``sequence`` of a transfer."""
 
     nonce: bytes
     incarnation: bytes
@@ -92,6 +108,8 @@ class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
     source_rank: str
     sequence: int
     nbytes: int
+    slot: int
+    generation: int
 
     @property
     def key(self) -> TransferKey:
@@ -100,9 +118,11 @@ class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class TrialHeader(msgspec.Struct, frozen=True, tag="trial"):
-    """The payload is a trial."""
+    """The ``generation``-th chunk of a slot is a trial's."""
 
     nbytes: int
+    slot: int
+    generation: int
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -112,7 +132,8 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 ToSource = Attach | Expect | Credit | AskTrial
-ToSink = ChunkHeader | TrialHeader | Refused
+Header = ChunkHeader | TrialHeader
+ToSink = Attached | ChunkHeader | TrialHeader | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_source = msgspec.msgpack.Decoder(ToSource)
@@ -139,16 +160,15 @@ def decode_to_source(frame: memoryview) -> ToSource:
 
 def decode_to_sink(frame: memoryview) -> ToSink:
     """Raises ProtocolError."""
+    if len(frame) > CONTROL_MAX_NBYTES:
+        raise ProtocolError(
+            f"header: expected at most {CONTROL_MAX_NBYTES} bytes, got {len(frame)}"
+        )
     try:
         message: ToSink = _to_sink.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"chunk header: {exc}") from exc
+        raise ProtocolError(f"header: {exc}") from exc
     return message
-
-
-def trial_pattern() -> bytes:
-    """What a trial carries, so that the sink can compare it."""
-    return bytes(range(256)) * (TRIAL_NBYTES // 256)
 
 
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
@@ -156,7 +176,7 @@ _NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
-def make_poller(sockets: Sequence[Socket]) -> zmq.Poller:
+def make_poller(sockets: Sequence[Readable]) -> zmq.Poller:
     """For :func:`readable`."""
     poller = zmq.Poller()
     for socket in sockets:
@@ -191,7 +211,7 @@ def send_message(socket: Socket, identity: bytes, *frames: bytes | zmq.Frame) ->
     socket.send(frames[-1], _NOBLOCK, copy=False)
 
 
-def make_router(context: Context, config: Config) -> tuple[Socket, str]:
+def make_router(context: Context, config: Config, name: str) -> tuple[Socket, str]:
     """The source's socket, bound to a free port and to the Unix socket beside it; its endpoint.
 
     Raises TransportUnavailable.
@@ -208,12 +228,12 @@ def make_router(context: Context, config: Config) -> tuple[Socket, str]:
     except zmq.ZMQError as exc:
         socket.close()
         raise TransportUnavailable(
-            f"zmq: {config.host} cannot be listened on: {exc.strerror}; "
+            f"{name}: {config.host} cannot be listened on: {exc.strerror}; "
             "set host to an address of this machine"
         ) from exc
     endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     if not bind_unix(socket, endpoint):
-        _log.debug("zmq: no Unix socket beside %s: all sinks use TCP", endpoint)
+        _log.debug("%s: no Unix socket beside %s: all sinks use TCP", name, endpoint)
     return socket, endpoint
 
 
@@ -223,27 +243,32 @@ def make_dealer(context: Context, config: Config) -> Socket:
     It never reconnects by itself: a new connection is a new attach.
     """
     socket = context.socket(zmq.DEALER)
-    _set_common(socket, config)
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
+    try:
+        _set_common(socket, config)
+        socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
+    except zmq.ZMQError:  # the engine ends while a trial begins
+        socket.close(linger=0)
+        raise
     return socket
 
 
-def data_endpoint_of(source: RankManifest, config: Config) -> str:
-    """Where to connect to.
+def data_endpoint_of(source: RankManifest, config: Config, name: str) -> str:
+    """Where to connect to for the wire of that name.
 
     Raises TransportUnavailable when there is nowhere, or the peer is not allowed.
     """
-    endpoint = source.data_endpoints.get("zmq")
+    endpoint = source.data_endpoints.get(name)
     if endpoint is None:
         raise TransportUnavailable(
-            f"zmq: expected a zmq endpoint of {source.control_endpoint}, "
+            f"{name}: expected a {name} endpoint of {source.control_endpoint}, "
             f"got {sorted(source.data_endpoints)}"
         )
     url = urlsplit(endpoint)
     if url.scheme != "tcp" or not url.hostname or not config.peer_allowed(url.hostname):
         raise TransportUnavailable(
-            f"zmq: expected tcp://HOST:PORT of an allowed peer, got {endpoint!r}; see allowed_peers"
+            f"{name}: expected tcp://HOST:PORT of an allowed peer, got {endpoint!r}; "
+            "see allowed_peers"
         )
     return endpoint
 
@@ -251,7 +276,7 @@ def data_endpoint_of(source: RankManifest, config: Config) -> str:
 def _set_common(socket: Socket, config: Config) -> None:
     silent_ms = _ms(config.peer_silent_s)
     # A full queue would stop reading, and with it the heartbeats: leave room beyond every credit.
-    high_water = 2 * config.staging_slots + 64
+    high_water = 2 * (config.staging_slots or MOST_SLOTS) + 64
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, high_water),

@@ -1,4 +1,4 @@
-"""The sinks that are connected to a source's ROUTER, and what each may ask of it.
+"""The sinks that are connected to a source, and what each may ask of it.
 
 Anybody can connect, so everything here is bounded, and nobody is sent the chunks of a transfer who
 has not named its nonce: it goes over the control channel, to those who may read the offer.
@@ -11,60 +11,71 @@ import os
 from collections import deque
 from dataclasses import dataclass, field
 
-import zmq
-
 from kvxfer.config import LOOPBACK_AND_PRIVATE, Config
 from kvxfer.transports.base import TransferKey
+from kvxfer.transports.pipe import Parts, Slots, SourceLane
+from kvxfer.transports.stream_wire import Header
 from kvxfer.transports.zmq_same_host import user_of
 
 MAX_CONNECTIONS = 1024
 """Sinks attached at once; one more takes the place of the oldest that has no transfer."""
+MAX_STAGING_NBYTES = 4 << 30
+"""Staging for all of them; it is taken when a connection has its first transfer or trial. One that
+needs more takes the places of others as above.
+"""
 MAX_EXPECTED = 512
 """Reads that one connection has announced and that have not ended; about 0.5 KB each."""
 MAX_PROBES = 32
 """Empty frames that wait for one sink at most: fewer than its queue has room for beyond chunks."""
-MAX_TRIALS = 2
-"""Trials for one connection: a sink makes one of its own for each trial, and asks twice over it."""
+MAX_TRIALS = 32
+"""Messages of a trial for one connection: a sink makes one of its own for each trial, which takes
+at most 23.
+"""
 
 ReadName = tuple[bytes, bytes, str]
 """(nonce, incarnation, rank): which read, of whom."""
 
 
 @dataclass(slots=True, eq=False)
-class Buffer:
-    """Memory that chunks are packed into and sent from.
-
-    It is a ZeroMQ message whose content is sent again and again.
-    """
-
-    frame: zmq.Frame | None = None
-
-    def sized(self, nbytes: int) -> zmq.Frame:
-        """The message, made anew when the size differs (the last chunk of a class).
-
-        Called on the copy thread.
-        """
-        if self.frame is None or len(self.frame) != nbytes:
-            self.frame = zmq.Frame(bytes(nbytes), copy=True)
-        return self.frame
-
-
-@dataclass(slots=True, eq=False)
 class Connection:
-    """One DEALER of a sink.
+    """One DEALER of a sink, and the slots of its staging. ``is_trial``: it carries no transfers.
 
-    ``turns``: its transfers that have chunks left to pack, next one first. ``num_probes``: empty
-    frames sent since it was last heard of. ``is_gone``: ZeroMQ does not know it any more.
+    A slot is ``free`` (the sink has granted it), being packed, ``leaving`` (given to the pipe, not
+    announced yet) or ``in_flight`` (until the sink's credit). ``generations``: how many chunks each
+    has carried. ``turns``: transfers that have chunks left to pack, next one first.
+    ``trial_slots``: bytes of the trial's pattern that a slot still holds. ``num_filling``: slots
+    that are written now. ``num_probes``: empty frames sent since it was last heard of. ``is_gone``:
+    ZeroMQ does not know it any more; ``is_lost``: nothing more is sent to it.
     """
 
     identity: bytes
-    free: list[Buffer] = field(default_factory=list)
+    slots: Slots
+    address: bytes = b""
+    is_trial: bool = False
+    lane: SourceLane | None = None
+    free: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
+    leaving: dict[int, tuple[Header, Parts]] = field(default_factory=dict)
+    in_flight: set[int] = field(default_factory=set)
     expected: dict[ReadName, None] = field(default_factory=dict)
     turns: deque[TransferKey] = field(default_factory=deque)
-    in_flight: dict[int, Buffer] = field(default_factory=dict)
-    next_number: int = 0
+    trial_slots: dict[int, int] = field(default_factory=dict)
+    num_filling: int = 0
+    num_trials: int = 0
     num_probes: int = 0
     is_gone: bool = False
+    is_lost: bool = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none of its slots is in use."""
+        return not (self.num_filling or self.leaving or self.in_flight)
+
+    def close_lane(self) -> None:
+        """Once it is lost and nobody writes its slots any more."""
+        if self.is_lost and not self.num_filling and self.lane is not None:
+            self.lane.close()
+            self.lane = None
 
 
 class Connections:
@@ -73,7 +84,6 @@ class Connections:
     def __init__(self) -> None:
         self._by_identity: dict[bytes, Connection] = {}
         self._by_read: dict[ReadName, Connection] = {}
-        self._num_trials: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._by_identity)
@@ -90,9 +100,22 @@ class Connections:
         """The connection that named this read."""
         return self._by_read.get(name)
 
-    def add(self, identity: bytes, num_slots: int) -> Connection:
-        """A new one, with so many buffers."""
-        connection = Connection(identity, [Buffer() for _ in range(num_slots)])
+    @property
+    def staging_nbytes(self) -> int:
+        """Of all that have staging."""
+        return sum(
+            connection.slots.nbytes
+            for connection in self._by_identity.values()
+            if connection.lane is not None
+        )
+
+    def add(
+        self, identity: bytes, slots: Slots, address: bytes, *, is_trial: bool = False
+    ) -> Connection:
+        """A new one, all of whose slots are granted."""
+        connection = Connection(identity, slots, address, is_trial)
+        connection.free.extend(range(slots.num_slots))
+        connection.generations.extend([0] * slots.num_slots)
         self._by_identity[identity] = connection
         return connection
 
@@ -116,14 +139,6 @@ class Connections:
         connection = self._by_read.pop(name, None)
         if connection is not None:
             connection.expected.pop(name, None)
-
-    def may_try(self, identity: bytes) -> bool:
-        """Count a trial; False if this connection has had its share."""
-        num_trials = self._num_trials.pop(identity, 0)
-        self._num_trials[identity] = min(num_trials + 1, MAX_TRIALS)
-        if len(self._num_trials) > MAX_CONNECTIONS:
-            del self._num_trials[next(iter(self._num_trials))]
-        return num_trials < MAX_TRIALS
 
 
 def may_be_served(config: Config, address: str) -> bool:

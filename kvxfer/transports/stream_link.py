@@ -1,0 +1,188 @@
+"""A sink's connection to one source rank: its sockets, and what each slot of its staging holds."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transports.pipe import Pipe, SinkLane, Slots
+from kvxfer.transports.stream_wire import (
+    STREAM_VERSION,
+    Attach,
+    Attached,
+    Context,
+    Credit,
+    Header,
+    Socket,
+    ToSource,
+    encode,
+    make_dealer,
+)
+from kvxfer.transports.zmq_same_host import nearest_endpoint
+
+# Every way in which a connection that never reconnects can end, or fail to begin.
+_GONE_EVENTS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+T = TypeVar("T")
+_log = logging.getLogger("kvxfer.transports")
+
+
+@dataclass(slots=True, eq=False)
+class Link(Generic[T]):
+    """One connection. ``control_endpoint``: of the source rank; ``endpoint``: its data endpoint;
+    ``path``: what carries the announcements.
+
+    A slot is the source's, or announced (``awaited``: its payload is on the way, for whom), or
+    being unpacked (``num_unpacking`` are), or dealt with: then its number is in ``credits`` until
+    the source is told. ``generations``: how many chunks were announced in each slot.
+    """
+
+    control_endpoint: str
+    endpoint: str
+    path: str
+    slots: Slots
+    socket: Socket
+    monitor: Socket
+    lane: SinkLane
+    generations: list[int]
+    held: set[int] = field(default_factory=set)
+    awaited: dict[int, T] = field(default_factory=dict)
+    credits: list[int] = field(default_factory=list)
+    num_unpacking: int = 0
+    num_unreadable: int = 0
+    is_connected: bool = False
+    is_lost: bool = False
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether so many announcements could not be read that no slot may be left."""
+        return self.num_unreadable >= self.slots.num_slots
+
+    def connect(self, message: Attached) -> None:
+        """The source's end is open. Raises ProtocolError, PipeBroken."""
+        if self.is_connected:
+            raise ProtocolError("attached: expected one on a connection, got another")
+        self.lane.connected(message.address)
+        self.is_connected = True
+
+    def is_repeated(self, header: Header) -> bool:
+        """Whether this chunk was announced before."""
+        in_range = 0 <= header.slot < self.slots.num_slots
+        return in_range and 0 <= header.generation < self.generations[header.slot]
+
+    def announce(self, header: Header, parts: Sequence[zmq.Frame], wanted: T) -> None:
+        """The payload of a slot will come. Raises ProtocolError, PipeBroken."""
+        slot, nbytes = header.slot, header.nbytes
+        if not self.is_connected:
+            raise ProtocolError("chunk: expected attached first")
+        if not 0 <= slot < self.slots.num_slots or not 0 <= nbytes <= self.slots.slot_nbytes:
+            raise ProtocolError(f"chunk: expected one that fits {self.slots}, got {header}")
+        if slot in self.held or header.generation != self.generations[slot]:
+            raise ProtocolError(
+                f"chunk: expected generation {self.generations[slot]} of slot {slot} after its "
+                f"credit, got {header.generation}"
+            )
+        self.lane.announced(slot, header.generation, nbytes, parts)
+        self.generations[slot] += 1
+        self.held.add(slot)
+        self.awaited[slot] = wanted
+
+    def free(self, slot: int) -> None:
+        """A slot whose payload was there is the source's again. Raises PipeBroken."""
+        if self.is_lost:
+            return
+        self.lane.free(slot)
+        self.held.discard(slot)
+        self.credits.append(slot)
+
+    def take_credits(self) -> Credit | None:
+        """In batches, because each credit wakes the source; but never the last ones late."""
+        if not self.credits:
+            return None
+        if self.num_unpacking and len(self.credits) < max(1, self.slots.num_slots // 4):
+            return None
+        taken, self.credits = self.credits, []
+        return Credit(tuple(taken))
+
+    def send(self, message: ToSource) -> bool:
+        """False if it does not take it; the monitor tells the rest."""
+        try:
+            self.socket.send(encode(message), zmq.NOBLOCK)
+        except zmq.ZMQError as exc:
+            _log.debug("data connection to %s takes nothing: %s", self.endpoint, exc)
+            return False
+        return True
+
+    def close(self) -> None:
+        """The connection ends now, the lane when nobody reads its slots any more."""
+        if not self.is_lost:
+            self.is_lost = True
+            self.awaited.clear()
+            _close(self.socket, self.monitor)
+            self.close_lane()
+
+    def close_lane(self) -> None:
+        """Once the link is lost and nobody reads its slots any more."""
+        if self.is_lost and not self.num_unpacking:
+            self.lane.close()
+
+
+def open_link(
+    pipe: Pipe,
+    slots: Slots,
+    control_endpoint: str,
+    endpoint: str,
+    config: Config,
+    context: Context,
+    *,
+    uses_unix_sockets: bool,
+    is_trial: bool = False,
+) -> Link[T]:
+    """Attach; the connection is made in the background. Raises TransportUnavailable."""
+    nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
+    _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
+    socket = make_dealer(context, config)
+    try:
+        monitor: Socket = socket.get_monitor_socket(_GONE_EVENTS)
+    except BaseException:  # the engine ends while a trial begins
+        socket.close(linger=0)
+        raise
+    try:
+        socket.connect(nearest)
+        lane = pipe.open_sink(slots)
+    except zmq.ZMQError as exc:
+        _close(socket, monitor)
+        raise TransportUnavailable(
+            f"{pipe.name}: {endpoint} cannot be connected to: {exc.strerror}"
+        ) from exc
+    except BaseException:
+        _close(socket, monitor)
+        raise
+    path = lane.path("TCP" if nearest == endpoint else "a Unix socket")
+    generations = [0] * slots.num_slots
+    link: Link[T] = Link(
+        control_endpoint, endpoint, path, slots, socket, monitor, lane, generations
+    )
+    sizes = (slots.num_slots, slots.slot_nbytes)
+    link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, is_trial))
+    return link
+
+
+def _close(socket: Socket, monitor: Socket) -> None:
+    with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends while a trial runs
+        socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close(linger=0)

@@ -1,0 +1,409 @@
+"""The taking end of a stream wire: checks each chunk that is announced, and unpacks it.
+
+A chunk is taken if its transfer is expected from that source, its sequence has not come before and
+its size is the one that both sides derived. Everything else is dropped and counted; the credit of
+its slot goes back all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+
+import numpy as np
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.costs import Staging, StagingBounds
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.plan import CopyClass
+from kvxfer.transfer.pull import chunk_list
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.base import (
+    LocalMemory,
+    PeerGone,
+    Progress,
+    Readable,
+    ReadBroke,
+    ReadDone,
+    ReadRequest,
+    ReadStopped,
+    SinkCompletion,
+    SinkTransport,
+    TransferKey,
+    Trial,
+    Wake,
+    kind_of,
+)
+from kvxfer.transports.copy_thread import Copier, CopyEnd
+from kvxfer.transports.pipe import PipeBroken, Slots
+from kvxfer.transports.stream_link import Link, open_link
+from kvxfer.transports.stream_packing import MakePacker, make_packer
+from kvxfer.transports.stream_reads import Read, ReadLink, UnpackJob, why_not
+from kvxfer.transports.stream_source import MakePipe
+from kvxfer.transports.stream_trial import TrialTaker, WakeUp, trial_slots
+from kvxfer.transports.stream_wire import (
+    Attached,
+    ChunkHeader,
+    Context,
+    Credit,
+    Expect,
+    Header,
+    Refused,
+    Socket,
+    TrialHeader,
+    data_endpoint_of,
+    decode_to_sink,
+    make_poller,
+    readable,
+    receive,
+)
+
+_log = logging.getLogger("kvxfer.transports")
+
+USUAL_SLOTS = Slots(8, 4 << 20)
+"""Of a connection whose wire nobody has measured."""
+_MAX_DETAIL = 300
+
+
+class StreamSink(SinkTransport):
+    """Takes chunks from the sources that it is attached to."""
+
+    is_stream = True
+    uses_unix_sockets = True
+    """Whether it takes a source's Unix socket where there is one; False to measure or test TCP."""
+
+    def __init__(
+        self,
+        make_pipe: MakePipe,
+        memory: LocalMemory,
+        config: Config,
+        copy_thread: Copier,
+        wake: Wake,
+        context: Context,
+        make_packer: MakePacker[UnpackJob] = make_packer,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._make_pipe = make_pipe
+        self._memory = memory
+        self._config = config
+        self._wake = wake
+        self._context = context
+        self._ready: list[SinkCompletion] = []
+        self._links: dict[str, ReadLink] = {}
+        self._by_socket: dict[Socket, ReadLink] = {}
+        self._poller = make_poller(())
+        self._reads: dict[TransferKey, Read] = {}
+        with ExitStack() as undo:
+            self._packer = make_packer(memory, config, copy_thread, wake)
+            undo.callback(self._packer.close)
+            self._pipe = make_pipe(memory, config, wake)
+            undo.pop_all()
+        self.name, self.is_dear = self._pipe.name, self._pipe.is_dear
+
+    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+        """Ask for a few messages over a pipe and a connection of its own."""
+        endpoint = data_endpoint_of(source, self._config, self.name)
+        with (
+            closing(WakeUp()) as wake,
+            closing(self._make_pipe(self._memory, self._config, wake)) as pipe,
+        ):
+            link: Link[TrialHeader] = open_link(
+                pipe,
+                trial_slots(self._memory.device.type),
+                source.control_endpoint,
+                endpoint,
+                self._config,
+                self._context,
+                uses_unix_sockets=self.uses_unix_sockets,
+                is_trial=True,
+            )
+            with closing(link):
+                return TrialTaker(pipe, link, wake, timeout_s).run()
+
+    def prepare(self, classes: Sequence[CopyClass]) -> None:
+        """What unpacks them."""
+        self._packer.prepare(classes)
+
+    def staging_bounds(self, source: RankManifest) -> StagingBounds:
+        """Settings, and what is usual for the memory of both sides."""
+        config = self._config
+        sides = {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}
+        sizes = [self._pipe.staging_size(device_type) for device_type in sides]
+        return StagingBounds(
+            nbytes=config.staging_nbytes or min(size.nbytes for size in sizes),
+            most_chunk_nbytes=min(size.most_slot_nbytes for size in sizes),
+            is_limit=config.staging_nbytes is not None,
+            chunk_nbytes=config.chunk_nbytes,
+            num_slots=config.staging_slots,
+        )
+
+    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
+        """Connect to the rank; the connection is made in the background.
+
+        Another data endpoint under the same control endpoint takes the place of the one that is
+        connected, whose reads break: a control endpoint is what a peer says of itself, so reads
+        look at the data endpoint too.
+        """
+        endpoint = data_endpoint_of(source, self._config, self.name)
+        known = self._links.get(source.control_endpoint)
+        if known is not None and known.endpoint == endpoint:
+            return
+        self.detach(source.control_endpoint)
+        config = self._config
+        slots = Slots(
+            config.staging_slots or USUAL_SLOTS.num_slots,
+            config.chunk_nbytes or USUAL_SLOTS.slot_nbytes,
+        )
+        if staging is not None:
+            slots = Slots(staging.num_slots, staging.slot_nbytes)
+        self._links[source.control_endpoint] = open_link(
+            self._pipe,
+            slots,
+            source.control_endpoint,
+            endpoint,
+            self._config,
+            self._context,
+            uses_unix_sockets=self.uses_unix_sockets,
+        )
+        self._watch()
+        self._pipe.progress()
+
+    def detach(self, control_endpoint: str) -> None:
+        """Close the connection; its unfinished reads break."""
+        link = self._links.get(control_endpoint)
+        if link is not None:
+            self._drop_link(link, "the source rank was detached")
+
+    def submit_expect(self, request: ReadRequest) -> None:
+        """Chunks of this transfer are taken from now on."""
+        key = request.key
+        if key in self._reads:
+            raise ValueError(f"read: expected a key that is not in use, got {key} twice")
+        link = self._links.get(request.source.control_endpoint)
+        if link is None or link.endpoint != request.source.data_endpoints.get(self.name):
+            self._tell(ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached"))
+            return
+        chunks = tuple(chunk_list(request.pull_classes, request.chunk_nbytes))
+        if not chunks:
+            self._tell(ReadDone(key, 0, certified=True))
+            return
+        largest_nbytes = max(chunk.nbytes for chunk in chunks)
+        if largest_nbytes > link.slots.slot_nbytes:
+            detail = (
+                f"chunk: expected at most {link.slots.slot_nbytes} bytes, got {largest_nbytes}; "
+                "raise chunk_nbytes"
+            )
+            self._tell(ReadBroke(key, Reason.PLAN, detail))
+            return
+        ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
+        size = len(chunks)
+        self._reads[key] = Read(request, link, chunks, ids, bytearray(size), bytearray(size))
+        self._say(link, Expect(key.nonce, key.incarnation, key.sink_rank))
+
+    def submit_read(self, request: ReadRequest) -> None:
+        """Nothing: the source sends by itself."""
+
+    def stop_read(self, key: TransferKey) -> None:
+        """No more chunks are taken; what is being unpacked is the last of it."""
+        read = self._reads.get(key)
+        if read is None:
+            self._tell(ReadStopped(key))
+            return
+        read.stopped = True
+        self._cancel(read)
+
+    def pollables(self) -> Sequence[Readable]:
+        """A DEALER and its monitor for each source rank, and what the pipe has."""
+        return (*self._by_socket, *self._pipe.fds())
+
+    def poll(self) -> list[SinkCompletion]:
+        """Chunks that came and were unpacked, connections that broke."""
+        for job in self._packer.drain():
+            self._on_unpack_ended(job)
+        for socket in readable(self._poller):
+            link = self._by_socket.get(socket)
+            if link is None:  # dropped in this very poll
+                continue
+            for frames in receive(socket):
+                if socket is link.socket:
+                    self._on_message(link, frames)
+                else:
+                    self._lose_link(link, "the connection to the source rank ended")
+                    break
+        self._progress()
+        for link in self._links.values():
+            credit = link.take_credits()
+            if credit is not None:
+                self._say(link, credit)
+        done, self._ready = self._ready, []
+        return done
+
+    def close(self) -> None:
+        """Stop all reads, wait for what is being unpacked, close connections and pipe."""
+        for read in list(self._reads.values()):
+            read.stopped = True
+            self._cancel(read)
+        while self._reads:
+            self._on_unpack_ended(self._packer.take())
+        for link in list(self._links.values()):
+            self._drop_link(link, "closed")
+        self._packer.close()
+        self._pipe.close()
+
+    def _tell(self, completion: SinkCompletion) -> None:
+        self._ready.append(completion)
+        self._wake()
+
+    def _watch(self) -> None:
+        """The links have changed."""
+        self._by_socket = {
+            socket: link for link in self._links.values() for socket in (link.socket, link.monitor)
+        }
+        self._poller = make_poller(tuple(self._by_socket))
+
+    def _say(self, link: ReadLink, message: Expect | Credit) -> None:
+        if not link.send(message):
+            self.counts["send_failed"] += 1
+
+    # -- chunks
+
+    def _on_message(self, link: ReadLink, frames: list[zmq.Frame]) -> None:
+        if len(frames) == 1 and not len(frames[0]):
+            self._say(link, Credit(()))  # the source looks whether we are here
+            return
+        try:
+            match decode_to_sink(frames[0].buffer):
+                case Refused(detail):
+                    self.counts["refused"] += 1
+                    detail = f"the source rank refuses the connection: {detail[:_MAX_DETAIL]}"
+                    self._lose_link(link, detail)
+                case Attached() as message:
+                    link.connect(message)
+                case header:
+                    self._on_announced(link, header, frames[1:])
+        except ProtocolError as exc:
+            self.counts["malformed"] += 1
+            _log.debug("dropped: %s", exc)
+            link.num_unreadable += 1
+            if link.is_spent:
+                self._lose_link(link, f"the source rank makes no sense: {exc}")
+        except PipeBroken as exc:
+            self._lose_pipe(link, exc)
+
+    def _on_announced(self, link: ReadLink, header: Header, parts: list[zmq.Frame]) -> None:
+        if link.is_repeated(header):
+            self.counts["duplicate"] += 1
+            return
+        read = self._reads.get(header.key) if isinstance(header, ChunkHeader) else None
+        reason = why_not(link, read, header)
+        wanted = None
+        if read is not None and reason is None and isinstance(header, ChunkHeader):
+            wanted = (read, header.sequence)
+        link.announce(header, parts, wanted)
+        if wanted is not None:
+            wanted[0].arrived[wanted[1]] = 1
+        elif reason is not None:
+            self.counts[reason] += 1
+
+    def _progress(self) -> None:
+        """Let the pipe go on, and unpack what it has brought."""
+        has_freed = True
+        while has_freed:  # what is freed is posted again, which is progress, too
+            self._pipe.progress()
+            has_freed = False
+            for link in list(self._links.values()):
+                if link.awaited:
+                    has_freed |= self._collect(link)
+
+    def _collect(self, link: ReadLink) -> bool:
+        """Take what lies in staging now; True if slots were given back."""
+        has_freed = False
+        try:
+            for slot in link.lane.poll():
+                wanted = link.awaited.pop(slot)
+                if wanted is not None and not wanted[0].is_over:
+                    self._unpack(*wanted, slot)
+                else:
+                    self.counts["unwanted"] += wanted is not None
+                    link.free(slot)
+                    has_freed = True
+        except PipeBroken as exc:
+            self._lose_pipe(link, exc)
+        return has_freed
+
+    def _unpack(self, read: Read, sequence: int, slot: int) -> None:
+        job = UnpackJob(read, sequence, slot)
+        read.jobs[sequence] = job
+        read.link.num_unpacking += 1
+        self._packer.submit(job)
+
+    def _on_unpack_ended(self, job: UnpackJob) -> None:
+        read, link, sequence = job.read, job.link, job.chunk.sequence
+        del read.jobs[sequence]
+        link.num_unpacking -= 1
+        if job.end is CopyEnd.DONE:
+            read.placed[sequence] = 1
+            read.nbytes += job.chunk.nbytes
+        elif job.end is CopyEnd.FAILED and not read.is_over:
+            self._break(read, Reason.READ_FAILED, f"unpacking failed: {job.error}")
+        link.close_lane()
+        try:
+            link.free(job.slot)
+        except PipeBroken as exc:
+            self._lose_pipe(link, exc)
+        self._settle(read)
+
+    # -- ends
+
+    def _settle(self, read: Read) -> None:
+        """Say what has become of a read: progress, or its one end once no job of it is left."""
+        key = read.request.key
+        if read.is_over:
+            if not read.jobs and self._reads.pop(key, None) is not None:
+                self._tell(read.broke if read.broke and not read.stopped else ReadStopped(key))
+        elif all(read.placed):
+            if self._reads.pop(key, None) is not None:
+                self._tell(ReadDone(key, read.nbytes, certified=True))
+        else:
+            self._ready.append(Progress(key, read.nbytes))
+
+    def _cancel(self, read: Read) -> None:
+        for job in list(read.jobs.values()):
+            self._packer.cancel(job)
+        self._settle(read)
+
+    def _break(self, read: Read, reason: Reason, detail: str) -> None:
+        read.broke = ReadBroke(read.request.key, reason, detail)
+        for job in list(read.jobs.values()):
+            self._packer.cancel(job)
+
+    def _lose_pipe(self, link: ReadLink, error: PipeBroken) -> None:
+        if not link.is_lost:
+            self.counts["pipe_broken"] += 1
+            link.awaited.clear()
+            self._lose_link(link, str(error))
+
+    def _lose_link(self, link: ReadLink, detail: str) -> None:
+        if link.is_lost:
+            return
+        if link.awaited:  # what has come before the end still counts
+            self._pipe.progress()
+            self._collect(link)
+        if not link.is_lost:
+            self._drop_link(link, detail)
+            self._ready.append(PeerGone(link.control_endpoint))
+
+    def _drop_link(self, link: ReadLink, detail: str) -> None:
+        del self._links[link.control_endpoint]
+        self._watch()
+        awaited = {wanted[0] for wanted in link.awaited.values() if wanted is not None}
+        link.close()
+        for read in [read for read in self._reads.values() if read.link is link]:
+            if read in awaited or not all(read.arrived):
+                # else everything is here and only has to be put in place
+                self._break(read, Reason.PEER_LOST, detail)
+                self._settle(read)

@@ -1,0 +1,489 @@
+"""The giving end of a stream wire: chunks are packed into staging, and sent over a pipe.
+
+transfer:  waiting for a connection that names its nonce -> packing, sending -> Sent | SendStopped
+slot:      free -> packing -> packed -> leaving (the pipe's) -> in flight (until the sink's credit)
+           -> free
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import numpy as np
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transfer.plan import Chunk
+from kvxfer.transfer.pull import chunk_list
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.base import (
+    LocalMemory,
+    Packed,
+    Readable,
+    SendRequest,
+    SendStopped,
+    Sent,
+    SourceCompletion,
+    SourceTransport,
+    TransferKey,
+    Wake,
+)
+from kvxfer.transports.copy_thread import Copier, CopyEnd
+from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
+from kvxfer.transports.stream_admission import Admission
+from kvxfer.transports.stream_connections import (
+    MAX_CONNECTIONS,
+    MAX_PROBES,
+    MAX_STAGING_NBYTES,
+    Connection,
+    Connections,
+)
+from kvxfer.transports.stream_packing import MakePacker, make_packer
+from kvxfer.transports.stream_router import Router
+from kvxfer.transports.stream_sends import PackJob, Send
+from kvxfer.transports.stream_trial import TrialGiver
+from kvxfer.transports.stream_wire import (
+    FRAME_MAX_NBYTES,
+    AskTrial,
+    Attach,
+    Attached,
+    ChunkHeader,
+    Context,
+    Credit,
+    Expect,
+    Header,
+    ToSource,
+    decode_to_source,
+    encode,
+)
+
+_log = logging.getLogger("kvxfer.transports")
+
+LARGE_CHUNK_NBYTES = 8 << 20
+"""Chunks that any sink may ask for; larger ones only where no smaller ``chunk_nbytes`` is set."""
+
+MakePipe = Callable[[LocalMemory, Config, Wake], Pipe]
+"""One end of a pipe for this rank's memory. Raises TransportUnavailable."""
+
+
+class StreamSource(SourceTransport):
+    """Sends chunks to the sinks that attach to its ROUTER socket."""
+
+    is_stream = True
+
+    def __init__(
+        self,
+        make_pipe: MakePipe,
+        memory: LocalMemory,
+        config: Config,
+        copy_thread: Copier,
+        wake: Wake,
+        context: Context,
+        make_packer: MakePacker[PackJob] = make_packer,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self._config = config
+        self._wake = wake
+        self._ready: list[SourceCompletion] = []
+        self._sends: dict[TransferKey, Send] = {}
+        self._connections = Connections()
+        self._leaving: dict[Connection, None] = {}
+        self._trials = TrialGiver(copy_thread, wake)
+        with ExitStack() as undo:
+            self._packer = make_packer(memory, config, copy_thread, wake)
+            undo.callback(self._packer.close)
+            self._pipe = make_pipe(memory, config, wake)
+            undo.callback(self._pipe.close)
+            self.name = self._pipe.name
+            self._admission = Admission(self._pipe, config, memory.device.type)
+            self._router = Router(self.name, config, context, self.counts)
+            undo.pop_all()
+
+    def data_endpoint(self) -> str | None:
+        """``tcp://host:port`` of the ROUTER."""
+        return self._router.endpoint
+
+    def pollables(self) -> Sequence[Readable]:
+        """The ROUTER and its monitor, and what the pipe has."""
+        return (*self._router.pollables(), *self._pipe.fds())
+
+    def submit_send(self, request: SendRequest) -> None:
+        """Pack as soon as the sink is attached and has granted room."""
+        if request.key in self._sends:
+            raise ValueError(f"send: expected a key that is not in use, got {request.key} twice")
+        own_nbytes = self._config.chunk_nbytes or FRAME_MAX_NBYTES
+        most_nbytes = max(own_nbytes, LARGE_CHUNK_NBYTES)
+        if request.chunk_nbytes > most_nbytes:
+            raise ProtocolError(
+                f"chunk_nbytes: expected at most {most_nbytes}, got {request.chunk_nbytes}; "
+                "raise chunk_nbytes on this side too, or lower it on the other"
+            )
+        send = Send(
+            request,
+            tuple(chunk_list(request.classes, request.chunk_nbytes)),
+            [np.asarray(ids, dtype=np.int64) for ids in request.block_ids],
+        )
+        if not send.chunks:
+            self._tell(Sent(request.key, 0))
+            return
+        self._sends[request.key] = send
+        connection = self._connections.of_read(send.name)
+        if connection is not None:
+            self._join(send, connection)
+            self._pump(connection)
+
+    def send_packed(self, key: TransferKey, sequence: int) -> None:
+        """Send it. The whole transfer stops with PEER_LOST where the sink has gone."""
+        send = self._sends.get(key)
+        slot = None if send is None else send.packed.pop(sequence, None)
+        if send is None or slot is None or send.connection is None:
+            self.counts["unknown_packed"] += 1
+            return
+        connection, chunk = send.connection, send.chunks[sequence]
+        header = ChunkHeader(
+            *(key.nonce, key.incarnation, key.sink_rank, key.source_rank),
+            *(sequence, chunk.nbytes, slot, connection.generations[slot]),
+        )
+        self._give(connection, header)
+        if connection.is_lost:
+            return
+        send.num_sent += 1
+        send.nbytes += chunk.nbytes
+        if send.num_sent == len(send.chunks):
+            del self._sends[key]
+            self._connections.forget(send.name)
+            self._tell(Sent(key, send.nbytes))
+
+    def drop_packed(self, key: TransferKey, sequence: int) -> None:
+        """The slot is free again.
+
+        Nothing more of this transfer is packed: without this chunk it cannot complete.
+        """
+        send = self._sends.get(key)
+        slot = None if send is None else send.packed.pop(sequence, None)
+        if send is None or slot is None or send.connection is None:
+            self.counts["unknown_packed"] += 1
+            return
+        self.counts["dropped_packed"] += 1
+        send.num_started = len(send.chunks)
+        send.connection.free.append(slot)
+        self._pump(send.connection)
+
+    def stop_send(self, key: TransferKey) -> None:
+        """Chunks that were sent stay sent; packing ends with the running job."""
+        send = self._sends.get(key)
+        if send is None:
+            self._tell(SendStopped(key, None))
+        else:
+            self._stop(send, None)
+
+    def poll(self) -> list[SourceCompletion]:
+        """Credits and attaches of the sinks, chunks that are packed now."""
+        messages, has_gone = self._router.receive()
+        for frames in messages:
+            self._on_message(frames)
+        if has_gone:
+            for connection in self._connections.all():
+                self._probe(connection)
+        for job in self._packer.drain():
+            self._on_pack_ended(job)
+        for connection, header in self._trials.drain():
+            self._on_trial_filled(connection, header)
+        self._progress()
+        done, self._ready = self._ready, []
+        return done
+
+    def close(self) -> None:
+        """Stop all transfers, wait for what is being packed, close pipe and sockets."""
+        for send in list(self._sends.values()):
+            self._stop(send, None)
+        while self._sends:
+            self._on_pack_ended(self._packer.take())
+        for connection, header in self._trials.close():
+            self._on_trial_filled(connection, header)
+        for connection in self._connections.all():
+            self._lose(connection)
+        self._packer.close()
+        self._pipe.close()
+        self._router.close()
+
+    def _tell(self, completion: SourceCompletion) -> None:
+        self._ready.append(completion)
+        self._wake()
+
+    # -- messages of the sinks
+
+    def _on_message(self, frames: list[zmq.Frame]) -> None:
+        identity = bytes(frames[0].buffer)
+        connection = self._connections.get(identity)
+        if connection is not None:
+            connection.num_probes = 0
+        elif not self._router.is_served(frames[-1]):
+            self.counts["not_served"] += 1
+            self._router.refuse(identity, "expected a peer on this host; name it in allowed_peers")
+            return
+        try:
+            match _decode(frames):
+                case Attach() as message:
+                    self._on_attach(identity, connection, message)
+                case message if connection is None:
+                    self.counts["not_attached"] += 1
+                    self._router.refuse(identity, "expected an attach first; attach anew")
+                case AskTrial() as message:
+                    self._on_trial(connection, message)
+                case Expect() as message:
+                    self._on_expect(connection, message)
+                case Credit() as message:
+                    self._on_credit(connection, message)
+        except ProtocolError as exc:
+            self.counts["malformed"] += 1
+            _log.debug("dropped: %s", exc)
+
+    def _on_attach(self, identity: bytes, known: Connection | None, message: Attach) -> None:
+        if known is not None:
+            raise ProtocolError("attach: expected one on a connection, got another")
+        try:
+            slots = self._admission.admit(message)
+        except ProtocolError as exc:
+            self._router.refuse(identity, str(exc))
+            raise
+        if len(self._connections) >= MAX_CONNECTIONS and not self._make_room():
+            self.counts["too_many_sinks"] += 1
+            self._router.refuse(identity, f"expected at most {MAX_CONNECTIONS} sinks at once")
+            return
+        self._connections.add(identity, slots, message.address, is_trial=message.is_trial)
+
+    def _make_room(self, *, of_staging: bool = False) -> bool:
+        """Send the oldest sink away that has no transfer; it attaches anew when it has one."""
+        busy = {send.connection for send in self._sends.values()}
+        for connection in self._connections.all():
+            if connection in busy or not connection.is_idle:
+                continue
+            if connection.lane is None and of_staging:
+                continue
+            self.counts["sent_away"] += 1
+            self._router.refuse(connection.identity, "idle, and too many others; attach anew")
+            self._lose(connection)
+            return True
+        return False
+
+    def _on_expect(self, connection: Connection, message: Expect) -> None:
+        if connection.is_trial:
+            raise ProtocolError("expect: expected a connection that is not a trial's")
+        name = (message.nonce, message.incarnation, message.rank)
+        owner = self._connections.of_read(name)
+        if owner is not None and owner is not connection and self._probe(owner):
+            self.counts["expected_twice"] += 1
+            return
+        if not self._connections.expect(connection, name):
+            self.counts["expected_too_much"] += 1
+        for send in list(self._sends.values()):
+            if send.name == name and send.connection is None and not send.stopping:
+                self._join(send, connection)
+        self._pump(connection)
+
+    def _on_credit(self, connection: Connection, message: Credit) -> None:
+        for slot in message.slots:
+            if slot in connection.in_flight:
+                connection.in_flight.remove(slot)
+                connection.free.append(slot)
+            else:
+                self.counts["unknown_credit"] += 1
+        self._pump(connection)
+
+    def _on_trial(self, connection: Connection, message: AskTrial) -> None:
+        slot = self._trials.check(connection, message)
+        if slot is None:
+            self.counts["too_many_trials"] += 1
+        elif self._open_lane(connection):
+            self._trials.fill(connection, slot, message.nbytes)
+
+    def _on_trial_filled(self, connection: Connection, header: Header | None) -> None:
+        connection.num_filling -= 1
+        if connection.is_lost:
+            connection.close_lane()
+        elif header is None:
+            self._send_away(connection, "the trial cannot be packed")
+        else:
+            self._give(connection, header)
+
+    # -- staging
+
+    def _open_lane(self, connection: Connection) -> bool:
+        """Staging is taken when it is needed first. False if there is none: the sink is refused."""
+        if connection.lane is not None:
+            return True
+        nbytes = connection.slots.nbytes
+        while self._connections.staging_nbytes + nbytes > MAX_STAGING_NBYTES:
+            if not self._make_room(of_staging=True):
+                self.counts["too_much_staging"] += 1
+                detail = f"expected staging of at most {MAX_STAGING_NBYTES} bytes for all sinks"
+                self._send_away(connection, detail)
+                return False
+        try:
+            lane = connection.lane = self._pipe.open_source(connection.address, connection.slots)
+        except (TransportUnavailable, PipeBroken) as exc:
+            self.counts["pipe_failed"] += 1
+            _log.warning("%s: a sink cannot be reached: %s", self.name, exc)
+            self._send_away(connection, str(exc))
+            return False
+        return self._transmit(connection, encode(Attached(lane.address)))
+
+    def _join(self, send: Send, connection: Connection) -> None:
+        send.connection = connection
+        if not self._open_lane(connection):
+            return  # it stops with the connection
+        largest_nbytes = max(chunk.nbytes for chunk in send.chunks)
+        if largest_nbytes > connection.slots.slot_nbytes:
+            self.counts["too_large"] += 1
+            self._stop(send, Reason.PLAN)
+            return
+        connection.turns.append(send.request.key)
+
+    def _pump(self, connection: Connection) -> None:
+        """Give free slots to the connection's transfers in turn."""
+        while connection.free and connection.turns and not connection.is_lost:
+            key = connection.turns.popleft()
+            send = self._sends.get(key)
+            if send is None or send.stopping or send.num_started >= len(send.chunks):
+                continue
+            self._pack(send, connection, send.chunks[send.num_started], connection.free.pop())
+            send.num_started += 1
+            if send.num_started < len(send.chunks):
+                connection.turns.append(key)
+
+    def _pack(self, send: Send, connection: Connection, chunk: Chunk, slot: int) -> None:
+        job = PackJob(send, connection, chunk, slot)
+        send.jobs[chunk.sequence] = job
+        connection.num_filling += 1
+        connection.trial_slots.pop(slot, None)
+        self._packer.submit(job)
+
+    def _on_pack_ended(self, job: PackJob) -> None:
+        send, connection, sequence = job.send, job.connection, job.chunk.sequence
+        del send.jobs[sequence]
+        connection.num_filling -= 1
+        connection.close_lane()
+        if job.end is CopyEnd.DONE and not send.stopping:
+            send.packed[sequence] = job.slot
+            self._ready.append(Packed(send.request.key, sequence))
+            return
+        connection.free.append(job.slot)
+        if send.stopping:
+            self._stop_if_drained(send)
+        else:
+            self.counts["pack_failed"] += 1
+            _log.warning("packing chunk %d failed: %s", sequence, job.error)
+            self._stop(send, Reason.READ_FAILED)
+        self._pump(connection)
+
+    # -- sending
+
+    def _give(self, connection: Connection, header: Header) -> None:
+        """A slot is full: the pipe sends it, and then it is announced."""
+        assert connection.lane is not None
+        slot, generation = header.slot, header.generation
+        try:
+            parts = connection.lane.send(slot, generation, header.nbytes)
+        except PipeBroken as exc:
+            self._lose_pipe(connection, exc)
+            return
+        connection.generations[slot] += 1
+        connection.leaving[slot] = (header, parts)
+        self._leaving[connection] = None
+        self._progress()
+
+    def _progress(self) -> None:
+        """Let the pipe go on, and announce what it has sent."""
+        self._pipe.progress()
+        for connection in list(self._leaving):
+            self._announce(connection)
+            if not connection.leaving:
+                self._leaving.pop(connection, None)
+
+    def _announce(self, connection: Connection) -> None:
+        if connection.lane is None or connection.is_lost:
+            return
+        try:
+            slots = connection.lane.poll()
+        except PipeBroken as exc:
+            self._lose_pipe(connection, exc)
+            return
+        for slot in slots:
+            if not self._send_announcement(connection, *connection.leaving.pop(slot)):
+                # Gone; or its queue is full, which credits rule out for a sink that counts slots.
+                self._lose(connection)
+                return
+            connection.in_flight.add(slot)
+
+    def _send_announcement(self, connection: Connection, header: Header, parts: Parts) -> bool:
+        return self._transmit(connection, encode(header), *parts)
+
+    def _transmit(self, connection: Connection, *frames: bytes | zmq.Frame) -> bool:
+        """One message to a sink; False if it has gone (and is marked) or its queue is full."""
+        error = self._router.send(connection.identity, *frames)
+        connection.is_gone |= error is not None and error.errno != zmq.EAGAIN
+        return error is None
+
+    # -- ends
+
+    def _stop(self, send: Send, reason: Reason | None) -> None:
+        if not send.stopping:
+            send.stopping, send.reason = True, reason
+            for job in list(send.jobs.values()):
+                self._packer.cancel(job)
+            if send.connection is not None:
+                send.connection.free.extend(send.packed.values())
+            send.packed.clear()
+        self._stop_if_drained(send)
+
+    def _stop_if_drained(self, send: Send) -> None:
+        if not send.jobs and self._sends.pop(send.request.key, None) is not None:
+            self._connections.forget(send.name)
+            self._tell(SendStopped(send.request.key, send.reason))
+            if send.connection is not None:
+                self._pump(send.connection)
+
+    def _send_away(self, connection: Connection, detail: str) -> None:
+        self._router.refuse(connection.identity, detail)
+        self._lose(connection)
+
+    def _lose_pipe(self, connection: Connection, error: PipeBroken) -> None:
+        self.counts["pipe_broken"] += 1
+        _log.debug("%s: %s", self.name, error)
+        self._send_away(connection, str(error))
+
+    def _lose(self, connection: Connection) -> None:
+        """The connection has gone, and with it what its slots hold."""
+        if connection.is_lost:
+            return
+        connection.is_lost = True
+        connection.leaving.clear()
+        self._leaving.pop(connection, None)
+        self._connections.remove(connection)
+        for send in [send for send in self._sends.values() if send.connection is connection]:
+            self._stop(send, Reason.PEER_LOST)
+        connection.close_lane()
+
+    def _probe(self, connection: Connection) -> bool:
+        """Is it still there? An empty frame finds out; a full queue does not mean that it is gone.
+
+        A sink answers. One that does not is not asked again, so that its queue keeps room for its
+        chunks; the next of these finds out.
+        """
+        if connection.num_probes < MAX_PROBES:
+            connection.num_probes += 1
+            if not self._transmit(connection, b"") and connection.is_gone:
+                self._lose(connection)
+                return False
+        return True
+
+
+def _decode(frames: list[zmq.Frame]) -> ToSource:
+    if len(frames) != 2:
+        raise ProtocolError(f"data message: expected 1 frame, got {len(frames) - 1}")
+    return decode_to_source(frames[1].buffer)

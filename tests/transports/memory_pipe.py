@@ -1,0 +1,163 @@
+"""A pipe within one process, whose payloads come when a test lets them, and which can break."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import zmq
+from torch import Tensor
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transports.base import LocalMemory, Wake
+from kvxfer.transports.pipe import Parts, Pipe, PipeBroken, SinkLane, Slots, SourceLane
+
+
+@dataclass(slots=True)
+class World:
+    """What both ends share. ``is_write``: the source sees the end of a payload's way, and only then
+    is it announced; else the sink does. ``is_held``: payloads stay on their way. ``breaks``: names
+    of calls that raise.
+    """
+
+    is_write: bool = False
+    is_held: bool = False
+    breaks: set[str] = field(default_factory=set)
+    sinks: dict[bytes, MemorySinkLane] = field(default_factory=dict)
+    moving: list[tuple[MemorySourceLane, MemorySinkLane, int, int, int]] = field(
+        default_factory=list
+    )
+    num_progress: int = 0
+    num_open: int = 0
+    num_pipes: int = 0
+
+    def check(self, call: str) -> None:
+        if call in self.breaks:
+            raise PipeBroken(f"no {call}")
+
+    def move(self) -> None:
+        """All payloads that are on their way, unless they are held."""
+        self.num_progress += 1
+        moving, self.moving = ([], self.moving) if self.is_held else (self.moving, [])
+        for source, sink, slot, generation, nbytes in moving:
+            assert generation == sink.generations[slot]
+            sink.generations[slot] += 1
+            sink.parts[slot][:nbytes].copy_(source.parts[slot][:nbytes])
+            (source.done if self.is_write else sink.came).append(slot)
+
+    def make_pipe(self, memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+        return MemoryPipe(self)
+
+
+def _parts(slots: Slots) -> list[Tensor]:
+    return list(torch.zeros(slots.num_slots, slots.slot_nbytes, dtype=torch.uint8))
+
+
+class MemorySourceLane(SourceLane):
+    def __init__(self, world: World, address: bytes, slots: Slots) -> None:
+        self.address = b"source of " + address
+        self.parts = _parts(slots)
+        self.done: list[int] = []
+        self.is_open = True
+        self._world, self._peer = world, world.sinks[address]
+        world.num_open += 1
+
+    def staging(self, slot: int, nbytes: int) -> Tensor:
+        assert self.is_open
+        return self.parts[slot].narrow(0, 0, nbytes)
+
+    def send(self, slot: int, generation: int, nbytes: int) -> Parts:
+        self._world.check("send")
+        self._world.moving.append((self, self._peer, slot, generation, nbytes))
+        if not self._world.is_write:
+            self.done.append(slot)
+        return ()
+
+    def poll(self) -> Sequence[int]:
+        self._world.check("source poll")
+        done, self.done = self.done, []
+        return done
+
+    def close(self) -> None:
+        self._world.num_open -= self.is_open
+        self.is_open = False
+
+
+class MemorySinkLane(SinkLane):
+    def __init__(self, world: World, slots: Slots) -> None:
+        self.address = f"sink {len(world.sinks)}".encode()
+        self.parts = _parts(slots)
+        self.generations = [0] * slots.num_slots
+        self.came: list[int] = []
+        self.peer = b""
+        self.is_open = True
+        self._nbytes: dict[int, int] = {}
+        self._world = world
+        world.sinks[self.address] = self
+        world.num_open += 1
+
+    def connected(self, address: bytes) -> None:
+        self._world.check("connected")
+        self.peer = address
+
+    def announced(
+        self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
+    ) -> None:
+        self._world.check("announced")
+        if parts:
+            raise ProtocolError("chunk: expected no frames")
+        assert self.peer == b"source of " + self.address
+        self._nbytes[slot] = nbytes
+        if self._world.is_write:
+            self.came.append(slot)
+
+    def poll(self) -> Sequence[int]:
+        self._world.check("sink poll")
+        named = [slot for slot in self.came if slot in self._nbytes]
+        self.came = [slot for slot in self.came if slot not in self._nbytes]
+        return named
+
+    def payload(self, slot: int) -> Tensor:
+        assert self.is_open
+        return self.parts[slot].narrow(0, 0, self._nbytes[slot])
+
+    def free(self, slot: int) -> None:
+        assert self.is_open
+        self._world.check("free")
+        self.parts[slot].fill_(0xDD)
+        del self._nbytes[slot]
+
+    def path(self, signals: str) -> str:
+        return "memory"
+
+    def close(self) -> None:
+        self._world.num_open -= self.is_open
+        self.is_open = False
+
+
+class MemoryPipe(Pipe):
+    name = "ucx"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._is_open = True
+        world.num_pipes += 1
+
+    def open_source(self, address: bytes, slots: Slots) -> MemorySourceLane:
+        if "open_source" in self._world.breaks:
+            raise TransportUnavailable("ucx: no way there")
+        return MemorySourceLane(self._world, address, slots)
+
+    def open_sink(self, slots: Slots) -> MemorySinkLane:
+        if "open_sink" in self._world.breaks:
+            raise TransportUnavailable("ucx: no staging")
+        return MemorySinkLane(self._world, slots)
+
+    def progress(self) -> None:
+        self._world.move()
+
+    def close(self) -> None:
+        self._world.num_pipes -= self._is_open
+        self._is_open = False

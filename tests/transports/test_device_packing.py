@@ -1,0 +1,380 @@
+"""Chunks that a GPU packs and unpacks: with and without pinned buffers, late, cancelled, failed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kvxfer.config import Config
+from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.device_copy import DeviceCopier, Launched
+from kvxfer.tensors.device_work import BoundSide
+from kvxfer.tensors.job_ring import HostEvent
+from kvxfer.tensors.strided_copy import gather, scatter
+from kvxfer.testing import check_transport
+from kvxfer.testing_peer import Context
+from kvxfer.transfer.plan import Base, Side
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports import registry
+from kvxfer.transports.base import (
+    LocalMemory,
+    Packed,
+    ReadBroke,
+    ReadDone,
+    ReadStopped,
+    SendStopped,
+    Sent,
+    Wake,
+)
+from kvxfer.transports.copy_thread import Copier, CopyThread
+from kvxfer.transports.launches import Launches
+from kvxfer.transports.pipe import Pipe
+from kvxfer.transports.stream_device_packing import MAX_BOUNCES, DevicePacker
+from kvxfer.transports.stream_packing import make_packer
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.zmq_pipe import ZmqPipe
+from tests.conftest import HAS_CUDA
+from tests.transports.host_gpu import HostGpu
+from tests.transports.pair import CONFIG, Pair, a_move, key_of, read_request, send_request
+
+ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
+
+
+def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return ZmqPipe()
+
+
+def host_packer(
+    memory: LocalMemory,
+    config: Config,
+    copy_thread: Copier,
+    wake: Wake,
+    *,
+    reaches_host: bool = False,
+) -> DevicePacker[Any]:
+    """Of a GPU that reaches ordinary memory of the host, or does not."""
+    gpu = HostGpu(memory, reaches_host=reaches_host)
+    return DevicePacker(memory, config, copy_thread, wake, gpu)
+
+
+class HostCopier(DeviceCopier):
+    """Copies at once: the interpreter takes 20 ms for what a kernel does in 2 us."""
+
+    def __init__(self, memory: LocalMemory) -> None:
+        super().__init__(torch.device("cpu"))
+        self._tensors = memory.tensors
+
+    def _side(self, bound: BoundSide) -> Side:
+        bases = tuple(self._base(int(address)) for address in bound.addresses)
+        return Side(group=0, tile=bound.tile, bases=bases)
+
+    def _base(self, address: int) -> Base:
+        for index, tensor in enumerate(self._tensors):
+            offset = address - tensor.data_ptr()
+            if 0 <= offset < tensor.numel():
+                return Base(index, offset)
+        raise AssertionError(f"no memory at {address:#x}")
+
+    def pack(self, side: BoundSide, *chunk: Any, **_: Any) -> Launched:
+        gather(self._tensors, self._side(side), *chunk)
+        return Launched(HostEvent(), chunk[-1].numel())
+
+    def unpack(self, side: BoundSide, *chunk: Any, **_: Any) -> Launched:
+        scatter(self._tensors, self._side(side), *chunk)
+        return Launched(HostEvent(), chunk[-1].numel())
+
+
+def quick_packer(
+    memory: LocalMemory,
+    config: Config,
+    copy_thread: Copier,
+    wake: Wake,
+    *,
+    reaches_host: bool = False,
+) -> DevicePacker[Any]:
+    packer = host_packer(memory, config, copy_thread, wake, reaches_host=reaches_host)
+    packer._copier = HostCopier(memory)
+    return packer
+
+
+def source_of_gpu(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSource:
+    packer = make_packer if memory.device.type == "cuda" else quick_packer
+    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context, packer)
+
+
+def sink_of_gpu(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    packer = make_packer if memory.device.type == "cuda" else quick_packer
+    return StreamSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context, packer)
+
+
+def source_of_cpu(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSource:
+    return StreamSource(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
+
+
+def sink_of_cpu(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    return StreamSink(zmq_pipe, memory, ZMQ, copy_thread, wake, context)
+
+
+@pytest.mark.skipif(HAS_CUDA, reason="kernels run on the GPU")
+def test_zmq_without_a_gpu_keeps_every_promise() -> None:
+    check_transport(source_of_gpu, sink_of_gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("make_source", "make_sink", "source_device", "sink_device"),
+    [
+        pytest.param(source_of_gpu, sink_of_gpu, "cuda:0", "cuda:0", id="one GPU"),
+        pytest.param(source_of_gpu, sink_of_gpu, "cuda:0", "cuda:1", id="two GPUs"),
+        pytest.param(source_of_gpu, sink_of_cpu, "cuda:0", "cpu", id="GPU to CPU"),
+        pytest.param(source_of_cpu, sink_of_gpu, "cpu", "cuda:0", id="CPU to GPU"),
+    ],
+)
+def test_zmq_between_gpus_keeps_every_promise(
+    make_source: Any, make_sink: Any, source_device: str, sink_device: str
+) -> None:
+    if "1" in sink_device and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_transport(make_source, make_sink, source_device=source_device, sink_device=sink_device)
+
+
+# ------------------------------------------------------------------ without a GPU
+
+
+@pytest.fixture(params=[True, False], ids=["reaches staging", "through pinned buffers"])
+def reaches_host(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture
+def pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    with _pair(partial(quick_packer, reaches_host=reaches_host), monkeypatch) as pair:
+        yield pair
+
+
+@pytest.fixture
+def kernel_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    with _pair(partial(host_packer, reaches_host=reaches_host), monkeypatch) as pair:
+        yield pair
+
+
+@contextmanager
+def _pair(packer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    makers: tuple[tuple[dict[str, Any], Any], ...] = (
+        (registry._SOURCES, StreamSource),
+        (registry._SINKS, StreamSink),
+    )
+    for known, side in makers:
+        monkeypatch.setitem(known, "zmq", partial(_made, side, packer))
+    pair = Pair(ZMQ)
+    pair.sink.attach(pair.manifest)
+    yield pair
+    pair.close()
+
+
+def _made(side: Any, packer: Any, *arguments: Any) -> Any:
+    return side(zmq_pipe, *arguments, packer)
+
+
+def _packer(end: object) -> DevicePacker[Any]:
+    packer = vars(end)["_packer"]
+    assert isinstance(packer, DevicePacker)
+    return packer
+
+
+def _is_at_rest(packer: DevicePacker[Any], reaches_host: bool) -> bool:
+    """Nothing is under way, and every buffer is back."""
+    assert packer._num_bounces <= (0 if reaches_host else MAX_BOUNCES)
+    return not (
+        packer._steps
+        or packer._waiting
+        or packer._ended
+        or len(packer._in_flight)
+        or len(packer._bounces) != packer._num_bounces
+    )
+
+
+def test_many_transfers_leave_no_buffer_behind(kernel_pair: Pair, reaches_host: bool) -> None:
+    pair = kernel_pair
+    for numbers in ((1,), (2, 3)):
+        pair.sink_pool.tensor.fill_(0xEE)
+        for number in numbers:
+            pair.start(key_of(number), a_move(numbers[0]))
+        for number in numbers:
+            assert isinstance(pair.end(key_of(number), 30), ReadDone)
+            pair.until(lambda: pair.said_kind(Sent, key_of(number)), 30)  # noqa: B023
+        assert pair.content() == pair.expected(a_move(numbers[0]))
+    for end in (pair.source, pair.sink):
+        assert _is_at_rest(_packer(end), reaches_host)
+
+
+class Gate:
+    """An event of a GPU that takes its time, or fails."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.error: RuntimeError | None = None
+
+    def query(self) -> bool:
+        if self.error is not None:
+            raise self.error
+        return self.is_open
+
+    def synchronize(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.is_open = True
+
+
+def _held(monkeypatch: pytest.MonkeyPatch, method: str) -> list[Gate]:
+    """What the copier launches from now on is over when the test says so."""
+    gates: list[Gate] = []
+    inner = getattr(HostCopier, method)
+
+    def launch(*args: Any, **kwargs: Any) -> Launched:
+        launched = inner(*args, **kwargs)
+        gates.append(Gate())
+        return Launched(gates[-1], launched.nbytes)
+
+    monkeypatch.setattr(HostCopier, method, launch)
+    # The waiting thread would wait for the gates
+    monkeypatch.setattr(Launches, "expect", lambda self: None)
+    return gates
+
+
+def test_a_chunk_is_packed_when_its_kernel_is_over(
+    pair: Pair, reaches_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = _held(monkeypatch, "pack")
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: len(gates) == 4)
+    for _ in range(20):
+        pair.turn()
+    assert not any(isinstance(c, Packed) for c in pair.said)
+    gates[0].is_open = True
+    pair.until(lambda: sum(isinstance(c, Packed) for c in pair.said) == 1)
+    pair.source.stop_send(key_of(1))
+    for _ in range(20):
+        pair.turn()
+    assert not pair.said_kind(SendStopped, key_of(1))  # kernels still read the pool
+    for gate in gates:
+        gate.is_open = True
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    assert _is_at_rest(_packer(pair.source), reaches_host)
+    pair.sink.stop_read(key_of(1))
+    assert isinstance(pair.end(key_of(1)), ReadStopped)
+
+
+def test_a_stopped_read_waits_for_the_kernels_that_write_the_pool(
+    pair: Pair, reaches_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = _held(monkeypatch, "unpack")
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: len(gates) == 4)
+    pair.sink.stop_read(key_of(1))
+    for _ in range(20):
+        pair.turn()
+    assert not any(isinstance(c, ReadStopped) for c in pair.seen)
+    for gate in gates:
+        gate.is_open = True
+    assert isinstance(pair.end(key_of(1)), ReadStopped)
+    pair.source.stop_send(key_of(1))
+    pair.until(lambda: _is_at_rest(_packer(pair.sink), reaches_host))
+
+
+def test_a_launch_that_fails_breaks_its_transfer_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> Launched:
+        raise RuntimeError("no such kernel")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostCopier, "unpack", fail)
+        pair.start(key_of(1), a_move())
+        end = pair.end(key_of(1))
+    assert isinstance(end, ReadBroke)
+    assert end.reason is Reason.READ_FAILED
+    assert "unpacking failed: no such kernel" in end.detail
+    pair.source.stop_send(key_of(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(HostCopier, "pack", fail)
+        pair.start(key_of(2), a_move())
+        pair.until(lambda: pair.said_kind(SendStopped, key_of(2)))
+    pair.sink.stop_read(key_of(2))
+    assert isinstance(pair.end(key_of(2)), ReadStopped)
+    pair.sink_pool.tensor.fill_(0xEE)
+    pair.start(key_of(3), a_move())
+    assert isinstance(pair.end(key_of(3)), ReadDone)
+    assert pair.content() == pair.expected(a_move())
+
+
+def test_a_gpu_that_fails_ends_everything_that_it_was_to_do(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gates = _held(monkeypatch, "unpack")
+    for number in (1, 2):
+        pair.start(key_of(number), a_move(number))
+    pair.until(lambda: len(gates) == 4)
+    gates[0].error = RuntimeError("an illegal memory access")
+    for number in (1, 2):
+        end = pair.end(key_of(number))
+        assert isinstance(end, ReadBroke)
+        assert end.reason is Reason.READ_FAILED
+        assert "an illegal memory access" in end.detail
+        pair.source.stop_send(key_of(number))
+    pair.start(key_of(3), a_move())
+    end = pair.end(key_of(3))
+    assert isinstance(end, ReadBroke)
+
+
+def test_the_pool_is_written_behind_what_the_engine_still_does(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[object] = []
+
+    class Stream:
+        def wait_event(self, event: object) -> None:
+            waited.append(event)
+
+    packer = _packer(pair.sink)
+    monkeypatch.setattr(packer, "_stream", Stream())
+    event = object()
+    request = dataclasses.replace(
+        read_request(key_of(1), a_move(), pair.manifest),
+        after=event,  # type: ignore[arg-type]
+    )
+    pair.sink.submit_expect(request)
+    pair.source.submit_send(send_request(key_of(1), a_move()))
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+    assert waited
+    assert set(waited) == {event}
+
+
+def test_preparing_compiles_and_writes_nothing(pair: Pair) -> None:
+    before = pair.content()
+    pair.sink.prepare((a_move().copy_class,))
+    assert pair.content() == before
+
+
+def test_memory_of_other_devices_is_refused(pair: Pair) -> None:
+    memory = LocalMemory((torch.empty(0, device="meta"),), ())
+    with pytest.raises(
+        TransportUnavailable, match=r"expected memory of a CPU or .*, got \['meta'\]"
+    ):
+        make_packer(memory, ZMQ, pair.copy_thread, pair.wake)

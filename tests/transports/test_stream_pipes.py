@@ -1,0 +1,240 @@
+"""The stream engine over a pipe whose payloads are late, or whose library fails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors import strided_copy
+from kvxfer.testing_cases import CASES, make_move
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports import registry, stream_packing
+from kvxfer.transports.base import (
+    LocalMemory,
+    Packed,
+    PeerGone,
+    ReadBroke,
+    ReadDone,
+    ReadStopped,
+    SendStopped,
+    Sent,
+    Trial,
+)
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_trial import CHUNK_S
+from tests.transports.memory_pipe import World
+from tests.transports.pair import CONFIG, Pair, a_move, key_of
+
+UCX = msgspec.structs.replace(CONFIG, transport="ucx")
+
+
+@pytest.fixture(params=[False, True], ids=["sink sees the end", "source sees the end"])
+def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World(is_write=request.param)
+    monkeypatch.setitem(registry._SOURCES, "ucx", partial(StreamSource, world.make_pipe))
+    monkeypatch.setitem(registry._SINKS, "ucx", partial(StreamSink, world.make_pipe))
+    return world
+
+
+@pytest.fixture
+def pair(world: World) -> Iterator[Pair]:
+    pair = Pair(UCX)
+    pair.sink.attach(pair.manifest)
+    yield pair
+    pair.close()
+    assert (world.num_open, world.num_pipes) == (0, 0)
+
+
+def _works(pair: Pair, number: int) -> None:
+    pair.sink.attach(pair.manifest)
+    pair.start(key_of(number), a_move(number))
+    assert isinstance(pair.end(key_of(number)), ReadDone)
+    pair.until(lambda: pair.said_kind(Sent, key_of(number)))
+
+
+def test_every_byte_comes_and_slots_come_back(pair: Pair) -> None:
+    for number in range(1, 6):
+        _works(pair, number)
+        assert pair.content() == pair.expected(a_move(number))
+        pair.sink_pool.tensor.fill_(0xEE)
+    assert not pair.source.counts
+    assert not pair.sink.counts
+
+
+def test_sent_means_that_the_pool_is_free_not_that_the_payload_has_come(
+    pair: Pair, world: World
+) -> None:
+    world.is_held = True
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: sum(isinstance(c, Packed) for c in pair.said) == 4)
+    pair.source.stop_send(key_of(1))
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    pair.sink.stop_read(key_of(1))
+    # At once: what is on its way goes to staging only
+    assert isinstance(pair.end(key_of(1)), ReadStopped)
+    before = pair.content()
+    pair.start(key_of(2), a_move(2))  # it waits for the slots
+    world.is_held = False
+    pair.until(lambda: pair.said_kind(Sent, key_of(2)))
+    assert isinstance(pair.end(key_of(2)), ReadDone)
+    assert before == b"\xee" * len(before)
+    assert pair.content() == pair.expected(a_move(2))
+    assert pair.sink.counts.total() == 4  # each of the chunks that nobody wanted any more
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_came_before_the_end_of_the_connection_counts(
+    pair: Pair, world: World, comes: bool
+) -> None:
+    if world.is_write:
+        pytest.skip("what is announced has come")
+    key, move = key_of(1), make_move(next(case for case in CASES if case.name == "one token"), 1)
+    sink = pair.sink
+    assert isinstance(sink, StreamSink)
+    world.is_held = True
+    pair.start(key, move)
+    link = sink._links[pair.manifest.control_endpoint]
+    pair.until(lambda: bool(link.awaited))
+    world.is_held = not comes
+    sink._lose_link(link, "gone")
+    end = pair.end(key)
+    if comes:
+        assert isinstance(end, ReadDone)
+        assert pair.content() == pair.expected(move)
+    else:
+        assert end == ReadBroke(key, Reason.PEER_LOST, "gone")
+
+
+@pytest.mark.parametrize(
+    "call", ["send", "source poll", "connected", "announced", "sink poll", "free"]
+)
+def test_a_pipe_that_breaks_ends_the_connection_and_no_more(
+    pair: Pair, world: World, call: str
+) -> None:
+    world.breaks.add(call)
+    pair.start(key_of(1), a_move())
+    end = pair.end(key_of(1))
+    assert isinstance(end, ReadBroke)
+    assert end.reason is Reason.PEER_LOST
+    assert f"no {call}" in end.detail
+    assert PeerGone(pair.manifest.control_endpoint) in pair.seen
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    stopped = next(c for c in pair.said if isinstance(c, SendStopped))
+    assert stopped.reason is Reason.PEER_LOST
+    assert pair.source.counts["pipe_broken"] + pair.sink.counts["pipe_broken"] == 1
+    world.breaks.clear()
+    _works(pair, 2)
+    assert world.num_open == 2  # the first connection's lanes are closed
+
+
+def test_a_source_that_cannot_open_its_end_says_why(pair: Pair, world: World) -> None:
+    world.breaks.add("open_source")
+    pair.start(key_of(1), a_move())
+    end = pair.end(key_of(1))
+    assert isinstance(end, ReadBroke)
+    assert "refuses the connection: ucx: no way there" in end.detail
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    with pytest.raises(TransportUnavailable, match="refuses: ucx: no way there"):
+        _trial(pair)
+    world.breaks.clear()
+    _works(pair, 2)
+
+
+def test_a_sink_that_cannot_open_its_end_is_not_attached(pair: Pair, world: World) -> None:
+    pair.sink.detach(pair.manifest.control_endpoint)
+    world.breaks.add("open_sink")
+    with pytest.raises(TransportUnavailable, match="no staging"):
+        pair.sink.attach(pair.manifest)
+    with pytest.raises(TransportUnavailable, match="no staging"):
+        _trial(pair)
+    world.breaks.clear()
+    _works(pair, 1)
+
+
+def _trial(pair: Pair) -> Trial:
+    results: list[Trial | TransportUnavailable] = []
+
+    def run() -> None:
+        try:
+            results.append(pair.sink.trial(pair.manifest, 5.0))
+        except TransportUnavailable as exc:
+            results.append(exc)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    pair.until(lambda: not thread.is_alive())
+    thread.join()
+    if isinstance(results[0], TransportUnavailable):
+        raise results[0]
+    return results[0]
+
+
+def test_a_trial_measures_costs_and_leaves_nothing_open(pair: Pair, world: World) -> None:
+    _works(pair, 1)
+    trial = _trial(pair)
+    assert trial.costs.bytes_per_s > 1e6
+    assert 0 < trial.costs.latency_s < 1
+    assert CHUNK_S <= trial.costs.message_s < 1
+    assert trial.path == "memory"
+    pair.until(lambda: world.num_open == 2)
+    assert world.num_pipes == 2
+
+
+def test_a_trial_over_a_pipe_that_breaks_says_so(pair: Pair, world: World) -> None:
+    world.breaks.add("sink poll")
+    with pytest.raises(TransportUnavailable, match=r"ucx: trial with tcp://.*: no sink poll"):
+        _trial(pair)
+    world.breaks.clear()
+    pair.until(lambda: world.num_open == 1)
+
+
+@pytest.mark.parametrize("copy", ["gather", "scatter"])
+def test_a_lane_outlives_what_is_packed_and_unpacked_there(
+    pair: Pair, world: World, copy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, opened = threading.Event(), threading.Event()
+    inner = getattr(strided_copy, copy)
+
+    def slow(*args: Any) -> None:
+        entered.set()
+        assert opened.wait(10)
+        inner(*args)
+
+    monkeypatch.setattr(stream_packing, copy, slow)
+    pair.start(key_of(1), a_move())
+    pair.until(entered.is_set)
+    assert world.num_open == 2
+    pair.sink.detach(pair.manifest.control_endpoint)
+    if copy == "gather":
+        pair.until(lambda: pair.source.counts["send_failed"] > 0)
+        assert world.num_open == 1
+        opened.set()
+        pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+    else:
+        assert world.num_open == 2
+        opened.set()
+    assert isinstance(pair.end(key_of(1)), ReadBroke)
+    pair.until(lambda: world.num_open == 0)
+
+
+def test_a_source_that_cannot_listen_leaves_no_pipe(
+    world: World, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = msgspec.structs.replace(UCX, host="203.0.113.1")
+    memory = LocalMemory((pair.source_pool.tensor,), (pair.source_pool.info,))
+    with pytest.raises(TransportUnavailable, match="ucx: .* cannot be listened on"):
+        StreamSource(world.make_pipe, memory, config, pair.copy_thread, pair.wake, pair.context)
+    assert world.num_pipes == 2
+
+
+def test_descriptors_of_a_pipe_are_polled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for end in (pair.source, pair.sink):
+        monkeypatch.setattr(vars(end)["_pipe"], "fds", lambda: (98, 99))
+        assert tuple(end.pollables())[-2:] == (98, 99)
