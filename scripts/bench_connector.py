@@ -7,12 +7,14 @@ source had said that what was read is valid. "seen" is from the first call of th
 at its result. "idle": the engine's thread sleeps until there is something. "busy": it computes in
 Python and looks every 0.1 ms. "both busy": a thread of the source's process does so, too.
 Beside each load one contiguous memcpy of as many bytes between the GPUs, by a third process: the
-limit. Bytes are checked first, token by token. Without a GPU (--device cpu) the wire is shm.
+limit. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU (--device cpu)
+shm, or --transport: one of kvxfer's others.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -28,8 +30,8 @@ from scripts.benchmarks.engines import BenchEngine, LoadTiming
 from scripts.benchmarks.members import SINK, SOURCE, Timing
 from scripts.benchmarks.plain_ways import MEMCPY, PlainWays
 from scripts.benchmarks.pools import LLAMA_8B, SHAPES, TINY, Request, request_of
-from scripts.benchmarks.results import facts_of, quantiles
-from scripts.benchmarks.workers import ContenderLost, Worker, close_all
+from scripts.benchmarks.results import WIRE_PACKAGES, facts_of, quantiles
+from scripts.benchmarks.workers import ContenderLost, Worker, close_all, method_for
 
 LAYOUTS = ("HND16->HND16", "HND16->NHD64")
 LENGTHS = (128, 1024, 8192, 32768)
@@ -46,7 +48,10 @@ class Pair:
         self.limits = limits
         pools = {SOURCE: request.source, SINK: request.sink}
         self.engines = {
-            side: Worker(f"{side} engine", BenchEngine, side, devices, pool, settings)
+            side: Worker(
+                *(f"{side} engine", BenchEngine, side, devices, pool, settings),
+                method=method_for(devices.sink),
+            )
             for side, pool in pools.items()
         }
 
@@ -74,7 +79,7 @@ class Pair:
         close_all(self.engines.values())
 
 
-def measure(pair: Pair, request: Request, mode: str, rounds: int, where: str) -> Cell:
+def measure(pair: Pair, request: Request, mode: str, rounds: int, devices: Devices) -> Cell:
     """Loads and memcpys in turns."""
     pair.engines[SOURCE].call(object, "set_busy", mode == "both busy")
     timings: list[LoadTiming] = []
@@ -113,7 +118,7 @@ def measure(pair: Pair, request: Request, mode: str, rounds: int, where: str) ->
         worker_cpu_ms=median_ms("worker_cpu_s"),
         io_cpu_ms=median_ms("io_cpu_s"),
         other_cpu_ms=median_ms("other_cpu_s"),
-        aim=aim_of(request.num_tokens, mode, p50, p50 / memcpy_ms) if where != "cpu" else "",
+        aim=aim_of(devices, request.num_tokens, mode, p50, p50 / memcpy_ms),
     )
 
 
@@ -137,7 +142,7 @@ def run_pair(
     for request, mode in product(requests, options.modes):
         if mode == options.modes[0]:
             pair.check(request)
-        report.add(measure(pair, request, mode, options.rounds, report.devices.where))
+        report.add(measure(pair, request, mode, options.rounds, report.devices))
 
 
 def parse() -> argparse.Namespace:
@@ -147,12 +152,14 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("scripts/results"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and cases")
     parser.add_argument("--shape", choices=tuple(SHAPES))
     parser.add_argument("--layouts", nargs="+", metavar="HND16->NHD64")
     parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--note", default="", help="of this machine, for the report")
     parser.add_argument("--launch-programs", type=int, help="thread blocks of a pull")
     options = parser.parse_args()
     options.shape = options.shape or (TINY if options.device == "cpu" else LLAMA_8B).name
@@ -165,16 +172,21 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """All pairs of layouts; those whose engines fail are named in the report."""
     options = parse()
-    devices = devices_for(options.device)
-    facts = facts_of("scripts/bench_connector.py " + " ".join(sys.argv[1:]), ("triton", "pyzmq"))
+    devices = devices_for(options.device, options.transport)
+    facts = facts_of(
+        "scripts/bench_connector.py " + " ".join(sys.argv[1:]), ("triton", *WIRE_PACKAGES)
+    )
     facts["devices"] = f"source {devices.source}, sink {devices.sink}"
+    facts["load at the start"] = f"{os.getloadavg()[0]:.1f}"
+    if options.note:
+        facts["note"] = options.note
     report = Report(options.out, facts, devices)
     settings: dict[str, object] = {}
     if options.launch_programs and devices.wire == "cuda_ipc":
         settings["launch_programs"] = options.launch_programs
     everything = list(cases(options))
     nbytes = max(request.nbytes for _, requests in everything for request in requests)
-    limits = Worker("limits", PlainWays, devices, nbytes)
+    limits = Worker("limits", PlainWays, devices, nbytes, method=method_for(devices.sink))
     try:
         for layouts, requests in everything:
             pair = Pair(devices, requests[0], limits, settings)

@@ -1,7 +1,7 @@
 """How fast scattered KV moves between two processes of one host.
 
 --transport cuda_ipc: between two GPUs, or on one (scripts/benchmarks/device_transfer.py).
-All others: in host memory, beside plain sockets (scripts/benchmarks/host_transfer.py).
+All others: in host memory, beside plain sockets and NIXL (scripts/benchmarks/host_transfer.py).
 Each has its own options: --transport cuda_ipc --help, or --help.
 """
 
@@ -25,7 +25,7 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     if options.transport == DEVICE_WIRE:
         raise SystemExit(device_transfer.run(rest))
-    host_transfer.run(sys.argv[1:])
+    raise SystemExit(host_transfer.run(sys.argv[1:]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
@@ -13,10 +14,14 @@ from scripts.benchmarks.nixl_ways import SETTINGS, Card, NixlMember, Setting
 from scripts.benchmarks.plain_ways import BATCH, LOCAL_MEMCPY, MEMCPY, MEMSET, TORCH, PlainWays
 from scripts.benchmarks.pools import Request
 from scripts.benchmarks.wire_ways import Giving, Taking
-from scripts.benchmarks.workers import ContenderLost, Worker, close_all
+from scripts.benchmarks.workers import SPAWN, ContenderLost, Worker, close_all
 
 NUM_CHECKED = 96
 """Tokens compared of a request; all of them where it has no more than half as many again."""
+
+BUDGET_S = 3.0
+"""Of one contender in one case, after its least rounds: some take a second a time."""
+LEAST_ROUNDS, WARM_ROUNDS = 3, 2
 
 LIMITS = (MEMCPY, LOCAL_MEMCPY, MEMSET)
 
@@ -29,8 +34,10 @@ class WrongBytes(ContenderLost):
 class Way:
     """One way of moving a request: who begins it, and where both sides are.
 
-    ``needs_equal``: it moves blocks as they are. ``is_over``: its processes have ended in order.
-    ``why``: it is out, and why.
+    ``needs_equal``: it moves blocks as they are, and no request that asks for more; ``is_raw``: it
+    moves them as they are whatever is asked. ``is_restless``: its processes take processor time
+    even when idle, so they are stopped between its turns. ``is_over``: its processes have ended in
+    order. ``why``: it is out, and why.
     """
 
     name: str
@@ -39,6 +46,8 @@ class Way:
     begins: str = SINK
     needs_equal: bool = False
     is_limit: bool = False
+    is_raw: bool = False
+    is_restless: bool = False
     is_over: bool = False
     why: str | None = None
     has_wrong_bytes: bool = False
@@ -50,15 +59,40 @@ class Way:
 
     def run(self, request: Request) -> Timing:
         """Once. Raises ContenderLost."""
+        with self.awake():
+            return self._run(self._asked(request))
+
+    def _run(self, request: Request) -> Timing:
         worker = self.sink if self.begins == SINK else self.source
         return worker.call(Timing, "run", self.name, request)
+
+    def _asked(self, request: Request) -> Request:
+        return request.raw() if self.is_raw else request
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Around everything that its processes are asked."""
+        if not self.is_restless:
+            yield
+            return
+        for worker in (self.source, self.sink):
+            worker.resume()
+        try:
+            yield
+        finally:
+            for worker in (self.source, self.sink):
+                worker.pause()
 
     def check(self, request: Request) -> None:
         """Poison, move, compare tokens by digests made on both sides. Raises ContenderLost."""
         if self.is_limit:
             return
+        with self.awake():
+            self._check(self._asked(request))
+
+    def _check(self, request: Request) -> None:
         self.sink.call(object, "poison")
-        self.run(request)
+        self._run(request)
         most = NUM_CHECKED if request.num_tokens > NUM_CHECKED * 3 // 2 else request.num_tokens
         tokens = request.sampled_tokens(most)
         given = self.source.call(list, "digests", SOURCE, request, tokens)
@@ -80,6 +114,30 @@ class Way:
         print(f"lost: {self.name}: {self.why}")
 
 
+def measure(
+    ways: list[Way], request: Request, rounds: int, budget_s: float
+) -> dict[str, list[Timing]]:
+    """The ways in turns, each starting as often as the others; slow ones fewer times."""
+    taken: dict[str, list[Timing]] = {way.name: [] for way in ways}
+    spent_s = dict.fromkeys(taken, 0.0)
+    for number in range(rounds + WARM_ROUNDS):
+        turn = number % len(ways)
+        for way in ways[turn:] + ways[:turn]:
+            timings = taken[way.name]
+            is_over = spent_s[way.name] > budget_s and len(timings) >= LEAST_ROUNDS
+            if way.why is not None or is_over:
+                continue
+            try:
+                timing = way.run(request)
+            except ContenderLost as exc:
+                way.lose(exc)
+                continue
+            spent_s[way.name] += timing.total_s
+            if number >= WARM_ROUNDS:
+                timings.append(timing)
+    return {name: timings for name, timings in taken.items() if timings}
+
+
 @dataclass(slots=True)
 class Contenders:
     """All ways, and the processes behind them.
@@ -94,6 +152,7 @@ class Contenders:
     workers: list[Worker] = field(default_factory=list)
     taking: Worker | None = None
     absent: list[tuple[str, str]] = field(default_factory=list)
+    start_method: str = SPAWN
     _joins: list[tuple[Sequence[Way], Callable[[], None]]] = field(default_factory=list)
 
     def start(self) -> None:
@@ -116,7 +175,7 @@ class Contenders:
         *arguments: object,
         environment: Mapping[str, str] | None = None,
     ) -> Worker:
-        worker = Worker(name, make, *arguments, environment=environment)
+        worker = Worker(name, make, *arguments, environment=environment, method=self.start_method)
         self.workers.append(worker)
         return worker
 
@@ -149,7 +208,7 @@ class Contenders:
         members = {
             side: self._worker(
                 f"{setting.name}, {side}",
-                *(NixlMember, side, setting.operation, self.devices, self.nbytes),
+                *(NixlMember, side, setting, self.devices, self.nbytes),
                 environment=dict(setting.environment),
             )
             for side in (SOURCE, SINK)
@@ -168,6 +227,16 @@ class Contenders:
             needs_equal=True,
         )
         self._add([way], join)
+
+    def check(self, request: Request) -> None:
+        """Everybody who can move it; who moves wrong bytes is out."""
+        for way in self.ways:
+            if not way.can(request):
+                continue
+            try:
+                way.check(request)
+            except ContenderLost as exc:
+                way.lose(exc)
 
     def _add(self, ways: Sequence[Way], join: Callable[[], None]) -> None:
         self.ways += ways

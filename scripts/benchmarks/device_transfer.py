@@ -22,45 +22,17 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from scripts.benchmarks.contenders import Contenders, Way
+from scripts.benchmarks.contenders import BUDGET_S, Contenders, measure
 from scripts.benchmarks.device_report import EQUAL, Report, cells_of, ratio_text, verdict
 from scripts.benchmarks.devices import Devices, devices_for
-from scripts.benchmarks.members import Timing
 from scripts.benchmarks.pools import LLAMA_8B, LLAMA_70B_TP8, SHAPES, TINY, Request, request_of
 from scripts.benchmarks.results import facts_of, quantiles
-from scripts.benchmarks.workers import ContenderLost
+from scripts.benchmarks.workers import ContenderLost, method_for
 
 LAYOUTS = (EQUAL, "HND16->NHD64", "NHD64->HND16", "NHD24->HND16")
 LENGTHS = (128, 1024, 8192, 32768)
 WIDTHS = (0, 8, 16, 32, 48, 64, 96, 132)
 LOOP_ROWS = (16, 4096)  # a small decode batch reads weights, a large one computes
-BUDGET_S = 3.0
-"""Of one contender in one case, after its least rounds: some take a second a time."""
-LEAST_ROUNDS, WARM_ROUNDS = 3, 2
-
-
-def measure(
-    ways: list[Way], request: Request, rounds: int, budget_s: float
-) -> dict[str, list[Timing]]:
-    """The ways in turns, each starting as often as the others; slow ones fewer times."""
-    taken: dict[str, list[Timing]] = {way.name: [] for way in ways}
-    spent_s = dict.fromkeys(taken, 0.0)
-    for number in range(rounds + WARM_ROUNDS):
-        turn = number % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            timings = taken[way.name]
-            is_over = spent_s[way.name] > budget_s and len(timings) >= LEAST_ROUNDS
-            if way.why is not None or is_over:
-                continue
-            try:
-                timing = way.run(request)
-            except ContenderLost as exc:
-                way.lose(exc)
-                continue
-            spent_s[way.name] += timing.total_s
-            if number >= WARM_ROUNDS:
-                timings.append(timing)
-    return {name: timings for name, timings in taken.items() if timings}
 
 
 def run_wire(
@@ -70,13 +42,7 @@ def run_wire(
     for request in requests:
         if not request.is_equal:
             contenders.retire()
-        for way in contenders.ways:
-            if not way.can(request):
-                continue
-            try:
-                way.check(request)
-            except ContenderLost as exc:
-                way.lose(exc)
+        contenders.check(request)
         ways = [way for way in contenders.ways if way.can(request)]
         if not ways:
             continue
@@ -172,7 +138,7 @@ def run(arguments: list[str]) -> int:
     facts["devices"] = f"source {devices.source}, sink {devices.sink}"
     for what, fact in facts.items():
         print(f"{what}: {fact}")
-    contenders = Contenders(devices, nbytes, settings)
+    contenders = Contenders(devices, nbytes, settings, start_method=method_for(devices.sink))
     report = Report(options.out, facts, contenders)
     try:
         contenders.start()

@@ -34,16 +34,18 @@ class Devices:
         return "local" if self.source == self.sink else "peer"
 
 
-def devices_for(kind: str) -> Devices:
+def devices_for(kind: str, wire: str | None = None) -> Devices:
     """``cuda``: one GPU for each side, the same where there is only one; or ``cpu``.
+    ``wire``: where it is not the direct one.
 
     Raises SystemExit without a GPU.
     """
     if kind == "cpu":
-        return Devices("cpu", "cpu", "shm")
+        return Devices("cpu", "cpu", wire or "shm")
     if not torch.cuda.is_available():
         raise SystemExit("benchmark: expected a CUDA device, found none; --device cpu needs none")
-    return Devices("cuda:1" if torch.cuda.device_count() > 1 else "cuda:0", "cuda:0", "cuda_ipc")
+    source = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
+    return Devices(source, "cuda:0", wire or "cuda_ipc")
 
 
 class Memory:

@@ -6,6 +6,8 @@ connector does for each request) to the state DONE, for which it asks without a 
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -28,6 +30,8 @@ class Setting:
     name: str
     operation: str
     environment: tuple[tuple[str, str], ...] = ()
+    num_threads: int = NUM_THREADS
+    has_progress_thread: bool = True
 
     @property
     def initiator(self) -> str:
@@ -42,6 +46,16 @@ SETTINGS = (
 )
 
 
+HOST_SETTINGS = (
+    Setting("NIXL READ, default", "READ", num_threads=0),
+    Setting("NIXL READ, no thread", "READ", num_threads=0, has_progress_thread=False),
+)
+"""In host memory: as NIXL is by itself, and what was the fastest on few cores, where its thread,
+which looks without a pause, takes the processor from those who copy."""
+LOOK_S = 0.005
+"""How often an agent without a thread looks what peers want of it while it is asked nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Card:
     """What an agent tells the other: its metadata, and where its memory lies."""
@@ -54,17 +68,21 @@ class Card:
 class NixlMember(Member):
     """One agent and one side's memory. Raises ImportError without NIXL."""
 
-    def __init__(self, side: str, operation: str, devices: Devices, nbytes: int) -> None:
+    def __init__(self, side: str, setting: Setting, devices: Devices, nbytes: int) -> None:
         nixl = import_module("nixl._api")  # optional
         device = devices.source if side == SOURCE else devices.sink
         super().__init__({side: device}, nbytes)
-        self._side, self._operation = side, operation
+        self._side, self._operation = side, setting.operation
         memory = self.memories[side]
         self._kind = "DRAM" if memory.device.type == "cpu" else "VRAM"
         self._device = memory.device.index or 0
         self._address = memory.tensor.data_ptr()
-        config = nixl.nixl_agent_config(backends=["UCX"], num_threads=NUM_THREADS)
-        self._agent: Any = nixl.nixl_agent(f"bench-{side}-{operation}", config)
+        config = nixl.nixl_agent_config(
+            backends=["UCX"],
+            num_threads=setting.num_threads,
+            enable_prog_thread=setting.has_progress_thread,
+        )
+        self._agent: Any = nixl.nixl_agent(f"bench-{side}-{setting.operation}", config)
         if "UCX" not in self._agent.backends:
             raise RuntimeError("NIXL: expected its UCX plugin, found none")
         rows = [(self._address, memory.tensor.numel(), self._device, "")]
@@ -72,6 +90,14 @@ class NixlMember(Member):
         self._peer = ""
         self._peer_card: Card | None = None
         self._lists: dict[tuple[Pool, Pool], tuple[Any, Any]] = {}
+        self._pause = os.sched_yield if memory.device.type == "cpu" else _spin
+        self._over = threading.Event()
+        self._looker: threading.Thread | None = None
+        self._needs_looker = not setting.has_progress_thread and side != setting.initiator
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self._agent.get_new_notifs()
 
     def card(self) -> Card:
         """For the other agent."""
@@ -82,6 +108,9 @@ class NixlMember(Member):
         name = self._agent.add_remote_agent(card.metadata)
         self._peer = name.decode() if isinstance(name, bytes) else name
         self._peer_card = card
+        if self._needs_looker:  # from here on the agent is that thread's, because nobody asks it
+            self._looker = threading.Thread(target=self._look)
+            self._looker.start()
 
     def run(self, way: str, request: Request) -> Timing:
         """One request, made and posted anew."""
@@ -101,7 +130,7 @@ class NixlMember(Member):
 
         def wait() -> None:
             while self._check(self._agent.check_xfer_state(handles[0])) != "DONE":
-                pass
+                self._pause()
 
         self.flush()
         timing = timed(post, wait)
@@ -132,6 +161,9 @@ class NixlMember(Member):
 
     def close(self) -> None:
         """Give everything back."""
+        self._over.set()
+        if self._looker is not None:
+            self._looker.join()
         for pair in self._lists.values():
             for prepared in pair:
                 self._agent.release_dlist_handle(prepared)
@@ -139,6 +171,10 @@ class NixlMember(Member):
             self._agent.remove_remote_agent(self._peer)
         self._agent.deregister_memory(self._registered)
         super().close()
+
+
+def _spin() -> None:
+    return
 
 
 def _rows(pool: Pool, address: int, device: int) -> NDArray[np.uint64]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -178,6 +178,10 @@ class Request:
             self.sink.layout,
             self.sink.block_tokens,
         )
+
+    def raw(self) -> Request:
+        """As many bytes without a change of layout: into blocks like the source's."""
+        return replace(self, sink=self.source)
 
     @property
     def source_ids(self) -> Ids:

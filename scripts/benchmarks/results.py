@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+WIRE_PACKAGES = ("pyzmq", "ucxx-cu13", "libucx-cu13", "nixl")
+CROWDED = 10  # lines; more have colours of their own and their names beside the plot
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -121,14 +123,21 @@ def draw(path: Path, plot: Plot) -> bool:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))
+    is_crowded = len(plot.lines) > CROWDED
+    if is_crowded:
+        colors = plt.get_cmap("tab20")
+        axes.set_prop_cycle(color=[colors(number) for number in range(colors.N)])
     for line in plot.lines:
         axes.plot(line.x, line.y, line.style, label=line.name)
     axes.set(yscale="log", xlabel=plot.x_name, ylabel=plot.y_name, title=plot.title)
     axes.set_xscale("log", base=2)
     axes.grid(visible=True, which="both", alpha=0.3)
     if plot.lines:
-        axes.legend(fontsize=7)
+        if is_crowded:
+            axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        else:
+            axes.legend(fontsize=7)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
     plt.close(figure)
     return True
