@@ -23,7 +23,7 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
 ) -> None:
     model = tiny_model(tmp_path)
     # Small chunks, so that the wire is in the middle of the transfer when the process dies.
-    kv = {"transport": transport, "chunk_nbytes": 32768}
+    kv = {"transport": transport, "chunk_nbytes": 32768, "staging_slots": 4}
     prefill = engine_config(Role.PREFILL, model, kv=kv | {"port": free_port()}, **PREFILL)
     decode = engine_config(
         Role.DECODE,
@@ -55,7 +55,9 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
     transport: str, tmp_path: Path
 ) -> None:
     model = tiny_model(tmp_path)
-    kv = {"transport": transport, "lease_s": 1.0, "keep_s": 0.3, "chunk_nbytes": 32768}
+    # Few and small chunks in flight: what was sent while the offer was open is valid for ever.
+    chunks = {"chunk_nbytes": 32768, "staging_slots": 4}
+    kv = {"transport": transport, "lease_s": 1.0, "keep_s": 0.3, **chunks}
     with pair(
         engine_config(Role.PREFILL, model, kv=kv, **PREFILL),
         engine_config(Role.DECODE, model, kv=kv | {"faults": "read:slow=150ms"}, **DECODE),
