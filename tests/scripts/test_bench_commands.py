@@ -36,6 +36,7 @@ def result(folder: Path, pattern: str) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.slow
 def test_the_wire_beside_others(tmp_path: Path) -> None:
     run(
         "bench_transfer.py",
@@ -51,6 +52,7 @@ def test_the_wire_beside_others(tmp_path: Path) -> None:
     assert all(cell["nbytes"] == 128 * 4 * 128 for cell in found["cells"])
 
 
+@pytest.mark.slow
 def test_the_connector_over_another_wire(tmp_path: Path) -> None:
     run(
         "bench_connector.py",
@@ -62,6 +64,7 @@ def test_the_connector_over_another_wire(tmp_path: Path) -> None:
     assert cell["aim"].startswith("2.0 ms")
 
 
+@pytest.mark.slow
 def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
     run(
         "bench_connector.py",
@@ -78,6 +81,7 @@ def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
         assert cell["io_cpu_ms"] > 0
 
 
+@pytest.mark.slow
 def test_every_wire_of_host_memory_beside_others(tmp_path: Path) -> None:
     run(
         "bench_transfer.py",
@@ -96,6 +100,7 @@ def test_every_wire_of_host_memory_beside_others(tmp_path: Path) -> None:
     assert set(found["trials"]) == {f"kvxfer {name}" for name in wires}
 
 
+@pytest.mark.slow
 def test_many_small_transfers(tmp_path: Path) -> None:
     run("bench_transfer.py", *("--transport", "zmq", "--soak", "40", "--out", str(tmp_path)))
     (soaked,) = result(tmp_path, "soak_cpu_*.json")["soaked"]
@@ -104,6 +109,7 @@ def test_many_small_transfers(tmp_path: Path) -> None:
     assert all(len(held["usages"]) == 5 for held in soaked["held"])
 
 
+@pytest.mark.slow
 @needs_link
 def test_the_wires_over_a_slow_link(tmp_path: Path) -> None:
     run(

@@ -21,7 +21,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from kvxfer.transports.pipe import Pipe, Slots
 from tests.helpers import run_pair
@@ -326,6 +328,9 @@ SCENARIOS: dict[str, tuple[_Side, _Side]] = {
 }
 
 
+LONG = {"killed while receiving", "killed while sending", "200 connections leave nothing"}
+
+
 def check_pipe(case: PipeCase, scenario: str, *, timeout_s: float = 60.0) -> None:
     """Run one of SCENARIOS in two processes (and in victims). Fails with what went wrong there."""
     source, sink = SCENARIOS[scenario]
@@ -355,3 +360,10 @@ def _run(side: _Side, case: PipeCase, report: Path, channel: Connection) -> None
 def scenario_names() -> Sequence[str]:
     """For parametrize."""
     return tuple(SCENARIOS)
+
+
+def scenario_params() -> list[ParameterSet]:
+    """The same, those that take 10 s marked."""
+    return [
+        pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in SCENARIOS
+    ]

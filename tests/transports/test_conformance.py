@@ -133,6 +133,7 @@ def test_wire_keeps_every_promise(make_source: MakeSource, make_sink: MakeSink) 
     check_transport(make_source, make_sink)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(HAS_CUDA, reason="kernels run on the GPU")
 def test_cuda_ipc_without_a_gpu_keeps_every_promise() -> None:
     check_transport(cuda_ipc_source, cuda_ipc_sink, timeout_s=30.0)

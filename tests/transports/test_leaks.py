@@ -15,6 +15,8 @@ from scripts.benchmarks.soak import Soak, soak
 from scripts.benchmarks.usage import Usage
 from tests.helpers import needs_nixl, needs_ucxx
 
+pytestmark = pytest.mark.slow
+
 WIRES = (
     "shm",
     "zmq",

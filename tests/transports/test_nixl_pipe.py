@@ -25,7 +25,7 @@ from kvxfer.transports.nixl_ends import End
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
 from tests.helpers import needs_nixl, run_pair
-from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names
+from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names, scenario_params
 
 SLOTS = Slots(num_slots=4, slot_nbytes=64 << 10)
 OPERATIONS: list[Operation] = ["READ", "WRITE"]
@@ -48,12 +48,15 @@ def make_pipe(device: torch.device, wake: Wake, operation: Operation, tls: str) 
 
 @needs_nixl
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("scenario", [name for name in scenario_names() if name not in KILLED])
+@pytest.mark.parametrize(
+    "scenario", [each for each in scenario_params() if each.values[0] not in KILLED]
+)
 def test_contract(scenario: str, operation: Operation) -> None:
     check_pipe(PipeCase(partial(make_pipe, operation=operation, tls="all")), scenario)
 
 
 @needs_nixl
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["connections do not mix", "closed in the middle"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_contract_over_tcp(scenario: str, operation: Operation) -> None:
@@ -61,6 +64,7 @@ def test_contract_over_tcp(scenario: str, operation: Operation) -> None:
 
 
 @needs_nixl
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scenario", "operation", "tls"),
     [

@@ -12,7 +12,7 @@ import zmq
 
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import Parts, Pipe, SinkLane, Slots, SourceLane
-from tests.transports.pipe_contract import MakePipe, PipeCase, check_pipe, scenario_names
+from tests.transports.pipe_contract import MakePipe, PipeCase, check_pipe, scenario_params
 
 
 class PartsSource(SourceLane):
@@ -91,7 +91,7 @@ def parts_pipe(device: torch.device, wake: Wake) -> PartsPipe:
     return PartsPipe()
 
 
-@pytest.mark.parametrize("scenario", scenario_names())
+@pytest.mark.parametrize("scenario", scenario_params())
 def test_pipe_that_keeps_the_contract(scenario: str) -> None:
     check_pipe(PipeCase(parts_pipe), scenario)
 

@@ -29,7 +29,7 @@ from kvxfer.transports.ucx_library import Worker, check_version, settings
 from kvxfer.transports.ucx_pipe import UcxPipe, UcxSinkLane, UcxSourceLane
 from kvxfer.transports.ucx_staging import make_staging
 from tests.helpers import assert_same_bytes, needs_ucxx, poisoned, run_pair
-from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names
+from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names, scenario_params
 
 SLOTS = Slots(num_slots=2, slot_nbytes=1 << 20)
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def ucx_pipe(device: torch.device, wake: Wake) -> UcxPipe:
 
 
 @needs_ucxx
-@pytest.mark.parametrize("scenario", scenario_names())
+@pytest.mark.parametrize("scenario", scenario_params())
 def test_ucx_keeps_the_contract(scenario: str) -> None:
     check_pipe(PipeCase(ucx_pipe, is_broken_by_death=True), scenario)
 
