@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -359,13 +360,23 @@ def _stopped_source(channel: Connection) -> None:
     pipe.close()
 
 
+def _stop(pid: int) -> None:
+    """Every thread of it, also the one of NIXL that would serve a READ meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    threads = Path(f"/proc/{pid}/task")
+    deadline_s = time.monotonic() + 10.0
+    while any(") T " not in (each / "stat").read_text() for each in threads.iterdir()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 def _sink_of_a_stopped_source(channel: Connection) -> None:
     pipe = make_pipe(CPU, quiet, "READ", "tcp")
     lane = pipe.open_sink(SLOTS)
     channel.send(lane.address)
     address, source = channel.recv()
     lane.connected(address)
-    os.kill(source, signal.SIGSTOP)
+    _stop(source)
     lane.announced(0, 0, SLOTS.slot_nbytes, [])
     begin_s = time.monotonic()
     while time.monotonic() < begin_s + 0.2:
