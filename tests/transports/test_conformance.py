@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -230,5 +231,11 @@ def deaf_sink(
     ],
 )
 def test_broken_wire_is_found(make_source: MakeSource, make_sink: MakeSink, sentence: str) -> None:
-    with pytest.raises(AssertionError, match=sentence):
-        check_transport(make_source, make_sink, timeout_s=2.0)
+    found = ""
+    for _ in range(3):  # what goes wrong only when two things meet may not at first
+        try:
+            check_transport(make_source, make_sink, timeout_s=2.0)
+        except AssertionError as exc:
+            found = str(exc)
+            break
+    assert re.search(sentence, found), found or "nothing was found"

@@ -349,7 +349,8 @@ def _closes_beside_a_stopped_peer(channel: Connection) -> None:
     lane.close()
     pipe.close()
     assert time.monotonic() - begin_s < 1.0
-    assert pipe.quarantined_nbytes == 0
+    # A chunk that had begun to arrive when the peer was stopped has no end: it is kept
+    assert pipe.quarantined_nbytes in (0, SLOTS.nbytes)
     os.kill(pid, signal.SIGCONT)
     channel.send("end")
 
