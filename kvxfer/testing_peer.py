@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +32,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import CopyThread, PiecesJob
 from kvxfer.transports.registry import published_infos
+from kvxfer.transports.wake_up import WakeUp
 
 Context = zmq.Context[zmq.Socket[bytes]]
 C = TypeVar("C", bound=SinkCompletion)
@@ -106,25 +105,6 @@ class Close:
 
 
 Command = Send | Release | StopSend | Close
-
-
-class WakeUp:
-    """An event descriptor that a poller can wait on."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-
-    def __call__(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def clear(self) -> None:
-        """Before a poll, so that no wake is lost."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        os.close(self.fd)
 
 
 def wait_for(transport: SourceTransport | SinkTransport, *fds: int, timeout_s: float) -> None:

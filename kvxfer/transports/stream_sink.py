@@ -44,7 +44,7 @@ from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_packing import MakePacker, make_packer
 from kvxfer.transports.stream_reads import Read, ReadLink, UnpackJob, why_not
 from kvxfer.transports.stream_source import MakePipe
-from kvxfer.transports.stream_trial import TrialTaker, WakeUp, trial_slots
+from kvxfer.transports.stream_trial import TrialTaker, trial_slots
 from kvxfer.transports.stream_wire import (
     Attached,
     ChunkHeader,
@@ -61,6 +61,7 @@ from kvxfer.transports.stream_wire import (
     readable,
     receive,
 )
+from kvxfer.transports.wake_up import WakeUp
 
 _log = logging.getLogger("kvxfer.transports")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import socket as sockets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -31,6 +29,7 @@ from kvxfer.transports.stream_wire import (
     readable,
     receive,
 )
+from kvxfer.transports.wake_up import WakeUp
 
 DEVICE_TRIAL_NBYTES = 32 << 20
 """The large message between GPUs: a fast wire carries 4 MiB in less time than it takes to ask."""
@@ -153,36 +152,6 @@ class TrialGiver:
 
 
 # ------------------------------------------------------------------ the taking side
-
-
-class WakeUp:
-    """A descriptor that can be read after a wake."""
-
-    def __init__(self) -> None:
-        self._near, self._far = sockets.socketpair()
-        self._near.setblocking(False)
-        self._far.setblocking(False)
-
-    def __call__(self) -> None:
-        """From any thread."""
-        # Full means that a byte lies there; closed means that nobody will read it
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._far.send(b"\0")
-
-    @property
-    def fd(self) -> int:
-        """Can be read after a wake, until it is cleared."""
-        return self._near.fileno()
-
-    def clear(self) -> None:
-        """Before looking for what one was woken for."""
-        with contextlib.suppress(BlockingIOError):
-            self._near.recv(4096)
-
-    def close(self) -> None:
-        """Later wakes do nothing."""
-        self._near.close()
-        self._far.close()
 
 
 class TrialTaker:

@@ -20,7 +20,7 @@ from kvxfer.testing_cases import (
     naive_copy,
     source_bytes,
 )
-from kvxfer.testing_peer import Context, WakeUp
+from kvxfer.testing_peer import Context
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import (
     LocalMemory,
@@ -36,6 +36,7 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_wire import Attach, Expect
+from kvxfer.transports.wake_up import WakeUp
 
 ATTACH = Attach(2, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""
