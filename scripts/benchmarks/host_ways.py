@@ -20,10 +20,7 @@ from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transfer.pull import block_chunk_nbytes, pull_class, route_nbytes
 from kvxfer.transports.base import (
     Packed,
-    PeerGone,
     Readable,
-    ReadBroke,
-    ReadDone,
     ReadRequest,
     SendRequest,
     SinkTransport,
@@ -39,7 +36,7 @@ from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, timed
 from scripts.benchmarks.pools import Request
 from scripts.benchmarks.raw_sockets import CONNECT_S, connect, hear, listen, say, without_delay
 from scripts.benchmarks.usage import Usage, usage_now
-from scripts.benchmarks.wire_ways import LONGEST_WAIT_MS, READ_S, Hands, new_hands
+from scripts.benchmarks.wire_ways import LONGEST_WAIT_MS, Hands, new_hands, until_read
 
 ZMQ_TCP = "zmq-tcp"
 """The wire zmq as between two hosts: without its Unix socket."""
@@ -301,17 +298,7 @@ class HostTaking(Member):
         self._sink.submit_read(read((granted,), 0))
 
     def _wait(self) -> None:
-        deadline_s = time.monotonic() + READ_S
-        while True:
-            for completion in self._sink.poll():
-                match completion:
-                    case ReadDone():
-                        return
-                    case ReadBroke() | PeerGone():
-                        raise RuntimeError(f"{self._sink.name}: {completion}")
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{self._sink.name}: expected the read done in {READ_S:g} s")
-            self._looker.wait(self._sink, LONGEST_WAIT_MS)
+        until_read(self._sink, lambda: self._looker.wait(self._sink, LONGEST_WAIT_MS))
 
     def close(self) -> None:
         """Disconnect, and end its threads."""

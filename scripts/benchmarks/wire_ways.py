@@ -7,12 +7,13 @@ from __future__ import annotations
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
 from kvxfer.config import Config, load_config
-from kvxfer.testing_peer import Context, WakeUp
+from kvxfer.testing_peer import Context
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transports.base import (
@@ -26,6 +27,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+from kvxfer.transports.wake_up import WakeUp
 from scripts.benchmarks.devices import Devices, MatrixLoop, finish
 from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, timed
 from scripts.benchmarks.pools import Request
@@ -47,6 +49,24 @@ def poller_of(*watched: int | SourceTransport | SinkTransport) -> zmq.Poller:
 def wire_config(wire: str, **settings: object) -> Config:
     """The settings of a benchmark's wire."""
     return load_config({"transport": wire, "port": 0, **settings}, environ={}).config
+
+
+def until_read(sink: SinkTransport, sleep: Callable[[], object]) -> None:
+    """Until the wire says that its read is done. Raises RuntimeError where it breaks, TimeoutError.
+
+    ``sleep`` waits for the wire, as an IO thread does.
+    """
+    deadline_s = time.monotonic() + READ_S
+    while True:
+        for completion in sink.poll():
+            match completion:
+                case ReadDone():
+                    return
+                case ReadBroke() | PeerGone():
+                    raise RuntimeError(f"{sink.name}: {completion}")
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{sink.name}: expected the read done in {READ_S:g} s")
+        sleep()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +160,11 @@ class Reader:
 
     def wait(self) -> None:
         """Until the wire says that the read is done, as an IO thread waits: asleep."""
-        deadline_s = time.monotonic() + READ_S
-        while True:
-            for completion in self._sink.poll():
-                match completion:
-                    case ReadDone():
-                        return
-                    case ReadBroke() | PeerGone():
-                        raise RuntimeError(f"{self._sink.name}: {completion}")
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{self._sink.name}: expected the read done in {READ_S:g} s")
-            if self._hands.wake.fd in dict(self._poller.poll(LONGEST_WAIT_MS)):
-                self._hands.wake.clear()
+        until_read(self._sink, self._sleep)
+
+    def _sleep(self) -> None:
+        if self._hands.wake.fd in dict(self._poller.poll(LONGEST_WAIT_MS)):
+            self._hands.wake.clear()
 
     def close(self) -> None:
         """Unmap, and end its threads."""
