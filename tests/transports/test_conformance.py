@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
 from kvxfer.transports.stream_connections import Connection
 from kvxfer.transports.stream_sink import StreamSink
-from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_source import MakePipe, StreamSource
 from kvxfer.transports.ucx_pipe import UcxPipe
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
@@ -49,61 +50,46 @@ def shm_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: 
     return ShmSink(memory, CONFIG, copy_thread, wake, context)
 
 
+def stream_source(
+    make_pipe: MakePipe,
+    memory: LocalMemory,
+    copy_thread: CopyThread,
+    wake: Wake,
+    context: Context,
+) -> StreamSource:
+    return StreamSource(make_pipe, memory, CONFIG, copy_thread, wake, context)
+
+
+def stream_sink(
+    make_pipe: MakePipe,
+    memory: LocalMemory,
+    copy_thread: CopyThread,
+    wake: Wake,
+    context: Context,
+) -> StreamSink:
+    return StreamSink(make_pipe, memory, CONFIG, copy_thread, wake, context)
+
+
 def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return ZmqPipe()
-
-
-def zmq_source(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSource:
-    return StreamSource(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
-def zmq_sink(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    return StreamSink(zmq_pipe, memory, CONFIG, copy_thread, wake, context)
 
 
 def ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return UcxPipe(memory.device, config, wake)
 
 
-def ucx_source(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSource:
-    return StreamSource(ucx_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
-def ucx_sink(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    return StreamSink(ucx_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
 def nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return NixlPipe(memory.device, config, wake)
 
 
-def nixl_source(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSource:
-    return StreamSource(nixl_pipe, memory, CONFIG, copy_thread, wake, context)
+def nixl_reading_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return NixlPipe(memory.device, config, wake, "READ")
 
 
-def nixl_sink(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    return StreamSink(nixl_pipe, memory, CONFIG, copy_thread, wake, context)
-
-
-def nixl_reading_sink(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> StreamSink:
-    def pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-        return NixlPipe(memory.device, config, wake, "READ")
-
-    return StreamSink(pipe, memory, CONFIG, copy_thread, wake, context)
+zmq_source, zmq_sink = partial(stream_source, zmq_pipe), partial(stream_sink, zmq_pipe)
+ucx_source, ucx_sink = partial(stream_source, ucx_pipe), partial(stream_sink, ucx_pipe)
+nixl_source, nixl_sink = partial(stream_source, nixl_pipe), partial(stream_sink, nixl_pipe)
+nixl_reading_sink = partial(stream_sink, nixl_reading_pipe)
 
 
 def cuda_ipc_source(
