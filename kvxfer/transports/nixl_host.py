@@ -11,7 +11,7 @@ from kvxfer.transports.alarm import Alarm
 from kvxfer.transports.base import Wake
 from kvxfer.transports.nixl_agent import Area, NixlAgent
 from kvxfer.transports.pipe import Slots
-from kvxfer.transports.ucx_staging import make_staging
+from kvxfer.transports.staging import make_staging
 
 
 class Staging:

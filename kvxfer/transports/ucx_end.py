@@ -13,8 +13,8 @@ import torch
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transports.pipe import PipeBroken, Slots
+from kvxfer.transports.staging import make_staging
 from kvxfer.transports.ucx_library import Endpoint, Request, StartsOperation, Ucx
-from kvxfer.transports.ucx_staging import make_staging
 
 SLOT_BITS, GENERATION_BITS = 12, 20
 CONNECTION_BITS = 64 - SLOT_BITS - GENERATION_BITS

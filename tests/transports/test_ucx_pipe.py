@@ -24,10 +24,10 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
+from kvxfer.transports.staging import make_staging
 from kvxfer.transports.ucx_end import tag_of
 from kvxfer.transports.ucx_library import Worker, check_version, settings
 from kvxfer.transports.ucx_pipe import UcxPipe, UcxSinkLane, UcxSourceLane
-from kvxfer.transports.ucx_staging import make_staging
 from tests.helpers import assert_same_bytes, needs_ucxx, poisoned, run_pair
 from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names, scenario_params
 
