@@ -1,5 +1,5 @@
-"""The one thread of a worker that owns its control sockets, sessions and timers. It never copies
-KV.
+"""The one thread of a worker that owns its control sockets, sessions and timers. It copies no more
+KV at once than ``copy_thread.SMALL_NBYTES``.
 
 Other threads hand it work with :meth:`IoThread.post`; everything else is called on the thread
 itself. One round of the loop: what was posted, then the sockets, then the transports, then the

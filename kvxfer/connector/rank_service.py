@@ -38,7 +38,7 @@ from kvxfer.transfer.wire import (
     encode,
 )
 from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
-from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 
 DRAIN_S = 2.0
@@ -90,7 +90,7 @@ class RankService:
         self.io = IoThread(f"kvxfer-io-{identity.rank}", lambda: ledger.count("io.errors"))
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._copy_thread = CopyThread()
+        self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
         self._closers: list[Callable[[], object]] = []
         try:
             self._guard(config)

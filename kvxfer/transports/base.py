@@ -5,7 +5,7 @@ source packs chunks into staging and sends them, the sink scatters them into its
 driven by the IO thread of a worker:
 
 - ``submit``-like calls never block; work on KV runs in jobs of at most ``JOB_NBYTES`` on the
-  :class:`CopyThread`;
+  :class:`CopyThread`, or at once where it is small;
 - ``pollables()`` are sockets and file descriptors that the IO thread polls for reading; ``poll()``
   handles what is there and returns what has happened since the last call, as a list of completions.
   A transport calls ``wake`` (given when it is made) from any thread when a poll would return

@@ -8,6 +8,7 @@ source's verdict.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from kvxfer.tensors.strided_copy import Scratch, strided_copy
 from kvxfer.transfer.costs import Staging, fit_direct_costs
 from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
+from kvxfer.transfer.pull import route_nbytes
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.attachments import (
     NOT_ATTACHED,
@@ -49,7 +51,7 @@ from kvxfer.transports.base import (
     Trial,
     Wake,
 )
-from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, PiecesJob
+from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, PiecesJob, work_of
 
 NUM_TIMED = 4
 """Copies of a trial, 0.3 ms each: one alone, when another thread is given the core, was seen to
@@ -88,7 +90,7 @@ def _own_handle(number: int, info: MemoryInfo) -> MemfdHandle:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One read; ``nbytes`` is written by the copy thread, the rest belongs to the IO thread."""
+    """One read; ``nbytes`` is written by who copies, the rest belongs to the IO thread."""
 
     request: ReadRequest
     job: CopyJob | None = None
@@ -98,9 +100,16 @@ class _Read:
     broke: Reason | None = None
 
 
+class _OfThread(threading.local):
+    """Each thread's own: large reads are copied on the copy thread, small ones where they begin."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """The copy thread finished a piece (``end`` None) or the whole read."""
+    """A piece is copied (``end`` None), or the whole read has ended."""
 
     read: _Read
     end: CopyEnd | None = None
@@ -108,7 +117,7 @@ class _Piece:
 
 
 class ShmSink(SinkTransport):
-    """Maps each source rank once and copies out of it on the copy thread."""
+    """Maps each source rank once and copies out of it on the copy thread; little, at once."""
 
     name = "shm"
     is_stream = False
@@ -127,7 +136,7 @@ class ShmSink(SinkTransport):
         self._copy_thread = copy_thread
         self._wake = wake
         self._mailbox: Mailbox[_Piece] = Mailbox(wake)
-        self._scratch = Scratch()  # used on the copy thread only
+        self._own = _OfThread()
         self._ready: list[SinkCompletion] = []
         self._attached = Attachments("shm", _map_pool, self._let_go)
         self._reads: dict[TransferKey, _Read] = {}
@@ -188,6 +197,10 @@ class ShmSink(SinkTransport):
             key,
             self._pieces(read, tensors),
             lambda job: self._mailbox.put(_Piece(read, job.end, job.error)),
+            work_of(
+                route_nbytes(request.pull_classes),
+                sum(len(pull.regions) for pull in request.pull_classes),
+            ),
         )
         self._reads[key] = read
         self._copy_thread.submit(read.job)
@@ -223,7 +236,7 @@ class ShmSink(SinkTransport):
         self._wake()
 
     def _pieces(self, read: _Read, tensors: tuple[Tensor, ...]) -> Iterator[None]:
-        """Runs on the copy thread."""
+        """Runs on the copy thread, or at once."""
         request = read.request
 
         def stop() -> bool:
@@ -241,7 +254,7 @@ class ShmSink(SinkTransport):
                     sink_ids[copy_class.sink.group],
                     token_lo,
                     token_hi,
-                    scratch=self._scratch,
+                    scratch=self._own.scratch,
                     stop=stop,
                 )
                 self._mailbox.put(_Piece(read))

@@ -15,7 +15,7 @@ from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.transfer.plan import Chunk, CopyClass, DenseOrder, Side
 from kvxfer.transports.base import LocalMemory, TransferKey, Wake
-from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
+from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
 
 Ids = NDArray[np.int64]
 Staging = Callable[[], Tensor]
@@ -92,7 +92,7 @@ class MakePacker(Protocol[J]):
 
 
 class HostPacker(Generic[J]):
-    """Pools in host memory: chunks are copied on the copy thread."""
+    """Pools in host memory: chunks are copied on the copy thread, small ones at once."""
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
         self._tensors = memory.tensors
@@ -104,7 +104,7 @@ class HostPacker(Generic[J]):
         """Nothing takes long."""
 
     def submit(self, job: J) -> None:
-        """Queue it."""
+        """Queue it, or copy it now."""
         running = self._running[job] = _HostJob(job, self._tensors, self._ended)
         self._copy_thread.submit(running)
 
@@ -149,12 +149,13 @@ def make_packer(memory: LocalMemory, config: Config, copy_thread: Copier, wake: 
 
 
 class _HostJob(CopyJob, Generic[J]):
-    """A chunk as the copy thread copies it."""
+    """A chunk as it is copied."""
 
     __slots__ = ("_ended", "_job", "_tensors")
 
     def __init__(self, job: J, tensors: Sequence[Tensor], ended: Mailbox[J]) -> None:
-        super().__init__(job.key)
+        chunk = job.chunk
+        super().__init__(job.key, work_of(chunk.nbytes, chunk.region_hi - chunk.region_lo))
         self._job = job
         self._tensors = tensors
         self._ended = ended

@@ -37,6 +37,20 @@ def _load(sink: Engine, name: str, ref: SourceRef) -> set[str | None]:
     return sink.reasons(name)
 
 
+def _blocks_with(engine: Engine, value: int) -> set[int]:
+    """Blocks of which some byte has this value, in any region."""
+    (rank,) = engine.manifest.ranks
+    memory = engine.pools[0].tensor
+    return {
+        block
+        for region in rank.regions
+        for block in range(region.num_blocks)
+        if (memory[region.offset + block * region.stride_block :][: region.stride_block] == value)
+        .any()
+        .item()
+    }
+
+
 def _peers(sink: Engine) -> dict[tuple[str, str], Peer]:
     service = sink.workers[0]._service
     assert service is not None
@@ -76,7 +90,9 @@ def test_an_engine_that_states_another_ones_endpoint_is_refused(wire: str) -> No
 
 @pytest.mark.parametrize("wire", WIRES)
 def test_an_engine_that_was_met_under_a_stolen_endpoint_gives_way(wire: str) -> None:
-    """The thief was met first; the engine that answers at the endpoint itself has it."""
+    """The thief was met first; the engine that answers at the endpoint itself has it. A load of the
+    thief's own offer may be over before that.
+    """
     with (
         Engine(ONE, "a", fill=0xAA, transport=wire) as honest,
         Engine(ONE, "b", fill=0xBB, transport=wire, announce=False) as hostile,
@@ -86,8 +102,13 @@ def test_an_engine_that_was_met_under_a_stolen_endpoint_gives_way(wire: str) -> 
         sink.load("b1", _offered(hostile, "b1", door), range(8, 12), SPAN)
         until(lambda: _peers(sink) or sink.received("b1"))
         assert _load(sink, "a1", _offered(honest, "a1")) == {None}
+        assert _blocks_with(sink, 0xAA) == {0, 1, 2, 3}
         until(lambda: sink.received("b1"))
-        assert not (sink.pools[0].tensor == 0xBB).any()
+        theirs = _blocks_with(sink, 0xBB)
+        assert theirs <= {8, 9, 10, 11}
+        assert theirs or sink.reasons("b1") != {None}
+        assert _load(sink, "b2", _offered(hostile, "b2", door)) != {None}
+        assert _blocks_with(sink, 0xAA) == {0, 1, 2, 3}
 
 
 def test_a_rank_that_answers_in_another_life_than_its_manifest_says_ends_the_contact() -> None:

@@ -22,14 +22,16 @@ Ends = list[tuple[str, CopyEnd, BaseException | None]]
 class Stage:
     """Jobs that write down what runs, and a gate that keeps the thread busy until it is opened."""
 
-    def __init__(self) -> None:
-        self.thread = CopyThread()
+    def __init__(self, thread: CopyThread) -> None:
+        self.thread = thread
         self.ran: list[str] = []
         self.ends: Ends = []
         self.ended = threading.Semaphore(0)
         self.opened = threading.Event()
 
-    def job(self, lane: str, num_pieces: int, *, fails: bool = False) -> CopyJob:
+    def job(
+        self, lane: str, num_pieces: int, *, fails: bool = False, work_nbytes: int | None = None
+    ) -> CopyJob:
         def pieces() -> Iterator[None]:
             for number in range(num_pieces):
                 self.ran.append(f"{lane}{number}")
@@ -37,7 +39,7 @@ class Stage:
                     raise OSError("disk")
                 yield
 
-        return PiecesJob(lane, pieces(), lambda job: self.end(lane, job))
+        return PiecesJob(lane, pieces(), lambda job: self.end(lane, job), work_nbytes)
 
     def gate(self) -> CopyJob:
         entered = threading.Event()
@@ -64,7 +66,7 @@ class Stage:
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
-    stage = Stage()
+    stage = Stage(CopyThread())
     yield stage
     stage.opened.set()
     stage.thread.close()
@@ -185,3 +187,51 @@ def test_mailbox_wakes_once_for_what_lies_unread() -> None:
     mailbox.put(3)
     assert len(wakes) == 2
     assert mailbox.take() == 3
+
+
+# ------------------------------------------------------------------ small jobs
+
+
+@pytest.fixture
+def at_once() -> Iterator[Stage]:
+    """A thread that leaves small jobs to who submits them, and is busy itself."""
+    stage = Stage(CopyThread(small_nbytes=1000))
+    stage.gate()
+    yield stage
+    stage.opened.set()
+    stage.thread.close()
+
+
+def test_a_small_job_has_ended_when_submit_returns(at_once: Stage) -> None:
+    at_once.thread.submit(at_once.job("a", 3, work_nbytes=1000))
+    assert at_once.ran == ["a0", "a1", "a2"]
+    assert at_once.ends == [("a", CopyEnd.DONE, None)]
+
+
+def test_a_larger_job_and_one_of_unknown_size_wait_for_the_thread(at_once: Stage) -> None:
+    at_once.thread.submit(at_once.job("a", 1, work_nbytes=1001))
+    at_once.thread.submit(at_once.job("b", 1))
+    assert at_once.ran == []
+    at_once.opened.set()
+    at_once.wait(3)
+    assert at_once.ran == ["a0", "b0"]
+
+
+def test_a_small_job_that_fails_or_is_cancelled_ends_like_any_other(at_once: Stage) -> None:
+    at_once.thread.submit(at_once.job("a", 1, fails=True, work_nbytes=1))
+    ((_, end, error),) = at_once.ends
+    assert end is CopyEnd.FAILED
+    assert isinstance(error, OSError)
+    unwanted = at_once.job("b", 1, work_nbytes=1)
+    at_once.thread.cancel(unwanted)
+    at_once.thread.submit(unwanted)
+    assert at_once.ends[1:] == [("b", CopyEnd.CANCELLED, None)]
+    assert at_once.ran == ["a0"]
+
+
+def test_after_close_a_small_job_does_not_run() -> None:
+    stage = Stage(CopyThread(small_nbytes=1000))
+    stage.thread.close()
+    stage.thread.submit(stage.job("a", 1, work_nbytes=1))
+    assert stage.ran == []
+    assert stage.ends == [("a", CopyEnd.CANCELLED, None)]
