@@ -12,8 +12,8 @@ from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.records import GroupBlockIds
 from kvxfer.connector.requests import checked_sides, clip_ids
 from kvxfer.errors import KvxferError
-from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.offer import StreamState
+from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
     ChunkPacked,
     DropChunk,
@@ -76,7 +76,7 @@ class OfferActions:
         ledger: Ledger,
         *,
         incarnation: bytes,
-        manifest: RankManifest,
+        resolver: PullResolver,
         transports: Mapping[str, SourceTransport],
         reply: Reply,
         step: StepOffer,
@@ -84,12 +84,12 @@ class OfferActions:
     ) -> None:
         self._ledger = ledger
         self._incarnation = incarnation
-        self._manifest = manifest
+        self._resolver = resolver
         self._transports = transports
         self._reply = reply
         self._step = step
         self._finish = finish
-        self._keepings = group_keepings(manifest.regions)
+        self._keepings = group_keepings(resolver.manifest.regions)
         self._sends: dict[TransferKey, _Send] = {}
 
     def perform(self, offer: GivenOffer, action: SourceAction) -> None:
@@ -175,7 +175,7 @@ class OfferActions:
             request = SendRequest(
                 key=key,
                 classes=pull.classes,
-                sides=checked_sides(self._manifest, pull, offer.block_ids),
+                sides=checked_sides(self._resolver, pull, offer.block_ids),
                 block_ids=offer.block_ids,
                 chunk_nbytes=pull.chunk_nbytes,
             )
@@ -200,5 +200,5 @@ class OfferActions:
 
     def _key(self, offer: GivenOffer, consumer: Consumer) -> TransferKey:
         return TransferKey(
-            offer.nonce, consumer.incarnation, str(consumer.rank), str(self._manifest.rank)
+            offer.nonce, consumer.incarnation, str(consumer.rank), str(self._resolver.manifest.rank)
         )

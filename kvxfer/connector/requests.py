@@ -8,7 +8,7 @@ from kvxfer.connector.records import GroupBlockIds
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import MAX_RANKS, RankManifest
 from kvxfer.transfer.plan import Side
-from kvxfer.transfer.pull import check_chunks, check_ids, resolve_pull
+from kvxfer.transfer.pull import PullResolver, check_chunks, check_ids
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Keeping, held_ids
 from kvxfer.transfer.wire import Pull, Reason
@@ -24,7 +24,7 @@ class Refused(Exception):
 
 
 def read_pull(
-    pull: Pull, manifest: RankManifest, transports: Mapping[str, SourceTransport], num_tokens: int
+    pull: Pull, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
 ) -> Wire:
     """How this Pull will be served by an offer of ``num_tokens``. Raises Refused."""
     if len(pull.claim) > MAX_RANKS:
@@ -42,12 +42,12 @@ def read_pull(
     if not transport.is_stream:
         return Wire.DIRECT
     beyond = [wanted.token_hi for wanted in pull.classes if wanted.token_hi > num_tokens]
-    if beyond and not _is_padding(manifest, pull, num_tokens):
+    if beyond and not _is_padding(resolver.manifest, pull, num_tokens):
         raise Refused(
             Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
         )
     try:
-        _check_held(resolve_pull(manifest, pull.classes), pull, num_tokens)
+        _check_held(resolver.resolve(pull.classes), pull, num_tokens)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
             raise Refused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
@@ -91,12 +91,12 @@ def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:
     return True
 
 
-def checked_sides(manifest: RankManifest, pull: Pull, block_ids: GroupBlockIds) -> tuple[Side, ...]:
+def checked_sides(resolver: PullResolver, pull: Pull, block_ids: GroupBlockIds) -> tuple[Side, ...]:
     """This rank's side of every class, once each block that it will read is known to be there.
 
     Raises ProtocolError.
     """
-    sides = resolve_pull(manifest, pull.classes)
+    sides = resolver.resolve(pull.classes)
     for side, wanted in zip(sides, pull.classes, strict=True):
         check_ids(side, ids_of(block_ids, side.group), wanted.token_lo, wanted.token_hi)
     return sides

@@ -26,6 +26,7 @@ from kvxfer.connector.opening import IsReady, Opening
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.connector.requests import Refused, check_same, clip_ids, read_pull
 from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
     Break,
     CancelArrived,
@@ -83,7 +84,7 @@ class Source:
         self._ledger = ledger
         self._board = board
         self._incarnation = incarnation
-        self._manifest = manifest
+        self._resolver = PullResolver(manifest)
         self._transports = transports
         self._reply = reply
         self._keepings = group_keepings(manifest.regions)
@@ -91,7 +92,7 @@ class Source:
         self._actions = OfferActions(
             ledger,
             incarnation=incarnation,
-            manifest=manifest,
+            resolver=self._resolver,
             transports=transports,
             reply=reply,
             step=self._step,
@@ -212,7 +213,7 @@ class Source:
             return first.wire
         if offer.refuses(pull):
             return Wire.DIRECT
-        return read_pull(pull, self._manifest, self._transports, offer.num_tokens)
+        return read_pull(pull, self._resolver, self._transports, offer.num_tokens)
 
     def _on_release(self, identity: bytes, release: Release) -> None:
         offer = self._find(release.offer)

@@ -1,12 +1,13 @@
 """What a sink asks one source rank for, and the chunks that both sides cut it into. Pure.
 
-A source takes nothing in a Pull on trust: :func:`resolve_pull` looks every name, head range, size
+A source takes nothing in a Pull on trust: :class:`PullResolver` looks every name, head range, size
 and token range up in its own regions, and bounds everything that is later counted over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 from msgspec.structs import replace
 
@@ -32,6 +33,8 @@ MAX_CHUNK_NBYTES = 64 << 20
 MAX_CHUNKS = 1 << 16
 """64 GiB in chunks of 1 MiB. The list of so many takes 0.1 s and 11 MB."""
 MAX_TOKENS = 1 << 31
+MAX_KNOWN = 64
+"""Sinks that ask for different things of one source rank, before it forgets what was found."""
 MAX_BLOCK_CHANNELS = 1 << 22
 """Channels of all heads and tokens of one kernel block, where they are apart. 128 tokens of 8 heads
 of 128 channels are 2^17.
@@ -63,16 +66,42 @@ def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[Pul
     return tuple(classes)
 
 
-def resolve_pull(rank: RankManifest, classes: Sequence[PullClass]) -> tuple[Side, ...]:
-    """This source rank's side of every class of a Pull, in order.
+class PullResolver:
+    """What one source rank gives for the classes of a Pull.
 
-    Raises ProtocolError that names the first thing this rank cannot or will not give.
+    A sink asks for the same regions, heads and order in every Pull; only the tokens differ. So what
+    was found for the last sinks is kept: for the 32 layers of an 8B model it takes 0.3 ms.
     """
-    regions = {(region.layer, region.plane): region for region in rank.regions}
-    asked: set[tuple[str, str]] = set()
-    return tuple(
-        _resolve(f"class {index}", regions, asked, wanted) for index, wanted in enumerate(classes)
-    )
+
+    def __init__(self, manifest: RankManifest) -> None:
+        self.manifest = manifest
+        self._regions = {(region.layer, region.plane): region for region in manifest.regions}
+        self._found = lru_cache(maxsize=MAX_KNOWN)(self._find)
+
+    def resolve(self, classes: Sequence[PullClass]) -> tuple[Side, ...]:
+        """This rank's side of every class, in order.
+
+        Raises ProtocolError that names the first thing this rank cannot or will not give.
+        """
+        for index, wanted in enumerate(classes):
+            _check_sizes(f"class {index}", wanted)
+        found = self._found(tuple(replace(wanted, token_lo=0, token_hi=0) for wanted in classes))
+        for index, ((_, first), wanted) in enumerate(zip(found, classes, strict=True)):
+            _check_tokens(_name(f"class {index}", wanted.regions[0]), first, wanted)
+        return tuple(side for side, _ in found)
+
+    def _find(self, classes: tuple[PullClass, ...]) -> tuple[tuple[Side, Region], ...]:
+        """Of each class the side and the first region."""
+        asked: set[tuple[str, str]] = set()
+        return tuple(
+            _resolve(f"class {index}", self._regions, asked, wanted)
+            for index, wanted in enumerate(classes)
+        )
+
+
+def resolve_pull(rank: RankManifest, classes: Sequence[PullClass]) -> tuple[Side, ...]:
+    """The same once."""
+    return PullResolver(rank).resolve(classes)
 
 
 def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
@@ -194,12 +223,11 @@ def _resolve(
     regions: Mapping[tuple[str, str], Region],
     asked: set[tuple[str, str]],
     wanted: PullClass,
-) -> Side:
-    _check_sizes(where, wanted)
+) -> tuple[Side, Region]:
+    joined = [_joined(where, regions, asked, name) for name in wanted.regions]
     sides: list[Side] = []
-    for name in wanted.regions:
-        region = _joined(where, regions, asked, name)
-        _check_against(f"{where}: {name.layer}/{'+'.join(name.planes)}", region, wanted)
+    for name, region in zip(wanted.regions, joined, strict=True):
+        _check_against(_name(where, name), region, wanted)
         sides.append(
             Side(
                 group=region.group,
@@ -213,7 +241,11 @@ def _resolve(
                 f"{where}: expected regions of one geometry and group, "
                 f"got {wanted.regions[0].layer} and {name.layer}"
             )
-    return replace(sides[0], bases=tuple(base for side in sides for base in side.bases))
+    return replace(sides[0], bases=tuple(base for side in sides for base in side.bases)), joined[0]
+
+
+def _name(where: str, name: RegionName) -> str:
+    return f"{where}: {name.layer}/{'+'.join(name.planes)}"
 
 
 def _joined(
@@ -307,27 +339,32 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
         raise ProtocolError(
             f"{name}: channel_nbytes: expected {region.channel_nbytes}, got {channel_nbytes}"
         )
+    if region.interior is Interior.PLAIN:
+        return
+    heads = (wanted.head_lo, wanted.head_hi)
+    if heads != (region.head_lo, region.head_hi):
+        raise ProtocolError(f"{name}: opaque blocks move whole: expected all heads, got {heads}")
+    kernel_tokens = region.kernel_tokens
+    if wanted.order.kernel_tokens != kernel_tokens:
+        raise ProtocolError(
+            f"{name}: opaque blocks move whole: expected kernel blocks of {kernel_tokens} tokens, "
+            f"got {wanted.order.kernel_tokens}"
+        )
+
+
+def _check_tokens(name: str, region: Region, wanted: PullClass) -> None:
+    """Against one region of the class: all have blocks of one size, and as many."""
     num_tokens = wanted.token_hi - wanted.token_lo
     pool_tokens = region.num_blocks * region.block_tokens
     if num_tokens > pool_tokens:
         raise ProtocolError(
             f"{name}: tokens: expected at most the pool's {pool_tokens}, got {num_tokens}"
         )
-    if region.interior is Interior.PLAIN:
-        return
-    heads = (wanted.head_lo, wanted.head_hi)
-    if heads != (region.head_lo, region.head_hi):
-        raise ProtocolError(f"{name}: opaque blocks move whole: expected all heads, got {heads}")
-    if wanted.token_lo % region.block_tokens or wanted.token_hi % region.block_tokens:
+    is_cut = wanted.token_lo % region.block_tokens or wanted.token_hi % region.block_tokens
+    if region.interior is not Interior.PLAIN and is_cut:
         raise ProtocolError(
             f"{name}: opaque blocks move whole: expected multiples of {region.block_tokens} "
             f"tokens, got [{wanted.token_lo}, {wanted.token_hi})"
-        )
-    kernel_tokens = region.kernel_tokens
-    if wanted.order.kernel_tokens != kernel_tokens:
-        raise ProtocolError(
-            f"{name}: opaque blocks move whole: expected kernel blocks of {kernel_tokens} tokens, "
-            f"got {wanted.order.kernel_tokens}"
         )
 
 

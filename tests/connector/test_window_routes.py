@@ -20,7 +20,7 @@ from kvxfer.errors import ProtocolError
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.plan import Plan, make_plan
-from kvxfer.transfer.pull import chunk_list, resolve_pull
+from kvxfer.transfer.pull import PullResolver, chunk_list, resolve_pull
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
 from kvxfer.transfer.wire import Consumer, OfferRef
@@ -116,7 +116,7 @@ def moved(
     for source_rank, run in routes.items():
         incomplete |= run.incomplete
         entry, pool = source.rank(source_rank), given[1][source_rank]
-        served = read_pull(run.pull, entry, TRANSPORTS, order.source.num_tokens)
+        served = read_pull(run.pull, PullResolver(entry), TRANSPORTS, order.source.num_tokens)
         ids = clip_ids(given[0], group_keepings(entry.regions), order.source.num_tokens)
         if run.request is None:
             assert run.pull.is_null

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import Base, DenseOrder, PullClass, RegionName, Route, Side, make_plan
 from kvxfer.transfer.pull import (
     BlockIdsError,
+    PullResolver,
     check_chunks,
     check_ids,
     chunk_list,
@@ -217,7 +219,11 @@ NONSENSE: list[tuple[RankManifest, PullClass, str]] = [
         "expected regions of one geometry and group, got layers.0 and layers.1",
     ),
     (OPAQUE, wanted(token_hi=32, head_hi=1), "opaque blocks move whole: expected all heads"),
-    (OPAQUE, wanted(), "opaque blocks move whole: expected multiples of 16 tokens, got [0, 40)"),
+    (
+        OPAQUE,
+        wanted(order=DenseOrder(16, token_major=True)),
+        "opaque blocks move whole: expected multiples of 16 tokens, got [0, 40)",
+    ),
     (OPAQUE, wanted(token_hi=32), "expected kernel blocks of 16 tokens, got 8"),
     (
         OPAQUE,
@@ -470,3 +476,36 @@ def test_bad_ids_are_both_kinds_of_error() -> None:
     """From a Grant they break the protocol, from a scheduler they are a wrong argument."""
     assert issubclass(BlockIdsError, ProtocolError)
     assert issubclass(BlockIdsError, ValueError)
+
+
+# ---------------------------------------------------------------- PullResolver
+
+
+def test_what_was_found_serves_other_tokens_and_nothing_else() -> None:
+    """The same object, whatever was asked before it, says what a fresh one says."""
+    resolver = PullResolver(SOURCE)
+    first = resolver.resolve((wanted(),))
+    assert resolver.resolve((wanted(token_lo=3, token_hi=9),))[0] is first[0]
+    assert resolver.resolve((wanted(head_lo=1),)) == resolve_pull(SOURCE, (wanted(head_lo=1),))
+    half = wanted(regions=wanted().regions[:2])
+    assert resolver.resolve((half,)) == resolve_pull(SOURCE, (half,))
+    assert resolver.resolve((wanted(),)) == first
+
+
+@pytest.mark.parametrize(("rank", "asked", "message"), NONSENSE)
+def test_nonsense_is_refused_by_a_resolver_that_knows_better(
+    rank: RankManifest, asked: PullClass, message: str
+) -> None:
+    resolver = PullResolver(rank)
+    block = rank.regions[0].block_tokens
+    for good in (
+        wanted(),
+        replace(asked, token_lo=0, token_hi=block),
+        replace(asked, token_lo=block, token_hi=block),
+    ):
+        with contextlib.suppress(ProtocolError):
+            resolver.resolve((good,))
+    for _ in range(2):
+        with pytest.raises(ProtocolError) as e:
+            resolver.resolve((asked,))
+        assert message in str(e.value)
