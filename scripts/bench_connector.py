@@ -93,6 +93,7 @@ def measure(pair: Pair, request: Request, mode: str, rounds: int, devices: Devic
     pair.engines[SOURCE].call(object, "set_busy", False)
     memcpy_ms = statistics.median(limits_ms)
     p20, p50, p80 = quantiles([timing.total_s * 1e3 for timing in timings])
+    ratio, gbps = p50 / memcpy_ms, request.nbytes / p50 / 1e6
 
     def median_ms(name: str) -> float:
         values: list[float] = [getattr(timing, name) for timing in timings]
@@ -112,13 +113,13 @@ def measure(pair: Pair, request: Request, mode: str, rounds: int, devices: Devic
         verdict_ms=median_ms("verdict_s"),
         seen_ms=median_ms("seen_s"),
         memcpy_ms=memcpy_ms,
-        ratio=p50 / memcpy_ms,
-        gbps=request.nbytes / p50 / 1e6,
+        ratio=ratio,
+        gbps=gbps,
         scheduler_cpu_ms=median_ms("scheduler_cpu_s"),
         worker_cpu_ms=median_ms("worker_cpu_s"),
         io_cpu_ms=median_ms("io_cpu_s"),
         other_cpu_ms=median_ms("other_cpu_s"),
-        aim=aim_of(devices, request.num_tokens, mode, p50, p50 / memcpy_ms),
+        aim=aim_of(devices, request.num_tokens, mode, total_ms=p50, ratio=ratio, gbps=gbps),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from scripts.benchmarks.devices import Devices
 from scripts.benchmarks.results import Line, Plot, Table, today, write_report
 
-SHORT_TOKENS, LONG_TOKENS = 128, 32768
+SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
 SHORT_AIMS_MS = {
     ("cuda_ipc", "idle"): 0.3,
     ("cuda_ipc", "busy"): 0.5,
@@ -19,6 +19,8 @@ SHORT_AIMS_MS = {
 """By wire and mode; of zmq in host memory, of the others between GPUs."""
 LONG_AIM = 1.15
 """Times memcpy, of cuda_ipc."""
+MIDDLE_AIM_GBPS = 250.0
+"""Of ucx between GPUs, where an 8B model has 1 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,17 @@ class Cell:
     aim: str
 
 
-def aim_of(devices: Devices, num_tokens: int, mode: str, total_ms: float, ratio: float) -> str:
+def aim_of(
+    devices: Devices, num_tokens: int, mode: str, *, total_ms: float, ratio: float, gbps: float
+) -> str:
     """What we want of a wire there, and whether it was met."""
     if (devices.wire == "zmq") != (devices.where == "cpu"):
         return ""
     most_ms = SHORT_AIMS_MS.get((devices.wire, mode))
     if num_tokens == SHORT_TOKENS and most_ms is not None:
         return f"{most_ms} ms {'met' if total_ms <= most_ms else 'MISSED'}"
+    if num_tokens == MIDDLE_TOKENS and (devices.wire, mode) == ("ucx", "idle"):
+        return f"{MIDDLE_AIM_GBPS:g} GB/s {'met' if gbps >= MIDDLE_AIM_GBPS else 'MISSED'}"
     if num_tokens == LONG_TOKENS and (devices.wire, mode) == ("cuda_ipc", "idle"):
         return f"{LONG_AIM} x memcpy {'met' if ratio <= LONG_AIM else 'MISSED'}"
     return ""

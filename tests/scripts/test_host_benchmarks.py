@@ -74,7 +74,21 @@ def test_aims_are_those_of_2048_blocks() -> None:
     ],
 )
 def test_aims_of_short_requests(devices: Devices, total_ms: float, said: str) -> None:
-    assert aim_of(devices, 128, "idle", total_ms, 1.0) == said
+    assert aim_of(devices, 128, "idle", total_ms=total_ms, ratio=1.0, gbps=1.0) == said
+
+
+@pytest.mark.parametrize(
+    ("wire", "num_tokens", "gbps", "said"),
+    [
+        ("ucx", 8192, 251.0, "250 GB/s met"),
+        ("ucx", 8192, 249.0, "250 GB/s MISSED"),
+        ("ucx", 1024, 249.0, ""),
+        ("nixl", 8192, 251.0, ""),
+    ],
+)
+def test_aims_of_long_requests_by_rate(wire: str, num_tokens: int, gbps: float, said: str) -> None:
+    devices = Devices("cuda:1", "cuda:0", wire)
+    assert aim_of(devices, num_tokens, "idle", total_ms=1.0, ratio=1.0, gbps=gbps) == said
 
 
 def test_another_wire_on_the_same_devices() -> None:
