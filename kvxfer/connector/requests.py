@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from kvxfer.connector.records import GroupBlockIds
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer.chunks import check_chunks
 from kvxfer.transfer.manifest import MAX_RANKS, RankManifest
 from kvxfer.transfer.plan import Side
-from kvxfer.transfer.pull import PullResolver, check_chunks, check_ids
+from kvxfer.transfer.pull import PullResolver, check_ids
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Keeping, held_ids
 from kvxfer.transfer.wire import Pull, Reason

@@ -1,4 +1,4 @@
-"""What a sink asks one source rank for, and the chunks that both sides cut it into. Pure.
+"""What a sink asks one source rank for, and what that gives. Pure.
 
 A source takes nothing in a Pull on trust: :class:`PullResolver` looks every name, head range, size
 and token range up in its own regions, and bounds everything that is later counted over.
@@ -15,7 +15,6 @@ from kvxfer.errors import ProtocolError
 from kvxfer.transfer.layout import Interior, Region, join_planes
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import (
-    Chunk,
     CopyClass,
     PullClass,
     RegionName,
@@ -25,13 +24,7 @@ from kvxfer.transfer.plan import (
     side_tile,
 )
 
-CHUNK_TOKENS = 512
-"""A larger piece of one region gains nothing and costs index arrays."""
-MIN_CHUNK_NBYTES = 4096
-"""The least that a peer may ask for: smaller chunks cost more to name than to carry."""
 MAX_CHUNK_NBYTES = 64 << 20
-MAX_CHUNKS = 1 << 16
-"""64 GiB in chunks of 1 MiB. The list of so many takes 0.1 s and 11 MB."""
 MAX_TOKENS = 1 << 31
 MAX_KNOWN = 64
 """Sinks that ask for different things of one source rank, before it forgets what was found."""
@@ -84,7 +77,7 @@ class PullResolver:
         Raises ProtocolError that names the first thing this rank cannot or will not give.
         """
         for index, wanted in enumerate(classes):
-            _check_sizes(f"class {index}", wanted)
+            check_sizes(f"class {index}", wanted)
         found = self._found(tuple(replace(wanted, token_lo=0, token_hi=0) for wanted in classes))
         for index, ((_, first), wanted) in enumerate(zip(found, classes, strict=True)):
             _check_tokens(_name(f"class {index}", wanted.regions[0]), first, wanted)
@@ -104,65 +97,17 @@ def resolve_pull(rank: RankManifest, classes: Sequence[PullClass]) -> tuple[Side
     return PullResolver(rank).resolve(classes)
 
 
-def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
-    """How many chunks a peer asks for, before any is made; 0 if there is nothing to send.
-
-    Raises ProtocolError for sizes that a source does not serve, those of :func:`num_chunks` and
-    chunks under ``MIN_CHUNK_NBYTES``.
-    """
-    if not MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
-        raise ProtocolError(
-            f"chunk_nbytes: expected {MIN_CHUNK_NBYTES} to {MAX_CHUNK_NBYTES} of a peer, "
-            f"got {chunk_nbytes}"
-        )
-    return num_chunks(classes, chunk_nbytes)
-
-
-def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
-    """The length of :func:`chunk_list`, by arithmetic alone: O(classes), whatever the sizes.
-
-    Raises ProtocolError for sizes out of bounds.
-    """
-    if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
-        raise ProtocolError(f"chunk_nbytes: expected 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
-    total = 0
-    for class_index, wanted in enumerate(classes):
-        _check_sizes(f"class {class_index}", wanted)
-        total += _num_class_chunks(wanted, chunk_nbytes)
-        if total > MAX_CHUNKS:
-            raise ProtocolError(
-                f"class {class_index}: expected at most {MAX_CHUNKS} chunks, "
-                f"got {total} of {chunk_nbytes} bytes; ask for larger ones"
-            )
-    return total
-
-
-def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, ...]:
-    """The chunks of a route in the order of their sequence numbers; the same on both sides.
-
-    A chunk takes at most 512 tokens and ``chunk_nbytes``, but at least one of the sink's kernel
-    blocks, and is cut at multiples of it; then as many regions as fit.
-
-    Raises ProtocolError for sizes out of bounds, before the first chunk is made.
-    """
-    num_chunks(classes, chunk_nbytes)
-    chunks: list[Chunk] = []
-    for class_index, wanted in enumerate(classes):
-        _append_chunks(chunks, class_index, wanted, chunk_nbytes)
-    return tuple(chunks)
-
-
 def route_nbytes(classes: Sequence[PullClass]) -> int:
     """Bytes of KV that all chunks carry."""
     return sum(
-        len(wanted.regions) * (wanted.token_hi - wanted.token_lo) * _token_nbytes(wanted)
+        len(wanted.regions) * (wanted.token_hi - wanted.token_lo) * token_nbytes(wanted)
         for wanted in classes
     )
 
 
 def block_chunk_nbytes(classes: Sequence[PullClass]) -> int:
     """The largest chunk that cannot be cut: a kernel block of the sink, of one region."""
-    return max((each.order.kernel_tokens * _token_nbytes(each) for each in classes), default=0)
+    return max((each.order.kernel_tokens * token_nbytes(each) for each in classes), default=0)
 
 
 def check_ids(side: Side, block_ids: Sequence[int], token_lo: int, token_hi: int) -> None:
@@ -274,7 +219,7 @@ def _joined(
     return joined
 
 
-def _check_sizes(where: str, wanted: PullClass) -> None:
+def check_sizes(where: str, wanted: PullClass) -> None:
     """Bounds on everything that is looped over or multiplied, before it is."""
     if not wanted.regions:
         raise ProtocolError(f"{where}: expected at least one region, got none")
@@ -290,10 +235,10 @@ def _check_sizes(where: str, wanted: PullClass) -> None:
     if wanted.inner_nbytes < 1:
         raise ProtocolError(f"{where}: inner_nbytes: expected 1 or more, got {wanted.inner_nbytes}")
     kernel_tokens = wanted.order.kernel_tokens
-    if kernel_tokens < 1 or kernel_tokens * _token_nbytes(wanted) > MAX_CHUNK_NBYTES:
+    if kernel_tokens < 1 or kernel_tokens * token_nbytes(wanted) > MAX_CHUNK_NBYTES:
         raise ProtocolError(
             f"{where}: kernel_tokens: expected 1 or more, of at most {MAX_CHUNK_NBYTES} bytes "
-            f"together, got {kernel_tokens} of {_token_nbytes(wanted)} bytes"
+            f"together, got {kernel_tokens} of {token_nbytes(wanted)} bytes"
         )
     _check_channels(where, wanted)
 
@@ -311,7 +256,7 @@ def _check_channels(where: str, wanted: PullClass) -> None:
         raise ProtocolError(
             f"{where}: token_major: expected false for channels of {channel_nbytes} bytes, got true"
         )
-    num_channels = wanted.order.kernel_tokens * _token_nbytes(wanted) // channel_nbytes
+    num_channels = wanted.order.kernel_tokens * token_nbytes(wanted) // channel_nbytes
     if num_channels > MAX_BLOCK_CHANNELS:
         raise ProtocolError(
             f"{where}: channel_nbytes: expected at most {MAX_BLOCK_CHANNELS} channels in a kernel "
@@ -368,60 +313,6 @@ def _check_tokens(name: str, region: Region, wanted: PullClass) -> None:
         )
 
 
-def _step_tokens(wanted: PullClass, chunk_nbytes: int) -> int:
-    """Tokens from one cut to the next: whole kernel blocks of the sink, as many as fit."""
-    kernel_tokens = wanted.order.kernel_tokens
-    fit_tokens = min(CHUNK_TOKENS, chunk_nbytes // _token_nbytes(wanted))
-    return max(fit_tokens // kernel_tokens, 1) * kernel_tokens
-
-
-def _fit_regions(wanted: PullClass, num_tokens: int, chunk_nbytes: int) -> int:
-    """Regions that fit one chunk of so many tokens, at least one."""
-    return max(chunk_nbytes // (num_tokens * _token_nbytes(wanted)), 1)
-
-
-def _num_class_chunks(wanted: PullClass, chunk_nbytes: int) -> int:
-    """Between its ends, the part of a range up to the first cut and that behind the last, all
-    pieces are equal.
-    """
-    lo, hi = wanted.token_lo, wanted.token_hi
-    step = _step_tokens(wanted, chunk_nbytes)
-    first = min(step - lo % step, hi - lo)
-    num_equal, last = divmod(hi - lo - first, step)
-    pieces = ((first, 1), (step, num_equal), (last, 1))
-    return sum(
-        count * -(-len(wanted.regions) // _fit_regions(wanted, num_tokens, chunk_nbytes))
-        for num_tokens, count in pieces
-        if num_tokens
-    )
-
-
-def _append_chunks(
-    chunks: list[Chunk], class_index: int, wanted: PullClass, chunk_nbytes: int
-) -> None:
-    num_regions, token_nbytes = len(wanted.regions), _token_nbytes(wanted)
-    step = _step_tokens(wanted, chunk_nbytes)
-    token_lo = wanted.token_lo
-    while token_lo < wanted.token_hi:
-        token_hi = min((token_lo // step + 1) * step, wanted.token_hi)
-        piece_nbytes = (token_hi - token_lo) * token_nbytes
-        fit_regions = _fit_regions(wanted, token_hi - token_lo, chunk_nbytes)
-        for region_lo in range(0, num_regions, fit_regions):
-            region_hi = min(region_lo + fit_regions, num_regions)
-            chunks.append(
-                Chunk(
-                    sequence=len(chunks),
-                    class_index=class_index,
-                    region_lo=region_lo,
-                    region_hi=region_hi,
-                    token_lo=token_lo,
-                    token_hi=token_hi,
-                    nbytes=(region_hi - region_lo) * piece_nbytes,
-                )
-            )
-        token_lo = token_hi
-
-
-def _token_nbytes(wanted: PullClass) -> int:
+def token_nbytes(wanted: PullClass) -> int:
     """Bytes of one token of one region: all wanted heads."""
     return (wanted.head_hi - wanted.head_lo) * wanted.inner_nbytes

@@ -17,10 +17,10 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import CopyClass
-from kvxfer.transfer.pull import chunk_list
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,

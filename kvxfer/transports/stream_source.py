@@ -17,8 +17,8 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Chunk
-from kvxfer.transfer.pull import chunk_list
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,

@@ -88,8 +88,8 @@ def test_an_idle_thread_sleeps(io: IoThread) -> None:
     io.start()
     time.sleep(0.05)
     before_s = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before_s < 0.1
+    time.sleep(0.5)
+    assert time.process_time() - before_s < 0.2
 
 
 def test_a_handler_that_fails_is_counted_and_the_loop_goes_on(

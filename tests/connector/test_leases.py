@@ -62,8 +62,7 @@ def test_an_abort_while_asked_ends_the_parked_pull() -> None:
         started_s = time.perf_counter()
         sink.abort("d")
         until(lambda: source.count("offers.broken"))
-        # At once is 100 ms; the rest is for a busy machine.
-        assert time.perf_counter() - started_s < 0.3
+        assert time.perf_counter() - started_s < 2  # at once, not after the lease of 30 s
         assert sink.received("d")
         assert sink.reasons("d") == {"cancelled"}
 
@@ -131,7 +130,7 @@ def test_holds_keep_the_lease_until_the_cap() -> None:
         source.collect()
         assert not any("p" in results.sent for results in source.results)  # at no rank
         until(lambda: source.sent("p"))
-        assert 1.0 < time.perf_counter() - opened_s < 2.0
+        assert 1.0 < time.perf_counter() - opened_s < 4.0
         assert source.take_stats().reasons == {"expired": 2}
 
 
@@ -213,7 +212,7 @@ def test_a_read_that_does_not_end_keeps_its_blocks_and_marks_the_peer_down(
         sink.load("d", ref, [3], (0, 16))
         until(lambda: source.sent("p"))  # cancelled at the deadline
         assert not sink.received("d")
-        assert 0.35 < time.perf_counter() - started_s < 0.75
+        assert 0.35 < time.perf_counter() - started_s < 1.4
         until(lambda: sink.count("loads.undrained"))
         assert not sink.received("d")
         until(lambda: sink.received("d"))

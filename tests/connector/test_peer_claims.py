@@ -238,21 +238,21 @@ def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
         started_s = time.perf_counter()
         sink.load("d", ref, [1], (0, 16))
         until(lambda: sink.received("d"), 8)
-        assert 2.0 < time.perf_counter() - started_s < 3.3
+        assert 2.0 < time.perf_counter() - started_s < 4.5
         assert sink.reasons("d") == {"transport"}
         time.sleep(0.4)
         assert len(tried) == 2  # and the thread does not go on
 
 
 def test_a_trial_that_never_ends_ends_the_contact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShmSink, "trial", lambda self, source, timeout_s: time.sleep(4))
+    monkeypatch.setattr(ShmSink, "trial", lambda self, source, timeout_s: time.sleep(6))
     with (
         Engine(ONE, "a", fill=1, transport="shm") as source,
         Engine(ONE, "decode", fill=POISON, transport="shm", connect_timeout_s=0.3) as sink,
     ):
         started_s = time.perf_counter()
         assert _load(sink, "d", _offered(source, "p")) == {"transport"}
-        assert 2.0 < time.perf_counter() - started_s < 3.3
+        assert 2.0 < time.perf_counter() - started_s < 4.5
         time.sleep(2)  # the thread of the trial ends
 
 
@@ -285,5 +285,5 @@ def test_no_socket_for_a_contact_fails_it_at_once(monkeypatch: pytest.MonkeyPatc
     with Engine(ONE, "a", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
         started_s = time.perf_counter()
         assert _load(sink, "d", _offered(source, "p")) == {"peer_lost"}
-        assert time.perf_counter() - started_s < 0.5
+        assert time.perf_counter() - started_s < 2  # not after connect_timeout_s
         assert "expected a socket" in sink.reports("d")[0].detail

@@ -92,7 +92,7 @@ def test_a_killed_source_fails_its_loads_at_once_and_a_restarted_one_serves(wire
             started_s = time.perf_counter()
             until(lambda: sink.received("d0"))
             # The running piece of copying (100 ms of it made up) is waited for, and nothing else.
-            assert time.perf_counter() - started_s < 0.5
+            assert time.perf_counter() - started_s < 1
             assert sink.reasons("d0") == {"peer_lost"}
         with prefill(transport=wire, port=port) as second:
             ref = second.offer("p2")
@@ -132,7 +132,7 @@ def test_a_stopped_source_misses_the_deadline() -> None:
         started_s = time.perf_counter()
         sink.load("d1", refs[1], range(60), (0, TOKENS))
         until(lambda: sink.received("d1"), 3)
-        assert 0.45 < time.perf_counter() - started_s < 1.5
+        assert 0.45 < time.perf_counter() - started_s < 2.5
         assert sink.reasons("d1") == {"deadline"}
         source.signal(signal.SIGCONT)
 

@@ -82,23 +82,23 @@ def _ref(sink: Engine, endpoint: str) -> SourceRef:
 
 
 def test_silence_ends_at_the_deadline_and_is_remembered_for_a_second() -> None:
-    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=0.4) as sink:
+    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=0.8) as sink:
         ref = _ref(sink, f"tcp://127.0.0.1:{free_port()}")
         started_s = time.perf_counter()
         sink.load("d0", ref, [1], (0, 16))
         until(lambda: sink.received("d0"))
-        assert 0.35 < time.perf_counter() - started_s < 1.5
+        assert 0.75 < time.perf_counter() - started_s < 3
         assert sink.reasons("d0") == {"peer_lost"}
-        assert "did not answer within 0.4 s" in sink.reports("d0")[0].detail
+        assert "did not answer within 0.8 s" in sink.reports("d0")[0].detail
         started_s = time.perf_counter()
         sink.load("d1", ref, [1], (0, 16))
         until(lambda: sink.received("d1"))
-        assert time.perf_counter() - started_s < 0.2
+        assert time.perf_counter() - started_s < 0.7
         time.sleep(1.1)
         started_s = time.perf_counter()
         sink.load("d2", ref, [1], (0, 16))
         until(lambda: sink.received("d2"))
-        assert time.perf_counter() - started_s > 0.35
+        assert time.perf_counter() - started_s > 0.75
 
 
 def test_a_load_is_aborted_before_its_peer_is_there() -> None:
@@ -109,7 +109,7 @@ def test_a_load_is_aborted_before_its_peer_is_there() -> None:
         started_s = time.perf_counter()
         sink.abort("d")
         until(lambda: sink.received("d"))
-        assert time.perf_counter() - started_s < 0.1
+        assert time.perf_counter() - started_s < 2  # not after connect_timeout_s
         assert sink.reasons("d") == {"cancelled"}
 
 
@@ -125,10 +125,10 @@ def test_a_source_that_is_connected_but_says_nothing_is_lost() -> None:
         assert not sink.received("d")  # parked, but the source answers
         service = source.workers[0]._service
         assert service is not None
-        service.io.post(lambda: time.sleep(1.5))
+        service.io.post(lambda: time.sleep(2.5))
         started_s = time.perf_counter()
         until(lambda: sink.received("d"))
-        assert 0.2 < time.perf_counter() - started_s < 1.4
+        assert 0.2 < time.perf_counter() - started_s < 2.4
         assert sink.reasons("d") == {"peer_lost"}
         assert "was silent for" in sink.reports("d")[0].detail
 

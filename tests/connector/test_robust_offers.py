@@ -254,7 +254,7 @@ def test_a_pull_is_looked_into_once_and_not_at_all_when_it_is_refused(
 
 def test_the_lease_begins_anew_when_the_request_has_finished() -> None:
     """A sink hears of the offer only then, however long the request went on after its opening."""
-    settings: dict[str, Any] = {"lease_s": 0.5, "keep_s": 0.1, "max_hold_s": 2.0}
+    settings: dict[str, Any] = {"lease_s": 0.5, "keep_s": 0.1, "max_hold_s": 4.0}
     with Engine(ONE, "prefill", fill=1, **settings) as source:
         source.offer("p", 16, [1])
         source.step(ConnectorMetadata(computed=("p",)))
@@ -262,7 +262,7 @@ def test_the_lease_begins_anew_when_the_request_has_finished() -> None:
         time.sleep(0.35)
         source.step(ConnectorMetadata(delayed=("p",)))
         until(lambda: source.sent("p"))
-        assert 0.8 < time.perf_counter() - opened_s < 1.4
+        assert 0.8 < time.perf_counter() - opened_s < 3.0
         assert source.take_stats().reasons == {"expired": 1}
 
 

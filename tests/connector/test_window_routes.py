@@ -17,10 +17,11 @@ from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import NewLoad, SourceRef
 from kvxfer.connector.requests import clip_ids, read_pull
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.plan import Plan, make_plan
-from kvxfer.transfer.pull import PullResolver, chunk_list, resolve_pull
+from kvxfer.transfer.pull import PullResolver, resolve_pull
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
 from kvxfer.transfer.wire import Consumer, OfferRef

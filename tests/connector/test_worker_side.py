@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvxfer.connector import rank_service
 from kvxfer.connector.records import (
     ConnectorMetadata,
     EndOffer,
@@ -115,7 +116,7 @@ def test_small_loads_are_quick_and_orders_never_wait() -> None:
             source.compute(f"p{number}")
             started_s = time.perf_counter()
             sink.load(f"d{number}", ref, [2], (0, 16))
-            assert time.perf_counter() - started_s < 0.2
+            assert time.perf_counter() - started_s < 1
             assert sink.workers[0].wait_for_activity(5)
             durations.append(time.perf_counter() - started_s)
             assert sink.received(f"d{number}")
@@ -258,7 +259,7 @@ def test_a_preempted_offer_is_over_and_drained_when_the_call_returns(wire: str) 
         (worker,) = source.workers
         started_s = time.perf_counter()
         worker.handle_preemptions(ConnectorMetadata(ended=(EndOffer("p", Reason.PREEMPTED),)))
-        assert time.perf_counter() - started_s < 0.5
+        assert time.perf_counter() - started_s < 1.5
         assert source.sent("p")  # reported before the call returned
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"preempted"}
@@ -275,6 +276,7 @@ def test_a_preempted_offer_waits_for_the_pack_that_runs(monkeypatch: pytest.Monk
         is_packing.clear()
 
     monkeypatch.setattr(stream_packing, "gather", slow_gather)
+    monkeypatch.setattr(rank_service, "SMALL_NBYTES", 0)  # else nothing comes between pack and send
     with (
         Engine(ONE, "prefill", fill=1, transport="zmq") as source,
         Engine(ONE, "decode", fill=POISON, transport="zmq") as sink,

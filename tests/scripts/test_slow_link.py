@@ -92,7 +92,7 @@ def test_two_namespaces_see_each_other_late() -> None:
             taken_s = trips.call(list, "measure", echo.call(tuple, "address"))
         finally:
             close_all((trips, echo))
-        assert 0.010 < min(taken_s) < 0.050
+        assert 0.010 < min(taken_s) < 0.2
         relayed = link.relayed()
         assert relayed.num_carried > 100
         assert relayed.num_dropped == 0

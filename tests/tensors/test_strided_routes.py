@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
+from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import make_plan
-from kvxfer.transfer.pull import chunk_list, pull_classes, resolve_pull, route_nbytes
+from kvxfer.transfer.pull import pull_classes, resolve_pull, route_nbytes
 from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
 from tests.oracle import oracle_copy, oracle_fill
 from tests.tensors.strided_cases import (

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import Base, Chunk, Plan, PullClass, Side, Tile
-from kvxfer.transfer.pull import chunk_list, pull_classes, resolve_pull
+from kvxfer.transfer.pull import pull_classes, resolve_pull
 from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
 from tests.oracle import oracle_copy, oracle_fill
 

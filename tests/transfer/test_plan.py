@@ -475,7 +475,7 @@ def test_a_large_pair_is_planned_quickly() -> None:
         plan = make_plan(source, sink)
         durations.append(time.perf_counter() - start)
     assert len(plan.routes) == 8
-    assert min(durations) < 0.3
+    assert min(durations) < 1
 
 
 def test_hybrid_engines_move_each_group_by_itself() -> None:

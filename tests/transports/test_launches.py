@@ -216,7 +216,7 @@ def test_what_was_measured_says_when_the_next_is_due() -> None:
     launches.add(30, Doubtful(), nbytes)
     launches.add(31, Doubtful(), nbytes)
     first, second = launches._flights
-    assert 0.0015 < first.due_s - first.begins_s < 0.02
+    assert 0.0015 < first.due_s - first.begins_s < 0.2
     assert second.begins_s == first.due_s
     launches.forget()
     assert (launches.nbytes, launches.land()) == (0, [])

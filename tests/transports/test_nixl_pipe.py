@@ -250,12 +250,13 @@ def test_peer_can_be_met_again_and_again(two: Two) -> None:
 def test_close_of_a_pipe_closes_its_lanes(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[End] = []
     monkeypatch.setattr(nixl_pipe, "_quarantine", kept)
+    monkeypatch.setattr(nixl_pipe, "CLOSE_S", 5.0)
     giver, taker = two.open()
     two.move(giver, taker, 0, 4096, 3)
     begin_s = time.monotonic()
     two.close()
     two.close()
-    assert time.monotonic() - begin_s < 0.5
+    assert time.monotonic() - begin_s < 4
     assert not kept
 
 

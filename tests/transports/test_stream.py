@@ -20,8 +20,8 @@ from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
 from kvxfer.testing_cases import CASES, Move, make_move
 from kvxfer.testing_peer import Context
+from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging
-from kvxfer.transfer.pull import chunk_list
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_packing, stream_source
 from kvxfer.transports.base import (

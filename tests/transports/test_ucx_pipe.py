@@ -181,13 +181,15 @@ def test_the_descriptor_is_silent_when_nothing_is_to_be_done() -> None:
 
 
 @needs_ucxx
-def test_an_idle_pipe_takes_no_time() -> None:
+def test_an_idle_pipe_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     with two_ends() as ends:
         ends.until(lambda: not select.select(ends.sink_pipe.fds(), [], [], 0.01)[0])
+        for name in ("SPIN_S", "TURN_S"):
+            monkeypatch.setattr(f"kvxfer.transports.ucx_pipe.{name}", 0.01)
         before_s = time.process_time()
         for _ in range(100):
             ends.sink_pipe.progress()
-        assert time.process_time() - before_s < 0.1  # a spin each time would be 3 ms in all
+        assert time.process_time() - before_s < 0.5  # a spin each time would be 1 s in all
 
 
 class Busy:
@@ -244,7 +246,7 @@ def test_progress_comes_back_in_time() -> None:
         wakes.clear()
         begin_s = time.monotonic()
         ends.source_pipe.progress()
-        assert time.monotonic() - begin_s < 0.1
+        assert time.monotonic() - begin_s < 2  # not until there is nothing left
         assert wakes == [True]
         ends.source_pipe.progress()
         assert wakes == [True, True]
