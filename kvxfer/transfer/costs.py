@@ -111,12 +111,14 @@ class StagingBounds:
 @dataclass(frozen=True, slots=True)
 class Staging:
     """The slots of one connection, and how transfers are cut for it. ``fixed_nbytes``: the size of
-    every chunk; None: as large as is best for each transfer.
+    every chunk; None: as large as is best for each transfer. ``way``: in which the wire moves them,
+    as its trial has found; "": the usual one.
     """
 
     num_slots: int
     slot_nbytes: int
     fixed_nbytes: int | None
+    way: str = ""
 
     def chunk_nbytes(self, costs: WireCosts, nbytes: int) -> int:
         """For a transfer of so many bytes."""

@@ -251,11 +251,13 @@ class ReadStopped:
 class Trial:
     """What a wire costs, measured with bytes that it has moved.
 
-    ``path``: what carried them, for a wire that has several ("TCP"); shown to people only.
+    ``path``: what carried them, for a wire that has several ("TCP"); shown to people only. ``way``:
+    the one of its pipe's that was taken, for ``Staging``; "" where there is only one.
     """
 
     costs: WireCosts
     path: str = ""
+    way: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,8 +304,8 @@ class SinkTransport(ABC):
     def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
         """Map the source rank's memory or connect to it; idempotent.
 
-        ``staging``: of stream wires; without it what the settings say, or what is usual. Raises
-        TransportUnavailable with the reason.
+        ``staging``: of stream wires, as the trial's costs and ``way`` have it; without it what the
+        settings say, or what is usual. Raises TransportUnavailable with the reason.
         """
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """NIXL as a pipe: one READ or one WRITE for each chunk, from staging to staging.
 
 With READ the sink fetches a chunk when it is announced. With WRITE the source puts it into the
-sink's staging, and announces it when it lies there. Which of the two is the sink's to say; ends on
-both sides are made for the other one's choice.
+sink's staging, and announces it when it lies there. Which of the two is the sink's to say, by what
+its trial has measured (``stream_ways``); ends on both sides are made for the other one's choice.
 
 NIXL has no descriptor that tells when a transfer is over. Where it copies by itself (on one host)
 it is over when it has been posted; else an alarm wakes the IO thread after 50 us, 100, 200 and so
@@ -16,6 +16,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import zmq
@@ -36,12 +37,22 @@ from kvxfer.transports.nixl_ends import (
     WrittenTo,
 )
 from kvxfer.transports.nixl_host import NixlHost, Staging
-from kvxfer.transports.pipe import Parts, Pipe, PipeBroken, SinkLane, Slots, SourceLane
+from kvxfer.transports.pipe import (
+    Parts,
+    Pipe,
+    PipeBroken,
+    SinkLane,
+    Slots,
+    SourceLane,
+    StagingSize,
+)
+from kvxfer.transports.stream_trial import trial_slots
+from kvxfer.transports.stream_ways import further_slots
 
-OPERATION: Operation = "WRITE"
-"""What sinks ask for. WRITE over READ in GB/s, NIXL 1.5.1: between two processes of a busy host of
-2 cores, each of which packs or unpacks beside it, 1.5 where UCX copies by itself and 1.0 over TCP
-(medians of 8 interleaved pairs of runs, chunks of 1 and 4 MiB); from one H200 to another over
+WAYS: tuple[Operation, ...] = ("WRITE", "READ")
+"""WRITE is the usual one. WRITE over READ in GB/s, NIXL 1.5.1: between two processes of a busy host
+of 2 cores, each of which packs or unpacks beside it, 1.5 where UCX copies by itself and 1.0 over
+TCP (medians of 8 interleaved pairs of runs, chunks of 1 and 4 MiB); from one H200 to another over
 NVLink, in pieces of 16 KiB, 1.1.
 """
 CLOSE_S = 0.7
@@ -160,21 +171,14 @@ class NixlSinkLane(SinkLane):
 class NixlPipe(Pipe):
     """An agent of NIXL's, and what its ends have in common.
 
-    Raises TransportUnavailable: what is missing, and what to install. ``operation``: what its sinks
-    ask for.
+    Raises TransportUnavailable: what is missing, and what to install.
     """
 
     name = "nixl"
+    ways = WAYS
     is_dear = True  # 0.5 s for the first agent, 0.1 s for each that follows
 
-    def __init__(
-        self,
-        device: torch.device,
-        config: Config,
-        wake: Wake,
-        operation: Operation = OPERATION,
-    ) -> None:
-        self.operation = operation
+    def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
         self._host = NixlHost(device, wake)
         self._ends: dict[bytes, End] = {}
         self._closing: list[End] = []
@@ -188,6 +192,14 @@ class NixlPipe(Pipe):
         before_s = time.monotonic() - KEPT_S
         late = (end for end in self._closing if (end.closed_s or 0.0) < before_s)
         return sum(end.staging.slots.nbytes for end in late)
+
+    def staging_size(self, device_type: str) -> StagingSize:
+        """On a GPU less than others: what the trial's READ has taken stays with the source."""
+        usual = super().staging_size(device_type)
+        if device_type == "cpu":
+            return usual
+        kept_nbytes = further_slots(trial_slots(device_type)).nbytes
+        return replace(usual, nbytes=usual.nbytes - kept_nbytes)
 
     def open_source(self, address: bytes, slots: Slots) -> NixlSourceLane:
         """For either operation, as the sink says."""
@@ -215,16 +227,17 @@ class NixlPipe(Pipe):
             raise
         return end
 
-    def open_sink(self, slots: Slots) -> NixlSinkLane:
-        """With the operation that this pipe was made for."""
+    def open_sink(self, slots: Slots, way: str = "") -> NixlSinkLane:
+        """It asks for that operation."""
+        operation: Operation = "READ" if self.way_named(way) == "READ" else "WRITE"
         connection, host = secrets.token_bytes(16), self._host
         end: End
-        if self.operation == "READ":
+        if operation == "READ":
             end = Mover(host, Staging(host, slots), connection, "READ")
         else:
             end = WrittenTo(host, host.staging_to_reach(slots), connection)
         self._ends[connection] = end
-        return NixlSinkLane(self, end, self.operation)
+        return NixlSinkLane(self, end, operation)
 
     def progress(self) -> None:
         """Notes of the peers, and ends that were closed."""

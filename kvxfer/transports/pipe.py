@@ -146,6 +146,10 @@ class Pipe(ABC):
     """One library on one rank, for one side of a wire."""
 
     name: str
+    ways: tuple[str, ...] = ("",)
+    """In which it can move bytes, the usual one first; a sink takes one for each connection, by
+    trial (``stream_ways``). Ends on the source's side are made for any of them.
+    """
     is_dear: bool = False
     """Whether to make and connect a pipe takes much longer than a first load may wait; a trial does
     both. See ``SinkTransport.is_dear``.
@@ -163,8 +167,17 @@ class Pipe(ABC):
         """
 
     @abstractmethod
-    def open_sink(self, slots: Slots) -> SinkLane:
-        """The taking end of a connection. Raises TransportUnavailable."""
+    def open_sink(self, slots: Slots, way: str = "") -> SinkLane:
+        """The taking end of a connection. ``way``: one of ``ways``, or "", the usual one.
+
+        Raises TransportUnavailable, and ValueError for a way that it does not have.
+        """
+
+    def way_named(self, way: str) -> str:
+        """The one of ``ways`` that is meant. Raises ValueError."""
+        if way and way not in self.ways:
+            raise ValueError(f"{self.name}: way: expected one of {self.ways}, got {way!r}")
+        return way or self.ways[0]
 
     def fds(self) -> Sequence[int]:
         """File descriptors that can be read when ``progress`` has something to do."""

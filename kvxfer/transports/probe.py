@@ -122,7 +122,7 @@ def _try(
         duration_s = costs.direct_s(workload.nbytes)
         return Choice(name, costs, workload, duration_s, path=trial.path)
     try:
-        staging = plan_staging(costs, workload, bounds)
+        staging = replace(plan_staging(costs, workload, bounds), way=trial.way)
     except ValueError as exc:
         raise TransportUnavailable(str(exc)) from exc
     chunk_nbytes = staging.chunk_nbytes(costs, workload.nbytes)

@@ -29,7 +29,7 @@ MAX_PROBES = 32
 """Empty frames that wait for one sink at most: fewer than its queue has room for beyond chunks."""
 MAX_TRIALS = 32
 """Messages of a trial for one connection: a sink makes one of its own for each trial, which takes
-at most 23.
+at most 27.
 """
 
 ReadName = tuple[bytes, bytes, str]

@@ -150,8 +150,12 @@ def open_link(
     *,
     uses_unix_sockets: bool,
     is_trial: bool = False,
+    way: str = "",
 ) -> Link[T]:
-    """Attach; the connection is made in the background. Raises TransportUnavailable."""
+    """Attach; the connection is made in the background. ``way``: of the pipe's.
+
+    Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
+    """
     nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
     _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
     socket = make_dealer(context, config)
@@ -162,7 +166,7 @@ def open_link(
         raise
     try:
         socket.connect(nearest)
-        lane = pipe.open_sink(slots)
+        lane = pipe.open_sink(slots, way)
     except zmq.ZMQError as exc:
         _close(socket, monitor)
         raise TransportUnavailable(

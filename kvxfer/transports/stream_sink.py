@@ -44,7 +44,8 @@ from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_packing import MakePacker, make_packer
 from kvxfer.transports.stream_reads import Read, ReadLink, UnpackJob, why_not
 from kvxfer.transports.stream_source import MakePipe
-from kvxfer.transports.stream_trial import TrialTaker, trial_slots
+from kvxfer.transports.stream_trial import trial_slots
+from kvxfer.transports.stream_ways import try_ways
 from kvxfer.transports.stream_wire import (
     Attached,
     ChunkHeader,
@@ -106,24 +107,28 @@ class StreamSink(SinkTransport):
         self.name, self.is_dear = self._pipe.name, self._pipe.is_dear
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
-        """Ask for a few messages over a pipe and a connection of its own."""
+        """Ask for a few messages over a pipe of its own, in each of its ways."""
         endpoint = data_endpoint_of(source, self._config, self.name)
         with (
             closing(WakeUp()) as wake,
             closing(self._make_pipe(self._memory, self._config, wake)) as pipe,
         ):
-            link: Link[TrialHeader] = open_link(
-                pipe,
-                trial_slots(self._memory.device.type),
-                source.control_endpoint,
-                endpoint,
-                self._config,
-                self._context,
-                uses_unix_sockets=self.uses_unix_sockets,
-                is_trial=True,
-            )
-            with closing(link):
-                return TrialTaker(pipe, link, wake, timeout_s).run()
+
+            def make_link(slots: Slots, way: str) -> Link[TrialHeader]:
+                return open_link(
+                    pipe,
+                    slots,
+                    source.control_endpoint,
+                    endpoint,
+                    self._config,
+                    self._context,
+                    uses_unix_sockets=self.uses_unix_sockets,
+                    is_trial=True,
+                    way=way,
+                )
+
+            slots = trial_slots(self._memory.device.type)
+            return try_ways(pipe, make_link, slots, wake, timeout_s)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """What unpacks them."""
@@ -155,20 +160,20 @@ class StreamSink(SinkTransport):
             return
         self.detach(source.control_endpoint)
         config = self._config
-        slots = Slots(
+        staging = staging or Staging(
             config.staging_slots or USUAL_SLOTS.num_slots,
             config.chunk_nbytes or USUAL_SLOTS.slot_nbytes,
+            config.chunk_nbytes,
         )
-        if staging is not None:
-            slots = Slots(staging.num_slots, staging.slot_nbytes)
         self._links[source.control_endpoint] = open_link(
             self._pipe,
-            slots,
+            Slots(staging.num_slots, staging.slot_nbytes),
             source.control_endpoint,
             endpoint,
             self._config,
             self._context,
             uses_unix_sockets=self.uses_unix_sockets,
+            way=staging.way,
         )
         self._watch()
         self._pipe.progress()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import zmq
 from torch import Tensor
 
 from kvxfer.errors import ProtocolError, TransportUnavailable
-from kvxfer.transfer.costs import fit_costs
-from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Trial, Wake
+from kvxfer.transfer.costs import WireCosts, fit_costs, fit_direct_costs
+from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Wake
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connection
@@ -154,9 +154,17 @@ class TrialGiver:
 # ------------------------------------------------------------------ the taking side
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a trial has found. ``large_s``: the least time that the large message took."""
+
+    costs: WireCosts
+    large_s: float
+
+
 class TrialTaker:
-    """Asks for a large message, a small one and a burst of small ones over a connection of its own,
-    and times the answers.
+    """Asks for a large message, a small one and, where the connection has slots for it, a burst of
+    small ones over a connection of its own, and times the answers.
 
     The first round is not timed, but its bytes are compared: it opens TCP's window, and whatever
     else is done only once.
@@ -171,10 +179,14 @@ class TrialTaker:
         self._poller = make_poller((link.socket, link.monitor))
         self._arrived: list[int] = []
 
-    def run(self) -> Trial:
-        """Blocks. Raises TransportUnavailable."""
-        large_nbytes, small_nbytes = self._link.slots.slot_nbytes, TRIAL_SMALL_NBYTES
-        asked = ((large_nbytes, 1), (small_nbytes, NUM_BURST), (small_nbytes, 1))
+    def run(self) -> Measured:
+        """Blocks. Without a burst a message costs the least that it can.
+
+        Raises TransportUnavailable.
+        """
+        large, small = (self._link.slots.slot_nbytes, 1), (TRIAL_SMALL_NBYTES, 1)
+        burst = (TRIAL_SMALL_NBYTES, min(NUM_BURST, self._link.slots.num_slots - 1))
+        asked = (large, small) if burst == small else (large, burst, small)
         best_s = dict.fromkeys(asked, math.inf)
         began_s = time.perf_counter()
         for num_round in range(NUM_ROUNDS):
@@ -184,10 +196,18 @@ class TrialTaker:
                     best_s[nbytes, count] = min(best_s[nbytes, count], max(duration_s, 1e-9))
             if num_round and time.perf_counter() - began_s > SHORT_S:
                 break
-        large_s, burst_s, small_s = (best_s[each] for each in asked)
-        costs = fit_costs((small_nbytes, small_s), (NUM_BURST, burst_s), (large_nbytes, large_s))
+        ends = ((small[0], best_s[small]), (large[0], best_s[large]))
+        if burst == small:
+            costs = fit_direct_costs(*ends)
+        else:
+            costs = fit_costs(ends[0], (burst[1], best_s[burst]), ends[1])
         costs = replace(costs, message_s=max(costs.message_s, CHUNK_S))
-        return Trial(costs, self._link.path)
+        return Measured(costs, best_s[large])
+
+    def time_large(self, timeout_s: float) -> float:
+        """The large message once more, after ``run``. Raises TransportUnavailable."""
+        self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
+        return max(self._time(self._link.slots.slot_nbytes, 1, is_first=False), 1e-9)
 
     def _time(self, nbytes: int, count: int, *, is_first: bool) -> float:
         link, name = self._link, self._pipe.name

@@ -217,8 +217,9 @@ class UcxPipe(Pipe):
         self._lanes[end.fd] = lane
         return lane
 
-    def open_sink(self, slots: Slots) -> UcxSinkLane:
+    def open_sink(self, slots: Slots, way: str = "") -> UcxSinkLane:
         """A worker that waits for the source's address."""
+        self.way_named(way)
         with self.on_device():
             end = self._new_end(slots)
             lane = UcxSinkLane(self, end)

@@ -130,8 +130,9 @@ class ZmqPipe(Pipe):
         """Takes memory when it is used."""
         return ZmqSourceLane(slots)
 
-    def open_sink(self, slots: Slots) -> ZmqSinkLane:
+    def open_sink(self, slots: Slots, way: str = "") -> ZmqSinkLane:
         """Takes no memory: ZeroMQ does, for the frames that come."""
+        self.way_named(way)
         return ZmqSinkLane(slots)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
-from kvxfer.transports.base import LocalMemory, Wake
+from kvxfer.transports.base import TRIAL_NBYTES, LocalMemory, Wake
 from kvxfer.transports.pipe import Parts, Pipe, PipeBroken, SinkLane, Slots, SourceLane
 
 
@@ -19,12 +20,17 @@ from kvxfer.transports.pipe import Parts, Pipe, PipeBroken, SinkLane, Slots, Sou
 class World:
     """What both ends share. ``is_write``: the source sees the end of a payload's way, and only then
     is it announced; else the sink does. ``is_held``: payloads stay on their way. ``breaks``: names
-    of calls that raise.
+    of calls that raise. Of the pipe's ``ways`` ``large_s`` says how much longer the large message
+    of a trial takes, ``failing`` ones cannot be opened, and ``silent`` ones bring nothing.
     """
 
     is_write: bool = False
     is_held: bool = False
     breaks: set[str] = field(default_factory=set)
+    ways: tuple[str, ...] = ("",)
+    large_s: dict[str, float] = field(default_factory=dict)
+    failing: set[str] = field(default_factory=set)
+    silent: set[str] = field(default_factory=set)
     sinks: dict[bytes, MemorySinkLane] = field(default_factory=dict)
     moving: list[tuple[MemorySourceLane, MemorySinkLane, int, int, int]] = field(
         default_factory=list
@@ -86,8 +92,9 @@ class MemorySourceLane(SourceLane):
 
 
 class MemorySinkLane(SinkLane):
-    def __init__(self, world: World, slots: Slots) -> None:
+    def __init__(self, world: World, slots: Slots, way: str) -> None:
         self.address = f"sink {len(world.sinks)}".encode()
+        self.way = way
         self.parts = _parts(slots)
         self.generations = [0] * slots.num_slots
         self.came: list[int] = []
@@ -109,12 +116,16 @@ class MemorySinkLane(SinkLane):
         if parts:
             raise ProtocolError("chunk: expected no frames")
         assert self.peer == b"source of " + self.address
+        if nbytes >= TRIAL_NBYTES:
+            time.sleep(self._world.large_s.get(self.way, 0.0))
         self._nbytes[slot] = nbytes
         if self._world.is_write:
             self.came.append(slot)
 
     def poll(self) -> Sequence[int]:
         self._world.check("sink poll")
+        if self.way in self._world.silent:
+            return ()
         named = [slot for slot in self.came if slot in self._nbytes]
         self.came = [slot for slot in self.came if slot not in self._nbytes]
         return named
@@ -142,6 +153,7 @@ class MemoryPipe(Pipe):
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.ways = world.ways
         self._is_open = True
         world.num_pipes += 1
 
@@ -150,10 +162,13 @@ class MemoryPipe(Pipe):
             raise TransportUnavailable("ucx: no way there")
         return MemorySourceLane(self._world, address, slots)
 
-    def open_sink(self, slots: Slots) -> MemorySinkLane:
+    def open_sink(self, slots: Slots, way: str = "") -> MemorySinkLane:
+        way = self.way_named(way)
         if "open_sink" in self._world.breaks:
             raise TransportUnavailable("ucx: no staging")
-        return MemorySinkLane(self._world, slots)
+        if way in self._world.failing:
+            raise TransportUnavailable(f"ucx: no way {way}")
+        return MemorySinkLane(self._world, slots, way)
 
     def progress(self) -> None:
         self._world.move()

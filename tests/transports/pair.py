@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ import torch
 import zmq
 
 from kvxfer.config import Config
+from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.testing_cases import (
     CASES,
@@ -32,6 +34,7 @@ from kvxfer.transports.base import (
     SourceCompletion,
     SourceTransport,
     TransferKey,
+    Trial,
 )
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
@@ -127,6 +130,24 @@ class Pair:
         self.until(lambda: bool(ends()), timeout_s)
         assert len(ends()) == 1
         return ends()[0]
+
+    def trial(self, timeout_s: float = 5.0) -> Trial:
+        """The sink's, beside the source's loop. Raises TransportUnavailable."""
+        results: list[Trial | TransportUnavailable] = []
+
+        def run() -> None:
+            try:
+                results.append(self.sink.trial(self.manifest, timeout_s))
+            except TransportUnavailable as exc:
+                results.append(exc)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        self.until(lambda: not thread.is_alive(), 2 * timeout_s)
+        thread.join()
+        if isinstance(results[0], TransportUnavailable):
+            raise results[0]
+        return results[0]
 
     def content(self) -> bytes:
         return bytes(self.sink_pool.tensor.numpy())

@@ -46,6 +46,8 @@ class PipeCase:
 
     make_pipe: MakePipe
     device: str = "cpu"
+    way: str = ""
+    """Of the pipe's, for all connections."""
     wakes: bool = True
     """Is there a descriptor or a wake for whatever there is to do, so that nobody has to look?"""
     tick_s: float = 15.0
@@ -252,7 +254,7 @@ class Node:
 
     def attach(self, number: int, slots: Slots) -> None:
         """Take over a new connection."""
-        lane = self.pipe.open_sink(slots)
+        lane = self.pipe.open_sink(slots, self.case.way)
         self.takers[number] = Taker(number, lane)
         self.say(Attach(number, slots, lane.address))
 

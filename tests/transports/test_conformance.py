@@ -83,7 +83,9 @@ def nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
 
 
 def nixl_reading_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    return NixlPipe(memory.device, config, wake, "READ")
+    pipe = NixlPipe(memory.device, config, wake)
+    pipe.ways = ("READ",)
+    return pipe
 
 
 zmq_source, zmq_sink = partial(stream_source, zmq_pipe), partial(stream_sink, zmq_pipe)

@@ -41,10 +41,10 @@ def quiet() -> None:
 # ------------------------------------------------------------------ the contract
 
 
-def make_pipe(device: torch.device, wake: Wake, operation: Operation, tls: str) -> NixlPipe:
+def make_pipe(device: torch.device, wake: Wake, tls: str) -> NixlPipe:
     """``tls``: what UCX may take. "all" copies by itself on one host, "tcp" goes as between two."""
     os.environ["UCX_TLS"] = tls
-    return NixlPipe(device, Config(), wake, operation)
+    return NixlPipe(device, Config(), wake)
 
 
 @needs_nixl
@@ -53,7 +53,7 @@ def make_pipe(device: torch.device, wake: Wake, operation: Operation, tls: str) 
     "scenario", [each for each in scenario_params() if each.values[0] not in KILLED]
 )
 def test_contract(scenario: str, operation: Operation) -> None:
-    check_pipe(PipeCase(partial(make_pipe, operation=operation, tls="all")), scenario)
+    check_pipe(PipeCase(partial(make_pipe, tls="all"), way=operation), scenario)
 
 
 @needs_nixl
@@ -61,7 +61,7 @@ def test_contract(scenario: str, operation: Operation) -> None:
 @pytest.mark.parametrize("scenario", ["connections do not mix", "closed in the middle"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_contract_over_tcp(scenario: str, operation: Operation) -> None:
-    check_pipe(PipeCase(partial(make_pipe, operation=operation, tls="tcp")), scenario)
+    check_pipe(PipeCase(partial(make_pipe, tls="tcp"), way=operation), scenario)
 
 
 @needs_nixl
@@ -75,7 +75,7 @@ def test_contract_over_tcp(scenario: str, operation: Operation) -> None:
     ],
 )
 def test_contract_when_peers_are_killed(scenario: str, operation: Operation, tls: str) -> None:
-    check_pipe(PipeCase(partial(make_pipe, operation=operation, tls=tls)), scenario)
+    check_pipe(PipeCase(partial(make_pipe, tls=tls), way=operation), scenario)
 
 
 @needs_nixl
@@ -83,7 +83,7 @@ def test_contract_when_peers_are_killed(scenario: str, operation: Operation, tls
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("scenario", scenario_names())
 def test_contract_on_a_gpu(scenario: str, operation: Operation) -> None:
-    case = PipeCase(partial(make_pipe, operation=operation, tls="all"), device="cuda:0")
+    case = PipeCase(partial(make_pipe, tls="all"), device="cuda:0", way=operation)
     check_pipe(case, scenario)
 
 
@@ -94,11 +94,12 @@ class Two:
     """A source's pipe and a sink's, driven by hand."""
 
     def __init__(self, operation: Operation) -> None:
+        self.operation = operation
         self.source = NixlPipe(CPU, Config(), quiet)
-        self.sink = NixlPipe(CPU, Config(), quiet, operation)
+        self.sink = NixlPipe(CPU, Config(), quiet)
 
     def open(self, *, connect: bool = True) -> tuple[SourceLane, SinkLane]:
-        taker = self.sink.open_sink(SLOTS)
+        taker = self.sink.open_sink(SLOTS, self.operation)
         giver = self.source.open_source(taker.address, SLOTS)
         if connect:
             taker.connected(giver.address)
@@ -140,7 +141,7 @@ class Two:
     @property
     def in_order(self) -> tuple[NixlPipe, NixlPipe]:
         """First the one that reads or writes, which says that it is over."""
-        is_read = self.sink.operation == "READ"
+        is_read = self.operation == "READ"
         return (self.sink, self.source) if is_read else (self.source, self.sink)
 
     def close(self) -> None:
@@ -243,7 +244,7 @@ def test_peer_can_be_met_again_and_again(two: Two) -> None:
         taker.close()
         giver.close()
         two.until(lambda: not two.sink._closing and not two.source._closing)
-    reached = two.sink if two.sink.operation == "WRITE" else two.source
+    reached = two.sink if two.operation == "WRITE" else two.source
     assert len(reached._host._kept) == 1  # used again each time
 
 
@@ -289,7 +290,7 @@ def test_what_goes_on_is_looked_at_until_it_is_over(
     mover = two.source if operation == "WRITE" else two.sink
     mover._host.alarm = Alarm(rings.release)
     slots = Slots(1, 16 << 20)
-    taker = two.sink.open_sink(slots)
+    taker = two.sink.open_sink(slots, operation)
     giver = two.source.open_source(taker.address, slots)
     taker.connected(giver.address)
     giver.send(0, 0, slots.slot_nbytes)
@@ -316,27 +317,27 @@ def test_parts_of_an_announcement_are_refused(two: Two) -> None:
 def test_addresses_that_are_none_are_refused(two: Two) -> None:
     with pytest.raises(TransportUnavailable, match="expected the address of another end"):
         two.source.open_source(b"\x93no", SLOTS)
-    taker = two.sink.open_sink(SLOTS)
+    taker = two.sink.open_sink(SLOTS, two.operation)
     with pytest.raises(PipeBroken, match="expected the address of another end"):
         taker.connected(b"")
 
 
 def test_an_end_of_another_connection_is_refused(two: Two) -> None:
     giver, _ = two.open()
-    other = two.sink.open_sink(SLOTS)
+    other = two.sink.open_sink(SLOTS, two.operation)
     with pytest.raises(PipeBroken, match="expected a source that serves"):
         other.connected(giver.address)
 
 
 def test_other_staging_is_refused(two: Two) -> None:
-    taker = two.sink.open_sink(SLOTS)
+    taker = two.sink.open_sink(SLOTS, two.operation)
     smaller = Slots(SLOTS.num_slots, SLOTS.slot_nbytes // 2)
     with pytest.raises((PipeBroken, TransportUnavailable), match="expected staging of"):
         taker.connected(two.source.open_source(taker.address, smaller).address)
 
 
 def test_path_names_the_operation(two: Two) -> None:
-    assert two.sink.open_sink(SLOTS).path("TCP") == two.sink.operation
+    assert two.sink.open_sink(SLOTS, two.operation).path("TCP") == two.operation
 
 
 def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +351,7 @@ def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def _stopped_source(channel: Connection) -> None:
-    pipe = make_pipe(CPU, quiet, "READ", "tcp")
+    pipe = make_pipe(CPU, quiet, "tcp")
     lane = pipe.open_source(channel.recv(), SLOTS)
     lane.staging(0, SLOTS.slot_nbytes).fill_(9)
     lane.send(0, 0, SLOTS.slot_nbytes)
@@ -372,8 +373,8 @@ def _stop(pid: int) -> None:
 
 
 def _sink_of_a_stopped_source(channel: Connection) -> None:
-    pipe = make_pipe(CPU, quiet, "READ", "tcp")
-    lane = pipe.open_sink(SLOTS)
+    pipe = make_pipe(CPU, quiet, "tcp")
+    lane = pipe.open_sink(SLOTS, "READ")
     channel.send(lane.address)
     address, source = channel.recv()
     lane.connected(address)

@@ -88,7 +88,7 @@ class PartsPipe(Pipe):
     def open_source(self, address: bytes, slots: Slots) -> SourceLane:
         return self._source(slots)
 
-    def open_sink(self, slots: Slots) -> SinkLane:
+    def open_sink(self, slots: Slots, way: str = "") -> SinkLane:
         return self._sink()
 
     def close(self) -> None:

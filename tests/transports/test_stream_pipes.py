@@ -24,7 +24,6 @@ from kvxfer.transports.base import (
     ReadStopped,
     SendStopped,
     Sent,
-    Trial,
 )
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
@@ -142,7 +141,7 @@ def test_a_source_that_cannot_open_its_end_says_why(pair: Pair, world: World) ->
     assert "refuses the connection: ucx: no way there" in end.detail
     pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
     with pytest.raises(TransportUnavailable, match="refuses: ucx: no way there"):
-        _trial(pair)
+        pair.trial()
     world.breaks.clear()
     _works(pair, 2)
 
@@ -153,32 +152,14 @@ def test_a_sink_that_cannot_open_its_end_is_not_attached(pair: Pair, world: Worl
     with pytest.raises(TransportUnavailable, match="no staging"):
         pair.sink.attach(pair.manifest)
     with pytest.raises(TransportUnavailable, match="no staging"):
-        _trial(pair)
+        pair.trial()
     world.breaks.clear()
     _works(pair, 1)
 
 
-def _trial(pair: Pair) -> Trial:
-    results: list[Trial | TransportUnavailable] = []
-
-    def run() -> None:
-        try:
-            results.append(pair.sink.trial(pair.manifest, 5.0))
-        except TransportUnavailable as exc:
-            results.append(exc)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    pair.until(lambda: not thread.is_alive())
-    thread.join()
-    if isinstance(results[0], TransportUnavailable):
-        raise results[0]
-    return results[0]
-
-
 def test_a_trial_measures_costs_and_leaves_nothing_open(pair: Pair, world: World) -> None:
     _works(pair, 1)
-    trial = _trial(pair)
+    trial = pair.trial()
     assert trial.costs.bytes_per_s > 1e6
     assert 0 < trial.costs.latency_s < 1
     assert CHUNK_S <= trial.costs.message_s < 1
@@ -190,7 +171,7 @@ def test_a_trial_measures_costs_and_leaves_nothing_open(pair: Pair, world: World
 def test_a_trial_over_a_pipe_that_breaks_says_so(pair: Pair, world: World) -> None:
     world.breaks.add("sink poll")
     with pytest.raises(TransportUnavailable, match=r"ucx: trial with tcp://.*: no sink poll"):
-        _trial(pair)
+        pair.trial()
     world.breaks.clear()
     pair.until(lambda: world.num_open == 1)
 
