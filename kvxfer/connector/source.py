@@ -252,14 +252,14 @@ class Source:
 
     # -------------------------------------------------- sessions
 
-    def _step(self, offer: GivenOffer, event: SourceEvent) -> None:
-        """Raises ProtocolError for an event that the offer's state does not allow. An action that
-        fails breaks the offer; the others are performed all the same.
+    def _step(self, offer: GivenOffer, event: SourceEvent, posted: Posted | None = None) -> None:
+        """``posted``: what to show of an offer that opens. Raises ProtocolError for an event that
+        the offer's state does not allow. An action that fails breaks the offer; the others are
+        performed all the same.
         """
         has_failed = False
         actions = offer.session.step(event)
-        if self._board is not None and offer.state is not OfferState.OPEN:
-            self._board.end(offer.nonce)  # before anything of it is freed
+        self._show(offer, posted)
         for action in actions:
             try:
                 self._actions.perform(offer, action)
@@ -269,6 +269,16 @@ class Source:
                 has_failed = True
         if has_failed:
             self._break(offer, Reason.PLAN)
+
+    def _show(self, offer: GivenOffer, posted: Posted | None) -> None:
+        """On the board, before anybody is told of its opening, and anything freed at its end."""
+        if self._board is None:
+            return
+        if offer.state is not OfferState.OPEN:
+            self._board.end(offer.nonce)
+        elif posted is not None:
+            is_posted = self._board.post(offer.nonce, posted)
+            self._ledger.count("board.posted" if is_posted else "board.full")
 
     def _break(self, offer: GivenOffer, reason: Reason) -> None:
         """Whatever state it is in, it is not valid after this."""
@@ -289,17 +299,9 @@ class Source:
         block_ids = clip_ids(offer.block_ids, self._keepings, offer.num_tokens)
         self._ledger.count("offers.opened")
         self._leases.begin(offer)
-        self._step(offer, ReadyCompleted())
-        self._leases.watch(offer)
-        self._post(offer, block_ids)
-
-    def _post(self, offer: GivenOffer, block_ids: GroupBlockIds) -> None:
-        """Show an offer on the board, unless it has just ended."""
-        if self._board is None or offer.state is not OfferState.OPEN:
-            return
         posted = Posted(offer.session.snapshot.digest, offer.num_tokens, block_ids)
-        is_posted = self._board.post(offer.nonce, posted)
-        self._ledger.count("board.posted" if is_posted else "board.full")
+        self._step(offer, ReadyCompleted(), posted)
+        self._leases.watch(offer)
 
     def _end_all(
         self, ends: Sequence[tuple[GivenOffer, Reason]], done: Callable[[], object]
