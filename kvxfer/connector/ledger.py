@@ -18,13 +18,18 @@ from kvxfer.transfer.wire import Reason
 class Finished:
     """Requests that ended since the last look; each is told once."""
 
-    sent: frozenset[str]
-    loads: tuple[LoadReport, ...]
+    sent: frozenset[str] = frozenset()
+    loads: tuple[LoadReport, ...] = ()
+
+
+NONE_FINISHED = Finished()
+"""What most steps see."""
 
 
 class Ledger:
     """Written by the IO thread, read by the engine thread; a lock is held for a few
-    assignments only.
+    assignments only. The engine thread looks without it whether there is anything to take: what
+    comes at that moment is there for its next step.
     """
 
     def __init__(self) -> None:
@@ -64,7 +69,9 @@ class Ledger:
             self._wake()
 
     def take_finished(self) -> Finished:
-        """Everything that has ended since the last call."""
+        """Everything that has ended since the last call; NONE_FINISHED itself if nothing has."""
+        if not (self._sent or self._loads):
+            return NONE_FINISHED
         with self._changed:
             finished = Finished(frozenset(self._sent), tuple(self._loads))
             self._sent.clear()
@@ -74,8 +81,10 @@ class Ledger:
                     os.eventfd_read(self._signal)
         return finished
 
-    def take_stats(self) -> KVConnectorStats:
-        """Everything that was counted since the last call."""
+    def take_stats(self) -> KVConnectorStats | None:
+        """Everything that was counted since the last call; None if nothing was."""
+        if not (self._counts or self._reasons or self._reported):
+            return None
         with self._changed:
             stats = KVConnectorStats(
                 counts=dict(self._counts),

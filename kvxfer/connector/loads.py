@@ -42,10 +42,14 @@ class Load:
 class StepLoads:
     """What one step's metadata says of loads."""
 
-    loads: tuple[NewLoad, ...]
-    aborts: tuple[AbortLoad, ...]
-    holds: tuple[Hold, ...]
-    unholds: tuple[Unhold, ...]
+    loads: tuple[NewLoad, ...] = ()
+    aborts: tuple[AbortLoad, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    unholds: tuple[Unhold, ...] = ()
+
+
+NO_LOADS = StepLoads()
+"""What most steps say of them."""
 
 
 class LoadBook:
@@ -161,6 +165,8 @@ class LoadBook:
 
     def step(self) -> StepLoads:
         """What has come up since the last step."""
+        if not self.has_orders():
+            return NO_LOADS
         orders = StepLoads(
             tuple(self._loads), tuple(self._aborts), tuple(self._holds), tuple(self._unholds)
         )

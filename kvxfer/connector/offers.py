@@ -58,11 +58,15 @@ class Finish:
 class StepOffers:
     """What one step's metadata says of offers."""
 
-    offers: tuple[NewOffer, ...]
-    blocks: tuple[OfferBlocks, ...]
-    computed: tuple[str, ...]
-    ended: tuple[EndOffer, ...]
-    delayed: tuple[str, ...]
+    offers: tuple[NewOffer, ...] = ()
+    blocks: tuple[OfferBlocks, ...] = ()
+    computed: tuple[str, ...] = ()
+    ended: tuple[EndOffer, ...] = ()
+    delayed: tuple[str, ...] = ()
+
+
+NO_OFFERS = StepOffers()
+"""What most steps say of them."""
 
 
 class OfferBook:
@@ -157,7 +161,10 @@ class OfferBook:
 
     def step(self, scheduler_output: SchedulerOutputLike) -> StepOffers:
         """What this step changes. Reads ``scheduler_output``, changes nothing in it."""
-        self._preempt(scheduler_output)
+        if self._offers:
+            self._preempt(scheduler_output)
+        if not self._computing and not self.has_orders():
+            return NO_OFFERS
         offers: tuple[NewOffer, ...] = ()
         blocks: tuple[OfferBlocks, ...] = ()
         computed: tuple[str, ...] = ()

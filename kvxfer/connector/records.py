@@ -98,8 +98,9 @@ class Unhold(msgspec.Struct, frozen=True):
     reason: Reason
 
 
-class ConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's orders for all ranks of one engine. Everything is empty in most steps.
+class ConnectorMetadata(msgspec.Struct, frozen=True):
+    """One step's orders for all ranks of one engine. Everything is empty in most steps. Not
+    ``kw_only``, which would take twice as long to pickle.
 
     ``manifest`` comes with the first step, and again when it changes. ``computed`` names the
     offered requests whose
@@ -121,6 +122,10 @@ class ConnectorMetadata(msgspec.Struct, frozen=True, kw_only=True):
     aborts: tuple[AbortLoad, ...] = ()
     holds: tuple[Hold, ...] = ()
     unholds: tuple[Unhold, ...] = ()
+
+
+NO_ORDERS = ConnectorMetadata()
+"""Those of most steps."""
 
 
 class LoadReport(msgspec.Struct, frozen=True, kw_only=True):

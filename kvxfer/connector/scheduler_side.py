@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 
 from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
-from kvxfer.connector.loads import LoadBook
-from kvxfer.connector.offers import Offer, OfferBook
+from kvxfer.connector.loads import NO_LOADS, LoadBook
+from kvxfer.connector.offers import NO_OFFERS, Offer, OfferBook
 from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params, parse_params
 from kvxfer.connector.records import (
+    NO_ORDERS,
     ConnectorMetadata,
     KVConnectorOutput,
     KVConnectorStats,
@@ -220,9 +221,13 @@ class SchedulerConnector:
         self._offers.forget(request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
-        """This step's orders. Reads ``scheduler_output``, changes nothing in it."""
+        """This step's orders, NO_ORDERS itself where there are none. Reads ``scheduler_output``,
+        changes nothing in it.
+        """
         offers = self._offers.step(scheduler_output)
         loads = self._loads.step()
+        if offers is NO_OFFERS and loads is NO_LOADS and not self._manifest_is_new:
+            return NO_ORDERS
         manifest = self._manifest if self._manifest_is_new else None
         self._manifest_is_new = False
         return ConnectorMetadata(

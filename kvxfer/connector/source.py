@@ -23,7 +23,7 @@ from kvxfer.connector.leases import Leases
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.offer_actions import OfferActions, Reply
 from kvxfer.connector.opening import IsReady, Opening
-from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
+from kvxfer.connector.records import EndOffer, NewOffer, OfferBlocks
 from kvxfer.connector.requests import Refused, check_same, clip_ids, read_pull
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.pull import PullResolver

@@ -17,10 +17,11 @@ from functools import partial
 import torch
 
 from kvxfer.config import Config
-from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.ledger import NONE_FINISHED, Ledger
 from kvxfer.connector.opening import IsReady
 from kvxfer.connector.rank_service import Identity, RankService
 from kvxfer.connector.records import (
+    NO_ORDERS,
     BlockPlaces,
     ConnectorMetadata,
     KVConnectorOutput,
@@ -103,7 +104,7 @@ class WorkerConnector:
         self._ready_event = ready_event or self._record_ready
         self._ledger = Ledger()
         self._service: RankService | None = None
-        self._metadata = ConnectorMetadata()
+        self._metadata = NO_ORDERS
         self._written: torch.cuda.Event | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
@@ -211,7 +212,7 @@ class WorkerConnector:
 
     def clear_connector_metadata(self) -> None:
         """The step is over."""
-        self._metadata = ConnectorMetadata()
+        self._metadata = NO_ORDERS
 
     # -------------------------------------------------- what has ended
 
@@ -222,6 +223,9 @@ class WorkerConnector:
         ones are among the received.
         """
         finished = self._ledger.take_finished()
+        if finished is NONE_FINISHED:
+            self._incomplete = {}
+            return None, None, {}
         received = {report.request_id for report in finished.loads}
         failed = {
             report.request_id: report.reason.value
@@ -257,8 +261,7 @@ class WorkerConnector:
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Counts and reasons since the last call."""
-        stats = self._ledger.take_stats()
-        return None if stats.is_empty() else stats
+        return self._ledger.take_stats()
 
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
         """All of the above for this step's output; None if there is nothing to say."""

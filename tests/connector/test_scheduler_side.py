@@ -11,6 +11,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.connector.params import make_params
 from kvxfer.connector.records import (
+    NO_ORDERS,
     AbortLoad,
     ConnectorMetadata,
     EndOffer,
@@ -271,6 +272,21 @@ def test_a_preemption_that_is_told_only_when_the_request_comes_back() -> None:
     assert again.ended == (EndOffer("r", Reason.PREEMPTED),)
     assert again.offers[0].nonce != first.offers[0].nonce
     assert again.computed == ("r",)
+
+
+def test_steps_without_orders_share_one_record() -> None:
+    """Offers that are computed and kept, and loads in flight, take nothing of a step."""
+    c = connector()
+    c.on_new_request(offering())
+    c.on_new_request(wanting(request_id="d"))
+    c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
+    assert c.build_connector_meta(step()) is NO_ORDERS
+    c.request_finished(offering(), [3, 4, 5])
+    c.update_state_after_alloc(wanting(request_id="d"), Blocks([5, 6, 7]), 39)
+    told = c.build_connector_meta(step())
+    assert (told.delayed, [load.request_id for load in told.loads]) == (("r",), ["d"])
+    for _ in range(2):
+        assert c.build_connector_meta(step()) is NO_ORDERS
 
 
 # ---------------------------------------------------------------- loads

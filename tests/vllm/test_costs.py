@@ -15,8 +15,8 @@ def test_the_engine_thread_spends_little_in_the_connector(
     fleet: Fleet, num_in_flight: int, measured: dict[str, object]
 ) -> None:
     """Nothing waits in a step with a forward pass, as the steps of an idle engine do (5 ms). How
-    little it is (150 to 190 us, scripts/results) is for a benchmark to say: the bound here is for a
-    machine that does other work as well.
+    little it is (75 to 110 us) is for a benchmark to say: the bound here is for a machine that does
+    other work as well.
     """
     times = step_times(fleet, num_in_flight)
     measured[f"steps with {num_in_flight} in flight"] = times

@@ -142,6 +142,22 @@ def test_the_wrong_role_is_named() -> None:
     connector.shutdown()
 
 
+def test_vllm_makes_no_calls_in_layers() -> None:
+    """It would in every one of them while the base class has metadata."""
+    connector = object.__new__(KvxferConnector)
+    bound: list[KvxferMetadata] = []
+    connector._connector_metadata = connector._scheduler = None
+    connector._worker = SimpleNamespace(  # type: ignore[assignment]
+        bind_connector_metadata=bound.append, clear_connector_metadata=bound.clear
+    )
+    metadata = KvxferMetadata(ConnectorMetadata(), False)
+    connector.bind_connector_metadata(metadata)
+    assert bound == [metadata]
+    assert not connector.has_connector_metadata()
+    connector.clear_connector_metadata()
+    assert bound == []
+
+
 def test_metadata() -> None:
     assert isinstance(KvxferMetadata(ConnectorMetadata(), True), KVConnectorMetadata)
     first = KvxferWorkerMetadata({"a": "expired", "b": "plan"})

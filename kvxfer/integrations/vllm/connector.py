@@ -7,7 +7,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Iterable, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -62,14 +62,14 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         else:
             self._worker = _make_worker(settings, vllm_config, kv_cache_config)
 
-    @property
+    @cached_property
     def scheduler_side(self) -> SchedulerSide:
         """In the scheduler's process. Raises ConfigError elsewhere."""
         if self._scheduler is None:
             raise ConfigError("connector: expected the scheduler's role, got a worker's")
         return self._scheduler
 
-    @property
+    @cached_property
     def worker_side(self) -> WorkerSide:
         """In a worker. Raises ConfigError elsewhere."""
         if self._worker is None:
@@ -91,13 +91,13 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         self.worker_side.handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KvxferMetadata) -> None:
-        """See the base class."""
-        super().bind_connector_metadata(connector_metadata)
+        """See the base class, which is not told: while it has metadata vLLM makes two calls in
+        every layer, and there is nothing to do in a layer.
+        """
         self.worker_side.bind_connector_metadata(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
         """See the base class."""
-        super().clear_connector_metadata()
         self.worker_side.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvxfer.connector.records import KVConnectorOutput
+from kvxfer.connector.records import NO_ORDERS, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS
@@ -41,6 +41,8 @@ that steps; vLLM's processes spin for a second after any step, so a tenth more i
 """
 ASLEEP_S = 0.1
 """An engine that has not stepped for so long slept. Between two steps it needs 1 ms."""
+_ONLY_COMPUTE = KvxferMetadata(NO_ORDERS, is_idle=False)
+"""What most steps tell the workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +188,16 @@ class SchedulerSide:
     # -------------------------------------------------- steps
 
     def build_connector_meta(self, step: Any) -> KvxferMetadata:
-        """This step's orders."""
+        """This step's orders. Steps that compute and have none share one record."""
         if self._core is None:
             raise ConfigError("connector: expected the ranks' handshake before the first step")
         self._is_idle = not step.total_num_scheduled_tokens
         self._was_woken = self._is_idle and self._must_look()
         self._last_step_s = self._now()
-        return KvxferMetadata(
-            orders=self._core.build_connector_meta(StepView(step)),
-            is_idle=self._is_idle,
-            wants_answer=bool(self._due()),
-        )
+        orders = self._core.build_connector_meta(StepView(step))
+        if orders is NO_ORDERS and not self._is_idle:
+            return _ONLY_COMPUTE
+        return KvxferMetadata(orders, is_idle=self._is_idle, wants_answer=bool(self._due()))
 
     def update_connector_output(self, output: Any) -> None:
         """What the ranks reported, aggregated. Changes what vLLM reads of it next: the requests
@@ -206,6 +207,8 @@ class SchedulerSide:
             return
         self._last_step_s = self._now()
         said = getattr(output, "kv_connector_worker_meta", None)
+        if not (said or output.finished_recving or output.finished_sending or self._is_idle):
+            return  # nothing was reported, and nothing is pinned while the engine computes
         if isinstance(said, KvxferWorkerMetadata):
             self._failures.update(said.failures)
         received = output.finished_recving or set()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvxfer.connector.records import ConnectorMetadata, NewLoad
+from kvxfer.connector.records import NO_ORDERS, NewLoad
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS, KVConnectorTransferResults
@@ -25,11 +25,13 @@ from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
 from kvxfer.transfer.manifest import CacheFacts, RankId
 
-IDLE_WAIT_S = (0.0002, 0.005)
-"""How long a step that computes nothing waits for a transfer to end: this long at first, twice as
-long each time that nothing does, at most that long. An engine that only holds blocks makes 200
-steps a second then, not thousands; a new request waits 5 ms for it at worst. Ranks in step do not
-wait: every other rank's step would take that much longer, and the pace is a forward pass anyway.
+IDLE_WAIT_S = (0.0002, 0.02)
+"""How long a step that computes nothing waits for a transfer to end, at least and at most."""
+STILL_SHARE = 0.02
+"""In between, this share of the time for which nothing has ended. An engine whose load stands still
+makes 50 steps a second after one second, not thousands, and a new request waits 20 ms for it at
+worst; behind a load of 50 ms, 1 ms. Ranks in step do not wait: every other rank's step would take
+that much longer, and the pace is a forward pass anyway.
 """
 
 Locate = Callable[[Mapping[str, Tensor]], Located]
@@ -59,12 +61,12 @@ class WorkerSide:
         self._locate = locate
         self._core: WorkerConnector | None = None
         self._is_idle_step = False
+        self._has_orders = False
         self._wants_answer = False
-        self._idle_wait_s = IDLE_WAIT_S[0]
+        self._still_since_s: float | None = None
         self._in_flight = InFlight()
         self._failures: dict[str, str] = {}
         self._failed_block_ids: set[int] = set()
-        self._collected_s = 0.0
 
     # -------------------------------------------------- registration
 
@@ -101,29 +103,35 @@ class WorkerSide:
 
     def handle_preemptions(self, metadata: KvxferMetadata) -> None:
         """Offers whose blocks were taken back are over when this returns."""
-        self._running().handle_preemptions(metadata.orders)
+        if metadata.orders.ended:
+            self._running().handle_preemptions(metadata.orders)
 
     def bind_connector_metadata(self, metadata: KvxferMetadata) -> None:
-        """Take this step's orders."""
+        """Take this step's orders. Without any, the calls for them have nothing to do."""
         self._is_idle_step = metadata.is_idle
         self._wants_answer = metadata.wants_answer
-        if not metadata.is_idle or metadata.orders != _NO_ORDERS:
-            self._idle_wait_s = IDLE_WAIT_S[0]
-        self._in_flight.begin(metadata.orders.loads)
-        self._running().bind_connector_metadata(metadata.orders)
+        self._has_orders = metadata.orders != NO_ORDERS
+        if not metadata.is_idle or self._has_orders:
+            self._still_since_s = None
+        if self._has_orders:
+            self._in_flight.begin(metadata.orders.loads)
+            self._running().bind_connector_metadata(metadata.orders)
 
     def start_load_kv(self) -> None:
         """Begin this step's loads."""
-        self._running().start_load_kv()
+        if self._has_orders:
+            self._running().start_load_kv()
 
     def wait_for_save(self) -> None:
         """The step's work was launched: offers that it completes open when it has run."""
-        self._running().wait_for_save()
+        if self._has_orders:
+            self._running().wait_for_save()
 
     def clear_connector_metadata(self) -> None:
         """The step is over."""
-        if self._core is not None:
+        if self._has_orders and self._core is not None:
             self._core.clear_connector_metadata()
+        self._has_orders = False
 
     # -------------------------------------------------- what has ended
 
@@ -133,8 +141,7 @@ class WorkerSide:
         if self._is_idle_step and not self._settings.is_in_step and core.has_pending():
             self._wait(core)
         sent, received, failed = core.get_transfer_results(finished_req_ids)
-        self._collected_s = time.monotonic()
-        loads = self._in_flight.end(received or ())
+        loads = self._in_flight.end(received) if received else []
         self._failures = failed
         if not REPORTS_FAILED_REQUESTS:
             self._failed_block_ids = failed_block_ids(
@@ -147,10 +154,13 @@ class WorkerSide:
         )
 
     def _wait(self, core: WorkerConnector) -> None:
-        if core.wait_for_activity(self._idle_wait_s):
-            self._idle_wait_s = IDLE_WAIT_S[0]
-        else:
-            self._idle_wait_s = min(2 * self._idle_wait_s, IDLE_WAIT_S[1])
+        now_s = time.monotonic()
+        if self._still_since_s is None:
+            self._still_since_s = now_s
+        least_s, most_s = IDLE_WAIT_S
+        wait_s = STILL_SHARE * (now_s - self._still_since_s)
+        if core.wait_for_activity(min(max(wait_s, least_s), most_s)):
+            self._still_since_s = None
 
     def get_finished(
         self, finished_req_ids: Iterable[str]
@@ -166,8 +176,10 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
         """Why loads failed, each once; nothing but an answer where one is wanted."""
+        if not (self._failures or self._wants_answer):
+            return None
         failures, self._failures = self._failures, {}
-        return KvxferWorkerMetadata(failures) if failures or self._wants_answer else None
+        return KvxferWorkerMetadata(failures)
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
         """What was counted since the last call."""
@@ -180,7 +192,7 @@ class WorkerSide:
             stats,
             rank=str(self._rank),
             busy_s=self._in_flight.take_busy_s(),
-            collected_s=self._collected_s,
+            collected_s=time.monotonic(),
         )
 
     def shutdown(self) -> None:
@@ -193,9 +205,6 @@ class WorkerSide:
         if self._core is None:
             raise ConfigError("connector: expected register_kv_caches before, and no shutdown")
         return self._core
-
-
-_NO_ORDERS = ConnectorMetadata()
 
 
 class InFlight:
