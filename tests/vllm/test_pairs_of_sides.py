@@ -221,17 +221,37 @@ def test_windows_that_would_poison_the_prefix_cache(
 
 
 def test_idle_steps_wait(pair: tuple[Engine, Engine]) -> None:
-    """An engine that only holds blocks steps at most 200 times a second once it has settled."""
+    """An engine that only holds blocks steps 50 times a second once it has done so for a second."""
     source, _ = pair
     prefill(source, "p", prompt(100))
-    for _ in range(8):
-        source.run()
+    source.run()
+    time.sleep(1.1)
     started_s = time.monotonic()
     num_steps = 0
-    while time.monotonic() - started_s < 0.3:
+    while time.monotonic() - started_s < 0.5:
         source.run()
         num_steps += 1
-    assert num_steps < 70
+    assert num_steps < 30
+
+
+def test_idle_steps_wait_longer_the_longer_nothing_ends(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    ends = [False, False, False, True, False]
+
+    def wait(_worker: WorkerConnector, timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        time.sleep(0.1)
+        return ends[len(waits) - 1]
+
+    monkeypatch.setattr(WorkerConnector, "wait_for_activity", wait)
+    source = make_engine(role="kv_producer")
+    prefill(source, "p", prompt(40))
+    while len(waits) < len(ends):
+        source.run()
+    assert waits[0] == waits[4] == 0.0002
+    assert 0.002 <= waits[1] <= waits[2] <= waits[3] <= 0.02
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
