@@ -9,7 +9,7 @@ from collections import Counter
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.transports.stream_connections import may_be_served
+from kvxfer.transports.stream_connections import Connection, may_be_served
 from kvxfer.transports.stream_wire import (
     Context,
     Refused,
@@ -63,6 +63,14 @@ class Router:
             _log.debug("data connection takes nothing: %s", exc)
             return exc
         return None
+
+    def tell(self, connection: Connection, *frames: bytes | zmq.Frame) -> bool:
+        """One message to an attached sink; False if it has gone (and is marked) or its queue is
+        full.
+        """
+        error = self.send(connection.identity, *frames)
+        connection.is_gone |= error is not None and error.errno != zmq.EAGAIN
+        return error is None
 
     def refuse(self, identity: bytes, detail: str) -> None:
         """Tell a sink that it is not served, or not any more."""

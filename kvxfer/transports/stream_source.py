@@ -33,7 +33,7 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyEnd
-from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
+from kvxfer.transports.pipe import Pipe, PipeBroken
 from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
@@ -42,6 +42,7 @@ from kvxfer.transports.stream_connections import (
     Connection,
     Connections,
 )
+from kvxfer.transports.stream_departures import Departures
 from kvxfer.transports.stream_packing import MakePacker, make_packer
 from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_sends import PackJob, Send
@@ -91,7 +92,6 @@ class StreamSource(SourceTransport):
         self._ready: list[SourceCompletion] = []
         self._sends: dict[TransferKey, Send] = {}
         self._connections = Connections()
-        self._leaving: dict[Connection, None] = {}
         self._trials = TrialGiver(copy_thread, wake)
         with ExitStack() as undo:
             self._packer = make_packer(memory, config, copy_thread, wake)
@@ -102,6 +102,7 @@ class StreamSource(SourceTransport):
             self._admission = Admission(self._pipe, config, memory.device.type)
             self._router = Router(self.name, config, context, self.counts)
             undo.pop_all()
+        self._departures = Departures(self._pipe, self._router, self._lose, self._lose_pipe)
 
     def data_endpoint(self) -> str | None:
         """``tcp://host:port`` of the ROUTER."""
@@ -148,7 +149,7 @@ class StreamSource(SourceTransport):
             *(key.nonce, key.incarnation, key.sink_rank, key.source_rank),
             *(sequence, chunk.nbytes, slot, connection.generations[slot]),
         )
-        self._give(connection, header)
+        self._departures.give(connection, header)
         if connection.is_lost:
             return
         send.num_sent += 1
@@ -193,7 +194,7 @@ class StreamSource(SourceTransport):
             self._on_pack_ended(job)
         for connection, header in self._trials.drain():
             self._on_trial_filled(connection, header)
-        self._progress()
+        self._departures.progress()
         done, self._ready = self._ready, []
         return done
 
@@ -309,7 +310,7 @@ class StreamSource(SourceTransport):
         elif header is None:
             self._send_away(connection, "the trial cannot be packed")
         else:
-            self._give(connection, header)
+            self._departures.give(connection, header)
 
     # -- staging
 
@@ -331,7 +332,7 @@ class StreamSource(SourceTransport):
             _log.warning("%s: a sink cannot be reached: %s", self.name, exc)
             self._send_away(connection, str(exc))
             return False
-        return self._transmit(connection, encode(Attached(lane.address)))
+        return self._router.tell(connection, encode(Attached(lane.address)))
 
     def _join(self, send: Send, connection: Connection) -> None:
         send.connection = connection
@@ -381,54 +382,6 @@ class StreamSource(SourceTransport):
             self._stop(send, Reason.READ_FAILED)
         self._pump(connection)
 
-    # -- sending
-
-    def _give(self, connection: Connection, header: Header) -> None:
-        """A slot is full: the pipe sends it, and then it is announced."""
-        assert connection.lane is not None
-        slot, generation = header.slot, header.generation
-        try:
-            parts = connection.lane.send(slot, generation, header.nbytes)
-        except PipeBroken as exc:
-            self._lose_pipe(connection, exc)
-            return
-        connection.generations[slot] += 1
-        connection.leaving[slot] = (header, parts)
-        self._leaving[connection] = None
-        self._progress()
-
-    def _progress(self) -> None:
-        """Let the pipe go on, and announce what it has sent."""
-        self._pipe.progress()
-        for connection in list(self._leaving):
-            self._announce(connection)
-            if not connection.leaving:
-                self._leaving.pop(connection, None)
-
-    def _announce(self, connection: Connection) -> None:
-        if connection.lane is None or connection.is_lost:
-            return
-        try:
-            slots = connection.lane.poll()
-        except PipeBroken as exc:
-            self._lose_pipe(connection, exc)
-            return
-        for slot in slots:
-            if not self._send_announcement(connection, *connection.leaving.pop(slot)):
-                # Gone; or its queue is full, which credits rule out for a sink that counts slots.
-                self._lose(connection)
-                return
-            connection.in_flight.add(slot)
-
-    def _send_announcement(self, connection: Connection, header: Header, parts: Parts) -> bool:
-        return self._transmit(connection, encode(header), *parts)
-
-    def _transmit(self, connection: Connection, *frames: bytes | zmq.Frame) -> bool:
-        """One message to a sink; False if it has gone (and is marked) or its queue is full."""
-        error = self._router.send(connection.identity, *frames)
-        connection.is_gone |= error is not None and error.errno != zmq.EAGAIN
-        return error is None
-
     # -- ends
 
     def _stop(self, send: Send, reason: Reason | None) -> None:
@@ -462,8 +415,7 @@ class StreamSource(SourceTransport):
         if connection.is_lost:
             return
         connection.is_lost = True
-        connection.leaving.clear()
-        self._leaving.pop(connection, None)
+        self._departures.forget(connection)
         self._connections.remove(connection)
         for send in [send for send in self._sends.values() if send.connection is connection]:
             self._stop(send, Reason.PEER_LOST)
@@ -477,7 +429,7 @@ class StreamSource(SourceTransport):
         """
         if connection.num_probes < MAX_PROBES:
             connection.num_probes += 1
-            if not self._transmit(connection, b"") and connection.is_gone:
+            if not self._router.tell(connection, b"") and connection.is_gone:
                 self._lose(connection)
                 return False
         return True

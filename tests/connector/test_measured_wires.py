@@ -15,6 +15,7 @@ from kvxfer.transports.base import SendRequest, Trial
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_connections import Connection, Connections
+from kvxfer.transports.stream_departures import Departures
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import ChunkHeader
@@ -35,7 +36,7 @@ class OnTheWire:
         self.chunk_nbytes: list[int] = []
         self.headers: list[ChunkHeader] = []
         add, submit = Connections.add, StreamSource.submit_send
-        announce = StreamSource._send_announcement
+        announce = Departures._tell
 
         def noted_add(
             connections: Connections, identity: bytes, slots: Slots, *more: Any, **named: Any
@@ -48,14 +49,14 @@ class OnTheWire:
             submit(source, request)
 
         def noted_announce(
-            source: StreamSource, connection: Connection, header: Any, parts: Any
+            departures: Departures, connection: Connection, header: Any, parts: Any
         ) -> bool:
             self.headers.append(header)
-            return announce(source, connection, header, parts)
+            return announce(departures, connection, header, parts)
 
         monkeypatch.setattr(Connections, "add", noted_add)
         monkeypatch.setattr(StreamSource, "submit_send", noted_submit)
-        monkeypatch.setattr(StreamSource, "_send_announcement", noted_announce)
+        monkeypatch.setattr(Departures, "_tell", noted_announce)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *, shm: WireCosts | str, zmq: WireCosts) -> None:
