@@ -19,9 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 
 from scripts.benchmarks.host_contenders import HOST, SIDES, HostContenders, kvxfer
 from scripts.benchmarks.host_report import LIMITS, LINK_AIM, Report
-from scripts.benchmarks.host_transfer import facts, run_case, settings_of
+from scripts.benchmarks.host_transfer import add_options, facts, run_case, settings_of
 from scripts.benchmarks.link_probe import Echo, RoundTrips
-from scripts.benchmarks.pools import LLAMA_8B, SHAPES, request_of
+from scripts.benchmarks.pools import SHAPES, request_of
 from scripts.benchmarks.slow_link import ADDRESSES, LinkUnavailable, SlowLink, Speed
 from scripts.benchmarks.workers import FORK_SERVER, ContenderLost, Worker, close_all
 
@@ -101,16 +101,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--transport", nargs="+", choices=WIRES, default=list(WIRES))
-    parser.add_argument("--out", type=Path, default=Path("scripts/results"))
-    parser.add_argument("--shape", choices=tuple(SHAPES), default=LLAMA_8B.name)
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="HND16->NHD64")
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--chunk-nbytes", type=int)
-    parser.add_argument("--staging-slots", type=int)
+    add_options(parser, LAYOUTS, LENGTHS, ROUNDS)
     parser.add_argument("--gbit", type=float, default=1.0, help="of the link, a second")
     parser.add_argument("--delay-ms", type=float, default=1.0, help="one way")
-    parser.add_argument("--note", default="", help="of this machine, for the report")
     options = parser.parse_args()
     options.transport = tuple(options.transport)
     speed = Speed(options.gbit * 1e9, options.delay_ms / 1e3)

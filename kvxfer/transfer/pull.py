@@ -92,11 +92,6 @@ class PullResolver:
         )
 
 
-def resolve_pull(rank: RankManifest, classes: Sequence[PullClass]) -> tuple[Side, ...]:
-    """The same once."""
-    return PullResolver(rank).resolve(classes)
-
-
 def route_nbytes(classes: Sequence[PullClass]) -> int:
     """Bytes of KV that all chunks carry."""
     return sum(

@@ -46,10 +46,8 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyJob
-from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
+from kvxfer.transports.pipe import Parts
 from kvxfer.transports.stream_connections import Connection
-from kvxfer.transports.stream_departures import Departures
-from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_source import MakePipe, StreamSource
 from kvxfer.transports.stream_wire import ChunkHeader, Context, Header, encode
 
@@ -355,30 +353,13 @@ class FaultyStreamSource(StreamSource):
         context: Context,
     ) -> None:
         super().__init__(make_pipe, memory, config, copy_thread, wake, context)
-        self._departures = FaultyDepartures(
-            self._pipe, self._router, self._lose, self._lose_pipe, parse_faults(config.faults)
-        )
-
-
-class FaultyDepartures(Departures):
-    """Announces chunks otherwise than they are."""
-
-    def __init__(
-        self,
-        pipe: Pipe,
-        router: Router,
-        lose: Callable[[Connection], None],
-        lose_pipe: Callable[[Connection, PipeBroken], None],
-        faults: Sequence[Fault],
-    ) -> None:
-        super().__init__(pipe, router, lose, lose_pipe)
-        self._faults = faults
-        self._random = random.Random(max((fault.seed for fault in faults), default=0))
+        self._faults = parse_faults(config.faults)
+        self._random = random.Random(max((fault.seed for fault in self._faults), default=0))
         self._num_chunks = 0
 
-    def _tell(self, connection: Connection, header: Header, parts: Parts) -> bool:
+    def _announce(self, connection: Connection, header: Header, parts: Parts) -> bool:
         if not isinstance(header, ChunkHeader):
-            return super()._tell(connection, header, parts)
+            return super()._announce(connection, header, parts)
         self._num_chunks += 1
         packed = encode(header)
         for fault in self._faults:

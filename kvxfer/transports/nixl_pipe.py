@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.errors import TransportUnavailable
 from kvxfer.transports.base import Wake
 from kvxfer.transports.nixl_agent import Operation
 from kvxfer.transports.nixl_ends import (
@@ -45,6 +45,7 @@ from kvxfer.transports.pipe import (
     Slots,
     SourceLane,
     StagingSize,
+    check_no_parts,
 )
 from kvxfer.transports.stream_trial import trial_slots
 from kvxfer.transports.stream_ways import further_slots
@@ -133,10 +134,7 @@ class NixlSinkLane(SinkLane):
         self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
     ) -> None:
         """A READ begins; what was written is there."""
-        if parts:
-            raise ProtocolError(
-                f"chunk: expected nothing beside its header, got {len(parts)} frames"
-            )
+        check_no_parts(parts)
         self._nbytes[slot] = nbytes
         if self._mover is not None:
             self._mover.start(slot, nbytes)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 import zmq
 
-from kvxfer.errors import KvxferError
+from kvxfer.errors import KvxferError, ProtocolError
 
 Parts = tuple[bytes | zmq.Frame, ...]
 """Frames that travel with an announcement, after its header."""
@@ -32,6 +32,12 @@ Parts = tuple[bytes | zmq.Frame, ...]
 
 class PipeBroken(KvxferError):
     """A connection's payloads do not arrive any more; the connection is dropped."""
+
+
+def check_no_parts(parts: Sequence[zmq.Frame]) -> None:
+    """Of an announcement whose payload comes another way. Raises ProtocolError."""
+    if parts:
+        raise ProtocolError(f"chunk: expected nothing beside its header, got {len(parts)} frames")
 
 
 @dataclass(frozen=True, slots=True)

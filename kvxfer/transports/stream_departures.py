@@ -6,14 +6,17 @@ from collections.abc import Callable
 
 from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
 from kvxfer.transports.stream_connections import Connection
-from kvxfer.transports.stream_router import Router
-from kvxfer.transports.stream_wire import Header, encode
+from kvxfer.transports.stream_wire import Header
+
+Announce = Callable[[Connection, Header, Parts], bool]
 
 
 class Departures:
     """What leaves a source, over all connections.
 
     Args:
+        announce: tells a sink what its slot holds, with the frames that the pipe sends along; False
+            if the sink does not take it.
         lose: called for a connection that takes no announcement.
         lose_pipe: called for one whose end of the pipe is broken.
     """
@@ -21,12 +24,12 @@ class Departures:
     def __init__(
         self,
         pipe: Pipe,
-        router: Router,
+        announce: Announce,
         lose: Callable[[Connection], None],
         lose_pipe: Callable[[Connection, PipeBroken], None],
     ) -> None:
         self._pipe = pipe
-        self._router = router
+        self._tell = announce
         self._lose = lose
         self._lose_pipe = lose_pipe
         self._leaving: dict[Connection, None] = {}
@@ -72,7 +75,3 @@ class Departures:
                 self._lose(connection)
                 return
             connection.in_flight.add(slot)
-
-    def _tell(self, connection: Connection, header: Header, parts: Parts) -> bool:
-        """One announcement; False if the sink does not take it."""
-        return self._router.tell(connection, encode(header), *parts)

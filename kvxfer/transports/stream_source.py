@@ -33,7 +33,7 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyEnd
-from kvxfer.transports.pipe import Pipe, PipeBroken
+from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
 from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
@@ -102,7 +102,7 @@ class StreamSource(SourceTransport):
             self._admission = Admission(self._pipe, config, memory.device.type)
             self._router = Router(self.name, config, context, self.counts)
             undo.pop_all()
-        self._departures = Departures(self._pipe, self._router, self._lose, self._lose_pipe)
+        self._departures = Departures(self._pipe, self._announce, self._lose, self._lose_pipe)
 
     def data_endpoint(self) -> str | None:
         """``tcp://host:port`` of the ROUTER."""
@@ -381,6 +381,9 @@ class StreamSource(SourceTransport):
             _log.warning("packing chunk %d failed: %s", sequence, job.error)
             self._stop(send, Reason.READ_FAILED)
         self._pump(connection)
+
+    def _announce(self, connection: Connection, header: Header, parts: Parts) -> bool:
+        return self._router.tell(connection, encode(header), *parts)
 
     # -- ends
 

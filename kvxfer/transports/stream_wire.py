@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -51,6 +51,7 @@ MESSAGES_PER_POLL = 256
 
 _log = logging.getLogger("kvxfer.transports")
 
+T = TypeVar("T")
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
@@ -136,8 +137,8 @@ Header = ChunkHeader | TrialHeader
 ToSink = Attached | ChunkHeader | TrialHeader | Refused
 
 _encoder = msgspec.msgpack.Encoder()
-_to_source = msgspec.msgpack.Decoder(ToSource)
-_to_sink = msgspec.msgpack.Decoder(ToSink)
+_to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)
+_to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
 
 
 def encode(message: ToSource | ToSink) -> bytes:
@@ -147,28 +148,23 @@ def encode(message: ToSource | ToSink) -> bytes:
 
 def decode_to_source(frame: memoryview) -> ToSource:
     """Raises ProtocolError."""
-    if len(frame) > CONTROL_MAX_NBYTES:
-        raise ProtocolError(
-            f"data frame: expected at most {CONTROL_MAX_NBYTES} bytes, got {len(frame)}"
-        )
-    try:
-        message: ToSource = _to_source.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"data frame: {exc}") from exc
-    return message
+    return _decode(_to_source, "data frame", frame)
 
 
 def decode_to_sink(frame: memoryview) -> ToSink:
     """Raises ProtocolError."""
+    return _decode(_to_sink, "header", frame)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: memoryview) -> T:
     if len(frame) > CONTROL_MAX_NBYTES:
         raise ProtocolError(
-            f"header: expected at most {CONTROL_MAX_NBYTES} bytes, got {len(frame)}"
+            f"{what}: expected at most {CONTROL_MAX_NBYTES} bytes, got {len(frame)}"
         )
     try:
-        message: ToSink = _to_sink.decode(frame)
+        return decoder.decode(frame)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise ProtocolError(f"header: {exc}") from exc
-    return message
+        raise ProtocolError(f"{what}: {exc}") from exc
 
 
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.

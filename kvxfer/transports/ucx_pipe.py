@@ -24,10 +24,18 @@ import torch
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transports.base import Wake
-from kvxfer.transports.pipe import Parts, Pipe, PipeBroken, SinkLane, Slots, SourceLane
+from kvxfer.transports.pipe import (
+    Parts,
+    Pipe,
+    PipeBroken,
+    SinkLane,
+    Slots,
+    SourceLane,
+    check_no_parts,
+)
 from kvxfer.transports.ucx_end import CONNECTION_BITS, UcxEnd, tag_of
 from kvxfer.transports.ucx_library import Request, Ucx
 
@@ -117,10 +125,7 @@ class UcxSinkLane(SinkLane):
         self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
     ) -> None:
         """It is there when its receive has completed."""
-        if parts:
-            raise ProtocolError(
-                f"chunk: expected nothing beside its header, got {len(parts)} frames"
-            )
+        check_no_parts(parts)
         self._announced[slot] = nbytes
 
     def poll(self) -> Sequence[int]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -78,6 +79,20 @@ def facts(script: str, settings: dict[str, object], note: str) -> dict[str, str]
     return found
 
 
+def add_options(
+    parser: argparse.ArgumentParser, layouts: Sequence[str], lengths: Sequence[int], rounds: int
+) -> None:
+    """What every benchmark in host memory can be told, with its own defaults."""
+    parser.add_argument("--out", type=Path, default=Path("scripts/results"))
+    parser.add_argument("--shape", choices=tuple(SHAPES), default=LLAMA_8B.name)
+    parser.add_argument("--layouts", nargs="+", default=list(layouts), metavar="HND16->NHD64")
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(lengths))
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--chunk-nbytes", type=int)
+    parser.add_argument("--staging-slots", type=int)
+    parser.add_argument("--note", default="", help="of this machine, for the report")
+
+
 def parse(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
@@ -87,14 +102,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     names = ",".join(WIRES)
     parser.add_argument("--transport", default="all", help=f"all, or some of {names}")
-    parser.add_argument("--out", type=Path, default=Path("scripts/results"))
-    parser.add_argument("--shape", choices=tuple(SHAPES), default=LLAMA_8B.name)
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="HND16->NHD64")
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(LENGTHS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--chunk-nbytes", type=int)
-    parser.add_argument("--staging-slots", type=int)
-    parser.add_argument("--note", default="", help="of this machine, for the report")
+    add_options(parser, LAYOUTS, LENGTHS, ROUNDS)
     parser.add_argument("--soak", type=int, metavar="TRANSFERS")
     options = parser.parse_args(arguments)
     options.transport = tuple(

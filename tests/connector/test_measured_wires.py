@@ -15,7 +15,6 @@ from kvxfer.transports.base import SendRequest, Trial
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_connections import Connection, Connections
-from kvxfer.transports.stream_departures import Departures
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import ChunkHeader
@@ -36,7 +35,7 @@ class OnTheWire:
         self.chunk_nbytes: list[int] = []
         self.headers: list[ChunkHeader] = []
         add, submit = Connections.add, StreamSource.submit_send
-        announce = Departures._tell
+        announce = StreamSource._announce
 
         def noted_add(
             connections: Connections, identity: bytes, slots: Slots, *more: Any, **named: Any
@@ -49,14 +48,14 @@ class OnTheWire:
             submit(source, request)
 
         def noted_announce(
-            departures: Departures, connection: Connection, header: Any, parts: Any
+            source: StreamSource, connection: Connection, header: Any, parts: Any
         ) -> bool:
             self.headers.append(header)
-            return announce(departures, connection, header, parts)
+            return announce(source, connection, header, parts)
 
         monkeypatch.setattr(Connections, "add", noted_add)
         monkeypatch.setattr(StreamSource, "submit_send", noted_submit)
-        monkeypatch.setattr(Departures, "_tell", noted_announce)
+        monkeypatch.setattr(StreamSource, "_announce", noted_announce)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *, shm: WireCosts | str, zmq: WireCosts) -> None:

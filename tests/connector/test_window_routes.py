@@ -21,7 +21,7 @@ from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.plan import Plan, make_plan
-from kvxfer.transfer.pull import PullResolver, resolve_pull
+from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
 from kvxfer.transfer.wire import Consumer, OfferRef
@@ -134,7 +134,7 @@ def moved(
                     inner = asked.inner_nbytes
                     memories[rank][0][to : to + inner] = pool[0][at : at + inner]
         else:
-            sides = resolve_pull(entry, run.pull.classes)
+            sides = PullResolver(entry).resolve(run.pull.classes)
             for chunk in chunk_list(run.pull.classes, run.pull.chunk_nbytes):
                 asked, number = run.pull.classes[chunk.class_index], chunk.class_index
                 dense = pack(sides[number], asked, chunk, ids, pool)

@@ -14,7 +14,7 @@ from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import make_plan
-from kvxfer.transfer.pull import pull_classes, resolve_pull, route_nbytes
+from kvxfer.transfer.pull import PullResolver, pull_classes, route_nbytes
 from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
 from tests.oracle import oracle_copy, oracle_fill
 from tests.tensors.strided_cases import (
@@ -109,7 +109,7 @@ def test_routes_of_a_plan(
             )
             assert nbytes == route_nbytes(classes)
             continue
-        sides = resolve_pull(source.entry(route.source_rank), classes)
+        sides = PullResolver(source.entry(route.source_rank)).resolve(classes)
         for chunk in chunk_list(classes, chunk_nbytes):
             index = chunk.class_index
             dense = torch.full((chunk.nbytes,), POISON, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import Base, Chunk, Plan, PullClass, Side, Tile
-from kvxfer.transfer.pull import pull_classes, resolve_pull
+from kvxfer.transfer.pull import PullResolver, pull_classes
 from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
 from tests.oracle import oracle_copy, oracle_fill
 
@@ -81,7 +81,7 @@ class Case:
         memories = self.poisoned()
         for route in plan.routes:
             classes = pull_classes(route, spans)
-            sides = resolve_pull(self.source.rank(route.source_rank), classes)
+            sides = PullResolver(self.source.rank(route.source_rank)).resolve(classes)
             given, taken = self.source_memories[route.source_rank], memories[route.sink_rank]
             for chunk in chunk_list(classes, chunk_nbytes):
                 wanted, side = classes[chunk.class_index], sides[chunk.class_index]

@@ -21,7 +21,6 @@ from kvxfer.transfer.pull import (
     PullResolver,
     check_ids,
     pull_classes,
-    resolve_pull,
     route_nbytes,
 )
 from tests.builders import EngineShape, build_manifest
@@ -94,13 +93,13 @@ def test_classes_with_nothing_to_move_keep_their_place() -> None:
     asked = pull_classes(route, {0: (7, 7), 1: (0, 20)})
     assert [(a.token_lo, a.token_hi) for a in asked] == [(7, 7), (0, 20)]
     assert {chunk.class_index for chunk in chunk_list(asked, 1 << 20)} == {1}
-    assert len(resolve_pull(GROUPED, asked)) == 2
+    assert len(PullResolver(GROUPED).resolve(asked)) == 2
 
 
 def test_null_route_asks_for_nothing() -> None:
     null = Route(RankId(0, 0), RankId(0, 0), ())
     assert pull_classes(null, {}) == ()
-    assert resolve_pull(SOURCE, ()) == ()
+    assert PullResolver(SOURCE).resolve(()) == ()
     assert chunk_list((), 1 << 20) == ()
     assert route_nbytes(()) == 0
 
@@ -123,7 +122,7 @@ def test_opaque_blocks_are_asked_for_whole() -> None:
     route = route_of(shape, shape)
     (asked,) = pull_classes(route, {0: (16, 37)})
     assert (asked.token_lo, asked.token_hi) == (16, 48)
-    resolve_pull(OPAQUE, (asked,))
+    PullResolver(OPAQUE).resolve((asked,))
     with pytest.raises(ValueError, match="expected a start at a multiple of 16 tokens, got 8"):
         pull_classes(route, {0: (8, 37)})
 
@@ -146,11 +145,11 @@ def test_opaque_blocks_arrive_whole() -> None:
     assert same(case.streamed(plan, {0: (16, 17)}, 100), case.expected({0: (16, 32)}))
 
 
-# ---------------------------------------------------------------- resolve_pull
+# ---------------------------------------------------------------- PullResolver
 
 
 def test_source_side_by_hand() -> None:
-    (side,) = resolve_pull(SOURCE, (wanted(head_lo=1),))
+    (side,) = PullResolver(SOURCE).resolve((wanted(head_lo=1),))
     # HND: 16 tokens x 8 bytes a head, 2 heads, 8 blocks a plane, behind a header of 64 bytes
     assert side.bases == tuple(Base(0, 64 + i * 8 * 256 + 128) for i in range(4))
     assert side.tile.num_heads == 1
@@ -175,7 +174,7 @@ def test_source_sees_the_sides_that_the_sink_planned(
     manifest = build_manifest(source)
     for route in make_plan(manifest, build_manifest(sink)).routes:
         asked = pull_classes(route, {0: (0, 40), 1: (3, 40)})
-        sides = resolve_pull(manifest.rank(route.source_rank), asked)
+        sides = PullResolver(manifest.rank(route.source_rank)).resolve(asked)
         assert sides == tuple(copy_class.source for copy_class in route.classes)
 
 
@@ -253,7 +252,7 @@ NONSENSE: list[tuple[RankManifest, PullClass, str]] = [
 @pytest.mark.parametrize(("rank", "asked", "message"), NONSENSE)
 def test_nonsense_is_refused_by_name(rank: RankManifest, asked: PullClass, message: str) -> None:
     with pytest.raises(ProtocolError) as e:
-        resolve_pull(rank, (asked,))
+        PullResolver(rank).resolve((asked,))
     assert message in str(e.value)
     assert str(e.value).startswith("class 0: ")
 
@@ -261,8 +260,8 @@ def test_nonsense_is_refused_by_name(rank: RankManifest, asked: PullClass, messa
 def test_second_class_is_looked_at_too() -> None:
     first = wanted(regions=wanted().regions[:2])
     with pytest.raises(ProtocolError, match="class 1: layers.0/v: expected once, got it again"):
-        resolve_pull(SOURCE, (first, wanted(regions=wanted().regions[1:])))
-    assert len(resolve_pull(SOURCE, (first, wanted(regions=wanted().regions[2:])))) == 2
+        PullResolver(SOURCE).resolve((first, wanted(regions=wanted().regions[1:])))
+    assert len(PullResolver(SOURCE).resolve((first, wanted(regions=wanted().regions[2:])))) == 2
 
 
 integers = st.one_of(st.integers(-2, 50), st.integers(-(1 << 63), (1 << 64) - 1))
@@ -290,7 +289,7 @@ def test_hostile_numbers_end_soon_in_one_error(
 ) -> None:
     asked = wanted(**numbers)
     try:
-        (side,) = resolve_pull(rank, (asked,))
+        (side,) = PullResolver(rank).resolve((asked,))
         chunks = chunk_list((asked,), chunk_nbytes)
     except ProtocolError:
         return
@@ -434,7 +433,7 @@ def test_chunks_are_cheap() -> None:
 # ---------------------------------------------------------------- check_ids
 
 
-SIDE: Side = resolve_pull(SOURCE, (wanted(),))[0]  # 8 blocks of 16 tokens
+SIDE: Side = PullResolver(SOURCE).resolve((wanted(),))[0]  # 8 blocks of 16 tokens
 
 
 @pytest.mark.parametrize(
@@ -484,9 +483,11 @@ def test_what_was_found_serves_other_tokens_and_nothing_else() -> None:
     resolver = PullResolver(SOURCE)
     first = resolver.resolve((wanted(),))
     assert resolver.resolve((wanted(token_lo=3, token_hi=9),))[0] is first[0]
-    assert resolver.resolve((wanted(head_lo=1),)) == resolve_pull(SOURCE, (wanted(head_lo=1),))
+    assert resolver.resolve((wanted(head_lo=1),)) == PullResolver(SOURCE).resolve(
+        (wanted(head_lo=1),)
+    )
     half = wanted(regions=wanted().regions[:2])
-    assert resolver.resolve((half,)) == resolve_pull(SOURCE, (half,))
+    assert resolver.resolve((half,)) == PullResolver(SOURCE).resolve((half,))
     assert resolver.resolve((wanted(),)) == first
 
 

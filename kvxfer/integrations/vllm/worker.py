@@ -103,8 +103,7 @@ class WorkerSide:
 
     def handle_preemptions(self, metadata: KvxferMetadata) -> None:
         """Offers whose blocks were taken back are over when this returns."""
-        if metadata.orders.ended:
-            self._running().handle_preemptions(metadata.orders)
+        self._running().handle_preemptions(metadata.orders)
 
     def bind_connector_metadata(self, metadata: KvxferMetadata) -> None:
         """Take this step's orders. Without any, the calls for them have nothing to do."""
