@@ -80,6 +80,7 @@ def test_a_killed_source_fails_its_loads_at_once_and_a_restarted_one_serves(wire
     settings: dict[str, Any] = {
         "transport": wire,
         "chunk_nbytes": 4096,
+        "staging_slots": 4,  # not room for all of it, which would outlive the source
         "faults": "read:slow=100ms",
     }
     with Engine(SHAPE, "decode", fill=POISON, **settings) as sink:

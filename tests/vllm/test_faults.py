@@ -10,8 +10,9 @@ import pytest
 from tests.vllm.cases import NEW_TOKENS, Pair, References, Sources, prompt
 from tests.vllm.engines import Connector, EngineConfig, Fleet
 
-# Small pieces, each slow: a transfer of 700 tokens (2.9 MB) takes seconds.
-SLOW: dict[str, Any] = {"chunk_nbytes": 65536, "faults": "read:slow=100ms"}
+# Small pieces, each slow: a transfer of 700 tokens (2.9 MB) takes seconds. Few slots: what waits in
+# one has left the source, which a transfer that fits into them outlives.
+SLOW: dict[str, Any] = {"chunk_nbytes": 65536, "staging_slots": 4, "faults": "read:slow=100ms"}
 FAILED = "vllm:kvxfer_requests_failed_total"
 
 
