@@ -26,6 +26,7 @@ from kvxfer.kernels.strided_work import (
     CopySide,
     CopyWork,
     Launch,
+    num_programs_of,
     plan_launch,
 )
 
@@ -227,9 +228,7 @@ def launch_copy(
     A launch without tokens copies nothing and compiles what others need.
     """
     _check(params, source_table, sink_table, source_ids, sink_ids)
-    if num_programs < 1:
-        raise ValueError(f"num_programs: expected 1 or more, got {num_programs}")
-    grid = (max(1, min(num_programs, launch.num_units)),)
+    grid = (num_programs_of(launch, num_programs),)
     # Triton launches on the current device, whatever its tensors are on
     with torch.cuda.device_of(params):  # type: ignore[no-untyped-call]
         compiled: object = _copy_kernel[grid](

@@ -6,6 +6,7 @@ token 0. All pairs of a launch share the offsets of their tokens, which are work
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 WORDS_NBYTES = (16, 8, 4, 2, 1)
 WARPS = 8
@@ -109,7 +110,20 @@ class Launch:
     tokens_first: bool
     num_units: int
 
+    @property
+    def binary(self) -> tuple[object, ...]:
+        """What is compiled in."""
+        return self.word_nbytes, self.lanes, self.pairs, self.by_channel, self.tokens_first
 
+
+def num_programs_of(launch: Launch, most: int) -> int:
+    """One for each unit, if there are no more than ``most``. Raises ValueError below 1."""
+    if most < 1:
+        raise ValueError(f"num_programs: expected 1 or more, got {most}")
+    return max(1, min(most, launch.num_units))
+
+
+@lru_cache(maxsize=1024)  # 40 us; the chunks of a transfer, and prompts of a length, are alike
 def plan_launch(work: CopyWork, num_regions: int) -> Launch:
     """The launch for ``num_regions`` regions of one geometry, with the widest access there is."""
     joined = widest(work)

@@ -9,16 +9,15 @@ Python's work is by launch, of about 1 GiB each; ids are handled as arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import MAX_REGION_NBYTES, NUM_PARAMS
 from kvxfer.tensors.copy_checks import check_chunk, check_order, check_regions, check_span
+from kvxfer.tensors.device_launch import Stream, launcher_of
 from kvxfer.tensors.device_work import (
     BoundCopy,
     BoundSide,
@@ -28,7 +27,7 @@ from kvxfer.tensors.device_work import (
     empty_works,
     pool_work,
 )
-from kvxfer.tensors.job_ring import WORD_NBYTES, Event, HostEvent, JobRing
+from kvxfer.tensors.job_ring import WORD_NBYTES, Event, JobRing
 from kvxfer.tensors.strided_index import Ids, token_nbytes, token_pieces
 from kvxfer.transfer.plan import DenseOrder
 
@@ -74,21 +73,22 @@ class DeviceCopier:
     def __init__(self, device: torch.device, settings: CopySettings | None = None) -> None:
         self._settings = settings or CopySettings()
         self._device = device
-        self._ring = JobRing(self._settings.ring_nbytes, device, self._recorded)
+        self._ring = JobRing(self._settings.ring_nbytes, device)
+        self._launcher = launcher_of(device)
 
     @property
     def num_waits(self) -> int:
         """How often the host waited, because the ring was in use all over."""
         return self._ring.num_waits
 
-    def warm(self, bound: BoundCopy, stream: torch.cuda.Stream | None) -> Event:
+    def warm(self, bound: BoundCopy, stream: Stream) -> Event:
         """Compile what copies between these sides need, for it takes a second the first time on a
         machine; nothing is copied.
         """
         events = [self._launch(work, stream, None, is_empty=True) for work in empty_works(bound)]
         return events[-1]
 
-    def warm_unpack(self, side: BoundSide, stream: torch.cuda.Stream | None) -> Event:
+    def warm_unpack(self, side: BoundSide, stream: Stream) -> Event:
         """Compile what unpacks chunks of this side; nothing is copied."""
         ids, order = np.zeros(1, np.int64), side.tile.order
         for num_tokens in (side.tile.kernel_tokens, 1):
@@ -98,10 +98,15 @@ class DeviceCopier:
                 self._launch(work, stream, None, is_empty=True)
         return self.mark(stream)
 
-    def mark(self, stream: torch.cuda.Stream | None) -> Event:
+    def mark(self, stream: Stream) -> Event:
         """An event behind all that was put on the stream, also by a launch that failed."""
-        with self._on(stream):
-            return self._recorded()
+        self._check_stream(stream)
+        return self._launcher.record(stream)
+
+    def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
+        """What is put on the stream from now on runs after PyTorch's event."""
+        self._check_stream(stream)
+        self._launcher.wait(stream, event)
 
     def copy(
         self,
@@ -111,7 +116,7 @@ class DeviceCopier:
         token_lo: int,
         token_hi: int,
         *,
-        stream: torch.cuda.Stream | None,
+        stream: Stream,
         stop: Callable[[], bool] = lambda: False,
         programs: int | None = None,
     ) -> Launched:
@@ -142,7 +147,7 @@ class DeviceCopier:
         token_lo: int,
         token_hi: int,
         *,
-        stream: torch.cuda.Stream | None,
+        stream: Stream,
         programs: int | None = None,
     ) -> Iterator[Launched]:
         """The same, launch by launch: each ``next`` puts one on the stream.
@@ -168,7 +173,7 @@ class DeviceCopier:
         token_hi: int,
         out: Tensor,
         *,
-        stream: torch.cuda.Stream | None,
+        stream: Stream,
         programs: int | None = None,
     ) -> Launched:
         """Pack a chunk: tokens of regions ``[region_lo, region_hi)`` into ``out``, in ``order``.
@@ -192,7 +197,7 @@ class DeviceCopier:
         token_hi: int,
         dense: Tensor,
         *,
-        stream: torch.cuda.Stream | None,
+        stream: Stream,
         programs: int | None = None,
     ) -> Launched:
         """Unpack a chunk that lies in the sink's own physical order; the reverse of :meth:`pack`
@@ -246,7 +251,7 @@ class DeviceCopier:
         return min(by_ring, max(1, self._settings.launch_nbytes // num_regions))
 
     def _launched(
-        self, works: Iterator[Work], stream: torch.cuda.Stream | None, programs: int | None
+        self, works: Iterator[Work], stream: Stream, programs: int | None
     ) -> Iterator[Launched]:
         nbytes = 0
         for work in works:
@@ -259,11 +264,12 @@ class DeviceCopier:
     def _launch(
         self,
         work: Work,
-        stream: torch.cuda.Stream | None,
+        stream: Stream,
         programs: int | None,
         *,
         is_empty: bool = False,
     ) -> Event:
+        self._check_stream(stream)
         launch = work.plan()
         params = (0, *launch.params[1:]) if is_empty else launch.params
         arrays = (
@@ -271,42 +277,19 @@ class DeviceCopier:
             *(work.source.block_ids, work.sink.block_ids),
         )
         sizes = [array.size for array in arrays]
-        with self._on(stream):
-            slot = self._ring.take(sum(sizes))
-            try:
-                np.concatenate(arrays, out=slot.host)
-                slot.send()
-                numbers, source_table, sink_table, given_ids, taken_ids = torch.split(
-                    slot.device, sizes
-                )
-                launch_copy(
-                    numbers,
-                    source_table,
-                    sink_table,
-                    given_ids,
-                    taken_ids,
-                    launch,
-                    programs or self._settings.launch_programs,
-                )
-            finally:  # whatever failed, a part may be on its way
-                event = self._ring.close(slot)
+        slot = self._ring.take(sum(sizes))
+        try:
+            np.concatenate(arrays, out=slot.host)
+            num_programs = programs or self._settings.launch_programs
+            self._launcher.launch(slot, sizes, launch, num_programs, stream)
+        finally:  # whatever failed, a part may be on its way
+            event = self._launcher.record(stream)
+            self._ring.close(slot, event)
         return event
 
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        """Makes the stream current, and its GPU with it."""
-        if self._device.type == "cpu":
-            return nullcontext()
-        if stream is None:
+    def _check_stream(self, stream: Stream) -> None:
+        if stream is None and self._device.type != "cpu":
             raise ValueError(f"stream: expected one of {self._device}, got None")
-        return torch.cuda.stream(stream)
-
-    def _recorded(self) -> Event:
-        if self._device.type == "cpu":
-            return HostEvent()
-        # Who waits for it sleeps: by default CUDA lets a core spin
-        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
 
 def _last(launches: Iterator[Launched]) -> Launched:

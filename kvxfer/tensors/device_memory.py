@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.cuda_driver import CudaError, CurrentContext, driver
 from kvxfer.tensors.device_work import DeviceMemory
 from kvxfer.tensors.shared_memory import boot_id, check_same_host
 from kvxfer.transfer.manifest import CudaIpcHandle
@@ -51,12 +50,12 @@ def export_memory(tensor: Tensor) -> CudaIpcHandle:
 
     Raises TransportUnavailable for memory that has none.
     """
-    driver = _driver()
+    bindings = _bindings()
     address = tensor.data_ptr()
-    with _context(driver, tensor.device):
-        base, _ = _call(driver, "cuMemGetAddressRange", address)
+    with current_context(tensor.device):
+        base, _ = _call(bindings, "cuMemGetAddressRange", address)
         try:
-            (handle,) = _call(driver, "cuIpcGetMemHandle", int(base))
+            (handle,) = _call(bindings, "cuIpcGetMemHandle", int(base))
         except TransportUnavailable as exc:
             raise TransportUnavailable(
                 f"{exc}; expected memory of cudaMalloc: expandable segments "
@@ -82,12 +81,12 @@ def map_memory(handle: CudaIpcHandle, device: torch.device) -> MappedMemory:
         raise TransportUnavailable(
             f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"
         )
-    driver = _driver()
-    reserved = driver.CUipcMemHandle()
+    bindings = _bindings()
+    reserved = bindings.CUipcMemHandle()
     reserved.reserved = handle.handle
-    with _context(driver, device):
+    with current_context(device):
         try:
-            (mapped,) = _call(driver, "cuIpcOpenMemHandle", reserved, _LAZY_PEER_ACCESS)
+            (mapped,) = _call(bindings, "cuIpcOpenMemHandle", reserved, _LAZY_PEER_ACCESS)
         except TransportUnavailable as exc:
             raise TransportUnavailable(
                 f"{exc}; expected memory of process {handle.pid} that {device} can map: another "
@@ -96,11 +95,11 @@ def map_memory(handle: CudaIpcHandle, device: torch.device) -> MappedMemory:
         base = int(mapped)
 
         def close() -> None:
-            with _context(driver, device):
-                _call(driver, "cuIpcCloseMemHandle", base)
+            with current_context(device):
+                _call(bindings, "cuIpcCloseMemHandle", base)
 
         # A kernel that reads beyond a mapping ends this process's use of the GPU
-        _, mapped_nbytes = _call(driver, "cuMemGetAddressRange", base)
+        _, mapped_nbytes = _call(bindings, "cuMemGetAddressRange", base)
         if handle.offset < 0 or handle.offset + handle.nbytes > int(mapped_nbytes):
             close()
             raise TransportUnavailable(
@@ -115,28 +114,28 @@ def allocate(nbytes: int, device: torch.device) -> MappedMemory:
 
     Raises TransportUnavailable with the driver's reason.
     """
-    driver = _driver()
-    with _context(driver, device):
-        (address,) = _call(driver, "cuMemAlloc", nbytes)
+    bindings = _bindings()
+    with current_context(device):
+        (address,) = _call(bindings, "cuMemAlloc", nbytes)
 
     def close() -> None:
-        with _context(driver, device):
-            _call(driver, "cuMemFree", int(address))
+        with current_context(device):
+            _call(bindings, "cuMemFree", int(address))
 
     return MappedMemory(DeviceMemory(int(address), nbytes), close)
 
 
-@contextmanager
-def current_context(device: torch.device) -> Iterator[None]:
-    """The GPU's context current on this thread, for libraries that work in whatever it is.
-
-    Raises TransportUnavailable.
+def current_context(device: torch.device) -> CurrentContext:
+    """The GPU's context, to be current on this thread within a ``with``: also for libraries that
+    work in whatever it is. Raises TransportUnavailable.
     """
-    with _context(_driver(), device):
-        yield
+    try:
+        return driver().current(device)
+    except CudaError as exc:
+        raise TransportUnavailable(f"cuda_ipc: {exc}") from exc
 
 
-def _driver() -> ModuleType:
+def _bindings() -> ModuleType:
     try:
         return importlib.import_module("cuda.bindings.driver")  # optional, and without types
     except ImportError as exc:
@@ -145,34 +144,11 @@ def _driver() -> ModuleType:
         ) from exc
 
 
-@contextmanager
-def _context(driver: ModuleType, device: torch.device) -> Iterator[None]:
-    """The GPU's context current on this thread, whatever PyTorch has made current: it passes over
-    what it takes for no change, and a thread starts without any.
-    """
-    _call(driver, "cuCtxPushCurrent", _primary_context(driver, device.index or 0))
-    try:
-        yield
-    finally:
-        _call(driver, "cuCtxPopCurrent")
-
-
-@cache
-def _primary_context(driver: ModuleType, number: int) -> object:
-    """Kept for as long as the process lives: mappings end with the context that they are in, and
-    PyTorch may not have made it its own yet.
-    """
-    _call(driver, "cuInit", 0)
-    (device,) = _call(driver, "cuDeviceGet", number)
-    (context,) = _call(driver, "cuDevicePrimaryCtxRetain", device)
-    return context
-
-
-def _call(driver: ModuleType, name: str, *arguments: object) -> tuple[Any, ...]:
+def _call(bindings: ModuleType, name: str, *arguments: object) -> tuple[Any, ...]:
     """What a function of the CUDA driver returns. Raises TransportUnavailable with its error."""
-    error, *results = getattr(driver, name)(*arguments)
+    error, *results = getattr(bindings, name)(*arguments)
     if int(error) != 0:
-        _, text = driver.cuGetErrorString(error)
+        _, text = bindings.cuGetErrorString(error)
         reason = text.decode() if isinstance(text, bytes) else str(error)
         raise TransportUnavailable(f"cuda_ipc: {name}: {reason}")
     return tuple(results)

@@ -7,6 +7,7 @@ whole ones, so a chunk is up to three launches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -31,10 +32,18 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True)
 class BoundSide:
-    """A side of a geometry class in memories known to hold it: an address for each region."""
+    """A side of a geometry class in memories known to hold it: an address for each region.
+    ``align_nbytes`` divides all of them; 0: to be found.
+    """
 
     tile: Tile
     addresses: Ids
+    align_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.align_nbytes:
+            common = np.gcd.reduce(self.addresses, initial=_ALIGN_NBYTES)
+            object.__setattr__(self, "align_nbytes", int(common))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,7 @@ class End:
     side: CopySide
     addresses: Ids
     block_ids: Ids
+    align_nbytes: int
 
 
 def bind_side(side: Side, memories: Sequence[DeviceMemory]) -> BoundSide:
@@ -80,11 +90,7 @@ def bind_copy(
 
 def join_sides(source: BoundSide, sink: BoundSide) -> BoundCopy:
     """Two sides that belong together."""
-    return BoundCopy(source, sink, _align_nbytes(source.addresses, sink.addresses))
-
-
-def _align_nbytes(*addresses: Ids) -> int:
-    return int(np.gcd.reduce(np.concatenate(addresses), initial=_ALIGN_NBYTES))
+    return BoundCopy(source, sink, math.gcd(source.align_nbytes, sink.align_nbytes))
 
 
 def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
@@ -159,9 +165,7 @@ def empty_works(bound: BoundCopy) -> list[Work]:
     works: dict[tuple[object, ...], Work] = {}
     for num_tokens in (0, 1):
         work = pool_work(bound, ids, ids, 0, num_tokens)
-        launch = work.plan()
-        binary = (launch.word_nbytes, launch.lanes, launch.pairs, launch.tokens_first)
-        works.setdefault(binary, work)
+        works.setdefault(work.plan().binary, work)
     return list(works.values())
 
 
@@ -169,7 +173,7 @@ def chunk_work(taken: tuple[End, End, int], tile: Tile, *, is_pack: bool) -> Wor
     """A launch of :func:`chunk_ends`: from the pool to the chunk, or back."""
     pool, dense, num_tokens = taken
     source, sink = (pool, dense) if is_pack else (dense, pool)
-    align_nbytes = _align_nbytes(pool.addresses, dense.addresses)
+    align_nbytes = math.gcd(pool.align_nbytes, dense.align_nbytes)
     return Work(source, sink, tile, num_tokens, align_nbytes)
 
 
@@ -186,9 +190,10 @@ def chunk_ends(
     """
     region_lo, region_hi, token_lo, token_hi = span
     tile = side.tile
-    pool = BoundSide(tile, side.addresses[region_lo:region_hi])
+    pool = BoundSide(tile, side.addresses[region_lo:region_hi], side.align_nbytes)
+    region_nbytes = (token_hi - token_lo) * token_nbytes(tile)
     regions = np.arange(region_hi - region_lo, dtype=np.int64)
-    regions *= (token_hi - token_lo) * token_nbytes(tile)
+    regions *= region_nbytes
     is_flat = order.token_major or (tile.num_heads == 1 and not order.channel_nbytes)
     cuts = [(token_lo, token_hi)]
     if not is_flat:
@@ -198,7 +203,10 @@ def chunk_ends(
         first = dense_address + (lo - token_lo) * token_nbytes(tile)
         yield (
             _pool_end(pool, block_ids, lo, hi),
-            _dense_end(tile, order, is_flat, block_tokens, first + regions, hi - lo),
+            _dense_end(
+                *(tile, order, is_flat, block_tokens, first + regions, hi - lo),
+                align_nbytes=math.gcd(first, region_nbytes, _ALIGN_NBYTES),
+            ),
             hi - lo,
         )
 
@@ -214,7 +222,8 @@ def _pool_end(side: BoundSide, block_ids: Ids, token_lo: int, token_hi: int) -> 
         stride_channel=tile.stride_channel,
         first_token=token_lo % tile.block_tokens,
     )
-    return End(lies, side.addresses, span_ids(tile, block_ids, token_lo, token_hi))
+    ids = span_ids(tile, block_ids, token_lo, token_hi)
+    return End(lies, side.addresses, ids, side.align_nbytes)
 
 
 def _dense_end(
@@ -224,6 +233,8 @@ def _dense_end(
     block_tokens: int,
     addresses: Ids,
     num_tokens: int,
+    *,
+    align_nbytes: int,
 ) -> End:
     inner = tile.inner_nbytes
     stride_token = token_nbytes(tile) if is_flat else order.channel_nbytes or inner
@@ -238,4 +249,4 @@ def _dense_end(
         ),
     )
     num_blocks = num_tokens // block_tokens if num_tokens else 0
-    return End(lies, addresses, np.arange(num_blocks, dtype=np.int64))
+    return End(lies, addresses, np.arange(num_blocks, dtype=np.int64), align_nbytes)

@@ -5,7 +5,6 @@ work that reads them is over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,17 +39,26 @@ class HostEvent:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """``host`` is written, then :meth:`send` copies all of it to ``device``, without waiting."""
+    """``host`` is written, and all of it copied to the GPU; where both are, as words, tensors and
+    addresses.
+    """
 
     at: int
     host: NDArray[np.int64]
-    device: Tensor
-    _pinned: Tensor
+    host_address: int
+    device_address: int
+    _ring: JobRing
     _num_used: int
 
-    def send(self) -> None:
-        """On the current stream."""
-        self.device.copy_(self._pinned, non_blocking=True)
+    @property
+    def pinned(self) -> Tensor:
+        """What ``host`` is, as PyTorch sees it."""
+        return self._ring.pinned[self.at : self.at + self.host.size]
+
+    @property
+    def device(self) -> Tensor:
+        """Its twin on the GPU."""
+        return self._ring.device[self.at : self.at + self.host.size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +74,14 @@ class JobRing:
     one only where the whole ring is in use; ``num_waits`` counts that.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, record: Callable[[], Event]) -> None:
-        """``record``: make an event and record it on the current stream."""
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         self.num_words = nbytes // WORD_NBYTES
         self.num_waits = 0
         on_gpu = device.type == "cuda"
-        self._pinned = torch.empty(self.num_words, dtype=torch.int64, pin_memory=on_gpu)
-        self._host = self._pinned.numpy()
-        self._device = torch.empty(self.num_words, dtype=torch.int64, device=device)
-        self._record = record
+        self.pinned = torch.empty(self.num_words, dtype=torch.int64, pin_memory=on_gpu)
+        self.device = torch.empty(self.num_words, dtype=torch.int64, device=device)
+        self._host = self.pinned.numpy()
+        self._addresses = self.pinned.data_ptr(), self.device.data_ptr()
         self._in_use: deque[_Given] = deque()
         self._head = 0
         self._num_used = 0
@@ -98,13 +105,12 @@ class JobRing:
             self._num_used -= oldest.num_used
         if not self._num_used:  # as good as new
             at, used = 0, num_words
-        where = slice(at, at + num_words)
-        return Slot(at, self._host[where], self._device[where], self._pinned[where], used)
+        host_address, device_address = (each + at * WORD_NBYTES for each in self._addresses)
+        words = self._host[at : at + num_words]
+        return Slot(at, words, host_address, device_address, self, used)
 
-    def close(self, slot: Slot) -> Event:
-        """All work with the slot is on the current stream: returns the event behind it."""
-        event = self._record()
+    def close(self, slot: Slot, event: Event) -> None:
+        """All work with the slot is on a stream, and the event behind it."""
         self._in_use.append(_Given(slot._num_used, event))
         self._num_used += slot._num_used
         self._head = (slot.at + slot.host.size) % self.num_words
-        return event

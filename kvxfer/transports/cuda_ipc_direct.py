@@ -247,8 +247,8 @@ class CudaIpcSink(SinkTransport):
         except ValueError as exc:
             self._tell(ReadBroke(key, Reason.READ_FAILED, str(exc)))
             return
-        if request.after is not None and self._stream is not None:
-            self._stream.wait_event(request.after)
+        if request.after is not None:
+            self._copier.wait(self._stream, request.after)
         read = self._reads[key] = _Read(request, attached, launches)
         self._turns.append(read)
         self._advance()

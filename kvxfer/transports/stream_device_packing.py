@@ -158,8 +158,8 @@ class DevicePacker(Generic[J]):
         regions, tokens = (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)
         try:
             side, ids, stream = self._bind(job.side), job.block_ids, self._stream
-            if job.after is not None and stream is not None:
-                stream.wait_event(job.after)
+            if job.after is not None:
+                self._copier.wait(stream, job.after)
             if job.order is not None:
                 launched = self._copier.pack(
                     side, ids, job.order, *regions, *tokens, dense, stream=stream

@@ -358,7 +358,7 @@ def test_the_host_does_not_wait_and_the_event_tells_the_end() -> None:
     assert stream is not None
     copier.warm(bound, stream).synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(2_000_000_000)  # type: ignore[no-untyped-call]  # a second
+        torch.cuda._sleep(6_000_000_000)  # type: ignore[no-untyped-call]  # three seconds
     args = (bound, small.source.ids, small.sink.ids)
     events = [copier.copy(*args, 0, 70, stream=stream).event for _ in range(200)]
     assert copier.num_waits == 0

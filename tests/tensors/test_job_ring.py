@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -28,38 +30,53 @@ class FakeEvent:
         self.is_over = True
 
 
-def ring_of(num_words: int) -> tuple[JobRing, list[FakeEvent]]:
-    events: list[FakeEvent] = []
+class Ring(JobRing):
+    """With an event behind each slot that was closed."""
 
-    def record() -> FakeEvent:
-        events.append(FakeEvent())
-        return events[-1]
+    def __init__(self, num_words: int) -> None:
+        super().__init__(num_words * 8, CPU)
+        self.events: list[FakeEvent] = []
 
-    return JobRing(num_words * 8, CPU, record), events
+    def end(self, slot: Slot) -> None:
+        self.events.append(FakeEvent())
+        self.close(slot, self.events[-1])
 
 
-def test_a_slot_goes_to_the_device_as_it_was_written() -> None:
+def ring_of(num_words: int) -> tuple[Ring, list[FakeEvent]]:
+    ring = Ring(num_words)
+    return ring, ring.events
+
+
+def send(slot: Slot) -> None:
+    """By its addresses, as the GPU's driver does."""
+    ctypes.memmove(slot.device_address, slot.host_address, 8 * slot.host.size)
+
+
+def test_a_slot_lies_where_it_says() -> None:
     ring, _ = ring_of(8)
     slot = ring.take(3)
     slot.host[:] = [1, 2, 3]
-    slot.send()
+    assert slot.pinned.tolist() == [1, 2, 3]
+    send(slot)
     assert slot.device.tolist() == [1, 2, 3]
-    ring.close(slot)
+    ring.end(slot)
     following = ring.take(2)
     following.host[:] = [4, 5]
-    following.send()
+    assert following.pinned.tolist() == [4, 5]
+    send(following)
+    assert following.device.tolist() == [4, 5]
     assert slot.device.tolist() == [1, 2, 3]
 
 
 def test_the_host_waits_for_the_oldest_only_where_the_ring_is_full() -> None:
     ring, events = ring_of(10)
     for _ in range(3):
-        ring.close(ring.take(3))
+        ring.end(ring.take(3))
     assert ring.num_waits == 0
     slot = ring.take(3)  # the last word is too few, so from the start: over the first slot
     assert slot.at == 0
     assert [event.num_waits for event in events] == [1, 0, 0]
-    ring.close(slot)
+    ring.end(slot)
     events[1].is_over = True
     assert ring.take(3).at == 3
     assert ring.num_waits == 1
@@ -67,10 +84,10 @@ def test_the_host_waits_for_the_oldest_only_where_the_ring_is_full() -> None:
 
 def test_all_of_the_ring_at_once_and_too_much() -> None:
     ring, events = ring_of(4)
-    ring.close(ring.take(3))
+    ring.end(ring.take(3))
     whole = ring.take(4)
     assert (whole.at, events[0].num_waits) == (0, 1)
-    ring.close(whole)
+    ring.end(whole)
     with pytest.raises(ValueError, match="slot: expected 1 to 4 words, got 5"):
         ring.take(5)
     with pytest.raises(ValueError, match="slot: expected 1 to 4 words, got 0"):
@@ -90,7 +107,7 @@ def test_slots_in_use_never_overlap(sizes: list[int], over: list[int]) -> None:
         for other, event in in_use:
             taken = np.arange(other.at, other.at + other.host.size)
             assert event.is_over or not np.intersect1d(words, taken).size
-        ring.close(slot)
+        ring.end(slot)
         in_use.append((slot, events[-1]))
         if number < len(over) and over[number] < len(events):
             events[over[number]].is_over = True

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.kernels.strided_copy import launch_copy
-from kvxfer.tensors import device_copy
+from kvxfer.tensors import device_launch
 from kvxfer.tensors.cuda_device import CudaDevice, Gpu
 from kvxfer.tensors.device_memory import MappedMemory
 from kvxfer.tensors.device_work import DeviceMemory
@@ -131,4 +131,4 @@ def serve_without_gpu() -> None:
     registry._SOURCES["cuda_ipc"] = source_without_gpu
     registry._SINKS["cuda_ipc"] = sink_without_gpu
     if not HAS_CUDA:
-        vars(device_copy)["launch_copy"] = launch_alone
+        vars(device_launch)["launch_copy"] = launch_alone

@@ -347,13 +347,8 @@ def test_the_pool_is_written_behind_what_the_engine_still_does(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[object] = []
-
-    class Stream:
-        def wait_event(self, event: object) -> None:
-            waited.append(event)
-
-    packer = _packer(pair.sink)
-    monkeypatch.setattr(packer, "_stream", Stream())
+    copier = _packer(pair.sink)._copier
+    monkeypatch.setattr(copier, "wait", lambda stream, event: waited.append(event))
     event = object()
     request = dataclasses.replace(
         read_request(key_of(1), a_move(), pair.manifest),

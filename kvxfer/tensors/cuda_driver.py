@@ -1,0 +1,174 @@
+"""The short calls of the CUDA driver that a launch is made of, without letting go of the GIL.
+
+PyTorch, Triton and cuda-bindings let go of it in every call. None of these calls waits, so nobody
+gains by that, and whoever lets go beside a thread that computes in Python waits a switch interval
+to get it back: a copy of 0.06 ms was seen complete after 2.1 ms, ten such waits of 0.2 ms. Only
+:meth:`DriverEvent.synchronize` waits, and lets go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import suppress
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+import torch
+
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_EVENT_FLAGS = (
+    0x1 | 0x2
+)  # CU_EVENT_BLOCKING_SYNC (by default a core spins), CU_EVENT_DISABLE_TIMING
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDeviceGet": (c_void_p, c_int),
+    "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (c_void_p,),
+    "cuEventCreate": (c_void_p, c_uint),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventSynchronize": (c_void_p,),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuMemcpyHtoDAsync_v2": (c_void_p, c_void_p, c_size_t, c_void_p),
+    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
+    "cuGetErrorString": (c_int, c_void_p),
+}
+
+
+class CudaError(RuntimeError):
+    """A call of the driver has failed, or there is no driver."""
+
+
+class CurrentContext:
+    """A GPU's context, current on this thread within a ``with``, whatever was before.
+
+    PyTorch passes over what it takes for no change, and a thread starts without any.
+    """
+
+    __slots__ = ("_context", "_driver")
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        self._driver, self._context = driver, context
+
+    def __enter__(self) -> None:
+        self._driver.call("cuCtxPushCurrent_v2", self._context)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        popped = c_void_p()
+        self._driver.call("cuCtxPopCurrent_v2", byref(popped))
+
+
+class Driver:
+    """libcuda, loaded once. Raises CudaError where there is none."""
+
+    def __init__(self) -> None:
+        try:
+            short, waiting = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
+        except OSError as exc:
+            raise CudaError(f"the CUDA driver: expected libcuda.so.1, got {exc}") from exc
+        self._functions: dict[str, Any] = {}
+        for name, arguments in _ARGUMENTS.items():
+            function = getattr(waiting if name == "cuEventSynchronize" else short, name)
+            function.argtypes, function.restype = arguments, c_int
+            self._functions[name] = function
+        self._contexts: dict[int, CurrentContext] = {}
+        self.call("cuInit", 0)
+
+    def call(self, name: str, *arguments: object) -> None:
+        """Raises CudaError with the driver's reason."""
+        error = self._functions[name](*arguments)
+        if error:
+            raise CudaError(f"{name}: {self._reason(error)}")
+
+    def is_over(self, event: int | None) -> bool:
+        """Whether all before the event has run. Raises CudaError when the GPU has failed."""
+        error: int = self._functions["cuEventQuery"](event)
+        if error and error != _NOT_READY:
+            raise CudaError(f"cuEventQuery: {self._reason(error)}")
+        return not error
+
+    def current(self, device: torch.device) -> CurrentContext:
+        """The context of PyTorch's and everybody's memory on this GPU. It is kept for as long as
+        the process lives: mappings end with the context that they are in.
+        """
+        number = device.index or 0
+        known = self._contexts.get(number)
+        if known is None:
+            ordinal, context = c_int(), c_void_p()
+            self.call("cuDeviceGet", byref(ordinal), number)
+            self.call("cuDevicePrimaryCtxRetain", byref(context), ordinal)
+            known = self._contexts[number] = CurrentContext(self, context.value or 0)
+        return known
+
+    def _reason(self, error: int) -> str:
+        text = c_char_p()
+        self._functions["cuGetErrorString"](error, byref(text))
+        return text.value.decode() if text.value else f"error {error}"
+
+
+@cache
+def driver() -> Driver:
+    """The one of this process. Raises CudaError."""
+    return Driver()
+
+
+class DriverEvent:
+    """An event on a stream, recorded once. Who waits for it sleeps. For any thread."""
+
+    __slots__ = ("_current", "_driver", "_handle")
+
+    def __init__(self, driver: Driver, current: CurrentContext, stream: int) -> None:
+        """Records it on the stream, by its handle, of that context. Raises CudaError."""
+        self._driver, self._current = driver, current
+        handle = c_void_p()
+        with current:
+            driver.call("cuEventCreate", byref(handle), _EVENT_FLAGS)
+            self._handle = handle.value
+            driver.call("cuEventRecord", self._handle, stream)
+
+    def query(self) -> bool:
+        """Is all over that was on the stream before? Raises CudaError."""
+        with self._current:
+            return self._driver.is_over(self._handle)
+
+    def synchronize(self) -> None:
+        """Wait until it is. Raises CudaError."""
+        with self._current:
+            self._driver.call("cuEventSynchronize", self._handle)
+
+    def __del__(self) -> None:
+        # CUDA frees it when it has passed; where the GPU has failed, nobody is there to be told
+        if getattr(self, "_handle", None):
+            with suppress(CudaError), self._current:
+                self._driver.call("cuEventDestroy_v2", self._handle)
+
+
+class PointerArguments:
+    """What a kernel is given whose arguments are addresses. For one thread.
+
+    Triton's kernels have arguments of their own behind these, one to three by its version: scratch
+    memory, which is null where the kernel needs none. The driver reads as many as the kernel has.
+    """
+
+    _NUM_HIDDEN = 8
+
+    def __init__(self, num: int) -> None:
+        size = num + self._NUM_HIDDEN
+        self._values = (c_void_p * size)()
+        step, first = ctypes.sizeof(c_void_p), ctypes.addressof(self._values)
+        self._where = (c_void_p * size)(*(first + number * step for number in range(size)))
+
+    def set(self, addresses: Sequence[int]) -> ctypes.Array[c_void_p]:
+        """What ``cuLaunchKernel`` takes, good until the next call: it copies them."""
+        self._values[: len(addresses)] = list(addresses)
+        return self._where
