@@ -5,7 +5,7 @@ taken.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvxfer.errors import TransportUnavailable
@@ -22,6 +22,13 @@ from kvxfer.transports.base import SinkTransport
 TRIAL_TIMEOUT_S = 2.0
 LATE_TIMEOUT_S = 0.25
 """For a trial when a direct wire works already: ten times what one takes on a quiet machine."""
+STREAM_MARGIN = 0.25
+"""A stream wire is taken before a direct one that works if it is over in less than this part of
+the time. A direct wire costs the source nothing, neither staging nor copies nor processor time,
+which a trial does not see. And a trial on a busy GPU or host was seen wrong by more than two: those
+of a direct wire wait for the GPU behind others' kernels, those of a stream move host memory and
+leave out its pack and unpack, which would wait there as well.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,11 @@ class Choice:
     staging: Staging | None = None
     reasons: dict[str, str] = field(default_factory=dict)
     path: str = ""
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the source packs and sends."""
+        return self.staging is not None
 
     def chunk_nbytes(self, nbytes: int) -> int:
         """Of the Pull of a transfer of so many bytes; 0 on a direct wire."""
@@ -72,7 +84,8 @@ def probe(
     last_timeout_s: float | None = None,
 ) -> Choice:
     """Try the candidates and take the one over which a transfer of ``workload`` is over first, of
-    those that move bytes at ``min_gbps`` or more.
+    those that move bytes at ``min_gbps`` or more; a stream before a direct wire only where it takes
+    less than ``STREAM_MARGIN`` of the time.
 
     Those that cost little to try are tried first, then, unless a direct wire works, the dear ones.
     Blocks for up to ``timeout_s`` for each candidate, less once a direct wire works, and for
@@ -131,21 +144,40 @@ def _try(
 
 
 def _best(working: Mapping[str, Choice], reasons: dict[str, str], source: RankManifest) -> Choice:
-    """The one that is over first, and what to say of the others. Raises TransportUnavailable."""
+    """The one to take, and what to say of the others. Raises TransportUnavailable."""
     if not working:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise TransportUnavailable(
             f"{source.control_endpoint}: expected a wire that works, got none: "
             f"{listed or 'no candidates'}"
         )
-    best = min(working.values(), key=lambda choice: choice.duration_s)
+    best = _fastest(working.values())
     for name, other in working.items():
         if other is not best:
-            reasons[name] = (
-                f"{_ms(other.duration_s)} ms instead of {_ms(best.duration_s)} "
-                f"for {REFERENCE_TOKENS} tokens"
-            )
+            reasons[name] = _why_not(other, best)
     return replace(best, reasons=reasons)
+
+
+def _fastest(working: Iterable[Choice]) -> Choice:
+    """Of each kind, then of the two by the margin."""
+    of_kind: dict[bool, Choice] = {}
+    for choice in working:
+        known = of_kind.setdefault(choice.is_stream, choice)
+        if choice.duration_s < known.duration_s:
+            of_kind[choice.is_stream] = choice
+    direct, stream = of_kind.get(False), of_kind.get(True)
+    if direct is None or stream is None:
+        (only,) = of_kind.values()
+        return only
+    return stream if stream.duration_s < STREAM_MARGIN * direct.duration_s else direct
+
+
+def _why_not(other: Choice, best: Choice) -> str:
+    durations = f"{_ms(other.duration_s)} ms instead of {_ms(best.duration_s)}"
+    reason = f"{durations} for {REFERENCE_TOKENS} tokens"
+    if other.duration_s < best.duration_s:
+        return f"{reason}, expected less than {STREAM_MARGIN:g} of a direct wire's"
+    return reason
 
 
 def _ms(duration_s: float) -> str:

@@ -127,7 +127,7 @@ class StreamSink(SinkTransport):
                     way=way,
                 )
 
-            slots = trial_slots(self._memory.device.type)
+            slots = trial_slots(*self._device_types(source))
             return try_ways(pipe, make_link, slots, wake, timeout_s)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
@@ -137,8 +137,7 @@ class StreamSink(SinkTransport):
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
         """Settings, and what is usual for the memory of both sides."""
         config = self._config
-        sides = {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}
-        sizes = [self._pipe.staging_size(device_type) for device_type in sides]
+        sizes = [self._pipe.staging_size(each) for each in self._device_types(source)]
         return StagingBounds(
             nbytes=config.staging_nbytes or min(size.nbytes for size in sizes),
             most_chunk_nbytes=min(size.most_slot_nbytes for size in sizes),
@@ -146,6 +145,10 @@ class StreamSink(SinkTransport):
             chunk_nbytes=config.chunk_nbytes,
             num_slots=config.staging_slots,
         )
+
+    def _device_types(self, source: RankManifest) -> set[str]:
+        """Of the memory of both sides."""
+        return {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}
 
     def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
         """Connect to the rank; the connection is made in the background.

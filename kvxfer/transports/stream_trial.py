@@ -45,9 +45,13 @@ woken for them. 64 MiB took 65 ms of processor time in chunks of 4 MiB and 81 ms
 _SIZES = (TRIAL_SMALL_NBYTES, TRIAL_NBYTES, DEVICE_TRIAL_NBYTES)
 
 
-def trial_slots(device_type: str) -> Slots:
-    """One for the large message and one for each of a burst, so that each is filled once."""
-    large_nbytes = TRIAL_NBYTES if device_type == "cpu" else DEVICE_TRIAL_NBYTES
+def trial_slots(*device_types: str) -> Slots:
+    """One for the large message and one for each of a burst, so that each is filled once.
+
+    ``device_types``: of the memory of both sides, or of the one that says what it admits; between
+    unlike ones the large message is the smaller one, which either admits.
+    """
+    large_nbytes = TRIAL_NBYTES if "cpu" in device_types else DEVICE_TRIAL_NBYTES
     return Slots(1 + NUM_BURST, large_nbytes)
 
 

@@ -56,6 +56,8 @@ class PipeCase:
     """May staging be kept for good when a peer was killed?"""
     is_broken_by_death: bool = False
     """Must PipeBroken name a killed peer, before ZeroMQ has noticed?"""
+    num_opens: int = 200
+    """Connections that come and go: a multiple of four."""
 
 
 # ------------------------------------------------------------------ what ZeroMQ would carry

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -22,11 +23,12 @@ import torch
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.cuda_device import CudaDevice
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
 from kvxfer.tensors.device_memory import map_memory
 from kvxfer.tensors.device_work import flat_copy
 from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.manifest import CudaIpcHandle
+from kvxfer.transports import cuda_ipc_direct
 from tests.builders import EngineShape
 from tests.connector.conftest import stand_in_for_gpus
 from tests.connector.rig import POISON, Engine, until
@@ -35,6 +37,38 @@ __all__ = ["stand_in_for_gpus"]  # a fixture, for tests with both sides in this 
 
 GIB = 1 << 30
 PAIRS = [pytest.param((0, 0), id="one GPU"), pytest.param((0, 1), id="two GPUs")]
+
+
+@pytest.mark.parametrize(
+    ("durations_s", "num_timed", "least_s"),
+    [
+        ([0.0001] * 20, 16, 0.0001),
+        # Others' turns of 2 ms; the GPU is free at the ninth
+        ([0.002] * 8 + [0.0001] * 12, 16, 0.0001),
+        # 32 MiB over a slow link: after the fourth 20 ms are over
+        ([0.008, 0.006, 0.007, 0.006, 0.001], 4, 0.006),
+        ([0.003] * 20, 7, 0.003),
+    ],
+)
+def test_a_trial_times_a_copy_until_it_was_not_disturbed(
+    durations_s: list[float], num_timed: int, least_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s = 50.0
+    left = list(durations_s)
+
+    class Ending:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            nonlocal clock_s
+            clock_s += left.pop(0)
+
+    monkeypatch.setattr(cuda_ipc_direct, "time", SimpleNamespace(perf_counter=lambda: clock_s))
+    nbytes, took_s = cuda_ipc_direct.time_copy(lambda: Launched(Ending(), 4096))
+    assert nbytes == 4096
+    assert took_s == pytest.approx(least_s)
+    assert len(durations_s) - len(left) == num_timed
 
 
 @pytest.fixture

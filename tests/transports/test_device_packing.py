@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -35,11 +36,14 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import Copier, CopyThread
 from kvxfer.transports.launches import Launches
-from kvxfer.transports.pipe import Pipe
+from kvxfer.transports.pipe import Pipe, Slots
+from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_device_packing import MAX_BOUNCES, DevicePacker
 from kvxfer.transports.stream_packing import make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_trial import TrialGiver
+from kvxfer.transports.stream_wire import AskTrial, Attach
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
 from tests.transports.host_gpu import HostGpu
@@ -155,6 +159,48 @@ def test_zmq_between_gpus_keeps_every_promise(
 
 
 # ------------------------------------------------------------------ without a GPU
+
+
+@pytest.mark.parametrize(
+    ("source_type", "sink_type", "large_nbytes"),
+    [
+        ("cpu", "cpu", 4 << 20),
+        ("cpu", "cuda", 4 << 20),
+        ("cuda", "cpu", 4 << 20),
+        ("cuda", "cuda", 32 << 20),
+    ],
+)
+def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
+    source_type: str, sink_type: str, large_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached: list[tuple[int, int]] = []
+    asked: list[int] = []
+    admit, check = Admission.admit, TrialGiver.check
+
+    def seen_admit(self: Admission, message: Attach) -> Slots:
+        attached.append((message.num_slots, message.slot_nbytes))
+        return admit(self, message)
+
+    def seen_check(self: TrialGiver, connection: Any, message: AskTrial) -> int | None:
+        asked.append(message.nbytes)
+        return check(self, connection, message)
+
+    with _pair(quick_packer, monkeypatch) as pair:
+        pair.until(lambda: len(vars(pair.source)["_connections"]) == 1)
+        monkeypatch.setattr(Admission, "admit", seen_admit)
+        monkeypatch.setattr(TrialGiver, "check", seen_check)
+        # Both are in host memory; they and the manifest say otherwise
+        on_device = SimpleNamespace(device=torch.device(sink_type))
+        monkeypatch.setattr(pair.sink, "_memory", on_device)
+        monkeypatch.setattr(vars(pair.source)["_admission"], "_device_type", source_type)
+        memories = tuple(
+            msgspec.structs.replace(each, device="cpu" if source_type == "cpu" else "cuda:1")
+            for each in pair.manifest.memories
+        )
+        pair.manifest = msgspec.structs.replace(pair.manifest, memories=memories)
+        assert pair.trial(10.0).costs.bytes_per_s > 0
+    assert attached == [(5, large_nbytes)]
+    assert set(asked) == {large_nbytes, 64 << 10}
 
 
 @pytest.fixture(params=[True, False], ids=["reaches staging", "through pinned buffers"])

@@ -26,7 +26,13 @@ from kvxfer.transports.nixl_ends import End
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
 from tests.helpers import needs_nixl, run_pair
-from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names, scenario_params
+from tests.transports.pipe_contract import (
+    NUM_OPENS_ON_GPU,
+    PipeCase,
+    check_pipe,
+    scenario_names,
+    scenario_params,
+)
 
 SLOTS = Slots(num_slots=4, slot_nbytes=64 << 10)
 OPERATIONS: list[Operation] = ["READ", "WRITE"]
@@ -83,7 +89,9 @@ def test_contract_when_peers_are_killed(scenario: str, operation: Operation, tls
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("scenario", scenario_names())
 def test_contract_on_a_gpu(scenario: str, operation: Operation) -> None:
-    case = PipeCase(partial(make_pipe, tls="all"), device="cuda:0", way=operation)
+    case = PipeCase(
+        partial(make_pipe, tls="all"), device="cuda:0", way=operation, num_opens=NUM_OPENS_ON_GPU
+    )
     check_pipe(case, scenario)
 
 

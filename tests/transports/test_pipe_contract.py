@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +16,14 @@ import zmq
 
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import Parts, Pipe, SinkLane, Slots, SourceLane
-from tests.transports.pipe_contract import MakePipe, PipeCase, check_pipe, scenario_params
+from tests.transports.pipe_contract import (
+    Held,
+    MakePipe,
+    PipeCase,
+    check_pipe,
+    leaked,
+    scenario_params,
+)
 
 
 class PartsSource(SourceLane):
@@ -159,8 +169,43 @@ class NeverGivesBack(PartsSource):
         _kept.append(self._staging)
 
 
+class KeepsAThread(PartsSource):
+    """One for each connection."""
+
+    def close(self) -> None:
+        if self._slots:
+            self._slots = []
+            threading.Thread(target=_never.wait, daemon=True).start()
+
+
+class KeepsADescriptor(PartsSink):
+    """One for each second connection."""
+
+    _num_closed = 0
+
+    def close(self) -> None:
+        type(self)._num_closed += 1
+        if self._num_closed % 4 == 0:  # a lane is closed twice
+            os.eventfd(0)
+
+
+class StartsAThreadLate(PartsSink):
+    """One for all connections, as libraries do, with the descriptor that wakes it."""
+
+    _num_closed = 0
+
+    def close(self) -> None:
+        type(self)._num_closed += 1
+        if self._num_closed == 20:
+            threading.Thread(target=_never.wait, daemon=True).start()
+            os.eventfd(0)
+
+
+_never = threading.Event()
+
 BYTES = "every byte of every slot and generation"
 CLOSED = "closed in the middle"
+MANY = "many connections leave nothing"
 
 
 @pytest.mark.parametrize(
@@ -172,8 +217,38 @@ CLOSED = "closed in the middle"
         (partial(PartsPipe, sink=NeverWakes), BYTES, "nobody woke"),
         (partial(PartsPipe, sink=HangsInClose), CLOSED, "close took"),
         (partial(PartsPipe, source=NeverGivesBack), CLOSED, "staging: .* bytes more"),
+        (partial(PartsPipe, source=KeepsAThread), MANY, "16 connections: threads: .*end: {'"),
+        (partial(PartsPipe, sink=KeepsADescriptor), MANY, "16 connections: fds: .*eventfd"),
     ],
 )
 def test_broken_pipe_is_found(make_pipe: MakePipe, scenario: str, sentence: str) -> None:
     with pytest.raises(AssertionError, match=sentence):
-        check_pipe(PipeCase(make_pipe, tick_s=4.0), scenario)
+        check_pipe(PipeCase(make_pipe, tick_s=4.0, num_opens=16), scenario)
+
+
+def test_a_thread_that_comes_once_is_no_leak() -> None:
+    check_pipe(PipeCase(partial(PartsPipe, sink=StartsAThreadLate), num_opens=16), MANY)
+
+
+@pytest.mark.parametrize(
+    ("nums", "is_leak"),
+    [
+        ((7, 8, 9, 10), True),  # one for some connections
+        ((83, 88, 93, 98), True),
+        ((7, 7, 8, 8), False),
+        ((7, 8, 8, 9), False),
+        ((7, 8, 9, 9), False),
+        ((7, 7, 7, 11), False),
+        ((7, 7, 7, 12), True),  # many at a time
+        ((9, 8, 7, 7), False),
+    ],
+)
+@pytest.mark.parametrize("what", ["threads", "fds"])
+def test_what_counts_as_a_leak(nums: tuple[int, ...], is_leak: bool, what: str) -> None:
+    other = Counter(python=1)
+    counts = [Counter(main=1, helper=num - 1) for num in nums]
+    held = [Held(count, other) if what == "threads" else Held(other, count) for count in counts]
+    said = leaked(held)
+    assert bool(said) is is_leak
+    if is_leak:
+        assert said.startswith(f"{what}: {list(nums)} in turn, more in the end: {{'helper': ")

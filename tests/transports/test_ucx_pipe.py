@@ -29,7 +29,13 @@ from kvxfer.transports.ucx_end import tag_of
 from kvxfer.transports.ucx_library import Worker, check_version, settings
 from kvxfer.transports.ucx_pipe import UcxPipe, UcxSinkLane, UcxSourceLane
 from tests.helpers import assert_same_bytes, needs_ucxx, poisoned, run_pair
-from tests.transports.pipe_contract import PipeCase, check_pipe, scenario_names, scenario_params
+from tests.transports.pipe_contract import (
+    NUM_OPENS_ON_GPU,
+    PipeCase,
+    check_pipe,
+    scenario_names,
+    scenario_params,
+)
 
 SLOTS = Slots(num_slots=2, slot_nbytes=1 << 20)
 CPU = torch.device("cpu")
@@ -49,7 +55,8 @@ def test_ucx_keeps_the_contract(scenario: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("scenario", scenario_names())
 def test_ucx_keeps_the_contract_between_gpus(scenario: str) -> None:
-    check_pipe(PipeCase(ucx_pipe, device="cuda:0", is_broken_by_death=True), scenario)
+    case = PipeCase(ucx_pipe, device="cuda:0", is_broken_by_death=True, num_opens=NUM_OPENS_ON_GPU)
+    check_pipe(case, scenario)
 
 
 # ------------------------------------------------------------------ two ends in one process
