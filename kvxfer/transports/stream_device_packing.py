@@ -56,6 +56,8 @@ class _Step(Generic[J]):
 class DevicePacker(Generic[J]):
     """Launches on one GPU. Raises RuntimeError, PyTorch's, where that cannot be had."""
 
+    num_at_once = 2  # a launch takes the IO thread 0.1 ms, in which 30 MB could be on the wire
+
     def __init__(
         self,
         memory: LocalMemory,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -62,7 +63,12 @@ J = TypeVar("J", bound=ChunkJob)
 
 
 class Packer(Protocol[J]):
-    """Copies chunks between a pool and staging. For the IO thread, but for ``prepare``."""
+    """Copies chunks between a pool and staging. For the IO thread, but for ``prepare``.
+
+    ``num_at_once``: after so many submissions the IO thread has other work to look at.
+    """
+
+    num_at_once: int
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Get ready to unpack these, where that takes long; from any thread."""
@@ -93,6 +99,8 @@ class MakePacker(Protocol[J]):
 
 class HostPacker(Generic[J]):
     """Pools in host memory: chunks are copied on the copy thread, small ones at once."""
+
+    num_at_once = sys.maxsize  # a queue takes them all
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
         self._tensors = memory.tensors

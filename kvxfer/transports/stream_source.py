@@ -93,6 +93,9 @@ class StreamSource(SourceTransport):
         self._sends: dict[TransferKey, Send] = {}
         self._connections = Connections()
         self._trials = TrialGiver(copy_thread, wake)
+        self._unpumped: dict[Connection, None] = {}
+        """Those that may have room for more than was begun in this turn, in their order."""
+        self._num_begun = 0
         with ExitStack() as undo:
             self._packer = make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
@@ -195,6 +198,7 @@ class StreamSource(SourceTransport):
         for connection, header in self._trials.drain():
             self._on_trial_filled(connection, header)
         self._departures.progress()
+        self._pump_more()
         done, self._ready = self._ready, []
         return done
 
@@ -345,14 +349,30 @@ class StreamSource(SourceTransport):
             return
         connection.turns.append(send.request.key)
 
+    def _pump_more(self) -> None:
+        """A new turn, unless what is packed now leaves first."""
+        if self._ready:
+            if self._unpumped:
+                self._wake()
+            return
+        self._num_begun = 0
+        unpumped, self._unpumped = self._unpumped, {}
+        for connection in unpumped:
+            self._pump(connection)
+
     def _pump(self, connection: Connection) -> None:
-        """Give free slots to the connection's transfers in turn."""
+        """Give free slots to the connection's transfers in turn, as many as the packer takes."""
         while connection.free and connection.turns and not connection.is_lost:
+            if self._num_begun >= self._packer.num_at_once:
+                self._unpumped[connection] = None
+                self._wake()
+                return
             key = connection.turns.popleft()
             send = self._sends.get(key)
             if send is None or send.stopping or send.num_started >= len(send.chunks):
                 continue
             self._pack(send, connection, send.chunks[send.num_started], connection.free.pop())
+            self._num_begun += 1
             send.num_started += 1
             if send.num_started < len(send.chunks):
                 connection.turns.append(key)
@@ -418,6 +438,7 @@ class StreamSource(SourceTransport):
         if connection.is_lost:
             return
         connection.is_lost = True
+        self._unpumped.pop(connection, None)
         self._departures.forget(connection)
         self._connections.remove(connection)
         for send in [send for send in self._sends.values() if send.connection is connection]:

@@ -48,6 +48,8 @@ class UcxEnd:
         staging = make_staging(slots.nbytes, device)
         self.parts: list[torch.Tensor] = list(staging.view(slots.num_slots, -1))
         self._arrays = [ucx.array(part) for part in self.parts]
+        self._given = [(slots.slot_nbytes, array) for array in self._arrays]
+        """Of each slot, how much of it was sent last: most chunks are as long as the one before."""
         self.worker = ucx.worker(context)
         self.fd = self.worker.epoll_file_descriptor
         self._endpoint: Endpoint | None = None
@@ -60,7 +62,9 @@ class UcxEnd:
 
     def send(self, slot: int, tag: int, nbytes: int) -> None:
         """The beginning of the slot. Raises PipeBroken."""
-        self._start(self.endpoint.tag_send, self._ucx.array(self.parts[slot][:nbytes]), tag)
+        if self._given[slot][0] != nbytes:
+            self._given[slot] = (nbytes, self._ucx.array(self.parts[slot][:nbytes]))
+        self._start(self.endpoint.tag_send, self._given[slot][1], tag)
 
     def receive(self, slot: int, tag: int) -> Request:
         """Into the slot. Raises PipeBroken."""

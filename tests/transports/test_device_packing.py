@@ -407,6 +407,23 @@ def test_the_pool_is_written_behind_what_the_engine_still_does(
     assert set(waited) == {event}
 
 
+def test_what_is_packed_leaves_before_more_is_packed(
+    pair: Pair, reaches_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four slots are free, and a launch takes the IO thread a while."""
+    seen: list[str] = []
+    packer, source = _packer(pair.source), pair.source
+    pack, send = packer.submit, source.send_packed
+    monkeypatch.setattr(packer, "submit", lambda job: (seen.append("pack"), pack(job)))
+    monkeypatch.setattr(source, "send_packed", lambda *args: (seen.append("send"), send(*args)))
+    pair.sink.submit_expect(read_request(key_of(1), a_move(), pair.manifest))
+    source.submit_send(send_request(key_of(1), a_move()))
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+    assert seen.count("pack") == seen.count("send") >= 9
+    # Of four that there is room for; through pinned buffers a pack takes another turn.
+    assert seen.index("send") == (2 if reaches_host else 4)
+
+
 def test_preparing_compiles_and_writes_nothing(pair: Pair) -> None:
     before = pair.content()
     pair.sink.prepare((a_move().copy_class,))
