@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -414,8 +414,16 @@ def test_what_is_packed_leaves_before_more_is_packed(
     seen: list[str] = []
     packer, source = _packer(pair.source), pair.source
     pack, send = packer.submit, source.send_packed
-    monkeypatch.setattr(packer, "submit", lambda job: (seen.append("pack"), pack(job)))
-    monkeypatch.setattr(source, "send_packed", lambda *args: (seen.append("send"), send(*args)))
+
+    def noted(name: str, call: Callable[..., None]) -> Callable[..., None]:
+        def noting(*args: object) -> None:
+            seen.append(name)
+            call(*args)
+
+        return noting
+
+    monkeypatch.setattr(packer, "submit", noted("pack", pack))
+    monkeypatch.setattr(source, "send_packed", noted("send", send))
     pair.sink.submit_expect(read_request(key_of(1), a_move(), pair.manifest))
     source.submit_send(send_request(key_of(1), a_move()))
     assert isinstance(pair.end(key_of(1)), ReadDone)
