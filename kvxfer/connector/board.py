@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 import platform
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
 
 import msgspec
@@ -63,10 +64,10 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Posted)
 
 
-def _slots(nonce: bytes) -> tuple[int, int, list[int]]:
-    """The two words of a nonce, and the first words of the slots where it may be."""
-    first, second = _NONCE.unpack(nonce)
-    return first, second, [(first + i) % NUM_SLOTS * _WORDS for i in range(PROBES)]
+def _slots(first: int) -> Iterator[int]:
+    """The first words of the slots where a nonce may be that begins with this word."""
+    for i in range(PROBES):
+        yield (first + i) % NUM_SLOTS * _WORDS
 
 
 def _view(tensor: Tensor) -> memoryview:
@@ -103,9 +104,9 @@ class Board:
         frame = _encoder.encode(offer)
         if len(frame) > SLOT_NBYTES - _HEADER_NBYTES:
             return False
-        first, second, slots = _slots(nonce)
+        first, second = _NONCE.unpack(nonce)
         words = self._words
-        slot = next((slot for slot in slots if words[slot] == _OVER), None)
+        slot = next((slot for slot in _slots(first) if words[slot] == _OVER), None)
         if slot is None:
             return False
         words[slot + 1], words[slot + 2], words[slot + 3] = first, second, len(frame)
@@ -165,7 +166,8 @@ class BoardView:
             return None
         begin = slot * 8 + _HEADER_NBYTES
         frame = bytes(self._bytes[begin : begin + nbytes])
-        if not self.is_open(nonce):  # it may have ended, and another begun, while it was copied
+        # It may have ended, and another begun, while it was copied
+        if not self._is_at(slot, *_NONCE.unpack(nonce)):
             return None
         try:
             return _decoder.decode(frame)
@@ -185,13 +187,19 @@ class BoardView:
     def _find(self, nonce: bytes) -> int | None:
         if len(nonce) != _NONCE.size:  # it came from outside
             return None
-        first, second, slots = _slots(nonce)
-        words = self._words
-        for slot in slots:
-            if words[slot + 1] != first or words[slot + 2] != second:
-                continue
-            # The state between two looks at the nonce is this offer's: no nonce comes back.
-            is_open = words[slot] == _OPEN
-            if is_open and words[slot + 1] == first and words[slot + 2] == second:
+        first, second = _NONCE.unpack(nonce)
+        for slot in _slots(first):
+            if self._is_at(slot, first, second):
                 return slot
         return None
+
+    def _is_at(self, slot: int, first: int, second: int) -> bool:
+        """The state between two looks at the nonce is this offer's: no nonce comes back."""
+        words = self._words
+        return (
+            words[slot + 1] == first
+            and words[slot + 2] == second
+            and words[slot] == _OPEN
+            and words[slot + 1] == first
+            and words[slot + 2] == second
+        )

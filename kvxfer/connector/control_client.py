@@ -76,10 +76,11 @@ class ControlClient:
         io.watch(self._monitor, self._look)
 
     def send(self, message: ToSource) -> None:
-        """Queue a message; it leaves when the connection stands.
+        """Queue a message; it leaves when the connection stands, after what was deferred before.
 
         Raises ProtocolError for one that the other side would refuse unread.
         """
+        self._io.run_deferred()
         if self._closed:
             return
         frame, limit_nbytes = encode(message), self._config.control_max_nbytes

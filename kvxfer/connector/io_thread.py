@@ -2,10 +2,14 @@
 KV at once than ``copy_thread.SMALL_NBYTES``.
 
 Other threads hand it work with :meth:`IoThread.post`; everything else is called on the thread
-itself. One round of the loop: what was posted, then the sockets, then the transports, then the
-timers that are due. Posted work comes before sockets, because a message that answers it may already
-lie there; sockets come before timers, because a Release that has arrived must not lose to a lease
-that ran out meanwhile.
+itself. One round of the loop: what was posted, then the sockets, then the transports, then what
+these deferred, then the timers that are due. Posted work comes before sockets, because a message
+that answers it may already lie there; sockets come before timers, because a Release that has
+arrived must not lose to a lease that ran out meanwhile.
+
+Each call that lets go of the interpreter may wait for it behind the engine's thread, 0.2 to 5 ms.
+So what nobody waits for comes last: messages that are only deferred, and reading the byte that woke
+the thread.
 """
 
 from __future__ import annotations
@@ -86,6 +90,9 @@ class IoThread:
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self._awake = False
+        self._is_wanted = False
+        self._deferred: deque[Call] = deque()
+        self._is_leaving = False
         self._poller = zmq.Poller()
         self._wake_fd = self._wake_read.fileno()
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -102,13 +109,14 @@ class IoThread:
         """Begin to serve."""
         self._thread.start()
 
-    def post(self, call: Call) -> None:
-        """Run ``call`` on the thread, in the order of posting. Never blocks."""
-        self._inbox.append(call)
+    def post(self, *calls: Call) -> None:
+        """Run ``calls`` on the thread, in the order of posting. Never blocks."""
+        self._inbox.extend(calls)
         self.wake()
 
     def wake(self) -> None:
         """Make the loop go round once."""
+        self._is_wanted = True  # first: the thread looks at it after it has said that it sleeps
         if self._awake:
             return
         self._awake = True
@@ -142,6 +150,21 @@ class IoThread:
         timer = Timer(call)
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
         return timer
+
+    def defer(self, call: Call) -> None:
+        """Run ``call`` when everything else of this round has had its turn, in the order of
+        deferring. For messages that nobody waits for: others call :meth:`run_deferred` first.
+        """
+        self._deferred.append(call)
+
+    def run_deferred(self) -> None:
+        """Run what was deferred; within a deferred call nothing, because its turn has come."""
+        if self._is_leaving:
+            return
+        self._is_leaving = True
+        while self._deferred:
+            self.guard(self._deferred.popleft())
+        self._is_leaving = False
 
     def watch(self, socket: ZmqSocket, handler: Call) -> None:
         """Call ``handler`` whenever the socket can be read."""
@@ -200,13 +223,9 @@ class IoThread:
     def _serve(self, timeout_ms: int) -> bool:
         """One look at inbox, sockets and transports. Returns whether there was anything."""
         self._sync_groups()
-        ready: list[tuple[Any, int]] = self._poller.poll(timeout_ms)
-        for socket, _ in ready:
-            if socket == self._wake_fd:
-                with contextlib.suppress(BlockingIOError):
-                    self._wake_read.recv(4096)
-        # Before the inbox is read: what is posted from here on writes another byte.
-        self._awake = False
+        self._awake = False  # from here on a wake writes a byte; one before it is seen now
+        ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
+        self._awake, self._is_wanted = True, False  # before the inbox is read
         num_posted = self.run_posted()
         for socket, _ in ready:
             handler = self._handlers.get(
@@ -216,6 +235,10 @@ class IoThread:
                 self.guard(handler)
         for group in self._groups:
             self.guard(group.handler)
+        self.run_deferred()
+        if any(socket == self._wake_fd for socket, _ in ready):
+            with contextlib.suppress(BlockingIOError):
+                self._wake_read.recv(4096)
         return bool(ready or num_posted)
 
     def _sync_groups(self) -> None:
@@ -248,3 +271,4 @@ class IoThread:
             call, timer.call = timer.call, None
             if call is not None:
                 self.guard(call)
+        self.run_deferred()

@@ -62,7 +62,11 @@ class Keeper:
         """Keep an offer at every source rank, from when the engine is known."""
         kept = self._kept[request_id] = _Kept(source, None)
         self._start()
-        self._tell_all(request_id, kept)
+        peer = self._peers.known(source)
+        if peer is None:
+            self._tell_all(request_id, kept)
+        else:  # also if a load in this very round has ended before: other ranks may still read
+            self._io.defer(partial(self._tell_ranks, peer, source.offer))
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
         """Keep an offer at these source ranks, unless it is held at all of them already."""
@@ -130,11 +134,14 @@ class Keeper:
             some = tuple(refs[lo : lo + num])
             peer.send(rank, Keep(some, self._incarnation, self._config.lease_s))
 
+    def _tell_ranks(self, peer: Peer, offer: OfferRef) -> None:
+        for rank in peer.ranks():
+            self._tell(peer, rank, (offer,))
+
     def _tell_all(self, request_id: str, kept: _Kept) -> None:
         def tell(peer: Peer) -> None:
             if self._kept.get(request_id) is kept:  # else it was given up meanwhile
-                for rank in peer.ranks():
-                    self._tell(peer, rank, (kept.source.offer,))
+                self._tell_ranks(peer, kept.source.offer)
 
         self._peers.want(kept.source, needs_wire=False, ready=tell, failed=_leave_to_lease)
 

@@ -33,7 +33,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._sent: set[str] = set()
         self._loads: list[LoadReport] = []
         self._counts: Counter[str] = Counter()
@@ -43,23 +44,23 @@ class Ledger:
 
     def count(self, name: str, number: int = 1) -> None:
         """Something happened, so many times."""
-        with self._changed:
+        with self._lock:
             self._counts[name] += number
 
     def reason(self, reason: Reason) -> None:
         """KV was not used, or is no longer given, for this reason."""
-        with self._changed:
+        with self._lock:
             self._reasons[reason.value] += 1
 
     def sent(self, request_id: str) -> None:
         """The engine may have this request's blocks back."""
-        with self._changed:
+        with self._lock:
             self._sent.add(request_id)
             self._wake()
 
     def loaded(self, report: LoadReport) -> None:
         """A load has ended, one way or the other."""
-        with self._changed:
+        with self._lock:
             self._loads.append(report)
             self._reported.append(report)
             self._counts["loads.accepted" if report.reason is None else "loads.failed"] += 1
@@ -72,7 +73,7 @@ class Ledger:
         """Everything that has ended since the last call; NONE_FINISHED itself if nothing has."""
         if not (self._sent or self._loads):
             return NONE_FINISHED
-        with self._changed:
+        with self._lock:
             finished = Finished(frozenset(self._sent), tuple(self._loads))
             self._sent.clear()
             self._loads.clear()
@@ -85,7 +86,7 @@ class Ledger:
         """Everything that was counted since the last call; None if nothing was."""
         if not (self._counts or self._reasons or self._reported):
             return None
-        with self._changed:
+        with self._lock:
             stats = KVConnectorStats(
                 counts=dict(self._counts),
                 reasons=dict(self._reasons),
@@ -107,7 +108,7 @@ class Ledger:
         """A descriptor that is readable while something has ended that :meth:`take_finished`
         would return.
         """
-        with self._changed:
+        with self._lock:
             if self._signal is None:
                 self._signal = os.eventfd(
                     int(bool(self._sent or self._loads)), os.EFD_NONBLOCK | os.EFD_CLOEXEC
@@ -116,7 +117,7 @@ class Ledger:
 
     def close(self) -> None:
         """Give the descriptor back; idempotent."""
-        with self._changed:
+        with self._lock:
             signal, self._signal = self._signal, None
         if signal is not None:
             os.close(signal)

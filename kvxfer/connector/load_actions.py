@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 from kvxfer.config import Config
@@ -121,22 +122,24 @@ class LoadActions:
         self._ledger.count("board.grants")
         grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
         if run.pull.is_null:
-            peer.send(source, run.pull)  # the Release follows at once
+            peer.send_later(source, run.pull)  # the Release follows at once
             self._granted(load, source, grant)
             return
         self._granted(load, source, grant)
         if self._is_in(load, source, RouteState.READING):
-            peer.send(source, run.pull)  # after the copy has begun: a message takes 50 us
+            peer.send_later(source, run.pull)
 
     def _release(self, load: SinkLoad, peer: Peer, source: RankId) -> None:
         run = load.routes[source]
         run.asked_s = self._io.now()
         board = _board(run, peer, source)
-        is_open = board is not None and board.is_open(run.pull.offer.nonce)
-        if is_open:
-            self._ledger.count("board.verdicts")
-            self._step(load, VerdictArrived(source, True, None))
-        peer.send(source, Release(run.pull.offer, run.pull.consumer))
+        release = Release(run.pull.offer, run.pull.consumer)
+        if board is None or not board.is_open(run.pull.offer.nonce):
+            peer.send(source, release)
+            return
+        self._ledger.count("board.verdicts")
+        self._step(load, VerdictArrived(source, True, None))
+        peer.send_later(source, release)
 
     def _is_in(self, load: SinkLoad, source: RankId, state: RouteState) -> bool:
         return load.session is not None and load.session.state_of(source) is state
@@ -147,10 +150,13 @@ class LoadActions:
     # -------------------------------------------------- clocks
 
     def watch(self, load: SinkLoad) -> None:
-        """Retries and deadlines of a load that has begun, and when to look again."""
-        if load.timer is not None:
-            load.timer.cancel()
-        load.timer = self._io.after(RETRY_S, lambda: self.watch(load))  # whatever happens below
+        """Retries and deadlines of a load that begins."""
+        delay_s = max(min(RETRY_S, self._timeout_s), 0.001)
+        load.timer = self._io.after(delay_s, partial(self._watch, load))
+
+    def _watch(self, load: SinkLoad) -> None:
+        """What is due now, and when to look again."""
+        load.timer = self._io.after(RETRY_S, partial(self._watch, load))  # whatever happens below
         for source in load.routes:
             if load.session is not None and not load.session.is_finished:
                 self._look(load, source, load.session.state_of(source))
@@ -163,7 +169,7 @@ class LoadActions:
             if load.session.state_of(source) in _WAITING
         ]
         delay_s = min([RETRY_S, *(end_s - self._io.now() for end_s in ends_s)])
-        load.timer = self._io.after(max(delay_s, 0.001), lambda: self.watch(load))
+        load.timer = self._io.after(max(delay_s, 0.001), partial(self._watch, load))
 
     def _look(self, load: SinkLoad, source: RankId, state: RouteState) -> None:
         run, now_s = load.routes[source], self._io.now()

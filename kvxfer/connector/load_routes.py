@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import assert_never
 
 import torch
+from msgspec.structs import replace
 
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
 from kvxfer.connector.requests import ids_of
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import PullClass, Route
 from kvxfer.transfer.pull import check_ids, pull_class, route_nbytes
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull
 from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
+from kvxfer.transports.probe import Choice
 
 NULL_TRANSPORT = "null"
 """What the Pull of a null route names: nothing is read."""
@@ -35,6 +37,21 @@ class Addressing:
     can_leave_unhashed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What all loads from one source rank of a peer have in common. ``choice`` None: nothing is
+    ever read there.
+    """
+
+    route: Route
+    source: RankManifest
+    claim: tuple[RankId, ...]
+    sink_rank: str
+    source_rank: str
+    choice: Choice | None
+    is_stream: bool
+
+
 @dataclass(slots=True, eq=False)
 class RouteRun:
     """One route of one load: the same Pull every time, the read, and how far it has come
@@ -50,9 +67,28 @@ class RouteRun:
     nbytes: int = 0
 
 
+def ways_of(peer: Peer, addressing: Addressing) -> tuple[Way, ...]:
+    """One for each source rank of a peer that is ready, in the order of its plan."""
+    return tuple(_way(peer, route, addressing) for route in peer.routes())
+
+
+def _way(peer: Peer, route: Route, addressing: Addressing) -> Way:
+    rank = route.source_rank
+    choice = peer.choices[rank] if not route.is_null else None
+    return Way(
+        route=route,
+        source=peer.source(rank),
+        claim=peer.plan.consumers(rank),
+        sink_rank=str(addressing.consumer.rank),
+        source_rank=str(rank),
+        choice=choice,
+        is_stream=choice is not None and addressing.transports[choice.transport].is_stream,
+    )
+
+
 def make_routes(
     order: NewLoad,
-    peer: Peer,
+    ways: Sequence[Way],
     addressing: Addressing,
     *,
     after: torch.cuda.Event | None = None,
@@ -62,34 +98,24 @@ def make_routes(
 
     Raises ProtocolError or ValueError.
     """
-    return {
-        route.source_rank: _make_run(order, peer, route, addressing, after)
-        for route in peer.routes()
-    }
+    return {way.route.source_rank: _make_run(order, way, addressing, after) for way in ways}
 
 
 def _make_run(
-    order: NewLoad,
-    peer: Peer,
-    route: Route,
-    addressing: Addressing,
-    after: torch.cuda.Event | None,
+    order: NewLoad, way: Way, addressing: Addressing, after: torch.cuda.Event | None
 ) -> RouteRun:
-    consumer = addressing.consumer
+    route, consumer = way.route, addressing.consumer
     key = TransferKey(
-        order.source.offer.nonce,
-        consumer.incarnation,
-        str(consumer.rank),
-        str(route.source_rank),
+        order.source.offer.nonce, consumer.incarnation, way.sink_rank, way.source_rank
     )
-    claim = peer.plan.consumers(route.source_rank)
     wanted, incomplete = _wanted(order, route, addressing)
     nbytes = route_nbytes(wanted)
-    if not nbytes:  # a null route, or windows that need nothing of what is offered
+    # A null route, or windows that need nothing of what is offered
+    if not nbytes or way.choice is None:
         pull = Pull(
             offer=order.source.offer,
             consumer=consumer,
-            claim=claim,
+            claim=way.claim,
             digest=order.digest,
             transport=NULL_TRANSPORT,
             is_null=True,
@@ -98,26 +124,23 @@ def _make_run(
     for copied, asked in zip(route.classes, wanted, strict=True):
         ids = ids_of(order.block_ids, copied.sink.group)
         check_ids(copied.sink, ids, asked.token_lo, asked.token_hi)
-    choice = peer.choices[route.source_rank]
-    name = choice.transport
-    is_stream = addressing.transports[name].is_stream
     request = ReadRequest(
         key=key,
-        source=peer.source(route.source_rank),
+        source=way.source,
         classes=route.classes,
         pull_classes=wanted,
         source_ids=(),
         sink_ids=order.block_ids,
-        chunk_nbytes=choice.chunk_nbytes(nbytes),
+        chunk_nbytes=way.choice.chunk_nbytes(nbytes),
         after=after,
     )
     pull = Pull(
         offer=order.source.offer,
         consumer=consumer,
-        claim=claim,
+        claim=way.claim,
         digest=order.digest,
-        transport=name,
-        classes=wanted if is_stream else (),
+        transport=way.choice.transport,
+        classes=wanted if way.is_stream else (),
         chunk_nbytes=request.chunk_nbytes,
     )
     return RouteRun(pull, key, request, incomplete)
@@ -134,6 +157,9 @@ def _wanted(
     asked: list[PullClass] = []
     incomplete: set[tuple[int, int]] = set()
     for copied in route.classes:
+        if copied.source.window is copied.sink.window is None:  # both sides keep everything
+            asked.append(pull_class(copied, order.token_lo, order.token_hi))
+            continue
         move = group_move(
             order.token_lo,
             order.token_hi,
@@ -167,12 +193,13 @@ def with_granted_ids(run: RouteRun, block_ids: GroupBlockIds) -> ReadRequest | N
 
     Raises ProtocolError. Streams and null routes need no ids.
     """
-    if run.request is None or run.pull.classes:
-        return run.request
-    for copied, asked in zip(run.request.classes, run.request.pull_classes, strict=True):
+    read = run.request
+    if read is None or run.pull.classes:
+        return read
+    for copied, asked in zip(read.classes, read.pull_classes, strict=True):
         ids = ids_of(block_ids, copied.source.group)
         check_ids(copied.source, ids, asked.token_lo, asked.token_hi)
-    return replace(run.request, source_ids=block_ids)
+    return replace(read, source_ids=block_ids)
 
 
 def check_granted(order: NewLoad, grant: Grant) -> None:

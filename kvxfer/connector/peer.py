@@ -259,6 +259,12 @@ class Peer:
         if self._links is not None:
             self._links.send(self.source(rank).control_endpoint, message)
 
+    def send_later(self, rank: RankId, message: ToSource) -> None:
+        """The same for a message that nobody waits for: it leaves in its turn, when a load that is
+        under way in this round has been reported.
+        """
+        self._around.io.defer(partial(self.send, rank, message))
+
     def ranks(self) -> Iterator[RankId]:
         """All its ranks, once it is known."""
         for entry in self.manifest.ranks if self.manifest is not None else ():
@@ -307,6 +313,7 @@ class Peer:
         boards, self._boards = self._boards, {}
         for board in boards.values():
             guard(board.close)
+        self._around.io.run_deferred()
         links, self._links = self._links, None
         if links is not None:
             guard(links.close)

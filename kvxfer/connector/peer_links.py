@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from kvxfer.connector.access import server_key_of
 from kvxfer.connector.control_client import ControlClient
@@ -97,7 +98,7 @@ class PeerLinks:
             if client.unanswered_s is None:
                 if now_s - client.heard_s >= silent_s / 4:
                     client.unanswered_s = now_s
-                    client.send(Ping())
+                    io.defer(partial(client.send, Ping()))
             elif now_s - client.unanswered_s >= silent_s / 2:
                 silence_s = now_s - client.heard_s
                 self._on_lost(f"{client.endpoint} was silent for {silence_s:.1f} s")

@@ -86,6 +86,11 @@ class Peers:
         peer = self._peers.get((source.engine_id, source.endpoint))
         return peer if peer is not None and peer.is_alive_as(source) else None
 
+    def ready(self, source: SourceRef) -> Peer | None:
+        """The same, if its offers can be read at once."""
+        peer = self.known(source)
+        return peer if peer is not None and peer.state is PeerState.READY else None
+
     def forget(self, waiter: Waiter) -> None:
         """The waiter is not to be called any more."""
         peer = self._peers.get((waiter.source.engine_id, waiter.source.endpoint))

@@ -125,10 +125,11 @@ class RankService:
             self.io.stop(0)
             self._end_context()
             raise
-        for transport in sources.values():
-            self.io.watch_group(transport, partial(self._poll_source, transport))
-        for sink in sinks.values():
+        # Direct wires first: what they have read is reported before sockets of the others are read.
+        for sink in sorted(sinks.values(), key=lambda sink: sink.is_stream):
             self.io.watch_group(sink, partial(self._poll_sink, sink))
+        for source in sources.values():
+            self.io.watch_group(source, partial(self._poll_source, source))
         self.io.start()
 
     def _guard(self, config: Config) -> None:

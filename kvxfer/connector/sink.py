@@ -22,8 +22,10 @@ from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_actions import LoadActions
 from kvxfer.connector.load_routes import (
     Addressing,
+    Way,
     check_granted,
     make_routes,
+    ways_of,
     with_granted_ids,
 )
 from kvxfer.connector.peer import Peer
@@ -83,6 +85,7 @@ class Sink:
         )
         self._loads = Loads()
         self._asked = AskedOffers()
+        self._ways: dict[Peer, tuple[Way, ...]] = {}
         self._on_idle: Callable[[], object] | None = None
 
     def bind(self, peers: Peers, keeper: Keeper) -> None:
@@ -106,9 +109,13 @@ class Sink:
             self._fail(load, wrong, cancel=wrong.reason is Reason.PLAN)
             return
         self._loads.by_offer[order.source.offer] = load
-        self._try(load, lambda: self._want(load))
+        self._try(load, partial(self._want, load))
 
     def _want(self, load: SinkLoad) -> None:
+        peer = self._peers.ready(load.order.source)
+        if peer is not None:
+            self._begin(load, peer)
+            return
         # ``want`` may call back before it returns; then there is nothing left to wait for.
         waiter = self._peers.want(
             load.order.source,
@@ -156,7 +163,10 @@ class Sink:
     def _begin(self, load: SinkLoad, peer: Peer) -> None:
         load.waiter = None
         try:
-            routes = make_routes(load.order, peer, self._addressing, after=load.after)
+            ways = self._ways.get(peer)
+            if ways is None:
+                ways = self._ways[peer] = ways_of(peer, self._addressing)
+            routes = make_routes(load.order, ways, self._addressing, after=load.after)
         except (KvxferError, ValueError) as e:
             self._fail(load, Failure(Reason.PLAN, str(e)), cancel=True)
             return
@@ -173,7 +183,6 @@ class Sink:
         if self._loads.by_request.get(load.order.request_id) is not load:
             return  # the peer has just been found silent
         self._step(load, Start())
-        self._actions.watch(load)
 
     def _fail(self, load: SinkLoad, failure: Failure, *, cancel: bool) -> None:
         """A load that never got a session. ``cancel``: its source has to hear that it will not be
@@ -269,6 +278,7 @@ class Sink:
         """A source engine cannot be used any more: its loads fail, and are reported when they have
         drained.
         """
+        self._ways.pop(peer, None)
         for load in [load for load in self._loads.by_request.values() if load.peer is peer]:
             load.note(failure.detail)
             for source in load.routes:
@@ -286,9 +296,10 @@ class Sink:
             self._ledger.count("control.out_of_state")
             _log.debug("request %s: %s", load.order.request_id, event, exc_info=True)
             return
+        now_s = self._io.now()
         for old, new in zip(before, load.session.snapshot.routes, strict=True):
             if new.state is not old.state:  # a repeated answer is no progress
-                load.routes[new.source].progressed_s = self._io.now()
+                load.routes[new.source].progressed_s = now_s
         for action in actions:
             self._actions.perform(load, load.peer, action)
 

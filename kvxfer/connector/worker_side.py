@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from kvxfer.config import Config
+from kvxfer.connector.io_thread import Call
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
 from kvxfer.connector.opening import IsReady
 from kvxfer.connector.rank_service import Identity, RankService
@@ -105,6 +106,7 @@ class WorkerConnector:
         self._ledger = Ledger()
         self._service: RankService | None = None
         self._metadata = NO_ORDERS
+        self._orders: list[Call] = []
         self._written: torch.cuda.Event | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
@@ -162,34 +164,42 @@ class WorkerConnector:
         self._metadata = metadata
         self._written = record_event(self._device) if metadata.loads else None
         self.handle_preemptions(metadata)
+        if metadata is NO_ORDERS:
+            return
+        orders, self._orders = self._orders, []
         if metadata.manifest is not None:
             self._check(metadata.manifest)
-            service.io.post(partial(service.set_engine, metadata.manifest))
-        for offer in metadata.offers:
-            service.io.post(partial(service.source.add, offer))
-        for table in metadata.blocks:
-            service.io.post(partial(service.source.set_blocks, table))
+            orders.append(partial(service.set_engine, metadata.manifest))
+        orders += [partial(service.source.add, offer) for offer in metadata.offers]
+        orders += [partial(service.source.set_blocks, table) for table in metadata.blocks]
         if metadata.delayed:
             self._sending.update(metadata.delayed)
-            service.io.post(partial(service.source.delay, metadata.delayed))
+            orders.append(partial(service.source.delay, metadata.delayed))
         if self._is_front_door:
             for hold in metadata.holds:
-                service.io.post(partial(service.keeper.hold, hold.request_id, hold.source))
+                orders.append(partial(service.keeper.hold, hold.request_id, hold.source))
             for unhold in metadata.unholds:
-                service.io.post(partial(service.keeper.release, unhold.request_id))
-                service.io.post(partial(service.keeper.cancel, unhold.source, unhold.reason))
+                orders.append(partial(service.keeper.release, unhold.request_id))
+                orders.append(partial(service.keeper.cancel, unhold.source, unhold.reason))
+        if metadata.loads:
+            self._orders = orders  # with the loads: to be woken twice would take longer
+        elif orders:
+            service.io.post(*orders)
 
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
         """Begin this step's loads; returns at once. Aborts follow: they may name a load of
         the same step.
         """
-        service = self._running()
+        service, metadata = self._running(), self._metadata
+        if not (metadata.loads or metadata.aborts):
+            return
         now_s = service.io.now()
-        for load in self._metadata.loads:
+        orders, self._orders = self._orders, []
+        for load in metadata.loads:
             self._loading.add(load.request_id)
-            service.io.post(partial(service.sink.load, load, now_s, self._written))
-        for abort in self._metadata.aborts:
-            service.io.post(partial(service.sink.abort, abort))
+            orders.append(partial(service.sink.load, load, now_s, self._written))
+        orders += [partial(service.sink.abort, abort) for abort in metadata.aborts]
+        service.io.post(*orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only after its load was reported."""

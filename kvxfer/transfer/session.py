@@ -183,6 +183,8 @@ SourceAction = (
 class RouteState(enum.Enum):
     """One route of a load."""
 
+    __hash__ = object.__hash__  # each is there once; Enum's own is written in Python
+
     IDLE = "idle"
     ASKED = "asked"  # Pull sent
     READING = "reading"  # granted; something may write the destination blocks

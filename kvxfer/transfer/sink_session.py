@@ -29,8 +29,10 @@ missing key is a :class:`ProtocolError` that changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+
+import msgspec
+from msgspec.structs import replace
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
@@ -60,8 +62,7 @@ from kvxfer.transfer.session import (
 from kvxfer.transfer.wire import Reason
 
 
-@dataclass(frozen=True, slots=True)
-class RouteRecord:
+class RouteRecord(msgspec.Struct, frozen=True):
     """One route of a load. ``is_null``: Pull and Release, no read."""
 
     source: RankId
@@ -69,8 +70,7 @@ class RouteRecord:
     state: RouteState = RouteState.IDLE
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSnapshot:
+class LoadSnapshot(msgspec.Struct, frozen=True):
     """Everything a :class:`LoadSession` knows; immutable and hashable. ``failure``: the first thing
     that failed it.
     """
@@ -81,7 +81,7 @@ class LoadSnapshot:
 
     def with_state(self, source: RankId, state: RouteState) -> LoadSnapshot:
         """A copy in which the route from this source rank is in this state."""
-        routes = (replace(r, state=state) if r.source == source else r for r in self.routes)
+        routes = [replace(r, state=state) if r.source == source else r for r in self.routes]
         return replace(self, routes=tuple(routes))
 
 
@@ -256,6 +256,7 @@ TABLE: Mapping[tuple[RouteState, type], Handler] = {
 }
 
 _FINAL = (RouteState.VALID, RouteState.FAILED)
+_FOR_ALL = (Start, Abort)
 
 
 class LoadSession:
@@ -317,7 +318,7 @@ class LoadSession:
         they name.
         """
         load = self._load
-        if isinstance(event, Start | Abort):
+        if isinstance(event, _FOR_ALL):
             sources = [route.source for route in load.routes]
         else:
             sources = [event.source]

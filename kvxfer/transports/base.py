@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 import zmq
 
@@ -41,8 +42,7 @@ Readable = zmq.Socket[bytes] | int
 """A socket, or a file descriptor."""
 
 
-@dataclass(frozen=True, slots=True)
-class TransferKey:
+class TransferKey(msgspec.Struct, frozen=True):
     """One read of one route: (nonce, sink incarnation, sink rank as text, source rank as text).
 
     Never reused.
@@ -192,8 +192,7 @@ class SourceTransport(ABC):
 # --------------------------------------------------- what the sink side is asked to read
 
 
-@dataclass(frozen=True, slots=True)
-class ReadRequest:
+class ReadRequest(msgspec.Struct, frozen=True):
     """Read one route into this rank's pool.
 
     ``spans`` by sink group; ``source_ids`` by source group (empty on stream wires); ``sink_ids`` by

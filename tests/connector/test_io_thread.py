@@ -220,3 +220,101 @@ def test_descriptors_of_a_transport_wake_the_thread_and_are_not_taken_for_its_ow
         until(lambda: len(seen) == 3)
         io.post(io.unwatch_groups)
         assert io.stop(2)
+
+
+# ------------------------------------------------------------------ what is deferred
+
+
+class _Quiet:
+    def pollables(self) -> tuple[int, ...]:
+        return ()
+
+
+def test_deferred_calls_run_after_all_else_of_the_round_and_in_order(
+    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
+) -> None:
+    near, far = pair
+    order: list[str] = []
+
+    def note(name: str) -> None:
+        order.append(name)
+        io.defer(lambda: order.append(f"after {name}"))
+
+    def read() -> None:
+        near.recv()
+        note("message")
+
+    io.watch(near, read)
+    io.watch_group(_Quiet(), lambda: note("transport") if len(order) == 2 else None)
+    far.send(b"")
+    io.post(lambda: note("posted"))
+    time.sleep(0.05)
+    io.start()
+    until(lambda: len(order) == 6)
+    names = ["posted", "message", "transport"]
+    assert order == [*names, *(f"after {name}" for name in names)]
+    io.post(lambda: io.after(0.0, lambda: note("timer")))
+    until(lambda: len(order) == 8)  # also what a timer defers, though nothing else happens
+    assert order[6:] == ["timer", "after timer"]
+    io.post(io.unwatch_groups)
+    io.stop(2)
+
+
+def test_what_cannot_wait_lets_the_deferred_go_first(io: IoThread) -> None:
+    order: list[str] = []
+
+    def first() -> None:
+        io.run_deferred()  # as one that sends; its turn has come, and not yet the next one's
+        order.append("first")
+
+    def say() -> None:
+        io.defer(first)
+        io.defer(lambda: order.append("second"))
+        io.run_deferred()
+        order.append("now")
+        io.defer(lambda: order.append("later"))
+
+    io.post(say)
+    io.start()
+    until(lambda: len(order) == 4)
+    assert order == ["first", "second", "now", "later"]
+
+
+def test_a_deferred_call_that_fails_is_counted_and_the_others_run() -> None:
+    errors: list[int] = []
+    done: list[int] = []
+    io = IoThread("io", lambda: errors.append(1))
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    io.post(lambda: io.defer(fail), lambda: io.defer(lambda: done.append(1)))
+    io.start()
+    until(lambda: done)
+    io.post(lambda: io.defer(lambda: done.append(2)))
+    assert io.stop(2)
+    assert (errors, done) == ([1], [1, 2])
+
+
+def test_no_wake_is_lost_whatever_the_loop_is_doing(io: IoThread) -> None:
+    """Posts, and bare wakes of a transport, at all moments of a round."""
+    mail: list[int] = []
+    seen: list[int] = []
+
+    def collect() -> None:
+        time.sleep(0.0003)
+        while mail:
+            seen.append(mail.pop())
+
+    io.watch_group(_Quiet(), collect)
+    io.start()
+    for number in range(300):
+        time.sleep(number % 7 * 0.0001)
+        mail.append(number)
+        io.wake()
+        if number % 3 == 0:
+            io.post(lambda number=number: seen.append(-number))  # type: ignore[misc]
+            until(lambda number=number: -number in seen, 2)  # type: ignore[misc]
+        until(lambda number=number: number in seen, 2)  # type: ignore[misc]
+    io.post(io.unwatch_groups)
+    io.stop(2)

@@ -92,7 +92,9 @@ def test_repeated_grants_are_no_progress() -> None:
 def test_what_a_link_raises_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         Engine(ONE, "prefill", fill=1, transport="shm") as source,
-        Engine(ONE, "decode", fill=POISON, transport="shm", pull_timeout_s=1.0) as sink,
+        Engine(
+            ONE, "decode", fill=POISON, transport="shm", offer_board=False, pull_timeout_s=1.0
+        ) as sink,
     ):
         _meet(source, sink)
         with monkeypatch.context() as patch:
@@ -107,7 +109,7 @@ def test_what_a_link_raises_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> N
         assert sink.count("loads.unforeseen") > 0
 
 
-@pytest.mark.parametrize("where", ["want", "hold_at", "begin_load"])
+@pytest.mark.parametrize("where", ["ready", "hold_at", "begin_load"])
 def test_what_is_raised_before_a_load_begins_fails_it(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -117,7 +119,7 @@ def test_what_is_raised_before_a_load_begins_fails_it(
     ):
         _meet(source, sink)
         service, peer = _service(sink), _peer(sink)
-        owner = {"want": service._peers, "hold_at": service.keeper, "begin_load": peer}[where]
+        owner = {"ready": service._peers, "hold_at": service.keeper, "begin_load": peer}[where]
         original = getattr(owner, where)
 
         def once(*args: object, **kwargs: object) -> object:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.connector.load_routes import Addressing, make_routes, with_granted_ids
+from kvxfer.connector.load_routes import Addressing, make_routes, ways_of, with_granted_ids
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import NewLoad, SourceRef
 from kvxfer.connector.requests import clip_ids, read_pull
@@ -112,7 +112,7 @@ def moved(
     """Carry a load of one sink rank out; returns its incomplete blocks."""
     rank, memories = taken
     addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
-    routes = make_routes(order, peer_of(plan, source, rank, wire), addressing)
+    routes = make_routes(order, ways_of(peer_of(plan, source, rank, wire), addressing), addressing)
     incomplete: set[tuple[int, int]] = set()
     for source_rank, run in routes.items():
         incomplete |= run.incomplete
@@ -219,7 +219,8 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
         digest=b"",
     )
     addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
-    (run,) = make_routes(order, peer_of(plan, source, rank, "zmq"), addressing).values()
+    ways = ways_of(peer_of(plan, source, rank, "zmq"), addressing)
+    (run,) = make_routes(order, ways, addressing).values()
     # Token 18 sees 11 to 18: the source holds from 10 on, the sink keeps from 6 on.
     asked = {c.regions[0].layer: (c.token_lo, c.token_hi) for c in run.pull.classes}
     assert asked == {"layers.0": (10, 18), "layers.1": (6, 18)}
@@ -235,6 +236,6 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
                 block_ids=((4, -1, 3),),
                 digest=b"",
             ),
-            peer_of(plan, source, rank, "zmq"),
+            ways,
             addressing,
         )

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
+
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.offer import Gone, OfferSnapshot
@@ -188,7 +190,7 @@ class Sessions:
         return self._snapshot_ids[snapshot]
 
     def _load_id(self, load: LoadSnapshot) -> int:
-        load = replace(load, failure=None if load.failure is None else REASON)
+        load = msgspec.structs.replace(load, failure=None if load.failure is None else REASON)
         if load not in self._load_ids:
             self._load_ids[load] = len(self.loads)
             self.loads.append(load)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvxfer.transfer import sink_session, source_session
@@ -228,7 +229,7 @@ def fail_undrained(load: LoadSnapshot, route: RouteRecord, _: Any) -> sink_sessi
 
 def fail_again(load: LoadSnapshot, _: RouteRecord, __: Any) -> sink_session.Step:
     """A refusal after the end is reported once more."""
-    return replace(load, is_finished=False), []
+    return msgspec.structs.replace(load, is_finished=False), []
 
 
 def accept_unverified(

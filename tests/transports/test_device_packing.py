@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -396,9 +395,9 @@ def test_the_pool_is_written_behind_what_the_engine_still_does(
     copier = _packer(pair.sink)._copier
     monkeypatch.setattr(copier, "wait", lambda stream, event: waited.append(event))
     event = object()
-    request = dataclasses.replace(
+    request = msgspec.structs.replace(
         read_request(key_of(1), a_move(), pair.manifest),
-        after=event,  # type: ignore[arg-type]
+        after=event,
     )
     pair.sink.submit_expect(request)
     pair.source.submit_send(send_request(key_of(1), a_move()))

@@ -267,7 +267,8 @@ def test_a_chunk_that_no_slot_holds_is_refused_on_both_sides(pair: Pair) -> None
     other = Pair(small)
     try:
         key, move = key_of(1), make_move(CASES[0], 1)
-        large = dataclasses.replace(read_request(key, move, other.manifest), chunk_nbytes=1 << 20)
+        request = read_request(key, move, other.manifest)
+        large = msgspec.structs.replace(request, chunk_nbytes=1 << 20)
         other.sink.attach(other.manifest)
         other.sink.submit_expect(large)
         end = other.end(key)
@@ -275,7 +276,7 @@ def test_a_chunk_that_no_slot_holds_is_refused_on_both_sides(pair: Pair) -> None
         assert end.reason is Reason.PLAN
         assert "expected at most 4096 bytes" in end.detail
         # A sink that asks all the same
-        other.sink.submit_expect(dataclasses.replace(large, key=key_of(2), chunk_nbytes=2048))
+        other.sink.submit_expect(msgspec.structs.replace(large, key=key_of(2), chunk_nbytes=2048))
         other.source.submit_send(
             dataclasses.replace(send_request(key_of(2), move), chunk_nbytes=1 << 20)
         )

@@ -1,0 +1,255 @@
+"""Messages that nobody waits for: they leave after the report of a load that the board serves, all
+of them, and in the order in which the source has to hear them.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvxfer.connector.control_client import ControlClient
+from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.peer import Peer
+from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.rank_service import RankService
+from kvxfer.connector.records import (
+    AbortLoad,
+    ConnectorMetadata,
+    Hold,
+    LoadReport,
+    NewLoad,
+    SourceRef,
+)
+from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.wire import Cancel, Hello, Keep, OfferRef, Ping, Reason, ToSource
+from kvxfer.transports.base import ReadBroke, ReadDone, SinkCompletion
+from kvxfer.transports.shm_direct import ShmSink
+from tests.builders import EngineShape
+from tests.connector.rig import DIGEST, POISON, Engine, expect_copied, until
+
+ONE = EngineShape(num_kv_heads=2, num_blocks=64)
+SPAN = (0, 64)
+ZERO = RankId(0, 0)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What leaves, and when a load is reported, in order: what and where to."""
+    events: list[tuple[str, str]] = []
+    send, loaded = ControlClient.send, Ledger.loaded
+
+    def note_send(self: ControlClient, message: ToSource) -> None:
+        send(self, message)
+        events.append((type(message).__name__, self.endpoint))
+
+    def note_report(self: Ledger, report: LoadReport) -> None:
+        events.append((report.request_id, ""))
+        loaded(self, report)
+
+    monkeypatch.setattr(ControlClient, "send", note_send)
+    monkeypatch.setattr(Ledger, "loaded", note_report)
+    return events
+
+
+def names(events: list[tuple[str, str]]) -> list[str]:
+    return [name for name, _ in events]
+
+
+def without_report(events: list[tuple[str, str]]) -> list[str]:
+    return [name for name, _ in events if name != "d"]
+
+
+@pytest.fixture
+def source() -> Iterator[Engine]:
+    with Engine(ONE, "prefill", fill=None, transport="shm") as engine:
+        yield engine
+
+
+def decode(**more: Any) -> Engine:
+    return Engine(ONE, "decode", fill=POISON, transport="shm", **more)
+
+
+def offered(source: Engine, name: str) -> SourceRef:
+    before = source.count("offers.opened")
+    ref = source.offer(name, 64, range(4))
+    source.compute(name)
+    until(lambda: source.count("offers.opened") == before + len(source.workers))
+    return ref
+
+
+def meet(source: Engine, sink: Engine, said: list[tuple[str, str]]) -> None:
+    """A first load; what it says is forgotten."""
+    sink.load("first", offered(source, "p0"), range(4), SPAN)
+    until(lambda: sink.received("first"))
+    until(lambda: source.sent("p0"))
+    until(lambda: names(said).count("Release") == len(sink.workers))
+    said.clear()
+
+
+def service_of(sink: Engine) -> RankService:
+    service = sink.workers[0]._service
+    assert service is not None
+    return service
+
+
+def peer_of(sink: Engine) -> Peer:
+    (peer,) = service_of(sink)._peers._peers.values()
+    return peer
+
+
+def order_of(name: str, ref: SourceRef) -> NewLoad:
+    return NewLoad(
+        request_id=name,
+        source=ref,
+        token_lo=0,
+        token_hi=64,
+        block_ids=(tuple(range(4)),),
+        digest=DIGEST,
+    )
+
+
+# ------------------------------------------------------------------ loads
+
+
+def test_a_load_is_reported_before_anything_is_said(
+    source: Engine, said: list[tuple[str, str]]
+) -> None:
+    with decode() as sink:
+        meet(source, sink, said)
+        sink.load("d", offered(source, "p"), range(4, 8), SPAN, hold=True)
+        until(lambda: sink.received("d"))
+        until(lambda: source.sent("p"))  # it has heard of all of it
+        until(lambda: names(said) == ["d", "Keep", "Pull", "Release"])
+        assert source.count("offers.done") == 2
+        assert not source.count("offers.broken")
+        expect_copied(source, sink, [0, 1, 2, 3] * 2, range(8), (0, 128))
+
+
+def test_loads_of_one_step_are_all_reported_first(
+    source: Engine, said: list[tuple[str, str]]
+) -> None:
+    with decode() as sink:
+        meet(source, sink, said)
+        refs = [offered(source, f"p{number}") for number in (1, 2, 3)]
+        orders = tuple(order_of(f"d{number}", ref) for number, ref in enumerate(refs))
+        sink.step(ConnectorMetadata(loads=orders))
+        until(lambda: all(sink.received(order.request_id) for order in orders))
+        until(lambda: source.sent("p3"))
+        until(lambda: names(said) == ["d0", "d1", "d2", *["Pull"] * 3, *["Release"] * 3])
+
+
+def test_the_pull_of_a_longer_copy_does_not_wait_for_its_end(
+    source: Engine, said: list[tuple[str, str]]
+) -> None:
+    with decode(faults="read:slow=300ms") as sink:
+        meet(source, sink, said)
+        sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
+        until(lambda: sink.received("d"))
+        until(lambda: source.sent("p"))
+        until(lambda: names(said) == ["Keep", "Pull", "d", "Release"])
+
+
+def test_a_load_that_breaks_in_its_round_says_so_in_order(
+    source: Engine, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll = ShmSink.poll
+
+    def broken(self: ShmSink) -> list[SinkCompletion]:
+        return [
+            ReadBroke(each.key, Reason.READ_FAILED, "") if isinstance(each, ReadDone) else each
+            for each in poll(self)
+        ]
+
+    with decode() as sink:
+        meet(source, sink, said)
+        monkeypatch.setattr(ShmSink, "poll", broken)
+        sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"read_failed"}
+        until(lambda: source.sent("p"))
+        until(lambda: without_report(said) == ["Keep", "Pull", "Cancel"])
+
+
+def test_a_load_that_is_aborted_in_its_round_says_so_in_order(
+    source: Engine, said: list[tuple[str, str]]
+) -> None:
+    with decode() as sink:
+        meet(source, sink, said)
+        ref = offered(source, "p")
+        step = ConnectorMetadata(
+            loads=(order_of("d", ref),),
+            holds=(Hold("d", ref),),
+            aborts=(AbortLoad("d", Reason.CANCELLED),),
+        )
+        sink.step(step)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"cancelled"}
+        until(lambda: source.sent("p"))
+        until(lambda: without_report(said) == ["Keep", "Pull", "Cancel"])
+
+
+def test_a_hold_is_told_to_every_rank_though_its_load_has_ended_here(
+    said: list[tuple[str, str]],
+) -> None:
+    """Rank 0 reads one source rank only, and is through before the Keeps leave."""
+    shape = EngineShape(num_kv_heads=2, num_blocks=64, tp_size=2)
+    with (
+        Engine(shape, "prefill", fill=None, transport="shm") as source,
+        Engine(shape, "decode", fill=POISON, transport="shm") as sink,
+    ):
+        meet(source, sink, said)
+        sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
+        until(lambda: sink.received("d"))
+        until(lambda: source.sent("p"))
+        ranks = {entry.control_endpoint for entry in source.manifest.ranks}
+        until(lambda: {endpoint for name, endpoint in said if name == "Keep"} == ranks)
+
+
+# ------------------------------------------------------------------ single messages
+
+
+def test_a_message_that_cannot_wait_does_not_overtake(
+    source: Engine, said: list[tuple[str, str]]
+) -> None:
+    with decode() as sink:
+        meet(source, sink, said)
+        peer, service = peer_of(sink), service_of(sink)
+        keep = Keep((OfferRef(secrets.token_bytes(16), source.incarnation),), b"k" * 16, 1.0)
+        hello = Hello((1, 1), (), "decode", sink.incarnation)
+        late, now = partial(peer.send_later, ZERO), partial(peer.send, ZERO)
+        service.io.post(partial(late, keep), partial(late, Ping()), partial(now, hello))
+        until(lambda: names(said) == ["Keep", "Ping", "Hello"])
+
+
+def test_what_was_deferred_leaves_before_the_connection_ends(
+    source: Engine, said: list[tuple[str, str]]
+) -> None:
+    with decode() as sink:
+        meet(source, sink, said)
+        ref = offered(source, "p")
+        peer, service = peer_of(sink), service_of(sink)
+        cancel = Cancel(ref.offer, sink.incarnation, Reason.LOCAL_HIT)
+        service.io.post(
+            partial(peer.send_later, ZERO, cancel),
+            partial(peer.end, Failure(Reason.SHUTDOWN, "the test says so")),
+        )
+        until(lambda: source.sent("p"))
+        until(lambda: names(said) == ["Cancel"])
+
+
+def test_nothing_is_lost_when_the_engine_ends_after_a_report(
+    source: Engine, said: list[tuple[str, str]]
+) -> None:
+    sink = decode()
+    meet(source, sink, said)
+    refs = [offered(source, f"p{number}") for number in (1, 2, 3)]
+    orders = tuple(order_of(f"d{number}", ref) for number, ref in enumerate(refs))
+    sink.step(ConnectorMetadata(loads=orders))
+    until(lambda: all(sink.received(order.request_id) for order in orders))
+    sink.close()
+    until(lambda: source.count("offers.done") == 4)
+    assert not source.count("offers.broken")
