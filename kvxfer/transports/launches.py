@@ -24,6 +24,7 @@ FIRST_BYTES_PER_S = 300e9
 """Of a link that has not been measured yet; what is measured counts from the first copy on."""
 MEASURED_NBYTES = 32 << 20
 """Launches of fewer bytes take as long as a launch does, and say little of the link."""
+_ENDED_AT = 2 / 3  # between two looks: nearer to the second, which a wake follows soon
 
 T = TypeVar("T")
 
@@ -49,6 +50,8 @@ class Launches(Generic[T]):
         self.nbytes = 0
         self._flights: deque[Flight[T]] = deque()
         self._bytes_per_s = FIRST_BYTES_PER_S
+        self._running_s = 0.0
+        """When the first of them was last seen on its way."""
         self._waiter = _Waiter(wake)
 
     def __len__(self) -> int:
@@ -66,11 +69,20 @@ class Launches(Generic[T]):
     def land(self) -> list[Flight[T]]:
         """Those that are over. Raises RuntimeError, PyTorch's, when the GPU has failed."""
         landed: list[Flight[T]] = []
-        while self._flights and self._flights[0].event.query():
+        while self._flights:
+            looked_s = time.perf_counter()
+            if not self._flights[0].event.query():
+                self._running_s = looked_s
+                break
             flight = self._flights.popleft()
             self.nbytes -= flight.nbytes
-            self._measure(flight)
+            if not landed:  # what is over in the same look has begun at an unknown moment
+                self._measure(flight)
             landed.append(flight)
+        if landed and self._flights:  # the next has begun
+            following = self._flights[0]
+            following.begins_s = time.perf_counter()
+            following.due_s = following.begins_s + following.nbytes / self._bytes_per_s
         return landed
 
     def land_close(self) -> list[Flight[T]]:
@@ -104,14 +116,15 @@ class Launches(Generic[T]):
         self._waiter.close()
 
     def _measure(self, flight: Flight[T]) -> None:
-        now_s = time.perf_counter()
-        if flight.nbytes >= MEASURED_NBYTES:
-            measured = flight.nbytes / max(now_s - flight.begins_s, 1e-6)
-            self._bytes_per_s += (measured - self._bytes_per_s) / 4
-        if self._flights:  # the next has begun
-            following = self._flights[0]
-            following.begins_s = now_s
-            following.due_s = now_s + following.nbytes / self._bytes_per_s
+        """It has ended since it was last seen on its way; if that is long ago, because it was not
+        due yet, who takes the moment of the look for its end never looks earlier.
+        """
+        if flight.nbytes < MEASURED_NBYTES:
+            return
+        running_s, now_s = max(self._running_s, flight.begins_s), time.perf_counter()
+        ended_s = running_s + (now_s - running_s) * _ENDED_AT
+        measured = flight.nbytes / max(ended_s - flight.begins_s, 1e-6)
+        self._bytes_per_s += (measured - self._bytes_per_s) / 2
 
 
 class _Waiter:

@@ -14,6 +14,7 @@ from kvxfer.config import Config
 from kvxfer.tensors.device_copy import DeviceCopier, Launched
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import cuda_ipc_direct
+from kvxfer.transports import launches as module
 from kvxfer.transports.base import Progress, ReadBroke, ReadDone, ReadStopped, SinkCompletion
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
 from kvxfer.transports.launches import CLOSE_S, FIRST_BYTES_PER_S, Launches
@@ -211,6 +212,7 @@ def test_what_was_measured_says_when_the_next_is_due() -> None:
         event = Doubtful()
         launches.add(number, event, nbytes)
         time.sleep(0.002)
+        assert launches.land() == []
         event.is_over = True
         assert [flight.owner for flight in launches.land()] == [number]
     launches.add(30, Doubtful(), nbytes)
@@ -221,3 +223,67 @@ def test_what_was_measured_says_when_the_next_is_due() -> None:
     launches.forget()
     assert (launches.nbytes, launches.land()) == (0, [])
     launches.close()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+class Running:
+    """An event of a launch that takes so long on the clock."""
+
+    def __init__(self, clock: Clock, duration_s: float) -> None:
+        self._clock, self._over_s = clock, clock.now_s + duration_s
+
+    def query(self) -> bool:
+        return self._clock.now_s >= self._over_s
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody waits here")
+
+
+@pytest.mark.parametrize("expected_s", [0.0005, 0.0028, 0.015, 0.2])
+def test_a_launch_is_due_when_it_ends_however_wrong_that_was_at_first(
+    monkeypatch: pytest.MonkeyPatch, expected_s: float
+) -> None:
+    """Launches of 2.8 ms. The IO thread looks when one is nearly due, then without pause, then
+    when it is woken 0.1 ms after the end.
+    """
+    clock, took_s = Clock(), 0.0028
+    monkeypatch.setattr(module, "time", clock)
+    launches: Launches[int] = Launches(lambda: None)
+    nbytes = 1 << 30
+    launches._bytes_per_s = nbytes / expected_s
+    late_s = []
+    for number in range(30):
+        began_s = clock.now_s
+        launches.add(number, Running(clock, took_s), nbytes)
+        due_s = launches._flights[0].due_s
+        assert launches.land() == []
+        clock.now_s = max(began_s, due_s - CLOSE_S)
+        while not launches.land() and clock.now_s < due_s + CLOSE_S:
+            clock.now_s += 5e-6
+        if len(launches):
+            clock.now_s = began_s + took_s + 1e-4
+            launches.land()
+        late_s.append(clock.now_s - began_s - took_s)
+    launches.close()
+    assert max(late_s[20:]) < 2e-4
+
+
+def test_launches_that_are_over_at_once_say_nothing_of_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    launches: Launches[int] = Launches(lambda: None)
+    for number in range(3):
+        launches.add(number, Running(clock, 0.003), 1 << 30)
+    clock.now_s += 0.009
+    assert len(launches.land()) == 3
+    launches.close()
+    assert 1e11 < launches._bytes_per_s < 1e12

@@ -434,13 +434,17 @@ def test_host_staging_is_zeroed_and_flat() -> None:
 @pytest.mark.gpu
 def test_staging_on_a_gpu_is_no_allocators() -> None:
     device = torch.device("cuda:0")
-    before = torch.cuda.memory_allocated(device)
-    staging = make_staging(8 << 20, device)
-    assert (staging.dtype, staging.device, staging.numel()) == (torch.uint8, device, 8 << 20)
+    before, nbytes = torch.cuda.memory_allocated(device), 8 << 20
+    staging = make_staging(nbytes, device)
+    assert (staging.dtype, staging.device, staging.numel()) == (torch.uint8, device, nbytes)
     assert torch.cuda.memory_allocated(device) == before
-    free_nbytes, _ = torch.cuda.mem_get_info(device)
+    staging.fill_(7)
     part = staging[5:]
     del staging
-    assert torch.cuda.mem_get_info(device)[0] == free_nbytes  # a tensor of it lives
-    del part
-    assert torch.cuda.mem_get_info(device)[0] >= free_nbytes + (8 << 20)
+    others = [make_staging(nbytes, device) for _ in range(4)]
+    for other in others:
+        other.fill_(9)
+    assert bool((part == 7).all())  # as long as a tensor of it lives, nobody else gets it
+    del part, others, other
+    for _ in range(64):  # more than any GPU has
+        make_staging(4 << 30, device)
