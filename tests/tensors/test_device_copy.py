@@ -352,7 +352,7 @@ def test_settings_are_checked(setting: str, value: int) -> None:
 
 @pytest.mark.gpu
 def test_the_host_does_not_wait_and_the_event_tells_the_end() -> None:
-    """Behind a kernel that runs for a while, with a ring that others' launches fill again."""
+    """Behind a kernel that runs for a while. CUDA itself waits where some hundred are queued."""
     small = small_copy()
     bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
     copier = DeviceCopier(DEVICE)
@@ -363,7 +363,7 @@ def test_the_host_does_not_wait_and_the_event_tells_the_end() -> None:
         torch.cuda._sleep(6_000_000_000)  # type: ignore[no-untyped-call]  # three seconds
     args = (bound, small.source.ids, small.sink.ids)
     started_s = time.perf_counter()
-    events = [copier.copy(*args, 0, 70, stream=stream).event for _ in range(200)]
+    events = [copier.copy(*args, 0, 70, stream=stream).event for _ in range(40)]
     launched_s = time.perf_counter() - started_s
     assert copier.num_waits == 0
     num_over = sum(event is None or event.query() for event in events)

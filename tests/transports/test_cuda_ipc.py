@@ -140,10 +140,11 @@ TOKENS = 2000 * 16
 
 def _serve(end: Connection) -> None:
     with Engine(BIG, "prefill", fill=1, transport="cuda_ipc") as engine:
-        name = end.recv()
-        ref = engine.offer(name, TOKENS, range(2000))
-        engine.compute(name)
-        end.send(ref)
+        for num_blocks in (4, 2000):
+            name = end.recv()
+            ref = engine.offer(name, num_blocks * 16, range(num_blocks))
+            engine.compute(name)
+            end.send(ref)
         end.recv()
 
 
@@ -156,12 +157,14 @@ def test_a_load_from_a_killed_source_fails_by_name_and_the_sink_goes_on() -> Non
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
+        ours.send("first")
+        sink.load("d0", ours.recv(), range(4), (0, 64))
+        until(lambda: sink.received("d0"), 20)
         ours.send("p")
         ref = ours.recv()
         with torch.cuda.device(sink.pools[0].tensor.device):
             delay(10)  # two seconds: the system takes its time to close a dead process's sockets
             sink.load("d", ref, range(2000), (0, TOKENS))
-        until(lambda: sink.count("peers.ready"), 20)
         time.sleep(0.03)
         assert process.pid is not None
         os.kill(process.pid, signal.SIGKILL)
