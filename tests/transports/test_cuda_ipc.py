@@ -150,9 +150,9 @@ def _serve(end: Connection) -> None:
 
 @pytest.mark.gpu
 def test_a_load_from_a_killed_source_fails_by_name_and_the_sink_goes_on() -> None:
+    """The copy stands behind what the sink's engine computes, so it cannot end before the news."""
     context = mp.get_context("spawn")
     ours, theirs = context.Pipe()
-    """The copy stands behind what the sink's engine computes, so it cannot end before the news."""
     with Engine(BIG, "decode", fill=POISON, transport="cuda_ipc") as sink:
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
