@@ -188,12 +188,17 @@ class ConnectorTimes:
 
     def watch(self, connector: Any) -> None:
         """Wrap its methods."""
-        start, stats = connector.start_load_kv, connector.get_kv_connector_stats
+        bind, stats = connector.bind_connector_metadata, connector.get_kv_connector_stats
+        start, ordered = connector.start_load_kv, list[str]()
+
+        def bind_connector_metadata(metadata: Any) -> Any:
+            ordered[:] = _ordered(metadata)  # not every connector keeps it where others could look
+            return bind(metadata)
 
         def start_load_kv(*args: Any, **kwargs: Any) -> Any:
             now_s = time.perf_counter()
-            for request_id in _ordered(connector._connector_metadata):
-                self._handed_s[request_id] = now_s
+            self._handed_s.update((request_id, now_s) for request_id in ordered)
+            ordered.clear()
             return start(*args, **kwargs)
 
         def get_kv_connector_stats() -> Any:
@@ -202,6 +207,7 @@ class ConnectorTimes:
                 self._stats.append(copy.deepcopy(found.data))
             return found
 
+        connector.bind_connector_metadata = bind_connector_metadata
         connector.start_load_kv = start_load_kv
         connector.get_kv_connector_stats = get_kv_connector_stats
         for name in ("get_transfer_results", "get_finished"):

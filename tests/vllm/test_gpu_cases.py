@@ -82,9 +82,10 @@ def test_weights_follow_from_their_names() -> None:
 
 
 class Slow:
-    """A connector."""
+    """A connector. It keeps no metadata, as kvxfer's."""
 
-    _connector_metadata: Any = None
+    def bind_connector_metadata(self, metadata: Any) -> str:
+        return "bound"
 
     def start_load_kv(self) -> str:
         return "started"
@@ -99,9 +100,12 @@ class Slow:
 def test_loads_are_timed_from_order_to_report() -> None:
     times, connector = ConnectorTimes(), Slow()
     times.watch(connector)
-    connector._connector_metadata = SimpleNamespace(reqs_to_recv={"a": 1, "b": 2})
-    assert connector.start_load_kv() == "started"
-    connector._connector_metadata = SimpleNamespace(orders=SimpleNamespace(loads=()))
+    nixl = SimpleNamespace(reqs_to_recv={"a": 1, "b": 2})
+    assert (connector.bind_connector_metadata(nixl), connector.start_load_kv()) == (
+        "bound",
+        "started",
+    )
+    connector.bind_connector_metadata(SimpleNamespace(orders=SimpleNamespace(loads=())))
     connector.start_load_kv()
     assert connector.get_finished(set()) == connector.get_finished(set()) == (None, {"a"})
     connector.get_kv_connector_stats()
@@ -109,6 +113,12 @@ def test_loads_are_timed_from_order_to_report() -> None:
     assert [0 < seconds < 1 for seconds in taken["loads_s"]] == [True]
     assert taken["stats"] == [{"transfer_duration": [0.002]}]
     assert times.take() == {"loads_s": [], "stats": []}
+    load = SimpleNamespace(request_id="a")
+    connector.bind_connector_metadata(SimpleNamespace(orders=SimpleNamespace(loads=(load,))))
+    assert connector.start_load_kv() == "started"
+    connector.start_load_kv()  # a step that was told of no loads begins none
+    connector.get_finished(set())
+    assert len(times.take()["loads_s"]) == 1
 
 
 def test_what_connectors_count() -> None:
