@@ -63,6 +63,10 @@ from kvxfer.transports.launches import Flight, Launches
 
 IN_FLIGHT_NBYTES = 2 << 30
 """Bytes launched and not seen complete: two launches, 5 ms of a link of 400 GB/s."""
+MAX_LAUNCHES = 64
+"""On their way. Behind 200 of them CUDA lets a thread wait for room, and ours would not let go of
+the GIL meanwhile.
+"""
 TRIAL_NBYTES = 32 << 20
 """80 us of such a link, ten times what a launch costs."""
 LEAST_TIMINGS, MOST_TIMINGS, TIMINGS_S = 4, 16, 0.02
@@ -363,8 +367,9 @@ class CudaIpcSink(SinkTransport):
         self._in_flight.expect()
 
     def _launch(self) -> None:
-        """One launch for each read in turn, as long as few bytes are on their way."""
-        while self._turns and self._in_flight.nbytes < IN_FLIGHT_NBYTES:
+        """One launch for each read in turn, as long as few are on their way, and few bytes."""
+        in_flight = self._in_flight
+        while self._turns and in_flight.nbytes < IN_FLIGHT_NBYTES and len(in_flight) < MAX_LAUNCHES:
             read = self._turns.popleft()
             if read.launches is None:
                 continue
@@ -378,7 +383,7 @@ class CudaIpcSink(SinkTransport):
                 continue
             if read.launches is not None:
                 self._turns.append(read)
-            self._in_flight.add(read, *following)
+            in_flight.add(read, *following)
             read.num_in_flight += 1
 
     def _land(self, landed: Sequence[Flight[_Read]]) -> None:

@@ -97,10 +97,10 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     stage.close()
 
 
-@pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[("IN_FLIGHT_NBYTES", 200), ("MAX_LAUNCHES", 2)], ids=["bytes", "number"])
+def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launches on their way at a time."""
-    monkeypatch.setattr(cuda_ipc_direct, "IN_FLIGHT_NBYTES", 200)
+    monkeypatch.setattr(cuda_ipc_direct, *request.param)
 
 
 def test_a_read_is_done_when_its_last_launch_is_over(stage: Stage) -> None:
