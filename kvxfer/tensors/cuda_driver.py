@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-_EVENT_FLAGS = (
-    0x1 | 0x2
-)  # CU_EVENT_BLOCKING_SYNC (by default a core spins), CU_EVENT_DISABLE_TIMING
+# CU_EVENT_BLOCKING_SYNC (by default a core spins), CU_EVENT_DISABLE_TIMING
+_EVENT_FLAGS = 0x1 | 0x2
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDeviceGet": (c_void_p, c_int),

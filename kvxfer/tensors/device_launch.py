@@ -49,7 +49,7 @@ class HostLauncher:
     def launch(
         self, slot: Slot, sizes: Sequence[int], launch: Launch, programs: int, stream: Stream
     ) -> None:
-        _launch_first(slot, sizes, launch, programs)
+        _launch_by_triton(slot, sizes, launch, programs)
 
     def record(self, stream: Stream) -> Event:
         return HostEvent()
@@ -91,7 +91,7 @@ class GpuLauncher:
         binary = _binaries.get(key)
         if binary is None:
             with torch.cuda.stream(stream):
-                compiled = _launch_first(slot, sizes, launch, programs)
+                compiled = _launch_by_triton(slot, sizes, launch, programs)
             if key not in _binaries:
                 _binaries[key] = _binary_of(compiled)
             return
@@ -125,7 +125,7 @@ class GpuLauncher:
                 self._driver.call("cuStreamWaitEvent", *handles, 0)
 
 
-def _launch_first(slot: Slot, sizes: Sequence[int], launch: Launch, programs: int) -> object:
+def _launch_by_triton(slot: Slot, sizes: Sequence[int], launch: Launch, programs: int) -> object:
     """On PyTorch's current stream. Returns what Triton has compiled."""
     slot.device.copy_(slot.pinned, non_blocking=True)
     numbers, source_table, sink_table, given_ids, taken_ids = torch.split(slot.device, list(sizes))

@@ -5,7 +5,7 @@ taken.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvxfer.errors import TransportUnavailable
@@ -158,18 +158,18 @@ def _best(working: Mapping[str, Choice], reasons: dict[str, str], source: RankMa
     return replace(best, reasons=reasons)
 
 
-def _fastest(working: Iterable[Choice]) -> Choice:
+def _fastest(working: Collection[Choice]) -> Choice:
     """Of each kind, then of the two by the margin."""
-    of_kind: dict[bool, Choice] = {}
-    for choice in working:
-        known = of_kind.setdefault(choice.is_stream, choice)
-        if choice.duration_s < known.duration_s:
-            of_kind[choice.is_stream] = choice
-    direct, stream = of_kind.get(False), of_kind.get(True)
+    direct = _soonest(choice for choice in working if not choice.is_stream)
+    stream = _soonest(choice for choice in working if choice.is_stream)
     if direct is None or stream is None:
-        (only,) = of_kind.values()
+        (only,) = filter(None, (direct, stream))
         return only
     return stream if stream.duration_s < STREAM_MARGIN * direct.duration_s else direct
+
+
+def _soonest(choices: Iterable[Choice]) -> Choice | None:
+    return min(choices, key=lambda choice: choice.duration_s, default=None)
 
 
 def _why_not(other: Choice, best: Choice) -> str:

@@ -90,6 +90,14 @@ def meet(source: Engine, sink: Engine, said: list[tuple[str, str]]) -> None:
     said.clear()
 
 
+@pytest.fixture
+def sink(source: Engine, said: list[tuple[str, str]]) -> Iterator[Engine]:
+    """It knows the source."""
+    with decode() as engine:
+        meet(source, engine, said)
+        yield engine
+
+
 def service_of(sink: Engine) -> RankService:
     service = sink.workers[0]._service
     assert service is not None
@@ -116,30 +124,26 @@ def order_of(name: str, ref: SourceRef) -> NewLoad:
 
 
 def test_a_load_is_reported_before_anything_is_said(
-    source: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: list[tuple[str, str]]
 ) -> None:
-    with decode() as sink:
-        meet(source, sink, said)
-        sink.load("d", offered(source, "p"), range(4, 8), SPAN, hold=True)
-        until(lambda: sink.received("d"))
-        until(lambda: source.sent("p"))  # it has heard of all of it
-        until(lambda: names(said) == ["d", "Keep", "Pull", "Release"])
-        assert source.count("offers.done") == 2
-        assert not source.count("offers.broken")
-        expect_copied(source, sink, [0, 1, 2, 3] * 2, range(8), (0, 128))
+    sink.load("d", offered(source, "p"), range(4, 8), SPAN, hold=True)
+    until(lambda: sink.received("d"))
+    until(lambda: source.sent("p"))  # it has heard of all of it
+    until(lambda: names(said) == ["d", "Keep", "Pull", "Release"])
+    assert source.count("offers.done") == 2
+    assert not source.count("offers.broken")
+    expect_copied(source, sink, [0, 1, 2, 3] * 2, range(8), (0, 128))
 
 
 def test_loads_of_one_step_are_all_reported_first(
-    source: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: list[tuple[str, str]]
 ) -> None:
-    with decode() as sink:
-        meet(source, sink, said)
-        refs = [offered(source, f"p{number}") for number in (1, 2, 3)]
-        orders = tuple(order_of(f"d{number}", ref) for number, ref in enumerate(refs))
-        sink.step(ConnectorMetadata(loads=orders))
-        until(lambda: all(sink.received(order.request_id) for order in orders))
-        until(lambda: source.sent("p3"))
-        until(lambda: names(said) == ["d0", "d1", "d2", *["Pull"] * 3, *["Release"] * 3])
+    refs = [offered(source, f"p{number}") for number in (1, 2, 3)]
+    orders = tuple(order_of(f"d{number}", ref) for number, ref in enumerate(refs))
+    sink.step(ConnectorMetadata(loads=orders))
+    until(lambda: all(sink.received(order.request_id) for order in orders))
+    until(lambda: source.sent("p3"))
+    until(lambda: names(said) == ["d0", "d1", "d2", *["Pull"] * 3, *["Release"] * 3])
 
 
 def test_the_pull_of_a_longer_copy_does_not_wait_for_its_end(
@@ -154,7 +158,7 @@ def test_the_pull_of_a_longer_copy_does_not_wait_for_its_end(
 
 
 def test_a_load_that_breaks_in_its_round_says_so_in_order(
-    source: Engine, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    source: Engine, sink: Engine, said: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poll = ShmSink.poll
 
@@ -164,32 +168,28 @@ def test_a_load_that_breaks_in_its_round_says_so_in_order(
             for each in poll(self)
         ]
 
-    with decode() as sink:
-        meet(source, sink, said)
-        monkeypatch.setattr(ShmSink, "poll", broken)
-        sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
-        until(lambda: sink.received("d"))
-        assert sink.reasons("d") == {"read_failed"}
-        until(lambda: source.sent("p"))
-        until(lambda: without_report(said) == ["Keep", "Pull", "Cancel"])
+    monkeypatch.setattr(ShmSink, "poll", broken)
+    sink.load("d", offered(source, "p"), range(4), SPAN, hold=True)
+    until(lambda: sink.received("d"))
+    assert sink.reasons("d") == {"read_failed"}
+    until(lambda: source.sent("p"))
+    until(lambda: without_report(said) == ["Keep", "Pull", "Cancel"])
 
 
 def test_a_load_that_is_aborted_in_its_round_says_so_in_order(
-    source: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: list[tuple[str, str]]
 ) -> None:
-    with decode() as sink:
-        meet(source, sink, said)
-        ref = offered(source, "p")
-        step = ConnectorMetadata(
-            loads=(order_of("d", ref),),
-            holds=(Hold("d", ref),),
-            aborts=(AbortLoad("d", Reason.CANCELLED),),
-        )
-        sink.step(step)
-        until(lambda: sink.received("d"))
-        assert sink.reasons("d") == {"cancelled"}
-        until(lambda: source.sent("p"))
-        until(lambda: without_report(said) == ["Keep", "Pull", "Cancel"])
+    ref = offered(source, "p")
+    step = ConnectorMetadata(
+        loads=(order_of("d", ref),),
+        holds=(Hold("d", ref),),
+        aborts=(AbortLoad("d", Reason.CANCELLED),),
+    )
+    sink.step(step)
+    until(lambda: sink.received("d"))
+    assert sink.reasons("d") == {"cancelled"}
+    until(lambda: source.sent("p"))
+    until(lambda: without_report(said) == ["Keep", "Pull", "Cancel"])
 
 
 def test_a_hold_is_told_to_every_rank_though_its_load_has_ended_here(
@@ -213,32 +213,28 @@ def test_a_hold_is_told_to_every_rank_though_its_load_has_ended_here(
 
 
 def test_a_message_that_cannot_wait_does_not_overtake(
-    source: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: list[tuple[str, str]]
 ) -> None:
-    with decode() as sink:
-        meet(source, sink, said)
-        peer, service = peer_of(sink), service_of(sink)
-        keep = Keep((OfferRef(secrets.token_bytes(16), source.incarnation),), b"k" * 16, 1.0)
-        hello = Hello((1, 1), (), "decode", sink.incarnation)
-        late, now = partial(peer.send_later, ZERO), partial(peer.send, ZERO)
-        service.io.post(partial(late, keep), partial(late, Ping()), partial(now, hello))
-        until(lambda: names(said) == ["Keep", "Ping", "Hello"])
+    peer, service = peer_of(sink), service_of(sink)
+    keep = Keep((OfferRef(secrets.token_bytes(16), source.incarnation),), b"k" * 16, 1.0)
+    hello = Hello((1, 1), (), "decode", sink.incarnation)
+    late, now = partial(peer.send_later, ZERO), partial(peer.send, ZERO)
+    service.io.post(partial(late, keep), partial(late, Ping()), partial(now, hello))
+    until(lambda: names(said) == ["Keep", "Ping", "Hello"])
 
 
 def test_what_was_deferred_leaves_before_the_connection_ends(
-    source: Engine, said: list[tuple[str, str]]
+    source: Engine, sink: Engine, said: list[tuple[str, str]]
 ) -> None:
-    with decode() as sink:
-        meet(source, sink, said)
-        ref = offered(source, "p")
-        peer, service = peer_of(sink), service_of(sink)
-        cancel = Cancel(ref.offer, sink.incarnation, Reason.LOCAL_HIT)
-        service.io.post(
-            partial(peer.send_later, ZERO, cancel),
-            partial(peer.end, Failure(Reason.SHUTDOWN, "the test says so")),
-        )
-        until(lambda: source.sent("p"))
-        until(lambda: names(said) == ["Cancel"])
+    ref = offered(source, "p")
+    peer, service = peer_of(sink), service_of(sink)
+    cancel = Cancel(ref.offer, sink.incarnation, Reason.LOCAL_HIT)
+    service.io.post(
+        partial(peer.send_later, ZERO, cancel),
+        partial(peer.end, Failure(Reason.SHUTDOWN, "the test says so")),
+    )
+    until(lambda: source.sent("p"))
+    until(lambda: names(said) == ["Cancel"])
 
 
 def test_nothing_is_lost_when_the_engine_ends_after_a_report(

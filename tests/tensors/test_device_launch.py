@@ -95,14 +95,14 @@ class Rig:
 def triton_launches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Those that Triton made."""
     seen: list[object] = []
-    first = device_launch._launch_first
+    first = device_launch._launch_by_triton
 
     def launch(*args: Any) -> object:
         seen.append(args)
         return first(*args)
 
     monkeypatch.setattr(device_launch, "_binaries", {})
-    monkeypatch.setattr(device_launch, "_launch_first", launch)
+    monkeypatch.setattr(device_launch, "_launch_by_triton", launch)
     return seen
 
 
