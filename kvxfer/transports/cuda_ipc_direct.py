@@ -8,21 +8,17 @@ given up ends soon, and reads take turns.
 
 from __future__ import annotations
 
-import math
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-import torch
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.cuda_device import CudaDevice, Gpu
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
 from kvxfer.tensors.device_memory import MappedMemory
 from kvxfer.tensors.device_work import (
     BoundCopy,
@@ -33,7 +29,7 @@ from kvxfer.tensors.device_work import (
     join_sides,
 )
 from kvxfer.tensors.job_ring import Event
-from kvxfer.transfer.costs import Staging, fit_direct_costs
+from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.manifest import CudaIpcHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Reason
@@ -45,7 +41,6 @@ from kvxfer.transports.attachments import (
     handle_of,
 )
 from kvxfer.transports.base import (
-    TRIAL_SMALL_NBYTES,
     LocalMemory,
     Progress,
     ReadBroke,
@@ -59,6 +54,7 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, PiecesJob
+from kvxfer.transports.cuda_ipc_trial import measure_copies
 from kvxfer.transports.launches import Flight, Launches
 
 IN_FLIGHT_NBYTES = 2 << 30
@@ -66,12 +62,6 @@ IN_FLIGHT_NBYTES = 2 << 30
 MAX_LAUNCHES = 64
 """On their way. Behind 200 of them CUDA lets a thread wait for room, and ours would not let go of
 the GIL meanwhile.
-"""
-TRIAL_NBYTES = 32 << 20
-"""80 us of such a link, ten times what a launch costs."""
-LEAST_TIMINGS, MOST_TIMINGS, TIMINGS_S = 4, 16, 0.02
-"""Of each size. On a GPU that is free they take 1 ms. Where other processes use it as well, each
-launch may wait for their turns, milliseconds each, and the more there are the sooner one does not.
 """
 MAX_BOUND = 1024
 """Geometry classes of one attachment whose addresses are kept; a plan has a handful."""
@@ -116,22 +106,6 @@ class _Read:
         """No more launches; the first reason counts."""
         self.launches = None
         self.end = self.end or end
-
-
-def time_copy(launch: Callable[[], Launched]) -> tuple[int, float]:
-    """Its bytes, and the least that it took: the first one pays for page tables and a cold path."""
-    least_s = math.inf
-    began_s = ended_s = time.perf_counter()
-    for num_timed in range(MOST_TIMINGS):
-        if num_timed >= LEAST_TIMINGS and ended_s - began_s > TIMINGS_S:
-            break
-        started_s = ended_s
-        launched = launch()
-        if launched.event is not None:
-            launched.event.synchronize()
-        ended_s = time.perf_counter()
-        least_s = min(least_s, ended_s - started_s)
-    return launched.nbytes, max(least_s, 1e-9)
 
 
 _Bound = dict[int, tuple[CopyClass, BoundCopy]]
@@ -181,20 +155,7 @@ class CudaIpcSink(SinkTransport):
         """Map the rank's first memory, copy up to 32 MiB of it, unmap."""
         mapping = self._attached.map_first(source)
         try:
-            first = mapping.memory
-            nbytes = min(first.nbytes, TRIAL_NBYTES)
-            landing = torch.empty(nbytes, dtype=torch.uint8, device=self._gpu.device)
-            stream = self._gpu.make_stream()
-            # The ring is one thread's, and this may be any
-            copier = DeviceCopier(self._gpu.device, CopySettings(ring_nbytes=1 << 16))
-            timings: list[tuple[int, float]] = []
-            for most_nbytes in (nbytes, min(nbytes, TRIAL_SMALL_NBYTES)):
-                bound = flat_copy(first.address, landing.data_ptr(), most_nbytes)
-                ids, num_tokens = np.zeros(1, np.int64), bound.sink.tile.block_tokens
-                launch = partial(copier.copy, bound, ids, ids, 0, num_tokens, stream=stream)
-                timings.append(time_copy(launch))
-            large, small = timings
-            return Trial(fit_direct_costs(small, large))
+            return Trial(measure_copies(self._gpu, mapping.memory))
         except RuntimeError as exc:  # PyTorch's, of CUDA's own errors
             raise TransportUnavailable(f"cuda_ipc: the trial failed: {exc}") from exc
         finally:

@@ -28,7 +28,7 @@ from kvxfer.tensors.device_memory import map_memory
 from kvxfer.tensors.device_work import flat_copy
 from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.manifest import CudaIpcHandle
-from kvxfer.transports import cuda_ipc_direct
+from kvxfer.transports import cuda_ipc_trial
 from tests.builders import EngineShape
 from tests.connector.conftest import stand_in_for_gpus
 from tests.connector.rig import POISON, Engine, until
@@ -64,8 +64,8 @@ def test_a_trial_times_a_copy_until_it_was_not_disturbed(
             nonlocal clock_s
             clock_s += left.pop(0)
 
-    monkeypatch.setattr(cuda_ipc_direct, "time", SimpleNamespace(perf_counter=lambda: clock_s))
-    nbytes, took_s = cuda_ipc_direct.time_copy(lambda: Launched(Ending(), 4096))
+    monkeypatch.setattr(cuda_ipc_trial, "time", SimpleNamespace(perf_counter=lambda: clock_s))
+    nbytes, took_s = cuda_ipc_trial.time_copy(lambda: Launched(Ending(), 4096))
     assert nbytes == 4096
     assert took_s == pytest.approx(least_s)
     assert len(durations_s) - len(left) == num_timed

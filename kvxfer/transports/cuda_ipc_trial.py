@@ -1,0 +1,61 @@
+"""What a copy over the direct wire between GPUs costs: a large and a small one, each timed until
+the host has seen its end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvxfer.tensors.cuda_device import Gpu
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
+from kvxfer.tensors.device_work import DeviceMemory, flat_copy
+from kvxfer.transfer.costs import WireCosts, fit_direct_costs
+from kvxfer.transports.base import TRIAL_SMALL_NBYTES
+
+TRIAL_NBYTES = 32 << 20
+"""80 us of such a link, ten times what a launch costs."""
+LEAST_TIMINGS, MOST_TIMINGS, TIMINGS_S = 4, 16, 0.02
+"""Of each size. On a GPU that is free they take 1 ms. Where other processes use it as well, each
+launch may wait for their turns, milliseconds each, and the more there are the sooner one does not.
+"""
+
+
+def measure_copies(gpu: Gpu, memory: DeviceMemory) -> WireCosts:
+    """Of up to 32 MiB from there into new memory of this GPU; from any thread. Raises RuntimeError,
+    PyTorch's, where CUDA fails.
+    """
+    nbytes = min(memory.nbytes, TRIAL_NBYTES)
+    landing = torch.empty(nbytes, dtype=torch.uint8, device=gpu.device)
+    stream = gpu.make_stream()
+    # The ring is one thread's, and this may be any
+    copier = DeviceCopier(gpu.device, CopySettings(ring_nbytes=1 << 16))
+    timings: list[tuple[int, float]] = []
+    for most_nbytes in (nbytes, min(nbytes, TRIAL_SMALL_NBYTES)):
+        bound = flat_copy(memory.address, landing.data_ptr(), most_nbytes)
+        ids, num_tokens = np.zeros(1, np.int64), bound.sink.tile.block_tokens
+        launch = partial(copier.copy, bound, ids, ids, 0, num_tokens, stream=stream)
+        timings.append(time_copy(launch))
+    large, small = timings
+    return fit_direct_costs(small, large)
+
+
+def time_copy(launch: Callable[[], Launched]) -> tuple[int, float]:
+    """Its bytes, and the least that it took: the first one pays for page tables and a cold path."""
+    least_s = math.inf
+    began_s = ended_s = time.perf_counter()
+    for num_timed in range(MOST_TIMINGS):
+        if num_timed >= LEAST_TIMINGS and ended_s - began_s > TIMINGS_S:
+            break
+        started_s = ended_s
+        launched = launch()
+        if launched.event is not None:
+            launched.event.synchronize()
+        ended_s = time.perf_counter()
+        least_s = min(least_s, ended_s - started_s)
+    return launched.nbytes, max(least_s, 1e-9)
