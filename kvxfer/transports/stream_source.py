@@ -199,6 +199,8 @@ class StreamSource(SourceTransport):
             self._on_trial_filled(connection, header)
         self._departures.progress()
         self._pump_more()
+        for job in self._packer.drain():  # what was packed at once leaves in this very round
+            self._on_pack_ended(job)
         done, self._ready = self._ready, []
         return done
 
@@ -372,7 +374,6 @@ class StreamSource(SourceTransport):
             if send is None or send.stopping or send.num_started >= len(send.chunks):
                 continue
             self._pack(send, connection, send.chunks[send.num_started], connection.free.pop())
-            self._num_begun += 1
             send.num_started += 1
             if send.num_started < len(send.chunks):
                 connection.turns.append(key)
@@ -383,6 +384,8 @@ class StreamSource(SourceTransport):
         connection.num_filling += 1
         connection.trial_slots.pop(slot, None)
         self._packer.submit(job)
+        # What was packed at once leaves before the next one is begun.
+        self._num_begun = self._packer.num_at_once if job.end else self._num_begun + 1
 
     def _on_pack_ended(self, job: PackJob) -> None:
         send, connection, sequence = job.send, job.connection, job.chunk.sequence

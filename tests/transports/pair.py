@@ -58,8 +58,10 @@ def expect_of(key: TransferKey) -> Expect:
 class Pair:
     """One process, two ends. ``hold``: packed chunks stay where they are."""
 
-    def __init__(self, source_config: Config, sink_config: Config | None = None) -> None:
-        self.copy_thread, self.wake = CopyThread(), WakeUp()
+    def __init__(
+        self, source_config: Config, sink_config: Config | None = None, *, small_nbytes: int = 0
+    ) -> None:
+        self.copy_thread, self.wake = CopyThread(small_nbytes=small_nbytes), WakeUp()
         self.context: Context = zmq.Context()
         self.source_pool, self.sink_pool = (
             SharedPool.create(POOL_NBYTES),

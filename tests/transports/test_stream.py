@@ -36,6 +36,8 @@ from kvxfer.transports.base import (
     Sent,
     TransferKey,
 )
+from kvxfer.transports.stream_connections import Connection
+from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -447,6 +449,41 @@ def test_transfers_of_one_connection_interleave(pair: Pair) -> None:
     # The first one alone takes the four free slots; from then on they take turns.
     assert order[:4] == [1] * 4
     assert order[4:14] == [1, 2] * 5
+
+
+def test_a_chunk_that_is_packed_at_once_leaves_before_the_next_is_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks of two transfers, on the IO thread itself: the wire has something to carry early."""
+    order: list[str] = []
+
+    def noted(*args: Any) -> None:
+        order.append("pack")
+        strided_copy.gather(*args)
+
+    monkeypatch.setattr(stream_packing, "gather", noted)
+    tell = Router.tell
+
+    def sent(router: Router, connection: Connection, *frames: Any) -> bool:
+        order.extend(["send"] * (len(frames) - 1))
+        return tell(router, connection, *frames)
+
+    monkeypatch.setattr(Router, "tell", sent)
+    pair = Pair(ZMQ, small_nbytes=64 << 20)
+    try:
+        pair.sink.attach(pair.manifest)
+        for number in (1, 2):
+            pair.start(key_of(number), a_move(number))
+
+        def are_done() -> bool:
+            assert order[-1:] != ["pack"]  # it leaves in the round in which it was packed
+            return sum(isinstance(each, ReadDone) for each in pair.seen) == 2
+
+        pair.until(are_done)
+        assert len(order) >= 2 * 2 * 9
+        assert order == ["pack", "send"] * (len(order) // 2)
+    finally:
+        pair.close()
 
 
 def test_source_waits_for_the_sink_to_attach(pair: Pair) -> None:
