@@ -29,6 +29,11 @@ which a trial does not see. And a trial on a busy GPU or host was seen wrong by 
 of a direct wire wait for the GPU behind others' kernels, those of a stream move host memory and
 leave out its pack and unpack, which would wait there as well.
 """
+CHEAP_STREAM_BYTES_PER_S = 20e9
+"""No stream that costs little to try comes near it: one thread copies through the kernel, 3 GB/s on
+a CPU and 6 between GPUs. Beside a direct wire that even this could not beat by the margin its trial
+would only hold up the first load: by 27 ms on two busy cores, two thirds of it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +92,12 @@ def probe(
     those that move bytes at ``min_gbps`` or more; a stream before a direct wire only where it takes
     less than ``STREAM_MARGIN`` of the time.
 
-    Those that cost little to try are tried first, then, unless a direct wire works, the dear ones.
-    Blocks for up to ``timeout_s`` for each candidate, less once a direct wire works, and for
-    ``last_timeout_s`` (if given) altogether; all that is left of it is for the last one, if none
-    works until then: on a host with many times more work than cores a trial that takes 10 ms alone
-    was seen to take 4 s. May be called from any thread.
+    Those that cost little to try are tried first, direct ones before streams, then, unless a direct
+    wire works, the dear ones. Streams are not tried that could not be taken any more. Blocks for up
+    to ``timeout_s`` for each candidate, less once a direct wire works, and for ``last_timeout_s``
+    (if given) altogether; all that is left of it is for the last one, if none works until then: on
+    a host with many times more work than cores a trial that takes 10 ms alone was seen to take 4 s.
+    May be called from any thread.
 
     Raises TransportUnavailable with every reason when none is left: with one candidate, a wire
     asked for by name, that is its own reason.
@@ -99,14 +105,14 @@ def probe(
     until_s = None if last_timeout_s is None else time.monotonic() + last_timeout_s
     working: dict[str, Choice] = {}
     reasons: dict[str, str] = {}
-    has_direct = False
+    direct: Choice | None = None
     # Stable: otherwise in their order, so that those in use longest are tried first
-    in_order = sorted(candidates.items(), key=lambda item: item[1].is_dear)
+    in_order = sorted(candidates.items(), key=lambda item: (item[1].is_dear, item[1].is_stream))
     for position, (name, transport) in enumerate(in_order):
-        if has_direct and transport.is_dear:
-            reasons[name] = "not tried, because a direct wire works"
+        if direct is not None and (reason := _why_not_try(transport, direct)):
+            reasons[name] = f"not tried, because {reason}"
             continue
-        limit_s = min(timeout_s, LATE_TIMEOUT_S) if has_direct else timeout_s
+        limit_s = min(timeout_s, LATE_TIMEOUT_S) if direct is not None else timeout_s
         if until_s is not None:
             left_s = max(until_s - time.monotonic(), 0.0)
             is_last = position == len(in_order) - 1 and not working
@@ -121,8 +127,18 @@ def probe(
             reasons[name] = f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}"
             continue
         working[name] = choice
-        has_direct |= not transport.is_stream
+        direct = _soonest(each for each in working.values() if not each.is_stream)
     return _best(working, reasons, source)
+
+
+def _why_not_try(transport: SinkTransport, direct: Choice) -> str:
+    """Beside a direct wire that works; empty if it is worth trying."""
+    if transport.is_dear:
+        return "a direct wire works"
+    least_s = direct.workload.nbytes / CHEAP_STREAM_BYTES_PER_S
+    if transport.is_stream and least_s > STREAM_MARGIN * direct.duration_s:
+        return f"{direct.transport} takes {_ms(direct.duration_s)} ms for {REFERENCE_TOKENS} tokens"
+    return ""
 
 
 def _try(
