@@ -127,7 +127,7 @@ def probe(
             reasons[name] = f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}"
             continue
         working[name] = choice
-        direct = _soonest(each for each in working.values() if not each.is_stream)
+        direct = _soonest(working.values(), is_stream=False)
     return _best(working, reasons, source)
 
 
@@ -176,16 +176,17 @@ def _best(working: Mapping[str, Choice], reasons: dict[str, str], source: RankMa
 
 def _fastest(working: Collection[Choice]) -> Choice:
     """Of each kind, then of the two by the margin."""
-    direct = _soonest(choice for choice in working if not choice.is_stream)
-    stream = _soonest(choice for choice in working if choice.is_stream)
+    direct, stream = (_soonest(working, is_stream=is_stream) for is_stream in (False, True))
     if direct is None or stream is None:
         (only,) = filter(None, (direct, stream))
         return only
     return stream if stream.duration_s < STREAM_MARGIN * direct.duration_s else direct
 
 
-def _soonest(choices: Iterable[Choice]) -> Choice | None:
-    return min(choices, key=lambda choice: choice.duration_s, default=None)
+def _soonest(working: Iterable[Choice], *, is_stream: bool) -> Choice | None:
+    """Of one kind."""
+    of_kind = (choice for choice in working if choice.is_stream is is_stream)
+    return min(of_kind, key=lambda choice: choice.duration_s, default=None)
 
 
 def _why_not(other: Choice, best: Choice) -> str:

@@ -65,7 +65,8 @@ J = TypeVar("J", bound=ChunkJob)
 class Packer(Protocol[J]):
     """Copies chunks between a pool and staging. For the IO thread, but for ``prepare``.
 
-    ``num_at_once``: after so many submissions the IO thread has other work to look at.
+    ``num_at_once``: after so many submissions, or one that has ended when ``submit`` returns, the
+    IO thread has other work to look at.
     """
 
     num_at_once: int

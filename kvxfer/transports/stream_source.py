@@ -193,14 +193,12 @@ class StreamSource(SourceTransport):
         if has_gone:
             for connection in self._connections.all():
                 self._probe(connection)
-        for job in self._packer.drain():
-            self._on_pack_ended(job)
+        self._take_packed()
         for connection, header in self._trials.drain():
             self._on_trial_filled(connection, header)
         self._departures.progress()
         self._pump_more()
-        for job in self._packer.drain():  # what was packed at once leaves in this very round
-            self._on_pack_ended(job)
+        self._take_packed()  # what was packed at once leaves in this very round
         done, self._ready = self._ready, []
         return done
 
@@ -386,6 +384,10 @@ class StreamSource(SourceTransport):
         self._packer.submit(job)
         # What was packed at once leaves before the next one is begun.
         self._num_begun = self._packer.num_at_once if job.end else self._num_begun + 1
+
+    def _take_packed(self) -> None:
+        for job in self._packer.drain():
+            self._on_pack_ended(job)
 
     def _on_pack_ended(self, job: PackJob) -> None:
         send, connection, sequence = job.send, job.connection, job.chunk.sequence
