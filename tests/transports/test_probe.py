@@ -1,31 +1,23 @@
-"""Which wire is taken, and why not another; which wires a worker makes."""
+"""Which wire is taken, and why not another."""
 
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
-import zmq
 
-from kvxfer.config import Config
-from kvxfer.errors import ConfigError, TransportUnavailable
-from kvxfer.tensors.shared_memory import SharedPool, plain_info
-from kvxfer.testing_peer import Context
+from kvxfer.errors import TransportUnavailable
+from kvxfer.tensors.shared_memory import plain_info
 from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest
-from kvxfer.transports import registry
-from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport, Trial
-from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.base import SinkTransport, Trial
 from kvxfer.transports.probe import Choice, probe
-from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from tests.transports.pair import CONFIG, Pair
 
 MIB = 1 << 20
@@ -308,122 +300,3 @@ def test_time_for_each_candidate() -> None:
     wires = {"a": Wire(SLOW, HOST), "b": Wire("no", HOST)}
     choose(wires, timeout_s=2.0, last_timeout_s=1.0)
     assert all(0.5 < wire.limits_s[0] <= 1.0 for wire in wires.values())
-
-
-# ------------------------------------------------------------------ registry
-
-
-class Worker:
-    def __init__(self) -> None:
-        self.copy_thread = CopyThread()
-        self.context: Context = zmq.Context()
-        self.pool = SharedPool.create(4096)
-        self.shared = LocalMemory((self.pool.tensor,), (self.pool.info,))
-        plain = torch.zeros(4096, dtype=torch.uint8)
-        self.plain = LocalMemory((plain,), (plain_info(plain),))
-
-    def sources(self, memory: LocalMemory, config: Config) -> dict[str, SourceTransport]:
-        return make_sources(memory, config, self.copy_thread, lambda: None, self.context)
-
-
-@pytest.fixture
-def worker() -> Iterator[Worker]:
-    worker = Worker()
-    yield worker
-    worker.copy_thread.close()
-    worker.context.term()
-    worker.pool.close()
-
-
-def test_auto_makes_every_wire_that_the_memory_allows(worker: Worker) -> None:
-    for memory, names in ((worker.shared, ["shm", "zmq"]), (worker.plain, ["zmq"])):
-        sources = worker.sources(memory, Config())
-        assert list(sources) == names
-        assert list(data_endpoints(sources)) == ["zmq"]
-        assert data_endpoints(sources)["zmq"].startswith("tcp://127.0.0.1:")
-        assert published_infos(sources, memory) == memory.infos
-        for source in sources.values():
-            source.close()
-
-
-def test_handles_are_not_published_where_shm_is_not_served(worker: Worker) -> None:
-    sources = worker.sources(worker.shared, Config(transport="zmq"))
-    assert list(sources) == ["zmq"]
-    assert [info.handle for info in published_infos(sources, worker.shared)] == [None]
-    sources["zmq"].close()
-
-
-def test_shm_by_name_without_shared_memory(worker: Worker) -> None:
-    with pytest.raises(
-        TransportUnavailable, match=r"memory 0 in a shared pool.*SharedPool\.create"
-    ):
-        worker.sources(worker.plain, Config(transport="shm"))
-
-
-def test_optional_wires_are_made_where_they_can_gain_something(
-    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[str] = []
-
-    def make(name: str) -> Any:
-        def broken(*arguments: object) -> SourceTransport:
-            made.append(name)
-            raise RuntimeError("a library that does not work")
-
-        return broken
-
-    for name in ("ucx", "nixl"):
-        monkeypatch.setitem(registry._SOURCES, name, make(name))
-    monkeypatch.setattr(registry, "find_spec", lambda library: library == "ucxx" or None)
-    monkeypatch.setattr(registry, "RDMA_DEVICES", tmp_path / "infiniband")
-
-    def names() -> list[str]:
-        made.clear()
-        sources = worker.sources(worker.shared, Config())
-        for source in sources.values():
-            source.close()
-        return list(sources)
-
-    assert (names(), made) == (["shm", "zmq"], [])
-    (tmp_path / "infiniband").mkdir()
-    assert (names(), made) == (["shm", "zmq"], [])
-    (tmp_path / "infiniband" / "mlx5_0").mkdir()
-    assert (names(), made) == (["shm", "zmq"], ["ucx"])  # NIXL is not installed
-    monkeypatch.setattr(registry, "find_spec", lambda library: library)
-    assert (names(), made) == (["shm", "zmq"], ["ucx", "nixl"])
-    # By name it is an error
-    with pytest.raises(RuntimeError, match="does not work"):
-        worker.sources(worker.shared, Config(transport="ucx"))
-    assert registry._is_worth_it("nixl", "cuda")
-
-
-def test_auto_without_a_listening_address_is_an_error(worker: Worker) -> None:
-    with pytest.raises(TransportUnavailable, match="cannot be listened on"):
-        worker.sources(worker.shared, Config(host="203.0.113.1"))
-
-
-def test_wires_of_another_version_and_bad_faults(worker: Worker) -> None:
-    unknown = Config(transport="rdma")  # type: ignore[arg-type]
-    with pytest.raises(TransportUnavailable, match="cuda_ipc, shm, zmq, ucx, nixl, got rdma"):
-        worker.sources(worker.shared, unknown)
-    with pytest.raises(ConfigError, match="faults: "):
-        make_sinks(
-            worker.shared, Config(faults="x"), worker.copy_thread, lambda: None, worker.context
-        )
-
-
-@pytest.mark.parametrize(("wire", "library"), [("ucx", "ucxx"), ("nixl", "NIXL")])
-def test_a_pipe_whose_library_is_missing_says_what_to_install(
-    worker: Worker, wire: str, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, f"kvxfer.transports.{wire}_pipe", None)
-    with pytest.raises(
-        TransportUnavailable, match=rf"{wire}: expected {library}, .*; install kvxfer\[{wire}\]"
-    ):
-        worker.sources(worker.shared, msgspec.structs.replace(CONFIG, transport=wire))
-
-
-def test_stream_calls_on_a_direct_wire(worker: Worker) -> None:
-    sources = worker.sources(worker.shared, Config(transport="shm"))
-    with pytest.raises(NotImplementedError, match="shm is a direct wire"):
-        sources["shm"].stop_send(None)  # type: ignore[arg-type]

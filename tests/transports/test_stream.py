@@ -1,4 +1,4 @@
-"""The stream wire against peers that say strange things."""
+"""The stream wire, and its source against peers that say strange things."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
-from kvxfer.testing_cases import CASES, Move, make_move
-from kvxfer.testing_peer import Context
-from kvxfer.transfer.chunks import chunk_list
+from kvxfer.testing_cases import CASES, make_move
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_packing, stream_source
@@ -34,7 +32,6 @@ from kvxfer.transports.base import (
     ReadStopped,
     SendStopped,
     Sent,
-    TransferKey,
 )
 from kvxfer.transports.stream_connections import Connection
 from kvxfer.transports.stream_router import Router
@@ -48,9 +45,7 @@ from kvxfer.transports.stream_wire import (
     Expect,
     Refused,
     ToSource,
-    TrialHeader,
     decode_to_sink,
-    decode_to_source,
     encode,
 )
 from kvxfer.transports.zmq_pipe import ZmqPipe
@@ -73,195 +68,6 @@ def pair() -> Iterator[Pair]:
     pair = Pair(ZMQ)
     yield pair
     pair.close()
-
-
-class FakeSource:
-    """A ROUTER that sends what a test wants."""
-
-    def __init__(self, context: Context) -> None:
-        self.socket = context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, 5000)
-        self.endpoint = f"tcp://127.0.0.1:{self.socket.bind_to_random_port('tcp://127.0.0.1')}"
-
-    def receive(self) -> tuple[bytes, Attach | Expect | Credit]:
-        identity, frame = self.socket.recv_multipart()
-        message = decode_to_source(memoryview(frame))
-        assert isinstance(message, Attach | Expect | Credit)
-        return identity, message
-
-    def credits(self, count: int) -> list[int]:
-        slots: list[int] = []
-        while len(slots) < count:
-            message = self.receive()[1]
-            assert isinstance(message, Credit)
-            slots.extend(message.slots)
-        return slots
-
-
-@pytest.fixture
-def fake(pair: Pair) -> Iterator[FakeSource]:
-    fake = FakeSource(pair.context)
-    yield fake
-    fake.socket.close()
-
-
-def _attach(pair: Pair, fake: FakeSource) -> bytes:
-    """What the sink says first, and what a source answers; returns the sink's identity."""
-    pair.manifest = msgspec.structs.replace(pair.manifest, data_endpoints={"zmq": fake.endpoint})
-    pair.sink.attach(pair.manifest)
-    identity, attach = fake.receive()
-    assert attach == ATTACH
-    fake.socket.send_multipart([identity, encode(Attached(b""))])
-    return identity
-
-
-def _header(key: TransferKey, move: Move) -> ChunkHeader:
-    """Of the first chunk, in slot 0."""
-    nbytes = chunk_list((move.pull,), 2048)[0].nbytes
-    return ChunkHeader(key.nonce, key.incarnation, "pp0tp0", "pp0tp0", 0, nbytes, 0, 0)
-
-
-def test_sink_drops_counts_and_credits_everything_it_did_not_ask_for(
-    pair: Pair, fake: FakeSource
-) -> None:
-    identity = _attach(pair, fake)
-    key, move = key_of(1), a_move()
-    pair.sink.submit_expect(read_request(key, move, pair.manifest))
-    assert fake.receive() == (identity, Expect(key.nonce, b"sink-incarnation", "pp0tp0"))
-    num_chunks = len(chunk_list((move.pull,), 2048))
-    good = _header(key, move)
-    body = b"\x01" * good.nbytes
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({"nonce": b"other"}, "unknown_key"),
-        ({"incarnation": b"other"}, "unknown_key"),
-        ({"sequence": num_chunks}, "unknown_sequence"),
-        ({"sequence": -1}, "unknown_sequence"),
-        ({"nbytes": 1}, "wrong_nbytes"),
-        ({"nbytes": len(body) + 1}, "wrong_nbytes"),
-    ]
-    for number, (change, reason) in enumerate(changes):
-        slot, generation = number % 4, number // 4
-        before = pair.sink.counts[reason]
-        header = msgspec.structs.replace(good, slot=slot, generation=generation, **change)
-        payload = bytes(header.nbytes)
-        fake.socket.send_multipart([identity, encode(header), payload])
-        pair.until(lambda: pair.sink.counts[reason] == before + 1)  # noqa: B023
-        assert fake.credits(1) == [slot]
-    trial = TrialHeader(5, slot=2, generation=1)
-    fake.socket.send_multipart([identity, encode(trial), b"12345"])
-    pair.until(lambda: pair.sink.counts["unknown_key"] == 3)
-    assert fake.credits(1) == [2]
-    assert pair.content() == b"\xee" * len(pair.content())
-    assert pair.seen == []
-    # The connection is as good as before.
-    for generation in (2, 3):
-        header = msgspec.structs.replace(good, generation=generation)
-        fake.socket.send_multipart([identity, encode(header), body])
-        pair.until(lambda: pair.sink.counts["duplicate"] == generation - 2)  # noqa: B023
-        pair.until(lambda: bool(pair.seen))
-        assert fake.credits(1) == [0]
-    assert pair.content() != b"\xee" * len(pair.content())
-    pair.sink.stop_read(key)
-    assert isinstance(pair.end(key), ReadStopped)
-
-
-def _unreadable(good: ChunkHeader) -> list[list[bytes]]:
-    change, body = msgspec.structs.replace, b"\x01" * good.nbytes
-    return [
-        [b"\xc1nonsense", body],
-        [b"", body],
-        [encode(good)],
-        [encode(good), body, b"more"],
-        [encode(good), body + b"1"],
-        [encode(change(good, nbytes=-1)), b""],
-        [encode(change(good, nbytes=(4 << 20) + 1)), body],
-        [encode(change(good, slot=-1)), body],
-        [encode(change(good, slot=4)), body],
-        [encode(change(good, generation=1)), body],
-        [encode(change(good, generation=-1)), body],
-        [encode(Attached(b""))],
-        [encode(Attached(b"x" * (16385)))],
-    ]
-
-
-@pytest.mark.parametrize("number", range(13))
-def test_what_cannot_be_read_is_dropped_until_no_slot_may_be_left(
-    pair: Pair, fake: FakeSource, number: int
-) -> None:
-    identity = _attach(pair, fake)
-    key, move = key_of(1), a_move()
-    pair.sink.submit_expect(read_request(key, move, pair.manifest))
-    frames = _unreadable(msgspec.structs.replace(_header(key, move), slot=3))[number]
-    for count in (1, 2, 3):
-        fake.socket.send_multipart([identity, *frames])
-        pair.until(lambda: pair.sink.counts["malformed"] == count)  # noqa: B023
-    good = _header(key, move)
-    fake.socket.send_multipart([identity, encode(good), b"\x01" * good.nbytes])
-    pair.until(lambda: bool(pair.seen))
-    assert not any(isinstance(c, ReadBroke | PeerGone) for c in pair.seen)
-    fake.socket.send_multipart([identity, *frames])
-    end = pair.end(key)
-    assert isinstance(end, ReadBroke)
-    assert end.reason is Reason.PEER_LOST
-    assert "makes no sense" in end.detail
-    assert PeerGone(pair.manifest.control_endpoint) in pair.seen
-
-
-def test_a_slot_is_the_source_s_again_only_with_its_credit(
-    pair: Pair, fake: FakeSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    identity = _attach(pair, fake)
-    key, move = key_of(1), a_move()
-    pair.sink.submit_expect(read_request(key, move, pair.manifest))
-    gate = threading.Event()
-    scatter = strided_copy.scatter
-
-    def slow(*args: Any) -> None:
-        assert gate.wait(10)
-        scatter(*args)
-
-    monkeypatch.setattr(stream_packing, "scatter", slow)
-    good = _header(key, move)
-    body = b"\x01" * good.nbytes
-    for header in (good, msgspec.structs.replace(good, sequence=1, generation=1)):
-        fake.socket.send_multipart([identity, encode(header), body])
-    pair.until(lambda: pair.sink.counts["malformed"] == 1)
-    fake.socket.send_multipart([identity, encode(good), body])  # announced before
-    pair.until(lambda: pair.sink.counts["duplicate"] == 1)
-    gate.set()
-    pair.until(lambda: bool(pair.seen))
-    pair.sink.stop_read(key)
-    assert isinstance(pair.end(key), ReadStopped)
-
-
-@given(header=st.binary(max_size=80), body=st.binary(max_size=40))
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-def test_no_frame_ends_the_sink(pair: Pair, fake: FakeSource, header: bytes, body: bytes) -> None:
-    pair.sink.detach(pair.manifest.control_endpoint)
-    identity = _attach(pair, fake)
-    before = pair.sink.counts.total()
-    fake.socket.send_multipart([identity, header, body])
-    pair.until(lambda: pair.sink.counts.total() == before + 1)
-    assert not any(isinstance(c, ReadBroke | PeerGone) for c in pair.seen)
-
-
-def test_chunk_of_another_source_is_not_taken(pair: Pair, fake: FakeSource) -> None:
-    pair.sink.attach(pair.manifest)
-    first = pair.manifest
-    key, move = key_of(1), a_move()
-    pair.sink.submit_expect(read_request(key, move, first))
-    pair.manifest = msgspec.structs.replace(first, control_endpoint="tcp://127.0.0.1:1")
-    identity = _attach(pair, fake)
-    pair.sink.submit_expect(read_request(key_of(2), move, pair.manifest))
-    header = _header(key, move)
-    fake.socket.send_multipart([identity, encode(header), bytes(header.nbytes)])
-    pair.until(lambda: pair.sink.counts["foreign_source"] == 1)
-    pair.source.submit_send(send_request(key, move))
-    assert isinstance(pair.end(key), ReadDone)
-    assert pair.content() == pair.expected(move)
 
 
 def test_a_chunk_that_no_slot_holds_is_refused_on_both_sides(pair: Pair) -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,11 +21,10 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
-from kvxfer.transports.staging import make_staging
 from kvxfer.transports.ucx_end import tag_of
-from kvxfer.transports.ucx_library import Worker, check_version, settings
+from kvxfer.transports.ucx_library import Worker
 from kvxfer.transports.ucx_pipe import UcxPipe, UcxSinkLane, UcxSourceLane
-from tests.helpers import assert_same_bytes, needs_ucxx, poisoned, run_pair
+from tests.helpers import assert_same_bytes, needs_ucxx, run_pair
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,
     PipeCase,
@@ -374,84 +370,3 @@ def _closes_beside_a_stopped_peer(channel: Connection) -> None:
 @needs_ucxx
 def test_close_does_not_wait_for_a_stopped_peer() -> None:
     run_pair(_stops, _closes_beside_a_stopped_peer, timeout_s=30)
-
-
-# ------------------------------------------------------------------ the library
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ucxx", None)
-    with pytest.raises(TransportUnavailable, match=r"expected ucxx, got .*; install kvxfer\[ucx\]"):
-        ucx_pipe(CPU, lambda: None)
-
-
-def test_an_old_version_is_refused() -> None:
-    check_version("0.51.1")
-    check_version("1.2.3")
-    with pytest.raises(TransportUnavailable, match=r"0\.51 or newer, got 0\.46\.00; install"):
-        check_version("0.46.00")
-
-
-@needs_ucxx
-def test_the_environment_stays_as_it_was() -> None:
-    """ucxx sets options of UCX for the whole process, NIXL's included, when it is imported."""
-    code = (
-        "import os\n"
-        "os.environ['UCX_RNDV_FRAG_MEM_TYPE'] = 'host'\n"
-        "from kvxfer.transports.ucx_library import Ucx\n"
-        "Ucx()\n"
-        "assert {n for n in os.environ if n.startswith('UCX_')} == {'UCX_RNDV_FRAG_MEM_TYPE'}\n"
-        "assert os.environ['UCX_RNDV_FRAG_MEM_TYPE'] == 'host'\n"
-    )
-    environ = {n: v for n, v in os.environ.items() if not n.startswith("UCX_")}
-    subprocess.run([sys.executable, "-c", code], env=environ, check=True, timeout=60)
-
-
-def test_settings() -> None:
-    host = settings(CPU, "0.0.0.0", {})
-    assert host == {"TLS": "^sm,self", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
-    gpu = settings(torch.device("cuda:0"), "10.0.0.1", {"UCX_TLS": "tcp,cuda"})
-    assert "TLS" not in gpu  # what the environment says stays
-    assert gpu["RNDV_THRESH"] == "8192"  # inf, which helps host memory, makes a GPU's crawl
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.3.4.5", "[::1]"])
-def test_a_loopback_engine_is_not_reachable_from_outside(
-    host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    devices = [(1, "lo"), (2, "eth0")]
-    monkeypatch.setattr(socket, "if_nameindex", lambda: devices)
-    assert settings(CPU, host, {})["NET_DEVICES"] == "lo"
-    assert "NET_DEVICES" not in settings(CPU, host, {"UCX_NET_DEVICES": "eth0"})
-
-
-def test_tags_tell_apart() -> None:
-    tags = {tag_of(c, s, g) for c in (0, 1, 2**32 - 1) for s in (0, 1, 4095) for g in (0, 1, 9)}
-    assert len(tags) == 27
-    assert max(tags) < 1 << 64
-    assert tag_of(1, 2, 1 << 20) == tag_of(1, 2, 0)  # generations wrap
-
-
-def test_host_staging_is_zeroed_and_flat() -> None:
-    staging = make_staging(4097, CPU)
-    assert_same_bytes(staging, torch.zeros(4097, dtype=torch.uint8))
-    staging.copy_(poisoned((4097,)))
-
-
-@pytest.mark.gpu
-def test_staging_on_a_gpu_is_no_allocators() -> None:
-    device = torch.device("cuda:0")
-    before, nbytes = torch.cuda.memory_allocated(device), 8 << 20
-    staging = make_staging(nbytes, device)
-    assert (staging.dtype, staging.device, staging.numel()) == (torch.uint8, device, nbytes)
-    assert torch.cuda.memory_allocated(device) == before
-    staging.fill_(7)
-    part = staging[5:]
-    del staging
-    others = [make_staging(nbytes, device) for _ in range(4)]
-    for other in others:
-        other.fill_(9)
-    assert bool((part == 7).all())  # as long as a tensor of it lives, nobody else gets it
-    del part, others, other
-    for _ in range(64):  # more than any GPU has
-        make_staging(4 << 30, device)

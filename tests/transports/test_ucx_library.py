@@ -1,0 +1,75 @@
+"""UCX as a library: what is missing, what it is told, tags."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvxfer.config import Config
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transports.ucx_end import tag_of
+from kvxfer.transports.ucx_library import check_version, settings
+from kvxfer.transports.ucx_pipe import UcxPipe
+from tests.helpers import needs_ucxx
+
+CPU = torch.device("cpu")
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    with pytest.raises(TransportUnavailable, match=r"expected ucxx, got .*; install kvxfer\[ucx\]"):
+        UcxPipe(CPU, Config(), lambda: None)
+
+
+def test_an_old_version_is_refused() -> None:
+    check_version("0.51.1")
+    check_version("1.2.3")
+    with pytest.raises(TransportUnavailable, match=r"0\.51 or newer, got 0\.46\.00; install"):
+        check_version("0.46.00")
+
+
+@needs_ucxx
+def test_the_environment_stays_as_it_was() -> None:
+    """ucxx sets options of UCX for the whole process, NIXL's included, when it is imported."""
+    code = (
+        "import os\n"
+        "os.environ['UCX_RNDV_FRAG_MEM_TYPE'] = 'host'\n"
+        "from kvxfer.transports.ucx_library import Ucx\n"
+        "Ucx()\n"
+        "assert {n for n in os.environ if n.startswith('UCX_')} == {'UCX_RNDV_FRAG_MEM_TYPE'}\n"
+        "assert os.environ['UCX_RNDV_FRAG_MEM_TYPE'] == 'host'\n"
+    )
+    environ = {n: v for n, v in os.environ.items() if not n.startswith("UCX_")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_settings() -> None:
+    host = settings(CPU, "0.0.0.0", {})
+    assert host == {"TLS": "^sm,self", "TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k"}
+    gpu = settings(torch.device("cuda:0"), "10.0.0.1", {"UCX_TLS": "tcp,cuda"})
+    assert "TLS" not in gpu  # what the environment says stays
+    assert gpu["RNDV_THRESH"] == "8192"  # inf, which helps host memory, makes a GPU's crawl
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.3.4.5", "[::1]"])
+def test_a_loopback_engine_is_not_reachable_from_outside(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [(1, "lo"), (2, "eth0")]
+    monkeypatch.setattr(socket, "if_nameindex", lambda: devices)
+    assert settings(CPU, host, {})["NET_DEVICES"] == "lo"
+    assert "NET_DEVICES" not in settings(CPU, host, {"UCX_NET_DEVICES": "eth0"})
+
+
+def test_tags_tell_apart() -> None:
+    tags = {tag_of(c, s, g) for c in (0, 1, 2**32 - 1) for s in (0, 1, 4095) for g in (0, 1, 9)}
+    assert len(tags) == 27
+    assert max(tags) < 1 << 64
+    assert tag_of(1, 2, 1 << 20) == tag_of(1, 2, 0)  # generations wrap
