@@ -16,6 +16,7 @@ from kvxfer.config import Config
 from kvxfer.connector.access import KeyGuard
 from kvxfer.connector.board import Board
 from kvxfer.connector.control import ControlServer
+from kvxfer.connector.descriptors import make_room
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
@@ -83,6 +84,7 @@ class RankService:
         *,
         can_leave_unhashed: bool,
     ) -> None:
+        make_room()
         self._ledger = ledger
         self._identity = identity
         self._engine: EngineManifest | None = None

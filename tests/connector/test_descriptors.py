@@ -1,0 +1,48 @@
+"""Room for descriptors, as the kernel itself counts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import os, resource, sys
+from pathlib import Path
+from kvxfer.connector.descriptors import make_room
+
+def size():
+    status = Path("/proc/self/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("FDSize")).split()[1])
+
+usual, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+before, used = size(), len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), hard))
+make_room()
+resource.setrlimit(resource.RLIMIT_NOFILE, (usual, hard))
+print(before, size(), len(os.listdir("/proc/self/fd")) - used)
+"""
+
+
+def sizes(limit: int) -> tuple[int, int, int]:
+    """Of the table of a new process before and after, and how many more descriptors it has."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(limit)], capture_output=True, text=True, check=True
+    )
+    before, after, num_more = map(int, done.stdout.split())
+    return before, after, num_more
+
+
+def test_there_is_room_for_many_descriptors() -> None:
+    before, after, num_more = sizes(8192)
+    assert before < 4096 <= after
+    assert num_more == 0
+
+
+def test_no_more_than_the_process_may_have() -> None:
+    before, after, num_more = sizes(500)
+    assert before < 500 <= after < 4096
+    assert num_more == 0
+
+
+def test_a_process_without_any_left_goes_on() -> None:
+    assert sizes(3)[2] == 0
