@@ -24,6 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -80,11 +81,19 @@ class IoThread:
     Args:
         on_error: called for each exception that a handler let out. It is logged, and the loop goes
             on.
+        within: what handlers are run within, each round anew; where it cannot be entered, without.
     """
 
-    def __init__(self, name: str, on_error: Call, now: Now = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        on_error: Call,
+        now: Now = time.monotonic,
+        within: AbstractContextManager[object] | None = None,
+    ) -> None:
         self.now = now
         self._on_error = on_error
+        self._within: AbstractContextManager[object] = within or contextlib.nullcontext()
         self._inbox: deque[Call] = deque()
         self._wake_read, self._wake_write = sockets.socketpair()
         self._wake_read.setblocking(False)
@@ -226,16 +235,18 @@ class IoThread:
         self._awake = False  # from here on a wake writes a byte; one before it is seen now
         ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
         self._awake, self._is_wanted = True, False  # before the inbox is read
-        num_posted = self.run_posted()
-        for socket, _ in ready:
-            handler = self._handlers.get(
-                socket
-            )  # gone if an earlier one of this round took it away
-            if handler is not None:
-                self.guard(handler)
-        for group in self._groups:
-            self.guard(group.handler)
-        self.run_deferred()
+        with contextlib.ExitStack() as entered:
+            with contextlib.suppress(Exception):  # who needs what has failed will say so
+                entered.enter_context(self._within)
+            num_posted = self.run_posted()
+            for socket, _ in ready:
+                # Gone if an earlier one of this round took it away
+                handler = self._handlers.get(socket)
+                if handler is not None:
+                    self.guard(handler)
+            for group in self._groups:
+                self.guard(group.handler)
+            self.run_deferred()
         if any(socket == self._wake_fd for socket, _ in ready):
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)

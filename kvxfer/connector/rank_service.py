@@ -25,6 +25,7 @@ from kvxfer.connector.peer_records import Failure, Surroundings
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
+from kvxfer.tensors.device_memory import current_context
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.wire import (
@@ -89,7 +90,12 @@ class RankService:
         self._identity = identity
         self._engine: EngineManifest | None = None
         self._introduction: zmq.Frame | None = None
-        self.io = IoThread(f"kvxfer-io-{identity.rank}", lambda: ledger.count("io.errors"))
+        self.io = IoThread(
+            f"kvxfer-io-{identity.rank}",
+            lambda: ledger.count("io.errors"),
+            # Once a round, and not around each call of CUDA or UCX
+            within=current_context(memory.device) if memory.device.type == "cuda" else None,
+        )
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)

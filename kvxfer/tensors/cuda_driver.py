@@ -9,6 +9,7 @@ to get it back: a copy of 0.06 ms was seen complete after 2.1 ms, ten such waits
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
@@ -46,7 +47,9 @@ class CudaError(RuntimeError):
 class CurrentContext:
     """A GPU's context, current on this thread within a ``with``, whatever was before.
 
-    PyTorch passes over what it takes for no change, and a thread starts without any.
+    PyTorch passes over what it takes for no change, and a thread starts without any. One within
+    another of the same GPU costs no call of the driver: each is 1 us of a warm processor, and 7 of
+    a cold one, and a launch with all that belongs to it would need ten.
     """
 
     __slots__ = ("_context", "_driver")
@@ -55,7 +58,10 @@ class CurrentContext:
         self._driver, self._context = driver, context
 
     def __enter__(self) -> None:
-        self._driver.call("cuCtxPushCurrent_v2", self._context)
+        entered = _entered()
+        if not entered or entered[-1] is not self:
+            self._driver.call("cuCtxPushCurrent_v2", self._context)
+        entered.append(self)
 
     def __exit__(
         self,
@@ -63,8 +69,24 @@ class CurrentContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        popped = c_void_p()
-        self._driver.call("cuCtxPopCurrent_v2", byref(popped))
+        entered = _entered()
+        entered.pop()
+        if not entered or entered[-1] is not self:
+            popped = c_void_p()
+            self._driver.call("cuCtxPopCurrent_v2", byref(popped))
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[CurrentContext] = []
+
+
+_thread = _Thread()
+
+
+def _entered() -> list[CurrentContext]:
+    """The contexts of the ``with`` that this thread is in, the innermost last."""
+    return _thread.entered
 
 
 class Driver:

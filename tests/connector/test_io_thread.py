@@ -318,3 +318,39 @@ def test_no_wake_is_lost_whatever_the_loop_is_doing(io: IoThread) -> None:
         until(lambda number=number: number in seen, 2)  # type: ignore[misc]
     io.post(io.unwatch_groups)
     io.stop(2)
+
+
+def test_handlers_run_within_what_was_given_and_sleep_does_not() -> None:
+    depth: list[str] = []
+
+    class Within:
+        def __enter__(self) -> None:
+            depth.append("in")
+
+        def __exit__(self, *error: object) -> None:
+            depth.append("out")
+
+    io = IoThread("io", lambda: None, within=Within())
+    seen: list[int] = []
+    io.post(lambda: seen.append(depth.count("in") - depth.count("out")))
+    io.start()
+    until(lambda: seen)
+    assert seen == [1]
+    until(lambda: depth.count("in") == depth.count("out"))  # it sleeps now
+    assert io.stop(2)
+
+
+def test_what_cannot_be_entered_stops_no_handler() -> None:
+    class Broken:
+        def __enter__(self) -> None:
+            raise RuntimeError("this GPU has failed")
+
+        def __exit__(self, *error: object) -> None:
+            raise AssertionError("it was never entered")
+
+    io = IoThread("io", lambda: None, within=Broken())
+    seen: list[int] = []
+    io.post(lambda: seen.append(1))
+    io.start()
+    until(lambda: seen)
+    assert io.stop(2)
