@@ -93,7 +93,7 @@ class IoThread:
     ) -> None:
         self.now = now
         self._on_error = on_error
-        self._within: AbstractContextManager[object] = within or contextlib.nullcontext()
+        self._within = within
         self._inbox: deque[Call] = deque()
         self._wake_read, self._wake_write = sockets.socketpair()
         self._wake_read.setblocking(False)
@@ -235,22 +235,39 @@ class IoThread:
         self._awake = False  # from here on a wake writes a byte; one before it is seen now
         ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
         self._awake, self._is_wanted = True, False  # before the inbox is read
-        with contextlib.ExitStack() as entered:
-            with contextlib.suppress(Exception):  # who needs what has failed will say so
-                entered.enter_context(self._within)
-            num_posted = self.run_posted()
-            for socket, _ in ready:
-                # Gone if an earlier one of this round took it away
-                handler = self._handlers.get(socket)
-                if handler is not None:
-                    self.guard(handler)
-            for group in self._groups:
-                self.guard(group.handler)
-            self.run_deferred()
+        has_entered = self._enter()
+        try:
+            num_posted = self._handle(ready)
+        finally:
+            if has_entered and self._within is not None:
+                self._within.__exit__(None, None, None)
         if any(socket == self._wake_fd for socket, _ in ready):
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)
         return bool(ready or num_posted)
+
+    def _enter(self) -> bool:
+        """False where there is nothing to enter, or what has failed: who needs it will say so."""
+        if self._within is None:
+            return False
+        try:
+            self._within.__enter__()
+        except Exception as exc:  # noqa: BLE001  # whatever it is, the loop goes on
+            _log.debug("%s: %s", self._thread.name, exc)
+            return False
+        return True
+
+    def _handle(self, ready: Sequence[tuple[Any, int]]) -> int:
+        """What one look has found. Returns how much had been posted."""
+        num_posted = self.run_posted()
+        for socket, _ in ready:
+            handler = self._handlers.get(socket)  # gone if an earlier one of this round took it
+            if handler is not None:
+                self.guard(handler)
+        for group in self._groups:
+            self.guard(group.handler)
+        self.run_deferred()
+        return num_posted
 
     def _sync_groups(self) -> None:
         for group in self._groups:
