@@ -30,7 +30,8 @@ REFERENCE_TOKENS = 2048
 
 _LEAST_NBYTES = 4 << 10  # of a chunk, where there is no room for more
 _FILLED_STAGES = 2  # pack and unpack
-_BUSY_SLOTS = 6  # one in each stage, and one that waits for it: threads come late to shared cores
+BUSY_SLOTS = 6
+"""One in each stage, and one that waits for it: threads come late to shared cores."""
 _LARGE = 16  # slots are for transfers so many times as large as the reference
 
 
@@ -81,7 +82,7 @@ class WireCosts:
         between a question and its answer, because a credit goes as far as the chunk did.
         """
         carried_nbytes = 2 * self.latency_s * self.bytes_per_s
-        return min(most, _BUSY_SLOTS + math.ceil(carried_nbytes / chunk_nbytes))
+        return min(most, BUSY_SLOTS + math.ceil(carried_nbytes / chunk_nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,8 @@ class Workload:
 class StagingBounds:
     """What may be chosen: ``nbytes`` for all slots of one connection, ``most_chunk_nbytes`` for
     each. ``chunk_nbytes`` and ``num_slots`` are settings; None: by measurement. ``is_limit``:
-    ``nbytes`` was set, too; else more is taken where settings or blocks need it.
+    ``nbytes`` was set, too; else more is taken where settings or blocks need it. ``busy_slots``
+    keep all stages busy, so chunks are no larger than that allows.
     """
 
     nbytes: int
@@ -106,6 +108,7 @@ class StagingBounds:
     is_limit: bool = False
     chunk_nbytes: int | None = None
     num_slots: int | None = None
+    busy_slots: int = BUSY_SLOTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ def plan_staging(costs: WireCosts, workload: Workload, bounds: StagingBounds) ->
     """
     num_least = bounds.num_slots or LEAST_SLOTS
     if (chunk_nbytes := bounds.chunk_nbytes) is None:
-        room_nbytes = max(bounds.nbytes // (bounds.num_slots or _BUSY_SLOTS), _LEAST_NBYTES)
+        room_nbytes = max(bounds.nbytes // (bounds.num_slots or bounds.busy_slots), _LEAST_NBYTES)
         most_nbytes = min(bounds.most_chunk_nbytes, 1 << room_nbytes.bit_length() - 1)
         chunk_nbytes = costs.chunk_nbytes(
             _LARGE * workload.nbytes, min(LEAST_CHUNK_NBYTES, most_nbytes), most_nbytes

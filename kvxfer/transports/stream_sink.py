@@ -144,6 +144,7 @@ class StreamSink(SinkTransport):
             is_limit=config.staging_nbytes is not None,
             chunk_nbytes=config.chunk_nbytes,
             num_slots=config.staging_slots,
+            busy_slots=min(size.busy_slots for size in sizes),
         )
 
     def _device_types(self, source: RankManifest) -> set[str]:

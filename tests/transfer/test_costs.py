@@ -88,6 +88,11 @@ GBIT = WireCosts(latency_s=3e-3, message_s=100e-6, bytes_per_s=0.12e9)
         (TCP, PLAIN, HOST, Staging(7, 4 * MIB, None)),
         (TCP, PLAIN, DEVICE, Staging(7, 16 * MIB, None)),
         (NVLINK, Workload(256 * MIB, 16 * KIB), DEVICE, Staging(7, 32 * MIB, None)),
+        # Where a chunk costs more than a message says, fewer slots may be larger
+        (
+            *(NVLINK, Workload(256 * MIB, 16 * KIB)),
+            *(replace(DEVICE, busy_slots=4), Staging(4, 64 * MIB, None)),
+        ),
         # 1 Gbit/s, 1 ms: two chunks of 512 KiB are on their way
         (GBIT, PLAIN, HOST, Staging(8, 2 * MIB, None)),
         # Settings

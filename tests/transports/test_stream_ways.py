@@ -286,7 +286,7 @@ def test_a_gpu_has_room_for_what_the_trial_leaves_at_the_source() -> None:
     pipe = NixlPipe.__new__(NixlPipe)  # its library is not needed for that
     assert pipe.staging_size("cpu") == HOST_STAGING
     size = pipe.staging_size("cuda")
-    assert size == StagingSize(192 * MIB, 64 * MIB)
+    assert size == StagingSize(192 * MIB, 64 * MIB, busy_slots=4)
     assert size.nbytes + 2 * (32 * MIB) == DEVICE_STAGING.nbytes
 
 
