@@ -116,7 +116,7 @@ def rewrite_blocks_ref(
     blocks = view.index_select(0, block_ids)
     if not rewrite.moves_nothing:
         sets = blocks.view(-1, rewrite.set_runs, rewrite.run_tokens * view.shape[3])
-        blocks = sets.index_select(1, _sources_of_runs(rewrite, view.device)).view(blocks.shape)
+        blocks = sets.index_select(1, sources_of_runs(rewrite, view.device)).view(blocks.shape)
     if num_covered_tokens is not None:
         by_token = blocks.transpose(1, 2) if rewrite.local.by_head else blocks
         tokens = torch.arange(block_ids.numel() * rewrite.local.block_tokens, device=view.device)
@@ -124,7 +124,7 @@ def rewrite_blocks_ref(
     view.index_copy_(0, block_ids, blocks)
 
 
-def _sources_of_runs(rewrite: BlockRewrite, device: torch.device) -> Tensor:
+def sources_of_runs(rewrite: BlockRewrite, device: torch.device) -> Tensor:
     """Where each run of a set comes from, both counted in runs."""
     rows = torch.arange(rewrite.num_heads * rewrite.set_tokens, device=device)
     if rewrite.received_by_head:

@@ -10,6 +10,10 @@ beside what the memory can do. Bytes are checked first; nothing is timed that is
 Blocks are in random order in pools twice as large. Contenders are interleaved round by round; the
 ratio is the median of each round's ratio to the limit of that round. One call is timed by events
 and includes the launch, not the ids' way to the GPU. GB/s count the blocks' bytes once.
+
+A rewrite leaves some rows where they are (fixed points of its permutation). GB/s and ratios count
+all bytes of the blocks nevertheless, as the limit copies all of them: a kernel that does not touch
+what stays can exceed the limit. "moves" is how much of the blocks changes its place.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import shlex
 import statistics
 import sys
 import time
@@ -30,12 +35,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
-from kvxfer.kernels.postprocess import TILE_WORDS, rewrite_blocks, segments_of
+from kvxfer.kernels.block_rewrite import (
+    BlockOrder,
+    BlockRewrite,
+    rewrite_blocks_ref,
+    sources_of_runs,
+)
+from kvxfer.kernels.postprocess import CYCLE_PROGRAMS, CyclePrograms, rewrite_blocks
+from kvxfer.kernels.segments import segments_of
 from kvxfer.kernels.zero_blocks import TILE_NBYTES, zero_blocks
 
 POSTPROCESS_GOAL = 0.80
 ZERO_GOAL = 0.95
+KERNEL = "kernel"  # as it is called without further wishes
 SPREAD = 2  # a pool has this many times the blocks of the request
 WARM_UPS = 3
 Run = Callable[[], object]
@@ -72,12 +84,16 @@ REWRITES = [
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One contender: GB/s, and the median ratio to the limit (None: it is the limit)."""
+    """One contender: GB/s, and the median ratio to the limit (None: it is the limit).
+
+    ``moves_percent`` of a rewrite: what does not stay where it is.
+    """
 
     bench: str
     case: str
     contender: str
     mib: float
+    moves_percent: float | None
     p20_gbps: float
     p50_gbps: float
     p80_gbps: float
@@ -87,11 +103,12 @@ class Result:
     def row(self) -> str:
         """Of the Markdown table."""
         ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
+        moves = "" if self.moves_percent is None else f"{self.moves_percent:.1f} %"
         goal = ""
         if self.goal is not None and self.ratio is not None:
             goal = f"{self.goal:.2f} {'met' if self.ratio >= self.goal else 'missed'}"
         return (
-            f"| {self.bench} | {self.case} | {self.contender} | {self.mib:.0f} | "
+            f"| {self.bench} | {self.case} | {self.contender} | {self.mib:.0f} | {moves} | "
             f"{self.p20_gbps:.0f} | {self.p50_gbps:.0f} | {self.p80_gbps:.0f} | {ratio} | {goal} |"
         )
 
@@ -120,6 +137,7 @@ def measure(
     nbytes: int,
     rounds: int,
     device: torch.device,
+    moves_percent: float | None = None,
 ) -> list[Result]:
     """All contenders, interleaved; the first one is the limit."""
     for run in contenders.values():
@@ -140,6 +158,7 @@ def measure(
                 case=case,
                 contender=name,
                 mib=nbytes / 2**20,
+                moves_percent=moves_percent,
                 p20_gbps=p20,
                 p50_gbps=p50,
                 p80_gbps=p80,
@@ -150,15 +169,21 @@ def measure(
     return results
 
 
+def moves_percent_of(rewrite: BlockRewrite) -> float:
+    """Of a set's runs, those that do not stay where they are."""
+    sources = sources_of_runs(rewrite, torch.device("cpu"))
+    return 100 * float((sources != torch.arange(len(sources))).double().mean())
+
+
 def bench_postprocess(
     case: Rewritten,
     num_tokens: int,
     num_planes: int,
-    tiles: Sequence[int],
+    others: Sequence[CyclePrograms],
     rounds: int,
     device: torch.device,
 ) -> list[Result]:
-    """One rewrite with programs of several sizes."""
+    """One rewrite as it is done by itself, and by cycles in programs of ``others``."""
     rewrite = BlockRewrite(case.num_heads, case.received, case.local)
     tokens = case.local.block_tokens
     num_blocks = max(1, num_tokens // rewrite.set_tokens) * rewrite.set_blocks
@@ -171,32 +196,33 @@ def bench_postprocess(
     segments = segments_of(pools)
     nbytes = num_planes * num_blocks * pools[0][0].nbytes
     name = f"{case.name}, {num_blocks * tokens} tokens"
-    for tile_words in tiles:
+
+    def by(programs: CyclePrograms | None) -> Run:
+        return lambda: rewrite_blocks(segments, ids, rewrite, programs=programs)
+
+    runs = {KERNEL: by(None)}
+    for programs in others:
+        label = f"cycles, {programs.tile_nbytes >> 10} KiB, {programs.thread_units} a thread"
+        runs[label] = by(programs)
+    for at, run in runs.items():
         wants = [pool.clone() for pool in pools]
-        rewrite_blocks(segments, ids, rewrite, tile_words=tile_words)
+        run()
         for pool, want in zip(pools, wants, strict=True):
             rewrite_blocks_ref(want, ids, rewrite)
             if not torch.equal(pool, want):
-                raise SystemExit(f"{name}, tiles of {tile_words}: wrong bytes")
+                raise SystemExit(f"{name}, {at}: wrong bytes")
         del wants
 
     def by_torch() -> None:
         for pool in pools:
             rewrite_blocks_ref(pool, ids, rewrite)
 
-    def by_kernel(tile_words: int) -> Run:
-        return lambda: rewrite_blocks(segments, ids, rewrite, tile_words=tile_words)
-
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     sink = torch.zeros_like(source)
-    contenders: dict[str, Run] = {"copy": lambda: sink.copy_(source), "torch": by_torch}
-    goals = {}
-    for tile_words in tiles:
-        label = f"kernel, {tile_words} words"
-        contenders[label] = by_kernel(tile_words)
-        if tile_words == TILE_WORDS:
-            goals[label] = POSTPROCESS_GOAL
-    return measure("postprocess", name, contenders, goals, nbytes, rounds, device)
+    contenders: dict[str, Run] = {"copy": lambda: sink.copy_(source), "torch": by_torch, **runs}
+    goals = {KERNEL: POSTPROCESS_GOAL}
+    moves_percent = moves_percent_of(rewrite)
+    return measure("postprocess", name, contenders, goals, nbytes, rounds, device, moves_percent)
 
 
 def memset(target: Tensor) -> Run:
@@ -258,16 +284,29 @@ def bench_zero(
     return measure("zero", name, contenders, goals, nbytes, rounds, device)
 
 
+def command_of(options: argparse.Namespace) -> str:
+    """As it can be repeated, without where its results went."""
+    words = ["scripts/bench_postprocess.py"]
+    for name, value in vars(options).items():
+        if name not in ("json", "markdown") and value not in (None, []):
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)
+
+
 def report(results: list[Result], facts: str, options: argparse.Namespace) -> str:
     """All results as Markdown."""
     lines = [
         f"{facts}",
         "",
-        f"Command: `scripts/bench_postprocess.py --tokens {' '.join(map(str, options.tokens))} "
-        f"--planes {options.planes} --rounds {options.rounds}`",
+        f"Command: `{command_of(options)}`",
         "",
-        "| bench | case | contender | MiB | p20 | p50 | p80 GB/s | ratio to limit | goal |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "GB/s and ratios count all bytes of the blocks, as the limit copies them, although rows "
+        "that stay where they are need not be moved: a ratio may exceed 1. *moves*: percent of the "
+        "blocks that changes its place.",
+        "",
+        "| bench | case | contender | MiB | moves | p20 | p50 | p80 GB/s | ratio to limit | goal |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*lines, *(result.row() for result in results)]) + "\n"
 
@@ -281,6 +320,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--only", choices=["postprocess", "zero"], help="one of the two")
     parser.add_argument("--case", help="only the rewrites whose name has this in it")
+    parser.add_argument(
+        "--tiles", type=int, nargs="+", default=[], help="also by cycles, KiB a program rewrites"
+    )
+    parser.add_argument(
+        "--thread-units",
+        type=int,
+        nargs="+",
+        default=[],
+        help="also by cycles, units of up to 16 bytes a thread rewrites",
+    )
+    parser.add_argument(
+        "--zero-tiles", type=int, nargs="+", default=[], help="also, KiB a program zeroes"
+    )
     parser.add_argument("--json", type=Path, help="write the results here")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     options = parser.parse_args()
@@ -288,19 +340,30 @@ def main() -> None:
         parser.error("--tokens, --planes, --rounds: expected at least 1, 1 and 2")
     device = torch.device(options.device)
     torch.manual_seed(0)
+    # One of the two alone is varied beside the other's default
+    others = [
+        CyclePrograms(tile_nbytes, thread_units)
+        for tile_nbytes in [kib << 10 for kib in options.tiles] or [CYCLE_PROGRAMS.tile_nbytes]
+        for thread_units in options.thread_units or [CYCLE_PROGRAMS.thread_units]
+        if options.tiles or options.thread_units
+    ]
+    zero_tiles = [TILE_NBYTES, *(kib << 10 for kib in options.zero_tiles)]
     results = []
     for num_tokens in options.tokens:
         for case in REWRITES if options.only != "zero" else []:
             if options.case is None or options.case in case.name:
-                tiles = [2048, 4096, 8192, 16384]
                 results += bench_postprocess(
-                    case, num_tokens, options.planes, tiles, options.rounds, device
+                    case,
+                    num_tokens,
+                    options.planes,
+                    others,
+                    options.rounds,
+                    device,
                 )
         for block_nbytes in [4096, 32768, 131072] if options.only != "postprocess" else []:
             num_blocks = max(1, num_tokens * 2048 // block_nbytes)  # 8 heads of 256 bytes
-            tiles = [8192, 16384, 32768]
             results += bench_zero(
-                block_nbytes, num_blocks, options.planes, tiles, options.rounds, device
+                block_nbytes, num_blocks, options.planes, zero_tiles, options.rounds, device
             )
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, interpreted"
     facts = (

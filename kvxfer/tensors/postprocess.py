@@ -24,7 +24,7 @@ from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_block
 from kvxfer.tensors.block_ids import BlockIds, as_integers, check_ids, id_tensor
 
 if TYPE_CHECKING:
-    from kvxfer.kernels.postprocess import Segments
+    from kvxfer.kernels.segments import Segments
 
 
 def kv_postprocess_blksize_on_receive(
@@ -228,7 +228,8 @@ def _plane_of(cache: Tensor, received: BlockOrder, token_dim: int) -> _Plane:
 
 def _launches_of(planes: Iterable[_Plane]) -> tuple[_Launch, ...]:
     """Planes on a GPU by geometry, less those of which no program holds a set."""
-    from kvxfer.kernels.postprocess import fits, segments_of
+    from kvxfer.kernels.postprocess import fits
+    from kvxfer.kernels.segments import segments_of
 
     views: dict[tuple[BlockRewrite, torch.Size, int], list[Tensor]] = {}
     for plane in planes:

@@ -1,12 +1,11 @@
-"""The post-processing kernel, on a GPU or in Triton's interpreter: compared, byte for byte, with a
+"""The post-processing kernels, on a GPU or in Triton's interpreter: compared, byte for byte, with a
 loop over sets, tokens and heads.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,100 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
-from kvxfer.kernels.postprocess import MAX_TILE_WORDS, fits, rewrite_blocks, segments_of
+from kvxfer.kernels.cycles import longest_cycle, plan_of
+from kvxfer.kernels.postprocess import CyclePrograms, fits, rewrite_blocks
+from kvxfer.kernels.segments import segments_of
 from tests.helpers import assert_same_bytes, poisoned
-
-
-@dataclass(frozen=True)
-class Case:
-    """Blocks of ``width`` bytes a row; ``gap`` bytes of poison behind every row."""
-
-    received: BlockOrder
-    local: BlockOrder
-    num_heads: int = 3
-    width: int = 16
-    gap: int = 0
-    num_sets: int = 2
-    num_covered: int | None = None
-    num_segments: int = 1
-    tile_words: int = 64
-
-    @property
-    def rewrite(self) -> BlockRewrite:
-        return BlockRewrite(self.num_heads, self.received, self.local)
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Two blocks more than are rewritten."""
-        middle = (self.num_heads, self.local.block_tokens)
-        outer, inner = middle if self.local.by_head else middle[::-1]
-        return (
-            self.num_sets * self.rewrite.set_blocks + 2,
-            outer,
-            inner,
-            self.width + self.gap,
-        )
-
-    @property
-    def block_ids(self) -> list[int]:
-        """Neither in order nor side by side."""
-        num_blocks = self.shape[0]
-        step = next(n for n in (7, 5, 3, 2, 1) if math.gcd(n, num_blocks) == 1)
-        return [(4 + step * number) % num_blocks for number in range(num_blocks - 2)]
-
-
-def order(text: str) -> BlockOrder:
-    """Of "HND 16" or "NHD 16"."""
-    layout, tokens = text.split()
-    return BlockOrder(int(tokens), by_head=layout == "HND")
-
-
-def place(of: BlockOrder, num_heads: int, token: int, head: int) -> int:
-    """The row of a token's head in blocks that lie one behind the other."""
-    block, slot = divmod(token, of.block_tokens)
-    inside = head * of.block_tokens + slot if of.by_head else slot * num_heads + head
-    return block * num_heads * of.block_tokens + inside
-
-
-def naive(case: Case, memory: Tensor) -> Tensor:
-    """The same memory afterwards, one row after the other."""
-    rows_of_block = case.num_heads * case.local.block_tokens
-    before = memory.cpu().reshape(case.shape[0], rows_of_block, -1)
-    after = before.clone()
-    num_tokens = len(case.block_ids) * case.local.block_tokens
-    for token, head in product(range(num_tokens), range(case.num_heads)):
-        number, row = divmod(place(case.local, case.num_heads, token, head), rows_of_block)
-        target = after[case.block_ids[number], row, : case.width]
-        if case.num_covered is not None and token >= case.num_covered:
-            target.zero_()
-            continue
-        number, row = divmod(place(case.received, case.num_heads, token, head), rows_of_block)
-        target.copy_(before[case.block_ids[number], row, : case.width])
-    return after.reshape(memory.shape)
-
-
-def received(case: Case, device: torch.device) -> Tensor:
-    """Random bytes, so with NaNs of every kind; poison where nothing was sent."""
-    memory = poisoned(case.shape, device)
-    ids = torch.tensor(case.block_ids, dtype=torch.int64, device=device)
-    sent = torch.randint(0, 256, (len(ids), *case.shape[1:3], case.width)).to(torch.uint8)
-    memory[ids, :, :, : case.width] = sent.to(device)
-    return memory
-
-
-def check(case: Case, device: torch.device) -> None:
-    pools = [received(case, device) for _ in range(case.num_segments)]
-    wants = [naive(case, pool) for pool in pools]
-    refs = [pool.clone() for pool in pools]
-    ids = torch.tensor(case.block_ids, dtype=torch.int64, device=device)
-    views = [pool[..., : case.width] for pool in pools]
-    rewrite_blocks(
-        segments_of(views), ids, case.rewrite, case.num_covered, tile_words=case.tile_words
-    )
-    for pool, ref, want in zip(pools, refs, wants, strict=True):
-        assert_same_bytes(pool, want.to(device))
-        rewrite_blocks_ref(ref[..., : case.width], ids, case.rewrite, case.num_covered)
-        assert_same_bytes(ref, want.to(device))
+from tests.kernels.rewrite_cases import Case, check, naive, order, received
 
 
 def test_a_block_written_out_by_hand(device: torch.device) -> None:
@@ -148,16 +58,19 @@ SIZES = [(2, 4), (4, 2), (4, 4), (2, 8), (6, 4), (4, 6), (1, 3), (3, 1), (1, 1)]
 
 @pytest.mark.parametrize(("received_layout", "local_layout"), LAYOUTS)
 @pytest.mark.parametrize(("received_tokens", "local_tokens"), SIZES)
+@pytest.mark.parametrize("width", [16, 12])
 def test_every_pair_of_blocks(
     received_layout: str,
     received_tokens: int,
     local_layout: str,
     local_tokens: int,
+    width: int,
     device: torch.device,
 ) -> None:
     case = Case(
         received=order(f"{received_layout} {received_tokens}"),
         local=order(f"{local_layout} {local_tokens}"),
+        width=width,
         num_segments=2,
     )
     check(case, device)
@@ -166,17 +79,20 @@ def test_every_pair_of_blocks(
 @pytest.mark.parametrize(("received_layout", "local_layout"), LAYOUTS)
 @pytest.mark.parametrize(("received_tokens", "local_tokens"), [(2, 4), (4, 2), (4, 4)])
 @pytest.mark.parametrize("num_covered", [0, 1, 3, 4, 6, 8])
+@pytest.mark.parametrize("width", [16, 12])
 def test_every_part_that_is_covered(
     received_layout: str,
     received_tokens: int,
     local_layout: str,
     local_tokens: int,
     num_covered: int,
+    width: int,
     device: torch.device,
 ) -> None:
     case = Case(
         received=order(f"{received_layout} {received_tokens}"),
         local=order(f"{local_layout} {local_tokens}"),
+        width=width,
         num_sets=4,
         num_covered=num_covered,
     )
@@ -196,11 +112,83 @@ def test_rows_with_gaps(width: int, gap: int, device: torch.device) -> None:
     check(Case(order("HND 4"), order("NHD 4"), width=width, gap=gap, num_covered=6), device)
 
 
-@pytest.mark.parametrize(("width", "tile_words"), [(132, 1), (656, 128), (1152, 256), (132, 4096)])
-def test_programs_of_any_size(width: int, tile_words: int, device: torch.device) -> None:
+@pytest.mark.parametrize(("width", "tile_nbytes"), [(132, 1), (656, 128), (1152, 256), (132, 4096)])
+def test_programs_of_any_size(width: int, tile_nbytes: int, device: torch.device) -> None:
     """Several programs a block, whose columns do not fill the last one."""
-    check(Case(order("HND 4"), order("HND 8"), width=width, tile_words=tile_words), device)
-    check(Case(order("HND 2"), order("NHD 4"), width=width, tile_words=tile_words), device)
+    check(Case(order("HND 4"), order("HND 8"), width=width, tile_nbytes=tile_nbytes), device)
+    check(Case(order("HND 2"), order("NHD 4"), width=width, tile_nbytes=tile_nbytes), device)
+
+
+@pytest.mark.parametrize(("width", "gap"), [(1152, 0), (1152, 64), (656, 16), (528, 4), (132, 12)])
+@pytest.mark.parametrize("num_covered", [None, 9])
+def test_cycles_longer_than_a_program(
+    width: int, gap: int, num_covered: int | None, device: torch.device
+) -> None:
+    """One of 14 runs and one of 299: slices of rows, the last one narrower or not."""
+    case = Case(
+        order("HND 6"), order("NHD 6"), num_heads=5, width=width, gap=gap, num_covered=num_covered
+    )
+    check(case, device)
+    check(replace(case, received=order("HND 4"), num_segments=2), device)
+    if width >= 656:
+        row_units = width // 16
+        sliced = plan_of(case.rewrite, row_units, 16, case.tile_nbytes, num_covered is not None)
+        assert sliced.tile.num_slices > 1
+    check(
+        Case(order("HND 200"), order("NHD 200"), width=width, gap=gap, num_sets=1, num_covered=150),
+        device,
+    )
+
+
+@pytest.mark.parametrize(("width", "gap"), [(132, 0), (132, 4), (656, 0), (656, 48), (1152, 128)])
+@pytest.mark.parametrize("num_covered", [None, 21])
+def test_blocks_as_they_are_used(
+    width: int, gap: int, num_covered: int | None, device: torch.device
+) -> None:
+    """Programs of the default size, several bins a set."""
+    case = Case(
+        order("HND 4"),
+        order("NHD 16"),
+        num_heads=4,
+        width=width,
+        gap=gap,
+        num_covered=num_covered,
+        num_segments=2,
+        tile_nbytes=32768,
+    )
+    check(case, device)
+    check(replace(case, received=order("HND 24"), num_sets=1), device)
+
+
+@pytest.mark.parametrize("thread_units", [1, 4, 64])
+def test_threads_of_any_share(thread_units: int, device: torch.device) -> None:
+    rewrite = BlockRewrite(2, order("HND 2"), order("NHD 4"))
+    memory = torch.randint(0, 256, (3, 4, 2, 656), dtype=torch.uint8).to(device)
+    want, ids = memory.clone(), torch.tensor([2, 0], device=device)
+    rewrite_blocks_ref(want, ids, rewrite)
+    programs = CyclePrograms(thread_units=thread_units)
+    rewrite_blocks(segments_of([memory]), ids, rewrite, programs=programs)
+    assert_same_bytes(memory, want)
+
+
+def test_more_segments_than_one_launch_has(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvxfer.kernels.segments.MAX_SEGMENTS", 2)
+    for width in (16, 12):
+        check(Case(order("HND 2"), order("NHD 4"), width=width, num_segments=5), device)
+
+
+def test_blocks_farther_than_int32(device: torch.device) -> None:
+    """Said of small blocks, so that offsets are computed as for such ones."""
+    case = Case(order("HND 6"), order("NHD 4"), gap=16)
+    pool = received(case, device)
+    want = naive(case, pool)
+    ids = torch.tensor(case.block_ids, device=device)
+    segments = segments_of([pool[..., : case.width]])
+    assert not segments.is_wide
+    rewrite_blocks(replace(segments, is_wide=True), ids, case.rewrite)
+    assert_same_bytes(pool, want.to(device))
 
 
 @st.composite
@@ -215,7 +203,7 @@ def cases(draw: st.DrawFn) -> Case:
         width=draw(st.sampled_from([1, 2, 3, 4, 8, 16, 24])),
         gap=draw(st.sampled_from([0, 0, 1, 8, 16])),
         num_sets=draw(st.integers(0, 2)),
-        tile_words=draw(st.sampled_from([16, 128])),
+        tile_nbytes=draw(st.sampled_from([16, 128])),
     )
     num_tokens = len(case.block_ids) * case.local.block_tokens
     covered = draw(st.none() | st.integers(0, num_tokens))
@@ -256,15 +244,14 @@ def test_refusals(device: torch.device) -> None:
     memory = poisoned((4, 2, 4, 8), device)
     segments, ids = segments_of([memory]), torch.tensor([0, 1, 2], device=device)
     join = BlockRewrite(2, order("HND 2"), order("HND 4"))
-    refused: list[tuple[str, Tensor, BlockRewrite, int | None, int]] = [
-        ("block_ids: expected a contiguous dim", ids.view(3, 1), join, None, 64),
-        ("block_ids: expected a contiguous dim", ids[::2], join, None, 64),
+    refused: list[tuple[str, Tensor, BlockRewrite, int | None]] = [
+        ("block_ids: expected a contiguous dim", ids.view(3, 1), join, None),
+        ("block_ids: expected a contiguous dim", ids[::2], join, None),
         (
             "rewrite: expected blocks of 8 rows, as the segments have, got 3 heads of 4 tokens",
             ids,
             BlockRewrite(3, order("HND 2"), order("HND 4")),
             None,
-            64,
         ),
         (
             "indices: expected a multiple of 2 blocks, because received blocks of 8 tokens lie "
@@ -272,23 +259,19 @@ def test_refusals(device: torch.device) -> None:
             ids,
             BlockRewrite(2, order("HND 8"), order("HND 4")),
             None,
-            64,
         ),
-        ("expected at most the 12 tokens of 3 blocks, got 13", ids, join, 13, 64),
-        ("expected at most the 12 tokens of 3 blocks, got -1", ids, join, -1, 64),
-        ("tile_words: expected a power of two up to 16384, got 48", ids, join, None, 48),
-        ("tile_words: expected a power of two up to 16384, got 32768", ids, join, None, 32768),
-        (
-            "rewrite: expected at most 16384 runs in a set of 8192 blocks, got 65536",
-            ids,
-            BlockRewrite(2, order("HND 32768"), order("NHD 4")),
-            None,
-            64,
-        ),
+        ("expected at most the 12 tokens of 3 blocks, got 13", ids, join, 13),
+        ("expected at most the 12 tokens of 3 blocks, got -1", ids, join, -1),
     ]
-    for message, block_ids, rewrite, covered, tile_words in refused:
+    for message, block_ids, rewrite, covered in refused:
         with pytest.raises(ValueError, match=re.escape(message)):
-            rewrite_blocks(segments, block_ids, rewrite, covered, tile_words=tile_words)
+            rewrite_blocks(segments, block_ids, rewrite, covered)
+    for tile_nbytes in (48, 262144, 0):
+        message = f"tile_nbytes: expected a power of two up to 131072, got {tile_nbytes}"
+        with pytest.raises(ValueError, match=message):
+            CyclePrograms(tile_nbytes)
+    with pytest.raises(ValueError, match="thread_units: expected 1 or more, got 0"):
+        CyclePrograms(thread_units=0)
     with pytest.raises(TypeError, match="block_ids: expected int64, got torch.int32"):
         rewrite_blocks(segments, ids.int(), join)
     with pytest.raises(ValueError, match="block_tokens: expected 1 or more, got 0"):
@@ -305,15 +288,22 @@ def test_refusals(device: torch.device) -> None:
     assert_same_bytes(memory, poisoned((4, 2, 4, 8), device))
 
 
-def test_the_largest_set_of_one_program() -> None:
-    largest = BlockRewrite(128, order("HND 128"), order("NHD 128"))
-    assert largest.set_runs == MAX_TILE_WORDS
-    assert fits(largest)
-    assert not fits(BlockRewrite(128, order("HND 256"), order("NHD 256")))
-    assert fits(BlockRewrite(128, order("HND 128"), order("HND 256")))
+def test_the_longest_cycle_of_one_program(device: torch.device) -> None:
+    """Too long for 16 bytes of each run; sets with more runs have shorter cycles."""
+    longest = Case(order("HND 2810"), order("NHD 2810"), num_sets=1)
+    assert longest_cycle(longest.rewrite) == 8428
+    assert fits(longest.rewrite)
+    check(longest, device)
+    longer = BlockRewrite(3, order("HND 5550"), order("NHD 5550"))
+    assert not fits(longer)
+    segments = segments_of([torch.zeros(1, 5550, 3, 1, dtype=torch.uint8, device=device)])
+    with pytest.raises(ValueError, match="cycles of at most 16384 runs, got one of 16648"):
+        rewrite_blocks(segments, torch.tensor([0], device=device), longer)
+    assert fits(BlockRewrite(128, order("HND 256"), order("NHD 256")))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("covers", [False, True])
 @pytest.mark.parametrize("width", [132, 256, 656, 1152])
 @pytest.mark.parametrize(
     ("received_order", "local_order", "num_heads"),
@@ -323,10 +313,13 @@ def test_the_largest_set_of_one_program() -> None:
         ("HND 128", "NHD 128", 8),
         ("NHD 64", "HND 64", 5),
         ("HND 24", "NHD 16", 8),
+        ("HND 4", "NHD 16", 8),
         ("HND 128", "NHD 128", 128),
     ],
 )
-def test_large_blocks(received_order: str, local_order: str, num_heads: int, width: int) -> None:
+def test_large_blocks(
+    received_order: str, local_order: str, num_heads: int, width: int, covers: bool
+) -> None:
     """Many programs at a time, of the default size; the bytes of one are no other one's."""
     rewrite = BlockRewrite(num_heads, order(received_order), order(local_order))
     middle = (num_heads, rewrite.local.block_tokens)
@@ -334,7 +327,7 @@ def test_large_blocks(received_order: str, local_order: str, num_heads: int, wid
     pools = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(6)]
     wants = [pool.clone() for pool in pools]
     ids = torch.randperm(30, device="cuda")[:24]
-    num_covered = 24 * rewrite.local.block_tokens - 5
+    num_covered = 24 * rewrite.local.block_tokens - 5 if covers else None
     rewrite_blocks(segments_of(pools), ids, rewrite, num_covered)
     for pool, want in zip(pools, wants, strict=True):
         rewrite_blocks_ref(want, ids, rewrite, num_covered)
@@ -342,12 +335,13 @@ def test_large_blocks(received_order: str, local_order: str, num_heads: int, wid
 
 
 @pytest.mark.gpu
-def test_a_cache_of_more_than_four_gib() -> None:
+@pytest.mark.parametrize("width", [256, 248])
+def test_a_cache_of_more_than_four_gib(width: int) -> None:
     rewrite = BlockRewrite(8, order("HND 4"), order("NHD 16"))
-    num_blocks = 140_000  # of 32 KiB
-    pool = torch.full((num_blocks, 16, 8, 256), 0xEE, dtype=torch.uint8, device="cuda")
+    num_blocks = 140_000  # of 31 or 32 KiB
+    pool = torch.full((num_blocks, 16, 8, width), 0xEE, dtype=torch.uint8, device="cuda")
     ids = torch.tensor([num_blocks - 1, 0, 65_536, 131_071, 131_072, 7], device="cuda")
-    pool[ids] = torch.randint(0, 256, (6, 16, 8, 256), dtype=torch.uint8, device="cuda")
+    pool[ids] = torch.randint(0, 256, (6, 16, 8, width), dtype=torch.uint8, device="cuda")
     small = pool[ids]
     rewrite_blocks(segments_of([pool]), ids, rewrite)
     rewrite_blocks_ref(small, torch.arange(6, device="cuda"), rewrite)

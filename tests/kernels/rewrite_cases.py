@@ -1,0 +1,130 @@
+"""Rewrites, where each row goes, one row after the other, and what kernels make of it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
+from kvxfer.kernels.postprocess import CyclePrograms, rewrite_blocks
+from kvxfer.kernels.rewrite_gather import gathers
+from kvxfer.kernels.segments import segments_of
+from tests.helpers import assert_same_bytes, poisoned
+
+
+def order(text: str) -> BlockOrder:
+    """Of "HND 16" or "NHD 16"."""
+    layout, tokens = text.split()
+    return BlockOrder(int(tokens), by_head=layout == "HND")
+
+
+def place(of: BlockOrder, num_heads: int, token: int, head: int) -> int:
+    """The row of a token's head in blocks that lie one behind the other."""
+    block, slot = divmod(token, of.block_tokens)
+    inside = head * of.block_tokens + slot if of.by_head else slot * num_heads + head
+    return block * num_heads * of.block_tokens + inside
+
+
+def sources_of_rows(rewrite: BlockRewrite) -> dict[int, int]:
+    """Of each row of a set, the row that it comes from."""
+    return {
+        place(rewrite.local, rewrite.num_heads, token, head): place(
+            rewrite.received, rewrite.num_heads, token, head
+        )
+        for token in range(rewrite.set_tokens)
+        for head in range(rewrite.num_heads)
+    }
+
+
+@dataclass(frozen=True)
+class Case:
+    """Blocks of ``width`` bytes a row; ``gap`` bytes of poison behind every row."""
+
+    received: BlockOrder
+    local: BlockOrder
+    num_heads: int = 3
+    width: int = 16
+    gap: int = 0
+    num_sets: int = 2
+    num_covered: int | None = None
+    num_segments: int = 1
+    tile_nbytes: int = 64
+
+    @property
+    def rewrite(self) -> BlockRewrite:
+        return BlockRewrite(self.num_heads, self.received, self.local)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Two blocks more than are rewritten."""
+        middle = (self.num_heads, self.local.block_tokens)
+        outer, inner = middle if self.local.by_head else middle[::-1]
+        return (
+            self.num_sets * self.rewrite.set_blocks + 2,
+            outer,
+            inner,
+            self.width + self.gap,
+        )
+
+    @property
+    def block_ids(self) -> list[int]:
+        """Neither in order nor side by side."""
+        num_blocks = self.shape[0]
+        step = next(n for n in (7, 5, 3, 2, 1) if math.gcd(n, num_blocks) == 1)
+        return [(4 + step * number) % num_blocks for number in range(num_blocks - 2)]
+
+
+def naive(case: Case, memory: Tensor) -> Tensor:
+    """The same memory afterwards, one row after the other."""
+    rows_of_block = case.num_heads * case.local.block_tokens
+    before = memory.cpu().reshape(case.shape[0], rows_of_block, -1)
+    after = before.clone()
+    num_tokens = len(case.block_ids) * case.local.block_tokens
+    for token, head in product(range(num_tokens), range(case.num_heads)):
+        number, row = divmod(place(case.local, case.num_heads, token, head), rows_of_block)
+        target = after[case.block_ids[number], row, : case.width]
+        if case.num_covered is not None and token >= case.num_covered:
+            target.zero_()
+            continue
+        number, row = divmod(place(case.received, case.num_heads, token, head), rows_of_block)
+        target.copy_(before[case.block_ids[number], row, : case.width])
+    return after.reshape(memory.shape)
+
+
+def received(case: Case, device: torch.device) -> Tensor:
+    """Random bytes, so with NaNs of every kind; poison where nothing was sent."""
+    memory = poisoned(case.shape, device)
+    ids = torch.tensor(case.block_ids, dtype=torch.int64, device=device)
+    sent = torch.randint(0, 256, (len(ids), *case.shape[1:3], case.width)).to(torch.uint8)
+    memory[ids, :, :, : case.width] = sent.to(device)
+    return memory
+
+
+def check(case: Case, device: torch.device) -> None:
+    """By cycles in programs of the case's size, in plain torch, and as a whole where that is what
+    is done if nobody asks for cycles.
+    """
+    pools = [received(case, device) for _ in range(case.num_segments)]
+    wants = [naive(case, pool).to(device) for pool in pools]
+    ids = torch.tensor(case.block_ids, dtype=torch.int64, device=device)
+
+    def views(of: list[Tensor]) -> list[Tensor]:
+        return [pool[..., : case.width] for pool in of]
+
+    asked: list[CyclePrograms | None] = [CyclePrograms(case.tile_nbytes)]
+    if gathers(segments_of(views(pools)), case.rewrite):
+        asked.append(None)
+    for programs in asked:
+        got = [pool.clone() for pool in pools]
+        segments = segments_of(views(got))
+        rewrite_blocks(segments, ids, case.rewrite, case.num_covered, programs=programs)
+        for pool, want in zip(got, wants, strict=True):
+            assert_same_bytes(pool, want)
+    for view in views(pools):
+        rewrite_blocks_ref(view, ids, case.rewrite, case.num_covered)
+    for pool, want in zip(pools, wants, strict=True):
+        assert_same_bytes(pool, want)

@@ -1,0 +1,133 @@
+"""The runs of each program, compared with a permutation of rows in plain loops."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from kvxfer.kernels.block_rewrite import BlockRewrite
+from kvxfer.kernels.cycles import Tile, cycles_of, longest_cycle, plan_of, run_table, tile_of
+from tests.kernels.rewrite_cases import order, sources_of_rows
+
+SIZES = [(2, 4), (4, 2), (4, 4), (6, 4), (4, 6), (1, 3), (16, 16), (24, 16)]
+REWRITES = [
+    BlockRewrite(num_heads, order(f"{received} {sizes[0]}"), order(f"{local} {sizes[1]}"))
+    for received, local in product(("HND", "NHD"), repeat=2)
+    for sizes in SIZES
+    for num_heads in (1, 3, 8)
+]
+
+
+def moves_of(rewrite: BlockRewrite) -> dict[int, int]:
+    """Of each run of a set, the run that it comes from; every row of it from there."""
+    moves: dict[int, int] = {}
+    for target, source in sources_of_rows(rewrite).items():
+        run, row = divmod(target, rewrite.run_tokens)
+        assert source % rewrite.run_tokens == row
+        assert moves.setdefault(run, source // rewrite.run_tokens) == source // rewrite.run_tokens
+    return moves
+
+
+@pytest.mark.parametrize("keeps_fixed", [False, True])
+@pytest.mark.parametrize("rewrite", REWRITES, ids=str)
+def test_bins_are_the_permutation(rewrite: BlockRewrite, keeps_fixed: bool) -> None:
+    moves = moves_of(rewrite)
+    if not keeps_fixed:
+        moves = {target: source for target, source in moves.items() if target != source}
+    longest = longest_cycle(rewrite)
+    for capacity in (longest, longest + 3, len(moves) + longest):
+        table = run_table(rewrite, capacity, capacity + 1, keeps_fixed)
+        assert table.runs.shape == (table.num_bins, capacity + 1, 2)
+        seen: list[tuple[int, int]] = []
+        for entries in table.runs.tolist():
+            pairs = [(target, source) for source, target in entries if source >= 0]
+            assert entries[len(pairs) :] == [[-1, -1]] * (capacity + 1 - len(pairs))
+            assert {target for target, _ in pairs} == {source for _, source in pairs}
+            assert len(pairs) <= capacity
+            seen += pairs
+        assert len(seen) == len(moves)  # each once
+        assert dict(seen) == moves
+        assert table.most_runs == max(
+            sum(source >= 0 for source, _ in entries) for entries in table.runs.tolist()
+        )
+    assert table.num_bins == 1
+
+
+def test_cycles_written_out_by_hand() -> None:
+    # [2, 3] to [3, 2]: rows 0..5 come from 0, 3, 1, 4, 2, 5
+    rewrite = BlockRewrite(2, order("HND 3"), order("NHD 3"))
+    assert sorted(map(sorted, cycles_of(rewrite))) == [[0], [1, 2, 3, 4], [5]]
+    assert run_table(rewrite, 4, 5, False).runs.tolist() == [
+        [[1, 2], [2, 4], [3, 1], [4, 3], [-1, -1]]
+    ]
+    kept = run_table(rewrite, 4, 4, True).runs.tolist()
+    none = [-1, -1]
+    assert kept == [
+        [[0, 0], none, none, none],
+        [[1, 2], [2, 4], [3, 1], [4, 3]],
+        [[5, 5], none, none, none],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "longest"),
+    [  # run r of [H, T] goes to r * H mod (H * T - 1): the order of H there
+        (BlockRewrite(8, order("HND 16"), order("NHD 16")), 7),
+        (BlockRewrite(8, order("HND 128"), order("NHD 128")), 10),
+        (BlockRewrite(64, order("HND 128"), order("NHD 128")), 13),
+        (BlockRewrite(5, order("HND 6"), order("NHD 6")), 14),
+        (BlockRewrite(8, order("HND 16"), order("HND 16")), 1),
+    ],
+    ids=str,
+)
+def test_the_longest_cycle(rewrite: BlockRewrite, longest: int) -> None:
+    assert longest_cycle(rewrite) == longest
+
+
+@pytest.mark.parametrize(
+    ("num_longest", "run_units", "unit_nbytes", "max_units", "tile"),
+    [
+        pytest.param(7, 16, 16, 2048, Tile(2048, 16, 1), id="rows of 256 bytes"),
+        pytest.param(5, 33, 4, 8192, Tile(8192, 33, 1), id="rows of 132 bytes"),
+        pytest.param(200, 16, 16, 2048, Tile(4096, 16, 1), id="a larger tile for whole rows"),
+        pytest.param(20, 256, 16, 2048, Tile(2048, 86, 3), id="three slices of 4 KiB"),
+        pytest.param(100, 256, 16, 2048, Tile(4096, 38, 7), id="slices of 512 bytes at least"),
+        pytest.param(1024, 16, 16, 2048, Tile(8192, 8, 2), id="the largest tile"),
+        pytest.param(3000, 16, 16, 2048, Tile(8192, 2, 8), id="a sector of each row"),
+        pytest.param(8192, 16, 16, 2048, Tile(8192, 1, 16), id="half a sector of each row"),
+        pytest.param(16384, 32, 8, 4096, Tile(16384, 1, 32), id="the longest"),
+        pytest.param(5000, 132, 1, 16384, Tile(16384, 3, 44), id="single bytes"),
+    ],
+)
+def test_tiles(
+    num_longest: int, run_units: int, unit_nbytes: int, max_units: int, tile: Tile
+) -> None:
+    assert tile_of(num_longest, run_units, unit_nbytes, max_units) == tile
+    assert num_longest <= tile.capacity
+    assert (tile.num_slices - 1) * tile.columns < run_units <= tile.num_slices * tile.columns
+
+
+@pytest.mark.parametrize("units", [1, 16, 2048, 16384])
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 16, 33, 41, 72, 127, 1023, 5461, 16383, 16384])
+def test_division_by_columns(units: int, columns: int) -> None:
+    tile = Tile(units, columns, 1)
+    for unit in range(units):
+        assert unit * tile.magic < 2**31
+        assert unit * tile.magic >> tile.shift == unit // columns
+
+
+def test_a_smaller_tile_that_is_fuller() -> None:
+    # Two cycles of 14 runs and two that stay; whole rows of 64 units
+    rewrite = BlockRewrite(5, order("HND 6"), order("NHD 6"))
+    both = plan_of(rewrite, 64, 16, 32768, False)
+    assert (both.tile.units, both.table.num_bins, both.busy_units) == (2048, 1, 28 * 64)
+    # Cycles of 10 runs, of 5 and one of 2: 12 of 10 do in 128, and all but one do in 32
+    rewrite = BlockRewrite(8, order("HND 128"), order("NHD 128"))
+    assert longest_cycle(rewrite) == 10
+    large = plan_of(rewrite, 16, 16, 32768, False)
+    assert (large.tile.units, large.table.num_bins, large.busy_units) == (2048, 9, 2032)
+    # Four cycles of 95: one in 128 runs, two in 256
+    rewrite = BlockRewrite(8, order("HND 24"), order("NHD 16"))
+    split = plan_of(rewrite, 16, 16, 32768, False)
+    assert (split.tile.units, split.table.num_bins, split.busy_units) == (2048, 4, 95 * 16)
