@@ -69,6 +69,7 @@ class Peer:
         self._links: PeerLinks | None = None
         self._deadline: Timer | None = None
         self._greeted_s = 0.0
+        self._started_s = around.io.now()
 
     # -------------------------------------------------- getting acquainted
 
@@ -203,7 +204,9 @@ class Peer:
         self._clear_deadline()
         self.state, self.was_ready = PeerState.READY, True
         self._around.ledger.count("peers.ready")
-        _log.info("engine %s at %s: %s", self.engine_id, self.endpoint, self.wire)
+        met_ms = (self._around.io.now() - self._started_s) * 1e3
+        names = self.engine_id, self.endpoint
+        _log.info("engine %s at %s, met in %.0f ms: %s", *names, met_ms, self.wire)
         self._waiters.serve(self)
         if self._waiters:  # of offers that name another life
             self.recheck()

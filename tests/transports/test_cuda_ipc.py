@@ -42,9 +42,13 @@ PAIRS = [pytest.param((0, 0), id="one GPU"), pytest.param((0, 1), id="two GPUs")
 @pytest.mark.parametrize(
     ("durations_s", "num_timed", "least_s"),
     [
-        ([0.0001] * 20, 16, 0.0001),
+        ([0.0001] * 20, 4, 0.0001),
+        # The first ones are slower, and one now and then
+        ([0.0009, 0.0002, 0.0001, 0.0004, 0.0001, 0.000105, 0.0001], 6, 0.0001),
+        # No two alike
+        ([0.0001 * 0.8**number for number in range(20)], 16, 0.0001 * 0.8**15),
         # Others' turns of 2 ms; the GPU is free at the ninth
-        ([0.002] * 8 + [0.0001] * 12, 16, 0.0001),
+        ([0.002] * 8 + [0.0001] * 12, 11, 0.0001),
         # 32 MiB over a slow link: after the fourth 20 ms are over
         ([0.008, 0.006, 0.007, 0.006, 0.001], 4, 0.006),
         ([0.003] * 20, 7, 0.003),
