@@ -155,7 +155,8 @@ class Worker:
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it ended since
+                os.kill(self._process.pid, number)
 
     def close(self) -> None:
         """End it, in order if it can."""
