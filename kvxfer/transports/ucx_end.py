@@ -19,8 +19,6 @@ from kvxfer.transports.ucx_library import Endpoint, Request, StartsOperation, Uc
 SLOT_BITS, GENERATION_BITS = 12, 20
 CONNECTION_BITS = 64 - SLOT_BITS - GENERATION_BITS
 
-ARM = True
-
 
 def tag_of(connection: int, slot: int, generation: int) -> int:
     """64 bits that no two messages under way have in common; generations wrap."""
@@ -96,13 +94,9 @@ class UcxEnd:
             raise PipeBroken(f"ucx: expected to send and receive, got {exc!r}") from exc
         self._under_way.add(request)
         # What that began may have to go on, or may be done already: then the descriptor is silent.
-        if not ARM or self.worker.progress_once() or not self.worker.arm():
+        if self.worker.progress_once() or not self.worker.arm():
             self._restless(self)
         return request
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._under_way)
 
     def check(self) -> None:
         """Raises PipeBroken for an operation that has failed, or a peer that has gone."""

@@ -45,7 +45,6 @@ that on one host and in one rack, and the way through sleep and wake takes 20 to
 two processes that spin on shared cores lose half to three quarters of their throughput."""
 TURN_S = 500e-6
 """After this long the IO thread looks at its other work, and comes back at once."""
-LOOK_ON_S = 0.0
 
 _log = logging.getLogger("kvxfer.transports")
 _quarantine: list[UcxEnd] = []  # what outlives its pipe
@@ -87,10 +86,6 @@ class UcxSourceLane(SourceLane):
             self.end.check()
         sent, self._sent = self._sent, []
         return sent
-
-    @property
-    def is_awaited(self) -> bool:
-        return self.end.is_busy
 
     def close(self) -> None:
         """What was not sent yet never is."""
@@ -152,10 +147,6 @@ class UcxSinkLane(SinkLane):
         """Would ``poll`` name a slot?"""
         return any(self._is_there(slot) for slot in self._announced)
 
-    @property
-    def is_awaited(self) -> bool:
-        return bool(self._announced)
-
     def _is_there(self, slot: int) -> bool:
         request = self._posted.get(slot)
         return request is not None and bool(request.completed)
@@ -202,7 +193,6 @@ class UcxPipe(Pipe):
         self._restless: set[int] = set()
         """Workers that have something to do although their descriptor may be silent."""
         self._quarantined: list[UcxEnd] = []
-        self._last_s = 0.0
 
     @property
     def quarantined_nbytes(self) -> int:
@@ -270,25 +260,16 @@ class UcxPipe(Pipe):
 
     def _drive(self, lanes: Sequence[UcxSourceLane | UcxSinkLane]) -> None:
         workers = [lane.end.worker for lane in lanes]
-        now_s = last_s = started_s = time.perf_counter()
+        now_s = last_s = time.perf_counter()
         end_s = now_s + TURN_S
         while now_s < end_s:
             if any([worker.progress_once() for worker in workers]):
                 last_s = now_s
                 if any(lane.has_arrivals for lane in lanes):
                     break
-            elif LOOK_ON_S and self._device.type == "cuda":
-                if last_s > started_s:
-                    self._last_s = last_s
-                if any([lane.is_awaited for lane in lanes]) and now_s - self._last_s < LOOK_ON_S:
-                    break
-                if all([worker.arm() for worker in workers]):
-                    return
             elif now_s - last_s >= SPIN_S and all([worker.arm() for worker in workers]):
                 return
             now_s = time.perf_counter()
-        if last_s > started_s:
-            self._last_s = last_s
         self._drive_soon(*(lane.end for lane in lanes))
 
     def finish(self, end: UcxEnd) -> None:
