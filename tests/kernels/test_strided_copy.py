@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -17,6 +14,7 @@ from kvxfer.kernels.strided_copy import launch_copy, strided_copy, strided_copy_
 from kvxfer.kernels.strided_work import CopySide, CopyWork, plan_launch, widest, word_nbytes
 from tests.conftest import HAS_CUDA
 from tests.helpers import assert_same_bytes, poisoned
+from tests.kernels.compiling import printed_without_interpreter
 
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 EXAMPLES = settings().max_examples if HAS_CUDA else max(10, settings().max_examples // 5)
@@ -350,17 +348,8 @@ def test_the_compiler_sees_accesses_of_16_bytes() -> None:
     """Compiled for a GPU, which need not be there: 4 pairs x 512 lanes are 8 words a thread, all
     loaded before the first is stored, without shared memory or barriers.
     """
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PTX],
-        env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["llllllllssssssss", "0", "0"]
+    printed = printed_without_interpreter(PTX).split()
+    assert printed == ["llllllllssssssss", "0", "0"]
 
 
 @pytest.mark.gpu
