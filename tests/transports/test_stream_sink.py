@@ -16,6 +16,7 @@ from kvxfer.tensors import strided_copy
 from kvxfer.testing_cases import Move
 from kvxfer.testing_peer import Context
 from kvxfer.transfer.chunks import chunk_list
+from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_packing
 from kvxfer.transports.base import (
@@ -25,6 +26,8 @@ from kvxfer.transports.base import (
     ReadStopped,
     TransferKey,
 )
+from kvxfer.transports.pipe import HOST_STAGING, StagingSize
+from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_wire import (
     Attach,
     Attached,
@@ -53,6 +56,22 @@ def pair() -> Iterator[Pair]:
     pair = Pair(ZMQ)
     yield pair
     pair.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:3"])
+def test_staging_is_bounded_by_the_memory_of_both_sides(
+    device: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def staging_size(kind: str) -> StagingSize:
+        return HOST_STAGING if kind == "cpu" else StagingSize(16 << 20, 2 << 20, busy_slots=4)
+
+    sink = pair.sink
+    assert isinstance(sink, StreamSink)
+    monkeypatch.setattr(sink._pipe, "staging_size", staging_size)
+    memories = (MemoryInfo(device="cpu", nbytes=1), MemoryInfo(device=device, nbytes=1))
+    bounds = sink.staging_bounds(msgspec.structs.replace(pair.manifest, memories=memories))
+    sizes = bounds.nbytes, bounds.most_chunk_nbytes, bounds.busy_slots
+    assert sizes == ((32 << 20, 8 << 20, 6) if device == "cpu" else (16 << 20, 2 << 20, 4))
 
 
 class FakeSource:
