@@ -33,6 +33,11 @@ class DirectSource(SourceTransport):
         """One for each memory."""
         return self._own
 
+    @property
+    def is_idle(self) -> bool:
+        """Always: sinks read by themselves."""
+        return True
+
     def close(self) -> None:
         """Nothing to give back: the memory is its owner's."""
 

@@ -131,7 +131,22 @@ class SendStopped:
 SourceCompletion = Packed | Sent | SendStopped
 
 
-class SourceTransport(ABC):
+class Polled:
+    """What the IO thread sees of either side."""
+
+    def pollables(self) -> Sequence[Readable]:
+        """What it polls for reading."""
+        return ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether ``poll`` has nothing to do until one of ``pollables`` can be read or another
+        method is called; then it need not be called. False where that is not known.
+        """
+        return False
+
+
+class SourceTransport(Polled, ABC):
     """The giving side of one wire on one rank."""
 
     name: str
@@ -148,10 +163,6 @@ class SourceTransport(ABC):
 
     def handles(self) -> tuple[MemoryHandle, ...]:
         """For the manifest, one for each memory: a direct wire's, by which sinks map them."""
-        return ()
-
-    def pollables(self) -> Sequence[Readable]:
-        """What the IO thread polls for reading."""
         return ()
 
     def submit_send(self, request: SendRequest) -> None:
@@ -269,7 +280,7 @@ class PeerGone:
 SinkCompletion = Progress | ReadDone | ReadBroke | ReadStopped | PeerGone
 
 
-class SinkTransport(ABC):
+class SinkTransport(Polled, ABC):
     """The taking side of one wire on one rank."""
 
     name: str
@@ -335,10 +346,6 @@ class SinkTransport(ABC):
 
         Unknown keys get ReadStopped too.
         """
-
-    def pollables(self) -> Sequence[Readable]:
-        """What the IO thread polls for reading."""
-        return ()
 
     @abstractmethod
     def poll(self) -> list[SinkCompletion]:

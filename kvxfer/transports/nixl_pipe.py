@@ -199,6 +199,11 @@ class NixlPipe(Pipe):
         kept_nbytes = further_slots(trial_slots(device_type)).nbytes
         return replace(usual, nbytes=usual.nbytes - kept_nbytes)
 
+    @property
+    def is_idle(self) -> bool:
+        """Not while an end goes on that was closed."""
+        return not self._ends
+
     def open_source(self, address: bytes, slots: Slots) -> NixlSourceLane:
         """For either operation, as the sink says."""
         try:

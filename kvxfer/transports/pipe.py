@@ -169,6 +169,11 @@ class Pipe(ABC):
         """For pools on such a device; a pipe whose staging lies elsewhere says so."""
         return HOST_STAGING if device_type == "cpu" else DEVICE_STAGING
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to drive as long as no lane is open."""
+        return True
+
     @abstractmethod
     def open_source(self, address: bytes, slots: Slots) -> SourceLane:
         """The giving end of a connection, for a sink that gave this address.

@@ -230,6 +230,11 @@ class StreamSink(SinkTransport):
         """A DEALER and its monitor for each source rank, and what the pipe has."""
         return (*self._by_socket, *self._pipe.fds())
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is attached, and nothing has been left behind."""
+        return not (self._links or self._reads or self._ready) and self._pipe.is_idle
+
     def poll(self) -> list[SinkCompletion]:
         """Chunks that came and were unpacked, connections that broke."""
         for job in self._packer.drain():

@@ -115,6 +115,12 @@ class StreamSource(SourceTransport):
         """The ROUTER and its monitor, and what the pipe has."""
         return (*self._router.pollables(), *self._pipe.fds())
 
+    @property
+    def is_idle(self) -> bool:
+        """No sink is attached, and none has left anything behind."""
+        has_work = len(self._connections) or self._sends or self._ready or self._trials.is_busy
+        return not has_work and self._pipe.is_idle
+
     def submit_send(self, request: SendRequest) -> None:
         """Pack as soon as the sink is attached and has granted room."""
         if request.key in self._sends:

@@ -102,6 +102,11 @@ class TrialGiver:
         self._ready: list[tuple[Connection, TrialHeader | None]] = []
         self._num_filling = 0
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is, or will be, something to drain."""
+        return bool(self._ready or self._num_filling)
+
     def check(self, connection: Connection, message: AskTrial) -> int | None:
         """The slot that it goes into; None if the connection has had its share.
 

@@ -184,8 +184,8 @@ def test_an_unwatched_socket_is_left_alone(io: IoThread, pair: tuple[ZmqSocket, 
 class _Descriptors:
     """A transport of file descriptors alone."""
 
-    def __init__(self, *fds: int) -> None:
-        self.fds = fds
+    def __init__(self, *fds: int, is_idle: bool = False) -> None:
+        self.fds, self.is_idle = fds, is_idle
 
     def pollables(self) -> tuple[int, ...]:
         return self.fds
@@ -222,10 +222,43 @@ def test_descriptors_of_a_transport_wake_the_thread_and_are_not_taken_for_its_ow
         assert io.stop(2)
 
 
+def test_an_idle_transport_is_asked_where_it_can_be_read_and_when_it_is_idle_no_more(
+    io: IoThread,
+) -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        member, asked = _Descriptors(near.fileno(), is_idle=True), []
+
+        def handle() -> None:
+            asked.append(select.select([near], [], [], 0)[0] and near.recv(10))
+
+        def go_round() -> None:
+            over: list[int] = []
+            io.post(lambda: over.append(1))
+            io.post(lambda: io.defer(lambda: over.append(2)))  # after the transports' turn
+            until(lambda: len(over) == 2)
+
+        io.watch_group(member, handle)
+        io.start()
+        go_round()
+        assert asked == []
+        far.send(b"1")
+        until(lambda: asked == [b"1"])
+        go_round()
+        assert asked == [b"1"]
+        io.post(lambda: setattr(member, "is_idle", False))  # by a call in this very round
+        until(lambda: len(asked) > 1)
+        assert asked[1] == []
+        io.post(io.unwatch_groups)
+        assert io.stop(2)
+
+
 # ------------------------------------------------------------------ what is deferred
 
 
 class _Quiet:
+    is_idle = False
+
     def pollables(self) -> tuple[int, ...]:
         return ()
 

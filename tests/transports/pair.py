@@ -55,6 +55,16 @@ def expect_of(key: TransferKey) -> Expect:
     return Expect(key.nonce, key.incarnation, key.sink_rank)
 
 
+def may_have_something(transport: SourceTransport | SinkTransport) -> bool:
+    """False for one that is idle and of which nothing can be read."""
+    if not transport.is_idle:
+        return True
+    poller = zmq.Poller()
+    for pollable in transport.pollables():
+        poller.register(pollable, zmq.POLLIN)
+    return bool(poller.poll(0))
+
+
 class Pair:
     """One process, two ends. ``hold``: packed chunks stay where they are."""
 
@@ -102,14 +112,14 @@ class Pair:
         self.sink.submit_read(request)
 
     def turn(self) -> None:
-        """One look at everything."""
+        """One look at everything, but for what is idle, as the IO thread does it."""
         self.wake.clear()
-        for source in self.sources.values():
+        for source in filter(may_have_something, self.sources.values()):
             for completion in source.poll():
                 self.said.append(completion)
                 if isinstance(completion, Packed) and not self.hold:
                     source.send_packed(completion.key, completion.sequence)
-        for sink in self.sinks.values():
+        for sink in filter(may_have_something, self.sinks.values()):
             self.seen.extend(sink.poll())
 
     def until(self, wanted: Callable[[], bool], timeout_s: float = 5.0) -> None:

@@ -207,6 +207,7 @@ def test_staging_that_is_written_is_kept_until_the_source_has_closed() -> None:
         time.sleep(0.001)
         two.progress()
     assert two.sink._closing  # the source lives and may still write
+    assert not two.sink.is_idle
     giver.close()
     two.until(lambda: not two.sink._closing)
     assert two.sink._host._kept

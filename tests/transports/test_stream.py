@@ -6,11 +6,13 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,6 +35,8 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
+from kvxfer.transports.copy_thread import PiecesJob
+from kvxfer.transports.pipe import Slots
 from kvxfer.transports.stream_connections import Connection
 from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_source import StreamSource
@@ -68,6 +72,51 @@ def pair() -> Iterator[Pair]:
     pair = Pair(ZMQ)
     yield pair
     pair.close()
+
+
+def test_a_wire_is_idle_until_it_has_something_to_say_or_somebody_to_say_it_to(pair: Pair) -> None:
+    source, sink, key = pair.source, pair.sink, key_of(1)
+    assert source.is_idle
+    assert sink.is_idle
+    source.stop_send(key)
+    sink.stop_read(key)
+    assert not source.is_idle
+    assert not sink.is_idle
+    pair.until(lambda: pair.said == [SendStopped(key, None)] and pair.seen == [ReadStopped(key)])
+    assert source.is_idle
+    assert sink.is_idle
+    source.submit_send(send_request(key, a_move()))  # no sink has come for it
+    assert not source.is_idle
+    source.stop_send(key)
+    pair.until(lambda: source.is_idle)
+    sink.attach(pair.manifest)
+    assert not sink.is_idle
+    pair.until(lambda: not source.is_idle)  # the attach is read, although it was idle
+    sink.detach(pair.manifest.control_endpoint)
+    assert sink.is_idle
+    pair.until(lambda: source.is_idle)  # and so is the end of the connection
+
+
+def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(pair: Pair) -> None:
+    source, gate, closed = pair.source, threading.Event(), []
+    assert isinstance(source, StreamSource)
+
+    def hold() -> Iterator[None]:
+        gate.wait(10)
+        yield
+
+    pair.copy_thread.submit(PiecesJob("gate", hold(), lambda job: None))
+    lane: Any = SimpleNamespace(
+        staging=lambda slot, nbytes: torch.zeros(nbytes, dtype=torch.uint8),
+        close=lambda: closed.append(1),
+    )
+    connection = Connection(b"", Slots(1, TRIAL_NBYTES), lane=lane, free=[0], generations=[0])
+    source._trials.fill(connection, 0, TRIAL_NBYTES)
+    connection.is_lost = True
+    assert not source.is_idle
+    gate.set()
+    pair.until(lambda: source.is_idle)
+    assert closed == [1]
 
 
 def test_a_chunk_that_no_slot_holds_is_refused_on_both_sides(pair: Pair) -> None:
