@@ -1,0 +1,133 @@
+"""Where the time of one load goes: the calls of both engines, on one clock.
+
+Two engines without a model, as in bench_connector.py, of which every function of the connector, the
+wires and the copies is wrapped. That makes a load of 128 tokens a third longer: what a call takes
+beside the others is what to read, not how long it all is. Microseconds count from the moment at
+which the sink's engine asks for the load.
+
+    scripts/trace_load.py --transport zmq             a load of engines that know each other
+    scripts/trace_load.py --first --least-us 300      the first one: contact, trial, load
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
+
+from scripts.benchmarks.call_trace import Call, CallTrace
+from scripts.benchmarks.devices import Devices, devices_for
+from scripts.benchmarks.engines import BenchEngine, LoadTiming
+from scripts.benchmarks.members import SINK, SOURCE
+from scripts.benchmarks.pools import LLAMA_8B, SHAPES, TINY, Pool, Request, request_of
+from scripts.benchmarks.workers import ContenderLost, Worker, close_all, method_for
+
+PACKAGES = ("kvxfer.connector", "kvxfer.transports", "kvxfer.transfer", "kvxfer.tensors")
+WARM_LOADS = 5
+BEFORE_S = 1e-3
+"""What the other side did shortly before belongs to it."""
+
+
+class TracedEngine(BenchEngine):
+    """One whose calls are kept while it is asked to."""
+
+    def __init__(
+        self, side: str, devices: Devices, pool: Pool, settings: dict[str, object]
+    ) -> None:
+        self._trace = CallTrace()
+        self._trace.wrap_packages(PACKAGES)
+        super().__init__(side, devices, pool, settings)
+
+    def start_trace(self) -> float:
+        """From now on; returns the time."""
+        self._trace.start()
+        return time.perf_counter()
+
+    def stop_trace(self) -> list[Call]:
+        """What was kept."""
+        return self._trace.stop()
+
+
+def trace(
+    engines: dict[str, Worker], request: Request, num_before: int
+) -> tuple[LoadTiming, float, dict[str, list[Call]]]:
+    """The last of ``num_before`` loads and one more; when it began, and the calls of each side."""
+    source, sink = engines[SOURCE], engines[SINK]
+    for number in range(num_before + 1):
+        is_last = number == num_before
+        params = source.call(dict, "offer", request)
+        if is_last:
+            source.call(float, "start_trace")
+            began_s = sink.call(float, "start_trace")
+        timing = sink.call(LoadTiming, "load", request, params, False)
+        calls = {
+            side: engine.call(list, "stop_trace") if is_last else []
+            for side, engine in engines.items()
+        }
+        source.call(object, "settle")
+    return timing, began_s, calls
+
+
+def show(side: str, calls: list[Call], began_s: float, least_us: float) -> None:
+    """Those that belong to the load, and take long enough."""
+    print(f"-- {side}: start and duration in us, thread, call")
+    for call in calls:
+        took_us = (call.ended_s - call.started_s) * 1e6
+        if took_us >= least_us and call.ended_s >= began_s - BEFORE_S:
+            print(call.line(began_s))
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--transport", choices=("auto", "shm", "cuda_ipc", "zmq", "ucx", "nixl"))
+    parser.add_argument("--shape", choices=tuple(SHAPES))
+    parser.add_argument("--layouts", default="HND16->NHD64")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument(
+        "--first", action="store_true", help="the load of engines that have not met"
+    )
+    parser.add_argument("--least-us", type=float, default=10.0, help="shorter calls are not shown")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Start both, load, print."""
+    options = parse()
+    is_auto = options.transport == "auto"
+    devices = devices_for(options.device, None if is_auto else options.transport)
+    shape = SHAPES[options.shape or (TINY if options.device == "cpu" else LLAMA_8B).name]
+    request = request_of(shape, options.layouts, options.tokens, options.tokens * 9 // 8)
+    settings: dict[str, object] = {"transport": "auto"} if is_auto else {}
+    pools = {SOURCE: request.source, SINK: request.sink}
+    engines = {
+        side: Worker(
+            *(f"{side} engine", TracedEngine, side, devices, pool, settings),
+            method=method_for(devices.sink),
+        )
+        for side, pool in pools.items()
+    }
+    try:
+        timing, began_s, calls = trace(engines, request, 0 if options.first else WARM_LOADS)
+    except ContenderLost as exc:
+        raise SystemExit(f"trace_load: {exc}") from exc
+    finally:
+        close_all(engines.values())
+    for side in (SINK, SOURCE):
+        show(side, calls[side], began_s, options.least_us)
+    print(
+        f"{request.num_tokens} tokens over {', '.join(timing.transports)}, "
+        f"{request.nbytes / 1e6:.1f} MB: {timing.total_s * 1e3:.3f} ms (start "
+        f"{timing.start_s * 1e3:.3f}, place {timing.place_s * 1e3:.3f}, verdict "
+        f"{timing.verdict_s * 1e3:.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
