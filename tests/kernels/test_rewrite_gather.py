@@ -195,11 +195,11 @@ for alignment in (16, 8, 4):
     target = GPUTarget("cuda", 90, 32)
     kernel = triton.compile(source, target=target, options=dict(num_warps=16))
     stores = re.findall(r"st[.]global[.]([a-z0-9.]+)", kernel.asm["ptx"])
-    print(*sorted(set(stores)), len(stores))
+    print(*sorted(set(stores)))
 """
 
 
 def test_the_compiler_sees_the_alignment() -> None:
-    """Compiled for a GPU, which need not be there: 64 bytes a thread."""
+    """Compiled for a GPU, which need not be there: 16, 8 and 4 bytes an access."""
     printed = printed_without_interpreter(PTX).splitlines()
-    assert printed == ["v4.b32 4", "v2.b32 8", "b32 16"]
+    assert printed == ["v4.b32", "v2.b32", "b32"]
