@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from kvxfer.kernels.block_rewrite import BlockRewrite
@@ -24,13 +23,13 @@ from kvxfer.kernels.cycles import (
     longest_cycle,
     plan_of,
 )
+from kvxfer.kernels.elements import ELEMENTS
 from kvxfer.kernels.rewrite_gather import gather_blocks, gathers
 from kvxfer.kernels.rewrite_kernel import rewrite_kernel
 from kvxfer.kernels.segments import Segments, on_device
 
 # CUDA's limit for the first dimension of a grid
 MAX_GRID = 2**31 - 1
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64, 16: tl.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ def _move_cycles(
             SHIFT=plan.tile.shift,
             UNITS=plan.tile.units,
             BUSY_UNITS=plan.busy_units,
-            WORD=_WORDS[unit_nbytes],
+            WORD=ELEMENTS[unit_nbytes],
             VEC=2 if unit_nbytes == 16 else 1,
             num_warps=_num_warps(plan.busy_units, programs.thread_units),
         )

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvxfer.kernels.block_rewrite import BlockRewrite, sources_of_runs
+from kvxfer.kernels.elements import ELEMENTS
 from kvxfer.kernels.segments import Segments, on_device
 
 # of shared memory: three programs on a multiprocessor
@@ -26,7 +27,6 @@ MAX_BLOCK_NBYTES = 64 << 10
 # Beyond these, units are as wide as an access: rows lose nothing by cycles
 MAX_WORD_NBYTES = 8
 THREAD_NBYTES = 64
-_WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit(do_not_specialize=["num_covered_tokens"])
@@ -98,18 +98,19 @@ def gather_blocks(
     lanes = triton.next_power_of_2(num_words)
     # By head, a head's tokens come one after the other and the next head's begin anew
     token_rows = 1 if rewrite.local_by_head else rewrite.num_heads
+    sources = _sources_on(rewrite, num_words, lanes, block_ids.device)
     for table in segments.tables:
         gather_kernel[(block_ids.numel(), table.shape[0])](
             table,
             block_ids,
-            _sources_on(rewrite, num_words, lanes, block_ids.device),
+            sources,
             num_covered_tokens or 0,
             NUM_WORDS=num_words,
             LANES=lanes,
             TOKEN_WORDS=token_rows * segments.width_nbytes // word_nbytes,
             BLOCK_TOKENS=rewrite.local.block_tokens,
             COVERS=num_covered_tokens is not None,
-            WORD=_WORDS[word_nbytes],
+            WORD=ELEMENTS[word_nbytes],
             ALIGNMENT=segments.alignment_nbytes,
             num_warps=min(32, max(1, lanes * word_nbytes // (32 * THREAD_NBYTES))),
         )

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kvxfer.kernels.elements import ELEMENTS
 from kvxfer.kernels.strided_work import (
     HEAD_PARAMS,
     NUM_PARAMS,
@@ -192,9 +193,6 @@ def _copy_kernel(
             )
 
 
-_ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-
-
 def strided_copy(
     source_table: torch.Tensor,
     sink_table: torch.Tensor,
@@ -237,7 +235,7 @@ def launch_copy(
             sink_table,
             source_ids,
             sink_ids,
-            ELEMENT=_ELEMENTS[launch.word_nbytes],
+            ELEMENT=ELEMENTS[launch.word_nbytes],
             VEC=2 if launch.word_nbytes == 16 else 1,
             WORD=launch.word_nbytes,
             LANES=launch.lanes,
