@@ -241,27 +241,26 @@ class IoThread:
         self._awake = False  # from here on a wake writes a byte; one before it is seen now
         ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
         self._awake, self._is_wanted = True, False  # before the inbox is read
-        has_entered = self._enter()
+        entered = self._enter()
         try:
             num_posted = self._handle(ready)
         finally:
-            if has_entered and self._within is not None:
-                self._within.__exit__(None, None, None)
+            if entered is not None:
+                entered.__exit__(None, None, None)
         if any(socket == self._wake_fd for socket, _ in ready):
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)
         return bool(ready or num_posted)
 
-    def _enter(self) -> bool:
-        """False where there is nothing to enter, or what has failed: who needs it will say so."""
-        if self._within is None:
-            return False
+    def _enter(self) -> AbstractContextManager[object] | None:
+        """None where there is nothing to enter, or what has failed: who needs it will say so."""
         try:
-            self._within.__enter__()
+            if self._within is not None:
+                self._within.__enter__()
         except Exception as exc:  # noqa: BLE001  # whatever it is, the loop goes on
             _log.debug("%s: %s", self._thread.name, exc)
-            return False
-        return True
+            return None
+        return self._within
 
     def _handle(self, ready: Sequence[tuple[Any, int]]) -> int:
         """What one look has found. Returns how much had been posted."""
