@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import torch
 import zmq
@@ -44,6 +45,7 @@ from kvxfer.transports.wake_up import WakeUp
 ATTACH = Attach(2, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""
 CONFIG = Config(staging_slots=4, peer_silent_s=1.0, connect_timeout_s=2.0)
+ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
 
 
 def key_of(number: int) -> TransferKey:

@@ -46,6 +46,7 @@ from kvxfer.transports.stream_wire import (
 from tests.transports.pair import (
     ATTACH,
     CONFIG,
+    ZMQ,
     Pair,
     a_move,
     expect_of,
@@ -54,16 +55,8 @@ from tests.transports.pair import (
     send_request,
 )
 
-ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
 SHM = msgspec.structs.replace(CONFIG, transport="shm")
 NOT_ATTACHED = "the source rank is not attached"
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    pair = Pair(ZMQ)
-    yield pair
-    pair.close()
 
 
 class Client:

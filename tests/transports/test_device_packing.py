@@ -46,9 +46,7 @@ from kvxfer.transports.stream_wire import AskTrial, Attach
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
 from tests.transports.host_gpu import HostGpu
-from tests.transports.pair import CONFIG, Pair, a_move, key_of, read_request, send_request
-
-ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
+from tests.transports.pair import ZMQ, Pair, a_move, key_of, read_request, send_request
 
 
 def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:

@@ -56,6 +56,7 @@ from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.transports.pair import (
     ATTACH,
     CONFIG,
+    ZMQ,
     Pair,
     a_move,
     expect_of,
@@ -63,15 +64,6 @@ from tests.transports.pair import (
     read_request,
     send_request,
 )
-
-ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    pair = Pair(ZMQ)
-    yield pair
-    pair.close()
 
 
 def test_a_wire_is_idle_until_it_has_something_to_say_or_somebody_to_say_it_to(pair: Pair) -> None:

@@ -40,22 +40,12 @@ from kvxfer.transports.stream_wire import (
 )
 from tests.transports.pair import (
     ATTACH,
-    CONFIG,
     Pair,
     a_move,
     key_of,
     read_request,
     send_request,
 )
-
-ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    pair = Pair(ZMQ)
-    yield pair
-    pair.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:3"])

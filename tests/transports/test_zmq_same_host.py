@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import msgspec
 import pytest
 
 from kvxfer.config import Config
@@ -24,9 +22,7 @@ from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import make_router
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from kvxfer.transports.zmq_same_host import nearest_endpoint, unix_endpoint, user_of
-from tests.transports.pair import CONFIG, Pair, a_move, key_of
-
-ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
+from tests.transports.pair import ZMQ, Pair, a_move, key_of
 
 
 def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
@@ -51,13 +47,6 @@ def make_tcp_sink(
 
 def test_the_wire_keeps_every_promise_over_tcp() -> None:
     check_transport(make_source, make_tcp_sink)
-
-
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    pair = Pair(ZMQ)
-    yield pair
-    pair.close()
 
 
 @pytest.fixture
