@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 from scripts.benchmarks.connector_report import Cell, Report, aim_of
 from scripts.benchmarks.contenders import NUM_CHECKED
 from scripts.benchmarks.devices import Devices, devices_for
-from scripts.benchmarks.engines import BenchEngine, LoadTiming
+from scripts.benchmarks.engines import BenchEngine, LoadTiming, start_engines
 from scripts.benchmarks.members import SINK, SOURCE, Timing
 from scripts.benchmarks.plain_ways import MEMCPY, PlainWays
 from scripts.benchmarks.pools import LLAMA_8B, SHAPES, TINY, Request, request_of
@@ -46,14 +46,7 @@ class Pair:
         self, devices: Devices, request: Request, limits: Worker, settings: dict[str, object]
     ) -> None:
         self.limits = limits
-        pools = {SOURCE: request.source, SINK: request.sink}
-        self.engines = {
-            side: Worker(
-                *(f"{side} engine", BenchEngine, side, devices, pool, settings),
-                method=method_for(devices.sink),
-            )
-            for side, pool in pools.items()
-        }
+        self.engines = start_engines(BenchEngine, devices, request, settings)
 
     def load(self, request: Request, mode: str) -> LoadTiming:
         """Offer, load, settle. Raises ContenderLost."""

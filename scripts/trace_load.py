@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 
 from scripts.benchmarks.call_trace import Call, CallTrace
 from scripts.benchmarks.devices import Devices, devices_for
-from scripts.benchmarks.engines import BenchEngine, LoadTiming
+from scripts.benchmarks.engines import BenchEngine, LoadTiming, start_engines
 from scripts.benchmarks.members import SINK, SOURCE
 from scripts.benchmarks.pools import LLAMA_8B, SHAPES, TINY, Pool, Request, request_of
-from scripts.benchmarks.workers import ContenderLost, Worker, close_all, method_for
+from scripts.benchmarks.workers import ContenderLost, Worker, close_all
 
 PACKAGES = ("kvxfer.connector", "kvxfer.transports", "kvxfer.transfer", "kvxfer.tensors")
 WARM_LOADS = 5
@@ -75,8 +75,7 @@ def show(side: str, calls: list[Call], began_s: float, least_us: float) -> None:
     """Those that belong to the load, and take long enough."""
     print(f"-- {side}: start and duration in us, thread, call")
     for call in calls:
-        took_us = (call.ended_s - call.started_s) * 1e6
-        if took_us >= least_us and call.ended_s >= began_s - BEFORE_S:
+        if call.took_s * 1e6 >= least_us and call.ended_s >= began_s - BEFORE_S:
             print(call.line(began_s))
 
 
@@ -105,14 +104,7 @@ def main() -> None:
     shape = SHAPES[options.shape or (TINY if options.device == "cpu" else LLAMA_8B).name]
     request = request_of(shape, options.layouts, options.tokens, options.tokens * 9 // 8)
     settings: dict[str, object] = {"transport": "auto"} if is_auto else {}
-    pools = {SOURCE: request.source, SINK: request.sink}
-    engines = {
-        side: Worker(
-            *(f"{side} engine", TracedEngine, side, devices, pool, settings),
-            method=method_for(devices.sink),
-        )
-        for side, pool in pools.items()
-    }
+    engines = start_engines(TracedEngine, devices, request, settings)
     try:
         timing, began_s, calls = trace(engines, request, 0 if options.first else WARM_LOADS)
     except ContenderLost as exc:

@@ -32,12 +32,14 @@ class Call:
     started_s: float
     ended_s: float
 
+    @property
+    def took_s(self) -> float:
+        """How long it took."""
+        return self.ended_s - self.started_s
+
     def line(self, origin_s: float) -> str:
         """Start and duration in microseconds, thread, name."""
-        start_us, took_us = (
-            (self.started_s - origin_s) * 1e6,
-            (self.ended_s - self.started_s) * 1e6,
-        )
+        start_us, took_us = (self.started_s - origin_s) * 1e6, self.took_s * 1e6
         indent = "  " * min(self.depth, 14)
         return f"{start_us:9.0f} {took_us:8.0f}  {self.thread[:14]:14s} {indent}{self.name}"
 

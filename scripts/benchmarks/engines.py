@@ -20,6 +20,7 @@ from scripts.benchmarks.devices import Devices
 from scripts.benchmarks.members import SINK, SOURCE, Member, Timing
 from scripts.benchmarks.pools import Pool, Request
 from scripts.benchmarks.wire_ways import wire_config
+from scripts.benchmarks.workers import Worker, method_for
 
 SWITCH_INTERVAL_S = 2e-4  # what the engines set, so that a busy thread lets others run
 ENDS_S = 30.0
@@ -312,3 +313,17 @@ def facts_of(pool: Pool) -> CacheFacts:
         head_size=pool.shape.inner_nbytes // 2,
         num_layers=pool.shape.regions // 2,
     )
+
+
+def start_engines(
+    make: type[BenchEngine], devices: Devices, request: Request, settings: dict[str, object]
+) -> dict[str, Worker]:
+    """One that offers and one that loads requests like this, by side, each in its process."""
+    pools = {SOURCE: request.source, SINK: request.sink}
+    return {
+        side: Worker(
+            *(f"{side} engine", make, side, devices, pool, settings),
+            method=method_for(devices.sink),
+        )
+        for side, pool in pools.items()
+    }
