@@ -134,6 +134,11 @@ def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
         tokens = prompt(200, seed=1)
         expected = engines.run(tokens).token_ids
         params = engines.prefilled(tokens).kv_transfer_params
+        # The answer may come before its rank shows the offer, and what ranks count comes with steps
+        deadline_s = time.monotonic() + 5
+        while engines.prefill.info().counts.get("board.posted") != 3:
+            assert time.monotonic() < deadline_s
+            engines.prefill.generate(prompt(20, seed=2), 1)
         pids = engines.prefill.group.pids
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
