@@ -122,10 +122,13 @@ class IoThread:
         """Begin to serve."""
         self._thread.start()
 
-    def post(self, *calls: Call) -> None:
-        """Run ``calls`` on the thread, in the order of posting. Never blocks."""
+    def post(self, *calls: Call) -> bool:
+        """Run ``calls`` on the thread, in the order of posting. Never blocks. False once the thread
+        has been told to end: they may run or not.
+        """
         self._inbox.extend(calls)
         self.wake()
+        return not self._stopping
 
     def wake(self) -> None:
         """Make the loop go round once."""
@@ -225,6 +228,7 @@ class IoThread:
     def _main(self) -> None:
         while not self._stopping:
             self.guard(self._round)
+        self.run_posted()  # whoever was told that it will run, before the end was seen
 
     def _round(self) -> None:
         self._serve(self._wait_ms())

@@ -19,7 +19,7 @@ from kvxfer.connector.introduction import check_introduction, check_partner
 from kvxfer.connector.io_thread import Call, Timer
 from kvxfer.connector.peer_links import PeerLinks
 from kvxfer.connector.peer_records import Failure, PeerState, Surroundings, Waiter
-from kvxfer.connector.peer_trial import Choices, start_trial
+from kvxfer.connector.peer_trial import Choices, discard, start_trial
 from kvxfer.connector.peer_waiters import Waiters
 from kvxfer.connector.records import SourceRef
 from kvxfer.errors import IncompatiblePeer
@@ -186,19 +186,23 @@ class Peer:
         self.end(Failure(Reason.TRANSPORT, "the trials of its wires did not end in time"))
 
     def _on_tried(self, result: Choices | Failure) -> None:
-        if self.state is not PeerState.KNOWN:
-            return
         if isinstance(result, Failure):
-            self.end(result)
+            if self.state is PeerState.KNOWN:
+                self.end(result)
             return
-        self.choices = result
+        if self.state is not PeerState.KNOWN:
+            discard(result)
+            return
+        self.choices, unattached = result, dict(result)
         try:
             for rank, choice in result.items():
-                self.transport(rank).attach(self.source(rank), choice.staging)
+                del unattached[rank]  # from here on the wire has what the trial has opened
+                self.transport(rank).attach(self.source(rank), choice.staging, choice.trial)
             self._open_boards()
             self._open_links()
         except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
             _log.debug("engine %s: its wires", self.engine_id, exc_info=True)
+            discard(unattached)
             self.end(Failure(Reason.TRANSPORT, str(e) or type(e).__name__))
             return
         self._clear_deadline()

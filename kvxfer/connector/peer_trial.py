@@ -43,21 +43,40 @@ def start_trial(
 
     Args:
         until_s: when all trials together must have ended (the IO thread's clock).
-        done: called on the IO thread, unless this rank shuts down.
+        done: called on the IO thread, unless this rank shuts down. It has the choices from then on,
+            and attaches or discards each.
     """
 
     def run() -> None:
-        result = _try_all(around, routes, until_s)
-        if result is not None:
-            around.io.post(partial(done, result))
+        choices: Choices = {}
+        result = _try_all(around, routes, until_s, choices)
+        is_told = result is not None and around.io.post(partial(done, result))
+        if not is_told or result is not choices:
+            _close(choices)
 
     threading.Thread(target=run, name="kvxfer-probe", daemon=True).start()
 
 
+def discard(choices: Choices) -> None:
+    """Nobody attaches these wires. What they hold open is closed on a thread: CUDA may wait for
+    other work of the GPU first.
+    """
+    if any(choice.trial.held for choice in choices.values()):
+        threading.Thread(target=_close, args=(choices,), name="kvxfer-probe", daemon=True).start()
+
+
+def _close(choices: Choices) -> None:
+    for choice in choices.values():
+        choice.trial.close()
+
+
 def _try_all(
-    around: Surroundings, routes: Sequence[tuple[Route, RankManifest]], until_s: float
+    around: Surroundings,
+    routes: Sequence[tuple[Route, RankManifest]],
+    until_s: float,
+    choices: Choices,
 ) -> Choices | Failure | None:
-    choices: Choices = {}
+    """The choices, filled in one after the other; why there are none; None at shutdown."""
     try:
         for route, source in routes:
             left_s = until_s - around.io.now()

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
-from kvxfer.transports.base import SourceTransport
+from kvxfer.transports.base import Held, SourceTransport
 
 NOT_ATTACHED = "the source rank is not attached"
 
@@ -42,14 +42,8 @@ class DirectSource(SourceTransport):
         """Nothing to give back: the memory is its owner's."""
 
 
-class Mapping(Protocol):
-    """A peer's memory, mapped here."""
-
-    def close(self) -> None:
-        """Unmap it."""
-
-
-M = TypeVar("M", bound=Mapping)
+M = TypeVar("M", bound=Held)
+"""A peer's memory, mapped here."""
 H = TypeVar("H", bound=MemoryHandle)
 _Handles = tuple[MemoryHandle | None, ...]
 
@@ -84,11 +78,21 @@ class Attachments(Generic[M]):
 
     def map_first(self, source: RankManifest) -> M:
         """Map one memory of a rank, to try. Raises TransportUnavailable."""
+        return self._map_memory(self._memories(source)[0], "memory 0")
+
+    def map_all(self, source: RankManifest) -> tuple[M, ...]:
+        """Every memory of a rank that has one, to try; if one fails, none. Raises
+        TransportUnavailable.
+        """
+        self._memories(source)
+        return self._map_all(source)
+
+    def _memories(self, source: RankManifest) -> tuple[MemoryInfo, ...]:
         if not source.memories:
             raise TransportUnavailable(
                 f"{self._transport}: expected memories of {source.control_endpoint}, got none"
             )
-        return self._map_memory(source.memories[0], "memory 0")
+        return source.memories
 
     def _map_all(self, source: RankManifest) -> tuple[M, ...]:
         """Every memory of a rank, or none."""
@@ -102,15 +106,18 @@ class Attachments(Generic[M]):
             raise
         return tuple(mappings)
 
-    def attach(self, source: RankManifest) -> None:
-        """Map the rank's memories, once for each life of them.
+    def attach(self, source: RankManifest, mapped: tuple[M, ...] = ()) -> None:
+        """Map the rank's memories, once for each life of them. ``mapped``: all of them, by
+        :meth:`map_all`; who has attached has them, and closes them if they are not needed.
 
         Other memories under the same control endpoint take the place of those that are mapped: an
         endpoint is what a peer says of itself, so reads look at the handles too.
         """
         if self.find(source) is not None:
+            for mapping in mapped:
+                mapping.close()
             return
-        mappings = self._map_all(source)
+        mappings = mapped or self._map_all(source)
         self.detach(source.control_endpoint)
         self._by_endpoint[source.control_endpoint] = Attached(
             source.control_endpoint, _handles(source), mappings

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import torch
@@ -257,17 +258,32 @@ class ReadStopped:
     key: TransferKey
 
 
+class Held(Protocol):
+    """What somebody has to give back."""
+
+    def close(self) -> None:
+        """Give it back; from any thread, and it may take milliseconds. Idempotent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """What a wire costs, measured with bytes that it has moved.
 
     ``path``: what carried them, for a wire that has several ("TCP"); shown to people only. ``way``:
-    the one of its pipe's that was taken, for ``Staging``; "" where there is only one.
+    the one of its pipe's that was taken, for ``Staging``; "" where there is only one. ``held``:
+    what is still open, so that ``attach`` need not open it anew: it is the wire's from then on, and
+    until then of whoever has asked for the trial.
     """
 
     costs: WireCosts
     path: str = ""
     way: str = ""
+    held: tuple[Held, ...] = ()
+
+    def close(self) -> None:
+        """Nobody will attach with it. Idempotent."""
+        for each in self.held:
+            each.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +310,8 @@ class SinkTransport(Polled, ABC):
 
     @abstractmethod
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
-        """Move real bytes from the source rank and time them; keeps nothing open.
+        """Move real bytes from the source rank and time them; keeps nothing open but what the
+        trial says.
 
         May be called from any thread, blocks for at most about ``timeout_s`` and touches neither
         pool nor reads. Raises TransportUnavailable with the reason.
@@ -311,11 +328,14 @@ class SinkTransport(Polled, ABC):
         return
 
     @abstractmethod
-    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
+    def attach(
+        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
+    ) -> None:
         """Map the source rank's memory or connect to it; idempotent.
 
         ``staging``: of stream wires, as the trial's costs and ``way`` have it; without it what the
-        settings say, or what is usual. Raises TransportUnavailable with the reason.
+        settings say, or what is usual. ``trial``: of this wire and this rank, whose ``held`` the
+        wire has from now on, also where this raises. Raises TransportUnavailable with the reason.
         """
 
     @abstractmethod

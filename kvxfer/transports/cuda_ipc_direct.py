@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,7 @@ from kvxfer.transports.base import (
     Trial,
     Wake,
 )
-from kvxfer.transports.copy_thread import Copier, PiecesJob
+from kvxfer.transports.copy_thread import Copier, CopyJob, PiecesJob
 from kvxfer.transports.cuda_ipc_trial import measure_copies
 from kvxfer.transports.launches import Flight, Launches
 
@@ -152,14 +153,20 @@ class CudaIpcSink(SinkTransport):
     # -------------------------------------------------- getting ready
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
-        """Map the rank's first memory, copy up to 32 MiB of it, unmap."""
-        mapping = self._attached.map_first(source)
-        try:
-            return Trial(measure_copies(self._gpu, mapping.memory))
-        except RuntimeError as exc:  # PyTorch's, of CUDA's own errors
-            raise TransportUnavailable(f"cuda_ipc: the trial failed: {exc}") from exc
-        finally:
-            mapping.close()
+        """Map the rank's memories and copy up to 32 MiB of the first. They stay mapped for
+        ``attach``: to map anew what was just unmapped takes 5 ms where a process does not see the
+        other's GPU, and 32 memories take 4, in which the IO thread would do nothing else.
+        """
+        mappings = self._attached.map_all(source)
+        with ExitStack() as failed:
+            for mapping in mappings:
+                failed.callback(mapping.close)
+            try:
+                costs = measure_copies(self._gpu, mappings[0].memory)
+            except RuntimeError as exc:  # PyTorch's, of CUDA's own errors
+                raise TransportUnavailable(f"cuda_ipc: the trial failed: {exc}") from exc
+            failed.pop_all()
+        return Trial(costs, held=mappings)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Compile what these classes need and others did not."""
@@ -172,9 +179,13 @@ class CudaIpcSink(SinkTransport):
             )
             copier.warm(join_sides(*sides), stream).synchronize()
 
-    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
-        """Map the rank's memories, once for each life of them."""
-        self._attached.attach(source)
+    def attach(
+        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
+    ) -> None:
+        """Map the rank's memories, once for each life of them, if the trial has not."""
+        held = trial.held if trial is not None else ()
+        tried = tuple(each for each in held if isinstance(each, MappedMemory))
+        self._attached.attach(source, tried)
 
     def detach(self, control_endpoint: str) -> None:
         """Its unfinished reads break; the mapping goes when no launch runs on it any more."""
@@ -201,12 +212,12 @@ class CudaIpcSink(SinkTransport):
                 self._leaving.append(attached)
                 continue
 
-            def close(mappings: tuple[MappedMemory, ...] = attached.mappings) -> Iterator[None]:
+            def close(job: CopyJob, mappings: tuple[MappedMemory, ...] = attached.mappings) -> None:
                 for mapping in mappings:
                     mapping.close()
-                yield
 
-            self._copy_thread.submit(PiecesJob(attached, close(), lambda job: None))
+            # As its listener: a job that is not run, because all ends, has its end as well
+            self._copy_thread.submit(PiecesJob(attached, iter(()), close))
 
     # -------------------------------------------------- reads
 

@@ -263,9 +263,11 @@ class FaultySink(SinkTransport):
         """As they are."""
         return self._inner.staging_bounds(source)
 
-    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
+    def attach(
+        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
+    ) -> None:
         """As it is."""
-        self._inner.attach(source, staging)
+        self._inner.attach(source, staging, trial)
 
     def detach(self, control_endpoint: str) -> None:
         """As it is."""

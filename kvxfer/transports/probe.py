@@ -17,7 +17,7 @@ from kvxfer.transfer.costs import (
     plan_staging,
 )
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.base import SinkTransport
+from kvxfer.transports.base import SinkTransport, Trial
 
 TRIAL_TIMEOUT_S = 2.0
 LATE_TIMEOUT_S = 0.25
@@ -40,18 +40,21 @@ would only hold up the first load: by 27 ms on two busy cores, two thirds of it.
 class Choice:
     """The wire to one source rank.
 
-    Its name, what its trial measured, how long a transfer of ``workload`` takes by that, why each
-    other wire was not taken, by which path the trial went where the wire has several, and of a
-    stream wire the staging of its connection.
+    Its name, its trial, which who has the choice closes, how long a transfer of ``workload`` takes
+    by that, why each other wire was not taken, and of a stream wire the staging of its connection.
     """
 
     transport: str
-    costs: WireCosts
+    trial: Trial
     workload: Workload
     duration_s: float
     staging: Staging | None = None
     reasons: dict[str, str] = field(default_factory=dict)
-    path: str = ""
+
+    @property
+    def costs(self) -> WireCosts:
+        """What the trial measured."""
+        return self.trial.costs
 
     @property
     def is_stream(self) -> bool:
@@ -64,7 +67,7 @@ class Choice:
 
     def __str__(self) -> str:
         """For the one log line of a peer."""
-        path = f" over {self.path}" if self.path else ""
+        path = f" over {self.trial.path}" if self.trial.path else ""
         cut = ""
         if (staging := self.staging) is not None:
             chunk = _size(self.chunk_nbytes(self.workload.nbytes))
@@ -97,7 +100,7 @@ def probe(
     to ``timeout_s`` for each candidate, less once a direct wire works, and for ``last_timeout_s``
     (if given) altogether; all that is left of it is for the last one, if none works until then: on
     a host with many times more work than cores a trial that takes 10 ms alone was seen to take 4 s.
-    May be called from any thread.
+    May be called from any thread. The trial of what is returned is to be closed.
 
     Raises TransportUnavailable with every reason when none is left: with one candidate, a wire
     asked for by name, that is its own reason.
@@ -106,29 +109,37 @@ def probe(
     working: dict[str, Choice] = {}
     reasons: dict[str, str] = {}
     direct: Choice | None = None
+    taken: Choice | None = None
     # Stable: otherwise in their order, so that those in use longest are tried first
     in_order = sorted(candidates.items(), key=lambda item: (item[1].is_dear, item[1].is_stream))
-    for position, (name, transport) in enumerate(in_order):
-        if direct is not None and (reason := _why_not_try(transport, direct)):
-            reasons[name] = f"not tried, because {reason}"
-            continue
-        limit_s = min(timeout_s, LATE_TIMEOUT_S) if direct is not None else timeout_s
-        if until_s is not None:
-            left_s = max(until_s - time.monotonic(), 0.0)
-            is_last = position == len(in_order) - 1 and not working
-            limit_s = left_s if is_last else min(limit_s, left_s)
-        try:
-            choice = _try(name, transport, source, workload, limit_s)
-        except TransportUnavailable as exc:
-            reasons[name] = str(exc).removeprefix(f"{name}: ")
-            continue
-        gbps = choice.costs.gb_per_s
-        if min_gbps is not None and gbps < min_gbps:
-            reasons[name] = f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}"
-            continue
-        working[name] = choice
-        direct = _soonest(working.values(), is_stream=False)
-    return _best(working, reasons, source)
+    try:
+        for position, (name, transport) in enumerate(in_order):
+            if direct is not None and (reason := _why_not_try(transport, direct)):
+                reasons[name] = f"not tried, because {reason}"
+                continue
+            limit_s = min(timeout_s, LATE_TIMEOUT_S) if direct is not None else timeout_s
+            if until_s is not None:
+                left_s = max(until_s - time.monotonic(), 0.0)
+                is_last = position == len(in_order) - 1 and not working
+                limit_s = left_s if is_last else min(limit_s, left_s)
+            try:
+                choice = _try(name, transport, source, workload, limit_s)
+            except TransportUnavailable as exc:
+                reasons[name] = str(exc).removeprefix(f"{name}: ")
+                continue
+            gbps = choice.costs.gb_per_s
+            if min_gbps is not None and gbps < min_gbps:
+                reasons[name] = f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}"
+                choice.trial.close()
+                continue
+            working[name] = choice
+            direct = _soonest(working.values(), is_stream=False)
+        taken = _best(working, reasons, source)
+    finally:
+        for choice in working.values():
+            if taken is None or choice.transport != taken.transport:
+                choice.trial.close()
+    return taken
 
 
 def _why_not_try(transport: SinkTransport, direct: Choice) -> str:
@@ -149,14 +160,15 @@ def _try(
     costs, bounds = trial.costs, transport.staging_bounds(source)
     if bounds is None:
         duration_s = costs.direct_s(workload.nbytes)
-        return Choice(name, costs, workload, duration_s, path=trial.path)
+        return Choice(name, trial, workload, duration_s)
     try:
         staging = replace(plan_staging(costs, workload, bounds), way=trial.way)
     except ValueError as exc:
+        trial.close()
         raise TransportUnavailable(str(exc)) from exc
     chunk_nbytes = staging.chunk_nbytes(costs, workload.nbytes)
     duration_s = costs.stream_s(workload.nbytes, chunk_nbytes)
-    return Choice(name, costs, workload, duration_s, staging, path=trial.path)
+    return Choice(name, trial, workload, duration_s, staging)
 
 
 def _best(working: Mapping[str, Choice], reasons: dict[str, str], source: RankManifest) -> Choice:

@@ -162,7 +162,9 @@ class ShmSink(SinkTransport):
         finally:
             mapping.close()
 
-    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
+    def attach(
+        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
+    ) -> None:
         """Map the rank's pools, once for each life of them."""
         self._attached.attach(source)
 

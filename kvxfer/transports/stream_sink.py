@@ -151,7 +151,9 @@ class StreamSink(SinkTransport):
         """Of the memory of both sides."""
         return {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}
 
-    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
+    def attach(
+        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
+    ) -> None:
         """Connect to the rank; the connection is made in the background.
 
         Another data endpoint under the same control endpoint takes the place of the one that is

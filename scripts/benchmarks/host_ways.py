@@ -218,7 +218,7 @@ class HostTaking(Member):
         """
         self._source = source
         self._choice = probe({self._sink.name: self._sink}, source, workload_of(request))
-        self._sink.attach(source, self._choice.staging)
+        self._sink.attach(source, self._choice.staging, self._choice.trial)
         self._control = connect(address)
         self._control.settimeout(CONNECT_S)
         return str(self._choice)

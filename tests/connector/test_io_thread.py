@@ -387,3 +387,19 @@ def test_what_cannot_be_entered_stops_no_handler() -> None:
     io.start()
     until(lambda: seen)
     assert io.stop(2)
+
+
+def test_who_posts_learns_whether_it_will_run(io: IoThread) -> None:
+    io.start()
+    seen: list[str] = []
+    assert io.post(lambda: seen.append("before"))
+
+    def stop_and_post() -> None:
+        # As another thread would between the order to end and the end: it was told that it will run
+        assert io.post(lambda: seen.append("told"))
+
+    io.post(stop_and_post)
+    assert io.stop(2)
+    assert seen == ["before", "told"]
+    assert not io.post(lambda: seen.append("after"))
+    assert seen == ["before", "told"]

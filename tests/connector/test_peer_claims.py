@@ -196,7 +196,7 @@ def test_a_source_that_does_not_bind_tokens_is_refused_by_a_sink_that_does() -> 
 def test_a_wire_that_fails_in_an_unforeseen_way_fails_the_contact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def attach(self: ShmSink, source: RankManifest) -> None:
+    def attach(self: ShmSink, *arguments: object) -> None:
         raise zmq.ZMQError(24)
 
     with (

@@ -126,6 +126,15 @@ SLOW, MIDDLE, FAST = (WireCosts(1e-4, 1e-4, gbps * 1e9) for gbps in (1, 2, 8))
 HOST = StagingBounds(32 * MIB, 8 * MIB)
 
 
+class Opened:
+    """What a trial leaves open."""
+
+    is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
 @dataclass
 class Wire:
     """As much of a sink as the probe uses."""
@@ -134,6 +143,7 @@ class Wire:
     bounds: StagingBounds | None = None
     is_dear: bool = False
     limits_s: list[float] = field(default_factory=list)
+    held: list[Opened] = field(default_factory=list)
 
     @property
     def is_stream(self) -> bool:
@@ -143,7 +153,8 @@ class Wire:
         self.limits_s.append(timeout_s)
         if isinstance(self.costs, str):
             raise TransportUnavailable(self.costs)
-        return Trial(self.costs)
+        self.held.append(Opened())
+        return Trial(self.costs, held=(self.held[-1],))
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds | None:
         return self.bounds
@@ -161,6 +172,36 @@ def test_the_choice_follows_the_costs_and_not_the_order(names: tuple[str, ...]) 
         assert choice.transport == fastest
         assert choice.duration_s == FAST.stream_s(256 * MIB, choice.chunk_nbytes(256 * MIB))
         assert set(choice.reasons) == set(names) - {fastest}
+
+
+def test_what_trials_hold_is_closed_but_for_the_wire_that_is_taken() -> None:
+    wires = {
+        "slow": Wire(SLOW, HOST),
+        "fast": Wire(FAST, HOST),
+        "none": Wire("not here"),
+        "below": Wire(replace(FAST, bytes_per_s=1e6)),
+    }
+    choice = choose(wires, min_gbps=0.5)
+    left = {name: [held.is_open for held in wire.held] for name, wire in wires.items()}
+    assert (choice.transport, left) == (
+        "fast",
+        {"slow": [False], "fast": [True], "none": [], "below": [False]},
+    )
+    choice.trial.close()
+    assert [held.is_open for held in wires["fast"].held] == [False]
+
+
+def test_what_trials_hold_is_closed_where_no_wire_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {"slow": Wire(SLOW), "other": Wire(MIDDLE, HOST)}
+    with pytest.raises(TransportUnavailable, match="min_gbps"):
+        choose(slow, min_gbps=5.0)
+    assert [held.is_open for wire in slow.values() for held in wire.held] == [False, False]
+    wire = Wire(FAST)
+    other = Wire(FAST)
+    monkeypatch.setattr(other, "trial", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        choose({"wire": wire, "other": other})
+    assert [held.is_open for held in wire.held] == [False]
 
 
 # A direct wire takes 400 ms for 256 MiB; a stream has two chunks of 256 KiB on top, so 256.5 MiB

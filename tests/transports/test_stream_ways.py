@@ -271,7 +271,7 @@ def test_the_choice_keeps_the_way_of_the_trial(pair: Pair, monkeypatch: pytest.M
     monkeypatch.setattr(StreamSink, "trial", lambda *_: Trial(COSTS, "a path", "other"))
     choice = probe(pair.sinks, pair.manifest, Workload(64 * MIB, 4096))
     assert choice.staging is not None
-    assert (choice.staging.way, choice.path) == ("other", "a path")
+    assert (choice.staging.way, choice.trial.path) == ("other", "a path")
 
 
 # ------------------------------------------------------------------ real pipes
