@@ -25,6 +25,8 @@ MAX_TILE_UNITS = 16384
 WIDE_NBYTES = 512
 # of GPU memory: a narrower column is fetched several times
 SECTOR_NBYTES = 32
+# Of a warp
+MIN_LANES = 32
 # Programs of an eighth of a tile at least: some are fuller of whole cycles
 MIN_TILE_SHARE = 8
 
@@ -94,8 +96,16 @@ class Plan:
 
     @property
     def busy_units(self) -> int:
-        """Of the fullest program. The compiler drops those behind, in steps of all threads."""
+        """Of the fullest program."""
         return self.table.most_runs * self.tile.columns
+
+    @property
+    def lanes(self) -> int:
+        """A power of two, of which these are more than half: the compiler would drop the others of
+        the tile, but only after it has unrolled them. A minute for a program of 24 units of 2 bytes
+        in a tile of 16384.
+        """
+        return max(MIN_LANES, 1 << (self.busy_units - 1).bit_length())
 
 
 @cache

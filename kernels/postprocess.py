@@ -131,7 +131,7 @@ def _move_cycles(
             COLUMNS=plan.tile.columns,
             MAGIC=plan.tile.magic,
             SHIFT=plan.tile.shift,
-            UNITS=plan.tile.units,
+            UNITS=plan.lanes,
             BUSY_UNITS=plan.busy_units,
             WORD=ELEMENTS[unit_nbytes],
             VEC=2 if unit_nbytes == 16 else 1,

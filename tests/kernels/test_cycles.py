@@ -5,9 +5,19 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 
 from kvxfer.kernels.block_rewrite import BlockRewrite
-from kvxfer.kernels.cycles import Tile, cycles_of, longest_cycle, plan_of, run_table, tile_of
+from kvxfer.kernels.cycles import (
+    Plan,
+    RunTable,
+    Tile,
+    cycles_of,
+    longest_cycle,
+    plan_of,
+    run_table,
+    tile_of,
+)
 from tests.kernels.rewrite_cases import order, sources_of_rows
 
 SIZES = [(2, 4), (4, 2), (4, 4), (6, 4), (4, 6), (1, 3), (16, 16), (24, 16)]
@@ -131,3 +141,20 @@ def test_a_smaller_tile_that_is_fuller() -> None:
     rewrite = BlockRewrite(8, order("HND 24"), order("NHD 16"))
     split = plan_of(rewrite, 16, 16, 32768, False)
     assert (split.tile.units, split.table.num_bins, split.busy_units) == (2048, 4, 95 * 16)
+
+
+def test_lanes_are_few_where_units_are() -> None:
+    # Runs of two tokens, of 2 bytes: six in two cycles, in a tile of 16384 units
+    rewrite = BlockRewrite(3, order("HND 4"), order("HND 2"))
+    few = plan_of(rewrite, rewrite.run_tokens, 2, 32768, False)
+    assert few.busy_units < few.tile.units // 64
+    assert few.lanes == 32
+    many = plan_of(BlockRewrite(8, order("HND 24"), order("NHD 16")), 16, 16, 32768, False)
+    assert (many.busy_units, many.lanes) == (1520, 2048)
+
+
+@pytest.mark.parametrize("num_runs", [1, 31, 32, 33, 64, 65, 1000, 1024])
+def test_no_unit_is_without_a_lane(num_runs: int) -> None:
+    plan = Plan(Tile(16384, 16, 1), RunTable(torch.zeros(1, 1024, 2), num_runs))
+    assert plan.busy_units <= plan.lanes < max(33, 2 * plan.busy_units)
+    assert plan.lanes & (plan.lanes - 1) == 0
