@@ -9,7 +9,10 @@ arrived must not lose to a lease that ran out meanwhile.
 
 Each call that lets go of the interpreter may wait for it behind the engine's thread, 0.2 to 5 ms.
 So what nobody waits for comes last: messages that are only deferred, and reading the byte that woke
-the thread.
+the thread. And the engine's thread may be the IO thread for a moment, while that one sleeps
+(:meth:`IoThread.borrow`): to hand a launch over takes about as long as to make it, and longer
+beside an engine that computes. Whoever runs has ``_turn``; the thread lets go of it to poll. ZeroMQ
+may still look at its sockets then, so a borrower leaves them alone.
 """
 
 from __future__ import annotations
@@ -106,6 +109,10 @@ class IoThread:
         self._is_wanted = False
         self._deferred: deque[Call] = deque()
         self._is_leaving = False
+        self._turn = threading.Lock()
+        self._entered: AbstractContextManager[object] | None = None
+        self.is_lent = False
+        """Whoever runs is not the thread itself: what touches a socket is to be deferred."""
         self._poller = zmq.Poller()
         self._wake_fd = self._wake_read.fileno()
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -140,6 +147,25 @@ class IoThread:
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_write.send(b"\0")
 
+    def borrow(self) -> bool:
+        """Take the thread's place, if it sleeps and nothing was posted before; else False. Never
+        waits. Until :meth:`give_back`, which must follow, the caller does what is short and touches
+        no socket.
+        """
+        if self._inbox or self._stopping or not self._turn.acquire(blocking=False):
+            return False
+        self.is_lent = self._awake = True  # nobody need wake the thread now
+        self._entered = self._enter()
+        return True
+
+    def give_back(self) -> None:
+        """The thread goes on with what was deferred, posted or asked for meanwhile."""
+        self._leave()
+        self.is_lent = self._awake = False
+        self._turn.release()
+        if self._is_wanted or self._deferred or self._inbox:
+            self.wake()
+
     def stop(self, timeout_s: float) -> bool:
         """Run what was posted, then end the thread. False if it did not end in time. Idempotent."""
 
@@ -159,7 +185,7 @@ class IoThread:
         """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
-    # -------------------------------------------------- on the thread (or before it starts)
+    # -------------------------------------------------- on the thread or in its place (or before)
 
     def after(self, delay_s: float, call: Call) -> Timer:
         """Run ``call`` once, ``delay_s`` seconds from now."""
@@ -226,6 +252,7 @@ class IoThread:
     # -------------------------------------------------- the loop
 
     def _main(self) -> None:
+        self._turn.acquire()
         while not self._stopping:
             self.guard(self._round)
         self.run_posted()  # whoever was told that it will run, before the end was seen
@@ -243,14 +270,17 @@ class IoThread:
         """One look at inbox, sockets and transports. Returns whether there was anything."""
         self._sync_groups()
         self._awake = False  # from here on a wake writes a byte; one before it is seen now
-        ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
+        self._turn.release()
+        try:
+            ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
+        finally:
+            self._turn.acquire()
         self._awake, self._is_wanted = True, False  # before the inbox is read
-        entered = self._enter()
+        self._entered = self._enter()
         try:
             num_posted = self._handle(ready)
         finally:
-            if entered is not None:
-                entered.__exit__(None, None, None)
+            self._leave()
         if any(socket == self._wake_fd for socket, _ in ready):
             with contextlib.suppress(BlockingIOError):
                 self._wake_read.recv(4096)
@@ -265,6 +295,11 @@ class IoThread:
             _log.debug("%s: %s", self._thread.name, exc)
             return None
         return self._within
+
+    def _leave(self) -> None:
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.__exit__(None, None, None)
 
     def _handle(self, ready: Sequence[tuple[Any, int]]) -> int:
         """What one look has found. Returns how much had been posted."""

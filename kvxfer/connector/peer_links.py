@@ -64,6 +64,9 @@ class PeerLinks:
 
     def send(self, endpoint: str, message: ToSource) -> None:
         """Queue a message."""
+        if self._around.io.is_lent:
+            self._around.io.defer(partial(self.send, endpoint, message))
+            return
         self.open(endpoint).send(message)
 
     def begin_load(self) -> None:

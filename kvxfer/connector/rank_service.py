@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,12 +17,13 @@ from kvxfer.connector.access import KeyGuard
 from kvxfer.connector.board import Board
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.io_thread import Call, IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
 from kvxfer.connector.peer_records import Failure, Surroundings
 from kvxfer.connector.peers import Peers
+from kvxfer.connector.records import NewLoad
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
@@ -39,7 +40,7 @@ from kvxfer.transfer.wire import (
     ToSource,
     encode,
 )
-from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
+from kvxfer.transports.base import LocalMemory, SinkCompletion, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 
@@ -133,6 +134,7 @@ class RankService:
             self.io.stop(0)
             self._end_context()
             raise
+        self._quick = [sink for sink in sinks.values() if sink.is_quick]
         # Direct wires first: what they have read is reported before sockets of the others are read.
         for sink in sorted(sinks.values(), key=lambda sink: sink.is_stream):
             self.io.watch_group(sink, partial(self._poll_sink, sink))
@@ -226,7 +228,12 @@ class RankService:
         self._count(transport)
 
     def _poll_sink(self, transport: SinkTransport) -> None:
-        for completion in transport.poll():
+        self._on_completions(transport, transport.poll())
+
+    def _on_completions(
+        self, transport: SinkTransport, completions: Sequence[SinkCompletion]
+    ) -> None:
+        for completion in completions:
             self.io.guard(partial(self.sink.on_completion, completion))
         self._count(transport)
 
@@ -245,6 +252,35 @@ class RankService:
                 close()
             except Exception:  # noqa: BLE001  # the others are closed all the same
                 _log.exception("shutdown: something did not close")
+
+    # -------------------------------------------------- in its place, on the engine thread
+
+    def begin(self, loads: Sequence[NewLoad], orders: Sequence[Call]) -> None:
+        """Carry out orders, of which these loads are a part and which touch no socket: at once and
+        here, where the IO thread sleeps and they are quick.
+        """
+        if self._quick and self.io.borrow():
+            try:
+                if self.sink.begins_quickly(loads):
+                    for order in orders:
+                        self.io.guard(order)
+                    return
+            finally:
+                self.io.give_back()
+        self.io.post(*orders)
+
+    def look(self) -> None:
+        """Take note of loads that are over, if the IO thread sleeps."""
+        if all(sink.is_idle for sink in self._quick) or not self.io.borrow():
+            return
+        try:
+            for sink in self._quick:
+                self.io.guard(partial(self._look_at, sink))
+        finally:
+            self.io.give_back()
+
+    def _look_at(self, sink: SinkTransport) -> None:
+        self._on_completions(sink, sink.look())
 
     # -------------------------------------------------- the end, on the engine thread
 

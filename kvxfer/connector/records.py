@@ -123,6 +123,11 @@ class ConnectorMetadata(msgspec.Struct, frozen=True):
     holds: tuple[Hold, ...] = ()
     unholds: tuple[Unhold, ...] = ()
 
+    @property
+    def has_only_loads(self) -> bool:
+        """Nothing but loads, and offers that are held until then or not any more."""
+        return not (self.manifest or self.offers or self.blocks or self.delayed or self.aborts)
+
 
 NO_ORDERS = ConnectorMetadata()
 """Those of most steps."""

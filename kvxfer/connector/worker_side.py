@@ -199,7 +199,10 @@ class WorkerConnector:
             self._loading.add(load.request_id)
             orders.append(partial(service.sink.load, load, now_s, self._written))
         orders += [partial(service.sink.abort, abort) for abort in metadata.aborts]
-        service.io.post(*orders)
+        if metadata.has_only_loads:
+            service.begin(metadata.loads, orders)
+        else:
+            service.io.post(*orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only after its load was reported."""
@@ -232,6 +235,7 @@ class WorkerConnector:
         """(finished_sending, finished_recving, why loads failed), each request once; failed
         ones are among the received.
         """
+        self._look()
         finished = self._ledger.take_finished()
         if finished is NONE_FINISHED:
             self._incomplete = {}
@@ -293,6 +297,7 @@ class WorkerConnector:
 
     def wait_for_activity(self, timeout_s: float) -> bool:
         """Sleep until something has ended; False if nothing has after ``timeout_s``."""
+        self._look()
         return self._ledger.wait(timeout_s)
 
     def activity_fileno(self) -> int:
@@ -309,6 +314,11 @@ class WorkerConnector:
         if service is not None:
             service.shutdown()
         self._ledger.close()
+
+    def _look(self) -> None:
+        """What is over, but not noted yet, is as good as noted."""
+        if self._loading and self._service is not None:
+            self._service.look()
 
     def _running(self) -> RankService:
         if self._service is None:

@@ -81,6 +81,10 @@ class DeviceCopier:
         """How often the host waited, because the ring was in use all over."""
         return self._ring.num_waits
 
+    def has_room(self) -> bool:
+        """Whether the next launch needs no wait: the ring is at most half in use."""
+        return self._ring.has_room()
+
     def warm(self, bound: BoundCopy, stream: Stream) -> Event:
         """Compile what copies between these sides need, for it takes a second the first time on a
         machine; nothing is copied.

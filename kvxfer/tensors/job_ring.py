@@ -101,13 +101,21 @@ class JobRing:
             if not oldest.event.query():
                 self.num_waits += 1
                 oldest.event.synchronize()
-            self._in_use.popleft()
-            self._num_used -= oldest.num_used
+            self._free_oldest()
         if not self._num_used:  # as good as new
             at, used = 0, num_words
         host_address, device_address = (each + at * WORD_NBYTES for each in self._addresses)
         words = self._host[at : at + num_words]
         return Slot(at, words, host_address, device_address, self, used)
+
+    def has_room(self) -> bool:
+        """Whether a slot of a quarter of the ring can be taken without waiting."""
+        while self._num_used > self.num_words // 2 and self._in_use[0].event.query():
+            self._free_oldest()
+        return self._num_used <= self.num_words // 2
+
+    def _free_oldest(self) -> None:
+        self._num_used -= self._in_use.popleft().num_used
 
     def close(self, slot: Slot, event: Event) -> None:
         """All work with the slot is on a stream, and the event behind it."""

@@ -305,6 +305,10 @@ class SinkTransport(Polled, ABC):
     """Whether a trial takes much longer than a first load may wait: it is made only where no
     direct wire works.
     """
+    is_quick: bool = False
+    """Whether ``submit_read`` and ``look`` take microseconds and wait for nothing, so that the
+    engine's thread may call them in the IO thread's place.
+    """
     counts: Counter[str]
     """What was dropped or refused, by reason; for metrics."""
 
@@ -370,6 +374,12 @@ class SinkTransport(Polled, ABC):
     @abstractmethod
     def poll(self) -> list[SinkCompletion]:
         """What happened since the last call. Never blocks."""
+
+    def look(self) -> list[SinkCompletion]:
+        """The same, and not even for the moment in which something will be over. What is not over
+        is left to ``poll``.
+        """
+        return self.poll()
 
     @abstractmethod
     def close(self) -> None:

@@ -9,7 +9,7 @@ given up ends soon, and reads take turns.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -118,6 +118,7 @@ class CudaIpcSink(SinkTransport):
 
     name = "cuda_ipc"
     is_stream = False
+    is_quick = True
 
     def __init__(
         self,
@@ -243,9 +244,8 @@ class CudaIpcSink(SinkTransport):
             self._copier.wait(self._stream, request.after)
         read = self._reads[key] = _Read(request, attached, launches)
         self._turns.append(read)
-        self._advance()
-        if not read.num_in_flight:  # nothing will wake this thread; its end is said by poll
-            self._wake()
+        self._advance(self._launch)
+        self._wake()  # poll sees it through
 
     def stop_read(self, key: TransferKey) -> None:
         """What was launched is the last of it."""
@@ -259,11 +259,19 @@ class CudaIpcSink(SinkTransport):
             self._wake()
 
     def poll(self) -> list[SinkCompletion]:
-        """Progress and ends of the copies."""
-        self._advance()
-        self._finish()
-        done, self._ready = self._ready, []
-        return done
+        """Progress and ends of the copies; of one that will be over in a moment its end."""
+        self._advance(self._follow)
+        return self._done()
+
+    def look(self) -> list[SinkCompletion]:
+        """Progress and ends of the copies that are over now."""
+        self._advance(self._land_now)
+        return self._done()
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is on its way, and nothing has to be told or unmapped."""
+        return not (self._reads or self._ready or self._leaving)
 
     def close(self) -> None:
         """Launch no more, wait for what runs, unmap."""
@@ -282,6 +290,11 @@ class CudaIpcSink(SinkTransport):
     def _tell(self, completion: SinkCompletion) -> None:
         self._ready.append(completion)
         self._wake()
+
+    def _done(self) -> list[SinkCompletion]:
+        self._finish()
+        done, self._ready = self._ready, []
+        return done
 
     def _launches(
         self, request: ReadRequest, attached: Attached[MappedMemory]
@@ -324,24 +337,38 @@ class CudaIpcSink(SinkTransport):
             bound[id(copy_class)] = known
         return known[1]
 
-    def _advance(self) -> None:
-        """See what is over, launch what follows, and look again at what will be over soon."""
+    def _advance(self, step: Callable[[], object]) -> None:
+        """One of the three below. An error of CUDA's ends all reads."""
         try:
-            landed = self._in_flight.land()
-            while True:
-                self._land(landed)
-                self._launch()
-                landed = self._in_flight.land_close()
-                if not landed:
-                    break
+            step()
         except RuntimeError as exc:
             self._break(str(exc))
+
+    def _follow(self) -> None:
+        """See what is over, launch what follows, and look again at what will be over soon."""
+        landed = self._in_flight.land()
+        while True:
+            self._land(landed)
+            self._launch()
+            landed = self._in_flight.land_close()
+            if not landed:
+                break
         self._in_flight.expect()
 
-    def _launch(self) -> None:
-        """One launch for each read in turn, as long as few are on their way, and few bytes."""
-        in_flight = self._in_flight
+    def _land_now(self) -> None:
+        """See what is over, launch what follows; that is followed by ``poll``."""
+        self._land(self._in_flight.land())
+        if self._launch():
+            self._wake()
+
+    def _launch(self) -> bool:
+        """One launch for each read in turn, as long as few are on their way, and few bytes, and the
+        host need not wait for room for their ids. False if there was none.
+        """
+        in_flight, has_launched = self._in_flight, False
         while self._turns and in_flight.nbytes < IN_FLIGHT_NBYTES and len(in_flight) < MAX_LAUNCHES:
+            if not self._copier.has_room():
+                break
             read = self._turns.popleft()
             if read.launches is None:
                 continue
@@ -357,6 +384,8 @@ class CudaIpcSink(SinkTransport):
                 self._turns.append(read)
             in_flight.add(read, *following)
             read.num_in_flight += 1
+            has_launched = True
+        return has_launched
 
     def _land(self, landed: Sequence[Flight[_Read]]) -> None:
         """Take note of launches that are over."""

@@ -32,7 +32,10 @@ from tests.transfer.naive_windows import kept_tokens, simulated
 
 LIFE = b"s" * 16
 NUM_BLOCKS = 130
-TRANSPORTS: dict[str, Any] = {"shm": Bag(is_stream=False), "zmq": Bag(is_stream=True)}
+TRANSPORTS: dict[str, Any] = {
+    "shm": Bag(is_stream=False, is_quick=False),
+    "zmq": Bag(is_stream=True, is_quick=False),
+}
 
 Table = tuple[tuple[int, ...], ...]
 

@@ -111,3 +111,32 @@ def test_slots_in_use_never_overlap(sizes: list[int], over: list[int]) -> None:
         in_use.append((slot, events[-1]))
         if number < len(over) and over[number] < len(events):
             events[over[number]].is_over = True
+
+
+def test_there_is_room_while_half_of_the_ring_is_free() -> None:
+    ring, events = ring_of(16)
+    for _ in range(2):
+        ring.end(ring.take(4))
+        assert ring.has_room()
+    ring.end(ring.take(4))
+    assert not ring.has_room()
+    events[1].is_over = True  # not the oldest
+    assert not ring.has_room()
+    events[0].is_over = True
+    assert ring.has_room()
+    for _ in range(2):  # whatever is left at the ring's end
+        ring.take(4)
+    assert (ring.num_waits, [event.num_waits for event in events]) == (0, [0, 0, 0])
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.booleans()), max_size=60))
+def test_with_room_a_quarter_never_waits(steps: list[tuple[int, bool]]) -> None:
+    ring, events = ring_of(32)
+    for num_words, ends in steps:
+        if ends:
+            for event in events[:1]:
+                event.is_over = True
+            del events[:1]
+        if ring.has_room():
+            ring.end(ring.take(num_words))
+    assert ring.num_waits == 0

@@ -182,6 +182,47 @@ def test_a_key_is_used_once(stage: Stage) -> None:
         stage.read(1)
 
 
+@pytest.mark.usefixtures("narrow")
+def test_a_look_notes_what_is_over_and_leaves_the_rest_to_poll(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Launches, "land_close", lambda *_: pytest.fail("waited for a moment"))
+    monkeypatch.setattr(Launches, "expect", lambda *_: pytest.fail("woke a thread"))
+    wakes: list[int] = []
+    monkeypatch.setattr(stage.sink, "_wake", lambda: wakes.append(1))
+    assert stage.sink.is_idle
+    stage.read(1)
+    assert (len(stage.events), len(wakes), stage.sink.is_idle) == (2, 1, False)
+    assert stage.sink.look() == []
+    assert len(wakes) == 1  # nothing more was launched
+    stage.events[0].is_over = True
+    assert stage.sink.look() == [Progress(key_of(1), 100)]
+    assert (len(stage.events), len(wakes)) == (3, 2)  # poll is to follow
+    stage.events[1].is_over = stage.events[2].is_over = True
+    assert stage.sink.look()[-1] == ReadDone(key_of(1), 300, certified=False)
+    assert (len(wakes), stage.sink.is_idle) == (2, True)
+
+
+def test_a_look_sees_that_the_gpu_has_failed(stage: Stage) -> None:
+    stage.read(1)
+    stage.events[0].error = RuntimeError("CUDA error: an illegal memory access")
+    detail = "this GPU cannot be used any more: CUDA error: an illegal memory access"
+    assert stage.sink.look() == [ReadBroke(key_of(1), Reason.READ_FAILED, detail)]
+
+
+def test_what_needs_room_for_its_ids_waits_for_other_launches(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceCopier, "has_room", lambda _: not stage.events)
+    stage.read(1)
+    assert len(stage.events) == 1
+    assert stage.over(0) == [Progress(key_of(1), 100)]
+    assert len(stage.events) == 1
+    monkeypatch.setattr(DeviceCopier, "has_room", lambda _: True)
+    assert stage.sink.poll() == []
+    assert stage.over(1, 2) == [ReadDone(key_of(1), 300, certified=False)]
+
+
 # ------------------------------------------------------------------ when to look
 
 

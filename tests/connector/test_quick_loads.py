@@ -1,0 +1,333 @@
+"""Loads that the engine's thread begins and ends itself, in the IO thread's place: which, and that
+it leaves sockets alone. The wire is cuda_ipc, which launches and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvxfer.connector import sink as sink_module
+from kvxfer.connector.control_client import ControlClient
+from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.records import (
+    AbortLoad,
+    ConnectorMetadata,
+    EndOffer,
+    Hold,
+    NewLoad,
+    NewOffer,
+    OfferBlocks,
+    Unhold,
+)
+from kvxfer.connector.sink import Sink
+from kvxfer.connector.source import Source
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.attachments import Attachments
+from kvxfer.transports.base import SinkTransport
+from tests.builders import EngineShape, build_manifest
+from tests.connector.rig import DIGEST, POISON, Engine, expect_copied, until
+
+SHAPE = EngineShape(num_kv_heads=2, num_blocks=32)
+TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=32)
+
+
+class Watch:
+    """Which threads begin reads, report loads, and touch sockets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began: list[str] = []
+        self.reported: list[str] = []
+        self.touched: set[str] = set()
+        self.engine = threading.current_thread().name
+        self._patch = monkeypatch
+        self.note(Sink, "_report", self.reported.append)
+        for kind, names in (
+            (ControlClient, ("__init__", "send", "close", "_read", "_look")),
+            (IoThread, ("run_deferred",)),
+        ):
+            for name in names:
+                self.note(kind, name, self.touched.add)
+
+    def wire(self, engine: Engine) -> SinkTransport:
+        service = engine.workers[0]._service
+        assert service is not None
+        (wire,) = service.sink._addressing.transports.values()
+        self.note(type(wire), "submit_read", self.began.append)
+        return wire
+
+    def note(self, kind: type, name: str, note: Any) -> None:
+        inner = vars(kind)[name]
+
+        def noted(*arguments: Any, **named: Any) -> Any:
+            note(threading.current_thread().name)
+            return inner(*arguments, **named)
+
+        self._patch.setattr(kind, name, noted)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    watch = Watch(monkeypatch)
+    yield watch
+    assert watch.engine not in watch.touched
+
+
+class Two:
+    """A source and a sink that have met."""
+
+    def __init__(self, source: Engine, sink: Engine) -> None:
+        self.source, self.sink = source, sink
+        self._num = 0
+        self.move()
+        borrow = self.io.borrow
+
+        def wait_and_borrow() -> bool:
+            """It may be amid a round, on a busy machine for long; then nothing would be quick."""
+            until(borrow)
+            return True
+
+        vars(self.io)["borrow"] = wait_and_borrow
+
+    def offered(self) -> tuple[str, Any]:
+        self._num += 1
+        name = f"r{self._num}"
+        ref = self.source.offer(name, 32, [1, 2])
+        self.source.compute(name)
+        num_posted = self._num * len(self.source.workers)
+        if self.source.config.offer_board and self.source.config.transport == "cuda_ipc":
+            until(lambda: self.source.count("board.posted") == num_posted)
+        return name, ref
+
+    @property
+    def io(self) -> IoThread:
+        service = self.sink.workers[0]._service
+        assert service is not None
+        return service.io
+
+    def begin(self, hold: bool = False) -> str:
+        name, ref = self.offered()
+        self.sink.load(name, ref, [3, 4], (0, 32), hold=hold)
+        return name
+
+    def move(self, hold: bool = False) -> None:
+        name = self.begin(hold)
+        until(lambda: self.sink.received(name))
+        assert self.sink.reasons(name) == {None}
+        until(lambda: self.source.sent(name))
+
+
+def engines(wire: str = "cuda_ipc", shape: EngineShape = SHAPE, **settings: Any) -> Any:
+    return (
+        Engine(shape, "prefill", fill=None, transport=wire, **settings),
+        Engine(SHAPE, "decode", fill=POISON, transport=wire, **settings),
+    )
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("shape", [SHAPE, TWO], ids=["one rank", "two ranks"])
+def test_the_engine_begins_what_is_quick(watch: Watch, shape: EngineShape, hold: bool) -> None:
+    source, sink = engines(shape=shape)
+    with source, sink:
+        watch.wire(sink)
+        two = Two(source, sink)
+        first = watch.began.copy()
+        assert set(first) == {two.io._thread.name}  # it had to be met
+        for _ in range(3):
+            two.move(hold)
+        assert watch.began[len(first) :] == [watch.engine] * (3 * len(first))
+        expect_copied(source, sink, [1, 2], [3, 4], (0, 32))
+        assert sink.count("board.verdicts") == 4 * len(source.workers)
+
+
+def test_the_engine_notes_the_end_of_a_load_while_nobody_wakes_the_io_thread(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, sink = engines()
+    with source, sink:
+        two = Two(source, sink)
+        name, ref = two.offered()
+        with monkeypatch.context() as patch:
+            patch.setattr(two.io, "wake", lambda: None)
+            sink.load(name, ref, [3, 4], (0, 32))
+            sink.collect()
+            assert sink.received(name)
+        two.io.wake()
+        assert watch.reported[-1] == watch.engine
+        assert sink.reasons(name) == {None}
+        until(lambda: source.sent(name))  # the Pull and the Release have left in the end
+
+
+def test_who_waits_notes_it_as_well(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sink = engines()
+    with source, sink:
+        two = Two(source, sink)
+        name, ref = two.offered()
+        with monkeypatch.context() as patch:
+            patch.setattr(two.io, "wake", lambda: None)
+            sink.load(name, ref, [3, 4], (0, 32))
+            assert sink.workers[0].wait_for_activity(0.0)
+        two.io.wake()
+        assert watch.reported[-1] == watch.engine
+        assert sink.received(name)
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_the_io_thread_begins_what_copies_or_sends(watch: Watch, wire: str) -> None:
+    source, sink = engines(wire)
+    with source, sink:
+        watch.wire(sink)
+        two = Two.__new__(Two)
+        two.source, two.sink, two._num = source, sink, 0
+        for _ in range(3):
+            name, ref = two.offered()
+            sink.load(name, ref, [3, 4], (0, 32))
+            until(lambda name=name: sink.received(name))  # type: ignore[misc]
+        assert set(watch.began) == {two.io._thread.name}
+        assert set(watch.reported) == {two.io._thread.name}
+
+
+def test_the_io_thread_begins_loads_of_many_ids(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sink_module, "QUICK_IDS", 1)
+    source, sink = engines()
+    with source, sink:
+        watch.wire(sink)
+        two = Two(source, sink)
+        two.move()
+        assert set(watch.began) == {two.io._thread.name}
+
+
+def test_the_io_thread_begins_loads_over_other_wires_of_the_same_rank(watch: Watch) -> None:
+    source, sink = engines()
+    with source, sink:
+        vars(watch.wire(sink))["is_quick"] = False
+        two = Two(source, sink)
+        two.move()
+        assert set(watch.began) == {two.io._thread.name}
+
+
+def test_the_io_thread_has_the_orders_of_a_step_that_also_offers(watch: Watch) -> None:
+    source, sink = engines()
+    with source, sink:
+        watch.wire(sink)
+        two = Two(source, sink)
+        name, ref = two.offered()
+        added: list[str] = []
+        watch.note(Source, "add", added.append)
+        watch.began.clear()
+        load = NewLoad(
+            request_id=name, source=ref, token_lo=0, token_hi=32, block_ids=((3, 4),), digest=DIGEST
+        )
+        offer = NewOffer(request_id="p", nonce=b"n" * 16, num_tokens=1, digest=DIGEST)
+        blocks = OfferBlocks("p", ((1,),))
+        sink.step(ConnectorMetadata(loads=(load,), offers=(offer,), blocks=(blocks,)))
+        until(lambda: sink.received(name))
+        assert sink.reasons(name) == {None}
+        assert added == watch.began == [two.io._thread.name]
+
+
+def test_wires_without_loads_are_not_looked_at(watch: Watch) -> None:
+    source, sink = engines()
+    with source, sink:
+        two = Two(source, sink)
+        vars(two.io)["borrow"] = lambda: pytest.fail("nothing is on its way")
+        service = sink.workers[0]._service
+        assert service is not None
+        service.look()
+
+
+def test_an_offer_that_no_board_shows_is_asked_for_by_the_io_thread(watch: Watch) -> None:
+    source, sink = engines(offer_board=False)
+    with source, sink:
+        watch.wire(sink)
+        two = Two.__new__(Two)
+        two.source, two.sink, two._num = source, sink, 0
+        for _ in range(3):
+            name, ref = two.offered()
+            sink.load(name, ref, [3, 4], (0, 32))
+            until(lambda name=name: sink.received(name))  # type: ignore[misc]
+            assert sink.reasons(name) == {None}
+        expect_copied(source, sink, [1, 2], [3, 4], (0, 32))
+
+
+def test_an_offer_that_is_over_is_refused_by_name(watch: Watch) -> None:
+    source, sink = engines()
+    with source, sink:
+        two = Two(source, sink)
+        name, ref = two.offered()
+        source.end(name)
+        sink.load(name, ref, [3, 4], (0, 32), hold=True)
+        until(lambda: sink.received(name))
+        assert sink.reasons(name) <= {"ended", "aborted"}
+        two.move()
+
+
+def test_a_wire_that_does_not_know_the_source_any_more_ends_the_peer_and_it_is_met_anew(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, sink = engines()
+    with source, sink:
+        two = Two(source, sink)
+        with monkeypatch.context() as patch:
+            patch.setattr(Attachments, "find", lambda *_: None)
+            name = two.begin()
+            until(lambda: sink.received(name))
+        assert sink.reasons(name) == {"peer_lost"}
+        until(lambda: sink.count("peers.peer_lost") == 1)
+        two.move()
+        assert sink.count("peers.ready") == 2
+
+
+def test_a_load_that_cannot_begin_is_reported(watch: Watch) -> None:
+    source, sink = engines()
+    with source, sink:
+        two = Two(source, sink)
+        name, ref = two.offered()
+        sink.load(name, ref, [3, 4000], (0, 32), hold=True)  # no such block
+        until(lambda: sink.received(name))
+        assert sink.reasons(name) == {"plan"}
+        until(lambda: source.sent(name))  # its Cancel has left
+        two.move()
+
+
+def test_engines_that_die_meanwhile(watch: Watch) -> None:
+    source, sink = engines()
+    with sink:
+        with source:
+            two = Two(source, sink)
+            name, ref = two.offered()
+        time.sleep(0.05)
+        sink.load(name, ref, [3, 4], (0, 32))
+        until(lambda: sink.received(name))
+        assert sink.reasons(name) <= {"peer_lost", "shutdown", "ended"}
+
+
+def test_what_a_step_has_besides_loads_goes_to_the_io_thread() -> None:
+    source: Any = None
+    load = NewLoad(
+        request_id="d", source=source, token_lo=0, token_hi=1, block_ids=((1,),), digest=DIGEST
+    )
+    quick = ConnectorMetadata(
+        loads=(load,),
+        holds=(Hold("d", source),),
+        unholds=(Unhold("d", source, Reason.CANCELLED),),
+        computed=("p",),
+        ended=(EndOffer("p", Reason.ABORTED),),
+    )
+    assert quick.has_only_loads
+    offer = NewOffer(request_id="p", nonce=b"", num_tokens=1, digest=DIGEST)
+    others: list[dict[str, Any]] = [
+        {"offers": (offer,)},
+        {"blocks": (OfferBlocks("p", ((1,),)),)},
+        {"delayed": ("p",)},
+        {"aborts": (AbortLoad("e", Reason.ABORTED),)},
+        {"manifest": build_manifest(SHAPE)},
+    ]
+    for other in others:
+        assert not ConnectorMetadata(loads=(load,), **other).has_only_loads
