@@ -18,7 +18,7 @@ from kvxfer.connector.board import BoardView
 from kvxfer.connector.introduction import check_introduction, check_partner
 from kvxfer.connector.io_thread import Call, Timer
 from kvxfer.connector.peer_links import PeerLinks
-from kvxfer.connector.peer_records import Failure, PeerState, Surroundings, Waiter
+from kvxfer.connector.peer_records import Failure, Moments, PeerState, Surroundings, Waiter
 from kvxfer.connector.peer_trial import Choices, discard, start_trial
 from kvxfer.connector.peer_waiters import Waiters
 from kvxfer.connector.records import SourceRef
@@ -69,7 +69,7 @@ class Peer:
         self._links: PeerLinks | None = None
         self._deadline: Timer | None = None
         self._greeted_s = 0.0
-        self._started_s = around.io.now()
+        self._moments = Moments(around.io.now)
 
     # -------------------------------------------------- getting acquainted
 
@@ -162,6 +162,7 @@ class Peer:
 
     def _get_to_know(self, manifest: EngineManifest) -> None:
         around = self._around
+        self._moments.end("hello")
         check_introduction(around.config, self.engine_id, self.endpoint, manifest)
         around.admit(self, manifest)
         self.manifest = manifest
@@ -180,6 +181,7 @@ class Peer:
             for route in self.routes()
             if not route.is_null
         ]
+        self._moments.end("plan")
         start_trial(around, routes, until_s, self._on_tried)
 
     def _not_tried(self) -> None:
@@ -193,6 +195,7 @@ class Peer:
         if self.state is not PeerState.KNOWN:
             discard(result)
             return
+        self._moments.end("trials")
         self.choices, unattached = result, dict(result)
         try:
             for rank, choice in result.items():
@@ -208,9 +211,9 @@ class Peer:
         self._clear_deadline()
         self.state, self.was_ready = PeerState.READY, True
         self._around.ledger.count("peers.ready")
-        met_ms = (self._around.io.now() - self._started_s) * 1e3
+        self._moments.end("attach")
         names = self.engine_id, self.endpoint
-        _log.info("engine %s at %s, met in %.0f ms: %s", *names, met_ms, self.wire)
+        _log.info("engine %s at %s, met in %s: %s", *names, self._moments, self.wire)
         self._waiters.serve(self)
         if self._waiters:  # of offers that name another life
             self.recheck()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.io_thread import IoThread, Now, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.manifest import EngineManifest, RankId
@@ -36,6 +36,25 @@ class Failure:
 
     reason: Reason
     detail: str
+
+
+class Moments:
+    """How long each part of a first contact took, one after the other."""
+
+    def __init__(self, now: Now) -> None:
+        self._now = now
+        self._started_s = self._ended_s = now()
+        self._parts_s: dict[str, float] = {}
+
+    def end(self, part: str) -> None:
+        """It ended now; of one that comes again the times are added."""
+        before_s, self._ended_s = self._ended_s, self._now()
+        self._parts_s[part] = self._parts_s.get(part, 0.0) + self._ended_s - before_s
+
+    def __str__(self) -> str:
+        """For the log: 27 ms (hello 3, plan 4, trials 15, attach 5)."""
+        parts = ", ".join(f"{part} {took_s * 1e3:.0f}" for part, took_s in self._parts_s.items())
+        return f"{(self._ended_s - self._started_s) * 1e3:.0f} ms ({parts})"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from types import TracebackType
 from typing import Any
@@ -36,6 +36,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuMemcpyHtoDAsync_v2": (c_void_p, c_void_p, c_size_t, c_void_p),
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
+    "cuMemGetAddressRange_v2": (c_void_p, c_void_p, c_uint64),
     "cuGetErrorString": (c_int, c_void_p),
 }
 
@@ -117,6 +118,12 @@ class Driver:
         if error and error != _NOT_READY:
             raise CudaError(f"cuEventQuery: {self._reason(error)}")
         return not error
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """Where the allocation of an address begins, and its bytes. Raises CudaError."""
+        base, nbytes = c_uint64(), c_size_t()
+        self.call("cuMemGetAddressRange_v2", byref(base), byref(nbytes), address)
+        return base.value, nbytes.value
 
     def current(self, device: torch.device) -> CurrentContext:
         """The context of PyTorch's and everybody's memory on this GPU. It is kept for as long as

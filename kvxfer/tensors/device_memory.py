@@ -53,9 +53,9 @@ def export_memory(tensor: Tensor) -> CudaIpcHandle:
     bindings = _bindings()
     address = tensor.data_ptr()
     with current_context(tensor.device):
-        base, _ = _call(bindings, "cuMemGetAddressRange", address)
+        base, _ = _allocation_of(address)
         try:
-            (handle,) = _call(bindings, "cuIpcGetMemHandle", int(base))
+            (handle,) = _call(bindings, "cuIpcGetMemHandle", base)
         except TransportUnavailable as exc:
             raise TransportUnavailable(
                 f"{exc}; expected memory of cudaMalloc: expandable segments "
@@ -65,7 +65,7 @@ def export_memory(tensor: Tensor) -> CudaIpcHandle:
         boot_id=boot_id(),
         pid=os.getpid(),
         handle=bytes(handle.reserved),
-        offset=address - int(base),
+        offset=address - base,
         nbytes=tensor.numel() * tensor.element_size(),
     )
 
@@ -99,12 +99,12 @@ def map_memory(handle: CudaIpcHandle, device: torch.device) -> MappedMemory:
                 _call(bindings, "cuIpcCloseMemHandle", base)
 
         # A kernel that reads beyond a mapping ends this process's use of the GPU
-        _, mapped_nbytes = _call(bindings, "cuMemGetAddressRange", base)
-        if handle.offset < 0 or handle.offset + handle.nbytes > int(mapped_nbytes):
+        _, mapped_nbytes = _allocation_of(base)
+        if handle.offset < 0 or handle.offset + handle.nbytes > mapped_nbytes:
             close()
             raise TransportUnavailable(
                 f"cuda_ipc: expected {handle.nbytes} bytes at {handle.offset} of process "
-                f"{handle.pid}, got a mapping of {int(mapped_nbytes)}"
+                f"{handle.pid}, got a mapping of {mapped_nbytes}"
             )
     return MappedMemory(DeviceMemory(base + handle.offset, handle.nbytes), close)
 
@@ -131,6 +131,14 @@ def current_context(device: torch.device) -> CurrentContext:
     """
     try:
         return driver().current(device)
+    except CudaError as exc:
+        raise TransportUnavailable(f"cuda_ipc: {exc}") from exc
+
+
+def _allocation_of(address: int) -> tuple[int, int]:
+    """Where it begins, and its bytes. Raises TransportUnavailable."""
+    try:
+        return driver().address_range(address)
     except CudaError as exc:
         raise TransportUnavailable(f"cuda_ipc: {exc}") from exc
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
 
+from kvxfer.connector.peer_records import Moments
 from kvxfer.connector.peer_trial import workload_of
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, Workload
@@ -138,6 +140,7 @@ def test_auto_takes_the_wire_that_was_measured_faster_and_logs_both(
     ):
         load(source, sink)
         (line,) = (text for text in caplog.messages if "engine prefill at" in text)
+    assert re.search(r"met in \d+ ms \(hello \d+, plan \d+, trials \d+, attach \d+\): ", line), line
     assert bool(seen.headers) is (fast in STREAMS)
     if fast == "shm":
         assert line.endswith(
@@ -149,6 +152,15 @@ def test_auto_takes_the_wire_that_was_measured_faster_and_logs_both(
             ": zmq at 1.00 GB/s, 1 us: 2048 tokens (128 KiB) in 0.394 ms in chunks of 256 KiB, "
             "7 slots of 256 KiB; not shm: 13.1 ms instead of 0.394 for 2048 tokens"
         )
+
+
+def test_the_parts_of_a_contact_add_up() -> None:
+    clock_s = [5.0]
+    moments = Moments(lambda: clock_s[0])
+    for part, now_s in (("hello", 5.002), ("plan", 5.005), ("hello", 5.006), ("attach", 5.027)):
+        clock_s[0] = now_s
+        moments.end(part)
+    assert str(moments) == "27 ms (hello 3, plan 3, attach 21)"
 
 
 def test_what_a_route_weighs_by_hand() -> None:

@@ -60,19 +60,34 @@ def test_a_trial_times_a_copy_until_it_was_not_disturbed(
     clock_s = 50.0
     left = list(durations_s)
 
+    slept_s: list[float] = []
+
     class Ending:
+        def __init__(self) -> None:
+            self.over_s = clock_s + left.pop(0)
+
         def query(self) -> bool:
-            return False
+            nonlocal clock_s
+            clock_s += 1e-6
+            return clock_s >= self.over_s
 
         def synchronize(self) -> None:
             nonlocal clock_s
-            clock_s += left.pop(0)
+            slept_s.append(self.over_s - clock_s)
+            clock_s = max(clock_s, self.over_s)
 
     monkeypatch.setattr(cuda_ipc_trial, "time", SimpleNamespace(perf_counter=lambda: clock_s))
     nbytes, took_s = cuda_ipc_trial.time_copy(lambda: Launched(Ending(), 4096))
     assert nbytes == 4096
-    assert took_s == pytest.approx(least_s)
+    assert took_s == pytest.approx(least_s, abs=2e-6)
     assert len(durations_s) - len(left) == num_timed
+    # Watched for a millisecond at most, and not at all once all have taken longer
+    timed_s = durations_s[:num_timed]
+    watched_s = sum(timed_s) - sum(slept_s)
+    if max(timed_s) < 0.001:
+        assert not slept_s
+    elif min(timed_s) > 0.001:
+        assert watched_s == pytest.approx(0.001, abs=2e-6)
 
 
 @pytest.fixture
