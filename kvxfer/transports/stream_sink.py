@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import numpy as np
 import zmq
@@ -44,7 +45,7 @@ from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_packing import MakePacker, make_packer
 from kvxfer.transports.stream_reads import Read, ReadLink, UnpackJob, why_not
 from kvxfer.transports.stream_source import MakePipe
-from kvxfer.transports.stream_trial import trial_slots
+from kvxfer.transports.stream_trial import DEVICE_CHUNK_S, trial_slots
 from kvxfer.transports.stream_ways import try_ways
 from kvxfer.transports.stream_wire import (
     Attached,
@@ -127,8 +128,12 @@ class StreamSink(SinkTransport):
                     way=way,
                 )
 
-            slots = trial_slots(*self._device_types(source))
-            return try_ways(pipe, make_link, slots, wake, timeout_s)
+            kinds = self._device_types(source)
+            trial = try_ways(pipe, make_link, trial_slots(*kinds), wake, timeout_s)
+        if kinds == {"cpu"}:
+            return trial
+        message_s = max(trial.costs.message_s, DEVICE_CHUNK_S)
+        return replace(trial, costs=replace(trial.costs, message_s=message_s))
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """What unpacks them."""

@@ -13,8 +13,9 @@ import pytest
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
 from kvxfer.testing_cases import CASES, make_move
+from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import registry, stream_packing
+from kvxfer.transports import registry, stream_packing, stream_sink
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -24,6 +25,7 @@ from kvxfer.transports.base import (
     ReadStopped,
     SendStopped,
     Sent,
+    Trial,
 )
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
@@ -166,6 +168,28 @@ def test_a_trial_measures_costs_and_leaves_nothing_open(pair: Pair, world: World
     assert trial.path == "memory"
     pair.until(lambda: world.num_open == 2)
     assert world.num_pipes == 2
+
+
+@pytest.mark.parametrize("kinds", [{"cpu"}, {"cpu", "cuda"}, {"cuda"}])
+def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, kinds: set[str]
+) -> None:
+    measured = Trial(WireCosts(1e-5, CHUNK_S, 2e11), "a path", "a way")
+    monkeypatch.setattr(stream_sink, "try_ways", lambda *_: measured)
+    monkeypatch.setattr(type(pair.sink), "_device_types", lambda *_: kinds)
+    trial = pair.trial()
+    assert (trial.path, trial.way, trial.costs.bytes_per_s) == ("a path", "a way", 2e11)
+    if kinds == {"cpu"}:
+        assert trial == measured
+        return
+    assert trial.costs.message_s == 4 * CHUNK_S
+    # 128 tokens of Llama-3-8B, and 1024: chunks of 16 MiB and more
+    nbytes = 128 << 17
+    assert trial.costs.chunk_nbytes(nbytes, 1, 64 << 20) >= nbytes
+    assert trial.costs.chunk_nbytes(8 * nbytes, 1, 64 << 20) == 64 << 20
+    dear = Trial(WireCosts(1e-5, 1e-3, 2e11))
+    monkeypatch.setattr(stream_sink, "try_ways", lambda *_: dear)
+    assert pair.trial() == dear
 
 
 def test_a_trial_over_a_pipe_that_breaks_says_so(pair: Pair, world: World) -> None:
