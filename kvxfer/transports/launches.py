@@ -20,6 +20,10 @@ from kvxfer.tensors.job_ring import Event
 
 CLOSE_S = 150e-6
 """So long before a copy should be over, and so long after, it is looked at without pause."""
+WAKE_S = 100e-6
+"""What it takes to be woken: so much sooner. Beside an idle engine 8,192 tokens were seen over
+0.12 ms later than beside a busy one, which looks by itself.
+"""
 FIRST_BYTES_PER_S = 300e9
 """Of a link that has not been measured yet; what is measured counts from the first copy on."""
 MEASURED_NBYTES = 32 << 20
@@ -88,7 +92,8 @@ class Launches(Generic[T]):
     def land_close(self) -> list[Flight[T]]:
         """Those that will be over in a moment; nothing if none will. Raises RuntimeError."""
         while self._flights:
-            if abs(time.perf_counter() - self._flights[0].due_s) > CLOSE_S:
+            early_s = self._flights[0].due_s - time.perf_counter()
+            if not -CLOSE_S <= early_s <= CLOSE_S + WAKE_S:
                 break
             if landed := self.land():
                 return landed
@@ -148,7 +153,7 @@ class _Waiter:
     def _main(self) -> None:
         while (expected := self._events.get()) is not None:
             event, due_s = expected
-            early_s = due_s - CLOSE_S - time.perf_counter()
+            early_s = due_s - CLOSE_S - WAKE_S - time.perf_counter()
             if early_s > 0:
                 time.sleep(early_s)
                 self._wake()

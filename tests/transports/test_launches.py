@@ -17,7 +17,7 @@ from kvxfer.transports import cuda_ipc_direct
 from kvxfer.transports import launches as module
 from kvxfer.transports.base import Progress, ReadBroke, ReadDone, ReadStopped, SinkCompletion
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
-from kvxfer.transports.launches import CLOSE_S, FIRST_BYTES_PER_S, Launches
+from kvxfer.transports.launches import CLOSE_S, FIRST_BYTES_PER_S, WAKE_S, Launches
 from tests.conftest import HAS_CUDA
 from tests.connector.conftest import stand_in_for_gpus
 from tests.transports.pair import Pair, a_move, key_of
@@ -236,7 +236,7 @@ def test_who_waits_is_woken_before_and_after(monkeypatch: pytest.MonkeyPatch) ->
     launches.expect()
     while not wakes:
         time.sleep(0.001)
-    assert wakes[0] - started_s >= 0.1 - CLOSE_S
+    assert wakes[0] - started_s >= 0.1 - CLOSE_S - WAKE_S
     assert launches.land() == []
     event.is_over = True
     while len(wakes) < 2:
@@ -285,6 +285,35 @@ class Running:
 
     def synchronize(self) -> None:
         raise AssertionError("nobody waits here")
+
+
+@pytest.mark.parametrize(
+    ("late_s", "is_seen"),
+    [(-CLOSE_S - WAKE_S - 1e-5, False), (-CLOSE_S - WAKE_S + 1e-5, True), (CLOSE_S + 1e-5, False)],
+)
+def test_who_is_woken_soon_enough_looks_until_it_is_over(
+    monkeypatch: pytest.MonkeyPatch, late_s: float, is_seen: bool
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    launches: Launches[int] = Launches(lambda: None)
+
+    class Soon:
+        """Over when it is due, however often it is looked at."""
+
+        def query(self) -> bool:
+            clock.now_s += 5e-6
+            return clock.now_s >= due_s
+
+        def synchronize(self) -> None:
+            """Nobody waits here."""
+
+    launches.add(1, Soon(), 1 << 30)
+    due_s = launches._flights[0].due_s
+    clock.now_s = due_s + late_s
+    assert bool(launches.land_close()) is is_seen
+    assert launches.land() or is_seen or late_s < 0
+    launches.close()
 
 
 @pytest.mark.parametrize("expected_s", [0.0005, 0.0028, 0.015, 0.2])
