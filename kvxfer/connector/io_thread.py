@@ -200,8 +200,10 @@ class IoThread:
         self._deferred.append(call)
 
     def run_deferred(self) -> None:
-        """Run what was deferred; within a deferred call nothing, because its turn has come."""
-        if self._is_leaving:
+        """Run what was deferred; within a deferred call nothing, because its turn has come, and in
+        a borrower's turn nothing, because most of it sends.
+        """
+        if self._is_leaving or self.is_lent:
             return
         self._is_leaving = True
         while self._deferred:

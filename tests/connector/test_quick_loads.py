@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvxfer.connector import sink as sink_module
@@ -46,12 +47,8 @@ class Watch:
         self.engine = threading.current_thread().name
         self._patch = monkeypatch
         self.note(Sink, "_report", self.reported.append)
-        for kind, names in (
-            (ControlClient, ("__init__", "send", "close", "_read", "_look")),
-            (IoThread, ("run_deferred",)),
-        ):
-            for name in names:
-                self.note(kind, name, self.touched.add)
+        for name in ("__init__", "send", "close", "_read", "_look"):
+            self.note(ControlClient, name, self.touched.add)
 
     def wire(self, engine: Engine) -> SinkTransport:
         service = engine.workers[0]._service
@@ -201,6 +198,57 @@ def test_the_io_thread_begins_loads_of_many_ids(
         two = Two(source, sink)
         two.move()
         assert set(watch.began) == {two.io._thread.name}
+
+
+@pytest.mark.parametrize(("num_loads", "is_quick"), [(4, True), (5, False)])
+def test_the_engine_begins_few_loads_of_a_step(
+    watch: Watch, num_loads: int, is_quick: bool
+) -> None:
+    source, sink = engines()
+    with source, sink:
+        watch.wire(sink)
+        two = Two(source, sink)
+        offered = [two.offered() for _ in range(num_loads)]
+        watch.began.clear()
+        loads = tuple(
+            NewLoad(
+                request_id=name,
+                source=ref,
+                token_lo=0,
+                token_hi=32,
+                block_ids=((2 * number + 5, 2 * number + 6),),
+                digest=DIGEST,
+            )
+            for number, (name, ref) in enumerate(offered)
+        )
+        sink.step(ConnectorMetadata(loads=loads))
+        for name, _ in offered:
+            until(lambda name=name: sink.received(name))  # type: ignore[misc]
+            assert sink.reasons(name) == {None}
+        who = watch.engine if is_quick else two.io._thread.name
+        assert watch.began == [who] * num_loads
+
+
+def test_a_hold_of_an_engine_that_is_not_allowed_comes_with_a_quick_load(watch: Watch) -> None:
+    """It ends at once, and what was deferred before it leaves all the same, by the IO thread."""
+    source, sink = engines(allowed_peers=("127.0.0.1",))
+    with source, sink:
+        watch.wire(sink)
+        two = Two(source, sink)
+        name, ref = two.offered()
+        stranger = msgspec.structs.replace(ref, engine_id="stranger", endpoint="tcp://10.0.0.1:9")
+        load = NewLoad(
+            request_id=name, source=ref, token_lo=0, token_hi=32, block_ids=((3, 4),), digest=DIGEST
+        )
+        watch.began.clear()
+        sink.step(
+            ConnectorMetadata(loads=(load,), holds=(Hold(name, ref), Hold("other", stranger)))
+        )
+        assert watch.began == [watch.engine]
+        until(lambda: sink.received(name))
+        assert sink.reasons(name) == {None}
+        until(lambda: source.sent(name))
+        assert sink.count("peers.not_allowed") == 1
 
 
 def test_the_io_thread_begins_loads_over_other_wires_of_the_same_rank(watch: Watch) -> None:
