@@ -75,12 +75,13 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
 
 
 class Two:
-    """A source and a sink that have met."""
+    """A source and a sink, which have met or are to."""
 
-    def __init__(self, source: Engine, sink: Engine) -> None:
+    def __init__(self, source: Engine, sink: Engine, *, have_met: bool = True) -> None:
         self.source, self.sink = source, sink
         self._num = 0
-        self.move()
+        if have_met:
+            self.move()
         borrow = self.io.borrow
 
         def wait_and_borrow() -> bool:
@@ -178,12 +179,9 @@ def test_the_io_thread_begins_what_copies_or_sends(watch: Watch, wire: str) -> N
     source, sink = engines(wire)
     with source, sink:
         watch.wire(sink)
-        two = Two.__new__(Two)
-        two.source, two.sink, two._num = source, sink, 0
+        two = Two(source, sink, have_met=False)
         for _ in range(3):
-            name, ref = two.offered()
-            sink.load(name, ref, [3, 4], (0, 32))
-            until(lambda name=name: sink.received(name))  # type: ignore[misc]
+            two.move()
         assert set(watch.began) == {two.io._thread.name}
         assert set(watch.reported) == {two.io._thread.name}
 
@@ -294,13 +292,9 @@ def test_an_offer_that_no_board_shows_is_asked_for_by_the_io_thread(watch: Watch
     source, sink = engines(offer_board=False)
     with source, sink:
         watch.wire(sink)
-        two = Two.__new__(Two)
-        two.source, two.sink, two._num = source, sink, 0
+        two = Two(source, sink, have_met=False)
         for _ in range(3):
-            name, ref = two.offered()
-            sink.load(name, ref, [3, 4], (0, 32))
-            until(lambda name=name: sink.received(name))  # type: ignore[misc]
-            assert sink.reasons(name) == {None}
+            two.move()
         expect_copied(source, sink, [1, 2], [3, 4], (0, 32))
 
 
