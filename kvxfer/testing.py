@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvxfer.testing_cases import (
     CASES,
@@ -32,6 +33,7 @@ from kvxfer.testing_peer import (
     SinkPeer,
     SourcePeer,
     StopSend,
+    is_end,
     serve_idle_sink,
 )
 from kvxfer.transfer.wire import Reason
@@ -84,6 +86,7 @@ def check_transport(
         check.attach_and_trial()
         check.every_case()
         check.many_at_once()
+        check.another_thread_looks()
         check.stop_writes_nothing_more()
         check.unknown_keys()
         check.detach_and_attach()
@@ -163,11 +166,7 @@ class _Check:
         self.sink.transport.submit_read(request)
 
     def end_of(self, key: TransferKey, what: str, timeout_s: float | None = None) -> SinkCompletion:
-        return self.sink.until(
-            lambda c: isinstance(c, ReadDone | ReadBroke | ReadStopped) and c.key == key,
-            timeout_s or self.timeout_s,
-            what,
-        )
+        return self.sink.until(partial(is_end, key), timeout_s or self.timeout_s, what)
 
     def source_says(self, kind: type[SourceCompletion], key: TransferKey) -> None:
         """Wait for it; the sink is driven meanwhile, because the source waits for its credits."""
@@ -236,6 +235,26 @@ class _Check:
         for key, move in zip(keys, moves, strict=True):
             self.done(key, move, f"{len(moves)} at once: {move.case.name}")
         self.assert_content(moves, f"{len(moves)} at once")
+
+    def another_thread_looks(self) -> None:
+        """As an engine's does in the IO thread's place, where the wire is quick."""
+        if not self.sink.transport.is_quick:
+            return
+        self.sink.poison()
+        key, move = self.key(), make_move(CASES[0], seed=self.num_keys)
+        deadline_s = time.monotonic() + self.timeout_s
+
+        def engine() -> None:
+            self.start(key, move)
+            while not self.sink.has_ended(key) and time.monotonic() < deadline_s:
+                self.sink.seen.extend(self.sink.transport.look())
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        thread.join()
+        assert self.sink.has_ended(key), f"look: expected an end within {self.timeout_s} s"
+        self.done(key, move, "looked at by another thread")
+        self.assert_content([move], "looked at by another thread")
 
     def stop_writes_nothing_more(self) -> None:
         """Streams are stopped when some chunks have come, direct reads before their turn."""

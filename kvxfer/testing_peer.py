@@ -21,7 +21,10 @@ from kvxfer.transfer.manifest import MemoryInfo, RankId, RankManifest
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
+    ReadBroke,
+    ReadDone,
     ReadRequest,
+    ReadStopped,
     SendRequest,
     SinkCompletion,
     SinkTransport,
@@ -277,6 +280,11 @@ class SourcePeer(Child):
 # --------------------------------------------------- the taking side, in this process
 
 
+def is_end(key: TransferKey, completion: SinkCompletion) -> bool:
+    """Of this read."""
+    return isinstance(completion, ReadDone | ReadBroke | ReadStopped) and completion.key == key
+
+
 class SinkPeer:
     """A sink transport with a poisoned pool, and what it has said so far."""
 
@@ -316,6 +324,10 @@ class SinkPeer:
             if wanted(self.seen[index]):
                 return self.seen[index]
         raise AssertionError(f"{what}: expected within {timeout_s} s, got {self.seen[-8:]}")
+
+    def has_ended(self, key: TransferKey) -> bool:
+        """It has said so already."""
+        return any(is_end(key, completion) for completion in self.seen)
 
     def rest(self, duration_s: float) -> None:
         """Drive it for a while."""

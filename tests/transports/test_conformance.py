@@ -171,6 +171,14 @@ class StopsTooEarly(ShmSink):
         self._tell(ReadStopped(key))
 
 
+class LosesWhatIsLookedAt(ShmSink):
+    is_quick = True
+
+    def look(self) -> list[SinkCompletion]:
+        self.poll()
+        return []
+
+
 class NeverNotices(StreamSink):
     """Does not look at its monitor."""
 
@@ -202,6 +210,12 @@ def restless_sink(
     return StopsTooEarly(memory, CONFIG, copy_thread, wake, context)
 
 
+def blind_sink(
+    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> LosesWhatIsLookedAt:
+    return LosesWhatIsLookedAt(memory, CONFIG, copy_thread, wake, context)
+
+
 def deaf_sink(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> NeverNotices:
@@ -215,6 +229,7 @@ def deaf_sink(
         pytest.param(zmq_source, untidy_sink, "equal: 1 of .* differ", id="one byte too much"),
         pytest.param(zmq_source, hasty_sink, "equal: expected .* bytes, got", id="done too early"),
         pytest.param(shm_source, restless_sink, "written after ReadStopped", id="goes on"),
+        pytest.param(shm_source, blind_sink, "look: expected an end", id="blind"),
         pytest.param(zmq_source, deaf_sink, "source killed in mid-transfer", id="never notices"),
     ],
 )
