@@ -409,8 +409,9 @@ def test_who_posts_learns_whether_it_will_run(io: IoThread) -> None:
 
 
 def asleep(io: IoThread) -> None:
-    """Until it polls, so that it can be borrowed."""
-    until(lambda: not io._awake and not io._inbox)
+    """Until it polls, so that it can be borrowed; it goes on polling."""
+    until(io.borrow)
+    io.give_back()
 
 
 def test_a_borrower_takes_its_place_and_leaves_the_rest_to_it(io: IoThread) -> None:
