@@ -155,7 +155,7 @@ class IoThread:
         if self._inbox or self._stopping or not self._turn.acquire(blocking=False):
             return False
         self.is_lent = self._awake = True  # nobody need wake the thread now
-        self._entered = self._enter()
+        self._enter()
         return True
 
     def give_back(self) -> None:
@@ -278,7 +278,7 @@ class IoThread:
         finally:
             self._turn.acquire()
         self._awake, self._is_wanted = True, False  # before the inbox is read
-        self._entered = self._enter()
+        self._enter()
         try:
             num_posted = self._handle(ready)
         finally:
@@ -288,15 +288,14 @@ class IoThread:
                 self._wake_read.recv(4096)
         return bool(ready or num_posted)
 
-    def _enter(self) -> AbstractContextManager[object] | None:
-        """None where there is nothing to enter, or what has failed: who needs it will say so."""
+    def _enter(self) -> None:
+        """What cannot be entered is not left either: who needs it will say so."""
         try:
             if self._within is not None:
                 self._within.__enter__()
+                self._entered = self._within
         except Exception as exc:  # noqa: BLE001  # whatever it is, the loop goes on
             _log.debug("%s: %s", self._thread.name, exc)
-            return None
-        return self._within
 
     def _leave(self) -> None:
         entered, self._entered = self._entered, None

@@ -102,10 +102,11 @@ class Sink:
 
     def begins_quickly(self, orders: Sequence[NewLoad]) -> bool:
         """Whether to begin these loads is to launch some copies, a matter of microseconds."""
-        num_ids = sum(len(ids) for order in orders for ids in order.block_ids)
-        if len(orders) > QUICK_LOADS or num_ids > QUICK_IDS:
-            return False
-        return all(self._is_quick(order) for order in orders)
+        return (
+            len(orders) <= QUICK_LOADS
+            and sum(len(ids) for order in orders for ids in order.block_ids) <= QUICK_IDS
+            and all(self._is_quick(order) for order in orders)
+        )
 
     def _is_quick(self, order: NewLoad) -> bool:
         peer = self._peers.ready(order.source)

@@ -5,7 +5,7 @@ mapped, in which life of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -84,8 +84,7 @@ class Attachments(Generic[M]):
         """Every memory of a rank that has one, to try; if one fails, none. Raises
         TransportUnavailable.
         """
-        self._memories(source)
-        return self._map_all(source)
+        return self._map_all(self._memories(source))
 
     def _memories(self, source: RankManifest) -> tuple[MemoryInfo, ...]:
         if not source.memories:
@@ -94,11 +93,11 @@ class Attachments(Generic[M]):
             )
         return source.memories
 
-    def _map_all(self, source: RankManifest) -> tuple[M, ...]:
-        """Every memory of a rank, or none."""
+    def _map_all(self, memories: Sequence[MemoryInfo]) -> tuple[M, ...]:
+        """Every one of them, or none."""
         mappings: list[M] = []
         try:
-            for number, info in enumerate(source.memories):
+            for number, info in enumerate(memories):
                 mappings.append(self._map_memory(info, f"memory {number}"))
         except TransportUnavailable:
             for mapping in mappings:
@@ -117,7 +116,7 @@ class Attachments(Generic[M]):
             for mapping in mapped:
                 mapping.close()
             return
-        mappings = mapped or self._map_all(source)
+        mappings = mapped or self._map_all(source.memories)
         self.detach(source.control_endpoint)
         self._by_endpoint[source.control_endpoint] = Attached(
             source.control_endpoint, _handles(source), mappings

@@ -106,6 +106,7 @@ def probe(
     asked for by name, that is its own reason.
     """
     until_s = None if last_timeout_s is None else time.monotonic() + last_timeout_s
+    tried: list[Choice] = []
     working: dict[str, Choice] = {}
     reasons: dict[str, str] = {}
     direct: Choice | None = None
@@ -127,16 +128,16 @@ def probe(
             except TransportUnavailable as exc:
                 reasons[name] = str(exc).removeprefix(f"{name}: ")
                 continue
+            tried.append(choice)
             gbps = choice.costs.gb_per_s
             if min_gbps is not None and gbps < min_gbps:
                 reasons[name] = f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}"
-                choice.trial.close()
                 continue
             working[name] = choice
             direct = _soonest(working.values(), is_stream=False)
         taken = _best(working, reasons, source)
     finally:
-        for choice in working.values():
+        for choice in tried:
             if taken is None or choice.transport != taken.transport:
                 choice.trial.close()
     return taken
