@@ -27,6 +27,16 @@ needs_nixl = pytest.mark.skipif(
 _GRACE_S = 10.0
 
 
+class Opened:
+    """What is open until it is closed, once or often."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+
+    def close(self) -> None:
+        self.is_open = False
+
+
 def poisoned(
     shape: tuple[int, ...],
     device: torch.device | str = "cpu",

@@ -1,9 +1,12 @@
-"""The wire between GPUs runs here without them too."""
+"""The wire between GPUs runs here without them too, and a loop that is ended."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from kvxfer.connector.io_thread import IoThread
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.tensors import device_launch
 from kvxfer.transports import registry
@@ -16,3 +19,11 @@ def stand_in_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_SINKS", dict(registry._SINKS))
     monkeypatch.setattr(device_launch, "launch_copy", launch_copy)
     serve_without_gpu()
+
+
+@pytest.fixture
+def io() -> Iterator[IoThread]:
+    thread = IoThread("io", lambda: None)
+    yield thread
+    assert thread.stop(2)
+    assert thread.stop(2)

@@ -12,20 +12,11 @@ from kvxfer.transports.base import Trial
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, until
+from tests.helpers import Opened
 
 SHAPE = EngineShape(num_kv_heads=4, num_blocks=64)
 TWO_RANKS = EngineShape(tp_size=2, num_kv_heads=4, num_blocks=64)
 TOKENS = 256
-
-
-class Opened:
-    """What is open until it is closed, once or often."""
-
-    def __init__(self) -> None:
-        self.is_open = True
-
-    def close(self) -> None:
-        self.is_open = False
 
 
 class Trials:

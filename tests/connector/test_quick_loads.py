@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -23,6 +24,7 @@ from kvxfer.connector.records import (
     NewLoad,
     NewOffer,
     OfferBlocks,
+    SourceRef,
     Unhold,
 )
 from kvxfer.connector.sink import Sink
@@ -112,11 +114,28 @@ class Two:
         self.sink.load(name, ref, [3, 4], (0, 32), hold=hold)
         return name
 
+    @contextmanager
+    def begun_unheard(self) -> Iterator[str]:
+        """A load of which nobody tells the IO thread until the end."""
+        name, ref = self.offered()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.io, "wake", lambda: None)
+            self.sink.load(name, ref, [3, 4], (0, 32))
+            yield name
+        self.io.wake()
+
     def move(self, hold: bool = False) -> None:
         name = self.begin(hold)
         until(lambda: self.sink.received(name))
         assert self.sink.reasons(name) == {None}
         until(lambda: self.source.sent(name))
+
+
+def load_of(name: str, source: SourceRef, ids: tuple[int, ...]) -> NewLoad:
+    """The order for all of an offer's tokens."""
+    return NewLoad(
+        request_id=name, source=source, token_lo=0, token_hi=32, block_ids=(ids,), digest=DIGEST
+    )
 
 
 def engines(wire: str = "cuda_ipc", shape: EngineShape = SHAPE, **settings: Any) -> Any:
@@ -143,33 +162,25 @@ def test_the_engine_begins_what_is_quick(watch: Watch, shape: EngineShape, hold:
 
 
 def test_the_engine_notes_the_end_of_a_load_while_nobody_wakes_the_io_thread(
-    watch: Watch, monkeypatch: pytest.MonkeyPatch
+    watch: Watch,
 ) -> None:
     source, sink = engines()
     with source, sink:
         two = Two(source, sink)
-        name, ref = two.offered()
-        with monkeypatch.context() as patch:
-            patch.setattr(two.io, "wake", lambda: None)
-            sink.load(name, ref, [3, 4], (0, 32))
+        with two.begun_unheard() as name:
             sink.collect()
             assert sink.received(name)
-        two.io.wake()
         assert watch.reported[-1] == watch.engine
         assert sink.reasons(name) == {None}
         until(lambda: source.sent(name))  # the Pull and the Release have left in the end
 
 
-def test_who_waits_notes_it_as_well(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_notes_it_as_well(watch: Watch) -> None:
     source, sink = engines()
     with source, sink:
         two = Two(source, sink)
-        name, ref = two.offered()
-        with monkeypatch.context() as patch:
-            patch.setattr(two.io, "wake", lambda: None)
-            sink.load(name, ref, [3, 4], (0, 32))
+        with two.begun_unheard() as name:
             assert sink.workers[0].wait_for_activity(0.0)
-        two.io.wake()
         assert watch.reported[-1] == watch.engine
         assert sink.received(name)
 
@@ -209,14 +220,7 @@ def test_the_engine_begins_few_loads_of_a_step(
         offered = [two.offered() for _ in range(num_loads)]
         watch.began.clear()
         loads = tuple(
-            NewLoad(
-                request_id=name,
-                source=ref,
-                token_lo=0,
-                token_hi=32,
-                block_ids=((2 * number + 5, 2 * number + 6),),
-                digest=DIGEST,
-            )
+            load_of(name, ref, (2 * number + 5, 2 * number + 6))
             for number, (name, ref) in enumerate(offered)
         )
         sink.step(ConnectorMetadata(loads=loads))
@@ -235,9 +239,7 @@ def test_a_hold_of_an_engine_that_is_not_allowed_comes_with_a_quick_load(watch: 
         two = Two(source, sink)
         name, ref = two.offered()
         stranger = msgspec.structs.replace(ref, engine_id="stranger", endpoint="tcp://10.0.0.1:9")
-        load = NewLoad(
-            request_id=name, source=ref, token_lo=0, token_hi=32, block_ids=((3, 4),), digest=DIGEST
-        )
+        load = load_of(name, ref, (3, 4))
         watch.began.clear()
         sink.step(
             ConnectorMetadata(loads=(load,), holds=(Hold(name, ref), Hold("other", stranger)))
@@ -267,9 +269,7 @@ def test_the_io_thread_has_the_orders_of_a_step_that_also_offers(watch: Watch) -
         added: list[str] = []
         watch.note(Source, "add", added.append)
         watch.began.clear()
-        load = NewLoad(
-            request_id=name, source=ref, token_lo=0, token_hi=32, block_ids=((3, 4),), digest=DIGEST
-        )
+        load = load_of(name, ref, (3, 4))
         offer = NewOffer(request_id="p", nonce=b"n" * 16, num_tokens=1, digest=DIGEST)
         blocks = OfferBlocks("p", ((1,),))
         sink.step(ConnectorMetadata(loads=(load,), offers=(offer,), blocks=(blocks,)))
@@ -352,9 +352,7 @@ def test_engines_that_die_meanwhile(watch: Watch) -> None:
 
 def test_what_a_step_has_besides_loads_goes_to_the_io_thread() -> None:
     source: Any = None
-    load = NewLoad(
-        request_id="d", source=source, token_lo=0, token_hi=1, block_ids=((1,),), digest=DIGEST
-    )
+    load = load_of("d", source, (1, 2))
     quick = ConnectorMetadata(
         loads=(load,),
         holds=(Hold("d", source),),

@@ -23,7 +23,7 @@ from kvxfer.testing_cases import (
     naive_copy,
     source_bytes,
 )
-from kvxfer.testing_peer import Context
+from kvxfer.testing_peer import Context, is_end
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import (
     LocalMemory,
@@ -138,8 +138,7 @@ class Pair:
         """The one end of a read."""
 
         def ends() -> list[SinkCompletion]:
-            names = ("ReadDone", "ReadBroke", "ReadStopped")
-            return [c for c in self.seen if type(c).__name__ in names and getattr(c, "key") == key]  # noqa: B009
+            return [completion for completion in self.seen if is_end(key, completion)]
 
         self.until(lambda: bool(ends()), timeout_s)
         assert len(ends()) == 1

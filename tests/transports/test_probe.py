@@ -18,6 +18,7 @@ from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import SinkTransport, Trial
 from kvxfer.transports.probe import Choice, probe
+from tests.helpers import Opened
 from tests.transports.pair import CONFIG, Pair
 
 MIB = 1 << 20
@@ -124,15 +125,6 @@ NOWHERE = RankManifest(
 )
 SLOW, MIDDLE, FAST = (WireCosts(1e-4, 1e-4, gbps * 1e9) for gbps in (1, 2, 8))
 HOST = StagingBounds(32 * MIB, 8 * MIB)
-
-
-class Opened:
-    """What a trial leaves open."""
-
-    is_open = True
-
-    def close(self) -> None:
-        self.is_open = False
 
 
 @dataclass
