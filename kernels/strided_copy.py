@@ -6,9 +6,9 @@ this GPU, or a peer's that is mapped here. Bytes move, whatever their type.
 source_table, sink_table [num_regions] int64 (absolute byte addresses); source_ids, sink_ids [n]
 int64 (block ids, see ``CopySide``); params [NUM_PARAMS] int64 (``Launch.params``)
 
-Programs share the launch evenly, however many there are: a unit is one tile of tokens x words for
-a few pairs, and each program takes a run of units. Offsets of a tile are worked out once and serve
-all its pairs.
+A unit is one tile of tokens x words for a few pairs. Few programs share the units evenly: each
+takes a run of them, and offsets of a tile are worked out once and serve all its pairs. Or each unit
+has a program of its own (``WHOLE_GPU``).
 
 An access of 16 bytes is two int64 side by side in one thread. That the compiler sees it shows in
 ``launch_copy(...).asm["ptx"]``: ld.global.v2.b64 and st.global.v2.b64.
@@ -23,11 +23,9 @@ from kvxfer.kernels.strided_work import (
     HEAD_PARAMS,
     NUM_PARAMS,
     SIDE_PARAMS,
-    WARPS,
     CopySide,
     CopyWork,
     Launch,
-    num_programs_of,
     plan_launch,
 )
 
@@ -119,6 +117,33 @@ def _copy_pairs(
     tl.store(_words_at(taken, sink_offset, ELEMENT, VEC), words, mask=mask)
 
 
+@triton.jit
+def _tile_offsets(
+    numbers,
+    source_ids,
+    sink_ids,
+    lane,
+    num_words,
+    WORD: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
+):
+    """Byte offsets of each lane from the address of any pair, of the source and of the sink."""
+    source, sink = numbers + _SOURCE, numbers + _SINK
+    wanted = lane < num_words
+    if TOKENS_FIRST:
+        word, token = _divide_by(lane, numbers + 6)
+    else:
+        token, word = _divide_by(lane, numbers + 6)
+    source_offset = _token_offset(source, source_ids, token, wanted)
+    sink_offset = _token_offset(sink, sink_ids, token, wanted)
+    if BY_CHANNEL:
+        channel, word = _divide_by(word, numbers + 9)
+        source_offset += channel.to(tl.int64) * tl.load(source + 10)
+        sink_offset += channel.to(tl.int64) * tl.load(sink + 10)
+    return source_offset + word * WORD, sink_offset + word * WORD
+
+
 @triton.jit(
     do_not_specialize_on_alignment=[
         "numbers",
@@ -141,6 +166,7 @@ def _copy_kernel(
     PAIRS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
+    ALONE: tl.constexpr,
 ):
     num_words = tl.load(numbers)
     num_groups = tl.load(numbers + 1)
@@ -148,30 +174,33 @@ def _copy_kernel(
     num_heads = tl.load(numbers + 3)
     head_magic = tl.load(numbers + 4)
     head_shift = tl.load(numbers + 5)
-    source, sink = numbers + _SOURCE, numbers + _SINK
-    source_head = tl.load(source + 11)
-    sink_head = tl.load(sink + 11)
-    num_units = tl.cdiv(num_words, LANES) * num_groups
-    first_unit = num_units * tl.program_id(0) // tl.num_programs(0)
-    end_unit = num_units * (tl.program_id(0) + 1) // tl.num_programs(0)
-    for tile in range(first_unit // num_groups, tl.cdiv(end_unit, num_groups)):
+    source_head = tl.load(numbers + _SOURCE + 11)
+    sink_head = tl.load(numbers + _SINK + 11)
+    num_tiles = tl.cdiv(num_words, LANES)
+    if ALONE:
+        # What runs at one time lies close together: tiles of the same pairs follow each other. In
+        # 32 bits, because a program does little else.
+        tiles = tl.maximum(num_tiles, 1).to(tl.int32)
+        alone_group = tl.program_id(0) // tiles
+        first_tile = tl.program_id(0) - alone_group * tiles
+        end_tile = first_tile + (num_tiles > 0).to(tl.int32)
+    else:
+        num_units = num_tiles * num_groups
+        first_unit = num_units * tl.program_id(0) // tl.num_programs(0)
+        end_unit = num_units * (tl.program_id(0) + 1) // tl.num_programs(0)
+        first_tile = first_unit // num_groups
+        end_tile = tl.cdiv(end_unit, num_groups)
+    for tile in range(first_tile, end_tile):
         lane = (tile * LANES + tl.arange(0, LANES)).to(tl.int32)
-        wanted = lane < num_words
-        if TOKENS_FIRST:
-            word, token = _divide_by(lane, numbers + 6)
+        source_offset, sink_offset = _tile_offsets(
+            numbers, source_ids, sink_ids, lane, num_words, WORD, BY_CHANNEL, TOKENS_FIRST
+        )
+        if ALONE:
+            first_group = alone_group
+            end_group = alone_group + 1
         else:
-            token, word = _divide_by(lane, numbers + 6)
-        source_offset = _token_offset(source, source_ids, token, wanted)
-        sink_offset = _token_offset(sink, sink_ids, token, wanted)
-        if BY_CHANNEL:
-            channel, word = _divide_by(word, numbers + 9)
-            source_offset += channel.to(tl.int64) * tl.load(source + 10)
-            sink_offset += channel.to(tl.int64) * tl.load(sink + 10)
-        source_offset += word * WORD
-        sink_offset += word * WORD
-        tile_unit = tile * num_groups
-        first_group = tl.maximum(first_unit - tile_unit, 0)
-        end_group = tl.minimum(end_unit - tile_unit, num_groups)
+            first_group = tl.maximum(first_unit - tile * num_groups, 0)
+            end_group = tl.minimum(end_unit - tile * num_groups, num_groups)
         for group in range(first_group, end_group):
             _copy_pairs(
                 source_table,
@@ -202,13 +231,14 @@ def strided_copy(
     num_programs: int,
 ) -> None:
     """Copy ``work`` for all regions on the current stream; nothing else is written.
+    ``num_programs``: at most, or WHOLE_GPU.
 
     All tensors int64 on the GPU that copies. Neither ids nor addresses are checked: the GPU cannot.
     The numbers of the launch go there first, which waits; :func:`launch_copy` takes them ready.
     """
-    launch = plan_launch(work, source_table.numel())
+    launch = plan_launch(work, source_table.numel(), num_programs)
     params = torch.tensor(launch.params, dtype=torch.int64, device=source_table.device)
-    launch_copy(params, source_table, sink_table, source_ids, sink_ids, launch, num_programs)
+    launch_copy(params, source_table, sink_table, source_ids, sink_ids, launch)
 
 
 def launch_copy(
@@ -218,15 +248,14 @@ def launch_copy(
     source_ids: torch.Tensor,
     sink_ids: torch.Tensor,
     launch: Launch,
-    num_programs: int,
 ) -> object:
-    """The launch alone, with at most ``num_programs`` programs: how many SMs it may keep busy.
+    """The launch alone.
 
     ``params``: ``launch.params`` on the GPU, where other tensors are. Returns the compiled kernel.
     A launch without tokens copies nothing and compiles what others need.
     """
     _check(params, source_table, sink_table, source_ids, sink_ids)
-    grid = (num_programs_of(launch, num_programs),)
+    grid = (launch.num_programs,)
     # Triton launches on the current device, whatever its tensors are on
     with torch.cuda.device_of(params):  # type: ignore[no-untyped-call]
         compiled: object = _copy_kernel[grid](
@@ -242,7 +271,8 @@ def launch_copy(
             PAIRS=launch.pairs,
             BY_CHANNEL=launch.by_channel,
             TOKENS_FIRST=launch.tokens_first,
-            num_warps=WARPS,
+            ALONE=launch.alone,
+            num_warps=launch.warps,
             num_stages=1,  # the loop needs no shared memory: other warps load while one waits
         )
     return compiled

@@ -36,6 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
+from kvxfer.kernels.strided_work import WHOLE_GPU
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
 from kvxfer.tensors.device_work import BoundCopy, DeviceMemory, bind_copy
 from scripts.benchmarks.batch_copy import BatchCopyUnavailable, batch_copy
@@ -67,7 +68,7 @@ BUDGET_MS = 1500.0
 LEAST_ROUNDS = 3
 BLOCKS = (8, 16, 24, 32, 64, 128)
 LAYOUTS = ("HND", "NHD")
-WIDTHS = (8, 16, 32, 48, 64, 96, 132, 264, 528)
+WIDTHS = (8, 16, 32, 48, 64, 96, 132, 264, WHOLE_GPU)
 LINK_PROGRAMS = 64
 
 
@@ -233,13 +234,18 @@ def run_case(
     if beside_others:
         contenders |= others_of(bench, request)
     for width in widths:
-        contenders[f"kernel {width}"] = partial(copy, bench, job, width)
+        contenders[name_of(width)] = partial(copy, bench, job, width)
     shape = request.shape
     case = (
         f"{request.layouts} {shape.regions}x{shape.heads}x{shape.inner_nbytes} "
         f"{request.num_tokens} tokens"
     )
     yield from measure(bench, section, case, request.nbytes, contenders)
+
+
+def name_of(width: int) -> str:
+    """Of the kernel with so many programs."""
+    return "kernel, all" if width == WHOLE_GPU else f"kernel {width}"
 
 
 def pieces(bench: Bench, width: int) -> Iterator[Cell]:
@@ -307,27 +313,27 @@ def decode(bench: Bench) -> Iterator[Cell]:
         loop = MatrixLoop(device, rows)
         loop.run_ms()
         alone_ms = statistics.median(loop.run_ms() for _ in range(bench.rounds))
-        for width in (0, *WIDTHS):
+        for width in (None, *WIDTHS):
             taken, copies_ms = [], []
             for _ in range(bench.rounds):
                 torch.cuda.synchronize(device)
-                num_copies = 0
-                if width:
-                    copy_ms = timed(bench, partial(copy, bench, job, width))
-                    num_copies = 1 + int(1.5 * alone_ms / copy_ms)
+                copies: list[Callable[[], None]] = []
+                if width is not None:
+                    once = partial(copy, bench, job, width)
+                    copies = [once] * (1 + int(1.5 * alone_ms / timed(bench, once)))
                 first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 first.record(bench.stream)
-                for _ in range(num_copies):
-                    copy(bench, job, width)
+                for again in copies:
+                    again()
                 last.record(bench.stream)
                 taken.append(loop.run_ms())
                 last.synchronize()
-                if num_copies:
-                    copies_ms.append(first.elapsed_time(last) / num_copies)
+                if copies:
+                    copies_ms.append(first.elapsed_time(last) / len(copies))
             p20, p50, p80 = quantiles(taken)
             nbytes = job.request.nbytes
             gbps = nbytes / statistics.median(copies_ms) / 1e6 if copies_ms else 0.0
-            name = f"kernel {width}" if width else "alone"
+            name = "alone" if width is None else name_of(width)
             print(
                 f"decode   {bench.where:6} {loop.name:44} {name:12} {gbps:8.1f} "
                 f"{p50 / alone_ms:6.3f}"
@@ -358,8 +364,7 @@ def make_bench(where: str, nbytes: int, rounds: int) -> Bench:
 
 
 def run_all(bench: Bench, sections: Sequence[str], blocks: Sequence[int]) -> list[Cell]:
-    num_sms = torch.cuda.get_device_properties(bench.sink.device).multi_processor_count
-    width = 2 * num_sms if bench.where == "local" else LINK_PROGRAMS
+    width = WHOLE_GPU if bench.where == "local" else LINK_PROGRAMS
     runs: dict[str, Callable[[], Iterator[Cell]]] = {
         "pieces": lambda: pieces(bench, width),
         "pairs": lambda: pairs(bench, width, blocks),

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from kvxfer.kernels.strided_copy import launch_copy
-from kvxfer.kernels.strided_work import Launch, num_programs_of
+from kvxfer.kernels.strided_work import Launch
 from kvxfer.tensors.cuda_driver import DriverEvent, PointerArguments, driver
 from kvxfer.tensors.job_ring import WORD_NBYTES, Event, HostEvent, Slot
 
@@ -24,9 +24,7 @@ Stream = torch.cuda.Stream | None
 class Launcher(Protocol):
     """Of one device, for one thread. Raises RuntimeError where the device has failed."""
 
-    def launch(
-        self, slot: Slot, sizes: Sequence[int], launch: Launch, programs: int, stream: Stream
-    ) -> None:
+    def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
         """Send the slot, which has the kernel's five arrays one behind the other (``sizes`` in
         words), and launch behind it.
         """
@@ -46,10 +44,8 @@ def launcher_of(device: torch.device) -> Launcher:
 class HostLauncher:
     """Triton's interpreter (TRITON_INTERPRET=1): all is over when a call returns."""
 
-    def launch(
-        self, slot: Slot, sizes: Sequence[int], launch: Launch, programs: int, stream: Stream
-    ) -> None:
-        _launch_by_triton(slot, sizes, launch, programs)
+    def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
+        _launch_by_triton(slot, sizes, launch)
 
     def record(self, stream: Stream) -> Event:
         return HostEvent()
@@ -82,16 +78,14 @@ class GpuLauncher:
         self._current = self._driver.current(device)
         self._arguments = PointerArguments(5)
 
-    def launch(
-        self, slot: Slot, sizes: Sequence[int], launch: Launch, programs: int, stream: Stream
-    ) -> None:
+    def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
         """One copy of a few KiB, one launch."""
         assert stream is not None
         key = (self._device.index or 0, launch.binary)
         binary = _binaries.get(key)
         if binary is None:
             with torch.cuda.stream(stream):
-                compiled = _launch_by_triton(slot, sizes, launch, programs)
+                compiled = _launch_by_triton(slot, sizes, launch)
             if key not in _binaries:
                 _binaries[key] = _binary_of(compiled)
             return
@@ -107,7 +101,7 @@ class GpuLauncher:
             )
             call(
                 "cuLaunchKernel",
-                *(binary.function, num_programs_of(launch, programs), 1, 1),
+                *(binary.function, launch.num_programs, 1, 1),
                 *(binary.num_threads, 1, 1, binary.shared_nbytes),
                 *(handle, self._arguments.set(addresses), None),
             )
@@ -125,11 +119,11 @@ class GpuLauncher:
                 self._driver.call("cuStreamWaitEvent", *handles, 0)
 
 
-def _launch_by_triton(slot: Slot, sizes: Sequence[int], launch: Launch, programs: int) -> object:
+def _launch_by_triton(slot: Slot, sizes: Sequence[int], launch: Launch) -> object:
     """On PyTorch's current stream. Returns what Triton has compiled."""
     slot.device.copy_(slot.pinned, non_blocking=True)
     numbers, source_table, sink_table, given_ids, taken_ids = torch.split(slot.device, list(sizes))
-    return launch_copy(numbers, source_table, sink_table, given_ids, taken_ids, launch, programs)
+    return launch_copy(numbers, source_table, sink_table, given_ids, taken_ids, launch)
 
 
 def _binary_of(compiled: object) -> _Binary | None:

@@ -130,7 +130,8 @@ class Work:
     def nbytes(self) -> int:
         return self.num_tokens * token_nbytes(self.tile) * self.source.addresses.size
 
-    def plan(self) -> Launch:
+    def plan(self, programs: int) -> Launch:
+        """``programs``: at most, or WHOLE_GPU."""
         work = CopyWork(
             source=self.source.side,
             sink=self.sink.side,
@@ -140,7 +141,7 @@ class Work:
             channel_nbytes=self.tile.channel_nbytes,
             align_nbytes=self.align_nbytes,
         )
-        return plan_launch(work, self.source.addresses.size)
+        return plan_launch(work, self.source.addresses.size, programs)
 
 
 def pool_work(
@@ -165,7 +166,7 @@ def empty_works(bound: BoundCopy) -> list[Work]:
     works: dict[tuple[object, ...], Work] = {}
     for num_tokens in (0, 1):
         work = pool_work(bound, ids, ids, 0, num_tokens)
-        works.setdefault(work.plan().binary, work)
+        works.setdefault(work.plan(1).binary, work)
     return list(works.values())
 
 

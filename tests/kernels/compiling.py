@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 
-def printed_without_interpreter(program: str) -> str:
+def printed_without_interpreter(program: str, *arguments: str) -> str:
     """What the program prints, in a process of its own whose Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
+        [sys.executable, "-W", "ignore", "-c", program, *arguments],
         env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,

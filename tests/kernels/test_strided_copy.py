@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvxfer.kernels.strided_copy import launch_copy, strided_copy, strided_copy_ref
-from kvxfer.kernels.strided_work import CopySide, CopyWork, plan_launch, widest, word_nbytes
+from kvxfer.kernels.strided_work import (
+    WHOLE_GPU,
+    CopySide,
+    CopyWork,
+    plan_launch,
+    widest,
+    word_nbytes,
+)
 from tests.conftest import HAS_CUDA
 from tests.helpers import assert_same_bytes, poisoned
 from tests.kernels.compiling import printed_without_interpreter
@@ -108,7 +115,7 @@ def check(work: CopyWork, *, lead: int = 0, programs: int = 3, seed: int = 1) ->
     assert_same_bytes(by_ref, by_loops)
     assert_same_bytes(sink.memory, by_loops)
     assert_same_bytes(source.memory, before)
-    return plan_launch(work, NUM_REGIONS).word_nbytes
+    return plan_launch(work, NUM_REGIONS, programs).word_nbytes
 
 
 def copy_by_loops(source: Pool, sink: Pool, memory: Tensor, work: CopyWork) -> None:
@@ -198,17 +205,28 @@ def test_a_slice_of_the_heads() -> None:
     check(work, lead=16)
 
 
-@pytest.mark.parametrize("programs", [1, 2, 5, 64, 1000])
+@pytest.mark.parametrize("programs", [1, 2, 5, 64, 1000, WHOLE_GPU])
 def test_any_number_of_programs(programs: int) -> None:
     """5 tiles of 2 groups: programs end inside a tile, and outnumber the units."""
     work = work_of(hnd(16, 2, 132), nhd(24, 2, 132), 141, 2, 132)
-    assert plan_launch(work, NUM_REGIONS).num_units == 10
+    assert plan_launch(work, NUM_REGIONS, programs).num_programs == min(programs or 10, 10)
     check(work, programs=programs)
 
 
+@pytest.mark.parametrize("inner", [256, 16, 144])
+def test_on_a_whole_gpu_each_tile_of_a_pair_has_a_program(inner: int) -> None:
+    work = work_of(hnd(64, 16, inner), nhd(16, 16, inner), 200, 16, inner)
+    launch = plan_launch(work, NUM_REGIONS, WHOLE_GPU)
+    tiles = -(-200 * inner // 16 // launch.lanes)
+    assert (launch.pairs, launch.num_programs) == (1, tiles * 16 * NUM_REGIONS)
+    check(work, programs=WHOLE_GPU)
+
+
+@pytest.mark.parametrize("programs", [3, WHOLE_GPU])
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17])
-def test_few_tokens(num_tokens: int) -> None:
-    check(work_of(hnd(16, 2, 32, first_token=3), nhd(8, 2, 32), num_tokens, 2, 32))
+def test_few_tokens(num_tokens: int, programs: int) -> None:
+    work = work_of(hnd(16, 2, 32, first_token=3), nhd(8, 2, 32), num_tokens, 2, 32)
+    check(work, programs=programs)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +246,8 @@ def test_channels_apart(channel: int, source_turned: bool, sink_turned: bool) ->
         inner,
     )
     work = replace(work, channel_nbytes=channel)
-    assert plan_launch(work, NUM_REGIONS).tokens_first == sink_turned
-    assert check(work) == channel
+    assert plan_launch(work, NUM_REGIONS, 3).tokens_first == sink_turned
+    assert check(work) == check(work, programs=WHOLE_GPU) == channel
 
 
 def test_heads_and_tokens_that_lie_together_are_joined() -> None:
@@ -272,7 +290,7 @@ def works(draw: st.DrawFn) -> CopyWork:
 @given(
     work=works(),
     lead=st.sampled_from((0, 1, 8, 16)),
-    programs=st.integers(1, 9),
+    programs=st.sampled_from((WHOLE_GPU, 1, 2, 3, 5, 9)),
     seed=st.integers(0, 99),
 )
 def test_any_copy(work: CopyWork, lead: int, programs: int, seed: int) -> None:
@@ -286,7 +304,7 @@ def test_division_is_exact() -> None:
             block_tokens=divisor, kernel_tokens=1, stride_block=1, stride_head=1, stride_token=1
         )
         work = work_of(side, hnd(1, 1, 1), 1, 1, 1)
-        number, magic, shift = plan_launch(work, 1).params[12:15]
+        number, magic, shift = plan_launch(work, 1, 1).params[12:15]
         assert number == divisor
         for value in (0, 1, divisor - 1, divisor, 2 * divisor - 1, (1 << 30) + 1, (1 << 31) - 1):
             assert value * magic < 1 << 63
@@ -306,10 +324,10 @@ def test_refusals() -> None:
         strided_copy(table, table, ids.int(), ids, work, 1)
     with pytest.raises(TypeError, match=r"1-D int64, got torch.int64 of shape \(2, 1\)"):
         strided_copy(table[:, None], table, ids, ids, work, 1)
-    with pytest.raises(ValueError, match="num_programs: expected 1 or more, got 0"):
-        strided_copy(table, table, ids, ids, work, 0)
+    with pytest.raises(ValueError, match="num_programs: expected 0 or more, got -1"):
+        strided_copy(table, table, ids, ids, work, -1)
     with pytest.raises(ValueError, match="params: expected 36, got 2"):
-        launch_copy(table, table, table, ids, ids, plan_launch(work, 2), 1)
+        launch_copy(table, table, table, ids, ids, plan_launch(work, 2, 1))
     with pytest.raises(ValueError, match="expected a multiple of 16 kernel tokens, got 24"):
         replace(side, block_tokens=24)
     with pytest.raises(ValueError, match="first_token: expected 0 or more, got -1"):
@@ -324,19 +342,24 @@ def test_refusals() -> None:
 
 PTX = """
 import re
+import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kvxfer.kernels import strided_copy as module
-consts = dict(ELEMENT=module.tl.int64, VEC=2, WORD=16, LANES=512, PAIRS=4)
-consts |= dict(BY_CHANNEL=False, TOKENS_FIRST=False)
+from kvxfer.kernels import strided_work
+alone = sys.argv[1] == "alone"
+tile = dict(LANES=256, PAIRS=1) if alone else dict(LANES=512, PAIRS=4)
+consts = dict(ELEMENT=module.tl.int64, VEC=2, WORD=16, **tile)
+consts |= dict(BY_CHANNEL=False, TOKENS_FIRST=False, ALONE=alone)
 names = ["numbers", "source_table", "sink_table", "source_ids", "sink_ids"]
 source = ASTSource(
     fn=module._copy_kernel,
     signature={name: "*i64" for name in names} | {name: "constexpr" for name in consts},
     constexprs={(5 + at,): value for at, value in enumerate(consts.values())},
 )
-options = dict(num_warps=module.WARPS, num_stages=1)
+warps = strided_work.ALONE_WARPS if alone else strided_work.WARPS
+options = dict(num_warps=warps, num_stages=1)
 kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 ptx = kernel.asm["ptx"]
 order = "".join(kind[0] for kind in re.findall(r"(ld|st)\\.global\\.v2\\.b64", ptx))
@@ -344,28 +367,30 @@ print(order, kernel.metadata.shared, ptx.count("bar.sync"))
 """
 
 
-def test_the_compiler_sees_accesses_of_16_bytes() -> None:
-    """Compiled for a GPU, which need not be there: 4 pairs x 512 lanes are 8 words a thread, all
-    loaded before the first is stored, without shared memory or barriers.
+@pytest.mark.parametrize(("how", "order"), [("few", "llllllllssssssss"), ("alone", "llss")])
+def test_the_compiler_sees_accesses_of_16_bytes(how: str, order: str) -> None:
+    """Compiled for a GPU, which need not be there: 4 pairs x 512 lanes are 8 words a thread, one
+    pair x 256 lanes are 2 of half as many threads, all loaded before the first is stored, without
+    shared memory or barriers.
     """
-    printed = printed_without_interpreter(PTX).split()
-    assert printed == ["llllllllssssssss", "0", "0"]
+    assert printed_without_interpreter(PTX, how).split() == [order, "0", "0"]
 
 
 @pytest.mark.gpu
-def test_the_binary_that_runs_has_accesses_of_16_bytes() -> None:
+@pytest.mark.parametrize(("programs", "num_accesses"), [(1, 8), (WHOLE_GPU, 2)])
+def test_the_binary_that_runs_has_accesses_of_16_bytes(programs: int, num_accesses: int) -> None:
     work = work_of(hnd(16, 8, 256), nhd(64, 8, 256), 0, 8, 256)
-    launch = plan_launch(work, 4)
+    launch = plan_launch(work, 4, programs)
     numbers = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     numbers[: len(launch.params)] = torch.tensor(launch.params)
     table = numbers[40:44]
-    compiled = launch_copy(numbers[:36], table, table, table, table, launch, 1)
+    compiled = launch_copy(numbers[:36], table, table, table, table, launch)
     ptx = compiled.asm["ptx"]  # type: ignore[attr-defined]
-    assert ptx.count("ld.global.v2.b64") == ptx.count("st.global.v2.b64") == 8
+    assert ptx.count("ld.global.v2.b64") == ptx.count("st.global.v2.b64") == num_accesses
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("programs", [1, 64, 2000])
+@pytest.mark.parametrize("programs", [1, 64, 2000, WHOLE_GPU])
 def test_regions_farther_than_2_gib_and_blocks_too(programs: int) -> None:
     """Blocks 300 MiB apart, so that ids from 8 on are beyond 2 GiB; many regions."""
     stride, num_blocks, num_regions, num_tokens = 300 << 20, 20, 48, 70

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvxfer.kernels.strided_work import NUM_PARAMS
+from kvxfer.kernels.strided_work import NUM_PARAMS, WHOLE_GPU, Launch
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
+from kvxfer.tensors.device_launch import Stream
 from kvxfer.tensors.device_work import DeviceMemory, bind_copy, bind_side
+from kvxfer.tensors.job_ring import Slot
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder
 from tests.conftest import HAS_CUDA
@@ -128,7 +131,7 @@ def over(done: Launched, want: Bytes) -> None:
 
 
 @settings(max_examples=EXAMPLES)
-@given(case=cases(), programs=st.integers(1, 5))
+@given(case=cases(), programs=st.sampled_from((WHOLE_GPU, 1, 2, 5)))
 def test_direct_copy_matches_the_oracle(case: Case, programs: int) -> None:
     check_direct(small(case), programs=programs)
 
@@ -348,6 +351,45 @@ def test_chunks_are_checked() -> None:
 def test_settings_are_checked(setting: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{setting}: expected .* got {value}"):
         CopySettings(**{setting: value})
+
+
+def launches_of(copier: DeviceCopier, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Filled with what it launches from now on."""
+    kept: list[Launch] = []
+    launch = copier._launcher.launch
+
+    def keep(slot: Slot, sizes: Sequence[int], each: Launch, stream: Stream) -> None:
+        kept.append(each)
+        launch(slot, sizes, each, stream)
+
+    monkeypatch.setattr(copier._launcher, "launch", keep)
+    return kept
+
+
+def test_a_chunk_is_packed_by_the_whole_gpu_and_a_pool_read_by_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = small_copy()
+    copier, stream = DeviceCopier(DEVICE, CopySettings(launch_programs=2)), new_stream()
+    side = bind_side(small.copy_class.sink, small.taken.memories)
+    bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
+    span, order = (0, 2, 0, 70), side.tile.order
+    dense = torch.zeros(2 * 70 * 16, dtype=torch.uint8, device=DEVICE)
+    kept = launches_of(copier, monkeypatch)
+    copier.pack(side, small.sink.ids, order, *span, dense, stream=stream)
+    copier.unpack(side, small.sink.ids, *span, dense, stream=stream)
+    assert len(kept) >= 2
+    assert all(each.alone for each in kept)
+    kept.clear()
+    copier.copy(bound, small.source.ids, small.sink.ids, 0, 70, stream=stream)
+    copier.unpack(side, small.sink.ids, *span, dense, stream=stream, programs=1)
+    assert {(each.alone, each.num_programs) for each in kept} <= {(False, 2), (False, 1)}
+    if HAS_CUDA:
+        kept.clear()
+        pinned = torch.zeros_like(dense, device="cpu").pin_memory()
+        copier.pack(side, small.sink.ids, order, *span, pinned, stream=stream)
+        assert not any(each.alone for each in kept)
+        torch.cuda.synchronize()
 
 
 @pytest.mark.gpu
