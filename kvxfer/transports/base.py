@@ -209,7 +209,8 @@ class ReadRequest(msgspec.Struct, frozen=True):
 
     ``spans`` by sink group; ``source_ids`` by source group (empty on stream wires); ``sink_ids`` by
     sink group; all positional from the request's first token. ``pull_classes[i]`` is what the Pull
-    said of ``classes[i]``. ``after``: on a GPU, what it must have done before the pool is written.
+    said of ``classes[i]``. ``after``: on a GPU, what it must have done before the pool is written;
+    an event that is not recorded again.
     """
 
     key: TransferKey

@@ -1,8 +1,9 @@
 """The contract of a pipe: how the payload of a chunk gets from the source's staging to the sink's.
 
 A stream wire (``stream_source``, ``stream_sink``) packs, announces, credits and unpacks; what is
-left is a pipe's. Announcements and credits travel over ZeroMQ, which tells when the other side has
-gone, and in which order chunks were sent. A connection has *slots*: slot ``i`` of the source's
+left is a pipe's. ZeroMQ tells when the other side has gone. It also carries announcements and
+credits, unless the pipe does (``tell``): each of its messages wakes two threads of its own before
+the one that reads it. A connection has *slots*: slot ``i`` of the source's
 staging is sent into slot ``i`` of the sink's, as its ``generation``-th chunk, counted from 0 on
 both sides. It is the source's from the credit (at first: from the attach) until it is announced,
 and the sink's from then on.
@@ -73,11 +74,35 @@ DEVICE_STAGING = StagingSize(256 << 20, 64 << 20, busy_slots=4)
 """
 
 
-class SourceLane(ABC):
-    """The giving end of one connection."""
+class Lane(ABC):
+    """One end of one connection."""
 
     address: bytes
-    """What the sink's end needs to know of this one; sent to it before the first chunk."""
+    """What the other end needs to know of this one: of the sink's with the attach, of the source's
+    before the first chunk.
+    """
+
+    def tell(self, message: bytes) -> bool:
+        """Carry an announcement or credit to the other end. False if it is for ZeroMQ to carry.
+
+        Raises PipeBroken.
+        """
+        return False
+
+    def heard(self) -> Sequence[bytes]:
+        """What the other end has told, in order; called after every ``progress``. Never blocks.
+
+        Raises PipeBroken.
+        """
+        return ()
+
+    @abstractmethod
+    def close(self) -> None:
+        """The connection has ended. Idempotent."""
+
+
+class SourceLane(Lane):
+    """The giving end of one connection."""
 
     @abstractmethod
     def staging(self, slot: int, nbytes: int) -> torch.Tensor:
@@ -101,16 +126,9 @@ class SourceLane(ABC):
         writes into the sink's memory names it when the bytes lie there. Raises PipeBroken.
         """
 
-    @abstractmethod
-    def close(self) -> None:
-        """The connection has ended. Idempotent."""
 
-
-class SinkLane(ABC):
+class SinkLane(Lane):
     """The taking end of one connection."""
-
-    address: bytes
-    """What the source's end needs to know of this one; sent to it with the attach."""
 
     @abstractmethod
     def connected(self, address: bytes) -> None:
@@ -143,13 +161,9 @@ class SinkLane(ABC):
 
     def path(self, signals: str) -> str:
         """What carries the payload, for people ("TCP"); empty where that says nothing more than
-        the pipe's name. ``signals``: what carries the announcements.
+        the pipe's name. ``signals``: what ZeroMQ's messages go over.
         """
         return ""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The connection has ended. Idempotent."""
 
 
 class Pipe(ABC):

@@ -16,7 +16,7 @@ class Departures:
 
     Args:
         announce: tells a sink what its slot holds, with the frames that the pipe sends along; False
-            if the sink does not take it.
+            if the sink does not take it. Raises PipeBroken.
         lose: called for a connection that takes no announcement.
         lose_pipe: called for one whose end of the pipe is broken.
     """
@@ -65,13 +65,11 @@ class Departures:
         if connection.lane is None or connection.is_lost:
             return
         try:
-            slots = connection.lane.poll()
+            for slot in connection.lane.poll():
+                if not self._tell(connection, *connection.leaving.pop(slot)):
+                    # Gone; or its queue is full, which credits rule out for who counts slots.
+                    self._lose(connection)
+                    return
+                connection.in_flight.add(slot)
         except PipeBroken as exc:
             self._lose_pipe(connection, exc)
-            return
-        for slot in slots:
-            if not self._tell(connection, *connection.leaving.pop(slot)):
-                # Gone; or its queue is full, which credits rule out for a sink that counts slots.
-                self._lose(connection)
-                return
-            connection.in_flight.add(slot)

@@ -117,8 +117,12 @@ class Link(Generic[T]):
         taken, self.credits = self.credits, []
         return Credit(tuple(taken))
 
+    def give_back(self, credit: Credit) -> bool:
+        """By the pipe, if it carries messages. Raises PipeBroken."""
+        return self.lane.tell(encode(credit)) or self.send(credit)
+
     def send(self, message: ToSource) -> bool:
-        """False if it does not take it; the monitor tells the rest."""
+        """By ZeroMQ. False if it does not take it; the monitor tells the rest."""
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as exc:

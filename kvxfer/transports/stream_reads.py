@@ -27,6 +27,11 @@ class Read:
     broke: ReadBroke | None = None
 
     @property
+    def is_placed(self) -> bool:
+        """Whether every chunk lies in place."""
+        return all(self.placed)
+
+    @property
     def is_over(self) -> bool:
         """Whether its chunks are not wanted any more."""
         return self.stopped or self.broke is not None

@@ -96,6 +96,8 @@ class StreamSink(SinkTransport):
         self._wake = wake
         self._context = context
         self._ready: list[SinkCompletion] = []
+        self._unfreed: list[UnpackJob] = []
+        """The last of their reads, which were told already."""
         self._links: dict[str, ReadLink] = {}
         self._by_socket: dict[Socket, ReadLink] = {}
         self._poller = make_poller(())
@@ -244,23 +246,24 @@ class StreamSink(SinkTransport):
 
     def poll(self) -> list[SinkCompletion]:
         """Chunks that came and were unpacked, connections that broke."""
-        for job in self._packer.drain():
-            self._on_unpack_ended(job)
+        self._take_unpacked()
+        unfreed, self._unfreed = self._unfreed, []
+        for job in unfreed:
+            self._free(job)
+        self._send_credits()
         for socket in readable(self._poller):
             link = self._by_socket.get(socket)
             if link is None:  # dropped in this very poll
                 continue
             for frames in receive(socket):
                 if socket is link.socket:
-                    self._on_message(link, frames)
+                    self._on_message(link, frames[0].buffer, frames[1:])
                 else:
                     self._lose_link(link, "the connection to the source rank ended")
                     break
         self._progress()
-        for link in self._links.values():
-            credit = link.take_credits()
-            if credit is not None:
-                self._say(link, credit)
+        self._take_unpacked()  # what was unpacked at once
+        self._send_credits()
         done, self._ready = self._ready, []
         return done
 
@@ -291,22 +294,31 @@ class StreamSink(SinkTransport):
         if not link.send(message):
             self.counts["send_failed"] += 1
 
+    def _send_credits(self) -> None:
+        for link in list(self._links.values()):
+            credit = link.take_credits()
+            try:
+                if credit is not None and not link.give_back(credit):
+                    self.counts["send_failed"] += 1
+            except PipeBroken as exc:
+                self._lose_pipe(link, exc)
+
     # -- chunks
 
-    def _on_message(self, link: ReadLink, frames: list[zmq.Frame]) -> None:
-        if len(frames) == 1 and not len(frames[0]):
+    def _on_message(self, link: ReadLink, message: memoryview, parts: Sequence[zmq.Frame]) -> None:
+        if not (message.nbytes or parts):
             self._say(link, Credit(()))  # the source looks whether we are here
             return
         try:
-            match decode_to_sink(frames[0].buffer):
+            match decode_to_sink(message):
                 case Refused(detail):
                     self.counts["refused"] += 1
                     detail = f"the source rank refuses the connection: {detail[:_MAX_DETAIL]}"
                     self._lose_link(link, detail)
-                case Attached() as message:
-                    link.connect(message)
+                case Attached() as attached:
+                    link.connect(attached)
                 case header:
-                    self._on_announced(link, header, frames[1:])
+                    self._on_announced(link, header, parts)
         except ProtocolError as exc:
             self.counts["malformed"] += 1
             _log.debug("dropped: %s", exc)
@@ -316,7 +328,7 @@ class StreamSink(SinkTransport):
         except PipeBroken as exc:
             self._lose_pipe(link, exc)
 
-    def _on_announced(self, link: ReadLink, header: Header, parts: list[zmq.Frame]) -> None:
+    def _on_announced(self, link: ReadLink, header: Header, parts: Sequence[zmq.Frame]) -> None:
         if link.is_repeated(header):
             self.counts["duplicate"] += 1
             return
@@ -338,8 +350,18 @@ class StreamSink(SinkTransport):
             self._pipe.progress()
             has_freed = False
             for link in list(self._links.values()):
+                self._hear(link)
                 if link.awaited:
                     has_freed |= self._collect(link)
+
+    def _hear(self, link: ReadLink) -> None:
+        """What the pipe has carried of a connection's messages."""
+        try:
+            for message in link.lane.heard():
+                if not link.is_lost:
+                    self._on_message(link, memoryview(message), ())
+        except PipeBroken as exc:
+            self._lose_pipe(link, exc)
 
     def _collect(self, link: ReadLink) -> bool:
         """Take what lies in staging now; True if slots were given back."""
@@ -357,6 +379,10 @@ class StreamSink(SinkTransport):
             self._lose_pipe(link, exc)
         return has_freed
 
+    def _take_unpacked(self) -> None:
+        for job in self._packer.drain():
+            self._on_unpack_ended(job)
+
     def _unpack(self, read: Read, sequence: int, slot: int) -> None:
         job = UnpackJob(read, sequence, slot)
         read.jobs[sequence] = job
@@ -373,11 +399,18 @@ class StreamSink(SinkTransport):
         elif job.end is CopyEnd.FAILED and not read.is_over:
             self._break(read, Reason.READ_FAILED, f"unpacking failed: {job.error}")
         link.close_lane()
-        try:
-            link.free(job.slot)
-        except PipeBroken as exc:
-            self._lose_pipe(link, exc)
         self._settle(read)
+        if read.is_placed:  # somebody waits for that; to post another receive takes 0.1 ms
+            self._unfreed.append(job)
+            self._wake()
+        else:
+            self._free(job)
+
+    def _free(self, job: UnpackJob) -> None:
+        try:
+            job.link.free(job.slot)
+        except PipeBroken as exc:
+            self._lose_pipe(job.link, exc)
 
     # -- ends
 
@@ -387,7 +420,7 @@ class StreamSink(SinkTransport):
         if read.is_over:
             if not read.jobs and self._reads.pop(key, None) is not None:
                 self._tell(read.broke if read.broke and not read.stopped else ReadStopped(key))
-        elif all(read.placed):
+        elif read.is_placed:
             if self._reads.pop(key, None) is not None:
                 self._tell(ReadDone(key, read.nbytes, certified=True))
         else:
@@ -407,14 +440,18 @@ class StreamSink(SinkTransport):
         if not link.is_lost:
             self.counts["pipe_broken"] += 1
             link.awaited.clear()
-            self._lose_link(link, str(error))
+            self._end_link(link, str(error))
 
     def _lose_link(self, link: ReadLink, detail: str) -> None:
         if link.is_lost:
             return
-        if link.awaited:  # what has come before the end still counts
-            self._pipe.progress()
+        self._pipe.progress()  # what has come before the end still counts
+        self._hear(link)
+        if link.awaited:
             self._collect(link)
+        self._end_link(link, detail)
+
+    def _end_link(self, link: ReadLink, detail: str) -> None:
         if not link.is_lost:
             self._drop_link(link, detail)
             self._ready.append(PeerGone(link.control_endpoint))

@@ -58,6 +58,7 @@ from kvxfer.transports.stream_wire import (
     Expect,
     Header,
     ToSource,
+    decode_credit,
     decode_to_source,
     encode,
 )
@@ -196,6 +197,8 @@ class StreamSource(SourceTransport):
         messages, has_gone = self._router.receive()
         for frames in messages:
             self._on_message(frames)
+        self._pipe.progress()
+        self._hear()
         if has_gone:
             for connection in self._connections.all():
                 self._probe(connection)
@@ -253,6 +256,20 @@ class StreamSource(SourceTransport):
         except ProtocolError as exc:
             self.counts["malformed"] += 1
             _log.debug("dropped: %s", exc)
+
+    def _hear(self) -> None:
+        """Credits that the pipe has carried."""
+        for connection in self._connections.all():
+            if connection.lane is None:
+                continue
+            try:
+                for message in connection.lane.heard():
+                    self._on_credit(connection, decode_credit(memoryview(message)))
+            except ProtocolError as exc:
+                self.counts["malformed"] += 1
+                _log.debug("dropped: %s", exc)
+            except PipeBroken as exc:
+                self._lose_pipe(connection, exc)
 
     def _on_attach(self, identity: bytes, known: Connection | None, message: Attach) -> None:
         if known is not None:
@@ -414,7 +431,10 @@ class StreamSource(SourceTransport):
         self._pump(connection)
 
     def _announce(self, connection: Connection, header: Header, parts: Parts) -> bool:
-        return self._router.tell(connection, encode(header), *parts)
+        frame, lane = encode(header), connection.lane
+        if not parts and lane is not None and lane.tell(frame):
+            return True
+        return self._router.tell(connection, frame, *parts)
 
     # -- ends
 

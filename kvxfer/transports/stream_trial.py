@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -244,7 +244,7 @@ class TrialTaker:
             raise TransportUnavailable(
                 f"{name}: the trial bytes from {link.endpoint} differ from what was asked for"
             )
-        link.send(Credit(tuple(link.credits)))
+        link.send(Credit(tuple(link.credits)))  # before the next is asked for, so not by the pipe
         link.credits.clear()
         return duration_s
 
@@ -254,6 +254,8 @@ class TrialTaker:
         while True:
             if not self._arrived:
                 self._pipe.progress()
+                for message in link.lane.heard():
+                    self._on_message(memoryview(message), ())
                 self._arrived.extend(link.lane.poll())
             if self._arrived:
                 slot = self._arrived.pop()
@@ -271,8 +273,8 @@ class TrialTaker:
             for socket in readable(self._poller):
                 if socket is link.monitor:
                     raise ProtocolError("expected an answer, got the end of the connection")
-                for frames in receive(socket):
-                    self._on_message(frames)
+                for first, *parts in receive(socket):
+                    self._on_message(first.buffer, parts)
 
     def _sleep(self, most_s: float) -> None:
         poller = make_poller(
@@ -281,18 +283,18 @@ class TrialTaker:
         poller.poll(max(1, round(most_s * 1000)))
         self._wake.clear()
 
-    def _on_message(self, frames: list[zmq.Frame]) -> None:
-        if len(frames) == 1 and not len(frames[0]):
+    def _on_message(self, message: memoryview, parts: Sequence[zmq.Frame]) -> None:
+        if not (message.nbytes or parts):
             self._link.send(Credit(()))  # the source looks whether we are here
             return
-        match decode_to_sink(frames[0].buffer):
-            case Attached() as message:
-                self._link.connect(message)
+        match decode_to_sink(message):
+            case Attached() as attached:
+                self._link.connect(attached)
             case Refused(detail):
                 raise TransportUnavailable(
                     f"{self._pipe.name}: {self._link.endpoint} refuses: {detail[:300]}"
                 )
             case TrialHeader() as header:
-                self._link.announce(header, frames[1:], header)
-            case message:
-                raise ProtocolError(f"expected a trial, got {type(message).__name__}")
+                self._link.announce(header, parts, header)
+            case other:
+                raise ProtocolError(f"expected a trial, got {type(other).__name__}")

@@ -1,8 +1,8 @@
 """The stream wire: its messages and its sockets, whatever pipe carries the payload.
 
 ``stream_source`` and ``stream_sink`` are its two ends. Messages go over ZeroMQ, on TCP or a Unix
-socket: one DEALER of the sink is connected to one ROUTER of each source rank. Sink to source, one
-frame each:
+socket (credits and announcements over the pipe, where it carries them): one DEALER of the sink is
+connected to one ROUTER of each source rank. Sink to source, one frame each:
 
 ``Attach``    once, and first: how many slots the sink has, and how its end of the pipe is reached.
               All slots are granted with it
@@ -36,7 +36,8 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import Readable, TransferKey
 from kvxfer.transports.zmq_same_host import bind_unix
 
-STREAM_VERSION = 2
+STREAM_VERSION = 3
+"""2 had all messages on ZeroMQ."""
 MAX_ADDRESS_NBYTES = 16 << 10
 """Of one end of a pipe: a few hundred bytes of UCX, a few thousand of NIXL."""
 CONTROL_MAX_NBYTES = 20 << 10
@@ -149,6 +150,14 @@ def encode(message: ToSource | ToSink) -> bytes:
 def decode_to_source(frame: memoryview) -> ToSource:
     """Raises ProtocolError."""
     return _decode(_to_source, "data frame", frame)
+
+
+def decode_credit(frame: memoryview) -> Credit:
+    """What a pipe carries to a source. Raises ProtocolError."""
+    message = decode_to_source(frame)
+    if not isinstance(message, Credit):
+        raise ProtocolError(f"data frame: expected a credit, got {type(message).__name__}")
+    return message
 
 
 def decode_to_sink(frame: memoryview) -> ToSink:

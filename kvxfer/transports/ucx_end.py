@@ -18,10 +18,13 @@ from kvxfer.transports.ucx_library import Endpoint, Request, StartsOperation, Uc
 
 SLOT_BITS, GENERATION_BITS = 12, 20
 CONNECTION_BITS = 64 - SLOT_BITS - GENERATION_BITS
+MAX_SLOTS = (1 << SLOT_BITS) - 1
 
 
 def tag_of(connection: int, slot: int, generation: int) -> int:
-    """64 bits that no two messages under way have in common; generations wrap."""
+    """64 bits that no two messages under way have in common; generations wrap. The slot behind the
+    last is that of short messages (``ucx_mail``).
+    """
     generation &= (1 << GENERATION_BITS) - 1
     return (connection << SLOT_BITS | slot) << GENERATION_BITS | generation
 
@@ -40,11 +43,11 @@ class UcxEnd:
         restless: Callable[[UcxEnd], None],
     ) -> None:
         """Raises TransportUnavailable."""
-        if slots.num_slots > 1 << SLOT_BITS:
+        if slots.num_slots > MAX_SLOTS:
             raise TransportUnavailable(
-                f"ucx: expected at most {1 << SLOT_BITS} slots, got {slots.num_slots}"
+                f"ucx: expected at most {MAX_SLOTS} slots, got {slots.num_slots}"
             )
-        self.slots, self._ucx, self._restless = slots, ucx, restless
+        self.slots, self.ucx, self._restless = slots, ucx, restless
         staging = make_staging(slots.nbytes, device)
         self.parts: list[torch.Tensor] = list(staging.view(slots.num_slots, -1))
         self._arrays = [ucx.array(part) for part in self.parts]
@@ -54,12 +57,12 @@ class UcxEnd:
         self.worker = ucx.worker(context)
         self.fd = self.worker.epoll_file_descriptor
         self._endpoint: Endpoint | None = None
-        self._under_way: set[Request] = set()
-        """What may still touch staging; UCX itself keeps no reference to the memory."""
+        self._under_way: dict[Request, object] = {}
+        """What may still touch memory, and which: UCX itself keeps no reference to it."""
 
     def connect(self, address: bytes) -> None:
         """To the peer's worker. Raises PipeBroken."""
-        self._endpoint = self._ucx.connect(self.worker, address)
+        self._endpoint = self.ucx.connect(self.worker, address)
 
     def beginning(self, slot: int, nbytes: int) -> torch.Tensor:
         """So much of the slot."""
@@ -67,18 +70,23 @@ class UcxEnd:
 
     def send(self, slot: int, tag: int, nbytes: int) -> None:
         """The beginning of the slot. Raises PipeBroken."""
-        self._start(self.endpoint.tag_send, self._cut(slot, nbytes)[1], tag)
+        self.start(self.endpoint.tag_send, self._cut(slot, nbytes)[1], tag)
 
     def _cut(self, slot: int, nbytes: int) -> tuple[torch.Tensor, object]:
         known = self._cuts[slot]
         if known[0].numel() != nbytes:
             part = self.parts[slot][:nbytes]
-            known = self._cuts[slot] = (part, self._ucx.array(part))
+            known = self._cuts[slot] = (part, self.ucx.array(part))
         return known
 
     def receive(self, slot: int, tag: int) -> Request:
         """Into the slot. Raises PipeBroken."""
-        return self._start(self.endpoint.tag_recv, self._arrays[slot], tag)
+        return self.start(self.endpoint.tag_recv, self._arrays[slot], tag)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the peer's address is known."""
+        return self._endpoint is not None
 
     @property
     def endpoint(self) -> Endpoint:
@@ -87,12 +95,13 @@ class UcxEnd:
             raise PipeBroken("ucx: expected the peer's address before any chunk, got none")
         return self._endpoint
 
-    def _start(self, start: StartsOperation, array: object, tag: int) -> Request:
+    def start(self, operation: StartsOperation, array: object, tag: int) -> Request:
+        """One of the endpoint's, on an array of ``ucx``. Raises PipeBroken."""
         try:
-            request = start(array, self._ucx.tag(tag))
-        except self._ucx.Error as exc:
+            request = operation(array, self.ucx.tag(tag))
+        except self.ucx.Error as exc:
             raise PipeBroken(f"ucx: expected to send and receive, got {exc!r}") from exc
-        self._under_way.add(request)
+        self._under_way[request] = array
         # What that began may have to go on, or may be done already: then the descriptor is silent.
         if self.worker.progress_once() or not self.worker.arm():
             self._restless(self)
@@ -106,16 +115,16 @@ class UcxEnd:
             return
         try:
             self._endpoint.raise_on_error()
-        except self._ucx.Error as exc:
+        except self.ucx.Error as exc:
             raise PipeBroken(f"ucx: expected a peer that is there, got {exc!r}") from exc
         raise PipeBroken("ucx: expected an open connection, got one that the peer has closed")
 
     def take(self, request: Request) -> None:
         """It has completed. Raises PipeBroken if it has failed."""
-        self._under_way.discard(request)
+        self._under_way.pop(request, None)
         try:
             request.check_error()
-        except self._ucx.Error as exc:
+        except self.ucx.Error as exc:
             raise PipeBroken(f"ucx: expected a chunk to get through, got {exc!r}") from exc
 
     def finish(self) -> bool:

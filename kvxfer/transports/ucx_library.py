@@ -129,9 +129,11 @@ class Ucx:
             raise PipeBroken(f"ucx: expected an address that can be reached, got {exc!r}") from exc
         return endpoint
 
-    def array(self, part: torch.Tensor) -> object:
+    def array(self, part: torch.Tensor | bytearray) -> object:
         """Flat memory that an operation may be given."""
-        return self._array(part if part.is_cuda else part.numpy())
+        if isinstance(part, torch.Tensor) and not part.is_cuda:
+            return self._array(part.numpy())
+        return self._array(part)
 
     def tag(self, number: int) -> object:
         """64 bits."""

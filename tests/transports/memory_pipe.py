@@ -19,12 +19,14 @@ from kvxfer.transports.pipe import Parts, Pipe, PipeBroken, SinkLane, Slots, Sou
 @dataclass(slots=True)
 class World:
     """What both ends share. ``is_write``: the source sees the end of a payload's way, and only then
-    is it announced; else the sink does. ``is_held``: payloads stay on their way. ``breaks``: names
-    of calls that raise. Of the pipe's ``ways`` ``large_s`` says how much longer the large message
-    of a trial takes, ``failing`` ones cannot be opened, and ``silent`` ones bring nothing.
+    is it announced; else the sink does. ``carries``: announcements and credits, too, at once.
+    ``is_held``: payloads stay on their way. ``breaks``: names of calls that raise. Of the pipe's
+    ``ways`` ``large_s`` says how much longer the large message of a trial takes, ``failing`` ones
+    cannot be opened, and ``silent`` ones bring nothing.
     """
 
     is_write: bool = False
+    carries: bool = False
     is_held: bool = False
     breaks: set[str] = field(default_factory=set)
     ways: tuple[str, ...] = ("",)
@@ -32,6 +34,9 @@ class World:
     failing: set[str] = field(default_factory=set)
     silent: set[str] = field(default_factory=set)
     sinks: dict[bytes, MemorySinkLane] = field(default_factory=dict)
+    sources: dict[bytes, MemorySourceLane] = field(default_factory=dict)
+    num_told: int = 0
+    wakes: set[Wake] = field(default_factory=set)
     moving: list[tuple[MemorySourceLane, MemorySinkLane, int, int, int]] = field(
         default_factory=list
     )
@@ -53,8 +58,16 @@ class World:
             sink.parts[slot][:nbytes].copy_(source.parts[slot][:nbytes])
             (source.done if self.is_write else sink.came).append(slot)
 
+    def carry(self, message: bytes, inbox: list[bytes]) -> bool:
+        if self.carries:
+            inbox.append(message)
+            self.num_told += 1
+            for wake in self.wakes:
+                wake()
+        return self.carries
+
     def make_pipe(self, memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-        return MemoryPipe(self)
+        return MemoryPipe(self, wake)
 
 
 def _parts(slots: Slots) -> list[Tensor]:
@@ -64,6 +77,8 @@ def _parts(slots: Slots) -> list[Tensor]:
 class MemorySourceLane(SourceLane):
     def __init__(self, world: World, address: bytes, slots: Slots) -> None:
         self.address = b"source of " + address
+        world.sources[self.address] = self
+        self.inbox: list[bytes] = []
         self.parts = _parts(slots)
         self.done: list[int] = []
         self.is_open = True
@@ -86,6 +101,16 @@ class MemorySourceLane(SourceLane):
         done, self.done = self.done, []
         return done
 
+    def tell(self, message: bytes) -> bool:
+        self._world.check("source tell")
+        return self._world.carry(message, self._peer.inbox)
+
+    def heard(self) -> Sequence[bytes]:
+        self._world.check("source heard")
+        assert self.is_open
+        heard, self.inbox = self.inbox, []
+        return heard
+
     def close(self) -> None:
         self._world.num_open -= self.is_open
         self.is_open = False
@@ -94,6 +119,7 @@ class MemorySourceLane(SourceLane):
 class MemorySinkLane(SinkLane):
     def __init__(self, world: World, slots: Slots, way: str) -> None:
         self.address = f"sink {len(world.sinks)}".encode()
+        self.inbox: list[bytes] = []
         self.way = way
         self.parts = _parts(slots)
         self.generations = [0] * slots.num_slots
@@ -130,6 +156,18 @@ class MemorySinkLane(SinkLane):
         self.came = [slot for slot in self.came if slot not in self._nbytes]
         return named
 
+    def tell(self, message: bytes) -> bool:
+        self._world.check("sink tell")
+        return bool(self.peer) and self._world.carry(message, self._world.sources[self.peer].inbox)
+
+    def heard(self) -> Sequence[bytes]:
+        if not self.peer:  # the source's end is not known yet
+            return ()
+        self._world.check("sink heard")
+        assert self.is_open
+        heard, self.inbox = self.inbox, []
+        return heard
+
     def payload(self, slot: int) -> Tensor:
         assert self.is_open
         return self.parts[slot].narrow(0, 0, self._nbytes[slot])
@@ -151,8 +189,9 @@ class MemorySinkLane(SinkLane):
 class MemoryPipe(Pipe):
     name = "ucx"
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, wake: Wake) -> None:
+        self._world, self._wake = world, wake
+        world.wakes.add(wake)
         self.ways = world.ways
         self._is_open = True
         world.num_pipes += 1
@@ -175,4 +214,5 @@ class MemoryPipe(Pipe):
 
     def close(self) -> None:
         self._world.num_pipes -= self._is_open
+        self._world.wakes.discard(self._wake)
         self._is_open = False

@@ -39,10 +39,10 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
-from kvxfer.transports.stream_wire import Attach, Expect
+from kvxfer.transports.stream_wire import STREAM_VERSION, Attach, Expect
 from kvxfer.transports.wake_up import WakeUp
 
-ATTACH = Attach(2, 4, 4 << 20, "zmq")
+ATTACH = Attach(STREAM_VERSION, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""
 CONFIG = Config(staging_slots=4, peer_silent_s=1.0, connect_timeout_s=2.0)
 ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")

@@ -1,7 +1,7 @@
 """A process with one pipe, as the check of the contract (pipe_contract.py) drives it.
 
-What ZeroMQ does in a wire (attach, announce, credit, and the word that a peer has gone) a
-multiprocessing pipe does here.
+What ZeroMQ does in a wire (attach, the word that a peer has gone, and announcements and credits
+that the pipe does not carry) a multiprocessing pipe does here.
 
 Each byte of a slot differs from that of the generation before, of another slot and, nearly always,
 of another connection, so that bytes that stay, are late or go astray are seen. A slot of the source
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import queue
 import random
 import threading
@@ -26,7 +27,7 @@ import torch
 import zmq
 
 from kvxfer.transports.base import Wake
-from kvxfer.transports.pipe import Pipe, PipeBroken, SinkLane, Slots, SourceLane
+from kvxfer.transports.pipe import Lane, Pipe, PipeBroken, SinkLane, Slots, SourceLane
 from tests.helpers import POISON, assert_same_bytes
 
 CLOSE_MAX_S = 1.0
@@ -343,6 +344,9 @@ class Node:
         for message in messages:
             self.hear(message)
         self.pipe.progress()
+        ends: list[Giver | Taker] = [*self.givers.values(), *self.takers.values()]
+        for end in ends:
+            self._guard(end.number, partial(self._hear_from, end.lane))
         for giver in list(self.givers.values()):
             self._guard(giver.number, partial(self._give, giver))
         for taker in list(self.takers.values()):
@@ -353,14 +357,23 @@ class Node:
         giver.fill()
         found += giver.poll()
         for announced in found:
-            self.say(announced)
+            self._tell(giver.lane, announced)
 
     def _take(self, taker: Taker) -> None:
         found = taker.poll()
         # Held slots are freed later and in another order; in the end all of them.
         keep = random.randrange(3) if self.slow_credits and found else 0
         for slot in taker.free(keep):
-            self.say(Credit(taker.number, slot))
+            self._tell(taker.lane, Credit(taker.number, slot))
+
+    def _tell(self, lane: Lane, message: Announced | Credit) -> None:
+        has_parts = isinstance(message, Announced) and message.parts
+        if has_parts or not lane.tell(pickle.dumps(message)):
+            self.say(message)
+
+    def _hear_from(self, lane: Lane) -> None:
+        for message in lane.heard():
+            self.hear(pickle.loads(message))
 
     def _guard(self, number: int, act: Callable[[], None]) -> None:
         if number in self.broken:

@@ -22,7 +22,7 @@ from kvxfer.testing import check_transport
 from kvxfer.testing_peer import Context
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import registry
+from kvxfer.transports import launches, registry
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -392,16 +392,48 @@ def test_the_pool_is_written_behind_what_the_engine_still_does(
     waited: list[object] = []
     copier = _packer(pair.sink)._copier
     monkeypatch.setattr(copier, "wait", lambda stream, event: waited.append(event))
-    event = object()
-    request = msgspec.structs.replace(
-        read_request(key_of(1), a_move(), pair.manifest),
-        after=event,
+    first, second = object(), object()
+    for number, event in enumerate((first, second, second, None, first), 1):
+        request = msgspec.structs.replace(
+            read_request(key_of(number), a_move(), pair.manifest),
+            after=event,
+        )
+        pair.sink.submit_expect(request)
+        pair.source.submit_send(send_request(key_of(number), a_move()))
+        assert isinstance(pair.end(key_of(number)), ReadDone)
+    # Once for all chunks, which are on one stream
+    assert waited == [first, second, first]
+
+
+def test_only_what_is_not_over_soon_is_waited_for_by_a_thread(
+    pair: Pair, reaches_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: list[object] = []
+    monkeypatch.setattr(
+        launches._Waiter, "expect", lambda self, event, due_s: expected.append(event)
     )
-    pair.sink.submit_expect(request)
-    pair.source.submit_send(send_request(key_of(1), a_move()))
+    monkeypatch.setattr(launches, "FIRST_BYTES_PER_S", 1e3)  # nothing is due for seconds
+    pair.start(key_of(1), a_move())
     assert isinstance(pair.end(key_of(1)), ReadDone)
-    assert waited
-    assert set(waited) == {event}
+    assert expected == []
+    gates: list[Gate] = []
+    inner = HostCopier.pack
+
+    def late(*args: Any, **kwargs: Any) -> Launched:
+        gates.append(Gate())
+        return Launched(gates[-1], inner(*args, **kwargs).nbytes)
+
+    monkeypatch.setattr(HostCopier, "pack", late)
+    pair.start(key_of(2), a_move(2))
+    pair.until(lambda: len(gates) == 4)
+    for _ in range(5):
+        pair.turn()
+    assert expected == gates
+    pair.source.stop_send(key_of(2))
+    pair.sink.stop_read(key_of(2))
+    for gate in gates:
+        gate.is_open = True
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(2)))
 
 
 def test_what_is_packed_leaves_before_more_is_packed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +16,13 @@ from kvxfer.tensors import strided_copy
 from kvxfer.testing_cases import CASES, make_move
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import registry, stream_packing, stream_sink
+from kvxfer.transports import (
+    registry,
+    stream_link,
+    stream_packing,
+    stream_sink,
+    stream_source,
+)
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -30,15 +37,24 @@ from kvxfer.transports.base import (
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_trial import CHUNK_S
-from tests.transports.memory_pipe import World
-from tests.transports.pair import CONFIG, Pair, a_move, key_of
+from kvxfer.transports.stream_wire import (
+    AskTrial,
+    Attach,
+    Credit,
+    ToSink,
+    ToSource,
+    encode,
+)
+from tests.transports.memory_pipe import MemorySinkLane, MemorySourceLane, World
+from tests.transports.pair import CONFIG, Pair, a_move, key_of, read_request, send_request
 
 UCX = msgspec.structs.replace(CONFIG, transport="ucx")
 
 
-@pytest.fixture(params=[False, True], ids=["sink sees the end", "source sees the end"])
+@pytest.fixture(params=["sink sees the end", "source sees the end", "carries messages"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
-    world = World(is_write=request.param)
+    kind = request.param
+    world = World(is_write=kind == "source sees the end", carries=kind == "carries messages")
     monkeypatch.setitem(registry._SOURCES, "ucx", partial(StreamSource, world.make_pipe))
     monkeypatch.setitem(registry._SINKS, "ucx", partial(StreamSink, world.make_pipe))
     return world
@@ -60,13 +76,118 @@ def _works(pair: Pair, number: int) -> None:
     pair.until(lambda: pair.said_kind(Sent, key_of(number)))
 
 
-def test_every_byte_comes_and_slots_come_back(pair: Pair) -> None:
+def test_every_byte_comes_and_slots_come_back(pair: Pair, world: World) -> None:
     for number in range(1, 6):
         _works(pair, number)
         assert pair.content() == pair.expected(a_move(number))
         pair.sink_pool.tensor.fill_(0xEE)
     assert not pair.source.counts
     assert not pair.sink.counts
+    assert bool(world.num_told) == world.carries
+
+
+@pytest.fixture
+def carrying(pair: Pair, world: World) -> tuple[MemorySourceLane, MemorySinkLane]:
+    """Both lanes of a connection that has worked."""
+    if not world.carries:
+        pytest.skip("nothing comes that way")
+    _works(pair, 1)
+    (source,), (sink,) = world.sources.values(), world.sinks.values()
+    return source, sink
+
+
+def test_announcements_and_credits_go_over_the_pipe_alone(
+    pair: Pair,
+    world: World,
+    carrying: tuple[MemorySourceLane, MemorySinkLane],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    encoded: list[str] = []
+
+    def carry(world: World, message: bytes, inbox: list[bytes]) -> bool:
+        told.append(msgspec.msgpack.decode(message)["type"])
+        inbox.append(message)
+        return True
+
+    def counted(message: ToSource | ToSink) -> bytes:
+        encoded.append(type(message).__name__)
+        return encode(message)
+
+    monkeypatch.setattr(World, "carry", carry)
+    for module in (stream_source, stream_link):
+        monkeypatch.setattr(module, "encode", counted)
+    _works(pair, 2)
+    pair.until(lambda: "credit" in told)
+    assert told.count("chunk") == encoded.count("ChunkHeader") > 1
+    assert told.count("credit") == encoded.count("Credit") >= 1
+    assert encoded.count("Expect") == 1  # over ZeroMQ
+
+
+@pytest.mark.parametrize("message", [b"\xff", encode(Attach(3, 1)), encode(AskTrial(1)), b""])
+def test_what_a_sink_tells_by_the_pipe_and_is_no_credit_is_counted(
+    pair: Pair, carrying: tuple[MemorySourceLane, MemorySinkLane], message: bytes
+) -> None:
+    carrying[0].inbox.append(message)
+    pair.until(lambda: pair.source.counts["malformed"] == 1)
+    _works(pair, 2)
+
+
+def test_a_credit_by_the_pipe_for_a_slot_that_is_free_is_counted(
+    pair: Pair, carrying: tuple[MemorySourceLane, MemorySinkLane]
+) -> None:
+    pair.until(lambda: all(each.is_idle for each in _source(pair)._connections.all()))
+    carrying[0].inbox.append(encode(Credit((0, 99))))
+    pair.until(lambda: pair.source.counts["unknown_credit"] == 2)
+    _works(pair, 2)
+
+
+def test_what_a_source_tells_by_the_pipe_and_makes_no_sense_ends_the_connection(
+    pair: Pair, carrying: tuple[MemorySourceLane, MemorySinkLane]
+) -> None:
+    carrying[1].inbox.append(b"\xff")
+    pair.until(lambda: pair.sink.counts["malformed"] == 1)
+    _works(pair, 2)
+    link = _sink(pair)._links[pair.manifest.control_endpoint]
+    carrying[1].inbox.extend([b"\xff"] * link.slots.num_slots)
+    pair.until(lambda: PeerGone(pair.manifest.control_endpoint) in pair.seen)
+    _works(pair, 3)
+
+
+def test_an_announcement_that_lies_there_when_the_connection_ends_counts(
+    pair: Pair, carrying: tuple[MemorySourceLane, MemorySinkLane]
+) -> None:
+    key, move = key_of(2), make_move(next(case for case in CASES if case.name == "one token"), 1)
+    sink = _sink(pair)
+    pair.sink_pool.tensor.fill_(0xEE)
+    request = read_request(key, move, pair.manifest)
+    sink.submit_expect(request)
+    sink.poll()
+    pair.source.submit_send(send_request(key, move))
+
+    def gave() -> bool:
+        """The source alone goes on."""
+        for completion in pair.source.poll():
+            if isinstance(completion, Packed):
+                pair.source.send_packed(completion.key, completion.sequence)
+        return bool(carrying[1].inbox)
+
+    deadline_s = time.monotonic() + 5
+    while not gave():
+        assert time.monotonic() < deadline_s
+    sink._lose_link(sink._links[pair.manifest.control_endpoint], "gone")
+    assert isinstance(pair.end(key), ReadDone)
+    assert pair.content() == pair.expected(move)
+
+
+def _source(pair: Pair) -> StreamSource:
+    assert isinstance(pair.source, StreamSource)
+    return pair.source
+
+
+def _sink(pair: Pair) -> StreamSink:
+    assert isinstance(pair.sink, StreamSink)
+    return pair.sink
 
 
 def test_sent_means_that_the_pool_is_free_not_that_the_payload_has_come(
@@ -114,7 +235,11 @@ def test_what_came_before_the_end_of_the_connection_counts(
 
 
 @pytest.mark.parametrize(
-    "call", ["send", "source poll", "connected", "announced", "sink poll", "free"]
+    "call",
+    [
+        *("send", "source poll", "connected", "announced", "sink poll", "free"),
+        *("source tell", "source heard", "sink tell", "sink heard"),
+    ],
 )
 def test_a_pipe_that_breaks_ends_the_connection_and_no_more(
     pair: Pair, world: World, call: str

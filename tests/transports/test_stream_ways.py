@@ -114,7 +114,7 @@ class Takers:
             self.num_open += 1
             return self
 
-        pipe = MemoryPipe(World(ways=("usual", "other")))
+        pipe = MemoryPipe(World(ways=("usual", "other")), lambda: None)
         try:
             return try_ways(pipe, make_link, SLOTS, cast("WakeUp", None), timeout_s)
         finally:

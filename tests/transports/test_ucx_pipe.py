@@ -21,8 +21,9 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
-from kvxfer.transports.ucx_end import tag_of
+from kvxfer.transports.ucx_end import GENERATION_BITS, MAX_SLOTS, tag_of
 from kvxfer.transports.ucx_library import Worker
+from kvxfer.transports.ucx_mail import MOST_NBYTES
 from kvxfer.transports.ucx_pipe import UcxPipe, UcxSinkLane, UcxSourceLane
 from tests.helpers import assert_same_bytes, needs_ucxx, run_pair
 from tests.transports.pipe_contract import (
@@ -141,6 +142,96 @@ def test_frames_beside_an_announcement_are_refused() -> None:
         ends.sink.announced(0, 0, 1, [zmq.Frame(b"x")])
 
 
+def told(ends: Ends, taker: UcxSourceLane | UcxSinkLane, num_messages: int) -> list[bytes]:
+    """What the lane hears, of so many messages."""
+    found: list[bytes] = []
+
+    def hear() -> bool:
+        found.extend(taker.heard())
+        return len(found) >= num_messages
+
+    ends.until(hear)
+    assert not taker.heard()
+    return found
+
+
+@needs_ucxx
+def test_messages_come_whole_once_and_in_order_both_ways() -> None:
+    """More than are taken at once, of all sizes, beside payloads."""
+    sizes = [0, 1, MOST_NBYTES, 2] * 40
+    with two_ends() as ends:
+        up, down = ([bytes([number]) * size for number, size in enumerate(sizes)] for _ in range(2))
+        for first, second in zip(up, reversed(down), strict=True):
+            assert ends.source.tell(first)
+            assert ends.sink.tell(second)
+        ends.send(0, 0, fill=5)
+        assert told(ends, ends.sink, len(up)) == up
+        assert told(ends, ends.source, len(down)) == down[::-1]
+        ends.sink.announced(0, 0, SLOTS.slot_nbytes, ())
+        assert ends.until(ends.sink.poll) == [0]
+        assert_same_bytes(ends.sink.payload(0), filled(5, SLOTS.slot_nbytes))
+
+
+@needs_ucxx
+def test_numbers_of_messages_wrap() -> None:
+    with two_ends() as ends:
+        for lane in (ends.source, ends.sink):
+            assert told_after(ends, lane) == b"first"
+            # All but the last few numbers are used up; the one that is posted is the next
+            mails = (ends.source._mail, ends.sink._mail)
+            giver, taker = mails if lane is ends.source else mails[::-1]
+            giver._num_sent = (1 << GENERATION_BITS) + 1
+            taker._num_posted = (1 << GENERATION_BITS) + 2
+            for number in range(5):
+                assert told_after(ends, lane, bytes([number])) == bytes([number])
+
+
+def told_after(ends: Ends, giver: UcxSourceLane | UcxSinkLane, message: bytes = b"first") -> bytes:
+    assert giver.tell(message)
+    (found,) = told(ends, ends.sink if giver is ends.source else ends.source, 1)
+    return found
+
+
+@needs_ucxx
+def test_what_is_too_long_or_too_early_is_not_carried() -> None:
+    pipe = ucx_pipe(CPU, lambda: None)
+    try:
+        assert not pipe.open_sink(SLOTS).tell(b"x")  # nobody is known yet
+    finally:
+        pipe.close()
+    with two_ends() as ends:
+        assert not ends.source.tell(bytes(MOST_NBYTES + 1))
+        assert told_after(ends, ends.source) == b"first"
+        ends.source.close()
+        assert not ends.source.tell(b"x")
+        assert ends.source.heard() == ()
+
+
+@needs_ucxx
+@pytest.mark.parametrize("message", [b"\xff\xff", bytes(MOST_NBYTES + 3)])
+def test_a_message_that_is_none_breaks_the_connection(message: bytes) -> None:
+    """A length that cannot be; more bytes than there is room for."""
+    with two_ends() as ends:
+        end = ends.source.end
+        tag = tag_of(ends.source._connection, MAX_SLOTS, 0)
+        end.start(end.endpoint.tag_send, end.ucx.array(bytearray(message)), tag)
+        with pytest.raises(PipeBroken, match="ucx: expected"):
+            ends.until(ends.sink.heard)
+
+
+@needs_ucxx
+def test_a_message_wakes_who_waits_for_it() -> None:
+    with two_ends() as ends:
+        for _ in range(100):
+            ends.source_pipe.progress()
+            ends.sink_pipe.progress()
+        (fd,) = ends.sink_pipe.fds()
+        assert not select.select([fd], [], [], 0.05)[0]
+        assert ends.source.tell(b"x")
+        assert select.select([fd], [], [], 1.0)[0]
+        assert told(ends, ends.sink, 1) == [b"x"]
+
+
 def _send_to(ends: Ends, address: bytes) -> None:
     lane = ends.source_pipe.open_source(address, SLOTS)
     lane.send(0, 0, 1)
@@ -157,7 +248,7 @@ def test_addresses_that_are_none() -> None:
             ends.source_pipe.open_source(msgspec.msgpack.encode([1 << 32, b"x"]), SLOTS)
         with pytest.raises(PipeBroken, match="expected the address of a source's end"):
             ends.sink_pipe.open_sink(SLOTS).connected(b"")
-        with pytest.raises(TransportUnavailable, match="expected at most 4096 slots, got 5000"):
+        with pytest.raises(TransportUnavailable, match="expected at most 4095 slots, got 5000"):
             ends.sink_pipe.open_sink(Slots(5000, 1))
         gone = ends.sink_pipe.open_sink(SLOTS)
         gone.close()
@@ -262,6 +353,34 @@ def test_progress_comes_back_in_time() -> None:
         assert wakes == [True, True]
 
 
+@needs_ucxx
+def test_between_gpus_a_payload_that_was_announced_is_looked_for_and_not_for_ever() -> None:
+    wakes: list[bool] = []
+
+    def is_looking(ends: Ends) -> bool:
+        wakes.clear()
+        ends.sink_pipe.progress()
+        return bool(wakes)
+
+    with two_ends(lambda: wakes.append(True)) as ends:
+        ends.until(lambda: not is_looking(ends))
+        ends.sink.announced(0, 0, 100, ())
+        ends.sink._look_until_s = time.perf_counter() + 0.5
+        ends.sink_pipe.drive_soon(ends.sink.end)
+        assert not is_looking(ends)  # not in memory of the host
+        ends.sink_pipe.is_fast = True
+        wakes.clear()
+        ends.sink.announced(1, 0, SLOTS.slot_nbytes, ())
+        assert wakes
+        ends.sink._look_until_s = time.perf_counter() + 0.5
+        assert is_looking(ends)
+        assert is_looking(ends)
+        ends.until(lambda: not is_looking(ends))
+        assert time.perf_counter() >= ends.sink._look_until_s
+        ends.send(1, 0, fill=1)  # it comes all the same
+        assert ends.until(ends.sink.poll) == [1]
+
+
 class Endless:
     """An operation that does not end, whatever is done."""
 
@@ -274,7 +393,7 @@ class Endless:
 @needs_ucxx
 def test_staging_of_an_operation_without_an_end_is_kept() -> None:
     with two_ends() as ends:
-        ends.sink.end._under_way.add(Endless())
+        ends.sink.end._under_way[Endless()] = None
         staging = ends.sink.end.parts[0]
         ends.sink.close()
         assert ends.sink_pipe.quarantined_nbytes == SLOTS.nbytes
