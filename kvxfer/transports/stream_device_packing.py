@@ -14,9 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+import torch
 from torch import Tensor
 
 from kvxfer.config import Config
+from kvxfer.kernels.strided_work import WHOLE_GPU
 from kvxfer.tensors.cuda_device import CudaDevice, Gpu
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
 from kvxfer.tensors.device_work import BoundSide, DeviceMemory, bind_side, flat_copy
@@ -85,9 +87,10 @@ class DevicePacker(Generic[J]):
         self._bound: dict[int, tuple[Side, BoundSide]] = {}
         self._bounces: list[Tensor] = []
         self._num_bounces = 0
+        self._waited: torch.cuda.Event | None = None
         self._broken = ""
         # What nearly all engines need is compiled now: the first time it takes a second
-        self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream).synchronize()
+        self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream, WHOLE_GPU).synchronize()
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Compile what unpacks these classes."""
@@ -109,7 +112,7 @@ class DevicePacker(Generic[J]):
         else:
             self._waiting.append(step)
             self._start_waiting()
-        self._tell_ended()
+        self._wake()  # ``drain`` follows, which waits for it
 
     def cancel(self, job: J) -> None:
         """A job that waits ends now, others when the step is over that runs."""
@@ -160,8 +163,9 @@ class DevicePacker(Generic[J]):
         regions, tokens = (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)
         try:
             side, ids, stream = self._bind(job.side), job.block_ids, self._stream
-            if job.after is not None:
+            if job.after is not None and job.after is not self._waited:
                 self._copier.wait(stream, job.after)
+                self._waited = job.after  # for all that comes behind it on the stream
             if job.order is not None:
                 launched = self._copier.pack(
                     side, ids, job.order, *regions, *tokens, dense, stream=stream
@@ -176,7 +180,6 @@ class DevicePacker(Generic[J]):
             self._in_flight.add(step, event or self._copier.mark(self._stream), step.nbytes)
         except RuntimeError as exc:
             self._break(exc)
-        self._in_flight.expect()
 
     def _bind(self, side: Side) -> BoundSide:
         known = self._bound.get(id(side))
@@ -199,6 +202,7 @@ class DevicePacker(Generic[J]):
         except RuntimeError as exc:
             self._break(exc)
         self._start_waiting()
+        self._in_flight.expect()  # what is soon over needs no thread that waits
 
     def _on_landed(self, step: _Step[J]) -> None:
         if step.error is not None:
