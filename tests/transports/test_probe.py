@@ -221,9 +221,13 @@ def test_a_stream_is_taken_before_a_direct_wire_below_a_quarter_of_its_time(
     # A busy GPU: the direct wire's trial was wrong by three
     assert race(SLOW, replace(SLOW, bytes_per_s=3e9)).transport == "direct"
     assert race(FAST, FAST).transport == "direct"
-    # 1.03 s and 2.03 against 0.28: latency counts like any other time
-    assert race(replace(FAST, latency_s=1.0), SLOW).transport == "direct"
-    assert race(replace(FAST, latency_s=2.0), SLOW).transport == "stream"
+    # The latency of its copies is a stream's as well, twice, and no reason to leave a direct wire
+    assert race(replace(FAST, latency_s=2.0), SLOW).transport == "direct"
+    choice = race(replace(DIRECT_400_MS, latency_s=0.02), STREAM_99_MS)
+    assert choice.transport == "direct"  # else 99 would be less than a quarter of 420
+    assert choice.reasons["stream"].startswith("139 ms instead of 420 for 2048 tokens, expected")
+    a_little = replace(DIRECT_400_MS, latency_s=0.002)
+    assert race(a_little, replace(STREAM_99_MS, bytes_per_s=2.8e9)).transport == "stream"
 
 
 def test_the_margin_is_between_kinds_and_not_within_one() -> None:
@@ -299,6 +303,16 @@ def test_dear_wires_are_tried_only_where_no_direct_wire_works() -> None:
     assert choice.reasons["direct"] == "broken"
     # One that is too slow does not count as one that works
     assert choose({"direct": Wire(SLOW), "dear": dear}, min_gbps=2).transport == "dear"
+
+
+@pytest.mark.parametrize(("latency_s", "is_tried"), [(0.030, True), (0.032, False)])
+def test_a_stream_is_not_tried_whose_copies_alone_take_too_long(
+    latency_s: float, is_tried: bool
+) -> None:
+    """13.4 ms for the bytes and twice the latency, of a quarter of 268 ms and once the latency."""
+    stream = Wire(MIDDLE, HOST)
+    assert choose({"d": Wire(WireCosts(latency_s, 0.0, 1e9)), "s": stream}).transport == "d"
+    assert bool(stream.limits_s) is is_tried
 
 
 def test_a_stream_is_not_tried_that_could_not_be_taken_any_more() -> None:
