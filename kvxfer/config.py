@@ -87,7 +87,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     MiB on a GPU, and what the two settings above make."""
     control_max_nbytes: int = 4 << 20
     """A longer control message is refused, answered and counted."""
-    launch_programs: int = 32
+    launch_programs: int = 24
     """Thread blocks of a copy on a GPU: the most SMs that it takes from what else runs there."""
     min_gbps: float | None = None
     """Refuse a peer whose measured wire is slower (GB/s, 1e9 bytes)."""

@@ -34,7 +34,7 @@ DEFAULTS = {
     "staging_slots": None,
     "staging_nbytes": None,
     "control_max_nbytes": 4194304,
-    "launch_programs": 32,
+    "launch_programs": 24,
     "min_gbps": None,
     "hash_seed": None,
     "curve_public_key": None,

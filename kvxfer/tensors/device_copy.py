@@ -40,7 +40,7 @@ class CopySettings:
     addresses of all launches on their way.
     """
 
-    launch_programs: int = 64
+    launch_programs: int = 24
     launch_nbytes: int = 1 << 30
     ring_nbytes: int = 8 << 20
 

@@ -94,10 +94,10 @@ def join_sides(source: BoundSide, sink: BoundSide) -> BoundCopy:
 
 
 def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
-    """Contiguous bytes as a copy of one block: at most so many, rounded down to 1 KiB where there
+    """Contiguous bytes as a copy of one block: at most so many, rounded down to 2 KiB where there
     are more. Its binary is that of ordinary caches, of rows of 16-byte words in several regions.
     """
-    num_regions, row_nbytes = (4, 256) if nbytes >= 1024 else (1, max(1, nbytes))
+    num_regions, row_nbytes = (8, 256) if nbytes >= 2048 else (1, max(1, nbytes))
     num_rows = max(1, nbytes // (num_regions * row_nbytes))
     region_nbytes = num_rows * row_nbytes
     tile = Tile(

@@ -31,7 +31,7 @@ from scripts.benchmarks.workers import ContenderLost, method_for
 
 LAYOUTS = (EQUAL, "HND16->NHD64", "NHD64->HND16", "NHD24->HND16")
 LENGTHS = (128, 1024, 8192, 32768)
-WIDTHS = (0, 8, 16, 32, 48, 64, 96, 132)
+WIDTHS = (0, 8, 16, 24, 32, 48, 64, 96, 132)
 LOOP_ROWS = (16, 4096)  # a small decode batch reads weights, a large one computes
 
 

@@ -213,6 +213,15 @@ def test_any_number_of_programs(programs: int) -> None:
     check(work, programs=programs)
 
 
+@pytest.mark.parametrize("programs", [1, 3, 100])
+@pytest.mark.parametrize(("num_heads", "pairs"), [(1, 1), (2, 4), (5, 8)])
+def test_as_many_pairs_at_a_time_as_there_are(num_heads: int, pairs: int, programs: int) -> None:
+    """Of 3 regions; 6 and 15 pairs leave some over."""
+    work = work_of(hnd(16, num_heads, 48), nhd(24, num_heads, 48), 141, num_heads, 48)
+    assert plan_launch(work, NUM_REGIONS, programs).pairs == pairs
+    check(work, programs=programs)
+
+
 @pytest.mark.parametrize("inner", [256, 16, 144])
 def test_on_a_whole_gpu_each_tile_of_a_pair_has_a_program(inner: int) -> None:
     work = work_of(hnd(64, 16, inner), nhd(16, 16, inner), 200, 16, inner)
@@ -349,7 +358,7 @@ from triton.compiler import ASTSource
 from kvxfer.kernels import strided_copy as module
 from kvxfer.kernels import strided_work
 alone = sys.argv[1] == "alone"
-tile = dict(LANES=256, PAIRS=1) if alone else dict(LANES=512, PAIRS=4)
+tile = dict(LANES=256, PAIRS=1) if alone else dict(LANES=512, PAIRS=8)
 consts = dict(ELEMENT=module.tl.int64, VEC=2, WORD=16, **tile)
 consts |= dict(BY_CHANNEL=False, TOKENS_FIRST=False, ALONE=alone)
 names = ["numbers", "source_table", "sink_table", "source_ids", "sink_ids"]
@@ -367,9 +376,9 @@ print(order, kernel.metadata.shared, ptx.count("bar.sync"))
 """
 
 
-@pytest.mark.parametrize(("how", "order"), [("few", "llllllllssssssss"), ("alone", "llss")])
+@pytest.mark.parametrize(("how", "order"), [("few", 16 * "l" + 16 * "s"), ("alone", "llss")])
 def test_the_compiler_sees_accesses_of_16_bytes(how: str, order: str) -> None:
-    """Compiled for a GPU, which need not be there: 4 pairs x 512 lanes are 8 words a thread, one
+    """Compiled for a GPU, which need not be there: 8 pairs x 512 lanes are 16 words a thread, one
     pair x 256 lanes are 2 of half as many threads, all loaded before the first is stored, without
     shared memory or barriers.
     """
@@ -377,7 +386,7 @@ def test_the_compiler_sees_accesses_of_16_bytes(how: str, order: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("programs", "num_accesses"), [(1, 8), (WHOLE_GPU, 2)])
+@pytest.mark.parametrize(("programs", "num_accesses"), [(1, 16), (WHOLE_GPU, 2)])
 def test_the_binary_that_runs_has_accesses_of_16_bytes(programs: int, num_accesses: int) -> None:
     work = work_of(hnd(16, 8, 256), nhd(64, 8, 256), 0, 8, 256)
     launch = plan_launch(work, 4, programs)
