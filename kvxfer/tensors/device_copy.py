@@ -191,7 +191,7 @@ class DeviceCopier:
 
         out: uint8 on the GPU or in pinned memory, exactly the chunk's bytes. Within the GPU it is
         packed by all of it, unless ``programs`` says otherwise: beside a loop that reads memory, a
-        GB takes 0.27 ms from it then, and 0.46 by 32 programs. Raises ValueError, before anything
+        GB takes 0.23 ms from it then, and 0.45 by 24 programs. Raises ValueError, before anything
         is launched, for ids outside the pool and for a wrong size or order.
         """
         span = (region_lo, region_hi, token_lo, token_hi)

@@ -220,6 +220,9 @@ def test_as_many_pairs_at_a_time_as_there_are(num_heads: int, pairs: int, progra
     work = work_of(hnd(16, num_heads, 48), nhd(24, num_heads, 48), 141, num_heads, 48)
     assert plan_launch(work, NUM_REGIONS, programs).pairs == pairs
     check(work, programs=programs)
+    narrow = work_of(hnd(16, num_heads, 44), nhd(24, num_heads, 44), 141, num_heads, 44)
+    assert plan_launch(narrow, NUM_REGIONS, programs).pairs == min(pairs, 4)
+    check(narrow, programs=programs)
 
 
 @pytest.mark.parametrize("inner", [256, 16, 144])
