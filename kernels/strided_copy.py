@@ -68,15 +68,9 @@ def _words_at(address, offsets, ELEMENT: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def _copy_pairs(
-    source_table,
-    sink_table,
-    num_heads,
-    head_magic,
-    head_shift,
-    source_head,
-    sink_head,
-    source_offset,
-    sink_offset,
+    tables,
+    heads,
+    offsets,
     lane,
     num_words,
     pair,
@@ -85,36 +79,22 @@ def _copy_pairs(
     VEC: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Copy PAIRS pairs from ``pair`` on.
+    """Copy PAIRS pairs from ``pair`` on. ``tables``, ``offsets``: of the source and of the sink;
+    ``heads``: their number, its magic number and shift, and the strides of both sides.
 
     Calls itself between its load and its store, so that all loads come before the first store: the
     compiler could not move them there, since it cannot know that nothing overlaps.
     """
-    region, head = _divide(tl.minimum(pair, num_pairs - 1), num_heads, head_magic, head_shift)
-    given = tl.load(source_table + region) + head * source_head
-    taken = tl.load(sink_table + region) + head * sink_head
+    region, head = _divide(tl.minimum(pair, num_pairs - 1), heads[0], heads[1], heads[2])
+    given = tl.load(tables[0] + region) + head * heads[3]
+    taken = tl.load(tables[1] + region) + head * heads[4]
     mask = (lane < tl.where(pair < num_pairs, num_words, 0))[:, None]
-    words = tl.load(_words_at(given, source_offset, ELEMENT, VEC), mask=mask)
+    words = tl.load(_words_at(given, offsets[0], ELEMENT, VEC), mask=mask)
     if PAIRS > 1:
         _copy_pairs(
-            source_table,
-            sink_table,
-            num_heads,
-            head_magic,
-            head_shift,
-            source_head,
-            sink_head,
-            source_offset,
-            sink_offset,
-            lane,
-            num_words,
-            pair + 1,
-            num_pairs,
-            ELEMENT,
-            VEC,
-            PAIRS - 1,
+            tables, heads, offsets, lane, num_words, pair + 1, num_pairs, ELEMENT, VEC, PAIRS - 1
         )
-    tl.store(_words_at(taken, sink_offset, ELEMENT, VEC), words, mask=mask)
+    tl.store(_words_at(taken, offsets[1], ELEMENT, VEC), words, mask=mask)
 
 
 @triton.jit
@@ -171,11 +151,14 @@ def _copy_kernel(
     num_words = tl.load(numbers)
     num_groups = tl.load(numbers + 1)
     num_pairs = tl.load(numbers + 2)
-    num_heads = tl.load(numbers + 3)
-    head_magic = tl.load(numbers + 4)
-    head_shift = tl.load(numbers + 5)
-    source_head = tl.load(numbers + _SOURCE + 11)
-    sink_head = tl.load(numbers + _SINK + 11)
+    tables = (source_table, sink_table)
+    heads = (
+        tl.load(numbers + 3),
+        tl.load(numbers + 4),
+        tl.load(numbers + 5),
+        tl.load(numbers + _SOURCE + 11),
+        tl.load(numbers + _SINK + 11),
+    )
     num_tiles = tl.cdiv(num_words, LANES)
     if ALONE:
         # What runs at one time lies close together: tiles of the same pairs follow each other.
@@ -185,26 +168,11 @@ def _copy_kernel(
         group = tl.program_id(0) // tiles
         tile = tl.program_id(0) - group * tiles
         lane = tile * LANES + tl.arange(0, LANES)
-        source_offset, sink_offset = _tile_offsets(
+        offsets = _tile_offsets(
             numbers, source_ids, sink_ids, lane, num_words, WORD, BY_CHANNEL, TOKENS_FIRST
         )
         _copy_pairs(
-            source_table,
-            sink_table,
-            num_heads,
-            head_magic,
-            head_shift,
-            source_head,
-            sink_head,
-            source_offset,
-            sink_offset,
-            lane,
-            num_words,
-            group * PAIRS,
-            num_pairs,
-            ELEMENT,
-            VEC,
-            PAIRS,
+            tables, heads, offsets, lane, num_words, group * PAIRS, num_pairs, ELEMENT, VEC, PAIRS
         )
     else:
         num_units = num_tiles * num_groups
@@ -212,22 +180,16 @@ def _copy_kernel(
         end_unit = num_units * (tl.program_id(0) + 1) // tl.num_programs(0)
         for tile in range(first_unit // num_groups, tl.cdiv(end_unit, num_groups)):
             lane = (tile * LANES + tl.arange(0, LANES)).to(tl.int32)
-            source_offset, sink_offset = _tile_offsets(
+            offsets = _tile_offsets(
                 numbers, source_ids, sink_ids, lane, num_words, WORD, BY_CHANNEL, TOKENS_FIRST
             )
             first_group = tl.maximum(first_unit - tile * num_groups, 0)
             end_group = tl.minimum(end_unit - tile * num_groups, num_groups)
             for group in range(first_group, end_group):
                 _copy_pairs(
-                    source_table,
-                    sink_table,
-                    num_heads,
-                    head_magic,
-                    head_shift,
-                    source_head,
-                    sink_head,
-                    source_offset,
-                    sink_offset,
+                    tables,
+                    heads,
+                    offsets,
                     lane,
                     num_words,
                     group * PAIRS,

@@ -111,7 +111,8 @@ class CopyWork:
 class Launch:
     """A launch: what is compiled in, and ``params``, which the kernel reads from memory.
 
-    Nothing but ``binary`` is compiled in: any two engines share a few binaries.
+    Nothing but ``binary`` is compiled in: any two engines share a few binaries. ``alone``: each
+    program copies one tile of one pair.
     """
 
     params: tuple[int, ...]

@@ -197,8 +197,6 @@ class StreamSource(SourceTransport):
         messages, has_gone = self._router.receive()
         for frames in messages:
             self._on_message(frames)
-        self._pipe.progress()
-        self._hear()
         if has_gone:
             for connection in self._connections.all():
                 self._probe(connection)
@@ -206,6 +204,7 @@ class StreamSource(SourceTransport):
         for connection, header in self._trials.drain():
             self._on_trial_filled(connection, header)
         self._departures.progress()
+        self._hear()
         self._pump_more()
         self._take_packed()  # what was packed at once leaves in this very round
         done, self._ready = self._ready, []

@@ -29,6 +29,7 @@ from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import (
+    Lane,
     Parts,
     Pipe,
     PipeBroken,
@@ -65,15 +66,52 @@ class _SourceAddress(msgspec.Struct, frozen=True, array_like=True):
     worker: bytes
 
 
-class UcxSourceLane(SourceLane):
-    """Sends at once; UCX holds back what the network does not take yet."""
+class _UcxLane(Lane):
+    """What both ends of a connection do alike."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd, connection: int) -> None:
         self._pipe, self.end, self._connection = pipe, end, connection
         self._mail = UcxMail(end, connection)
+        self._is_open = True
+
+    def tell(self, message: bytes) -> bool:
+        """Behind the payloads that were sent before."""
+        if not (self._is_open and self.end.is_connected):
+            return False
+        with self._pipe.on_device():
+            return self._mail.send(message)
+
+    def heard(self) -> Sequence[bytes]:
+        """What has come."""
+        if not (self._is_open and self._mail.has_arrived):
+            return ()
+        with self._pipe.on_device():
+            return self._mail.receive()
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Is there something that the wire would take now?"""
+        return self._mail.has_arrived
+
+    def expects_soon(self, now_s: float) -> bool:
+        """Whether to sleep would take longer than what is on its way."""
+        return False
+
+    def close(self) -> None:
+        """What was not sent yet never is; what arrives is thrown away with the worker."""
+        if self._is_open:
+            self._is_open = False
+            self._pipe.finish(self.end)
+
+
+class UcxSourceLane(_UcxLane, SourceLane):
+    """Sends at once; UCX holds back what the network does not take yet."""
+
+    def __init__(self, pipe: UcxPipe, end: UcxEnd, connection: int) -> None:
+        """Raises PipeBroken."""
+        super().__init__(pipe, end, connection)
         self._mail.listen()
         self._sent: list[int] = []
-        self._is_open = True
         self.address = msgspec.msgpack.encode(_SourceAddress(end.worker.address.tobytes()))
 
     def staging(self, slot: int, nbytes: int) -> torch.Tensor:
@@ -94,48 +132,18 @@ class UcxSourceLane(SourceLane):
         sent, self._sent = self._sent, []
         return sent
 
-    def tell(self, message: bytes) -> bool:
-        """Behind the payload that it announces."""
-        with self._pipe.on_device():
-            return self._is_open and self._mail.send(message)
 
-    def heard(self) -> Sequence[bytes]:
-        """Credits."""
-        if not (self._is_open and self._mail.has_arrived):
-            return ()
-        with self._pipe.on_device():
-            return self._mail.receive()
-
-    @property
-    def has_arrivals(self) -> bool:
-        """Would ``heard`` return anything?"""
-        return self._mail.has_arrived
-
-    def expects_soon(self, now_s: float) -> bool:
-        """Never: nobody waits for what comes here."""
-        return False
-
-    def close(self) -> None:
-        """What was not sent yet never is."""
-        if self._is_open:
-            self._is_open = False
-            self._pipe.finish(self.end)
-
-
-class UcxSinkLane(SinkLane):
+class UcxSinkLane(_UcxLane, SinkLane):
     """Has a receive posted for each slot that is the source's."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd) -> None:
-        self._pipe, self.end = pipe, end
-        self._connection = secrets.randbits(CONNECTION_BITS)
-        self._mail = UcxMail(end, self._connection)
+        super().__init__(pipe, end, secrets.randbits(CONNECTION_BITS))
         self._posted: dict[int, Request] = {}
         self._generations = [0] * end.slots.num_slots
         self._announced: dict[int, int] = {}
         """Slot to size, until ``poll`` names the slot."""
         self._nbytes = [0] * end.slots.num_slots
         self._look_until_s = 0.0
-        self._is_open = True
         self.address = msgspec.msgpack.encode(
             _SinkAddress(self._connection, end.worker.address.tobytes())
         )
@@ -176,18 +184,6 @@ class UcxSinkLane(SinkLane):
             self.end.check()
         return arrived
 
-    def tell(self, message: bytes) -> bool:
-        """Once the source's end is known."""
-        with self._pipe.on_device():
-            return self._is_open and self.end.is_connected and self._mail.send(message)
-
-    def heard(self) -> Sequence[bytes]:
-        """Announcements."""
-        if not (self._is_open and self._mail.has_arrived):
-            return ()
-        with self._pipe.on_device():
-            return self._mail.receive()
-
     @property
     def has_arrivals(self) -> bool:
         """Would ``heard`` return anything, or ``poll`` name a slot?"""
@@ -216,11 +212,9 @@ class UcxSinkLane(SinkLane):
         self._posted[slot] = self.end.receive(slot, tag)
 
     def close(self) -> None:
-        """What arrives from now on is thrown away with the worker."""
-        if self._is_open:
-            self._is_open = False
-            self._posted.clear()
-            self._pipe.finish(self.end)
+        """The same; nobody asks for what was posted."""
+        self._posted.clear()
+        super().close()
 
 
 class UcxPipe(Pipe):
