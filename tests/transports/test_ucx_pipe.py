@@ -22,9 +22,10 @@ from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
 from kvxfer.transports.ucx_end import GENERATION_BITS, MAX_SLOTS, tag_of
+from kvxfer.transports.ucx_lanes import UcxLane, UcxSinkLane, UcxSourceLane
 from kvxfer.transports.ucx_library import Worker
 from kvxfer.transports.ucx_mail import MOST_NBYTES
-from kvxfer.transports.ucx_pipe import UcxPipe, UcxSinkLane, UcxSourceLane
+from kvxfer.transports.ucx_pipe import UcxPipe
 from tests.helpers import assert_same_bytes, needs_ucxx, run_pair
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,
@@ -142,7 +143,7 @@ def test_frames_beside_an_announcement_are_refused() -> None:
         ends.sink.announced(0, 0, 1, [zmq.Frame(b"x")])
 
 
-def told(ends: Ends, taker: UcxSourceLane | UcxSinkLane, num_messages: int) -> list[bytes]:
+def told(ends: Ends, taker: UcxLane, num_messages: int) -> list[bytes]:
     """What the lane hears, of so many messages."""
     found: list[bytes] = []
 
@@ -186,7 +187,7 @@ def test_numbers_of_messages_wrap() -> None:
                 assert told_after(ends, lane, bytes([number])) == bytes([number])
 
 
-def told_after(ends: Ends, giver: UcxSourceLane | UcxSinkLane, message: bytes = b"first") -> bytes:
+def told_after(ends: Ends, giver: UcxLane, message: bytes = b"first") -> bytes:
     assert giver.tell(message)
     (found,) = told(ends, ends.sink if giver is ends.source else ends.source, 1)
     return found
@@ -306,7 +307,7 @@ class Busy:
         return int(self._worker.cancel_inflight_requests())
 
 
-def busy(lane: UcxSourceLane | UcxSinkLane, times: int) -> Busy:
+def busy(lane: UcxLane, times: int) -> Busy:
     worker = Busy(lane.end.worker, times)
     lane.end.worker = cast(Worker, worker)
     return worker
