@@ -253,8 +253,7 @@ class StreamSource(SourceTransport):
                 case Credit() as message:
                     self._on_credit(connection, message)
         except ProtocolError as exc:
-            self.counts["malformed"] += 1
-            _log.debug("dropped: %s", exc)
+            self._drop(exc)
 
     def _hear(self) -> None:
         """Credits that the pipe has carried."""
@@ -262,13 +261,19 @@ class StreamSource(SourceTransport):
             if connection.lane is None:
                 continue
             try:
-                for message in connection.lane.heard():
-                    self._on_credit(connection, decode_credit(memoryview(message)))
-            except ProtocolError as exc:
-                self.counts["malformed"] += 1
-                _log.debug("dropped: %s", exc)
+                messages = connection.lane.heard()
             except PipeBroken as exc:
                 self._lose_pipe(connection, exc)
+                continue
+            for message in messages:
+                try:
+                    self._on_credit(connection, decode_credit(memoryview(message)))
+                except ProtocolError as exc:
+                    self._drop(exc)
+
+    def _drop(self, error: ProtocolError) -> None:
+        self.counts["malformed"] += 1
+        _log.debug("dropped: %s", error)
 
     def _on_attach(self, identity: bytes, known: Connection | None, message: Attach) -> None:
         if known is not None:

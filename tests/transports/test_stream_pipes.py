@@ -128,8 +128,9 @@ def test_announcements_and_credits_go_over_the_pipe_alone(
 def test_what_a_sink_tells_by_the_pipe_and_is_no_credit_is_counted(
     pair: Pair, carrying: tuple[MemorySourceLane, MemorySinkLane], message: bytes
 ) -> None:
-    carrying[0].inbox.append(message)
+    carrying[0].inbox.extend([message, encode(Credit((99,)))])
     pair.until(lambda: pair.source.counts["malformed"] == 1)
+    assert pair.source.counts["unknown_credit"] == 1  # what comes behind it is heard
     _works(pair, 2)
 
 
