@@ -1,8 +1,7 @@
-"""The giving end of a stream wire: chunks are packed into staging, and sent over a pipe.
+"""The giving end of a stream wire: sinks attach to it, and its transfers go to them over a pipe.
 
-transfer:  waiting for a connection that names its nonce -> packing, sending -> Sent | SendStopped
-slot:      free -> packing -> packed -> leaving (the pipe's) -> in flight (until the sink's credit)
-           -> free
+slot:  free -> packing -> packed -> leaving (the pipe's) -> in flight (until the sink's credit)
+       -> free
 """
 
 from __future__ import annotations
@@ -12,27 +11,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-import numpy as np
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
-from kvxfer.transfer.chunks import chunk_list
-from kvxfer.transfer.plan import Chunk
-from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,
-    Packed,
     Readable,
     SendRequest,
-    SendStopped,
-    Sent,
     SourceCompletion,
     SourceTransport,
     TransferKey,
     Wake,
 )
-from kvxfer.transports.copy_thread import Copier, CopyEnd
+from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
 from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
@@ -45,14 +37,14 @@ from kvxfer.transports.stream_connections import (
 from kvxfer.transports.stream_departures import Departures
 from kvxfer.transports.stream_packing import MakePacker, make_packer
 from kvxfer.transports.stream_router import Router
-from kvxfer.transports.stream_sends import PackJob, Send
+from kvxfer.transports.stream_sends import PackJob
+from kvxfer.transports.stream_transfers import Transfers
 from kvxfer.transports.stream_trial import TrialGiver
 from kvxfer.transports.stream_wire import (
     FRAME_MAX_NBYTES,
     AskTrial,
     Attach,
     Attached,
-    ChunkHeader,
     Context,
     Credit,
     Expect,
@@ -89,14 +81,8 @@ class StreamSource(SourceTransport):
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._config = config
-        self._wake = wake
-        self._ready: list[SourceCompletion] = []
-        self._sends: dict[TransferKey, Send] = {}
         self._connections = Connections()
         self._trials = TrialGiver(copy_thread, wake)
-        self._unpumped: dict[Connection, None] = {}
-        """Those that may have room for more than was begun in this turn, in their order."""
-        self._num_begun = 0
         with ExitStack() as undo:
             self._packer = make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
@@ -107,6 +93,14 @@ class StreamSource(SourceTransport):
             self._router = Router(self.name, config, context, self.counts)
             undo.pop_all()
         self._departures = Departures(self._pipe, self._announce, self._lose, self._lose_pipe)
+        self._transfers = Transfers(
+            self._packer,
+            self._connections,
+            self._open_lane,
+            self._departures.give,
+            wake,
+            self.counts,
+        )
 
     def data_endpoint(self) -> str | None:
         """``tcp://host:port`` of the ROUTER."""
@@ -119,13 +113,11 @@ class StreamSource(SourceTransport):
     @property
     def is_idle(self) -> bool:
         """No sink is attached, and none has left anything behind."""
-        has_work = len(self._connections) or self._sends or self._ready or self._trials.is_busy
+        has_work = len(self._connections) or self._transfers.is_busy or self._trials.is_busy
         return not has_work and self._pipe.is_idle
 
     def submit_send(self, request: SendRequest) -> None:
         """Pack as soon as the sink is attached and has granted room."""
-        if request.key in self._sends:
-            raise ValueError(f"send: expected a key that is not in use, got {request.key} twice")
         own_nbytes = self._config.chunk_nbytes or FRAME_MAX_NBYTES
         most_nbytes = max(own_nbytes, LARGE_CHUNK_NBYTES)
         if request.chunk_nbytes > most_nbytes:
@@ -133,64 +125,19 @@ class StreamSource(SourceTransport):
                 f"chunk_nbytes: expected at most {most_nbytes}, got {request.chunk_nbytes}; "
                 "raise chunk_nbytes on this side too, or lower it on the other"
             )
-        send = Send(
-            request,
-            tuple(chunk_list(request.classes, request.chunk_nbytes)),
-            [np.asarray(ids, dtype=np.int64) for ids in request.block_ids],
-        )
-        if not send.chunks:
-            self._tell(Sent(request.key, 0))
-            return
-        self._sends[request.key] = send
-        connection = self._connections.of_read(send.name)
-        if connection is not None:
-            self._join(send, connection)
-            self._pump(connection)
+        self._transfers.submit(request)
 
     def send_packed(self, key: TransferKey, sequence: int) -> None:
         """Send it. The whole transfer stops with PEER_LOST where the sink has gone."""
-        send = self._sends.get(key)
-        slot = None if send is None else send.packed.pop(sequence, None)
-        if send is None or slot is None or send.connection is None:
-            self.counts["unknown_packed"] += 1
-            return
-        connection, chunk = send.connection, send.chunks[sequence]
-        header = ChunkHeader(
-            *(key.nonce, key.incarnation, key.sink_rank, key.source_rank),
-            *(sequence, chunk.nbytes, slot, connection.generations[slot]),
-        )
-        self._departures.give(connection, header)
-        if connection.is_lost:
-            return
-        send.num_sent += 1
-        send.nbytes += chunk.nbytes
-        if send.num_sent == len(send.chunks):
-            del self._sends[key]
-            self._connections.forget(send.name)
-            self._tell(Sent(key, send.nbytes))
+        self._transfers.send_packed(key, sequence)
 
     def drop_packed(self, key: TransferKey, sequence: int) -> None:
-        """The slot is free again.
-
-        Nothing more of this transfer is packed: without this chunk it cannot complete.
-        """
-        send = self._sends.get(key)
-        slot = None if send is None else send.packed.pop(sequence, None)
-        if send is None or slot is None or send.connection is None:
-            self.counts["unknown_packed"] += 1
-            return
-        self.counts["dropped_packed"] += 1
-        send.num_started = len(send.chunks)
-        send.connection.free.append(slot)
-        self._pump(send.connection)
+        """The slot is free again."""
+        self._transfers.drop_packed(key, sequence)
 
     def stop_send(self, key: TransferKey) -> None:
         """Chunks that were sent stay sent; packing ends with the running job."""
-        send = self._sends.get(key)
-        if send is None:
-            self._tell(SendStopped(key, None))
-        else:
-            self._stop(send, None)
+        self._transfers.stop(key)
 
     def poll(self) -> list[SourceCompletion]:
         """Credits and attaches of the sinks, chunks that are packed now."""
@@ -200,22 +147,18 @@ class StreamSource(SourceTransport):
         if has_gone:
             for connection in self._connections.all():
                 self._probe(connection)
-        self._take_packed()
+        self._transfers.take_packed()
         for connection, header in self._trials.drain():
             self._on_trial_filled(connection, header)
         self._departures.progress()
         self._hear()
-        self._pump_more()
-        self._take_packed()  # what was packed at once leaves in this very round
-        done, self._ready = self._ready, []
-        return done
+        self._transfers.pump_more()
+        self._transfers.take_packed()  # what was packed at once leaves in this very round
+        return self._transfers.take_completions()
 
     def close(self) -> None:
         """Stop all transfers, wait for what is being packed, close pipe and sockets."""
-        for send in list(self._sends.values()):
-            self._stop(send, None)
-        while self._sends:
-            self._on_pack_ended(self._packer.take())
+        self._transfers.close()
         for connection, header in self._trials.close():
             self._on_trial_filled(connection, header)
         for connection in self._connections.all():
@@ -223,10 +166,6 @@ class StreamSource(SourceTransport):
         self._packer.close()
         self._pipe.close()
         self._router.close()
-
-    def _tell(self, completion: SourceCompletion) -> None:
-        self._ready.append(completion)
-        self._wake()
 
     # -- messages of the sinks
 
@@ -291,7 +230,7 @@ class StreamSource(SourceTransport):
 
     def _make_room(self, *, of_staging: bool = False) -> bool:
         """Send the oldest sink away that has no transfer; it attaches anew when it has one."""
-        busy = {send.connection for send in self._sends.values()}
+        busy = self._transfers.connections()
         for connection in self._connections.all():
             if connection in busy or not connection.is_idle:
                 continue
@@ -313,10 +252,7 @@ class StreamSource(SourceTransport):
             return
         if not self._connections.expect(connection, name):
             self.counts["expected_too_much"] += 1
-        for send in list(self._sends.values()):
-            if send.name == name and send.connection is None and not send.stopping:
-                self._join(send, connection)
-        self._pump(connection)
+        self._transfers.join(name, connection)
 
     def _on_credit(self, connection: Connection, message: Credit) -> None:
         for slot in message.slots:
@@ -325,7 +261,7 @@ class StreamSource(SourceTransport):
                 connection.free.append(slot)
             else:
                 self.counts["unknown_credit"] += 1
-        self._pump(connection)
+        self._transfers.pump(connection)
 
     def _on_trial(self, connection: Connection, message: AskTrial) -> None:
         slot = self._trials.check(connection, message)
@@ -365,75 +301,6 @@ class StreamSource(SourceTransport):
             return False
         return self._router.tell(connection, encode(Attached(lane.address)))
 
-    def _join(self, send: Send, connection: Connection) -> None:
-        send.connection = connection
-        if not self._open_lane(connection):
-            return  # it stops with the connection
-        largest_nbytes = max(chunk.nbytes for chunk in send.chunks)
-        if largest_nbytes > connection.slots.slot_nbytes:
-            self.counts["too_large"] += 1
-            self._stop(send, Reason.PLAN)
-            return
-        connection.turns.append(send.request.key)
-
-    def _pump_more(self) -> None:
-        """A new turn, unless what is packed now leaves first."""
-        if self._ready:
-            if self._unpumped:
-                self._wake()
-            return
-        self._num_begun = 0
-        unpumped, self._unpumped = self._unpumped, {}
-        for connection in unpumped:
-            self._pump(connection)
-
-    def _pump(self, connection: Connection) -> None:
-        """Give free slots to the connection's transfers in turn, as many as the packer takes."""
-        while connection.free and connection.turns and not connection.is_lost:
-            if self._num_begun >= self._packer.num_at_once:
-                self._unpumped[connection] = None
-                self._wake()
-                return
-            key = connection.turns.popleft()
-            send = self._sends.get(key)
-            if send is None or send.stopping or send.num_started >= len(send.chunks):
-                continue
-            self._pack(send, connection, send.chunks[send.num_started], connection.free.pop())
-            send.num_started += 1
-            if send.num_started < len(send.chunks):
-                connection.turns.append(key)
-
-    def _pack(self, send: Send, connection: Connection, chunk: Chunk, slot: int) -> None:
-        job = PackJob(send, connection, chunk, slot)
-        send.jobs[chunk.sequence] = job
-        connection.num_filling += 1
-        connection.trial_slots.pop(slot, None)
-        self._packer.submit(job)
-        # What was packed at once leaves before the next one is begun.
-        self._num_begun = self._packer.num_at_once if job.end else self._num_begun + 1
-
-    def _take_packed(self) -> None:
-        for job in self._packer.drain():
-            self._on_pack_ended(job)
-
-    def _on_pack_ended(self, job: PackJob) -> None:
-        send, connection, sequence = job.send, job.connection, job.chunk.sequence
-        del send.jobs[sequence]
-        connection.num_filling -= 1
-        connection.close_lane()
-        if job.end is CopyEnd.DONE and not send.stopping:
-            send.packed[sequence] = job.slot
-            self._ready.append(Packed(send.request.key, sequence))
-            return
-        connection.free.append(job.slot)
-        if send.stopping:
-            self._stop_if_drained(send)
-        else:
-            self.counts["pack_failed"] += 1
-            _log.warning("packing chunk %d failed: %s", sequence, job.error)
-            self._stop(send, Reason.READ_FAILED)
-        self._pump(connection)
-
     def _announce(self, connection: Connection, header: Header, parts: Parts) -> bool:
         frame, lane = encode(header), connection.lane
         if not parts and lane is not None and lane.tell(frame):
@@ -441,23 +308,6 @@ class StreamSource(SourceTransport):
         return self._router.tell(connection, frame, *parts)
 
     # -- ends
-
-    def _stop(self, send: Send, reason: Reason | None) -> None:
-        if not send.stopping:
-            send.stopping, send.reason = True, reason
-            for job in list(send.jobs.values()):
-                self._packer.cancel(job)
-            if send.connection is not None:
-                send.connection.free.extend(send.packed.values())
-            send.packed.clear()
-        self._stop_if_drained(send)
-
-    def _stop_if_drained(self, send: Send) -> None:
-        if not send.jobs and self._sends.pop(send.request.key, None) is not None:
-            self._connections.forget(send.name)
-            self._tell(SendStopped(send.request.key, send.reason))
-            if send.connection is not None:
-                self._pump(send.connection)
 
     def _send_away(self, connection: Connection, detail: str) -> None:
         self._router.refuse(connection.identity, detail)
@@ -473,11 +323,9 @@ class StreamSource(SourceTransport):
         if connection.is_lost:
             return
         connection.is_lost = True
-        self._unpumped.pop(connection, None)
         self._departures.forget(connection)
         self._connections.remove(connection)
-        for send in [send for send in self._sends.values() if send.connection is connection]:
-            self._stop(send, Reason.PEER_LOST)
+        self._transfers.forget(connection)
         connection.close_lane()
 
     def _probe(self, connection: Connection) -> bool:
