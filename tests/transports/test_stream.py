@@ -367,6 +367,23 @@ def test_dropped_chunks_are_not_sent_and_use_up_no_slot(pair: Pair) -> None:
     assert pair.content() == pair.expected(a_move())
 
 
+def test_without_a_dropped_chunk_nothing_more_of_its_transfer_is_packed(pair: Pair) -> None:
+    pair.sink.attach(pair.manifest)
+    pair.hold = True
+    pair.start(key_of(1), a_move())
+
+    def packed() -> list[int]:
+        return [c.sequence for c in pair.said if isinstance(c, Packed)]
+
+    pair.until(lambda: len(packed()) == 4)
+    pair.source.drop_packed(key_of(1), packed()[0])
+    for _ in range(20):
+        pair.turn()
+    assert len(packed()) == 4
+    pair.source.stop_send(key_of(1))
+    pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
+
+
 def test_a_stopped_send_gives_its_packed_buffers_back(pair: Pair) -> None:
     pair.sink.attach(pair.manifest)
     pair.hold = True
