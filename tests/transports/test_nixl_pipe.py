@@ -298,22 +298,26 @@ def test_what_goes_on_is_looked_at_until_it_is_over(
     rings = threading.Semaphore(0)
     mover = two.source if operation == "WRITE" else two.sink
     mover._host.alarm = Alarm(rings.release)
-    slots = Slots(1, 16 << 20)
-    taker = two.sink.open_sink(slots, operation)
-    giver = two.source.open_source(taker.address, slots)
-    taker.connected(giver.address)
-    giver.send(0, 0, slots.slot_nbytes)
-    if operation == "READ":
-        taker.announced(0, 0, slots.slot_nbytes, [])
-    lane = giver if operation == "WRITE" else taker
-    num_looks = 0
-    while True:
-        two.progress()
-        if lane.poll():
-            break
-        assert rings.acquire(timeout=5.0), f"{num_looks} looks, and no more"
-        num_looks += 1
-    assert num_looks > 0
+
+    def num_looks() -> int:
+        slots = Slots(1, 16 << 20)
+        taker = two.sink.open_sink(slots, operation)
+        giver = two.source.open_source(taker.address, slots)
+        taker.connected(giver.address)
+        giver.send(0, 0, slots.slot_nbytes)
+        if operation == "READ":
+            taker.announced(0, 0, slots.slot_nbytes, [])
+        lane = giver if operation == "WRITE" else taker
+        looks = 0
+        while True:
+            two.progress()
+            if lane.poll():
+                return looks
+            assert rings.acquire(timeout=5.0), f"{looks} looks, and no more"
+            looks += 1
+
+    # On a busy machine one may be over before it is looked at
+    assert any(num_looks() for _ in range(5))
     two.close()
 
 
