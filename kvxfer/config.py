@@ -88,7 +88,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     control_max_nbytes: int = 4 << 20
     """A longer control message is refused, answered and counted."""
     launch_programs: int = 24
-    """Thread blocks of a copy on a GPU: the most SMs that it takes from what else runs there."""
+    """Thread blocks of a copy to a GPU from another one, or between it and the host: the most SMs
+    that it takes from what else runs there. Chunks within a GPU are copied by all of it.
+    """
     min_gbps: float | None = None
     """Refuse a peer whose measured wire is slower (GB/s, 1e9 bytes)."""
     hash_seed: str | None = None

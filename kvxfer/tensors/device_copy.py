@@ -90,9 +90,9 @@ class DeviceCopier:
         """Compile what copies between these sides need, for it takes a second the first time on a
         machine; nothing is copied.
         """
-        programs = self._settings.launch_programs if programs is None else programs
+        width = self._programs_for(programs)
         works = empty_works(bound)
-        events = [self._launch(work, stream, programs, is_empty=True) for work in works]
+        events = [self._launch(work, stream, width, is_empty=True) for work in works]
         return events[-1]
 
     def warm_unpack(self, side: BoundSide, stream: Stream) -> Event:
@@ -171,7 +171,7 @@ class DeviceCopier:
         limit_nbytes = self._piece_nbytes(bound)
         pieces = token_pieces(bound.source.tile, bound.sink.tile, token_lo, token_hi, limit_nbytes)
         works = (pool_work(bound, source_ids, sink_ids, lo, hi) for lo, hi in pieces)
-        return self._launched(works, stream, programs)
+        return self._launched(works, stream, self._programs_for(programs))
 
     def pack(
         self,
@@ -198,7 +198,7 @@ class DeviceCopier:
         self._check_chunk(side, block_ids, order, span, out, "out")
         ends = chunk_ends(side, block_ids, order, span, out.data_ptr())
         works = (chunk_work(each, side.tile, is_pack=True) for each in ends)
-        return _last(self._launched(works, stream, self._programs_for(out, programs)))
+        return _last(self._launched(works, stream, self._programs_for(programs, out)))
 
     def unpack(
         self,
@@ -221,12 +221,16 @@ class DeviceCopier:
         self._check_chunk(side, block_ids, order, span, dense, "dense")
         ends = chunk_ends(side, block_ids, order, span, dense.data_ptr())
         works = (chunk_work(each, side.tile, is_pack=False) for each in ends)
-        return _last(self._launched(works, stream, self._programs_for(dense, programs)))
+        return _last(self._launched(works, stream, self._programs_for(programs, dense)))
 
-    def _programs_for(self, dense: Tensor, programs: int | None) -> int | None:
-        """Over PCIe a few programs are enough, and more would only hold SMs."""
-        is_near = dense.device.type == self._device.type
-        return WHOLE_GPU if programs is None and is_near else programs
+    def _programs_for(self, programs: int | None, dense: Tensor | None = None) -> int:
+        """As many as were asked for; else those of the settings, and for a chunk within this GPU
+        all of it. Over PCIe a few are enough, and more would only hold SMs.
+        """
+        if programs is not None:
+            return programs
+        is_near = dense is not None and dense.device.type == self._device.type
+        return WHOLE_GPU if is_near else self._settings.launch_programs
 
     def _check_chunk(
         self,
@@ -268,11 +272,8 @@ class DeviceCopier:
         by_ring = num_tokens * token_nbytes(bound.sink.tile)
         return min(by_ring, max(1, self._settings.launch_nbytes // num_regions))
 
-    def _launched(
-        self, works: Iterator[Work], stream: Stream, programs: int | None
-    ) -> Iterator[Launched]:
+    def _launched(self, works: Iterator[Work], stream: Stream, programs: int) -> Iterator[Launched]:
         nbytes = 0
-        programs = self._settings.launch_programs if programs is None else programs
         for work in works:
             if not work.nbytes:
                 continue
