@@ -28,7 +28,7 @@ FIRST_BYTES_PER_S = 300e9
 """Of a link that has not been measured yet; what is measured counts from the first copy on."""
 MEASURED_NBYTES = 32 << 20
 """Launches of fewer bytes take as long as a launch does, and say little of the link."""
-_ENDED_AT = 2 / 3  # between two looks: nearer to the second, which a wake follows soon
+_ENDED_AT = 2 / 3  # between two looks: who takes the second for the end never looks earlier
 
 T = TypeVar("T")
 
@@ -36,7 +36,8 @@ T = TypeVar("T")
 @dataclass(slots=True, eq=False)
 class Flight(Generic[T]):
     """A launch on its way. ``begins_s``, ``due_s``: when it should begin and be over
-    (``time.perf_counter``); ``is_expected``: the waiting thread knows of it.
+    (``time.perf_counter``); ``is_expected``: the waiting thread knows of it; ``ended_s``: when that
+    one saw it over.
     """
 
     owner: T
@@ -45,6 +46,7 @@ class Flight(Generic[T]):
     begins_s: float
     due_s: float
     is_expected: bool = False
+    ended_s: float | None = None
 
 
 class Launches(Generic[T]):
@@ -54,9 +56,9 @@ class Launches(Generic[T]):
         self.nbytes = 0
         self._flights: deque[Flight[T]] = deque()
         self._bytes_per_s = FIRST_BYTES_PER_S
-        self._running_s = 0.0
-        """When the first of them was last seen on its way."""
-        self._waiter = _Waiter(wake)
+        self._looked_s = 0.0
+        """When the first of them was last looked at, and was on its way."""
+        self._waiter: _Waiter[T] = _Waiter(wake)
 
     def __len__(self) -> int:
         return len(self._flights)
@@ -76,16 +78,16 @@ class Launches(Generic[T]):
         while self._flights:
             looked_s = time.perf_counter()
             if not self._flights[0].event.query():
-                self._running_s = looked_s
+                self._looked_s = looked_s
                 break
             flight = self._flights.popleft()
             self.nbytes -= flight.nbytes
             if not landed:  # what is over in the same look has begun at an unknown moment
-                self._measure(flight)
+                self._measure(flight, looked_s)
             landed.append(flight)
         if landed and self._flights:  # the next has begun
             following = self._flights[0]
-            following.begins_s = time.perf_counter()
+            following.begins_s = landed[-1].ended_s or looked_s
             following.due_s = following.begins_s + following.nbytes / self._bytes_per_s
         return landed
 
@@ -104,7 +106,7 @@ class Launches(Generic[T]):
         waited = [flight for flight in self._flights if not flight.is_expected]
         for flight in waited:
             flight.is_expected = True
-            self._waiter.expect(flight.event, flight.due_s)
+            self._waiter.expect(flight)
 
     def forget(self) -> None:
         """None of them will be over: the GPU has failed."""
@@ -120,44 +122,51 @@ class Launches(Generic[T]):
         """End the thread, after the last event."""
         self._waiter.close()
 
-    def _measure(self, flight: Flight[T]) -> None:
-        """It has ended since it was last seen on its way; if that is long ago, because it was not
-        due yet, who takes the moment of the look for its end never looks earlier.
-        """
+    def _measure(self, flight: Flight[T], looked_s: float) -> None:
+        """By when the waiting thread saw it over; else it ended between two looks."""
         if flight.nbytes < MEASURED_NBYTES:
             return
-        running_s, now_s = max(self._running_s, flight.begins_s), time.perf_counter()
-        ended_s = running_s + (now_s - running_s) * _ENDED_AT
+        running_s = max(self._looked_s, flight.begins_s)
+        ended_s = flight.ended_s or running_s + (looked_s - running_s) * _ENDED_AT
         measured = flight.nbytes / max(ended_s - flight.begins_s, 1e-6)
         self._bytes_per_s += (measured - self._bytes_per_s) / 2
 
 
-class _Waiter:
-    """A thread that wakes the IO thread shortly before an event is due, and after it."""
+class _Waiter(Generic[T]):
+    """A thread that wakes the IO thread shortly before a launch is due, and after it."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._events: queue.SimpleQueue[tuple[Event, float] | None] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[Flight[T] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="kvxfer-gpu-wait", daemon=True)
         self._thread.start()
 
-    def expect(self, event: Event, due_s: float) -> None:
+    def expect(self, flight: Flight[T]) -> None:
         """Wake when it is nearly due, and when it has passed or failed."""
-        self._events.put((event, due_s))
+        self._flights.put(flight)
 
     def close(self) -> None:
         """After the last event."""
-        self._events.put(None)
+        self._flights.put(None)
         self._thread.join()
 
     def _main(self) -> None:
-        while (expected := self._events.get()) is not None:
-            event, due_s = expected
-            early_s = due_s - CLOSE_S - WAKE_S - time.perf_counter()
-            if early_s > 0:
-                time.sleep(early_s)
+        while (flight := self._flights.get()) is not None:
+            if self._sleep_until_nearly_due(flight):
                 self._wake()
             with suppress(RuntimeError):  # who asks the event next learns it
-                event.synchronize()
+                if not flight.event.query():
+                    flight.event.synchronize()
+                    flight.ended_s = time.perf_counter()
             self._wake()
-            del expected, event
+            del flight
+
+    def _sleep_until_nearly_due(self, flight: Flight[T]) -> bool:
+        """False if it was so already. The IO thread says later when it is due, once what runs
+        before it is over.
+        """
+        has_slept = False
+        while (early_s := flight.due_s - CLOSE_S - WAKE_S - time.perf_counter()) > 0:
+            time.sleep(early_s)
+            has_slept = True
+        return has_slept

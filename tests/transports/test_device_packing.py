@@ -410,7 +410,7 @@ def test_only_what_is_not_over_soon_is_waited_for_by_a_thread(
 ) -> None:
     expected: list[object] = []
     monkeypatch.setattr(
-        launches._Waiter, "expect", lambda self, event, due_s: expected.append(event)
+        launches._Waiter, "expect", lambda self, flight: expected.append(flight.event)
     )
     monkeypatch.setattr(launches, "FIRST_BYTES_PER_S", 1e3)  # nothing is due for seconds
     pair.start(key_of(1), a_move())

@@ -31,7 +31,7 @@ class Doubtful:
     """An event that completes, or fails, when the test says so."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_over = self.is_waited_for = False
         self.error: RuntimeError | None = None
 
     def query(self) -> bool:
@@ -40,6 +40,7 @@ class Doubtful:
         return self.is_over
 
     def synchronize(self) -> None:
+        self.is_waited_for = True
         while not self.is_over and self.error is None:
             time.sleep(0.001)
         if self.error is not None:
@@ -343,6 +344,101 @@ def test_a_launch_is_due_when_it_ends_however_wrong_that_was_at_first(
         late_s.append(clock.now_s - began_s - took_s)
     launches.close()
     assert max(late_s[20:]) < 2e-4
+
+
+@pytest.mark.parametrize("expected_s", [0.002, 0.0028, 0.004])
+def test_launches_of_one_read_are_seen_over_by_who_looks(
+    monkeypatch: pytest.MonkeyPatch, expected_s: float
+) -> None:
+    """Four of 2.8 ms, one behind the other. The IO thread is woken when the first of them is nearly
+    due, and looks; else 0.1 ms after the end, by the thread that waits, which has seen it.
+    """
+    clock, took_s, nbytes = Clock(), 0.0028, 1 << 30
+    monkeypatch.setattr(module, "time", clock)
+    launches: Launches[int] = Launches(lambda: None)
+    launches._bytes_per_s = nbytes / expected_s
+
+    class Looked(Running):
+        def query(self) -> bool:
+            clock.now_s += 5e-6
+            return super().query()
+
+    late_s = []
+    for _ in range(10):
+        ends_s = [clock.now_s + number * took_s for number in range(1, 5)]
+        for end_s in ends_s:
+            launches.add(0, Looked(clock, end_s - clock.now_s), nbytes)
+        for end_s in ends_s:
+            flight = launches._flights[0]
+            clock.now_s = max(clock.now_s, flight.due_s - CLOSE_S - WAKE_S + 1e-6)
+            if not (launches.land() or launches.land_close()):
+                flight.ended_s, clock.now_s = end_s + 5e-5, end_s + 1e-4
+                assert len(launches.land()) == 1
+            late_s.append(clock.now_s - end_s)
+    launches.close()
+    assert max(late_s[8:]) < 5e-5
+
+
+def test_the_thread_that_waits_says_when_it_saw_a_launch_over() -> None:
+    launches: Launches[int] = Launches(lambda: None)
+    seen, over_before = Doubtful(), Doubtful()
+    launches.add(0, seen, 1)
+    launches.add(1, over_before, 1)
+    first, second = launches._flights
+    over_before.is_over = True
+    launches.expect()
+    while not seen.is_waited_for:
+        time.sleep(0.001)
+    before_s = time.perf_counter()
+    seen.is_over = True
+    launches.close()
+    assert first.ended_s is not None
+    assert first.ended_s > before_s
+    assert second.ended_s is None
+
+
+def test_what_was_seen_over_counts_and_not_when_that_was_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    launches: Launches[int] = Launches(lambda: None)
+    for number in range(12):
+        launches.add(number, Running(clock, 0.003), 1 << 30)
+        assert launches.land() == []
+        launches._flights[0].ended_s = clock.now_s + 0.003
+        clock.now_s += 0.006
+        assert len(launches.land()) == 1
+    launches.close()
+    assert launches._bytes_per_s == pytest.approx((1 << 30) / 0.003, rel=0.01)
+
+
+def test_the_thread_that_waits_heeds_what_is_learned_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A launch is due later than was thought when that thread went to sleep."""
+    clock = Clock()
+    wakes: list[float] = []
+    launches: Launches[int] = Launches(lambda: wakes.append(clock.now_s))
+    event = Doubtful()
+    event.is_over = True
+    launches.add(0, event, 1 << 30)
+    (flight,) = launches._flights
+    flight.due_s = clock.now_s + 1.0
+    slept: list[float] = []
+
+    def sleep(duration_s: float) -> None:
+        slept.append(duration_s)
+        clock.now_s += duration_s
+        if len(slept) == 1:
+            flight.due_s += 0.5
+
+    clock.sleep = sleep  # type: ignore[attr-defined]
+    monkeypatch.setattr(module, "time", clock)
+    launches.expect()
+    launches.close()
+    assert sum(slept) == pytest.approx(1.5 - CLOSE_S - WAKE_S)
+    assert wakes == [clock.now_s] * 2
 
 
 def test_launches_that_are_over_at_once_say_nothing_of_each_other(
