@@ -22,8 +22,7 @@ from kvxfer.tensors.device_work import (
     BoundCopy,
     BoundSide,
     Work,
-    chunk_ends,
-    chunk_work,
+    chunk_works,
     empty_works,
     pool_work,
 )
@@ -90,9 +89,8 @@ class DeviceCopier:
         """Compile what copies between these sides need, for it takes a second the first time on a
         machine; nothing is copied.
         """
-        width = self._programs_for(programs)
-        works = empty_works(bound)
-        events = [self._launch(work, stream, width, is_empty=True) for work in works]
+        works = empty_works(bound, self._programs_for(programs))
+        events = [self._launch(work, stream, is_empty=True) for work in works]
         return events[-1]
 
     def warm_unpack(self, side: BoundSide, stream: Stream) -> Event:
@@ -103,10 +101,9 @@ class DeviceCopier:
         ids, order = np.zeros(1, np.int64), side.tile.order
         for num_tokens in (side.tile.kernel_tokens, 1):
             span = (0, side.addresses.size, 0, num_tokens)
-            for ends in chunk_ends(side, ids, order, span, 0):
-                work = chunk_work(ends, side.tile, is_pack=False)
-                for programs in widths:
-                    self._launch(work, stream, programs, is_empty=True)
+            for programs in widths:
+                for work in chunk_works(side, ids, order, span, 0, programs, is_pack=False):
+                    self._launch(work, stream, is_empty=True)
         return self.mark(stream)
 
     def mark(self, stream: Stream) -> Event:
@@ -170,8 +167,9 @@ class DeviceCopier:
         check_span(bound.sink.tile, sink_ids, token_lo, token_hi)
         limit_nbytes = self._piece_nbytes(bound)
         pieces = token_pieces(bound.source.tile, bound.sink.tile, token_lo, token_hi, limit_nbytes)
-        works = (pool_work(bound, source_ids, sink_ids, lo, hi) for lo, hi in pieces)
-        return self._launched(works, stream, self._programs_for(programs))
+        width = self._programs_for(programs)
+        works = (pool_work(bound, source_ids, sink_ids, lo, hi, width) for lo, hi in pieces)
+        return self._launched(works, stream)
 
     def pack(
         self,
@@ -196,9 +194,9 @@ class DeviceCopier:
         """
         span = (region_lo, region_hi, token_lo, token_hi)
         self._check_chunk(side, block_ids, order, span, out, "out")
-        ends = chunk_ends(side, block_ids, order, span, out.data_ptr())
-        works = (chunk_work(each, side.tile, is_pack=True) for each in ends)
-        return _last(self._launched(works, stream, self._programs_for(programs, out)))
+        where = (out.data_ptr(), self._programs_for(programs, out))
+        works = chunk_works(side, block_ids, order, span, *where, is_pack=True)
+        return _last(self._launched(works, stream))
 
     def unpack(
         self,
@@ -219,9 +217,9 @@ class DeviceCopier:
         span = (region_lo, region_hi, token_lo, token_hi)
         order = side.tile.order
         self._check_chunk(side, block_ids, order, span, dense, "dense")
-        ends = chunk_ends(side, block_ids, order, span, dense.data_ptr())
-        works = (chunk_work(each, side.tile, is_pack=False) for each in ends)
-        return _last(self._launched(works, stream, self._programs_for(programs, dense)))
+        where = (dense.data_ptr(), self._programs_for(programs, dense))
+        works = chunk_works(side, block_ids, order, span, *where, is_pack=False)
+        return _last(self._launched(works, stream))
 
     def _programs_for(self, programs: int | None, dense: Tensor | None = None) -> int:
         """As many as were asked for; else those of the settings, and for a chunk within this GPU
@@ -272,35 +270,28 @@ class DeviceCopier:
         by_ring = num_tokens * token_nbytes(bound.sink.tile)
         return min(by_ring, max(1, self._settings.launch_nbytes // num_regions))
 
-    def _launched(self, works: Iterator[Work], stream: Stream, programs: int) -> Iterator[Launched]:
+    def _launched(self, works: Iterator[Work], stream: Stream) -> Iterator[Launched]:
         nbytes = 0
         for work in works:
             if not work.nbytes:
                 continue
-            event = self._launch(work, stream, programs)
+            event = self._launch(work, stream)
             nbytes += work.nbytes
             yield Launched(event, nbytes)
 
-    def _launch(
-        self,
-        work: Work,
-        stream: Stream,
-        programs: int,
-        *,
-        is_empty: bool = False,
-    ) -> Event:
+    def _launch(self, work: Work, stream: Stream, *, is_empty: bool = False) -> Event:
         self._check_stream(stream)
-        launch = work.plan(programs)
-        params = (0, *launch.params[1:]) if is_empty else launch.params
         arrays = (
-            *(np.array(params, np.int64), work.source.addresses, work.sink.addresses),
-            *(work.source.block_ids, work.sink.block_ids),
+            *(work.plan.params, work.source_addresses, work.sink_addresses),
+            *(work.source_ids, work.sink_ids),
         )
         sizes = [array.size for array in arrays]
         slot = self._ring.take(sum(sizes))
         try:
             np.concatenate(arrays, out=slot.host)
-            self._launcher.launch(slot, sizes, launch, stream)
+            if is_empty:
+                slot.host[0] = 0  # words of each pair
+            self._launcher.launch(slot, sizes, work.plan.launch, stream)
         finally:  # whatever failed, a part may be on its way
             event = self._launcher.record(stream)
             self._ring.close(slot, event)

@@ -15,7 +15,7 @@ import torch
 
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import Launch
-from kvxfer.tensors.cuda_driver import DriverEvent, PointerArguments, driver
+from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, driver
 from kvxfer.tensors.job_ring import WORD_NBYTES, Event, HostEvent, Slot
 
 Stream = torch.cuda.Stream | None
@@ -77,6 +77,7 @@ class GpuLauncher:
         self._driver = driver()
         self._current = self._driver.current(device)
         self._arguments = PointerArguments(5)
+        self._events = DriverEvents(self._driver, self._current)
 
     def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
         """One copy of a few KiB, one launch."""
@@ -109,7 +110,7 @@ class GpuLauncher:
     def record(self, stream: Stream) -> Event:
         """Also of a stream on which nothing was put."""
         assert stream is not None
-        return DriverEvent(self._driver, self._current, stream.cuda_stream)
+        return self._events.record(stream.cuda_stream)
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
         assert stream is not None

@@ -3,6 +3,9 @@
 A dense chunk is a side, too: one "block" for each kernel block of the sink, numbered as they come.
 Only in head-major order, a kernel block that the chunk's token range cuts has other strides than
 whole ones, so a chunk is up to three launches.
+
+What does not depend on ids and addresses is worked out once: the chunks of a transfer are alike,
+and so are prompts of a length. Of a thread that has just woken it takes 50 us for each launch.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -54,16 +58,6 @@ class BoundCopy:
 
     source: BoundSide
     sink: BoundSide
-    align_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """One side of one launch."""
-
-    side: CopySide
-    addresses: Ids
-    block_ids: Ids
     align_nbytes: int
 
 
@@ -117,47 +111,47 @@ def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """A launch without its ids and addresses. ``params``: the launch's, as an array."""
+
+    launch: Launch
+    params: Ids
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
-    """One launch."""
+    """One launch of ``nbytes``."""
 
-    source: End
-    sink: End
-    tile: Tile
-    num_tokens: int
-    align_nbytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.num_tokens * token_nbytes(self.tile) * self.source.addresses.size
-
-    def plan(self, programs: int) -> Launch:
-        """``programs``: at most, or WHOLE_GPU."""
-        work = CopyWork(
-            source=self.source.side,
-            sink=self.sink.side,
-            num_tokens=self.num_tokens,
-            num_heads=self.tile.num_heads,
-            inner_nbytes=self.tile.inner_nbytes,
-            channel_nbytes=self.tile.channel_nbytes,
-            align_nbytes=self.align_nbytes,
-        )
-        return plan_launch(work, self.source.addresses.size, programs)
+    plan: Plan
+    nbytes: int
+    source_addresses: Ids
+    sink_addresses: Ids
+    source_ids: Ids
+    sink_ids: Ids
 
 
 def pool_work(
-    bound: BoundCopy, source_ids: Ids, sink_ids: Ids, token_lo: int, token_hi: int
+    bound: BoundCopy, source_ids: Ids, sink_ids: Ids, token_lo: int, token_hi: int, programs: int
 ) -> Work:
-    """Tokens ``[token_lo, token_hi)`` of all regions from pool to pool; ids are positional."""
+    """Tokens ``[token_lo, token_hi)`` of all regions from pool to pool; ids are positional.
+    ``programs``: at most, or WHOLE_GPU.
+    """
+    source, sink = bound.source, bound.sink
+    num_tokens, num_regions = token_hi - token_lo, source.addresses.size
+    first_tokens = (token_lo % source.tile.block_tokens, token_lo % sink.tile.block_tokens)
     return Work(
-        _pool_end(bound.source, source_ids, token_lo, token_hi),
-        _pool_end(bound.sink, sink_ids, token_lo, token_hi),
-        bound.sink.tile,
-        token_hi - token_lo,
-        bound.align_nbytes,
+        _plan_pools(
+            *(source.tile, sink.tile, *first_tokens),
+            *(num_tokens, num_regions, bound.align_nbytes, programs),
+        ),
+        num_tokens * token_nbytes(sink.tile) * num_regions,
+        *(source.addresses, sink.addresses),
+        span_ids(source.tile, source_ids, token_lo, token_hi),
+        span_ids(sink.tile, sink_ids, token_lo, token_hi),
     )
 
 
-def empty_works(bound: BoundCopy) -> list[Work]:
+def empty_works(bound: BoundCopy, programs: int) -> list[Work]:
     """One copy for each of the binaries that copies between these sides need: tokens of whole
     blocks can be joined to wider words, where a single one cannot. What they name is not to be
     copied.
@@ -165,89 +159,147 @@ def empty_works(bound: BoundCopy) -> list[Work]:
     ids = np.zeros(1, np.int64)
     works: dict[tuple[object, ...], Work] = {}
     for num_tokens in (0, 1):
-        work = pool_work(bound, ids, ids, 0, num_tokens)
-        works.setdefault(work.plan(1).binary, work)
+        work = pool_work(bound, ids, ids, 0, num_tokens, programs)
+        works.setdefault(work.plan.launch.binary, work)
     return list(works.values())
 
 
-def chunk_work(taken: tuple[End, End, int], tile: Tile, *, is_pack: bool) -> Work:
-    """A launch of :func:`chunk_ends`: from the pool to the chunk, or back."""
-    pool, dense, num_tokens = taken
-    source, sink = (pool, dense) if is_pack else (dense, pool)
-    align_nbytes = math.gcd(pool.align_nbytes, dense.align_nbytes)
-    return Work(source, sink, tile, num_tokens, align_nbytes)
-
-
-def chunk_ends(
+def chunk_works(
     side: BoundSide,
     block_ids: Ids,
     order: DenseOrder,
     span: tuple[int, int, int, int],
     dense_address: int,
-) -> Iterator[tuple[End, End, int]]:
-    """Pool, chunk and number of tokens of each launch that a chunk needs.
+    programs: int,
+    *,
+    is_pack: bool,
+) -> Iterator[Work]:
+    """The launches that a chunk needs: from the pool to the chunk, or back.
 
     ``span``: regions and tokens, both as [lo, hi).
     """
     region_lo, region_hi, token_lo, token_hi = span
-    tile = side.tile
-    pool = BoundSide(tile, side.addresses[region_lo:region_hi], side.align_nbytes)
-    region_nbytes = (token_hi - token_lo) * token_nbytes(tile)
-    regions = np.arange(region_hi - region_lo, dtype=np.int64)
-    regions *= region_nbytes
+    tile, pool_addresses = side.tile, side.addresses[region_lo:region_hi]
+    parts = _chunk_parts(
+        *(tile, order, token_lo % tile.block_tokens, token_lo % order.kernel_tokens),
+        *(token_hi - token_lo, region_hi - region_lo),
+        *(side.align_nbytes, math.gcd(dense_address, _ALIGN_NBYTES), programs, is_pack),
+    )
+    for part in parts:
+        pool_ids = span_ids(tile, block_ids, token_lo + part.token_lo, token_lo + part.token_hi)
+        addresses = dense_address + part.offsets
+        if is_pack:
+            arrays = (pool_addresses, addresses, pool_ids, part.dense_ids)
+        else:
+            arrays = (addresses, pool_addresses, part.dense_ids, pool_ids)
+        yield Work(part.plan, part.nbytes, *arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One launch of a chunk; tokens and offsets (of each region) count from the chunk's first."""
+
+    plan: Plan
+    nbytes: int
+    token_lo: int
+    token_hi: int
+    offsets: Ids
+    dense_ids: Ids
+
+
+@lru_cache(maxsize=1024)
+def _plan_pools(
+    source: Tile,
+    sink: Tile,
+    source_first: int,
+    sink_first: int,
+    num_tokens: int,
+    num_regions: int,
+    align_nbytes: int,
+    programs: int,
+) -> Plan:
+    sides = (_pool_side(source, source_first), _pool_side(sink, sink_first))
+    return _plan(sides, sink, num_tokens, num_regions, align_nbytes, programs)
+
+
+@lru_cache(maxsize=1024)
+def _chunk_parts(
+    tile: Tile,
+    order: DenseOrder,
+    first_in_block: int,
+    first_in_kernel_block: int,
+    num_tokens: int,
+    num_regions: int,
+    pool_align_nbytes: int,
+    dense_align_nbytes: int,
+    programs: int,
+    is_pack: bool,
+) -> tuple[_Part, ...]:
+    region_nbytes = num_tokens * token_nbytes(tile)
+    regions = np.arange(num_regions, dtype=np.int64) * region_nbytes
     is_flat = order.token_major or (tile.num_heads == 1 and not order.channel_nbytes)
-    cuts = [(token_lo, token_hi)]
+    cuts = [(0, num_tokens)]
     if not is_flat:
-        cuts = token_rectangles(token_lo, token_hi, order.kernel_tokens)
+        first = first_in_kernel_block
+        spans = token_rectangles(first, first + num_tokens, order.kernel_tokens)
+        cuts = [(lo - first, hi - first) for lo, hi in spans]
+    parts = []
     for lo, hi in cuts:
         block_tokens = hi - lo if is_flat else min(order.kernel_tokens, hi - lo)
-        first = dense_address + (lo - token_lo) * token_nbytes(tile)
-        yield (
-            _pool_end(pool, block_ids, lo, hi),
-            _dense_end(
-                *(tile, order, is_flat, block_tokens, first + regions, hi - lo),
-                align_nbytes=math.gcd(first, region_nbytes, _ALIGN_NBYTES),
-            ),
-            hi - lo,
-        )
+        offset = lo * token_nbytes(tile)
+        pool = _pool_side(tile, (first_in_block + lo) % tile.block_tokens)
+        dense = _dense_side(tile, order, is_flat, block_tokens)
+        align_nbytes = math.gcd(pool_align_nbytes, dense_align_nbytes, offset, region_nbytes)
+        sides = (pool, dense) if is_pack else (dense, pool)
+        plan = _plan(sides, tile, hi - lo, num_regions, align_nbytes, programs)
+        dense_ids = np.arange((hi - lo) // max(1, block_tokens), dtype=np.int64)
+        nbytes = (hi - lo) * token_nbytes(tile) * num_regions
+        parts.append(_Part(plan, nbytes, lo, hi, offset + regions, dense_ids))
+    return tuple(parts)
 
 
-def _pool_end(side: BoundSide, block_ids: Ids, token_lo: int, token_hi: int) -> End:
-    tile = side.tile
-    lies = CopySide(
+def _plan(
+    sides: tuple[CopySide, CopySide],
+    tile: Tile,
+    num_tokens: int,
+    num_regions: int,
+    align_nbytes: int,
+    programs: int,
+) -> Plan:
+    work = CopyWork(
+        source=sides[0],
+        sink=sides[1],
+        num_tokens=num_tokens,
+        num_heads=tile.num_heads,
+        inner_nbytes=tile.inner_nbytes,
+        channel_nbytes=tile.channel_nbytes,
+        align_nbytes=align_nbytes,
+    )
+    launch = plan_launch(work, num_regions, programs)
+    return Plan(launch, np.array(launch.params, np.int64))
+
+
+def _pool_side(tile: Tile, first_token: int) -> CopySide:
+    return CopySide(
         block_tokens=tile.block_tokens,
         kernel_tokens=tile.kernel_tokens,
         stride_block=tile.stride_block,
         stride_head=tile.stride_head,
         stride_token=tile.stride_token,
         stride_channel=tile.stride_channel,
-        first_token=token_lo % tile.block_tokens,
+        first_token=first_token,
     )
-    ids = span_ids(tile, block_ids, token_lo, token_hi)
-    return End(lies, side.addresses, ids, side.align_nbytes)
 
 
-def _dense_end(
-    tile: Tile,
-    order: DenseOrder,
-    is_flat: bool,
-    block_tokens: int,
-    addresses: Ids,
-    num_tokens: int,
-    *,
-    align_nbytes: int,
-) -> End:
+def _dense_side(tile: Tile, order: DenseOrder, is_flat: bool, block_tokens: int) -> CopySide:
     inner = tile.inner_nbytes
-    stride_token = token_nbytes(tile) if is_flat else order.channel_nbytes or inner
-    lies = CopySide(
+    return CopySide(
         block_tokens=max(1, block_tokens),
         kernel_tokens=max(1, block_tokens),
         stride_block=block_tokens * token_nbytes(tile),
         stride_head=inner if is_flat else block_tokens * inner,
-        stride_token=stride_token,
+        stride_token=token_nbytes(tile) if is_flat else order.channel_nbytes or inner,
         stride_channel=(
             block_tokens * order.channel_nbytes if order.channel_nbytes else tile.channel_nbytes
         ),
     )
-    num_blocks = num_tokens // block_tokens if num_tokens else 0
-    return End(lies, addresses, np.arange(num_blocks, dtype=np.int64), align_nbytes)

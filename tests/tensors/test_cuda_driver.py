@@ -1,12 +1,13 @@
-"""Contexts within contexts: which calls the driver gets."""
+"""Contexts within contexts, and events used again: which calls the driver gets."""
 
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
-from kvxfer.tensors.cuda_driver import CurrentContext, Driver
+from kvxfer.tensors.cuda_driver import CudaError, CurrentContext, Driver, DriverEvents
 
 
 class Recorder(Driver):
@@ -82,3 +83,69 @@ def test_one_that_cannot_be_entered_was_not() -> None:
         pass
     with context:
         assert driver.current_contexts == [1]
+
+
+# ------------------------------------------------------------------ events
+
+
+class EventDriver(Driver):
+    """Has events, by number, and says which call came in which order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.num_created = 0
+        self.over: set[object] = set()
+        self.failing = ""
+
+    def call(self, name: str, *arguments: Any) -> None:
+        if name == self.failing:
+            raise CudaError(f"{name}: the driver says no")
+        if name == "cuEventCreate":
+            self.num_created += 1
+            arguments[0]._obj.value = self.num_created
+        elif not name.startswith("cuCtx"):
+            self.calls.append((name, arguments[0]))
+
+    def is_over(self, event: int | None) -> bool:
+        return event in self.over
+
+
+def test_an_event_is_recorded_again_when_nobody_asks_for_it_any_more() -> None:
+    driver = EventDriver()
+    events = DriverEvents(driver, CurrentContext(driver, 1))
+    first, second = events.record(7), events.record(7)
+    assert (first.handle, second.handle) == (1, 2)
+    driver.over = {1}
+    assert (first.query(), second.query()) == (True, False)
+    del first
+    third = events.record(7)
+    assert (third.handle, driver.num_created) == (1, 2)
+    second.synchronize()
+    assert driver.calls == [
+        *[("cuEventRecord", 1), ("cuEventRecord", 2), ("cuEventRecord", 1)],
+        ("cuEventSynchronize", 2),
+    ]
+
+
+def test_events_are_destroyed_with_the_last_who_may_ask() -> None:
+    driver = EventDriver()
+    events = DriverEvents(driver, CurrentContext(driver, 1))
+    kept = [events.record(7) for _ in range(2)]
+    del events
+    assert ("cuEventDestroy_v2", 1) not in driver.calls
+    assert not kept[0].query()
+    kept.clear()
+    destroyed = [handle for name, handle in driver.calls if name == "cuEventDestroy_v2"]
+    assert sorted(map(str, destroyed)) == ["1", "2"]
+
+
+def test_an_event_that_could_not_be_recorded_is_not_lost() -> None:
+    driver = EventDriver()
+    events = DriverEvents(driver, CurrentContext(driver, 1))
+    driver.failing = "cuEventRecord"
+    with pytest.raises(CudaError, match="says no"):
+        events.record(7)
+    driver.failing = ""
+    assert (events.record(7).handle, driver.num_created) == (1, 1)
+    driver.failing = "cuEventDestroy_v2"
+    del events  # where the GPU has failed, too
