@@ -213,8 +213,9 @@ class Pipe(ABC):
         return ()
 
     def progress(self) -> None:
-        """Let the library do what there is to do. Never blocks for long; called before lanes are
-        polled, whenever the IO thread is awake. After it the descriptors tell of what is new.
+        """Let the library do what there is to do. Never blocks for long; called whenever the IO
+        thread is awake, before what has come is looked at. After it the descriptors tell of what is
+        new; what a call of a lane's begins and has to be driven on wakes the IO thread.
         """
         return
 

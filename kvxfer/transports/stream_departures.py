@@ -46,15 +46,15 @@ class Departures:
         connection.generations[slot] += 1
         connection.leaving[slot] = (header, parts)
         self._leaving[connection] = None
-        self.progress()
+        self._announce(connection)  # most pipes need not go on for that
+        if connection.leaving:
+            self.progress()
 
     def progress(self) -> None:
         """Let the pipe go on, and announce what it has sent."""
         self._pipe.progress()
         for connection in list(self._leaving):
             self._announce(connection)
-            if not connection.leaving:
-                self._leaving.pop(connection, None)
 
     def forget(self, connection: Connection) -> None:
         """It is lost: nothing more is announced to it."""
@@ -73,3 +73,5 @@ class Departures:
                 connection.in_flight.add(slot)
         except PipeBroken as exc:
             self._lose_pipe(connection, exc)
+        if not connection.leaving:
+            self._leaving.pop(connection, None)

@@ -57,13 +57,19 @@ class World:
             sink.generations[slot] += 1
             sink.parts[slot][:nbytes].copy_(source.parts[slot][:nbytes])
             (source.done if self.is_write else sink.came).append(slot)
+        if moving:
+            self.wake()
+
+    def wake(self) -> None:
+        """Both ends, as descriptors would."""
+        for wake in self.wakes:
+            wake()
 
     def carry(self, message: bytes, inbox: list[bytes]) -> bool:
         if self.carries:
             inbox.append(message)
             self.num_told += 1
-            for wake in self.wakes:
-                wake()
+            self.wake()
         return self.carries
 
     def make_pipe(self, memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
@@ -75,8 +81,9 @@ def _parts(slots: Slots) -> list[Tensor]:
 
 
 class MemorySourceLane(SourceLane):
-    def __init__(self, world: World, address: bytes, slots: Slots) -> None:
+    def __init__(self, world: World, address: bytes, slots: Slots, wake: Wake) -> None:
         self.address = b"source of " + address
+        self._wake = wake
         world.sources[self.address] = self
         self.inbox: list[bytes] = []
         self.parts = _parts(slots)
@@ -94,6 +101,7 @@ class MemorySourceLane(SourceLane):
         self._world.moving.append((self, self._peer, slot, generation, nbytes))
         if not self._world.is_write:
             self.done.append(slot)
+        self._wake()  # ``progress`` moves it
         return ()
 
     def poll(self) -> Sequence[int]:
@@ -199,7 +207,7 @@ class MemoryPipe(Pipe):
     def open_source(self, address: bytes, slots: Slots) -> MemorySourceLane:
         if "open_source" in self._world.breaks:
             raise TransportUnavailable("ucx: no way there")
-        return MemorySourceLane(self._world, address, slots)
+        return MemorySourceLane(self._world, address, slots, self._wake)
 
     def open_sink(self, slots: Slots, way: str = "") -> MemorySinkLane:
         way = self.way_named(way)

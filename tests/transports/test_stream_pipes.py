@@ -27,11 +27,13 @@ from kvxfer.transports.base import (
     LocalMemory,
     Packed,
     PeerGone,
+    Progress,
     ReadBroke,
     ReadDone,
     ReadStopped,
     SendStopped,
     Sent,
+    SinkCompletion,
     Trial,
 )
 from kvxfer.transports.stream_sink import StreamSink
@@ -48,7 +50,8 @@ from kvxfer.transports.stream_wire import (
 from tests.transports.memory_pipe import MemorySinkLane, MemorySourceLane, World
 from tests.transports.pair import CONFIG, Pair, a_move, key_of, read_request, send_request
 
-UCX = msgspec.structs.replace(CONFIG, transport="ucx")
+SLOTS = 4
+UCX = msgspec.structs.replace(CONFIG, transport="ucx", staging_slots=SLOTS)
 
 
 @pytest.fixture(params=["sink sees the end", "source sees the end", "carries messages"])
@@ -84,6 +87,75 @@ def test_every_byte_comes_and_slots_come_back(pair: Pair, world: World) -> None:
     assert not pair.source.counts
     assert not pair.sink.counts
     assert bool(world.num_told) == world.carries
+
+
+def _awaited(pair: Pair) -> dict[int, object]:
+    """Slots of the pair's connection that were announced."""
+    assert isinstance(pair.sink, StreamSink)
+    (link,) = pair.sink._links.values()
+    return {**link.awaited}
+
+
+def _one_at_a_time(world: World) -> None:
+    """A payload comes each time that a pipe goes on."""
+    following, world.moving = world.moving[:1], world.moving[1:]
+    for source, sink, slot, generation, nbytes in following:
+        sink.generations[slot] = generation + 1
+        sink.parts[slot][:nbytes].copy_(source.parts[slot][:nbytes])
+        sink.came.append(slot)
+        world.wake()
+
+
+@pytest.fixture
+def at_once(world: World, pair: Pair) -> Iterator[Pair]:
+    """A pair whose sink unpacks chunks when they come, from a source that sees none arrive."""
+    if world.is_write:
+        pytest.skip("chunks are announced when they are there")
+    pair.close()
+    quick = Pair(UCX, small_nbytes=1 << 20)
+    quick.sink.attach(quick.manifest)
+    yield quick
+    quick.close()
+
+
+@pytest.mark.parametrize(("turn_s", "num_taken"), [(60.0, SLOTS), (0.0, 1)])
+def test_chunks_that_follow_each_other_are_taken_in_one_turn_of_the_loop(
+    at_once: Pair, world: World, monkeypatch: pytest.MonkeyPatch, turn_s: float, num_taken: int
+) -> None:
+    _works(at_once, 1)
+    world.is_held = True
+    at_once.start(key_of(2), a_move(2))
+    at_once.until(lambda: len(world.moving) == SLOTS)
+    at_once.until(lambda: len(_awaited(at_once)) == SLOTS)
+    monkeypatch.setattr(stream_sink, "TURN_S", turn_s)
+    monkeypatch.setattr(World, "move", _one_at_a_time)
+    told = at_once.sink.poll()
+    assert [type(each) for each in told] == [Progress] * num_taken
+    at_once.seen += told
+    assert isinstance(at_once.end(key_of(2)), ReadDone)
+
+
+def test_the_end_of_a_read_is_told_at_once(
+    at_once: Pair, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_sink, "TURN_S", 60.0)
+    monkeypatch.setattr(World, "move", _one_at_a_time)
+    polled: list[list[SinkCompletion]] = []
+    inner = at_once.sink.poll
+
+    def poll() -> list[SinkCompletion]:
+        polled.append(inner())
+        return polled[-1]
+
+    monkeypatch.setattr(at_once.sink, "poll", poll)
+    keys = [key_of(number) for number in range(1, 4)]
+    for key in keys:
+        at_once.start(key, a_move(1))
+    for key in keys:
+        assert isinstance(at_once.end(key), ReadDone)
+    ends = [told for told in polled if any(isinstance(each, ReadDone) for each in told)]
+    assert len(ends) == len(keys)
+    assert all(isinstance(told[-1], ReadDone) for told in ends)
 
 
 @pytest.fixture
