@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
@@ -18,7 +18,13 @@ from torch import Tensor
 from kvxfer.kernels.strided_work import NUM_PARAMS, WHOLE_GPU, Launch
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
 from kvxfer.tensors.device_launch import Stream
-from kvxfer.tensors.device_work import DeviceMemory, bind_copy, bind_side
+from kvxfer.tensors.device_work import (
+    DeviceMemory,
+    bind_copy,
+    bind_side,
+    chunk_works,
+    empty_works,
+)
 from kvxfer.tensors.job_ring import Slot
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder
@@ -217,8 +223,8 @@ class Small:
     taken: OnDevice
 
 
-def small_copy() -> Small:
-    case = one_case()
+def small_copy(source_layout: str = "HND 16", sink_layout: str = "NHD 32") -> Small:
+    case = one_case(source_layout, sink_layout)
     source = make_pool(case.source, case, poison=False, seed=1)
     sink = make_pool(case.sink, case, poison=True, seed=2)
     copy_class = copy_class_of(case, source, sink)
@@ -266,11 +272,40 @@ def test_more_regions_than_the_ring_holds() -> None:
         copier.copy(bound, small.source.ids, small.sink.ids, 0, 70, stream=None)
 
 
-def test_warming_copies_nothing() -> None:
-    small = small_copy()
+@pytest.mark.parametrize("layouts", [("HND 16", "NHD 32"), ("HND 16", "HND 16")])
+def test_warming_copies_nothing(layouts: tuple[str, str]) -> None:
+    """Also where a single token needs a binary of its own, because several are joined."""
+    small = small_copy(*layouts)
     bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
+    assert len(empty_works(bound, 3)) == 1 + (layouts[0] == layouts[1])
     DeviceCopier(DEVICE).warm(bound, new_stream()).synchronize()
     assert_same_bytes(small.taken.arrays, small.sink.memories)
+
+
+@example(one_case("HND 16", "HND 16", span=(13, 33), inner=6), 20, 1 << 40, 5, False)
+@example(one_case("HND 16", "HND 16", span=(12, 33), inner=6), 21, 1 << 40, 5, False)
+@given(
+    case=cases(),
+    chunk_tokens=st.sampled_from((1, 16, 24, 33)),
+    dense_address=st.sampled_from([(1 << 40) + offset for offset in (0, 16, 48, 8, 4, 1)]),
+    programs=st.sampled_from((WHOLE_GPU, 5)),
+    is_pack=st.booleans(),
+)
+def test_no_access_is_wider_than_the_addresses_of_its_launch_allow(
+    case: Case, chunk_tokens: int, dense_address: int, programs: int, is_pack: bool
+) -> None:
+    """A GPU ends with an error at an address that is no multiple; the interpreter does not mind."""
+    pool = make_pool(case.sink, case, poison=True, seed=case.seed)
+    memories = [DeviceMemory(1 << 30, memory.size) for memory in pool.memories]
+    for copy_class in copy_classes_of(case, pool, pool).values():
+        side, order = bind_side(copy_class.sink, memories), copy_class.sink.tile.order
+        for lo in range(case.token_lo, case.token_hi, chunk_tokens):
+            span = (0, 2, lo, min(lo + chunk_tokens, case.token_hi))
+            where = (dense_address, programs)
+            for work in chunk_works(side, pool.ids, order, span, *where, is_pack=is_pack):
+                word_nbytes = work.plan.launch.word_nbytes
+                assert not (work.source_addresses % word_nbytes).any()
+                assert not (work.sink_addresses % word_nbytes).any()
 
 
 @pytest.mark.parametrize(("at", "value"), [(1, -1), (4, 8)])

@@ -14,7 +14,8 @@ import pytest
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
 from kvxfer.testing_cases import CASES, make_move
-from kvxfer.transfer.costs import WireCosts
+from kvxfer.transfer.chunks import chunk_list
+from kvxfer.transfer.costs import Staging, WireCosts
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import (
     registry,
@@ -33,7 +34,6 @@ from kvxfer.transports.base import (
     ReadStopped,
     SendStopped,
     Sent,
-    SinkCompletion,
     Trial,
 )
 from kvxfer.transports.stream_sink import StreamSink
@@ -50,8 +50,7 @@ from kvxfer.transports.stream_wire import (
 from tests.transports.memory_pipe import MemorySinkLane, MemorySourceLane, World
 from tests.transports.pair import CONFIG, Pair, a_move, key_of, read_request, send_request
 
-SLOTS = 4
-UCX = msgspec.structs.replace(CONFIG, transport="ucx", staging_slots=SLOTS)
+UCX = msgspec.structs.replace(CONFIG, transport="ucx")
 
 
 @pytest.fixture(params=["sink sees the end", "source sees the end", "carries messages"])
@@ -108,54 +107,61 @@ def _one_at_a_time(world: World) -> None:
 
 @pytest.fixture
 def at_once(world: World, pair: Pair) -> Iterator[Pair]:
-    """A pair whose sink unpacks chunks when they come, from a source that sees none arrive."""
+    """A pair whose sink unpacks chunks when they come, of which a source may send two reads'."""
     if world.is_write:
         pytest.skip("chunks are announced when they are there")
     pair.close()
-    quick = Pair(UCX, small_nbytes=1 << 20)
-    quick.sink.attach(quick.manifest)
+    quick = Pair(msgspec.structs.replace(UCX, staging_slots=None), small_nbytes=1 << 20)
+    quick.sink.attach(quick.manifest, Staging(32, 1 << 20, None))
     yield quick
     quick.close()
 
 
-@pytest.mark.parametrize(("turn_s", "num_taken"), [(60.0, SLOTS), (0.0, 1)])
-def test_chunks_that_follow_each_other_are_taken_in_one_turn_of_the_loop(
-    at_once: Pair, world: World, monkeypatch: pytest.MonkeyPatch, turn_s: float, num_taken: int
-) -> None:
-    _works(at_once, 1)
+def _all_announced(pair: Pair, world: World, *numbers: int) -> int:
+    """Reads of which everything is on its way. How many chunks each of them has."""
+    move = a_move(1)
+    num_chunks = len(chunk_list((move.pull,), move.case.chunk_nbytes))
     world.is_held = True
-    at_once.start(key_of(2), a_move(2))
-    at_once.until(lambda: len(world.moving) == SLOTS)
-    at_once.until(lambda: len(_awaited(at_once)) == SLOTS)
+    for number in numbers:
+        pair.start(key_of(number), move)
+    pair.until(lambda: len(_awaited(pair)) == len(numbers) * num_chunks)
+    return num_chunks
+
+
+@pytest.mark.parametrize("turn_s", [60.0, 0.0])
+def test_chunks_that_follow_each_other_are_taken_in_one_turn_of_the_loop(
+    at_once: Pair, world: World, monkeypatch: pytest.MonkeyPatch, turn_s: float
+) -> None:
+    num_chunks = _all_announced(at_once, world, 1)
     monkeypatch.setattr(stream_sink, "TURN_S", turn_s)
     monkeypatch.setattr(World, "move", _one_at_a_time)
-    told = at_once.sink.poll()
-    assert [type(each) for each in told] == [Progress] * num_taken
-    at_once.seen += told
-    assert isinstance(at_once.end(key_of(2)), ReadDone)
+    told = [type(each) for each in at_once.sink.poll()]
+    assert told == ([Progress] * (num_chunks - 1) + [ReadDone] if turn_s else [Progress])
+
+
+def test_an_announcement_does_not_wait_for_the_pipe_to_go_on(
+    pair: Pair, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But where the source sees the end of a payload's way, it goes on."""
+    pair.hold = True
+    pair.start(key_of(1), a_move(1))
+    pair.until(lambda: any(isinstance(each, Packed) for each in pair.said))
+    num_before = world.num_progress
+    packed = next(each for each in pair.said if isinstance(each, Packed))
+    pair.source.send_packed(packed.key, packed.sequence)
+    assert world.num_progress == num_before + world.is_write
+    pair.until(lambda: len(pair.seen) == 1)
 
 
 def test_the_end_of_a_read_is_told_at_once(
     at_once: Pair, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    num_chunks = _all_announced(at_once, world, 1, 2)
     monkeypatch.setattr(stream_sink, "TURN_S", 60.0)
     monkeypatch.setattr(World, "move", _one_at_a_time)
-    polled: list[list[SinkCompletion]] = []
-    inner = at_once.sink.poll
-
-    def poll() -> list[SinkCompletion]:
-        polled.append(inner())
-        return polled[-1]
-
-    monkeypatch.setattr(at_once.sink, "poll", poll)
-    keys = [key_of(number) for number in range(1, 4)]
-    for key in keys:
-        at_once.start(key, a_move(1))
-    for key in keys:
-        assert isinstance(at_once.end(key), ReadDone)
-    ends = [told for told in polled if any(isinstance(each, ReadDone) for each in told)]
-    assert len(ends) == len(keys)
-    assert all(isinstance(told[-1], ReadDone) for told in ends)
+    polled = [at_once.sink.poll() for _ in range(2)]
+    assert [type(told[-1]) for told in polled] == [ReadDone, ReadDone]
+    assert sum(map(len, polled)) == 2 * num_chunks
 
 
 @pytest.fixture
