@@ -12,16 +12,15 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
-# CU_EVENT_BLOCKING_SYNC (by default a core spins), CU_EVENT_DISABLE_TIMING
-_EVENT_FLAGS = 0x1 | 0x2
+_BLOCKING_SYNC, _DISABLE_TIMING = 0x1, 0x2  # of events; without the first a core spins
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDeviceGet": (c_void_p, c_int),
@@ -32,6 +31,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
     "cuEventSynchronize": (c_void_p,),
+    "cuEventElapsedTime": (c_void_p, c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuMemcpyHtoDAsync_v2": (c_void_p, c_void_p, c_size_t, c_void_p),
@@ -152,13 +152,15 @@ def driver() -> Driver:
 
 class DriverEvents:
     """Events of one GPU's context. Those that nobody asks any more are recorded again: to create
-    and destroy one takes 15 us of a cold processor.
+    and destroy one takes 15 us of a cold processor. ``are_timed``: the GPU notes when it reaches
+    them.
     """
 
-    __slots__ = ("_current", "_driver", "_free")
+    __slots__ = ("_current", "_driver", "_flags", "_free")
 
-    def __init__(self, driver: Driver, current: CurrentContext) -> None:
+    def __init__(self, driver: Driver, current: CurrentContext, *, are_timed: bool = False) -> None:
         self._driver, self._current = driver, current
+        self._flags = _BLOCKING_SYNC | (0 if are_timed else _DISABLE_TIMING)
         self._free: list[int] = []
 
     def record(self, stream: int) -> DriverEvent:
@@ -178,6 +180,13 @@ class DriverEvents:
         with self._current:
             self._driver.call("cuEventSynchronize", handle)
 
+    def between_s(self, first: int, last: int) -> float:
+        """Of two timed ones that are over. Raises CudaError."""
+        elapsed_ms = c_float()
+        with self._current:
+            self._driver.call("cuEventElapsedTime", byref(elapsed_ms), first, last)
+        return elapsed_ms.value / 1e3
+
     def give_back(self, handle: int) -> None:
         """From any thread."""
         self._free.append(handle)
@@ -186,7 +195,7 @@ class DriverEvents:
         if self._free:
             return self._free.pop()
         handle = c_void_p()
-        self._driver.call("cuEventCreate", byref(handle), _EVENT_FLAGS)
+        self._driver.call("cuEventCreate", byref(handle), self._flags)
         return handle.value or 0
 
     def __del__(self) -> None:
@@ -210,6 +219,12 @@ class DriverEvent:
     def synchronize(self) -> None:
         """Wait until it is. Raises CudaError."""
         self._events.synchronize(self.handle)
+
+    def since_s(self, first: Self) -> float:
+        """On the GPU's clock, after another of the same timed ones; both are over. Raises
+        CudaError.
+        """
+        return self._events.between_s(first.handle, self.handle)
 
     def __del__(self) -> None:
         self._events.give_back(self.handle)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvxfer.kernels.strided_work import MAX_REGION_NBYTES, NUM_PARAMS, WHOLE_GPU
 from kvxfer.tensors.copy_checks import check_chunk, check_order, check_regions, check_span
-from kvxfer.tensors.device_launch import Stream, launcher_of
+from kvxfer.tensors.device_launch import Stamp, Stream, launcher_of
 from kvxfer.tensors.device_work import (
     BoundCopy,
     BoundSide,
@@ -110,6 +110,11 @@ class DeviceCopier:
         """An event behind all that was put on the stream, also by a launch that failed."""
         self._check_stream(stream)
         return self._launcher.record(stream)
+
+    def stamp(self, stream: Stream) -> Stamp:
+        """The same, whose moment the GPU notes."""
+        self._check_stream(stream)
+        return self._launcher.stamp(stream)
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
         """What is put on the stream from now on runs after PyTorch's event."""

@@ -7,9 +7,10 @@ cold one where the driver takes 5, and lets go of the GIL (see :mod:`~kvxfer.ten
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 
@@ -19,6 +20,24 @@ from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, driver
 from kvxfer.tensors.job_ring import WORD_NBYTES, Event, HostEvent, Slot
 
 Stream = torch.cuda.Stream | None
+
+
+class Stamp(Event, Protocol):
+    """An event whose moment is known, once it is over."""
+
+    def since_s(self, first: Self) -> float:
+        """After another stamp of the same launcher, by the device's clock."""
+
+
+class HostStamp(HostEvent):
+    """Of work that the host itself has done."""
+
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def since_s(self, first: Self) -> float:
+        """After another one."""
+        return self._at_s - first._at_s
 
 
 class Launcher(Protocol):
@@ -31,6 +50,9 @@ class Launcher(Protocol):
 
     def record(self, stream: Stream) -> Event:
         """An event behind all that was put on the stream."""
+
+    def stamp(self, stream: Stream) -> Stamp:
+        """The same, and the device notes when it comes there."""
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
         """What is put on the stream from now on runs after PyTorch's event."""
@@ -49,6 +71,9 @@ class HostLauncher:
 
     def record(self, stream: Stream) -> Event:
         return HostEvent()
+
+    def stamp(self, stream: Stream) -> Stamp:
+        return HostStamp()
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -78,6 +103,7 @@ class GpuLauncher:
         self._current = self._driver.current(device)
         self._arguments = PointerArguments(5)
         self._events = DriverEvents(self._driver, self._current)
+        self._stamps = DriverEvents(self._driver, self._current, are_timed=True)
 
     def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
         """One copy of a few KiB, one launch."""
@@ -111,6 +137,11 @@ class GpuLauncher:
         """Also of a stream on which nothing was put."""
         assert stream is not None
         return self._events.record(stream.cuda_stream)
+
+    def stamp(self, stream: Stream) -> Stamp:
+        """On its stream, like any event."""
+        assert stream is not None
+        return self._stamps.record(stream.cuda_stream)
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
         assert stream is not None

@@ -1,11 +1,17 @@
 """What a copy over the direct wire between GPUs costs: a large and a small one, each timed until
-the host has seen its end.
+the host has seen its end, and by the GPU's own clock.
+
+The host's time says how long a launch may have to wait, the GPU's what the link carries: where many
+processes take turns on a GPU, a copy of 10 us was seen over after 2 ms, and as a rate of the link
+that had ``auto`` take ``zmq``.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +19,7 @@ import torch
 
 from kvxfer.tensors.cuda_device import Gpu
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
+from kvxfer.tensors.device_launch import Stamp
 from kvxfer.tensors.device_work import DeviceMemory, flat_copy
 from kvxfer.tensors.job_ring import Event
 from kvxfer.transfer.costs import WireCosts, fit_direct_costs
@@ -31,6 +38,17 @@ beside vLLM's thread, which computes in Python, a copy of 0.2 ms was seen over a
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The least that copies of ``nbytes`` took: ``seen_s`` from the call until the host saw the
+    end, ``copied_s`` between stamps of the GPU before and behind.
+    """
+
+    nbytes: int
+    seen_s: float
+    copied_s: float
+
+
 def measure_copies(gpu: Gpu, memory: DeviceMemory) -> WireCosts:
     """Of up to 32 MiB from there into new memory of this GPU; from any thread. Raises RuntimeError,
     PyTorch's, where CUDA fails.
@@ -40,27 +58,35 @@ def measure_copies(gpu: Gpu, memory: DeviceMemory) -> WireCosts:
     stream = gpu.make_stream()
     # The ring is one thread's, and this may be any
     copier = DeviceCopier(gpu.device, CopySettings(ring_nbytes=1 << 16))
-    timings: list[tuple[int, float]] = []
+    timings: list[Timing] = []
     for most_nbytes in (nbytes, min(nbytes, TRIAL_SMALL_NBYTES)):
         bound = flat_copy(memory.address, landing.data_ptr(), most_nbytes)
         ids, num_tokens = np.zeros(1, np.int64), bound.sink.tile.block_tokens
         launch = partial(copier.copy, bound, ids, ids, 0, num_tokens, stream=stream)
-        timings.append(time_copy(launch))
-    large, small = timings
-    return fit_direct_costs(small, large)
+        timings.append(time_copy(launch, partial(copier.stamp, stream)))
+    return costs_of(*timings)
 
 
-def time_copy(launch: Callable[[], Launched]) -> tuple[int, float]:
-    """Its bytes, and the least that it took: the first one pays for page tables and a cold path."""
+def costs_of(large: Timing, small: Timing) -> WireCosts:
+    """The rate by the GPU's clock, the latency by the host's."""
+    costs = fit_direct_costs((small.nbytes, small.copied_s), (large.nbytes, large.copied_s))
+    latency_s = max(small.seen_s - small.nbytes / costs.bytes_per_s, 0.0)
+    return replace(costs, latency_s=latency_s)
+
+
+def time_copy(launch: Callable[[], Launched], stamp: Callable[[], Stamp]) -> Timing:
+    """Of some copies the least: the first one pays for page tables and a cold path."""
     timings_s: list[float] = []
-    began_s = ended_s = time.perf_counter()
+    copied_s = math.inf
+    began_s = time.perf_counter()
     while len(timings_s) < MOST_TIMINGS:
-        started_s = ended_s
-        launched = launch()
-        if launched.event is not None:
-            _wait(launched.event, is_quick=min(timings_s, default=0.0) <= QUICK_S)
+        first = stamp()
+        started_s = time.perf_counter()
+        launched, last = launch(), stamp()
+        _wait(last, is_quick=min(timings_s, default=0.0) <= QUICK_S)
         ended_s = time.perf_counter()
         timings_s.append(ended_s - started_s)
+        copied_s = min(copied_s, last.since_s(first))
         if len(timings_s) < LEAST_TIMINGS:
             continue
         least_s = min(timings_s)
@@ -68,7 +94,7 @@ def time_copy(launch: Callable[[], Launched]) -> tuple[int, float]:
         is_known = num_equal >= EQUAL_TIMINGS and least_s <= QUICK_S
         if is_known or ended_s - began_s > TIMINGS_S:
             break
-    return launched.nbytes, max(min(timings_s), 1e-9)
+    return Timing(launched.nbytes, max(min(timings_s), 1e-9), max(copied_s, 1e-9))
 
 
 def _wait(event: Event, *, is_quick: bool) -> None:

@@ -94,6 +94,7 @@ class EventDriver(Driver):
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
         self.num_created = 0
+        self.flags: list[int] = []
         self.over: set[object] = set()
         self.failing = ""
 
@@ -102,7 +103,10 @@ class EventDriver(Driver):
             raise CudaError(f"{name}: the driver says no")
         if name == "cuEventCreate":
             self.num_created += 1
+            self.flags.append(arguments[1])
             arguments[0]._obj.value = self.num_created
+        elif name == "cuEventElapsedTime":
+            arguments[0]._obj.value = 10.0 * arguments[1] + arguments[2]
         elif not name.startswith("cuCtx"):
             self.calls.append((name, arguments[0]))
 
@@ -125,6 +129,17 @@ def test_an_event_is_recorded_again_when_nobody_asks_for_it_any_more() -> None:
         *[("cuEventRecord", 1), ("cuEventRecord", 2), ("cuEventRecord", 1)],
         ("cuEventSynchronize", 2),
     ]
+
+
+def test_only_stamps_have_a_moment() -> None:
+    driver = EventDriver()
+    context = CurrentContext(driver, 1)
+    events, stamps = (DriverEvents(driver, context, are_timed=timed) for timed in (False, True))
+    event, *_ = kept = [events.record(7), stamps.record(7), stamps.record(7)]
+    no_timing, blocking = 0x2, 0x1  # CU_EVENT_DISABLE_TIMING, CU_EVENT_BLOCKING_SYNC
+    assert driver.flags == [blocking | no_timing, blocking, blocking]
+    assert kept[2].since_s(kept[1]) == pytest.approx(0.023)  # from the second to the third
+    assert event.handle == 1
 
 
 def test_events_are_destroyed_with_the_last_who_may_ask() -> None:

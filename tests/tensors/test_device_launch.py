@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,3 +190,28 @@ def test_an_error_of_the_driver_is_raised_by_name() -> None:
     launcher = GpuLauncher(torch.device("cuda", 0))
     with pytest.raises(CudaError, match="cuDeviceGet: "):
         launcher._driver.call("cuDeviceGet", PointerArguments(1).set([0]), 4096)
+
+
+@pytest.mark.gpu
+def test_stamps_tell_how_long_the_gpu_took() -> None:
+    rig = Rig()
+    rig.copy()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(rig.stream):
+        torch.cuda._sleep(1)  # type: ignore[no-untyped-call]
+        began_s = time.perf_counter()
+        first = rig.copier.stamp(rig.stream)
+        torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # cycles: 10 ms
+        last = rig.copier.stamp(rig.stream)
+    last.synchronize()
+    took_s = time.perf_counter() - began_s
+    assert 0.002 < last.since_s(first) <= took_s
+
+
+def test_stamps_of_the_host_tell_how_long_it_took() -> None:
+    copier = DeviceCopier(torch.device("cpu"))
+    first = copier.stamp(None)
+    time.sleep(0.002)
+    last = copier.stamp(None)
+    assert last.query()
+    assert last.since_s(first) >= 0.002

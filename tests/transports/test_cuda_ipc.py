@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -27,8 +27,10 @@ from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
 from kvxfer.tensors.device_memory import map_memory
 from kvxfer.tensors.device_work import flat_copy
 from kvxfer.tensors.shared_memory import boot_id
+from kvxfer.transfer.costs import fit_direct_costs
 from kvxfer.transfer.manifest import CudaIpcHandle
 from kvxfer.transports import cuda_ipc_trial
+from kvxfer.transports.cuda_ipc_trial import Timing, costs_of
 from tests.builders import EngineShape
 from tests.connector.conftest import stand_in_for_gpus
 from tests.connector.rig import POISON, Engine, until
@@ -61,10 +63,19 @@ def test_a_trial_times_a_copy_until_it_was_not_disturbed(
     left = list(durations_s)
 
     slept_s: list[float] = []
+    stamps: list[object] = []
+    copied_s: list[float] = []
 
     class Ending:
+        """A stamp: of each two the second is over when the copy is."""
+
         def __init__(self) -> None:
-            self.over_s = clock_s + left.pop(0)
+            stamps.append(self)
+            self.over_s = clock_s + (0.0 if len(stamps) % 2 else left.pop(0))
+
+        def since_s(self, first: Self) -> float:
+            copied_s.append(0.25 * (self.over_s - first.over_s) + 1e-4 * (len(copied_s) > 2))
+            return copied_s[-1]
 
         def query(self) -> bool:
             nonlocal clock_s
@@ -77,9 +88,10 @@ def test_a_trial_times_a_copy_until_it_was_not_disturbed(
             clock_s = max(clock_s, self.over_s)
 
     monkeypatch.setattr(cuda_ipc_trial, "time", SimpleNamespace(perf_counter=lambda: clock_s))
-    nbytes, took_s = cuda_ipc_trial.time_copy(lambda: Launched(Ending(), 4096))
-    assert nbytes == 4096
-    assert took_s == pytest.approx(least_s, abs=2e-6)
+    timing = cuda_ipc_trial.time_copy(lambda: Launched(None, 4096), Ending)
+    assert timing.nbytes == 4096
+    assert timing.seen_s == pytest.approx(least_s, abs=2e-6)
+    assert timing.copied_s == min(copied_s)
     assert len(durations_s) - len(left) == num_timed
     # Watched for a millisecond at most, and not at all once all have taken longer
     timed_s = durations_s[:num_timed]
@@ -88,6 +100,17 @@ def test_a_trial_times_a_copy_until_it_was_not_disturbed(
         assert not slept_s
     elif min(timed_s) > 0.001:
         assert watched_s == pytest.approx(0.001, abs=2e-6)
+
+
+def test_a_gpu_that_others_use_makes_a_link_late_and_not_slow() -> None:
+    """Copies of 10 and 12 us, each after two milliseconds of others' turns."""
+    large, small = (1 << 20, 12e-6), (1 << 16, 10e-6)
+    timings = [Timing(nbytes, copied_s + 2e-3, copied_s) for nbytes, copied_s in (large, small)]
+    costs = costs_of(*timings)
+    assert costs.bytes_per_s == fit_direct_costs(small, large).bytes_per_s > 1e11
+    assert costs.latency_s == pytest.approx(2e-3, rel=0.01)
+    quick = costs_of(Timing(*large, 1e-6), Timing(1 << 16, 1e-9, 1e-6))
+    assert quick.latency_s == 0
 
 
 @pytest.fixture
