@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvxfer.transports import copy_thread
 from kvxfer.transports.copy_thread import (
     CopyEnd,
     CopyJob,
@@ -235,3 +236,65 @@ def test_after_close_a_small_job_does_not_run() -> None:
     stage.thread.submit(stage.job("a", 1, work_nbytes=1))
     assert stage.ran == []
     assert stage.ends == [("a", CopyEnd.CANCELLED, None)]
+
+
+class Clock:
+    """Of a copy thread whose pieces take as long as a test says; notes how long it slept."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.slept_at_s: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        assert duration_s > 0  # else whoever waits does not get the interpreter
+        self.slept_at_s.append(self.now_s - 100.0)
+
+
+@pytest.mark.parametrize(
+    ("num_jobs", "num_pieces", "piece_s", "slept_at_s"),
+    [
+        (4, 1, 0.0012, [0.0012, 0.0024, 0.0036, 0.0048]),
+        (2, 2, 0.0012, [0.0012, 0.0024, 0.0036, 0.0048]),
+        (9, 1, 0.0003, [0.0012, 0.0024]),
+        (3, 1, 0.0003, []),
+    ],
+)
+def test_others_run_between_copies_that_follow_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+    num_jobs: int,
+    num_pieces: int,
+    piece_s: float,
+    slept_at_s: list[float],
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(copy_thread, "time", clock)
+    thread = CopyThread()
+    stage = Stage(thread)
+    stage.gate()
+
+    class Slow(CopyJob):
+        left = 0
+
+        def run(self) -> bool:
+            clock.now_s += piece_s
+            self.left -= 1
+            return self.left > 0
+
+        def on_end(self) -> None:
+            stage.ended.release()
+
+    for _ in range(num_jobs):
+        job = Slow("lane")
+        job.left = num_pieces
+        thread.submit(job)
+    stage.opened.set()
+    for _ in range(num_jobs + 1):
+        assert stage.ended.acquire(timeout=10)
+    thread.close()
+    assert clock.slept_at_s == pytest.approx(slept_at_s)
