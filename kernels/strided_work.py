@@ -6,7 +6,6 @@ token 0. All pairs of a launch share the offsets of their tokens, which are work
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 WORDS_NBYTES = (16, 8, 4, 2, 1)
 WHOLE_GPU = 0
@@ -136,7 +135,6 @@ class Launch:
         return self.word_nbytes, self.lanes, self.pairs, *how
 
 
-@lru_cache(maxsize=1024)  # 40 us; the chunks of a transfer, and prompts of a length, are alike
 def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
     """The launch for ``num_regions`` regions of one geometry, with the widest access there is.
 

@@ -5,7 +5,7 @@ Only in head-major order, a kernel block that the chunk's token range cuts has o
 whole ones, so a chunk is up to three launches.
 
 What does not depend on ids and addresses is worked out once: the chunks of a transfer are alike,
-and so are prompts of a length. Of a thread that has just woken it takes 50 us for each launch.
+and so are prompts of a length. A thread that has just woken takes 50 us for that.
 """
 
 from __future__ import annotations

@@ -36,11 +36,10 @@ REGION_NBYTES = 16 << 10
 """What is copied in the time that each region of a chunk takes beside its bytes, 5 us."""
 
 ALONE_S, ASIDE_S = 0.001, 1e-6
-"""So long it runs on at most before others get the interpreter for sure, by so long a sleep, which
-takes 60 us. NumPy lets go of the GIL for each region, 10 to 25 us, in which nobody is awake before
-it is taken again; and who waits asks for it by force only when it was not let go of for a switch
-interval. 3,000 chunks of 4 MiB, unpacked one after the other, stopped an engine's thread for 0.25 s
-so; with 0.2 ms between switches for 0.07.
+"""How long it runs on at most before others get the interpreter for sure, and the sleep by which
+they do (it takes 60 us). NumPy lets go of the GIL for each region, for 10 to 25 us: nobody wakes in
+that time, and who waits asks for it by force only after a switch interval in which it was not let
+go of. 3,000 chunks of 4 MiB, unpacked one after the other, stopped an engine's thread for 250 ms.
 """
 
 T = TypeVar("T")
