@@ -7,6 +7,8 @@ slot:  free -> packing -> packed -> leaving (the pipe's) -> in flight (until the
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -15,6 +17,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transports.alarm import Alarm
 from kvxfer.transports.base import (
     LocalMemory,
     Readable,
@@ -60,6 +63,11 @@ _log = logging.getLogger("kvxfer.transports")
 LARGE_CHUNK_NBYTES = 8 << 20
 """Chunks that any sink may ask for; larger ones only where no smaller ``chunk_nbytes`` is set."""
 
+ASK_AGAIN_S = 0.05
+"""After which a sink is asked for again where one has gone: ZeroMQ tells of that a moment before it
+refuses to send there. On two busy cores that moment was long enough for the question to be lost.
+"""
+
 MakePipe = Callable[[LocalMemory, Config, Wake], Pipe]
 """One end of a pipe for this rank's memory. Raises TransportUnavailable."""
 
@@ -81,6 +89,9 @@ class StreamSource(SourceTransport):
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._config = config
+        self._wake = wake
+        self._ask_again_s = math.inf
+        self._alarm: Alarm | None = None  # few sources ever lose a sink
         self._connections = Connections()
         self._trials = TrialGiver(copy_thread, wake)
         with ExitStack() as undo:
@@ -144,9 +155,7 @@ class StreamSource(SourceTransport):
         messages, has_gone = self._router.receive()
         for frames in messages:
             self._on_message(frames)
-        if has_gone:
-            for connection in self._connections.all():
-                self._probe(connection)
+        self._find_gone(has_gone)
         self._transfers.take_packed()
         for connection, header in self._trials.drain():
             self._on_trial_filled(connection, header)
@@ -166,6 +175,8 @@ class StreamSource(SourceTransport):
         self._packer.close()
         self._pipe.close()
         self._router.close()
+        if self._alarm is not None:
+            self._alarm.close()
 
     # -- messages of the sinks
 
@@ -327,6 +338,21 @@ class StreamSource(SourceTransport):
         self._connections.remove(connection)
         self._transfers.forget(connection)
         connection.close_lane()
+
+    def _find_gone(self, has_gone: bool) -> None:
+        """Ask for all sinks now, and once more, where one has gone."""
+        if not has_gone and self._ask_again_s == math.inf:
+            return
+        left_s = ASK_AGAIN_S if has_gone else self._ask_again_s - time.monotonic()
+        if left_s > 0:
+            self._ask_again_s = time.monotonic() + left_s
+            self._alarm = self._alarm or Alarm(self._wake)
+            self._alarm.after(left_s)
+        else:
+            self._ask_again_s = math.inf
+        if has_gone or left_s <= 0:
+            for connection in self._connections.all():
+                self._probe(connection)
 
     def _probe(self, connection: Connection) -> bool:
         """Is it still there? An empty frame finds out; a full queue does not mean that it is gone.

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
@@ -36,6 +37,7 @@ from kvxfer.transports.base import (
     Sent,
     Trial,
 )
+from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_trial import CHUNK_S
@@ -431,6 +433,27 @@ def test_a_lane_outlives_what_is_packed_and_unpacked_there(
         opened.set()
     assert isinstance(pair.end(key_of(1)), ReadBroke)
     pair.until(lambda: world.num_open == 0)
+
+
+def test_a_sink_that_has_gone_is_asked_for_again(
+    pair: Pair, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first question may be sent to where nobody is any more."""
+    _works(pair, 1)
+    inner = Router.send
+    lost: list[tuple[bytes | zmq.Frame, ...]] = []
+
+    def send(router: Router, identity: bytes, *frames: bytes | zmq.Frame) -> zmq.ZMQError | None:
+        if lost:
+            return inner(router, identity, *frames)
+        lost.append(frames)
+        return None
+
+    monkeypatch.setattr(Router, "send", send)
+    pair.sink.detach(pair.manifest.control_endpoint)
+    pair.until(lambda: world.num_open == 0)
+    assert lost == [(b"",)]
+    _works(pair, 2)
 
 
 def test_a_source_that_cannot_listen_leaves_no_pipe(
