@@ -7,7 +7,9 @@ source had said that what was read is valid. "seen" is from the first call of th
 at its result. "idle": the engine's thread sleeps until there is something. "busy": it computes in
 Python and looks every 0.1 ms. "both busy": a thread of the source's process does so, too.
 Beside each load one contiguous memcpy of as many bytes between the GPUs, by a third process: the
-limit. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU (--device cpu)
+limit. Between GPUs, for cuda_ipc and ucx, also "least": the same launches and messages by a loop
+that knows beforehand what comes, without a connector (``least_ways``): what the calls take from
+Python. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU (--device cpu)
 shm, or --transport: one of kvxfer's others.
 """
 
@@ -17,9 +19,11 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
@@ -39,14 +43,29 @@ MODES = ("idle", "busy", "both busy")
 WARM_ROUNDS = 3
 
 
+class Least(Protocol):
+    """Moves requests between two processes, or within one. Raises ContenderLost."""
+
+    @property
+    def members(self) -> tuple[Worker, Worker]:
+        """Whose memories are the source's and the sink's."""
+
+    def run(self, request: Request) -> Timing:
+        """Once."""
+
+    def close(self) -> None:
+        """End what was started for it."""
+
+
 class Pair:
-    """Two engines that know each other, and the process that knows the limit."""
+    """Two engines that know each other, and the processes that know the limits."""
 
     def __init__(
         self, devices: Devices, request: Request, limits: Worker, settings: dict[str, object]
     ) -> None:
         self.limits = limits
         self.engines = start_engines(BenchEngine, devices, request, settings)
+        self.least = least_for(devices, request, limits)
 
     def load(self, request: Request, mode: str) -> LoadTiming:
         """Offer, load, settle. Raises ContenderLost."""
@@ -57,32 +76,69 @@ class Pair:
         return timing
 
     def check(self, request: Request) -> None:
-        """Poison, load, compare. Raises ContenderLost, SystemExit for wrong bytes."""
-        source, sink = self.engines[SOURCE], self.engines[SINK]
-        sink.call(object, "poison")
-        self.load(request, "idle")
-        tokens = request.sampled_tokens(NUM_CHECKED)
-        given = source.call(list, "digests", SOURCE, request, tokens)
-        taken = sink.call(list, "digests", SINK, request, tokens)
-        if given != taken:
-            raise SystemExit(f"bench_connector: {request.name}: wrong bytes; nothing was timed")
+        """Poison, move, compare. Raises ContenderLost, SystemExit for wrong bytes."""
+        engines = (self.engines[SOURCE], self.engines[SINK])
+        check_bytes(engines, request, lambda: self.load(request, "idle"))
+        if self.least is not None:
+            check_bytes(self.least.members, request, partial(self.least.run, request))
 
     def close(self) -> None:
-        """End both engines."""
+        """End both engines, and what is compared with them alone."""
+        if self.least is not None:
+            self.least.close()
         close_all(self.engines.values())
 
 
+def least_for(devices: Devices, request: Request, limits: Worker) -> Least | None:
+    """What such loads take without a connector, for wires of which that is known."""
+    if devices.where == "cpu" or devices.wire not in ("cuda_ipc", "ucx"):
+        return None
+    from scripts.benchmarks.least_ucx import LeastUcx
+    from scripts.benchmarks.least_ways import LeastLaunch
+
+    return LeastLaunch(limits) if devices.wire == "cuda_ipc" else LeastUcx(devices, request)
+
+
+def start_limits(devices: Devices, nbytes: int) -> Worker:
+    """The process that knows them."""
+    ways = PlainWays
+    if devices.where != "cpu":
+        from scripts.benchmarks.least_ways import LaunchWays as ways  # Triton takes a second
+
+    return Worker("limits", ways, devices, nbytes, method=method_for(devices.sink))
+
+
+def check_bytes(
+    members: tuple[Worker, Worker], request: Request, move: Callable[[], object]
+) -> None:
+    """Of source and sink. Raises ContenderLost, SystemExit for wrong bytes."""
+    source, sink = members
+    sink.call(object, "poison")
+    move()
+    tokens = request.sampled_tokens(NUM_CHECKED)
+    given = source.call(list, "digests", SOURCE, request, tokens)
+    taken = sink.call(list, "digests", SINK, request, tokens)
+    if given != taken:
+        raise SystemExit(
+            f"bench_connector: {request.name}: {sink.name}: wrong bytes; nothing was timed"
+        )
+
+
 def measure(pair: Pair, request: Request, mode: str, rounds: int, devices: Devices) -> Cell:
-    """Loads and memcpys in turns."""
+    """Loads and limits in turns."""
     pair.engines[SOURCE].call(object, "set_busy", mode == "both busy")
     timings: list[LoadTiming] = []
     limits_ms: list[float] = []
+    least_ms: list[float] = []
     for number in range(rounds + WARM_ROUNDS):
         limit = pair.limits.call(Timing, "run", MEMCPY, request)
         timing = pair.load(request, mode)
+        least = pair.least.run(request) if pair.least is not None else None
         if number >= WARM_ROUNDS:
             timings.append(timing)
             limits_ms.append(limit.total_s * 1e3)
+            if least is not None:
+                least_ms.append(least.total_s * 1e3)
     pair.engines[SOURCE].call(object, "set_busy", False)
     memcpy_ms = statistics.median(limits_ms)
     p20, p50, p80 = quantiles([timing.total_s * 1e3 for timing in timings])
@@ -106,6 +162,7 @@ def measure(pair: Pair, request: Request, mode: str, rounds: int, devices: Devic
         verdict_ms=median_ms("verdict_s"),
         seen_ms=median_ms("seen_s"),
         memcpy_ms=memcpy_ms,
+        least_ms=statistics.median(least_ms) if least_ms else None,
         ratio=ratio,
         gbps=gbps,
         scheduler_cpu_ms=median_ms("scheduler_cpu_s"),
@@ -179,8 +236,14 @@ def main() -> None:
     if options.launch_programs and devices.wire == "cuda_ipc":
         settings["launch_programs"] = options.launch_programs
     everything = list(cases(options))
-    nbytes = max(request.nbytes for _, requests in everything for request in requests)
-    limits = Worker("limits", PlainWays, devices, nbytes, method=method_for(devices.sink))
+    pools = [
+        pool
+        for _, requests in everything
+        for request in requests
+        for pool in (request.source, request.sink)
+    ]
+    nbytes = max(pool.nbytes for pool in pools)
+    limits = start_limits(devices, nbytes)
     try:
         for layouts, requests in everything:
             pair = Pair(devices, requests[0], limits, settings)
