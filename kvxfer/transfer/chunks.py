@@ -11,7 +11,9 @@ from kvxfer.transfer.plan import Chunk, PullClass
 from kvxfer.transfer.pull import MAX_CHUNK_NBYTES, check_sizes, token_nbytes
 
 CHUNK_TOKENS = 512
-"""A larger piece of one region gains nothing and costs index arrays."""
+"""A larger piece of one region gains nothing and costs index arrays, unless all regions of so many
+tokens are less than a chunk: 512 tokens of one head are 20 MiB of an 80-layer model's K and V.
+"""
 MIN_CHUNK_NBYTES = 4096
 """The least that a peer may ask for: smaller chunks cost more to name than to carry."""
 MAX_CHUNKS = 1 << 16
@@ -54,8 +56,9 @@ def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
 def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, ...]:
     """The chunks of a route in the order of their sequence numbers; the same on both sides.
 
-    A chunk takes at most 512 tokens and ``chunk_nbytes``, but at least one of the sink's kernel
-    blocks, and is cut at multiples of it; then as many regions as fit.
+    A chunk takes at most ``chunk_nbytes``, but at least one of the sink's kernel blocks, and is cut
+    at multiples of it: of all regions as many tokens as fit, or, where these are fewer than 512, of
+    512 tokens as many regions as fit.
 
     Raises ProtocolError for sizes out of bounds, before the first chunk is made.
     """
@@ -68,8 +71,9 @@ def chunk_list(classes: Sequence[PullClass], chunk_nbytes: int) -> tuple[Chunk, 
 
 def _step_tokens(wanted: PullClass, chunk_nbytes: int) -> int:
     """Tokens from one cut to the next: whole kernel blocks of the sink, as many as fit."""
-    kernel_tokens = wanted.order.kernel_tokens
-    fit_tokens = min(CHUNK_TOKENS, chunk_nbytes // token_nbytes(wanted))
+    kernel_tokens, one_nbytes = wanted.order.kernel_tokens, token_nbytes(wanted)
+    of_all_regions = chunk_nbytes // (one_nbytes * max(1, len(wanted.regions)))
+    fit_tokens = min(max(of_all_regions, CHUNK_TOKENS), chunk_nbytes // one_nbytes)
     return max(fit_tokens // kernel_tokens, 1) * kernel_tokens
 
 

@@ -36,8 +36,8 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import Readable, TransferKey
 from kvxfer.transports.zmq_same_host import bind_unix
 
-STREAM_VERSION = 3
-"""2 had all messages on ZeroMQ."""
+STREAM_VERSION = 4
+"""2 had all messages on ZeroMQ, 3 at most 512 tokens in a chunk."""
 MAX_ADDRESS_NBYTES = 16 << 10
 """Of one end of a pipe: a few hundred bytes of UCX, a few thousand of NIXL."""
 CONTROL_MAX_NBYTES = 20 << 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer import chunks as chunk_lists
 from kvxfer.transfer.chunks import check_chunks, chunk_list, num_chunks
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import RankId, RankManifest
@@ -327,15 +329,39 @@ def test_at_least_one_kernel_block() -> None:
     assert len(pieces(wanted(token_lo=4, token_hi=16), 1)) == 8
 
 
-def test_at_most_512_tokens() -> None:
+def test_at_most_512_tokens_of_some_of_the_regions() -> None:
+    # 16 bytes a token: 300 tokens of all four regions, or 512 of two
     asked = wanted(token_hi=1200)
-    assert pieces(asked, 64 << 20) == [
-        (0, 4, 0, 512, 4 * 512 * 16),
-        (0, 4, 512, 1024, 4 * 512 * 16),
+    assert pieces(asked, 300 * 4 * 16) == [
+        (0, 2, 0, 512, 2 * 512 * 16),
+        (2, 4, 0, 512, 2 * 512 * 16),
+        (0, 2, 512, 1024, 2 * 512 * 16),
+        (2, 4, 512, 1024, 2 * 512 * 16),
         (0, 4, 1024, 1200, 4 * 176 * 16),
     ]
+
+
+def test_of_all_regions_as_many_tokens_as_fit() -> None:
+    # 606 tokens of all four regions: 600 are whole blocks of 8
+    asked = wanted(token_lo=590, token_hi=1900)
+    assert pieces(asked, 606 * 4 * 16) == [
+        (0, 4, 590, 600, 4 * 10 * 16),
+        (0, 4, 600, 1200, 4 * 600 * 16),
+        (0, 4, 1200, 1800, 4 * 600 * 16),
+        (0, 4, 1800, 1900, 4 * 100 * 16),
+    ]
+    assert pieces(wanted(token_hi=100_000), 64 << 20) == [(0, 4, 0, 100_000, 4 * 100_000 * 16)]
     wide = wanted(token_hi=1200, order=DenseOrder(1024, token_major=True))
-    assert [piece[2:4] for piece in pieces(wide, 64 << 20)] == [(0, 1024), (1024, 1200)]
+    assert [piece[2:4] for piece in pieces(wide, 1)[::4]] == [(0, 1024), (1024, 1200)]
+
+
+def test_chunks_of_one_head_are_as_large_as_others() -> None:
+    """8192 tokens of 80 layers, one head a rank: 320 MiB, which were 16 chunks of 20."""
+    names = tuple(RegionName(f"layers.{i}", (plane,)) for i in range(80) for plane in "kv")
+    asked = wanted(regions=names, head_hi=1, inner_nbytes=256, token_hi=8192)
+    sizes = [chunk.nbytes for chunk in chunk_list((asked,), 64 << 20)]
+    assert len(sizes) == 6
+    assert min(sizes[:-1]) > 63 << 20
 
 
 def test_as_many_regions_as_fit() -> None:
@@ -394,9 +420,15 @@ def test_a_peer_asks_for_4_kib_or_more() -> None:
     kernel_tokens=st.integers(1, 20),
     token_major=st.booleans(),
     chunk_nbytes=st.integers(1, 3000),
+    most_tokens=st.sampled_from((1, 7, 512)),
 )
 def test_every_slice_travels_once(
-    token_lo: int, num_tokens: int, kernel_tokens: int, token_major: bool, chunk_nbytes: int
+    token_lo: int,
+    num_tokens: int,
+    kernel_tokens: int,
+    token_major: bool,
+    chunk_nbytes: int,
+    most_tokens: int,
 ) -> None:
     asked = wanted(
         token_lo=token_lo,
@@ -404,8 +436,9 @@ def test_every_slice_travels_once(
         order=DenseOrder(kernel_tokens, token_major),
     )
     slices = []
-    chunks = chunk_list((asked,), chunk_nbytes)
-    assert num_chunks((asked, asked), chunk_nbytes) == 2 * len(chunks)
+    with patch.object(chunk_lists, "CHUNK_TOKENS", most_tokens):
+        chunks = chunk_list((asked,), chunk_nbytes)
+        assert num_chunks((asked, asked), chunk_nbytes) == 2 * len(chunks)
     for chunk in chunks:
         order = dense_order(asked, chunk)
         assert chunk.nbytes == len(order) * 8 > 0

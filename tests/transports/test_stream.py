@@ -158,7 +158,7 @@ def test_no_frame_ends_the_source(pair: Pair, frames: list[bytes]) -> None:
 @pytest.mark.parametrize(
     ("messages", "refusal"),
     [
-        ((Attach(1, 4),), "attach: version: expected 3, got 1"),
+        ((Attach(1, 4),), "attach: version: expected 4, got 1"),
         ((msgspec.structs.replace(ATTACH, pipe="ucx"),), "attach: pipe: expected zmq, got ucx"),
         ((msgspec.structs.replace(ATTACH, num_slots=0),), "num_slots: expected 1 to 1024, got 0"),
         ((msgspec.structs.replace(ATTACH, num_slots=1 << 20),), "num_slots"),
