@@ -119,15 +119,13 @@ class LoadActions:
         if posted is None or posted.digest not in (None, run.pull.digest):
             peer.send(source, run.pull)  # its answer will say what is to be done
             return
-        self._ledger.count("board.grants")
         grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
         if run.pull.is_null:
             peer.send_later(source, run.pull)  # the Release follows at once
-            self._granted(load, source, grant)
-            return
         self._granted(load, source, grant)
-        if self._is_in(load, source, RouteState.READING):
+        if self._is_in(load, source, RouteState.READING):  # a null route never is
             peer.send_later(source, run.pull)
+        self._ledger.count("board.grants")  # last, like all that the copy need not wait for
 
     def _release(self, load: SinkLoad, peer: Peer, source: RankId) -> None:
         run = load.routes[source]
@@ -137,9 +135,9 @@ class LoadActions:
         if board is None or not board.is_open(run.pull.offer.nonce):
             peer.send(source, release)
             return
-        self._ledger.count("board.verdicts")
         self._step(load, VerdictArrived(source, True, None))
         peer.send_later(source, release)
+        self._ledger.count("board.verdicts")
 
     def _is_in(self, load: SinkLoad, source: RankId, state: RouteState) -> bool:
         return load.session is not None and load.session.state_of(source) is state

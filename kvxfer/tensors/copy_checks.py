@@ -17,6 +17,18 @@ def check_span(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> None
 
     ``block_ids``: positional from the request's first token. Raises ValueError.
     """
+    check_tokens(tile, block_ids, token_lo, token_hi)
+    needed = span_ids(tile, block_ids, token_lo, token_hi)
+    if token_lo < token_hi and not are_blocks(tile, needed):
+        lowest, highest = int(needed.min()), int(needed.max())
+        wrong = lowest if lowest < 0 else highest
+        raise ValueError(f"block_ids: expected ids in [0, {tile.num_blocks}), got {wrong}")
+
+
+def check_tokens(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> None:
+    """Is there an id, good or not, for every token of ``[token_lo, token_hi)``? Raises
+    ValueError.
+    """
     if not 0 <= token_lo <= token_hi:
         raise ValueError(f"tokens: expected 0 <= lo <= hi, got [{token_lo}, {token_hi})")
     if block_ids.dtype != np.int64 or block_ids.size * tile.block_tokens < token_hi:
@@ -24,13 +36,12 @@ def check_span(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> None
             f"block_ids: expected int64 ids of {token_hi} tokens in blocks of "
             f"{tile.block_tokens}, got {block_ids.size} of {block_ids.dtype}"
         )
-    if token_lo < token_hi:
-        needed = span_ids(tile, block_ids, token_lo, token_hi)
-        # Seen as unsigned, a negative id is a very large one: one look instead of two
-        if int(needed.view(np.uint64).max()) >= tile.num_blocks:
-            lowest, highest = int(needed.min()), int(needed.max())
-            wrong = lowest if lowest < 0 else highest
-            raise ValueError(f"block_ids: expected ids in [0, {tile.num_blocks}), got {wrong}")
+
+
+def are_blocks(tile: Tile, block_ids: Ids) -> bool:
+    """Does every one of these int64 ids name a block of the pool?"""
+    # Seen as unsigned, a negative id is a very large one: one look instead of two
+    return int(block_ids.view(np.uint64).max(initial=0)) < tile.num_blocks
 
 
 def check_bases(tile: Tile, bases: Sequence[Base], memories_nbytes: Sequence[int]) -> None:

@@ -104,10 +104,10 @@ class GpuLauncher:
         self._arguments = PointerArguments(5)
         self._events = DriverEvents(self._driver, self._current)
         self._stamps = DriverEvents(self._driver, self._current, are_timed=True)
+        self._stream: tuple[Stream, int] | None = None
 
     def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
         """One copy of a few KiB, one launch."""
-        assert stream is not None
         key = (self._device.index or 0, launch.binary)
         binary = _binaries.get(key)
         if binary is None:
@@ -116,7 +116,7 @@ class GpuLauncher:
             if key not in _binaries:
                 _binaries[key] = _binary_of(compiled)
             return
-        call, handle, address = self._driver.call, stream.cuda_stream, slot.device_address
+        call, handle, address = self._driver.call, self._handle(stream), slot.device_address
         addresses = [address]
         for size in sizes[:-1]:
             address += size * WORD_NBYTES
@@ -135,20 +135,25 @@ class GpuLauncher:
 
     def record(self, stream: Stream) -> Event:
         """Also of a stream on which nothing was put."""
-        assert stream is not None
-        return self._events.record(stream.cuda_stream)
+        return self._events.record(self._handle(stream))
 
     def stamp(self, stream: Stream) -> Stamp:
         """On its stream, like any event."""
-        assert stream is not None
-        return self._stamps.record(stream.cuda_stream)
+        return self._stamps.record(self._handle(stream))
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
-        assert stream is not None
-        if event.cuda_event:  # else it was never recorded, and there is nothing to wait for
+        waited: int = event.cuda_event
+        if waited:  # else it was never recorded, and there is nothing to wait for
             with self._current:
-                handles = (stream.cuda_stream, event.cuda_event)
-                self._driver.call("cuStreamWaitEvent", *handles, 0)
+                self._driver.call("cuStreamWaitEvent", self._handle(stream), waited, 0)
+
+    def _handle(self, stream: Stream) -> int:
+        """The driver's. PyTorch takes 5 us of a cold processor to say, and most have one stream."""
+        known = self._stream
+        if known is None or known[0] is not stream:
+            assert stream is not None
+            known = self._stream = (stream, stream.cuda_stream)
+        return known[1]
 
 
 def _launch_by_triton(slot: Slot, sizes: Sequence[int], launch: Launch) -> object:

@@ -16,9 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.kernels.strided_work import NUM_PARAMS, WHOLE_GPU, Launch
+from kvxfer.tensors import device_copy
+from kvxfer.tensors.copy_checks import are_blocks
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
 from kvxfer.tensors.device_launch import Stream
 from kvxfer.tensors.device_work import (
+    BoundSide,
     DeviceMemory,
     bind_copy,
     bind_side,
@@ -27,7 +30,8 @@ from kvxfer.tensors.device_work import (
 )
 from kvxfer.tensors.job_ring import Slot
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from kvxfer.transfer.plan import Base, CopyClass, DenseOrder
+from kvxfer.tensors.strided_index import Ids
+from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Tile
 from tests.conftest import HAS_CUDA
 from tests.tensors.strided_cases import (
     NUM_LAYERS,
@@ -377,6 +381,39 @@ def test_chunks_are_checked() -> None:
         with pytest.raises(ValueError, match="stream: expected one of cuda, got None"):
             copier.unpack(side, ids, 0, 2, 0, 70, dense, stream=None)
     assert_same_bytes(small.taken.arrays, small.sink.memories)
+
+
+def test_ids_of_a_transfer_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = small_copy()
+    side = bind_side(small.copy_class.sink, small.taken.memories)
+    copier, ids = DeviceCopier(DEVICE), small.sink.ids
+    looks: list[int] = []
+
+    def look(tile: Tile, ids: Ids) -> bool:
+        looks.append(ids.size)
+        return are_blocks(tile, ids)
+
+    monkeypatch.setattr(device_copy, "are_blocks", look)
+
+    def unpack(ids: Ids, lo: int, hi: int, side: BoundSide = side) -> None:
+        dense = torch.zeros((hi - lo) * 16, dtype=torch.uint8, device=DEVICE)
+        copier.unpack(side, ids, 0, 1, lo, hi, dense, stream=new_stream())
+
+    for lo, hi in ((0, 32), (32, 64), (64, 70)):
+        unpack(ids, lo, hi)
+    assert looks == [3]
+    with pytest.raises(ValueError, match="block_ids: expected int64 ids of 200 tokens"):
+        unpack(ids, 64, 200)
+    # Others of the same length, of which one that is not needed yet is bad
+    others = ids.copy()
+    others[2] = -1
+    unpack(others, 0, 32)
+    with pytest.raises(ValueError, match=r"block_ids: expected ids in \[0, 6\), got -1"):
+        unpack(others, 64, 70)
+    unpack(ids, 0, 32)
+    few = msgspec.structs.replace(side.tile, num_blocks=int(ids.max()))
+    with pytest.raises(ValueError, match=rf"block_ids: expected ids in \[0, {ids.max()}\)"):
+        unpack(ids, 0, 70, BoundSide(few, side.addresses))
 
 
 @pytest.mark.parametrize(
