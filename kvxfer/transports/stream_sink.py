@@ -27,12 +27,10 @@ from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,
     PeerGone,
-    Progress,
     Readable,
     ReadBroke,
     ReadDone,
     ReadRequest,
-    ReadStopped,
     SinkCompletion,
     SinkTransport,
     TransferKey,
@@ -40,13 +38,14 @@ from kvxfer.transports.base import (
     Wake,
     kind_of,
 )
-from kvxfer.transports.copy_thread import Copier, CopyEnd
+from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.pipe import PipeBroken, Slots
 from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_packing import MakePacker, make_packer
 from kvxfer.transports.stream_reads import Read, ReadLink, UnpackJob, why_not
 from kvxfer.transports.stream_source import MakePipe
 from kvxfer.transports.stream_trial import DEVICE_CHUNK_S, trial_slots
+from kvxfer.transports.stream_unpacking import Unpacking
 from kvxfer.transports.stream_ways import try_ways
 from kvxfer.transports.stream_wire import (
     Attached,
@@ -100,18 +99,15 @@ class StreamSink(SinkTransport):
         self._config = config
         self._wake = wake
         self._context = context
-        self._ready: list[SinkCompletion] = []
-        self._unfreed: list[UnpackJob] = []
-        """The last of their reads, which were told already."""
         self._links: dict[str, ReadLink] = {}
         self._by_socket: dict[Socket, ReadLink] = {}
         self._poller = make_poller(())
-        self._reads: dict[TransferKey, Read] = {}
         with ExitStack() as undo:
             self._packer = make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
             self._pipe = make_pipe(memory, config, wake)
             undo.pop_all()
+        self._reads = Unpacking(self._packer, self._free, wake)
         self.name, self.is_dear = self._pipe.name, self._pipe.is_dear
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
@@ -205,15 +201,15 @@ class StreamSink(SinkTransport):
     def submit_expect(self, request: ReadRequest) -> None:
         """Chunks of this transfer are taken from now on."""
         key = request.key
-        if key in self._reads:
+        if self._reads.find(key) is not None:
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
         link = self._links.get(request.source.control_endpoint)
         if link is None or link.endpoint != request.source.data_endpoints.get(self.name):
-            self._tell(ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached"))
+            self._reads.tell(ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached"))
             return
         chunks = tuple(chunk_list(request.pull_classes, request.chunk_nbytes))
         if not chunks:
-            self._tell(ReadDone(key, 0, certified=True))
+            self._reads.tell(ReadDone(key, 0, certified=True))
             return
         largest_nbytes = max(chunk.nbytes for chunk in chunks)
         if largest_nbytes > link.slots.slot_nbytes:
@@ -221,11 +217,11 @@ class StreamSink(SinkTransport):
                 f"chunk: expected at most {link.slots.slot_nbytes} bytes, got {largest_nbytes}; "
                 "raise chunk_nbytes"
             )
-            self._tell(ReadBroke(key, Reason.PLAN, detail))
+            self._reads.tell(ReadBroke(key, Reason.PLAN, detail))
             return
         ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
         size = len(chunks)
-        self._reads[key] = Read(request, link, chunks, ids, bytearray(size), bytearray(size))
+        self._reads.begin(Read(request, link, chunks, ids, bytearray(size), bytearray(size)))
         self._say(link, Expect(key.nonce, key.incarnation, key.sink_rank))
 
     def submit_read(self, request: ReadRequest) -> None:
@@ -233,12 +229,7 @@ class StreamSink(SinkTransport):
 
     def stop_read(self, key: TransferKey) -> None:
         """No more chunks are taken; what is being unpacked is the last of it."""
-        read = self._reads.get(key)
-        if read is None:
-            self._tell(ReadStopped(key))
-            return
-        read.stopped = True
-        self._cancel(read)
+        self._reads.stop(key)
 
     def pollables(self) -> Sequence[Readable]:
         """A DEALER and its monitor for each source rank, and what the pipe has."""
@@ -247,14 +238,12 @@ class StreamSink(SinkTransport):
     @property
     def is_idle(self) -> bool:
         """Nothing is attached, and nothing has been left behind."""
-        return not (self._links or self._reads or self._ready) and self._pipe.is_idle
+        return not self._links and self._reads.is_idle and self._pipe.is_idle
 
     def poll(self) -> list[SinkCompletion]:
         """Chunks that came and were unpacked, connections that broke."""
-        self._take_unpacked()
-        unfreed, self._unfreed = self._unfreed, []
-        for job in unfreed:
-            self._free(job)
+        self._reads.take_unpacked()
+        self._reads.free_told()
         self._send_credits()
         for socket in readable(self._poller):
             link = self._by_socket.get(socket)
@@ -269,35 +258,25 @@ class StreamSink(SinkTransport):
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
             pass
-        done, self._ready = self._ready, []
-        return done
+        return self._reads.take()
 
     def _turn(self) -> bool:
         """What the pipe has brought, and what was unpacked meanwhile. True if it was some of a read
         and not the end of any: then more of it follows soon.
         """
-        num_told = len(self._ready)
+        num_before = self._reads.num_ready
         self._progress()
-        self._take_unpacked()
+        self._reads.take_unpacked()
         self._send_credits()
-        told = self._ready[num_told:]
-        return bool(told) and all(isinstance(each, Progress) for each in told)
+        return self._reads.is_progress_only(num_before)
 
     def close(self) -> None:
         """Stop all reads, wait for what is being unpacked, close connections and pipe."""
-        for read in list(self._reads.values()):
-            read.stopped = True
-            self._cancel(read)
-        while self._reads:
-            self._on_unpack_ended(self._packer.take())
+        self._reads.close()
         for link in list(self._links.values()):
             self._drop_link(link, "closed")
         self._packer.close()
         self._pipe.close()
-
-    def _tell(self, completion: SinkCompletion) -> None:
-        self._ready.append(completion)
-        self._wake()
 
     def _watch(self) -> None:
         """The links have changed."""
@@ -348,7 +327,7 @@ class StreamSink(SinkTransport):
         if link.is_repeated(header):
             self.counts["duplicate"] += 1
             return
-        read = self._reads.get(header.key) if isinstance(header, ChunkHeader) else None
+        read = self._reads.find(header.key) if isinstance(header, ChunkHeader) else None
         reason = why_not(link, read, header)
         wanted = None
         if read is not None and reason is None and isinstance(header, ChunkHeader):
@@ -386,7 +365,7 @@ class StreamSink(SinkTransport):
             for slot in link.lane.poll():
                 wanted = link.awaited.pop(slot)
                 if wanted is not None and not wanted[0].is_over:
-                    self._unpack(*wanted, slot)
+                    self._reads.unpack(*wanted, slot)
                 else:
                     self.counts["unwanted"] += wanted is not None
                     link.free(slot)
@@ -395,33 +374,6 @@ class StreamSink(SinkTransport):
             self._lose_pipe(link, exc)
         return has_freed
 
-    def _take_unpacked(self) -> None:
-        for job in self._packer.drain():
-            self._on_unpack_ended(job)
-
-    def _unpack(self, read: Read, sequence: int, slot: int) -> None:
-        job = UnpackJob(read, sequence, slot)
-        read.jobs[sequence] = job
-        read.link.num_unpacking += 1
-        self._packer.submit(job)
-
-    def _on_unpack_ended(self, job: UnpackJob) -> None:
-        read, link, sequence = job.read, job.link, job.chunk.sequence
-        del read.jobs[sequence]
-        link.num_unpacking -= 1
-        if job.end is CopyEnd.DONE:
-            read.placed[sequence] = 1
-            read.nbytes += job.chunk.nbytes
-        elif job.end is CopyEnd.FAILED and not read.is_over:
-            self._break(read, Reason.READ_FAILED, f"unpacking failed: {job.error}")
-        link.close_lane()
-        self._settle(read)
-        if read.is_placed:  # somebody waits for that; to post another receive takes 0.1 ms
-            self._unfreed.append(job)
-            self._wake()
-        else:
-            self._free(job)
-
     def _free(self, job: UnpackJob) -> None:
         try:
             job.link.free(job.slot)
@@ -429,28 +381,6 @@ class StreamSink(SinkTransport):
             self._lose_pipe(job.link, exc)
 
     # -- ends
-
-    def _settle(self, read: Read) -> None:
-        """Say what has become of a read: progress, or its one end once no job of it is left."""
-        key = read.request.key
-        if read.is_over:
-            if not read.jobs and self._reads.pop(key, None) is not None:
-                self._tell(read.broke if read.broke and not read.stopped else ReadStopped(key))
-        elif read.is_placed:
-            if self._reads.pop(key, None) is not None:
-                self._tell(ReadDone(key, read.nbytes, certified=True))
-        else:
-            self._ready.append(Progress(key, read.nbytes))
-
-    def _cancel(self, read: Read) -> None:
-        for job in list(read.jobs.values()):
-            self._packer.cancel(job)
-        self._settle(read)
-
-    def _break(self, read: Read, reason: Reason, detail: str) -> None:
-        read.broke = ReadBroke(read.request.key, reason, detail)
-        for job in list(read.jobs.values()):
-            self._packer.cancel(job)
 
     def _lose_pipe(self, link: ReadLink, error: PipeBroken) -> None:
         if not link.is_lost:
@@ -470,15 +400,11 @@ class StreamSink(SinkTransport):
     def _end_link(self, link: ReadLink, detail: str) -> None:
         if not link.is_lost:
             self._drop_link(link, detail)
-            self._ready.append(PeerGone(link.control_endpoint))
+            self._reads.note(PeerGone(link.control_endpoint))
 
     def _drop_link(self, link: ReadLink, detail: str) -> None:
         del self._links[link.control_endpoint]
         self._watch()
         awaited = {wanted[0] for wanted in link.awaited.values() if wanted is not None}
         link.close()
-        for read in [read for read in self._reads.values() if read.link is link]:
-            if read in awaited or not all(read.arrived):
-                # else everything is here and only has to be put in place
-                self._break(read, Reason.PEER_LOST, detail)
-                self._settle(read)
+        self._reads.lose(link, awaited, detail)

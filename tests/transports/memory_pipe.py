@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class World:
     moving: list[tuple[MemorySourceLane, MemorySinkLane, int, int, int]] = field(
         default_factory=list
     )
+    in_move: threading.Lock = field(default_factory=threading.Lock)
     num_progress: int = 0
     num_open: int = 0
     num_pipes: int = 0
@@ -51,7 +53,8 @@ class World:
     def move(self) -> None:
         """All payloads that are on their way, unless they are held."""
         self.num_progress += 1
-        moving, self.moving = ([], self.moving) if self.is_held else (self.moving, [])
+        with self.in_move:  # others may add to the list meanwhile, which stays the same one
+            moving = [] if self.is_held else [self.moving.pop(0) for _ in range(len(self.moving))]
         for source, sink, slot, generation, nbytes in moving:
             assert generation == sink.generations[slot]
             sink.generations[slot] += 1
@@ -62,7 +65,7 @@ class World:
 
     def wake(self) -> None:
         """Both ends, as descriptors would."""
-        for wake in self.wakes:
+        for wake in tuple(self.wakes):  # a trial's end comes and goes on a thread of its own
             wake()
 
     def carry(self, message: bytes, inbox: list[bytes]) -> bool:

@@ -157,8 +157,8 @@ class LosesTheLastChunk(StreamSource):
 
 
 class WritesOneByteTooMuch(StreamSink):
-    def _on_unpack_ended(self, job: Any) -> None:
-        super()._on_unpack_ended(job)
+    def _free(self, job: Any) -> None:
+        super()._free(job)
         self._memory.tensors[0][-1] = 0
 
 
