@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -51,3 +52,36 @@ class Alarm:
                     return True
                 self._changed.wait(left_s)
         return False
+
+
+class Reminder:
+    """One moment to come, for a poll loop that asks whether it has. Few need one ever: the thread
+    starts with the first.
+    """
+
+    def __init__(self, wake: Wake) -> None:
+        self._wake = wake
+        self._due_s = math.inf
+        self._alarm: Alarm | None = None
+
+    def set(self, delay_s: float) -> None:
+        """So long from now, whatever it was before."""
+        self._due_s = time.monotonic() + delay_s
+        self._alarm = self._alarm or Alarm(self._wake)
+        self._alarm.after(delay_s)
+
+    def take(self) -> bool:
+        """Whether it has come; True once."""
+        left_s = self._due_s - time.monotonic()
+        if left_s <= 0:
+            self._due_s = math.inf
+            return True
+        if self._alarm is not None and left_s < math.inf:
+            self._alarm.after(left_s)  # the alarm may have been for a moment that was set before
+        return False
+
+    def close(self) -> None:
+        """It does not come any more. Idempotent."""
+        self._due_s = math.inf
+        if self._alarm is not None:
+            self._alarm.close()

@@ -242,8 +242,8 @@ class StreamSink(SinkTransport):
 
     def poll(self) -> list[SinkCompletion]:
         """Chunks that came and were unpacked, connections that broke."""
+        self._reads.free_told()  # of the poll before: what ends a read now has to be told first
         self._reads.take_unpacked()
-        self._reads.free_told()
         self._send_credits()
         for socket in readable(self._poller):
             link = self._by_socket.get(socket)

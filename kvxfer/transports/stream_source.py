@@ -7,8 +7,6 @@ slot:  free -> packing -> packed -> leaving (the pipe's) -> in flight (until the
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -17,7 +15,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
-from kvxfer.transports.alarm import Alarm
+from kvxfer.transports.alarm import Reminder
 from kvxfer.transports.base import (
     LocalMemory,
     Readable,
@@ -89,9 +87,7 @@ class StreamSource(SourceTransport):
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._config = config
-        self._wake = wake
-        self._ask_again_s = math.inf
-        self._alarm: Alarm | None = None  # few sources ever lose a sink
+        self._ask_again = Reminder(wake)
         self._connections = Connections()
         self._trials = TrialGiver(copy_thread, wake)
         with ExitStack() as undo:
@@ -175,8 +171,7 @@ class StreamSource(SourceTransport):
         self._packer.close()
         self._pipe.close()
         self._router.close()
-        if self._alarm is not None:
-            self._alarm.close()
+        self._ask_again.close()
 
     # -- messages of the sinks
 
@@ -341,16 +336,9 @@ class StreamSource(SourceTransport):
 
     def _find_gone(self, has_gone: bool) -> None:
         """Ask for all sinks now, and once more, where one has gone."""
-        if not has_gone and self._ask_again_s == math.inf:
-            return
-        left_s = ASK_AGAIN_S if has_gone else self._ask_again_s - time.monotonic()
-        if left_s > 0:
-            self._ask_again_s = time.monotonic() + left_s
-            self._alarm = self._alarm or Alarm(self._wake)
-            self._alarm.after(left_s)
-        else:
-            self._ask_again_s = math.inf
-        if has_gone or left_s <= 0:
+        if has_gone:
+            self._ask_again.set(ASK_AGAIN_S)
+        if has_gone or self._ask_again.take():
             for connection in self._connections.all():
                 self._probe(connection)
 

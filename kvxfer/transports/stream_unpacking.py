@@ -39,8 +39,8 @@ class Unpacking:
 
     @property
     def is_idle(self) -> bool:
-        """No read is under way, and none has to be told of."""
-        return not (self._reads or self._ready)
+        """No read is under way, none has to be told of, and no slot to be freed."""
+        return not (self._reads or self._ready or self._unfreed)
 
     def find(self, key: TransferKey) -> Read | None:
         """One that has not ended."""

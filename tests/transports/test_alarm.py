@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from kvxfer.transports.alarm import Alarm
+from kvxfer.transports.alarm import Alarm, Reminder
 
 
 class Bell:
@@ -58,3 +58,35 @@ def test_after_close_it_is_silent() -> None:
     alarm.after(0.0)
     assert not bell.wait(0.1)
     assert threading.active_count() == before
+
+
+def test_a_reminder_comes_once_and_wakes_whoever_waits() -> None:
+    bell = Bell()
+    before = threading.active_count()
+    reminder = Reminder(bell)
+    assert not reminder.take()
+    assert threading.active_count() == before
+    reminder.set(0.02)
+    assert not reminder.take()
+    assert bell.wait(5.0)
+    assert reminder.take()
+    assert not reminder.take()
+    reminder.set(0.0)
+    assert reminder.take()
+    reminder.close()
+    reminder.close()
+    assert threading.active_count() == before
+
+
+def test_a_reminder_that_was_put_off_wakes_again() -> None:
+    bell = Bell()
+    reminder = Reminder(bell)
+    reminder.set(0.02)
+    reminder.set(0.3)
+    begin_s = time.monotonic()
+    assert bell.wait(5.0)  # of the moment that was set before
+    if not reminder.take():  # else this thread came 0.3 s late
+        assert bell.wait(5.0)
+        assert time.monotonic() >= begin_s + 0.2
+        assert reminder.take()
+    reminder.close()

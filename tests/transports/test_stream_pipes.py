@@ -37,6 +37,7 @@ from kvxfer.transports.base import (
     Sent,
     Trial,
 )
+from kvxfer.transports.stream_link import Link
 from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
@@ -433,6 +434,25 @@ def test_a_lane_outlives_what_is_packed_and_unpacked_there(
         opened.set()
     assert isinstance(pair.end(key_of(1)), ReadBroke)
     pair.until(lambda: world.num_open == 0)
+
+
+def test_the_end_of_a_read_is_told_before_its_last_slot_is_freed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To post another receive takes longer than to tell."""
+    freed: list[int] = []
+    inner = Link.free
+
+    def free(link: Link[Any], slot: int) -> None:
+        freed.append(slot)
+        inner(link, slot)
+
+    monkeypatch.setattr(Link, "free", free)
+    pair.start(key_of(1), a_move())
+    pair.until(lambda: any(isinstance(each, ReadDone) for each in pair.seen))
+    num_chunks = sum(isinstance(each, Packed) for each in pair.said)
+    assert len(freed) == num_chunks - 1
+    pair.until(lambda: len(freed) == num_chunks)
 
 
 def test_a_sink_that_has_gone_is_asked_for_again(
