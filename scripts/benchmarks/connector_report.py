@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -143,17 +142,24 @@ class Report:
         return [times, cpu, Table("not measured", "", ("case", "why"), tuple(self.lost))]
 
     def _plot(self) -> Plot:
-        names = dict.fromkeys((cell.layouts, cell.mode) for cell in self.cells)
+        names = list(dict.fromkeys((cell.layouts, cell.mode) for cell in self.cells))
+        of_name = {name: [c for c in self.cells if (c.layouts, c.mode) == name] for name in names}
         lines = [
-            _line([c for c in self.cells if (c.layouts, c.mode) == name], ", ".join(name))
-            for name in names
+            Line(", ".join(name), tuple(c.nbytes for c in cells), tuple(c.p50_ms for c in cells))
+            for name, cells in of_name.items()
+        ]
+        first = of_name[names[0]] if names else []
+        limits: dict[str, list[tuple[int, float]]] = {
+            "memcpy": [(cell.nbytes, cell.memcpy_ms) for cell in first],
+            "least": [(cell.nbytes, cell.least_ms) for cell in first if cell.least_ms is not None],
+        }
+        lines += [
+            Line(name, tuple(x for x, _ in points), tuple(y for _, y in points), "--")
+            for name, points in limits.items()
+            if points
         ]
         return Plot("offer to accepted", "bytes of the request", "ms", tuple(lines))
 
 
 def _ms_text(ms: float | None) -> str:
     return "-" if ms is None else f"{ms:.3f}"
-
-
-def _line(cells: Sequence[Cell], name: str) -> Line:
-    return Line(name, tuple(c.nbytes for c in cells), tuple(c.p50_ms for c in cells))
