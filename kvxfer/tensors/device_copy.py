@@ -265,8 +265,8 @@ class DeviceCopier:
             )
 
     def _check_ids(self, tile: Tile, ids: Ids, token_lo: int, token_hi: int) -> None:
-        """Chunks of a transfer have one array of ids, which is looked through once: to do so takes
-        10 us of a cold processor.
+        """Chunks of a transfer have one array of ids, which nobody writes to any more: it is looked
+        through once, for that takes 10 us of a cold processor.
         """
         check_tokens(tile, ids, token_lo, token_hi)
         known = self._looked_through

@@ -51,17 +51,16 @@ class LeastUcx:
                 method=method_for(devices.sink),
             ),
         )
-        try:
-            source, sink = (member.call(bytes, "address") for member in self.members)
-            self.members[0].call(object, "meet", sink)
-            self.members[1].call(object, "meet", source)
-        except BaseException:
-            self.close()
-            raise
+        self._have_met = False
 
     def run(self, request: Request) -> Timing:
         """All chunks, in the sink's time."""
         source, sink = self.members
+        if not self._have_met:
+            addresses = [member.call(bytes, "address") for member in self.members]
+            source.call(object, "meet", addresses[1])
+            sink.call(object, "meet", addresses[0])
+            self._have_met = True
         source.call(object, "serve", request)
         timing = sink.call(Timing, "run", LAUNCH, request)
         source.call(object, "served")
