@@ -76,6 +76,7 @@ def test_contract_over_tcp(scenario: str, operation: Operation) -> None:
     ("scenario", "operation", "tls"),
     [
         ("killed while receiving", "WRITE", "all"),
+        ("killed while receiving", "READ", "tcp"),  # which the source answers by messages
         ("killed while sending", "WRITE", "tcp"),
         ("killed while sending", "READ", "all"),
     ],
