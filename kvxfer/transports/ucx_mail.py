@@ -7,6 +7,8 @@ slot was under way.
 
 from __future__ import annotations
 
+from collections import deque
+
 from kvxfer.transports.pipe import PipeBroken
 from kvxfer.transports.ucx_end import MAX_SLOTS, UcxEnd, tag_of
 from kvxfer.transports.ucx_library import Request
@@ -29,6 +31,7 @@ class UcxMail:
         self._buffer = bytearray(_LENGTH_NBYTES + MOST_NBYTES)
         self._array = end.ucx.array(self._buffer)
         self._posted: Request | None = None
+        self._sent: deque[Request] = deque()
 
     def listen(self) -> None:
         """Once the end is connected. Raises PipeBroken."""
@@ -45,9 +48,12 @@ class UcxMail:
         """False for one that is too long. Raises PipeBroken."""
         if len(message) > MOST_NBYTES:
             return False
+        while self._sent and self._sent[0].completed:  # nobody else looks at what a sink has sent
+            self._end.take(self._sent.popleft())
         framed = bytearray(len(message).to_bytes(_LENGTH_NBYTES, "little") + message)
         tag = tag_of(self._connection, MAX_SLOTS, self._num_sent)
-        self._end.start(self._end.endpoint.tag_send, self._end.ucx.array(framed), tag)
+        array = self._end.ucx.array(framed)
+        self._sent.append(self._end.start(self._end.endpoint.tag_send, array, tag))
         self._num_sent += 1
         return True
 

@@ -174,6 +174,20 @@ def test_messages_come_whole_once_and_in_order_both_ways() -> None:
 
 
 @needs_ucxx
+@pytest.mark.parametrize("side", ["source", "sink"])
+def test_messages_that_were_sent_leave_nothing_behind(side: str) -> None:
+    """A sink whose payloads are always there when it looks asks after nothing else."""
+    with two_ends() as ends:
+        lanes: tuple[UcxLane, UcxLane] = (ends.source, ends.sink)
+        giver, taker = lanes if side == "source" else lanes[::-1]
+        for number in range(20):
+            assert giver.tell(bytes([number]))
+            assert told(ends, taker, 1) == [bytes([number])]
+        # What is posted stays: the slots' receives and the next message's, and the last one sent
+        assert len(giver.end._under_way) <= SLOTS.num_slots + 2
+
+
+@needs_ucxx
 def test_numbers_of_messages_wrap() -> None:
     with two_ends() as ends:
         for lane in (ends.source, ends.sink):
