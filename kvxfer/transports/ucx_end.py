@@ -68,9 +68,9 @@ class UcxEnd:
         """So much of the slot."""
         return self._cut(slot, nbytes)[0]
 
-    def send(self, slot: int, tag: int, nbytes: int) -> None:
+    def send(self, slot: int, tag: int, nbytes: int) -> Request:
         """The beginning of the slot. Raises PipeBroken."""
-        self.start(self.endpoint.tag_send, self._cut(slot, nbytes)[1], tag)
+        return self.start(self.endpoint.tag_send, self._cut(slot, nbytes)[1], tag)
 
     def _cut(self, slot: int, nbytes: int) -> tuple[torch.Tensor, object]:
         known = self._cuts[slot]

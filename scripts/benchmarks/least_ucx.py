@@ -149,7 +149,7 @@ class UcxLoop(Member):
                 packing.append((self._pack(cut, slot, chunk), slot, chunk))
             if packing and _is_over(packing[0][0]):
                 _, slot, chunk = packing.popleft()
-                sending.append((self._send(slot, chunk), slot))
+                sending.append((end.send(slot, self._next_tag(), chunk.nbytes), slot))
             self._progress()
             while sending and sending[0][0].completed:
                 operation, slot = sending.popleft()
@@ -164,7 +164,7 @@ class UcxLoop(Member):
         while left or coming or unpacking:
             while left and free:
                 slot, chunk = free.popleft(), left.popleft()
-                coming.append((self._receive(slot, chunk), slot, chunk))
+                coming.append((end.receive(slot, self._next_tag()), slot, chunk))
             self._progress()
             while coming and coming[0][0].completed:
                 operation, slot, chunk = coming.popleft()
@@ -188,13 +188,6 @@ class UcxLoop(Member):
         span, dense = _span(chunk), self._end.beginning(slot, chunk.nbytes)
         return self._copier.unpack(self._bound, cut.ids, *span, dense, stream=self._stream).event
 
-    def _send(self, slot: int, chunk: Chunk) -> Operation:
-        part = self._end.ucx.array(self._end.beginning(slot, chunk.nbytes))
-        return self._end.start(self._end.endpoint.tag_send, part, self._next_tag())
-
-    def _receive(self, slot: int, chunk: Chunk) -> Operation:
-        return self._end.receive(slot, self._next_tag())
-
     def _next_tag(self) -> int:
         self._num_chunks += 1
         return tag_of(CONNECTION, 0, self._num_chunks)
@@ -208,7 +201,7 @@ class UcxLoop(Member):
         if known is None:
             _, pull = request.copy_class()
             ids = request.source_ids if self._side == SOURCE else request.sink_ids
-            chunks = tuple(chunk_list((pull,), self._slots.slot_nbytes))
+            chunks = chunk_list((pull,), self._slots.slot_nbytes)
             known = self._cuts[request] = _Cut(chunks, pull.order, ids)
         return known
 
