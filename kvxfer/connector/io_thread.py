@@ -8,21 +8,19 @@ that answers it may already lie there; sockets come before timers, because a Rel
 arrived must not lose to a lease that ran out meanwhile.
 
 Each call that lets go of the interpreter may wait for it behind the engine's thread, 0.2 to 5 ms.
-So what nobody waits for comes last: messages that are only deferred, and reading the byte that woke
-the thread. And the engine's thread may be the IO thread for a moment, while that one sleeps
-(:meth:`IoThread.borrow`): to hand a launch over takes about as long as to make it, and longer
-beside an engine that computes. Whoever runs has ``_turn``; the thread lets go of it to poll. ZeroMQ
-may still look at its sockets then, so a borrower leaves them alone.
+So what nobody waits for comes last: messages that are only deferred, and clearing the wake. And the
+engine's thread may be the IO thread for a moment, while that one sleeps (:meth:`IoThread.borrow`):
+to hand a launch over takes about as long as to make it, and longer beside an engine that computes.
+Whoever runs has ``_turn``; the thread lets go of it to poll. ZeroMQ may still look at its sockets
+then, so a borrower leaves them alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
 import math
-import socket as sockets
 import threading
 import time
 from collections import deque
@@ -32,6 +30,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import zmq
+
+from kvxfer.transports.wake_up import WakeUp
 
 ZmqSocket = zmq.Socket[bytes]
 Call = Callable[[], object]
@@ -102,9 +102,7 @@ class IoThread:
         self._on_error = on_error
         self._within = within
         self._inbox: deque[Call] = deque()
-        self._wake_read, self._wake_write = sockets.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._wake_up = WakeUp()
         self._awake = False
         self._is_wanted = False
         self._deferred: deque[Call] = deque()
@@ -114,8 +112,7 @@ class IoThread:
         self.is_lent = False
         """Whoever runs is not the thread itself: what touches a socket is to be deferred."""
         self._poller = zmq.Poller()
-        self._wake_fd = self._wake_read.fileno()
-        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._poller.register(self._wake_up.fd, zmq.POLLIN)
         self._handlers: dict[ZmqSocket, Call] = {}
         self._groups: list[_Group] = []
         self._timers: list[tuple[float, int, Timer]] = []
@@ -143,9 +140,7 @@ class IoThread:
         if self._awake:
             return
         self._awake = True
-        # Full means that a byte lies there; closed means that nobody will read it.
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._wake_write.send(b"\0")
+        self._wake_up()
 
     def borrow(self) -> bool:
         """Take the thread's place, if it sleeps and nothing was posted before; else False. Never
@@ -177,8 +172,7 @@ class IoThread:
             self._thread.join(timeout_s)
         if self._thread.is_alive():
             return False
-        self._wake_read.close()
-        self._wake_write.close()
+        self._wake_up.close()
         return True
 
     def is_current(self) -> bool:
@@ -271,7 +265,7 @@ class IoThread:
     def _serve(self, timeout_ms: int) -> bool:
         """One look at inbox, sockets and transports. Returns whether there was anything."""
         self._sync_groups()
-        self._awake = False  # from here on a wake writes a byte; one before it is seen now
+        self._awake = False  # from here on a wake is written; one before it is seen now
         self._turn.release()
         try:
             ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
@@ -283,9 +277,8 @@ class IoThread:
             num_posted = self._handle(ready)
         finally:
             self._leave()
-        if any(socket == self._wake_fd for socket, _ in ready):
-            with contextlib.suppress(BlockingIOError):
-                self._wake_read.recv(4096)
+        if any(socket == self._wake_up.fd for socket, _ in ready):
+            self._wake_up.clear()
         return bool(ready or num_posted)
 
     def _enter(self) -> None:

@@ -59,7 +59,7 @@ class CurrentContext:
         self._driver, self._context = driver, context
 
     def __enter__(self) -> None:
-        entered = _entered()
+        entered = _thread.entered
         if not entered or entered[-1] is not self:
             self._driver.call("cuCtxPushCurrent_v2", self._context)
         entered.append(self)
@@ -70,7 +70,7 @@ class CurrentContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        entered = _entered()
+        entered = _thread.entered
         entered.pop()
         if not entered or entered[-1] is not self:
             popped = c_void_p()
@@ -78,16 +78,13 @@ class CurrentContext:
 
 
 class _Thread(threading.local):
+    """``entered``: the contexts of the ``with`` that this thread is in, the innermost last."""
+
     def __init__(self) -> None:
         self.entered: list[CurrentContext] = []
 
 
 _thread = _Thread()
-
-
-def _entered() -> list[CurrentContext]:
-    """The contexts of the ``with`` that this thread is in, the innermost last."""
-    return _thread.entered
 
 
 class Driver:

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket as sockets
+import os
+
+_ONCE = (1).to_bytes(8, "little")  # eventfd(2): eight bytes, added to a counter
 
 
 class WakeUp:
     """A descriptor that can be read after a wake."""
 
     def __init__(self) -> None:
-        self._near, self._far = sockets.socketpair()
-        self._near.setblocking(False)
-        self._far.setblocking(False)
+        # A file, which knows that it is closed: its number may be another one's by then
+        number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._file = open(number, "r+b", buffering=0)  # noqa: SIM115  # until ``close``
+        self.fd = number
+        """Can be read after a wake, until it is cleared."""
 
     def __call__(self) -> None:
         """From any thread."""
-        # Full means that a byte lies there; closed means that nobody will read it
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._far.send(b"\0")
-
-    @property
-    def fd(self) -> int:
-        """Can be read after a wake, until it is cleared."""
-        return self._near.fileno()
+        try:
+            self._file.write(_ONCE)
+        except ValueError:  # closed: nobody will look
+            return
 
     def clear(self) -> None:
         """Before looking for what one was woken for."""
-        with contextlib.suppress(BlockingIOError):
-            self._near.recv(4096)
+        self._file.read(8)
 
     def close(self) -> None:
         """Later wakes do nothing."""
-        self._near.close()
-        self._far.close()
+        self._file.close()

@@ -66,7 +66,7 @@ def test_what_is_asked_for_while_it_is_lent_is_not_lost(io: IoThread, asked: str
     other = threading.Thread(target=calls[asked])
     other.start()
     other.join()
-    assert not select.select([io._wake_read], [], [], 0)[0]  # it would only wait for its turn
+    assert not select.select([io._wake_up.fd], [], [], 0)[0]  # it would only wait for its turn
     assert len(rounds) == before
     io.give_back()
     until(lambda: len(rounds) > before)
