@@ -47,6 +47,7 @@ from kvxfer.transports.base import (
     Trial,
     Wake,
 )
+from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyJob, PiecesJob
 from kvxfer.transports.cuda_ipc_pulls import Pulls
 from kvxfer.transports.cuda_ipc_trial import measure_copies
@@ -106,7 +107,8 @@ class CudaIpcSink(SinkTransport):
         self._attached = Attachments("cuda_ipc", self._map, self._let_go)
         self._bound: dict[Attached[MappedMemory], _Bound] = {}
         self._leaving: list[Attached[MappedMemory]] = []
-        self._pulls = Pulls(self._copier, self._stream, wake, self.counts)
+        self._completions: Completions[SinkCompletion] = Completions(wake)
+        self._pulls = Pulls(self._copier, self._stream, self._completions, wake, self.counts)
         # What nearly all engines need is compiled now: the first time it takes a second
         self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream).synchronize()
 
@@ -192,12 +194,12 @@ class CudaIpcSink(SinkTransport):
         attached, broken = self._attached.find(request.source), self._pulls.broken
         if attached is None or broken:
             reason = Reason.PEER_LOST if attached is None else Reason.READ_FAILED
-            self._pulls.tell(ReadBroke(key, reason, broken or NOT_ATTACHED))
+            self._completions.tell(ReadBroke(key, reason, broken or NOT_ATTACHED))
             return
         try:
             launches = self._launches(request, attached)
         except ValueError as exc:
-            self._pulls.tell(ReadBroke(key, Reason.READ_FAILED, str(exc)))
+            self._completions.tell(ReadBroke(key, Reason.READ_FAILED, str(exc)))
             return
         self._pulls.begin(key, attached, launches, request.after)
 
@@ -218,7 +220,7 @@ class CudaIpcSink(SinkTransport):
     @property
     def is_idle(self) -> bool:
         """Nothing is on its way, and nothing has to be told or unmapped."""
-        return self._pulls.is_idle and not self._leaving
+        return self._pulls.is_idle and not (self._completions or self._leaving)
 
     def close(self) -> None:
         """Launch no more, wait for what runs, unmap."""
@@ -230,7 +232,7 @@ class CudaIpcSink(SinkTransport):
     def _done(self) -> list[SinkCompletion]:
         self._pulls.finish()
         self._unmap_unused()
-        return self._pulls.take()
+        return self._completions.take()
 
     def _launches(
         self, request: ReadRequest, attached: Attached[MappedMemory]

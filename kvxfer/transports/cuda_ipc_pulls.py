@@ -27,6 +27,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
+from kvxfer.transports.completions import Completions
 from kvxfer.transports.launches import Flight, Launches
 
 IN_FLIGHT_NBYTES = 2 << 30
@@ -57,16 +58,21 @@ class _Pull:
 
 
 class Pulls:
-    """Those of one sink."""
+    """Those of one sink, which takes what they note."""
 
     def __init__(
-        self, copier: DeviceCopier, stream: Stream, wake: Wake, counts: Counter[str]
+        self,
+        copier: DeviceCopier,
+        stream: Stream,
+        completions: Completions[SinkCompletion],
+        wake: Wake,
+        counts: Counter[str],
     ) -> None:
         self._copier, self._stream, self._wake, self._counts = copier, stream, wake, counts
+        self._completions = completions
         self._pulls: dict[TransferKey, _Pull] = {}
         self._turns: deque[_Pull] = deque()
         self._in_flight: Launches[_Pull] = Launches(wake)
-        self._ready: list[SinkCompletion] = []
         self.broken = ""
         """Why nothing can be read any more: a CUDA error is for ever."""
 
@@ -75,8 +81,8 @@ class Pulls:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way, and nothing has to be told."""
-        return not (self._pulls or self._ready)
+        """Nothing is on its way."""
+        return not self._pulls
 
     @property
     def attached(self) -> set[Attached[MappedMemory]]:
@@ -102,7 +108,7 @@ class Pulls:
         """What was launched is the last of it."""
         pull = self._pulls.get(key)
         if pull is None:
-            self.tell(ReadStopped(key))
+            self._completions.tell(ReadStopped(key))
             return
         pull.end = None  # whatever it was going to say, it was asked to stop
         pull.end_as(ReadStopped(key))
@@ -132,18 +138,8 @@ class Pulls:
         ]
         for pull in over:
             del self._pulls[pull.key]
-            self._ready.append(pull.end or ReadDone(pull.key, pull.nbytes, certified=False))
+            self._completions.note(pull.end or ReadDone(pull.key, pull.nbytes, certified=False))
         return bool(over)
-
-    def tell(self, completion: SinkCompletion) -> None:
-        """Of a read that is none of these."""
-        self._ready.append(completion)
-        self._wake()
-
-    def take(self) -> list[SinkCompletion]:
-        """What has become of them since the last call."""
-        done, self._ready = self._ready, []
-        return done
 
     def drain(self) -> None:
         """Launch no more, and wait for what runs."""
@@ -215,7 +211,7 @@ class Pulls:
             pull.num_in_flight -= 1
             pull.nbytes += flight.nbytes
             if pull.launches is not None:
-                self._ready.append(Progress(pull.key, pull.nbytes))
+                self._completions.note(Progress(pull.key, pull.nbytes))
 
     def _break(self, detail: str) -> None:
         """Nothing runs in this process's context any more."""

@@ -51,6 +51,7 @@ from kvxfer.transports.base import (
     Trial,
     Wake,
 )
+from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, PiecesJob, work_of
 
 NUM_TIMED = 4
@@ -134,10 +135,9 @@ class ShmSink(SinkTransport):
         self.counts: Counter[str] = Counter()
         self._memory = memory
         self._copy_thread = copy_thread
-        self._wake = wake
         self._mailbox: Mailbox[_Piece] = Mailbox(wake)
         self._own = _OfThread()
-        self._ready: list[SinkCompletion] = []
+        self._completions: Completions[SinkCompletion] = Completions(wake)
         self._attached = Attachments("shm", _map_pool, self._let_go)
         self._reads: dict[TransferKey, _Read] = {}
 
@@ -191,7 +191,7 @@ class ShmSink(SinkTransport):
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
         attached = self._attached.find(request.source)
         if attached is None:
-            self._tell(ReadBroke(key, Reason.PEER_LOST, NOT_ATTACHED))
+            self._completions.tell(ReadBroke(key, Reason.PEER_LOST, NOT_ATTACHED))
             return
         tensors = tuple(mapping.tensor for mapping in attached.mappings)
         read = _Read(request)
@@ -211,14 +211,14 @@ class ShmSink(SinkTransport):
         """The running piece is the last one."""
         read = self._reads.get(key)
         if read is None or read.job is None:
-            self._tell(ReadStopped(key))
+            self._completions.tell(ReadStopped(key))
             return
         read.stopped = True
         self._copy_thread.cancel(read.job)
 
     def poll(self) -> list[SinkCompletion]:
         """Progress and ends of the copies."""
-        done, self._ready = self._ready, []
+        done = self._completions.take()
         for piece in self._mailbox.drain():
             done.extend(self._on_piece(piece))
         return done
@@ -232,10 +232,6 @@ class ShmSink(SinkTransport):
         while self._reads:
             self._on_piece(self._mailbox.take())
         self._attached.close()
-
-    def _tell(self, completion: SinkCompletion) -> None:
-        self._ready.append(completion)
-        self._wake()
 
     def _pieces(self, read: _Read, tensors: tuple[Tensor, ...]) -> Iterator[None]:
         """Runs on the copy thread, or at once."""

@@ -27,6 +27,7 @@ from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,
     PeerGone,
+    Progress,
     Readable,
     ReadBroke,
     ReadDone,
@@ -38,6 +39,7 @@ from kvxfer.transports.base import (
     Wake,
     kind_of,
 )
+from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.pipe import PipeBroken, Slots
 from kvxfer.transports.stream_link import Link, open_link
@@ -97,7 +99,6 @@ class StreamSink(SinkTransport):
         self._make_pipe = make_pipe
         self._memory = memory
         self._config = config
-        self._wake = wake
         self._context = context
         self._links: dict[str, ReadLink] = {}
         self._by_socket: dict[Socket, ReadLink] = {}
@@ -107,7 +108,8 @@ class StreamSink(SinkTransport):
             undo.callback(self._packer.close)
             self._pipe = make_pipe(memory, config, wake)
             undo.pop_all()
-        self._reads = Unpacking(self._packer, self._free, wake)
+        self._completions: Completions[SinkCompletion] = Completions(wake)
+        self._reads = Unpacking(self._packer, self._free, self._completions, wake)
         self.name, self.is_dear = self._pipe.name, self._pipe.is_dear
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
@@ -205,11 +207,13 @@ class StreamSink(SinkTransport):
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
         link = self._links.get(request.source.control_endpoint)
         if link is None or link.endpoint != request.source.data_endpoints.get(self.name):
-            self._reads.tell(ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached"))
+            self._completions.tell(
+                ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached")
+            )
             return
         chunks = tuple(chunk_list(request.pull_classes, request.chunk_nbytes))
         if not chunks:
-            self._reads.tell(ReadDone(key, 0, certified=True))
+            self._completions.tell(ReadDone(key, 0, certified=True))
             return
         largest_nbytes = max(chunk.nbytes for chunk in chunks)
         if largest_nbytes > link.slots.slot_nbytes:
@@ -217,7 +221,7 @@ class StreamSink(SinkTransport):
                 f"chunk: expected at most {link.slots.slot_nbytes} bytes, got {largest_nbytes}; "
                 "raise chunk_nbytes"
             )
-            self._reads.tell(ReadBroke(key, Reason.PLAN, detail))
+            self._completions.tell(ReadBroke(key, Reason.PLAN, detail))
             return
         ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
         size = len(chunks)
@@ -238,7 +242,8 @@ class StreamSink(SinkTransport):
     @property
     def is_idle(self) -> bool:
         """Nothing is attached, and nothing has been left behind."""
-        return not self._links and self._reads.is_idle and self._pipe.is_idle
+        has_work = self._links or self._completions or not self._reads.is_idle
+        return not has_work and self._pipe.is_idle
 
     def poll(self) -> list[SinkCompletion]:
         """Chunks that came and were unpacked, connections that broke."""
@@ -258,17 +263,18 @@ class StreamSink(SinkTransport):
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
             pass
-        return self._reads.take()
+        return self._completions.take()
 
     def _turn(self) -> bool:
         """What the pipe has brought, and what was unpacked meanwhile. True if it was some of a read
         and not the end of any: then more of it follows soon.
         """
-        num_before = self._reads.num_ready
+        num_before = len(self._completions)
         self._progress()
         self._reads.take_unpacked()
         self._send_credits()
-        return self._reads.is_progress_only(num_before)
+        told = self._completions.since(num_before)
+        return bool(told) and all(isinstance(each, Progress) for each in told)
 
     def close(self) -> None:
         """Stop all reads, wait for what is being unpacked, close connections and pipe."""
@@ -400,7 +406,7 @@ class StreamSink(SinkTransport):
     def _end_link(self, link: ReadLink, detail: str) -> None:
         if not link.is_lost:
             self._drop_link(link, detail)
-            self._reads.note(PeerGone(link.control_endpoint))
+            self._completions.note(PeerGone(link.control_endpoint))
 
     def _drop_link(self, link: ReadLink, detail: str) -> None:
         del self._links[link.control_endpoint]

@@ -25,6 +25,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
+from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
 from kvxfer.transports.stream_admission import Admission
@@ -89,6 +90,7 @@ class StreamSource(SourceTransport):
         self._config = config
         self._ask_again = Reminder(wake)
         self._connections = Connections()
+        self._completions: Completions[SourceCompletion] = Completions(wake)
         self._trials = TrialGiver(copy_thread, wake)
         with ExitStack() as undo:
             self._packer = make_packer(memory, config, copy_thread, wake)
@@ -105,6 +107,7 @@ class StreamSource(SourceTransport):
             self._connections,
             self._open_lane,
             self._departures.give,
+            self._completions,
             wake,
             self.counts,
         )
@@ -120,7 +123,8 @@ class StreamSource(SourceTransport):
     @property
     def is_idle(self) -> bool:
         """No sink is attached, and none has left anything behind."""
-        has_work = len(self._connections) or self._transfers.is_busy or self._trials.is_busy
+        is_busy = self._transfers.is_busy or self._trials.is_busy
+        has_work = len(self._connections) or self._completions or is_busy
         return not has_work and self._pipe.is_idle
 
     def submit_send(self, request: SendRequest) -> None:
@@ -159,7 +163,7 @@ class StreamSource(SourceTransport):
         self._hear()
         self._transfers.pump_more()
         self._transfers.take_packed()  # what was packed at once leaves in this very round
-        return self._transfers.take_completions()
+        return self._completions.take()
 
     def close(self) -> None:
         """Stop all transfers, wait for what is being packed, close pipe and sockets."""

@@ -23,6 +23,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
+from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import CopyEnd
 from kvxfer.transports.stream_connections import Connection, Connections, ReadName
 from kvxfer.transports.stream_packing import Packer
@@ -39,6 +40,7 @@ class Transfers:
         connections: who has named which read.
         open_lane: takes staging for a connection; False if it was refused, and is lost.
         give: has the pipe send a slot that is full.
+        completions: what has become of transfers.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Transfers:
         connections: Connections,
         open_lane: Callable[[Connection], bool],
         give: Callable[[Connection, Header], None],
+        completions: Completions[SourceCompletion],
         wake: Wake,
         counts: Counter[str],
     ) -> None:
@@ -54,15 +57,15 @@ class Transfers:
         self._open_lane, self._give, self._wake = open_lane, give, wake
         self.counts = counts
         self._sends: dict[TransferKey, Send] = {}
-        self._ready: list[SourceCompletion] = []
+        self._completions = completions
         self._unpumped: dict[Connection, None] = {}
         """Those that may have room for more than was begun in this turn, in their order."""
         self._num_begun = 0
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is a transfer, or a completion to take."""
-        return bool(self._sends or self._ready)
+        """Whether there is a transfer."""
+        return bool(self._sends)
 
     def connections(self) -> set[Connection | None]:
         """Those that have transfers."""
@@ -78,7 +81,7 @@ class Transfers:
             [np.asarray(ids, dtype=np.int64) for ids in request.block_ids],
         )
         if not send.chunks:
-            self._tell(Sent(request.key, 0))
+            self._completions.tell(Sent(request.key, 0))
             return
         self._sends[request.key] = send
         connection = self._connections.of_read(send.name)
@@ -113,7 +116,7 @@ class Transfers:
         if send.num_sent == len(send.chunks):
             del self._sends[key]
             self._connections.forget(send.name)
-            self._tell(Sent(key, send.nbytes))
+            self._completions.tell(Sent(key, send.nbytes))
 
     def drop_packed(self, key: TransferKey, sequence: int) -> None:
         """The slot is free again.
@@ -134,7 +137,7 @@ class Transfers:
         """Chunks that were sent stay sent; packing ends with the running job."""
         send = self._sends.get(key)
         if send is None:
-            self._tell(SendStopped(key, None))
+            self._completions.tell(SendStopped(key, None))
         else:
             self._stop(send, None)
 
@@ -144,21 +147,12 @@ class Transfers:
         for send in [send for send in self._sends.values() if send.connection is connection]:
             self._stop(send, Reason.PEER_LOST)
 
-    def take_completions(self) -> list[SourceCompletion]:
-        """What has happened since the last call."""
-        done, self._ready = self._ready, []
-        return done
-
     def close(self) -> None:
         """Stop all, and wait for what is being packed."""
         for send in list(self._sends.values()):
             self._stop(send, None)
         while self._sends:
             self._on_pack_ended(self._packer.take())
-
-    def _tell(self, completion: SourceCompletion) -> None:
-        self._ready.append(completion)
-        self._wake()
 
     # -- packing
 
@@ -175,7 +169,7 @@ class Transfers:
 
     def pump_more(self) -> None:
         """A new turn, unless what is packed now leaves first."""
-        if self._ready:
+        if self._completions:
             if self._unpumped:
                 self._wake()
             return
@@ -220,7 +214,7 @@ class Transfers:
         connection.close_lane()
         if job.end is CopyEnd.DONE and not send.stopping:
             send.packed[sequence] = job.slot
-            self._ready.append(Packed(send.request.key, sequence))
+            self._completions.note(Packed(send.request.key, sequence))
             return
         connection.free.append(job.slot)
         if send.stopping:
@@ -246,6 +240,6 @@ class Transfers:
     def _stop_if_drained(self, send: Send) -> None:
         if not send.jobs and self._sends.pop(send.request.key, None) is not None:
             self._connections.forget(send.name)
-            self._tell(SendStopped(send.request.key, send.reason))
+            self._completions.tell(SendStopped(send.request.key, send.reason))
             if send.connection is not None:
                 self.pump(send.connection)

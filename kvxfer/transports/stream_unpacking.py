@@ -14,6 +14,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
+from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import CopyEnd
 from kvxfer.transports.stream_packing import Packer
 from kvxfer.transports.stream_reads import Read, ReadLink, UnpackJob
@@ -25,22 +26,27 @@ class Unpacking:
     Args:
         packer: unpacks a chunk.
         free: takes the slot of a chunk that has been dealt with.
-        wake: there is something to take, or to free.
+        completions: what has become of reads.
+        wake: there is something to free.
     """
 
     def __init__(
-        self, packer: Packer[UnpackJob], free: Callable[[UnpackJob], None], wake: Wake
+        self,
+        packer: Packer[UnpackJob],
+        free: Callable[[UnpackJob], None],
+        completions: Completions[SinkCompletion],
+        wake: Wake,
     ) -> None:
         self._packer, self._free, self._wake = packer, free, wake
+        self._completions = completions
         self._reads: dict[TransferKey, Read] = {}
-        self._ready: list[SinkCompletion] = []
         self._unfreed: list[UnpackJob] = []
         """The last of their reads, which were told already."""
 
     @property
     def is_idle(self) -> bool:
-        """No read is under way, none has to be told of, and no slot to be freed."""
-        return not (self._reads or self._ready or self._unfreed)
+        """No read is under way, and no slot to be freed."""
+        return not (self._reads or self._unfreed)
 
     def find(self, key: TransferKey) -> Read | None:
         """One that has not ended."""
@@ -54,7 +60,7 @@ class Unpacking:
         """No more chunks are taken; what is being unpacked is the last of it."""
         read = self._reads.get(key)
         if read is None:
-            self.tell(ReadStopped(key))
+            self._completions.tell(ReadStopped(key))
         else:
             self._stop(read)
 
@@ -86,32 +92,6 @@ class Unpacking:
         for job in unfreed:
             self._free(job)
 
-    def tell(self, completion: SinkCompletion) -> None:
-        """Somebody waits for this."""
-        self._ready.append(completion)
-        self._wake()
-
-    def note(self, completion: SinkCompletion) -> None:
-        """The same, where whoever takes it is on his way."""
-        self._ready.append(completion)
-
-    @property
-    def num_ready(self) -> int:
-        """How much would be taken."""
-        return len(self._ready)
-
-    def is_progress_only(self, since: int) -> bool:
-        """Whether something has become ready after so much, and all of it is of reads that go on:
-        then more of them follows soon.
-        """
-        told = self._ready[since:]
-        return bool(told) and all(isinstance(each, Progress) for each in told)
-
-    def take(self) -> list[SinkCompletion]:
-        """What has become of them since the last call."""
-        done, self._ready = self._ready, []
-        return done
-
     def close(self) -> None:
         """Stop all, and wait for what is being unpacked."""
         for read in list(self._reads.values()):
@@ -141,12 +121,14 @@ class Unpacking:
         key = read.request.key
         if read.is_over:
             if not read.jobs and self._reads.pop(key, None) is not None:
-                self.tell(read.broke if read.broke and not read.stopped else ReadStopped(key))
+                self._completions.tell(
+                    read.broke if read.broke and not read.stopped else ReadStopped(key)
+                )
         elif read.is_placed:
             if self._reads.pop(key, None) is not None:
-                self.tell(ReadDone(key, read.nbytes, certified=True))
+                self._completions.tell(ReadDone(key, read.nbytes, certified=True))
         else:
-            self.note(Progress(key, read.nbytes))
+            self._completions.note(Progress(key, read.nbytes))
 
     def _stop(self, read: Read) -> None:
         read.stopped = True

@@ -174,7 +174,7 @@ class StopsTooEarly(ShmSink):
     """Says ReadStopped at once and goes on copying."""
 
     def stop_read(self, key: TransferKey) -> None:
-        self._tell(ReadStopped(key))
+        self._completions.tell(ReadStopped(key))
 
 
 class LosesWhatIsLookedAt(ShmSink):
