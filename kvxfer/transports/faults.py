@@ -46,9 +46,9 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import Copier, CopyJob
-from kvxfer.transports.pipe import Parts
+from kvxfer.transports.pipe import MakePipe, Parts
 from kvxfer.transports.stream_connections import Connection
-from kvxfer.transports.stream_source import MakePipe, StreamSource
+from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import ChunkHeader, Context, Header, encode
 
 _OF_COPIES = frozenset({"read:slow", "read:blank"})

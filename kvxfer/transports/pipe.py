@@ -19,14 +19,16 @@ may still touch is not freed and not used for anything else, even after ``close`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import zmq
 
+from kvxfer.config import Config
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.transfer.costs import BUSY_SLOTS
+from kvxfer.transports.base import LocalMemory, Wake
 
 Parts = tuple[bytes | zmq.Frame, ...]
 """Frames that travel with an announcement, after its header."""
@@ -222,3 +224,7 @@ class Pipe(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close every lane and give everything back. Idempotent."""
+
+
+MakePipe = Callable[[LocalMemory, Config, Wake], Pipe]
+"""One end of a pipe for this rank's memory. Raises TransportUnavailable."""

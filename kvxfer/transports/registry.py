@@ -24,10 +24,10 @@ from kvxfer.transports.faults import (
     faulty_copier,
     parse_faults,
 )
-from kvxfer.transports.pipe import Pipe
+from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
 from kvxfer.transports.stream_sink import StreamSink
-from kvxfer.transports.stream_source import MakePipe, StreamSource
+from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import Context
 from kvxfer.transports.zmq_pipe import ZmqPipe
 

@@ -11,8 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
-from dataclasses import replace
+from contextlib import ExitStack
 
 import numpy as np
 import zmq
@@ -37,18 +36,16 @@ from kvxfer.transports.base import (
     TransferKey,
     Trial,
     Wake,
-    kind_of,
 )
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier
-from kvxfer.transports.pipe import PipeBroken, Slots
-from kvxfer.transports.stream_link import Link, open_link
+from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots
+from kvxfer.transports.stream_contact import Contact
+from kvxfer.transports.stream_link import open_link
+from kvxfer.transports.stream_links import Links
 from kvxfer.transports.stream_packing import MakePacker, make_packer
 from kvxfer.transports.stream_reads import Read, ReadLink, UnpackJob, why_not
-from kvxfer.transports.stream_source import MakePipe
-from kvxfer.transports.stream_trial import DEVICE_CHUNK_S, trial_slots
 from kvxfer.transports.stream_unpacking import Unpacking
-from kvxfer.transports.stream_ways import try_ways
 from kvxfer.transports.stream_wire import (
     Attached,
     ChunkHeader,
@@ -57,15 +54,10 @@ from kvxfer.transports.stream_wire import (
     Expect,
     Header,
     Refused,
-    Socket,
-    TrialHeader,
     data_endpoint_of,
     decode_to_sink,
-    make_poller,
-    readable,
     receive,
 )
-from kvxfer.transports.wake_up import WakeUp
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -96,13 +88,10 @@ class StreamSink(SinkTransport):
         make_packer: MakePacker[UnpackJob] = make_packer,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._make_pipe = make_pipe
-        self._memory = memory
         self._config = config
         self._context = context
-        self._links: dict[str, ReadLink] = {}
-        self._by_socket: dict[Socket, ReadLink] = {}
-        self._poller = make_poller(())
+        self._links = Links()
+        self._contact = Contact(make_pipe, memory, config, context)
         with ExitStack() as undo:
             self._packer = make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
@@ -115,30 +104,9 @@ class StreamSink(SinkTransport):
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """Ask for a few messages over a pipe of its own, in each of its ways."""
         endpoint = data_endpoint_of(source, self._config, self.name)
-        with (
-            closing(WakeUp()) as wake,
-            closing(self._make_pipe(self._memory, self._config, wake)) as pipe,
-        ):
-
-            def make_link(slots: Slots, way: str) -> Link[TrialHeader]:
-                return open_link(
-                    pipe,
-                    slots,
-                    source.control_endpoint,
-                    endpoint,
-                    self._config,
-                    self._context,
-                    uses_unix_sockets=self.uses_unix_sockets,
-                    is_trial=True,
-                    way=way,
-                )
-
-            kinds = self._device_types(source)
-            trial = try_ways(pipe, make_link, trial_slots(*kinds), wake, timeout_s)
-        if kinds == {"cpu"}:
-            return trial
-        message_s = max(trial.costs.message_s, DEVICE_CHUNK_S)
-        return replace(trial, costs=replace(trial.costs, message_s=message_s))
+        return self._contact.trial(
+            source, endpoint, timeout_s, uses_unix_sockets=self.uses_unix_sockets
+        )
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """What unpacks them."""
@@ -146,20 +114,7 @@ class StreamSink(SinkTransport):
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
         """Settings, and what is usual for the memory of both sides."""
-        config = self._config
-        sizes = [self._pipe.staging_size(each) for each in self._device_types(source)]
-        return StagingBounds(
-            nbytes=config.staging_nbytes or min(size.nbytes for size in sizes),
-            most_chunk_nbytes=min(size.most_slot_nbytes for size in sizes),
-            is_limit=config.staging_nbytes is not None,
-            chunk_nbytes=config.chunk_nbytes,
-            num_slots=config.staging_slots,
-            busy_slots=min(size.busy_slots for size in sizes),
-        )
-
-    def _device_types(self, source: RankManifest) -> set[str]:
-        """Of the memory of both sides."""
-        return {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}
+        return self._contact.staging_bounds(source, self._pipe)
 
     def attach(
         self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
@@ -181,17 +136,18 @@ class StreamSink(SinkTransport):
             config.chunk_nbytes or USUAL_SLOTS.slot_nbytes,
             config.chunk_nbytes,
         )
-        self._links[source.control_endpoint] = open_link(
-            self._pipe,
-            Slots(staging.num_slots, staging.slot_nbytes),
-            source.control_endpoint,
-            endpoint,
-            self._config,
-            self._context,
-            uses_unix_sockets=self.uses_unix_sockets,
-            way=staging.way,
+        self._links.add(
+            open_link(
+                self._pipe,
+                Slots(staging.num_slots, staging.slot_nbytes),
+                source.control_endpoint,
+                endpoint,
+                self._config,
+                self._context,
+                uses_unix_sockets=self.uses_unix_sockets,
+                way=staging.way,
+            )
         )
-        self._watch()
         self._pipe.progress()
 
     def detach(self, control_endpoint: str) -> None:
@@ -237,7 +193,7 @@ class StreamSink(SinkTransport):
 
     def pollables(self) -> Sequence[Readable]:
         """A DEALER and its monitor for each source rank, and what the pipe has."""
-        return (*self._by_socket, *self._pipe.fds())
+        return (*self._links.sockets(), *self._pipe.fds())
 
     @property
     def is_idle(self) -> bool:
@@ -250,10 +206,7 @@ class StreamSink(SinkTransport):
         self._reads.free_told()  # of the poll before: what ends a read now has to be told first
         self._reads.take_unpacked()
         self._send_credits()
-        for socket in readable(self._poller):
-            link = self._by_socket.get(socket)
-            if link is None:  # dropped in this very poll
-                continue
+        for socket, link in self._links.readable():
             for frames in receive(socket):
                 if socket is link.socket:
                     self._on_message(link, frames[0].buffer, frames[1:])
@@ -279,24 +232,17 @@ class StreamSink(SinkTransport):
     def close(self) -> None:
         """Stop all reads, wait for what is being unpacked, close connections and pipe."""
         self._reads.close()
-        for link in list(self._links.values()):
+        for link in self._links.all():
             self._drop_link(link, "closed")
         self._packer.close()
         self._pipe.close()
-
-    def _watch(self) -> None:
-        """The links have changed."""
-        self._by_socket = {
-            socket: link for link in self._links.values() for socket in (link.socket, link.monitor)
-        }
-        self._poller = make_poller(tuple(self._by_socket))
 
     def _say(self, link: ReadLink, message: Expect | Credit) -> None:
         if not link.send(message):
             self.counts["send_failed"] += 1
 
     def _send_credits(self) -> None:
-        for link in list(self._links.values()):
+        for link in self._links.all():
             credit = link.take_credits()
             try:
                 if credit is not None and not link.give_back(credit):
@@ -350,7 +296,7 @@ class StreamSink(SinkTransport):
         while has_freed:  # what is freed is posted again, which is progress, too
             self._pipe.progress()
             has_freed = False
-            for link in list(self._links.values()):
+            for link in self._links.all():
                 self._hear(link)
                 if link.awaited:
                     has_freed |= self._collect(link)
@@ -409,8 +355,7 @@ class StreamSink(SinkTransport):
             self._completions.note(PeerGone(link.control_endpoint))
 
     def _drop_link(self, link: ReadLink, detail: str) -> None:
-        del self._links[link.control_endpoint]
-        self._watch()
+        self._links.drop(link)
         awaited = {wanted[0] for wanted in link.awaited.values() if wanted is not None}
         link.close()
         self._reads.lose(link, awaited, detail)

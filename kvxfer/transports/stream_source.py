@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import zmq
@@ -27,7 +27,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier
-from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
+from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
 from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
@@ -66,9 +66,6 @@ ASK_AGAIN_S = 0.05
 """After which a sink is asked for again where one has gone: ZeroMQ tells of that a moment before it
 refuses to send there. On two busy cores that moment was long enough for the question to be lost.
 """
-
-MakePipe = Callable[[LocalMemory, Config, Wake], Pipe]
-"""One end of a pipe for this rank's memory. Raises TransportUnavailable."""
 
 
 class StreamSource(SourceTransport):

@@ -25,11 +25,11 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
 from kvxfer.transports.nixl_pipe import NixlPipe
-from kvxfer.transports.pipe import Pipe
+from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
 from kvxfer.transports.stream_connections import Connection
 from kvxfer.transports.stream_sink import StreamSink
-from kvxfer.transports.stream_source import MakePipe, StreamSource
+from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.ucx_pipe import UcxPipe
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.conftest import HAS_CUDA
@@ -159,7 +159,7 @@ class LosesTheLastChunk(StreamSource):
 class WritesOneByteTooMuch(StreamSink):
     def _free(self, job: Any) -> None:
         super()._free(job)
-        self._memory.tensors[0][-1] = 0
+        self._contact._memory.tensors[0][-1] = 0
 
 
 class SaysDoneBeforeTheEnd(StreamSink):

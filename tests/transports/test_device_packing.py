@@ -188,7 +188,7 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
         monkeypatch.setattr(TrialGiver, "check", seen_check)
         # Both are in host memory; they and the manifest say otherwise
         on_device = SimpleNamespace(device=torch.device(sink_type))
-        monkeypatch.setattr(pair.sink, "_memory", on_device)
+        monkeypatch.setattr(vars(pair.sink)["_contact"], "_memory", on_device)
         monkeypatch.setattr(vars(pair.source)["_admission"], "_device_type", source_type)
         memories = tuple(
             msgspec.structs.replace(each, device="cpu" if source_type == "cpu" else "cuda:1")

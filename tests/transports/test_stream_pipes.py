@@ -20,6 +20,7 @@ from kvxfer.transfer.costs import Staging, WireCosts
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import (
     registry,
+    stream_contact,
     stream_link,
     stream_packing,
     stream_sink,
@@ -38,6 +39,7 @@ from kvxfer.transports.base import (
     Trial,
 )
 from kvxfer.transports.stream_link import Link
+from kvxfer.transports.stream_reads import ReadLink
 from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
@@ -93,9 +95,14 @@ def test_every_byte_comes_and_slots_come_back(pair: Pair, world: World) -> None:
 
 def _awaited(pair: Pair) -> dict[int, object]:
     """Slots of the pair's connection that were announced."""
+    return {**_link(pair).awaited}
+
+
+def _link(pair: Pair) -> ReadLink:
+    """The pair's connection."""
     assert isinstance(pair.sink, StreamSink)
-    (link,) = pair.sink._links.values()
-    return {**link.awaited}
+    (link,) = pair.sink._links.all()
+    return link
 
 
 def _one_at_a_time(world: World) -> None:
@@ -230,7 +237,7 @@ def test_what_a_source_tells_by_the_pipe_and_makes_no_sense_ends_the_connection(
     carrying[1].inbox.append(b"\xff")
     pair.until(lambda: pair.sink.counts["malformed"] == 1)
     _works(pair, 2)
-    link = _sink(pair)._links[pair.manifest.control_endpoint]
+    link = _link(pair)
     carrying[1].inbox.extend([b"\xff"] * link.slots.num_slots)
     pair.until(lambda: PeerGone(pair.manifest.control_endpoint) in pair.seen)
     _works(pair, 3)
@@ -257,7 +264,7 @@ def test_an_announcement_that_lies_there_when_the_connection_ends_counts(
     deadline_s = time.monotonic() + 5
     while not gave():
         assert time.monotonic() < deadline_s
-    sink._lose_link(sink._links[pair.manifest.control_endpoint], "gone")
+    sink._lose_link(_link(pair), "gone")
     assert isinstance(pair.end(key), ReadDone)
     assert pair.content() == pair.expected(move)
 
@@ -304,7 +311,7 @@ def test_what_came_before_the_end_of_the_connection_counts(
     assert isinstance(sink, StreamSink)
     world.is_held = True
     pair.start(key, move)
-    link = sink._links[pair.manifest.control_endpoint]
+    link = _link(pair)
     pair.until(lambda: bool(link.awaited))
     world.is_held = not comes
     sink._lose_link(link, "gone")
@@ -382,8 +389,8 @@ def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, kinds: set[str]
 ) -> None:
     measured = Trial(WireCosts(1e-5, CHUNK_S, 2e11), "a path", "a way")
-    monkeypatch.setattr(stream_sink, "try_ways", lambda *_: measured)
-    monkeypatch.setattr(type(pair.sink), "_device_types", lambda *_: kinds)
+    monkeypatch.setattr(stream_contact, "try_ways", lambda *_: measured)
+    monkeypatch.setattr(stream_contact.Contact, "_device_types", lambda *_: kinds)
     trial = pair.trial()
     assert (trial.path, trial.way, trial.costs.bytes_per_s) == ("a path", "a way", 2e11)
     if kinds == {"cpu"}:
@@ -395,7 +402,7 @@ def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(
     assert trial.costs.chunk_nbytes(nbytes, 1, 64 << 20) >= nbytes
     assert trial.costs.chunk_nbytes(8 * nbytes, 1, 64 << 20) == 64 << 20
     dear = Trial(WireCosts(1e-5, 1e-3, 2e11))
-    monkeypatch.setattr(stream_sink, "try_ways", lambda *_: dear)
+    monkeypatch.setattr(stream_contact, "try_ways", lambda *_: dear)
     assert pair.trial() == dear
 
 
