@@ -513,3 +513,12 @@ def test_headers_are_small_and_stable() -> None:
         "generation": 7,
     }
     assert np.frombuffer(encode(Credit((1, 2))), dtype=np.uint8).size < 32
+
+
+def test_a_trial_needs_no_room_in_the_staging_that_a_source_allows() -> None:
+    """Its slots are the trial's own, and go with it; settings are for what carries KV."""
+    pair = Pair(msgspec.structs.replace(ZMQ, staging_nbytes=64 << 10), ZMQ)
+    try:
+        assert pair.trial().costs.bytes_per_s > 0
+    finally:
+        pair.close()
