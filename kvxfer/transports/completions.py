@@ -26,7 +26,7 @@ class Completions(Generic[T]):
         self._wake()
 
     def note(self, completion: T) -> None:
-        """The same, in a poll, which takes it at its end."""
+        """The same, where a poll is under way, or comes anyway."""
         self._ready.append(completion)
 
     def since(self, number: int) -> Sequence[T]:
