@@ -10,9 +10,10 @@ source says by message.
 Theory of operation
 -------------------
 An entry is a state, the offer's nonce and the offer. The source writes OPEN after everything else
-of the entry, and OVER before anything of the offer may be freed: between the step of the session
-that ends it and the actions of that step. So a sink that has read the blocks and then sees OPEN
-beside its nonce knows that nothing was freed before it had read.
+of the entry, and OVER before anything of the offer may be freed: the engine's thread before it lets
+blocks go, the IO thread between the step of the session that ends the offer and the actions of that
+step. So a sink that has read the blocks and then sees OPEN beside its nonce knows that nothing was
+freed before it had read.
 
 The order of loads and stores is all that this rests on. x86-64 keeps stores in order and loads in
 order; other processors do not without a fence, which Python does not have, so only x86-64 has
@@ -75,7 +76,9 @@ def _view(tensor: Tensor) -> memoryview:
 
 
 class Board:
-    """The source's end. Raises OSError where there is no shared memory."""
+    """The source's end, for one thread at a time (:class:`~kvxfer.connector.ends.Ends` sees to it).
+    Raises OSError where there is no shared memory.
+    """
 
     def __init__(self) -> None:
         self._pool = SharedPool.create(NUM_SLOTS * SLOT_NBYTES)
@@ -122,10 +125,14 @@ class Board:
         if slot is not None:
             self._words[slot] = _OVER
 
-    def close(self) -> None:
-        """Every offer is over, and nobody can map the board any more."""
+    def end_all(self) -> None:
+        """Every offer that is shown is over."""
         for nonce in list(self._posted):
             self.end(nonce)
+
+    def close(self) -> None:
+        """Every offer is over, and nobody can map the board any more."""
+        self.end_all()
         self._words.release()
         self._bytes.release()
         self._pool.close()

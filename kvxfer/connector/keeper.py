@@ -19,12 +19,12 @@ from kvxfer.connector.peer_records import Failure
 from kvxfer.connector.peers import BACK_OFF_S, Peers
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.wire import Keep, OfferRef, Reason
+from kvxfer.transfer.wire import Keep, Reason
 
 MAX_OFFERS = 4096
-"""In one Keep: about 160 KB."""
-OFFER_NBYTES = 140
-"""The most that one offer takes in a Keep: two ids of up to 64 bytes."""
+"""In one Keep: about 360 KB."""
+OFFER_NBYTES = 270
+"""The most that one offer takes in a Keep: three ids and a digest of up to 64 bytes."""
 OWED_S = 2 * BACK_OFF_S
 """How long after a refusal an engine is told which offers it need not hold."""
 
@@ -66,7 +66,7 @@ class Keeper:
         if peer is None:
             self._tell_all(request_id, kept)
         else:  # also if a load in this very round has ended before: other ranks may still read
-            self._io.defer(partial(self._tell_ranks, peer, source.offer))
+            self._io.defer(partial(self._tell_ranks, peer, source))
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
         """Keep an offer at these source ranks, unless it is held at all of them already."""
@@ -117,31 +117,33 @@ class Keeper:
         if not self._kept:
             return
         self._start()  # first: what fails below must not end the keeping
-        offers: dict[tuple[Peer, RankId], list[OfferRef]] = {}
+        held: dict[tuple[Peer, RankId], list[SourceRef]] = {}
         for request_id, kept in list(self._kept.items()):
             peer = self._peers.known(kept.source)
             if peer is None:
                 self._io.guard(partial(self._tell_all, request_id, kept))
                 continue
             for rank in peer.ranks() if kept.ranks is None else kept.ranks:
-                offers.setdefault((peer, rank), []).append(kept.source.offer)
-        for (peer, rank), refs in offers.items():
-            self._io.guard(partial(self._tell, peer, rank, refs))
+                held.setdefault((peer, rank), []).append(kept.source)
+        for (peer, rank), sources in held.items():
+            self._io.guard(partial(self._tell, peer, rank, sources))
 
-    def _tell(self, peer: Peer, rank: RankId, refs: Sequence[OfferRef]) -> None:
+    def _tell(self, peer: Peer, rank: RankId, sources: Sequence[SourceRef]) -> None:
         num = max(1, min(MAX_OFFERS, self._config.control_max_nbytes // OFFER_NBYTES))
-        for lo in range(0, len(refs), num):
-            some = tuple(refs[lo : lo + num])
-            peer.send(rank, Keep(some, self._incarnation, self._config.lease_s))
+        for lo in range(0, len(sources), num):
+            some = sources[lo : lo + num]
+            offers = tuple(dict.fromkeys(source.offer for source in some))
+            digests = {source.offer.nonce: source.digest for source in some if source.digest}
+            peer.send(rank, Keep(offers, self._incarnation, self._config.lease_s, digests))
 
-    def _tell_ranks(self, peer: Peer, offer: OfferRef) -> None:
+    def _tell_ranks(self, peer: Peer, source: SourceRef) -> None:
         for rank in peer.ranks():
-            self._tell(peer, rank, (offer,))
+            self._tell(peer, rank, (source,))
 
     def _tell_all(self, request_id: str, kept: _Kept) -> None:
         def tell(peer: Peer) -> None:
             if self._kept.get(request_id) is kept:  # else it was given up meanwhile
-                self._tell_ranks(peer, kept.source.offer)
+                self._tell_ranks(peer, kept.source)
 
         self._peers.want(kept.source, needs_wire=False, ready=tell, failed=_leave_to_lease)
 

@@ -1,6 +1,7 @@
 """How long offers are kept. Runs on the IO thread.
 
-A lease begins when the offer opens. ``Keep`` extends it, never beyond ``max_hold_s`` after that. A
+A lease begins when the offer opens. ``Keep`` extends it to one lease from now, never beyond
+``max_hold_s`` after its beginning. A
 claim has a lease of its own, extended by whatever its sink engine says: the claim of an engine that
 fell silent is dropped, and the offer stays for others until its own lease ends.
 """
@@ -35,12 +36,16 @@ class Leases:
         self.extend(offer, self._config.lease_s)
 
     def heard(self, offer: GivenOffer, incarnation: bytes) -> None:
-        """A sink engine said something about the offer."""
-        offer.heard_s[incarnation] = self._io.now()
+        """A sink engine said something about the offer. Of one without a claim nothing is kept."""
+        if offer.session.snapshot.claim(incarnation) is not None:
+            offer.heard_s[incarnation] = self._io.now()
 
     def extend(self, offer: GivenOffer, lease_s: float) -> None:
-        """A Keep came. Before the offer opens there is no lease to extend."""
+        """A Keep came. Before the offer opens there is no lease to extend. What a Keep asks for is
+        bounded by this side's own lease: it comes again every ``keep_s``.
+        """
         if offer.opened_s:
+            lease_s = min(lease_s, self._config.lease_s)
             until_s = min(self._io.now() + lease_s, offer.opened_s + self._config.max_hold_s)
             offer.lease_until_s = max(offer.lease_until_s, until_s)
 

@@ -100,9 +100,8 @@ class LoadActions:
                 if self._is_in(load, source, RouteState.RELEASING):
                     self._release(load, peer, source)
             case SendCancel(source, reason):
-                consumer = self._addressing.consumer
-                cancel = Cancel(load.order.source.offer, consumer.incarnation, reason)
-                peer.send(source, cancel)
+                life, wanted = self._addressing.consumer.incarnation, load.order.source
+                peer.send(source, Cancel(wanted.offer, life, reason, wanted.digest))
             case FinishedRecving(reason):
                 self._report(load, reason)
             case _:

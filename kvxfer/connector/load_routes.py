@@ -119,7 +119,7 @@ def _make_run(
             offer=order.source.offer,
             consumer=consumer,
             claim=way.claim,
-            digest=order.digest,
+            digest=order.source.digest,
             transport=NULL_TRANSPORT,
             is_null=True,
         )
@@ -141,7 +141,7 @@ def _make_run(
         offer=order.source.offer,
         consumer=consumer,
         claim=way.claim,
-        digest=order.digest,
+        digest=order.source.digest,
         transport=way.choice.transport,
         classes=wanted if way.is_stream else (),
         chunk_nbytes=request.chunk_nbytes,

@@ -3,25 +3,36 @@
 Life: wanted (the offer is held at its source) -> handed to the workers -> ended; or wanted -> given
 up. An offer is asked for once: after an accept, a failure or a preemption the request computes by
 itself, or it would wait for ever.
+
+Requests may have the same offer: an HTTP request that was sent again, several samples of one
+prompt. The oldest of them loads; the others wait for its end. When it has loaded, they find in the
+prefix cache what it brought. When its tokens were not the offered ones, the next one has its turn.
+The source hears that the offer is not wanted when none of them wants it.
 """
 
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from kvxfer.connector.contract import RequestLike
 from kvxfer.connector.offers import frozen_ids
 from kvxfer.connector.records import AbortLoad, Hold, NewLoad, SourceRef, Unhold
 from kvxfer.transfer.tokens import digest_keys, token_digest
-from kvxfer.transfer.wire import Reason
+from kvxfer.transfer.wire import OfferRef, Reason
+
+REMEMBERED = 1 << 16
+"""Offers that were asked for and are not asked for again; about 200 bytes each."""
 
 
 class LoadState(enum.Enum):
     """Where a wanted load stands."""
 
-    WANTED = "wanted"  # held at the source, not yet allocated here
+    WANTED = "wanted"  # held at the source, not yet allocated here; may wait for another's load
     HANDED = "handed"  # given to the workers; they report it once
     ABORTED = "aborted"  # the same, and its request has ended meanwhile
     ENDED = "ended"  # accepted, failed or given up
@@ -29,13 +40,15 @@ class LoadState(enum.Enum):
 
 @dataclass(slots=True)
 class Load:
-    """One wanted load; ``num_local_tokens`` is what the engine last said that it has itself."""
+    """One wanted load; ``num_local_tokens`` is what the engine last said that it has itself.
+    ``is_spent``: another request has read the offer.
+    """
 
     source: SourceRef
-    digest: bytes
     num_usable_tokens: int
     state: LoadState = LoadState.WANTED
     num_local_tokens: int = 0
+    is_spent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,47 +65,76 @@ NO_LOADS = StepLoads()
 """What most steps say of them."""
 
 
+class AskedOffers:
+    """The last offers that were asked for."""
+
+    def __init__(self) -> None:
+        self._offers: OrderedDict[OfferRef, None] = OrderedDict()
+
+    def __contains__(self, offer: OfferRef) -> bool:
+        return offer in self._offers
+
+    def add(self, offer: OfferRef) -> None:
+        """Asked for; the oldest is forgotten in the end."""
+        self._offers[offer] = None
+        while len(self._offers) > REMEMBERED:
+            self._offers.popitem(last=False)
+
+    def forget(self, offer: OfferRef) -> None:
+        """It may be asked for again."""
+        self._offers.pop(offer, None)
+
+
 class LoadBook:
     """All wanted loads of an engine, in the scheduler's process."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, Load] = {}
+        self._users: dict[OfferRef, list[str]] = {}
+        self._asked = AskedOffers()
         self._loads: list[NewLoad] = []
         self._aborts: list[AbortLoad] = []
         self._holds: list[Hold] = []
         self._unholds: list[Unhold] = []
 
     def want(self, request: RequestLike, source: SourceRef) -> Reason | None:
-        """Hold the offer, or say why it cannot be for this prompt.
+        """Hold the offer, or say why it cannot be for this prompt, or not any more.
 
         Then the source is told nothing: the offer belongs to another request, which may still come.
         """
         if source.num_tokens > request.num_prompt_tokens:
             return Reason.TOKENS
+        if source.offer in self._asked and source.offer not in self._users:
+            return Reason.ENDED
+        source = _with_digest(request, source)
         self._by_id[request.request_id] = Load(
             source=source,
-            digest=token_digest(
-                request.prompt_token_ids[: source.num_tokens],
-                digest_keys(request, source.num_tokens),
-            ),
             # The last prompt token is always computed here, to sample from: its KV is never worth
             # moving.
             num_usable_tokens=min(source.num_tokens, request.num_prompt_tokens - 1),
         )
+        self._users.setdefault(source.offer, []).append(request.request_id)
         self._holds.append(Hold(request.request_id, source))
         return None
 
     def reject(self, request_id: str, source: SourceRef) -> None:
         """Its engine will never run the request that this offer was meant for."""
-        self._unholds.append(Unhold(request_id, source, Reason.CANCELLED))
+        if source.offer not in self._users and source.offer not in self._asked:
+            self._unholds.append(Unhold(request_id, source, Reason.CANCELLED))
 
-    def num_more_tokens(self, request_id: str, num_local_tokens: int) -> int:
-        """How many tokens beyond the local ones can be loaded. May be asked any number of times."""
+    def num_more_tokens(self, request_id: str, num_local_tokens: int) -> int | None:
+        """How many tokens beyond the local ones can be loaded; None: another request loads them.
+        May be asked any number of times.
+        """
         load = self._wanted(request_id)
         if load is None:
             return 0
         load.num_local_tokens = num_local_tokens
-        return max(0, load.num_usable_tokens - num_local_tokens)
+        if load.is_spent or num_local_tokens >= load.num_usable_tokens:
+            return 0
+        if self._users[load.source.offer][0] != request_id:
+            return None
+        return load.num_usable_tokens - num_local_tokens
 
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -104,8 +146,10 @@ class LoadBook:
         if load is None:
             return None
         if num_external_tokens == 0:
-            return self._give_up(request_id, load, Reason.LOCAL_HIT)
+            has_missed = load.is_spent and not load.num_local_tokens
+            return self._give_up(request_id, load, Reason.ENDED if has_missed else Reason.LOCAL_HIT)
         load.state = LoadState.HANDED
+        self._asked.add(load.source.offer)
         self._loads.append(
             NewLoad(
                 request_id=request_id,
@@ -113,7 +157,6 @@ class LoadBook:
                 token_lo=load.num_local_tokens,
                 token_hi=load.num_local_tokens + num_external_tokens,
                 block_ids=frozen_ids(block_ids),
-                digest=load.digest,
             )
         )
         return None
@@ -136,7 +179,14 @@ class LoadBook:
         if load.state is LoadState.ABORTED:
             del self._by_id[request_id]
         load.state = LoadState.ENDED
-        if failure is not None and failure != Reason.TOKENS:
+        if failure == Reason.TOKENS:
+            self._asked.forget(load.source.offer)
+            self._leave(request_id, load)
+            return True
+        for other in self._users.pop(load.source.offer, ()):
+            if other != request_id:
+                self._by_id[other].is_spent = True
+        if failure is not None:
             reason = Reason(failure) if failure in set(Reason) else Reason.CANCELLED
             self._unholds.append(Unhold(request_id, load.source, reason))
         return True
@@ -180,5 +230,23 @@ class LoadBook:
 
     def _give_up(self, request_id: str, load: Load, reason: Reason) -> Reason:
         load.state = LoadState.ENDED
-        self._unholds.append(Unhold(request_id, load.source, reason))
+        is_last = self._leave(request_id, load) and load.source.offer not in self._asked
+        self._unholds.append(Unhold(request_id, load.source, reason if is_last else None))
         return reason
+
+    def _leave(self, request_id: str, load: Load) -> bool:
+        """This request does not use its offer any more. Returns whether no other one does."""
+        users = self._users.get(load.source.offer, [])
+        if request_id in users:
+            users.remove(request_id)
+        if not users:
+            self._users.pop(load.source.offer, None)
+        return not users
+
+
+def _with_digest(request: RequestLike, source: SourceRef) -> SourceRef:
+    """The source with the digest of the offered tokens, as this request has them."""
+    digest = token_digest(
+        request.prompt_token_ids[: source.num_tokens], digest_keys(request, source.num_tokens)
+    )
+    return msgspec.structs.replace(source, digest=digest)

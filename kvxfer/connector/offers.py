@@ -119,7 +119,7 @@ class OfferBook:
                 return Finish(keep_blocks=True, offer=offer)
             reason = WINDOW_GONE
         # The workers may hold pulls on it: they end it first, then report finished_sending.
-        self._ended.append(EndOffer(request_id, Reason.ABORTED))
+        self._ended.append(EndOffer(request_id, offer.nonce, Reason.ABORTED))
         return Finish(keep_blocks=True, reason=reason)
 
     def _holds(self, offer: Offer, block_ids: Sequence[Sequence[int]]) -> bool:
@@ -153,7 +153,7 @@ class OfferBook:
         for request_id, offer in (*self._offers.items(), *self._forgotten.items()):
             if offer.nonce and not offer.is_reset:
                 offer.is_reset = True
-                self._ended.append(EndOffer(request_id, Reason.RESET))
+                self._ended.append(EndOffer(request_id, offer.nonce, Reason.RESET))
 
     def has_orders(self) -> bool:
         """Something waits for the next step's metadata."""
@@ -186,7 +186,7 @@ class OfferBook:
         for request_id in (*(scheduler_output.preempted_req_ids or ()), *resumed):
             offer = self._offers.get(request_id)
             if offer is not None and offer.nonce:
-                self._ended.append(EndOffer(request_id, Reason.PREEMPTED))
+                self._ended.append(EndOffer(request_id, offer.nonce, Reason.PREEMPTED))
                 self._offers[request_id] = Offer(offer.num_tokens, offer.digest)
                 self._computing.add(request_id)
 

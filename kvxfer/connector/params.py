@@ -1,8 +1,9 @@
 """``kv_transfer_params``: what travels with a request through routers and sidecars.
 
 The keys of the NIXL connector are kept, because routers forward them verbatim; ours stand under one
-key, ``kvxfer``. They are a hint and a freshness check, not a credential: block ids come only from a
-Grant.
+key, ``kvxfer``. They are a hint and a freshness check, not a credential for KV: block ids come only
+from a Grant. Who has them may keep the offer or give it up, by the digest of the tokens that stands
+in them; the nonce alone does neither.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.wire import OfferRef
 
 NONCE_NBYTES = 16
+DIGEST_NBYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class _Ours(msgspec.Struct, frozen=True):
     nonce: str
     tokens: int
     endpoint: str
+    digest: str = ""
 
 
 class _Outer(msgspec.Struct, frozen=True):
@@ -92,13 +95,14 @@ def _source(ours: _Ours, engine_id: str | None) -> SourceRef:
         endpoint=ours.endpoint,
         offer=OfferRef(_hex(ours.nonce, "nonce"), _hex(ours.incarnation, "incarnation")),
         num_tokens=ours.tokens,
+        digest=_hex(ours.digest, "digest", DIGEST_NBYTES) if ours.digest else b"",
     )
 
 
-def _hex(text: str, name: str) -> bytes:
+def _hex(text: str, name: str, nbytes: int = NONCE_NBYTES) -> bytes:
     raw = bytes.fromhex(text)
-    if len(raw) != NONCE_NBYTES:
-        raise ValueError(f"kvxfer.{name}: expected {NONCE_NBYTES} bytes in hex, got {len(raw)}")
+    if len(raw) != nbytes:
+        raise ValueError(f"kvxfer.{name}: expected {nbytes} bytes in hex, got {len(raw)}")
     return raw
 
 
@@ -129,5 +133,6 @@ def make_params(
             "nonce": source.offer.nonce.hex(),
             "tokens": source.num_tokens,
             "endpoint": source.endpoint,
+            "digest": source.digest.hex(),
         },
     }

@@ -283,7 +283,7 @@ class Peer:
     def cancel(self, source: SourceRef, reason: Reason) -> None:
         """Give an offer up at every rank."""
         if self.is_alive_as(source):
-            message = Cancel(source.offer, self._around.incarnation, reason)
+            message = Cancel(source.offer, self._around.incarnation, reason, source.digest)
             for rank in self.ranks():
                 self.send(rank, message)
 

@@ -17,6 +17,7 @@ from kvxfer.connector.access import KeyGuard
 from kvxfer.connector.board import Board
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
+from kvxfer.connector.ends import Ends
 from kvxfer.connector.io_thread import Call, IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
@@ -117,6 +118,7 @@ class RankService:
                 regions=regions,
                 board=board.handle if board is not None else None,
             )
+            self.ends = Ends(board)
             self.source = Source(
                 self.io,
                 config,
@@ -125,7 +127,7 @@ class RankService:
                 manifest=self.manifest,
                 transports=sources,
                 reply=self._server.send,
-                board=board,
+                ends=self.ends,
             )
             self._make_sink(config, sinks, can_leave_unhashed)
         except BaseException:
@@ -288,6 +290,7 @@ class RankService:
         """Break all offers, abort all loads, wait for what is in flight (bounded), give everything
         back.
         """
+        self.ends.end_all(Reason.SHUTDOWN)  # whatever the IO thread does
         drained = [threading.Event(), threading.Event()]
         self.io.post(lambda: self.sink.shutdown(Reason.SHUTDOWN, drained[0].set))
         self.io.post(lambda: self.source.shutdown(drained[1].set))

@@ -43,31 +43,31 @@ class EndOffer(msgspec.Struct, frozen=True):
     """The engine takes the blocks back: the offer must be over before they are reused."""
 
     request_id: str
+    nonce: bytes
     reason: Reason
 
 
 class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where an offer can be had: the front door of the source engine, and which offer. Parsed from
-    kv_transfer_params.
+    kv_transfer_params. ``digest``: of the offered tokens as this engine knows them; it goes with
+    whatever is said of the offer.
     """
 
     engine_id: str
     endpoint: str
     offer: OfferRef
     num_tokens: int
+    digest: bytes = b""
 
 
 class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks. ``digest``: over the
-    offered tokens as we know them.
-    """
+    """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks."""
 
     request_id: str
     source: SourceRef
     token_lo: int
     token_hi: int
     block_ids: GroupBlockIds
-    digest: bytes
 
 
 class AbortLoad(msgspec.Struct, frozen=True):
@@ -89,13 +89,13 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Unhold(msgspec.Struct, frozen=True):
-    """Not wanted any more and never handed to a worker as a load: rank 0 sends Cancel to every
-    source rank.
+    """Not wanted any more by this request. ``reason``: nor by another one of this engine, so rank 0
+    sends Cancel to every source rank; None: another one still uses the offer, or it has been read.
     """
 
     request_id: str
     source: SourceRef
-    reason: Reason
+    reason: Reason | None = None
 
 
 class ConnectorMetadata(msgspec.Struct, frozen=True):

@@ -149,24 +149,25 @@ class SchedulerConnector:
         if not self._may_load(request, source):
             return
         reason = self._loads.want(request, source)
-        if reason is not None:
-            self._count(
-                request,
-                reason,
-                f"{source.num_tokens} tokens offered, the prompt has {request.num_prompt_tokens}",
+        if reason is Reason.TOKENS:
+            detail = (
+                f"{source.num_tokens} tokens offered, the prompt has {request.num_prompt_tokens}"
             )
+            self._count(request, reason, detail)
+        elif reason is not None:
+            self._count(request, reason, "another request of this engine has read the offer")
 
     def get_num_new_matched_tokens(
         self, request: RequestLike, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the locally cached ones can be loaded, and whether that is
-        asynchronous.
+        asynchronous. None: another request loads them; ask again later.
 
         May be called any number of times; the last ``num_computed_tokens`` counts in
         update_state_after_alloc.
         """
         num_tokens = self._loads.num_more_tokens(request.request_id, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
@@ -294,6 +295,7 @@ class SchedulerConnector:
             endpoint=manifest.rank(RankId(0, 0)).control_endpoint,
             offer=OfferRef(offer.nonce, self._incarnation),
             num_tokens=offer.num_tokens,
+            digest=offer.digest,
         )
 
     def _count(self, request: RequestLike, reason: str, detail: str) -> None:

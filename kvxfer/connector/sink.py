@@ -28,11 +28,12 @@ from kvxfer.connector.load_routes import (
     ways_of,
     with_granted_ids,
 )
+from kvxfer.connector.loads import AskedOffers
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import AbortLoad, NewLoad
-from kvxfer.connector.sink_load import AskedOffers, Loads, SinkLoad, span_failure
+from kvxfer.connector.sink_load import Loads, SinkLoad, span_failure
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.session import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -18,9 +17,6 @@ from kvxfer.transfer.session import SinkEvent
 from kvxfer.transfer.sink_session import LoadSession
 from kvxfer.transfer.wire import OfferRef, Reason
 from kvxfer.transports.base import TransferKey
-
-REMEMBERED = 1 << 16
-"""Offers that were asked for and are not asked for again; about 200 bytes each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,26 +79,6 @@ def span_failure(order: NewLoad) -> Failure | None:
         f"tokens: expected a span within the offered {order.source.num_tokens}, "
         f"got [{order.token_lo}, {order.token_hi})",
     )
-
-
-class AskedOffers:
-    """The last offers that were asked for."""
-
-    def __init__(self) -> None:
-        self._offers: OrderedDict[OfferRef, None] = OrderedDict()
-
-    def __contains__(self, offer: OfferRef) -> bool:
-        return offer in self._offers
-
-    def add(self, offer: OfferRef) -> None:
-        """Asked for; the oldest is forgotten in the end."""
-        self._offers[offer] = None
-        while len(self._offers) > REMEMBERED:
-            self._offers.popitem(last=False)
-
-    def forget(self, offer: OfferRef) -> None:
-        """It may be asked for again."""
-        self._offers.pop(offer, None)
 
 
 class Loads:

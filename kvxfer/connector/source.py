@@ -15,8 +15,9 @@ from functools import partial
 from typing import assert_never
 
 from kvxfer.config import Config
-from kvxfer.connector.board import Board, Posted
+from kvxfer.connector.board import Posted
 from kvxfer.connector.draining import Draining
+from kvxfer.connector.ends import Ends
 from kvxfer.connector.given_offer import AskedPull, GivenOffer
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.leases import Leases
@@ -37,11 +38,10 @@ from kvxfer.transfer.session import (
     SourceEvent,
     Wire,
 )
-from kvxfer.transfer.source_session import OfferSession
+from kvxfer.transfer.source_session import OfferSession, events_due, knows_tokens
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import (
     Cancel,
-    Consumer,
     Keep,
     OfferRef,
     Pull,
@@ -64,7 +64,7 @@ class Source:
     Args:
         manifest: this rank's own; what a Pull asks for is looked up there.
         reply: sends an answer over the connection that a question came from.
-        board: where offers are shown to the sinks of this host; None: nowhere.
+        ends: what the engine has ended, and where open offers are shown to the sinks of this host.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class Source:
         manifest: RankManifest,
         transports: Mapping[str, SourceTransport],
         reply: Reply,
-        board: Board | None = None,
+        ends: Ends,
     ) -> None:
         self._io = io
         self._config = config
         self._ledger = ledger
-        self._board = board
+        self._ends = ends
         self._incarnation = incarnation
         self._resolver = PullResolver(manifest)
         self._transports = transports
@@ -143,20 +143,19 @@ class Source:
                 offer.is_delayed = True
                 self._leases.restart(offer)
 
-    def end(self, orders: Sequence[EndOffer], done: Callable[[], object]) -> None:
-        """Break these offers; ``done`` is called when nothing of them touches the pool any more."""
-        self._end_all(
-            [
-                (offer, order.reason)
-                for order in orders
-                if (offer := self._by_request.get(order.request_id)) is not None
-            ],
-            done,
-        )
+    def end(self, orders: Sequence[EndOffer]) -> None:
+        """Take in what the engine has ended (:class:`Ends`)."""
+        for order in orders:
+            offer = self._live.get(order.nonce)
+            if offer is not None:
+                self._break(offer, order.reason)
+            self._ends.forget(order.nonce)
 
     def shutdown(self, done: Callable[[], object]) -> None:
         """Break every offer, tell the consumers; ``done`` is called when all have drained."""
-        self._end_all([(offer, Reason.SHUTDOWN) for offer in self._live.values()], done)
+        for offer in list(self._live.values()):
+            self._break(offer, Reason.SHUTDOWN)
+        self._draining.wait(set(self._live), done)
 
     # -------------------------------------------------- messages and completions
 
@@ -197,13 +196,16 @@ class Source:
         except Refused as e:
             self._refuse(identity, pull, e.reason, str(e))
             return
-        self._identify(offer, pull.consumer, identity)
+        offer.identities[pull.consumer] = identity
         if offer.nonce in self._live:
             offer.pulls[pull.consumer] = AskedPull(pull, wire)
         self._step(offer, PullArrived(pull.consumer, frozenset(pull.claim), pull.digest, wire))
-        if not offer.session.serves(pull.consumer):
+        if offer.session.serves(pull.consumer):
+            self._leases.heard(offer, pull.consumer.incarnation)
+        else:
             # Refused: the next one from this rank may be another request's, and may be right.
             offer.pulls.pop(pull.consumer, None)
+            del offer.identities[pull.consumer]
 
     def _read(self, offer: GivenOffer, pull: Pull) -> Wire:
         """How a Pull will be served; looked into once for each consumer. Raises Refused."""
@@ -221,34 +223,40 @@ class Source:
             self._ledger.count(f"verdict.{offer.value}")
             self._reply(identity, Verdict(release.offer, release.consumer, False, offer))
             return
-        self._identify(offer, release.consumer, identity)
+        offer.identities[release.consumer] = identity
         self._step(offer, ReleaseArrived(release.consumer))
+        if offer.session.serves(release.consumer):
+            self._leases.heard(offer, release.consumer.incarnation)
+        else:  # whoever knows the nonce can invent consumers: nothing is kept of them
+            del offer.identities[release.consumer]
 
     def _on_cancel(self, cancel: Cancel) -> None:
         offer = self._find(cancel.offer)
         if isinstance(offer, Reason):
             self._ledger.count(f"cancel.{offer.value}")
             return
-        self._leases.heard(offer, cancel.incarnation)
-        self._step(offer, CancelArrived(cancel.incarnation, cancel.reason))
+        if not knows_tokens(offer.session.snapshot, cancel.incarnation, cancel.digest):
+            self._ledger.count("cancel.not_granted")
+            return
+        self._step(offer, CancelArrived(cancel.incarnation, cancel.reason, cancel.digest))
 
     def _on_keep(self, ref: OfferRef, keep: Keep) -> None:
         offer = self._find(ref)
         if isinstance(offer, Reason):
             self._ledger.count(f"keep.{offer.value}")
-        elif offer.nonce in self._live:
+        elif offer.nonce not in self._live:
+            self._ledger.count("keep.ended")
+        elif knows_tokens(
+            offer.session.snapshot, keep.incarnation, keep.digests.get(ref.nonce, b"")
+        ):
             self._leases.heard(offer, keep.incarnation)
             self._leases.extend(offer, keep.lease_s)
         else:
-            self._ledger.count("keep.ended")
+            self._ledger.count("keep.not_granted")
 
     def _refuse(self, identity: bytes, pull: Pull, reason: Reason, detail: str) -> None:
         self._ledger.count(f"refused.{reason.value}")
         self._reply(identity, Refuse(pull.offer, pull.consumer, reason, detail))
-
-    def _identify(self, offer: GivenOffer, consumer: Consumer, identity: bytes) -> None:
-        offer.identities[consumer] = identity
-        self._leases.heard(offer, consumer.incarnation)
 
     # -------------------------------------------------- sessions
 
@@ -257,28 +265,29 @@ class Source:
         the offer's state does not allow. An action that fails breaks the offer; the others are
         performed all the same.
         """
-        has_failed = False
-        actions = offer.session.step(event)
-        self._show(offer, posted)
-        for action in actions:
-            try:
-                self._actions.perform(offer, action)
-            except Exception:  # noqa: BLE001  # the last action gives the blocks back
-                _log.exception("request %s: %s failed", offer.request_id, action)
-                self._ledger.count("offers.unforeseen")
-                has_failed = True
-        if has_failed:
-            self._break(offer, Reason.PLAN)
+        ended = self._ends.reason(offer.nonce)
+        for due in events_due(offer.session.snapshot, event, ended):
+            has_failed = False
+            actions = offer.session.step(due)
+            self._show(offer, posted)
+            for action in actions:
+                try:
+                    self._actions.perform(offer, action)
+                except Exception:  # noqa: BLE001  # the last action gives the blocks back
+                    _log.exception("request %s: %s failed", offer.request_id, action)
+                    self._ledger.count("offers.unforeseen")
+                    has_failed = True
+            if has_failed:
+                self._break(offer, Reason.PLAN)
 
     def _show(self, offer: GivenOffer, posted: Posted | None) -> None:
         """On the board, before anybody is told of its opening, and anything freed at its end."""
-        if self._board is None:
-            return
         if offer.state is not OfferState.OPEN:
-            self._board.end(offer.nonce)
+            self._ends.hide(offer.nonce)
         elif posted is not None:
-            is_posted = self._board.post(offer.nonce, posted)
-            self._ledger.count("board.posted" if is_posted else "board.full")
+            is_shown = self._ends.show(offer.nonce, posted)
+            if is_shown is not None:
+                self._ledger.count("board.posted" if is_shown else "board.full")
 
     def _break(self, offer: GivenOffer, reason: Reason) -> None:
         """Whatever state it is in, it is not valid after this."""
@@ -287,8 +296,7 @@ class Source:
         except Exception:  # noqa: BLE001  # the others go on
             _log.exception("request %s: its offer cannot be broken", offer.request_id)
             self._ledger.count("offers.unforeseen")
-            if self._board is not None:
-                self._board.end(offer.nonce)
+            self._ends.hide(offer.nonce)
             if offer.state in (OfferState.PENDING, OfferState.OPEN):
                 self._live.pop(offer.nonce, None)  # unknown from now on: no verdict is valid
 
@@ -302,13 +310,6 @@ class Source:
         posted = Posted(offer.session.snapshot.digest, offer.num_tokens, block_ids)
         self._step(offer, ReadyCompleted(), posted)
         self._leases.watch(offer)
-
-    def _end_all(
-        self, ends: Sequence[tuple[GivenOffer, Reason]], done: Callable[[], object]
-    ) -> None:
-        for offer, reason in ends:
-            self._break(offer, reason)
-        self._draining.wait({o.nonce for o, _ in ends if o.nonce in self._live}, done)
 
     def _finish(self, offer: GivenOffer, reason: Reason | None) -> None:
         """Over and drained: report it if its blocks are kept for it, remember how it answers."""

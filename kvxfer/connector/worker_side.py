@@ -3,14 +3,14 @@ for a peer.
 
 Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
 translation. Orders go to the IO thread; what has ended comes back through
-:class:`~kvxfer.connector.ledger.Ledger`. The one call that waits is for an offer to be over before
-its blocks are used again, and that wait is for this rank's own copies only.
+:class:`~kvxfer.connector.ledger.Ledger`. No call waits. An offer whose blocks are taken back is
+over at once, in memory that the IO thread and the sinks look at
+(:class:`~kvxfer.connector.ends.Ends`).
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -33,9 +33,6 @@ from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transports.base import LocalMemory
-
-BREAK_S = 5.0
-"""The longest wait for an offer to be over and drained: a running job ends within about 10 ms."""
 
 HOST = torch.device("cpu")
 
@@ -143,18 +140,17 @@ class WorkerConnector:
     # -------------------------------------------------- one step
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """First call of a step: every offer whose blocks are taken back is over and drained
-        when this returns.
+        """First call of a step: every offer whose blocks are taken back is over when this
+        returns, whatever the IO thread does. A copy of such blocks may still run, and is thrown
+        away.
         """
         if not metadata.ended or metadata is self._ended:
             return
         self._ended = metadata
-        service, over = self._running(), threading.Event()
-        service.io.post(lambda: service.source.end(metadata.ended, over.set))
-        if not over.wait(BREAK_S):
-            names = ", ".join(order.request_id for order in metadata.ended)
-            _log.error("offers of %s: expected to be over within %s s, and are not", names, BREAK_S)
-            self._ledger.count("offers.undrained")
+        service = self._running()
+        for order in metadata.ended:
+            service.ends.end(order.nonce, order.reason)
+        service.io.post(partial(service.source.end, metadata.ended))
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         """Take this step's orders; what must happen before blocks are used again has happened
@@ -180,7 +176,8 @@ class WorkerConnector:
                 orders.append(partial(service.keeper.hold, hold.request_id, hold.source))
             for unhold in metadata.unholds:
                 orders.append(partial(service.keeper.release, unhold.request_id))
-                orders.append(partial(service.keeper.cancel, unhold.source, unhold.reason))
+                if unhold.reason is not None:
+                    orders.append(partial(service.keeper.cancel, unhold.source, unhold.reason))
         if metadata.loads:
             self._orders = orders  # with the loads: to be woken twice would take longer
         elif orders:

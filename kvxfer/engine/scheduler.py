@@ -167,16 +167,21 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
+        """The oldest first; one that waits for another's load lets others pass."""
         self._is_blocked = False
-        while self._waiting:
+        for request in list(self._waiting):
             num_live = len(self._running) + len(self._loading)
-            if num_live >= self._config.max_num_seqs or not self._admit_one(self._waiting[0]):
-                self._is_blocked = True
-                return
-            self._waiting.popleft()
+            if num_live >= self._config.max_num_seqs:
+                break
+            hit, num_external = self._find(request)
+            if num_external is None:
+                continue
+            if not self._admit_one(request, hit, num_external):
+                break
+            self._waiting.remove(request)
+        self._is_blocked = bool(self._waiting)
 
-    def _admit_one(self, request: Request) -> bool:
-        hit, num_external = self._find(request)
+    def _admit_one(self, request: Request, hit: CacheHit, num_external: int) -> bool:
         if not self._blocks.admit(request, hit, num_external):
             return False
         request.num_cached_tokens = request.num_computed_tokens = hit.num_tokens
@@ -193,8 +198,10 @@ class Scheduler:
             self._run(request)
         return True
 
-    def _find(self, request: Request) -> tuple[CacheHit, int]:
-        """What is cached here of the prompt, and how many tokens after it a load can bring."""
+    def _find(self, request: Request) -> tuple[CacheHit, int | None]:
+        """What is cached here of the prompt, and how many tokens after it a load can bring; None:
+        another request's load brings them.
+        """
         hit = self._blocks.find_hit(request, request.num_prompt_tokens)
         if hit.num_tokens < request.num_prompt_tokens:
             return hit, self._num_external_tokens(request, hit.num_tokens)
@@ -205,14 +212,13 @@ class Scheduler:
             return hit, 0  # the last block is computed again: nothing is worth moving
         return hit, self._num_external_tokens(request, hit.num_tokens)
 
-    def _num_external_tokens(self, request: Request, num_hit_tokens: int) -> int:
+    def _num_external_tokens(self, request: Request, num_hit_tokens: int) -> int | None:
         """How many tokens after the hit the connector can load. The last number asked with is the
         one it goes by.
         """
         if self._connector is None:
             return 0
-        found, _ = self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
-        return found or 0
+        return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)[0]
 
     def _run(self, request: Request) -> None:
         request.status = Status.RUNNING
@@ -236,6 +242,7 @@ class Scheduler:
         failed = output.failed_recving or {}
         incomplete = output.incomplete_blocks or {}
         for request_id in output.finished_recving or ():
+            self._is_blocked = False  # another request may have waited for it
             if request_id in self._draining_loads:
                 self._draining_loads.remove(request_id)
                 self._forget(request_id)

@@ -51,10 +51,13 @@ class ReleaseArrived:
 
 @dataclass(frozen=True, slots=True)
 class CancelArrived:
-    """A sink engine gave up; ``reason`` is counted."""
+    """A sink engine gave up; ``reason`` is counted. ``digest``: of the offered tokens, as it knows
+    them.
+    """
 
     incarnation: bytes
     reason: Reason
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

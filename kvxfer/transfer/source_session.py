@@ -24,7 +24,8 @@ final, nothing re-opens a nonce::
 3. An engine that cancels, is lost, or loses its wire is *gone* for this offer: its claim is
    dropped, its streams are stopped, its later Pulls are refused and its later Releases are invalid.
    A complete claim is not lost with its engine. The last claim that is cancelled breaks the offer;
-   one that is lost leaves it to the lease. At most 64 engine lives claim or cancel one offer, for
+   one that is lost leaves it to the lease. A Cancel without a claim counts where it has the offer's
+   digest, as a Pull must have it. At most 64 engine lives claim or cancel one offer, for
    at most 4096 consumers; the Pulls beyond are refused.
 4. On stream wires a chunk leaves only if the offer is OPEN and the claim lives when its pack has
    completed. So each sent chunk is valid, and ``StreamSent`` is a valid verdict without a Release.
@@ -227,7 +228,16 @@ def _drop_claim(offer: OfferSnapshot, incarnation: bytes, reason: Reason) -> Ste
     return replace(offer, claims=claims, gone=(*offer.gone, Gone(incarnation, reason))), actions
 
 
+def knows_tokens(offer: OfferSnapshot, incarnation: bytes, digest: bytes) -> bool:
+    """Whether a sink engine has been granted the offer, or would be: it has a claim, or says the
+    offer's digest. The nonce alone proves nothing; routers and logs see it.
+    """
+    return offer.claim(incarnation) is not None or offer.digest in (None, digest)
+
+
 def _cancel(offer: OfferSnapshot, event: CancelArrived) -> Step:
+    if not knows_tokens(offer, event.incarnation, event.digest):
+        return offer, []
     offer, actions = _drop_claim(offer, event.incarnation, event.reason)
     if not offer.claims:
         return replace(offer, state=OfferState.BROKEN, reason=event.reason), actions
@@ -338,6 +348,19 @@ TABLE: Mapping[tuple[OfferState, type], Handler] = {
 
 _FINAL = (OfferState.DONE, OfferState.BROKEN)
 _BUSY = (StreamState.RUNNING, StreamState.STOPPING)
+
+
+def events_due(
+    offer: OfferSnapshot, event: SourceEvent, ended: Reason | None
+) -> tuple[SourceEvent, ...]:
+    """What a source takes in, in this order, where it has heard ``event``.
+
+    ``ended``: why the engine has ended the offer, None if it has not; read after the event came.
+    The engine lets blocks go as soon as it has written that, so its end comes before all else.
+    """
+    if ended is None or offer.state in _FINAL:
+        return (event,)
+    return (Break(ended), event)
 
 
 class OfferSession:

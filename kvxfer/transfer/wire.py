@@ -147,27 +147,31 @@ class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
     reason: Reason | None = None
 
 
-class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True):
     """A sink engine gives an offer up: aborted, failed, or nothing needed.
 
-    Ends its claim, and the offer with the last claim.
+    Ends its claim, and the offer with the last claim. ``digest``: as in a Pull; without a claim a
+    Cancel counts only with it.
     """
 
     offer: OfferRef
     incarnation: Id
     reason: Reason
+    digest: Digest = b""
 
 
-class Keep(msgspec.Struct, frozen=True, tag="keep"):
+class Keep(msgspec.Struct, frozen=True, tag="keep", omit_defaults=True):
     """Extend the leases of these offers by a duration from now; a sign of life of the sink engine.
 
     Sent to the front door for many offers at once, perhaps of more than one life of the source: the
-    receiver looks each one up by its whole reference.
+    receiver looks each one up by its whole reference. ``digests``: by nonce, as in a Pull; without
+    a claim a Keep counts only with it.
     """
 
     offers: tuple[OfferRef, ...]
     incarnation: Id
     lease_s: Seconds
+    digests: dict[Id, Digest] = {}
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):

@@ -101,6 +101,7 @@ class Engine:
         self.results: list[Results] = []
         self.stats = KVConnectorStats()
         self.expected_io_errors = 0
+        self.nonces: dict[str, bytes] = {}
         rng = np.random.default_rng(7)
         for entry in base.ranks:
             regions, nbytes = build_regions(shape, entry.rank)
@@ -192,12 +193,14 @@ class Engine:
             num_tokens=num_tokens,
             digest=digest,
         )
+        self.nonces[request_id] = order.nonce
         self.step(ConnectorMetadata(offers=(order,), blocks=(OfferBlocks(request_id, table),)))
         return SourceRef(
             engine_id=self.engine_id,
             endpoint=self.endpoint,
             offer=OfferRef(order.nonce, self.incarnation),
             num_tokens=num_tokens,
+            digest=digest,
         )
 
     def compute(self, *request_ids: str) -> None:
@@ -206,7 +209,11 @@ class Engine:
         self.step(ConnectorMetadata(delayed=request_ids))
 
     def end(self, request_id: str, reason: Reason = Reason.ABORTED) -> None:
-        self.step(ConnectorMetadata(ended=(EndOffer(request_id, reason),)))
+        self.step(ConnectorMetadata(ended=(self.end_of(request_id, reason),)))
+
+    def end_of(self, request_id: str, reason: Reason = Reason.ABORTED) -> EndOffer:
+        """The order that ends the request's last offer."""
+        return EndOffer(request_id, self.nonces[request_id], reason)
 
     def sent(self, request_id: str) -> bool:
         """Every rank has said so, once."""
@@ -242,11 +249,10 @@ class Engine:
         """The same with a block table of several groups."""
         order = NewLoad(
             request_id=request_id,
-            source=source,
+            source=msgspec.structs.replace(source, digest=digest),
             token_lo=span[0],
             token_hi=span[1],
             block_ids=table,
-            digest=digest,
         )
         holds = (Hold(request_id, source),) if hold else ()
         self.step(ConnectorMetadata(loads=(order,), holds=holds))

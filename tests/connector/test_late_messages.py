@@ -29,7 +29,7 @@ from kvxfer.transfer.wire import Cancel, Hello, Keep, OfferRef, Ping, Reason, To
 from kvxfer.transports.base import ReadBroke, ReadDone, SinkCompletion
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, POISON, Engine, expect_copied, until
+from tests.connector.rig import POISON, Engine, expect_copied, until
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -124,7 +124,6 @@ def order_of(name: str, ref: SourceRef) -> NewLoad:
         token_lo=0,
         token_hi=64,
         block_ids=(tuple(range(4)),),
-        digest=DIGEST,
     )
 
 
@@ -241,7 +240,7 @@ def test_what_was_deferred_leaves_before_the_connection_ends(
 ) -> None:
     ref = offered(source, "p")
     peer, service = peer_of(sink), service_of(sink)
-    cancel = Cancel(ref.offer, sink.incarnation, Reason.LOCAL_HIT)
+    cancel = Cancel(ref.offer, sink.incarnation, Reason.LOCAL_HIT, ref.digest)
     service.io.post(
         partial(peer.send_later, ZERO, cancel),
         partial(peer.end, Failure(Reason.SHUTDOWN, "the test says so")),

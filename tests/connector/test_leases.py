@@ -76,7 +76,6 @@ def test_an_abort_in_the_step_of_the_load() -> None:
             token_lo=0,
             token_hi=16,
             block_ids=((3,),),
-            digest=DIGEST,
         )
         sink.step(ConnectorMetadata(loads=(load,), aborts=(AbortLoad("d", Reason.CANCELLED),)))
         until(lambda: sink.received("d"))

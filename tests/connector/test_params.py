@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params, parse_params
@@ -16,6 +17,7 @@ SOURCE = SourceRef(
     endpoint="tcp://10.0.0.7:5700",
     offer=OfferRef(bytes(range(16)), bytes(range(16, 32))),
     num_tokens=77,
+    digest=bytes(range(32)),
 )
 
 
@@ -43,12 +45,19 @@ def test_made_params_are_the_fields_that_routers_know() -> None:
             "nonce": "000102030405060708090a0b0c0d0e0f",
             "tokens": 77,
             "endpoint": "tcp://10.0.0.7:5700",
+            "digest": "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
         },
     }
 
 
 def test_made_params_parse_back() -> None:
     assert parse_params(json.loads(json.dumps(params()))) == LoadWanted(SOURCE)
+
+
+def test_params_without_a_digest_are_an_older_source_s() -> None:
+    raw = params()
+    del raw["kvxfer"]["digest"]
+    assert parse_params(raw) == LoadWanted(msgspec.structs.replace(SOURCE, digest=b""))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +83,7 @@ def test_kinds(raw: dict[str, Any] | None, expected: object) -> None:
         ({"do_remote_decode": "yes"}, "do_remote_decode"),
         (params(nonce="00"), "nonce: expected 16 bytes in hex, got 1"),
         (params(nonce="zz"), "fromhex"),
+        (params(digest="00"), "digest: expected 32 bytes in hex, got 1"),
         (params(incarnation=7), "incarnation"),
         (params(endpoint="http://10.0.0.7:80"), "expected tcp://host:port"),
         (params(endpoint="tcp://10.0.0.7"), "expected tcp://host:port"),

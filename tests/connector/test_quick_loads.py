@@ -133,9 +133,7 @@ class Two:
 
 def load_of(name: str, source: SourceRef, ids: tuple[int, ...]) -> NewLoad:
     """The order for all of an offer's tokens."""
-    return NewLoad(
-        request_id=name, source=source, token_lo=0, token_hi=32, block_ids=(ids,), digest=DIGEST
-    )
+    return NewLoad(request_id=name, source=source, token_lo=0, token_hi=32, block_ids=(ids,))
 
 
 def engines(wire: str = "cuda_ipc", shape: EngineShape = SHAPE, **settings: Any) -> Any:
@@ -358,7 +356,7 @@ def test_what_a_step_has_besides_loads_goes_to_the_io_thread() -> None:
         holds=(Hold("d", source),),
         unholds=(Unhold("d", source, Reason.CANCELLED),),
         computed=("p",),
-        ended=(EndOffer("p", Reason.ABORTED),),
+        ended=(EndOffer("p", b"", Reason.ABORTED),),
     )
     assert quick.has_only_loads
     offer = NewOffer(request_id="p", nonce=b"", num_tokens=1, digest=DIGEST)

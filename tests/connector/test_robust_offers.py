@@ -210,10 +210,8 @@ def test_the_engine_goes_on_when_an_offer_cannot_be_broken(
                 patch.setattr(OfferSession, "step", fail_step)
             else:
                 patch.setattr(OfferActions, "perform", fail_perform)
-            started_s = time.perf_counter()
             source.end("p")
-            assert time.perf_counter() - started_s < 1.0
-        assert source.count("offers.unforeseen") > 0
+            until(lambda: source.count("offers.unforeseen"))
         dealer.send(encode(_pull(source, ref, wire="shm")))
         assert isinstance(_answer(dealer), Refuse)
 

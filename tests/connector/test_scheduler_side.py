@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace as Bag
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvxfer.config import Config
@@ -40,13 +41,14 @@ FACTS = CacheFacts(
     head_size=64,
     num_layers=2,
 )
+PROMPT = tuple(range(40))
 SOURCE = SourceRef(
     engine_id="p",
     endpoint="tcp://127.0.0.1:5700",
     offer=OfferRef(b"n" * 16, b"s" * 16),
     num_tokens=40,
+    digest=token_digest(PROMPT),
 )
-PROMPT = tuple(range(40))
 
 
 @dataclass
@@ -120,10 +122,16 @@ def step(
     )
 
 
-def wanting(**kwargs: Any) -> Request:
+def wanting(nonce: bytes = SOURCE.offer.nonce, **kwargs: Any) -> Request:
     """A decode request."""
-    params = make_params(SOURCE, request_id="x", number=1, tp_size=1, pp_size=1)
+    source = msgspec.structs.replace(SOURCE, offer=OfferRef(nonce, SOURCE.offer.incarnation))
+    params = make_params(source, request_id="x", number=1, tp_size=1, pp_size=1)
     return Request(kv_transfer_params=params, **kwargs)
+
+
+def ends_of(metadata: ConnectorMetadata) -> dict[str, Reason]:
+    """Which offers end with this step, and why."""
+    return {order.request_id: order.reason for order in metadata.ended}
 
 
 def offering(**kwargs: Any) -> Request:
@@ -157,6 +165,7 @@ def test_an_offer_is_minted_grows_and_is_computed_in_chunks() -> None:
         "nonce": offer.nonce.hex(),
         "tokens": 40,
         "endpoint": "tcp://127.0.0.1:5999",
+        "digest": token_digest(PROMPT).hex(),
     }
     assert c.has_orders()
     assert c.build_connector_meta(step()) == ConnectorMetadata(delayed=("r",))
@@ -173,10 +182,10 @@ def test_blocks_after_the_offered_tokens_are_not_told() -> None:
 def test_an_aborted_offer_ends_before_its_blocks_come_back() -> None:
     c = connector()
     c.on_new_request(offering())
-    c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
+    told = c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
     assert c.request_finished(offering(status="FINISHED_ABORTED"), [3, 4]) == (True, None)
     assert c.build_connector_meta(step()) == ConnectorMetadata(
-        ended=(EndOffer("r", Reason.ABORTED),), delayed=("r",)
+        ended=(EndOffer("r", told.offers[0].nonce, Reason.ABORTED),), delayed=("r",)
     )
 
 
@@ -186,7 +195,7 @@ def test_a_computed_offer_of_a_request_that_failed_is_taken_back(status: str) ->
     c.on_new_request(offering())
     c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
     assert c.request_finished(offering(status=status), [3, 4, 5]) == (True, None)
-    assert c.build_connector_meta(step()).ended == (EndOffer("r", Reason.ABORTED),)
+    assert ends_of(c.build_connector_meta(step())) == {"r": Reason.ABORTED}
 
 
 def test_an_offer_that_no_worker_knows_needs_nothing() -> None:
@@ -201,7 +210,9 @@ def test_a_preempted_offer_dies_and_gets_a_new_nonce() -> None:
     c.on_new_request(offering())
     first = c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
     gone = c.build_connector_meta(step(preempted=frozenset({"r"})))
-    assert gone == ConnectorMetadata(ended=(EndOffer("r", Reason.PREEMPTED),))
+    assert gone == ConnectorMetadata(
+        ended=(EndOffer("r", first.offers[0].nonce, Reason.PREEMPTED),)
+    )
     again = c.build_connector_meta(
         step(cached=(("r", [7, 8, 9], 0),), counts={"r": 40}, resumed=frozenset({"r"}))
     )
@@ -215,7 +226,7 @@ def test_reset_cache_breaks_every_offer() -> None:
     c.on_new_request(offering())
     c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
     assert c.reset_cache()
-    assert c.build_connector_meta(step()).ended == (EndOffer("r", Reason.RESET),)
+    assert ends_of(c.build_connector_meta(step())) == {"r": Reason.RESET}
     assert c.request_finished(offering(), [3, 4, 5]) == (True, None)  # it is over: not told
     assert c.build_connector_meta(step()) == ConnectorMetadata(delayed=("r",))
 
@@ -237,7 +248,7 @@ def test_a_forgotten_request_is_offered_until_it_is_sent() -> None:
     assert stats is not None
     assert stats.reasons == {"id_in_use": 1}
     c.reset_cache()
-    assert c.build_connector_meta(step()).ended == (EndOffer("r", Reason.RESET),)
+    assert ends_of(c.build_connector_meta(step())) == {"r": Reason.RESET}
     c.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
     c.on_new_request(offering())
     new = c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
@@ -255,7 +266,7 @@ def test_an_offer_without_the_blocks_that_it_named_is_not_told() -> None:
     assert (keep, params is not None) == (True, True)
     assert c.request_finished(offering(request_id="less"), [-1, 7, 8]) == (True, None)
     orders = c.build_connector_meta(step())
-    assert orders.ended == (EndOffer("less", Reason.ABORTED),)
+    assert ends_of(orders) == {"less": Reason.ABORTED}
     assert orders.delayed == ("whole", "less")
     stats = c.get_kv_connector_stats()
     assert stats is not None
@@ -269,7 +280,7 @@ def test_a_preemption_that_is_told_only_when_the_request_comes_back() -> None:
     again = c.build_connector_meta(
         step(cached=(("r", [7, 8, 9], 0),), counts={"r": 40}, resumed=frozenset({"r"}))
     )
-    assert again.ended == (EndOffer("r", Reason.PREEMPTED),)
+    assert again.ended == (EndOffer("r", first.offers[0].nonce, Reason.PREEMPTED),)
     assert again.offers[0].nonce != first.offers[0].nonce
     assert again.computed == ("r",)
 
@@ -306,7 +317,6 @@ def test_a_load_is_held_then_handed_over_and_never_asked_for_again() -> None:
         token_lo=16,
         token_hi=39,  # the last prompt token is computed here
         block_ids=((5, 6, 7),),
-        digest=token_digest(PROMPT),
     )
     assert c.build_connector_meta(step()) == ConnectorMetadata(loads=(load,))
     c.update_state_after_alloc(request, Blocks([5, 6, 7]), 0)  # the second call of async loads
@@ -326,7 +336,7 @@ def test_an_adapter_is_part_of_what_is_offered_and_wanted() -> None:
         assert c.get_num_new_matched_tokens(wanted, 16) == (23, True)
         c.update_state_after_alloc(wanted, Blocks([5, 6, 7]), 23)
         told = c.build_connector_meta(step(new=(("s", [3, 4], 0),), counts={"s": 32}))
-        return told.offers[0].digest, told.loads[0].digest
+        return told.offers[0].digest, told.loads[0].source.digest
 
     poet = token_digest(PROMPT, (("lora", "poet"),))
     assert digests("poet", "/a") == digests("poet", "/b") == (poet, poet)
@@ -388,7 +398,7 @@ def test_fewer_tokens_offered_than_the_prompt_has_are_all_loaded() -> None:
     assert c.get_num_new_matched_tokens(request, 16) == (24, True)
     c.update_state_after_alloc(request, Blocks([5, 6, 7]), 24)
     (load,) = c.build_connector_meta(step()).loads
-    assert (load.token_lo, load.token_hi, load.digest) == (16, 40, token_digest(PROMPT))
+    assert (load.token_lo, load.token_hi, load.source.digest) == (16, 40, token_digest(PROMPT))
 
 
 @pytest.mark.parametrize(
@@ -459,9 +469,9 @@ def test_a_failed_load_is_given_up_at_every_source_rank(
     assert c.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
-def handed(c: SchedulerConnector, **kwargs: Any) -> Request:
+def handed(c: SchedulerConnector, nonce: bytes = SOURCE.offer.nonce, **kwargs: Any) -> Request:
     """A request whose load is with the workers."""
-    request = wanting(**kwargs)
+    request = wanting(nonce, **kwargs)
     c.on_new_request(request)
     c.get_num_new_matched_tokens(request, 0)
     c.update_state_after_alloc(request, Blocks([5, 6, 7]), 39)
@@ -472,7 +482,7 @@ def handed(c: SchedulerConnector, **kwargs: Any) -> Request:
 def test_loads_are_counted_and_failures_by_their_reason() -> None:
     c = connector()
     for name in ("a", "b", "f"):
-        handed(c, request_id=name)
+        handed(c, name.encode() * 16, request_id=name)
     c.update_connector_output(
         KVConnectorOutput(finished_recving={"a", "b", "f"}, failed_recving={"f": "peer_lost"})
     )

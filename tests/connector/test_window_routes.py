@@ -185,7 +185,6 @@ def test_every_pair_moves_what_a_simulation_says(
         token_lo=lo,
         token_hi=hi,
         block_ids=taken_ids,
-        digest=b"",
     )
     incomplete = {(group, m.position) for group, m in enumerate(moves) if isinstance(m, Clipped)}
     for taker in sink.ranks:
@@ -219,7 +218,6 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
         token_lo=0,
         token_hi=18,
         block_ids=((-1, 5, 3),),
-        digest=b"",
     )
     addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
     ways = ways_of(peer_of(plan, source, rank, "zmq"), addressing)
@@ -237,7 +235,6 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
                 token_lo=0,
                 token_hi=18,
                 block_ids=((4, -1, 3),),
-                digest=b"",
             ),
             ways,
             addressing,

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from typing import Any
 
 import msgspec
 import pytest
 
-from kvxfer.connector import rank_service
 from kvxfer.connector.records import (
     ConnectorMetadata,
-    EndOffer,
     SourceRef,
 )
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.errors import ConfigError
-from kvxfer.tensors import strided_copy
 from kvxfer.transfer.wire import (
     OfferRef,
     Reason,
 )
-from kvxfer.transports import stream_packing
 from tests.builders import EngineShape
-from tests.connector.rig import HOST_WIRES, POISON, WIRES, Engine, expect_copied, until
+from tests.connector.rig import POISON, WIRES, Engine, expect_copied, until
 
 SOURCE = EngineShape(tp_size=2, num_kv_heads=4, block_tokens=16, layout="HND", num_blocks=12)
 SINK = EngineShape(tp_size=1, num_kv_heads=4, block_tokens=24, layout="NHD", num_blocks=10)
@@ -239,59 +233,6 @@ def test_tokens_need_not_be_bound() -> None:
 
 
 # ------------------------------------------------------------------ ends at the source
-
-
-@pytest.mark.parametrize("wire", HOST_WIRES)
-def test_a_preempted_offer_is_over_and_drained_when_the_call_returns(wire: str) -> None:
-    # The sink is slow with its credits: a stream of two slots is in the middle when it is broken.
-    settings: dict[str, Any] = {"transport": wire, "chunk_nbytes": 4096, "staging_slots": 2}
-    big = EngineShape(num_kv_heads=2, num_blocks=64)
-    with (
-        Engine(big, "prefill", fill=1, **settings) as source,
-        Engine(big, "decode", fill=POISON, faults="read:slow=200ms", **settings) as sink,
-    ):
-        ref = source.offer("p", 960, range(60))
-        source.compute("p")
-        sink.load("d", ref, range(60), (0, 960))
-        until(lambda: sink.count("peers.ready"))
-        time.sleep(0.1)
-        assert not source.sent("p")
-        (worker,) = source.workers
-        started_s = time.perf_counter()
-        worker.handle_preemptions(ConnectorMetadata(ended=(EndOffer("p", Reason.PREEMPTED),)))
-        assert time.perf_counter() - started_s < 1.5
-        assert source.sent("p")  # reported before the call returned
-        until(lambda: sink.received("d"))
-        assert sink.reasons("d") == {"preempted"}
-
-
-def test_a_preempted_offer_waits_for_the_pack_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_packing = threading.Event()
-    gather = strided_copy.gather
-
-    def slow_gather(*args: Any, **kwargs: Any) -> None:
-        is_packing.set()
-        time.sleep(0.3)
-        gather(*args, **kwargs)
-        is_packing.clear()
-
-    monkeypatch.setattr(stream_packing, "gather", slow_gather)
-    monkeypatch.setattr(rank_service, "SMALL_NBYTES", 0)  # else nothing comes between pack and send
-    with (
-        Engine(ONE, "prefill", fill=1, transport="zmq") as source,
-        Engine(ONE, "decode", fill=POISON, transport="zmq") as sink,
-    ):
-        ref = source.offer("p", 16, [1])
-        source.compute("p")
-        sink.load("d", ref, [3], (0, 16))
-        assert is_packing.wait(5)
-        source.workers[0].handle_preemptions(
-            ConnectorMetadata(ended=(EndOffer("p", Reason.PREEMPTED),))
-        )
-        assert not is_packing.is_set()
-        assert source.sent("p")
-        until(lambda: sink.received("d"))
-        assert sink.reasons("d") == {"preempted"}
 
 
 def test_finished_sending_is_told_only_of_requests_whose_blocks_are_kept() -> None:

@@ -129,6 +129,7 @@ class RankEngine:
         self.config = config
         self.incarnation = incarnation
         self.device = device
+        self.nonces: dict[str, bytes] = {}
         self.facts = build_manifest(shape).facts
         self.regions, nbytes = build_regions(shape, RankId(0, seat.tp_rank))
         is_source = seat.team.half is Half.SOURCE
@@ -196,6 +197,7 @@ class RankEngine:
             team.gather(self.execute(orders))
 
     def _begin(self, metadata: ConnectorMetadata) -> None:
+        self.nonces |= {offer.request_id: offer.nonce for offer in metadata.offers}
         self.worker.handle_preemptions(metadata)
         self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv()

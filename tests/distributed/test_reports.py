@@ -47,10 +47,11 @@ def test_a_load_that_fails_on_one_sink_rank_has_failed(world: World) -> None:
 
 def test_an_offer_that_broke_on_one_source_rank_fails_the_request(world: World) -> None:
     pair = make_pair((2, 2), asks=ASKS)
-    order = EndOffer(pair.prompts[FAILED].source_id, Reason.PREEMPTED)
+    name = pair.prompts[FAILED].source_id
 
     def break_offer(engine: RankEngine) -> None:
         if engine.seat.team.half is Half.SOURCE and engine.seat.tp_rank == 1:
+            order = EndOffer(name, engine.nonces[name], Reason.PREEMPTED)
             engine.worker.handle_preemptions(ConnectorMetadata(ended=(order,)))
 
     stories = run(world, pair, Play(between=break_offer, loads_per_step=1))

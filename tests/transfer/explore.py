@@ -1,7 +1,8 @@
 """Explore every interleaving of one source rank and its sink ranks over a hostile network.
 
-What is real: ``OfferSession``, ``LoadSession``, the messages and ``is_addressed_to``. What is
-modelled, each as an explicit move: the ready event, the end of a lease or a preemption (``break``),
+What is real: ``OfferSession``, ``events_due``, ``LoadSession``, the messages and
+``is_addressed_to``. What is modelled, each as an explicit move: the ready event, the end of a lease
+or a preemption (``break``), an end that the engine writes while the source's IO thread is stuck,
 reuse of the blocks, reads and packs in two steps (so that they can tear), deadlines, aborts, kills,
 a transport that stops and drains.
 

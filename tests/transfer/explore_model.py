@@ -66,6 +66,7 @@ class World(NamedTuple):
     net: int
     sinks: tuple[SinkWorld, ...]
     shown: int = 0  # bit k: the board says that offer k is open (with is_board_late)
+    ended: int = 0  # bit k: the engine has ended offer k in memory
 
 
 class Move(NamedTuple):
@@ -113,7 +114,7 @@ class Model:
         if k >= len(world.offers):
             return world, None
         before = world.offers[k]
-        step = self.sessions.source_step(before, event)
+        step = self.sessions.source_step(before, event, is_ended=bool(world.ended & 1 << k))
         if step is None:
             return world, self._not_allowed
         if step.is_quiet(before, world.net):
@@ -126,12 +127,13 @@ class Model:
                 return world, "a second stream was started for one consumer"
             sinks = _with(sinks, i, sinks[i]._replace(stream=RUNNING))
         for i in step.stops:
-            sinks = _with(sinks, i, sinks[i]._replace(stream=STOPPING))
+            if sinks[i].stream == RUNNING:  # it may have ended just before
+                sinks = _with(sinks, i, sinks[i]._replace(stream=STOPPING))
         net = world.net | step.sent
         shown = world.shown
         if self.scenario.is_board_late and self._is_open(step.offer):
             shown |= 1 << k
-        world = World(world.generation, world.ready, offers, net, sinks, shown)
+        world = world._replace(offers=offers, net=net, sinks=sinks, shown=shown)
         if any(net & both == both for both in self._both_verdicts):
             return world, "two different verdicts for one consumer"
         return world, self._check_sent(world, k, before, step) if step.num_finished else None
@@ -268,7 +270,10 @@ class Model:
                 after = world._replace(generation=generation, ready=world.ready | 1 << k)
                 after, violation = self._at_source(after, k, self._ready)
                 yield Move(f"offer {k} is ready", after, violation)
+            if self.scenario.may_end_first and not (world.ended & 1 << k or offer.is_finished):
+                yield Move(f"the engine ends offer {k}", world._replace(ended=world.ended | 1 << k))
             is_free = offer.is_finished or offer.state is OfferState.BROKEN
+            is_free |= bool(world.ended & 1 << k)
             if is_free and world.generation in (2 * k, 2 * k + 1):
                 yield Move(f"blocks of offer {k} are reused", self._reuse(world, k))
             if self.scenario.may_lose_claimants:
@@ -308,12 +313,15 @@ class Model:
             rest = sink._replace(pack=0, sequence=sink.sequence + 1)
             after = world._replace(sinks=_with(world.sinks, i, rest))
             event = self.sessions.event_id(ChunkPacked(consumer, sink.sequence))
-            step = self.sessions.source_step(world.offers[k], event)
+            step = self.sessions.source_step(
+                world.offers[k], event, is_ended=bool(world.ended & 1 << k)
+            )
+            after, violation = self._at_source(after, k, event)  # it may take in the engine's end
             is_wanted = sink.load >= 0 and self.sessions.is_reading[sink.load]
             if step is not None and step.sends_chunk and is_wanted:
                 bit = self._chunk_bit(i, sink.sequence, GOOD if is_good else BAD)
                 after = after._replace(net=after.net | bit)
-            yield Move(f"chunk {sink.sequence} for sink {i} is packed", after, None, True)
+            yield Move(f"chunk {sink.sequence} for sink {i} is packed", after, violation, True)
             return
         over = world._replace(sinks=_with(world.sinks, i, sink._replace(stream=OVER)))
         if sink.stream == STOPPING:
@@ -352,6 +360,11 @@ class Model:
     def _is_open(self, offer: int) -> bool:
         return self.sessions.snapshots[offer].state is OfferState.OPEN
 
+    def _is_shown(self, world: World, k: int) -> bool:
+        if world.ended & 1 << k and not self.scenario.shows_ended:
+            return False
+        return self.sessions.snapshots[world.offers[k]].state in self.scenario.board_states
+
     def _looks(self, world: World, i: int, sink: SinkWorld) -> Iterator[Move]:
         """What a look at the board tells a sink: it may look at any time, or never."""
         spec = self.scenario.sinks[i]
@@ -359,11 +372,11 @@ class Model:
         if k >= len(world.offers):
             return
         is_late = self.scenario.is_board_late and world.shown & 1 << k
-        if is_late and not self._is_open(world.offers[k]):
+        if is_late and not self._is_shown(world, k):
             yield Move(
                 f"the board forgets offer {k}", world._replace(shown=world.shown & ~(1 << k))
             )
-        elif not self._is_open(world.offers[k]):
+        elif not self._is_shown(world, k):
             return
         state = self.sessions.loads[sink.load].routes[0].state
         grant, verdict = self._seen_open

@@ -22,6 +22,7 @@ from kvxfer.transfer.session import (
     FinishedRecving,
     FinishedSending,
     GrantArrived,
+    OfferState,
     PullArrived,
     RefuseArrived,
     ReleaseArrived,
@@ -44,7 +45,7 @@ from kvxfer.transfer.session import (
     Wire,
 )
 from kvxfer.transfer.sink_session import LoadSession, LoadSnapshot
-from kvxfer.transfer.source_session import OfferSession
+from kvxfer.transfer.source_session import OfferSession, events_due
 from kvxfer.transfer.wire import (
     Broken,
     Cancel,
@@ -98,6 +99,10 @@ class Scenario:
     may_forge_releases: bool = False  # in the name of sinks that have not been granted
     has_board: bool = False  # sinks see for themselves whether an offer is open
     is_board_late: bool = False  # an offer's end is shown some time after it
+    may_end_first: bool = False  # the engine ends offers in memory; the source hears of it later
+    heeds_ends: bool = True
+    shows_ended: bool = False  # the board is left as it was when the engine ends an offer
+    board_states: tuple[OfferState, ...] = (OfferState.OPEN,)
     offer_session: type[OfferSession] = OfferSession
     load_session: type[LoadSession] = LoadSession
     checks_incarnation: bool = True
@@ -151,7 +156,7 @@ class Sessions:
         self.loads: list[LoadSnapshot] = []
         self._load_ids: dict[LoadSnapshot, int] = {}
         self.is_reading: list[bool] = []  # by load: chunks may still be taken
-        self._source_memo: dict[tuple[int, int], SourceStep | None] = {}
+        self._source_memo: dict[tuple[int, int, bool], SourceStep | None] = {}
         self._sink_memo: dict[tuple[int, int, int], SinkStep | None] = {}
         self._events: list[SourceEvent | SinkEvent] = []
         self._event_ids: dict[SourceEvent | SinkEvent, int] = {}
@@ -242,7 +247,8 @@ class Sessions:
     def _to_source(self, message: Pull | Release | Cancel) -> SourceEvent:
         if isinstance(message, Cancel):
             by_incarnation = self.scenario.keys_consumers_by_incarnation
-            return CancelArrived(message.incarnation if by_incarnation else b"any", REASON)
+            life = message.incarnation if by_incarnation else b"any"
+            return CancelArrived(life, REASON, message.digest)
         index = next(
             i
             for i, s in enumerate(self.scenario.sinks)
@@ -256,13 +262,18 @@ class Sessions:
 
     # -------------------------------------------------------------- sessions
 
-    def source_step(self, offer: int, event: int) -> SourceStep | None:
-        """None: the event is not allowed there (the connector counts and drops it)."""
-        key = (offer, event)
+    def source_step(self, offer: int, event: int, *, is_ended: bool = False) -> SourceStep | None:
+        """None: the event is not allowed there (the connector counts and drops it). ``is_ended``:
+        the engine has ended the offer.
+        """
+        key = (offer, event, is_ended and self.scenario.heeds_ends)
         if key not in self._source_memo:
             session = self.scenario.offer_session.restore(self.snapshots[offer])
+            ended = REASON if key[2] else None
+            actions: list[SourceAction] = []
             try:
-                actions = session.step(self._events[event])  # type: ignore[arg-type]
+                for due in events_due(session.snapshot, self._events[event], ended):  # type: ignore[arg-type]
+                    actions += session.step(due)
             except ProtocolError:
                 self._source_memo[key] = None
                 return None
@@ -321,7 +332,7 @@ class Sessions:
                     case SendRelease():
                         message = Release(ref, consumer)
                     case SendCancel():
-                        message = Cancel(ref, spec.incarnation, REASON)
+                        message = Cancel(ref, spec.incarnation, REASON, spec.digest)
                     case StartRead():
                         step = step._replace(num_reads=step.num_reads + 1)
                         continue

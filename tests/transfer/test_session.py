@@ -56,7 +56,7 @@ from kvxfer.transfer.session import (
     Wire,
 )
 from kvxfer.transfer.sink_session import LoadSession
-from kvxfer.transfer.source_session import OfferSession
+from kvxfer.transfer.source_session import OfferSession, events_due
 from kvxfer.transfer.wire import Consumer, Reason
 
 R0, R1 = RankId(0, 0), RankId(0, 1)
@@ -88,6 +88,7 @@ def invalid(consumer: Consumer, reason: Reason) -> SendVerdict:
 
 READY, EXPIRE, PREEMPT = ReadyCompleted(), Break(Reason.EXPIRED), Break(Reason.PREEMPTED)
 CANCEL_A = CancelArrived(b"a", Reason.CANCELLED)
+KNOWING_A = CancelArrived(b"a", Reason.CANCELLED, DIGEST)
 PENDING, OPEN, DONE, BROKEN = OfferState
 
 OfferPath = list[tuple[SourceEvent, list[SourceAction], OfferState]]
@@ -183,16 +184,25 @@ OFFER_PATHS: dict[str, OfferPath] = {
     "a cancel of one engine before its pull leaves the other its claim": [
         (READY, [], OPEN),
         (pull(B0, ALONE), [SendGrant(B0)], OPEN),
-        (CANCEL_A, [], OPEN),
+        (KNOWING_A, [], OPEN),
         (pull(A0), [SendRefuse(A0, Reason.CANCELLED)], OPEN),
         (ReleaseArrived(B0), [valid(B0), FinishedSending(None)], DONE),
     ],
     "a cancel before any pull": [
         (
-            CancelArrived(b"a", Reason.LOCAL_HIT),
+            CancelArrived(b"a", Reason.LOCAL_HIT, DIGEST),
             [FinishedSending(Reason.LOCAL_HIT)],
             BROKEN,
         ),
+    ],
+    "a cancel of somebody who knows the nonce only": [
+        (CANCEL_A, [], PENDING),
+        (CancelArrived(b"a", Reason.CANCELLED, b"other"), [], PENDING),
+        (READY, [], OPEN),
+        (CANCEL_A, [], OPEN),
+        (pull(A0, ALONE), [SendGrant(A0)], OPEN),
+        (CancelArrived(b"b", Reason.CANCELLED, b""), [], OPEN),
+        (ReleaseArrived(A0), [valid(A0), FinishedSending(None)], DONE),
     ],
     "a cancel of a parked claim": [
         (pull(A0), [], PENDING),
@@ -443,11 +453,11 @@ def test_an_offer_hears_of_64_engine_lives(earlier: list[SourceEvent]) -> None:
         session.step(pull(consumer, ALONE))
         session.step(CancelArrived(consumer.incarnation, Reason.CANCELLED))
     for number in range(31, 63):  # and so does a cancel before any claim
-        session.step(CancelArrived(invented(number).incarnation, Reason.CANCELLED))
+        session.step(CancelArrived(invented(number).incarnation, Reason.CANCELLED, DIGEST))
     before = session.snapshot
     assert len(before.claims) + len(before.gone) == 64
     assert session.step(pull(B0, ALONE)) == [SendRefuse(B0, Reason.PLAN)]
-    assert session.step(CancelArrived(b"b", Reason.CANCELLED)) == []
+    assert session.step(CancelArrived(b"b", Reason.CANCELLED, DIGEST)) == []
     assert session.snapshot is before
     first = invented(0)
     assert session.step(pull(first, ALONE)) == [SendRefuse(first, Reason.CANCELLED)]
@@ -462,7 +472,7 @@ def test_a_cancel_without_any_claim_ends_an_offer_that_has_no_room() -> None:
     for number in range(64):
         session.step(ClaimantLost(invented(number).incarnation))
     assert (session.state, session.claimants) == (PENDING, ())
-    end = session.step(CancelArrived(b"b", Reason.LOCAL_HIT))
+    end = session.step(CancelArrived(b"b", Reason.LOCAL_HIT, DIGEST))
     assert (end, session.state) == ([FinishedSending(Reason.LOCAL_HIT)], BROKEN)
     assert len(session.snapshot.gone) == 64
 
@@ -809,3 +819,19 @@ def test_snapshots_restore() -> None:
     assert hash(offer.snapshot) == hash(OfferSession.restore(offer.snapshot).snapshot)
     assert OfferSession.restore(offer.snapshot).step(ReleaseArrived(A0)) == [valid(A0)]
     assert LoadSession.restore(load.snapshot).step(GrantArrived(R1)) == [SendRelease(R1)]
+
+
+# ------------------------------------------------------------------ ends that an engine writes
+
+
+@pytest.mark.parametrize(
+    "event", [READY, pull(A0), ReleaseArrived(A0), ChunkPacked(A0, 0), CANCEL_A]
+)
+def test_what_the_engine_has_ended_comes_before_everything_else(event: SourceEvent) -> None:
+    open_offer = OfferSession(b"nonce", DIGEST)
+    open_offer.step(READY)
+    for offer in (OfferSession(b"nonce", DIGEST), open_offer):
+        assert events_due(offer.snapshot, event, None) == (event,)
+        assert events_due(offer.snapshot, event, Reason.PREEMPTED) == (PREEMPT, event)
+        offer.step(PREEMPT)
+        assert events_due(offer.snapshot, event, Reason.PREEMPTED) == (event,)

@@ -107,12 +107,11 @@ class Worker:
         for request in requests:
             extra = request.get("params")
             sampling = SamplingParams(
-                temperature=0,
                 max_tokens=request["max_tokens"],
                 ignore_eos=True,
                 detokenize=False,
                 extra_args=None if extra is None else {"kv_transfer_params": extra},
-                **request.get("sampling", {}),
+                **{"temperature": 0, **request.get("sampling", {})},
             )
             self._submitted_s[request["request_id"]] = time.perf_counter()
             self._engine.add_request(

@@ -176,7 +176,6 @@ def load(request_id: str, token_lo: int, *ids: int) -> NewLoad:
         token_lo=token_lo,
         token_hi=60,
         block_ids=(ids,),
-        digest=b"",
     )
 
 

@@ -440,7 +440,7 @@ def test_lora_and_images_enter_the_digest(make_rig: MakeRig) -> None:
         blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],))
         rig.connector.update_state_after_alloc(request, blocks, 39)
         rig.scheduler.finish_requests(request.request_id, Status.FINISHED_ABORTED)
-    digests = {load.digest for load in rig.schedule().loads}
+    digests = {load.source.digest for load in rig.schedule().loads}
     assert len(digests) == len(variants)
 
 

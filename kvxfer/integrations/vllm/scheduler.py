@@ -153,16 +153,15 @@ class SchedulerSide:
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    ) -> tuple[int | None, bool]:
         """(tokens that can be loaded beyond the local ones, whether that is asynchronous); changes
-        nothing, and never (0, True).
+        nothing, and never (0, True). None: another request loads them; vLLM asks again.
         """
         if self._core is None or not request.kv_transfer_params:
             return 0, False
         if getattr(request, "skip_reading_prefix_cache", False):
             return 0, False  # wants every prompt token computed; 0.26 asks all the same
-        num_tokens, is_async = self._core.get_num_new_matched_tokens(request, num_computed_tokens)
-        return num_tokens or 0, is_async
+        return self._core.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are allocated: the load goes to the workers, or the offer is given up."""
