@@ -50,7 +50,16 @@ from kvxfer.transfer.session import (
     Start,
     VerdictArrived,
 )
-from kvxfer.transfer.wire import Broken, Grant, OfferRef, Reason, Refuse, ToSink, Verdict
+from kvxfer.transfer.wire import (
+    Broken,
+    Grant,
+    OfferRef,
+    Reason,
+    Refuse,
+    ToSink,
+    Verdict,
+    is_addressed_to,
+)
 from kvxfer.transports.base import (
     PeerGone,
     Progress,
@@ -232,7 +241,7 @@ class Sink:
         if not isinstance(message, Grant | Refuse | Verdict | Broken):
             self._ledger.count("control.unexpected")
             return
-        if message.consumer not in (None, self._addressing.consumer):
+        if not is_addressed_to(message, self._addressing.consumer):
             self._ledger.count("control.misaddressed")
             return
         load = self._loads.by_offer.get(message.offer)

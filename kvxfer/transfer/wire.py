@@ -3,9 +3,9 @@
 Unknown fields are ignored, unknown tags refused. A golden file beside the tests guards the
 encoding. ``docs/protocol.md`` explains who sends what when.
 
-Identifiers are bounded here, frames by ``control_max_nbytes`` before they are decoded. Two checks
-precede every use of a message: :func:`is_addressed_to` (this life of this side), and a look-up by
-the whole :class:`OfferRef` (this offer in this life of the source).
+Identifiers are bounded here, frames by ``control_max_nbytes`` before they are decoded. A source looks
+an offer up by its whole :class:`OfferRef` (this offer in this life of the source); a sink does so,
+too, and takes only what :func:`is_addressed_to` it.
 """
 
 from __future__ import annotations
@@ -232,21 +232,12 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Union], frame: bytes | memoryview)
         raise ProtocolError(f"control frame: {e}") from e
 
 
-def is_addressed_to(message: ToSource | ToSink, incarnation: bytes) -> bool:
-    """Whether a message is meant for this life of the receiver, or names no life at all.
+def is_addressed_to(message: Grant | Refuse | Verdict | Broken, consumer: Consumer) -> bool:
+    """Whether a source says this to this sink rank in this life of its engine.
 
-    A message from or for an earlier life is refused and counted, whatever it says: a late Release
-    or Verdict must not count for the life that follows. A Keep is for whoever
-    gave one of its offers.
+    What was meant for an earlier life must not count for the one that follows: a late Verdict would
+    be taken for the answer to another read. A Broken without a consumer is for everybody.
     """
-    match message:
-        case Pull() | Release() | Cancel():
-            return message.offer.incarnation == incarnation
-        case Keep():
-            return any(offer.incarnation == incarnation for offer in message.offers)
-        case Grant() | Refuse() | Verdict():
-            return message.consumer.incarnation == incarnation
-        case Broken():
-            return message.consumer is None or message.consumer.incarnation == incarnation
-        case _:
-            return True
+    return message.consumer == consumer or (
+        isinstance(message, Broken) and message.consumer is None
+    )

@@ -174,6 +174,71 @@ def test_a_board_that_holds_nonsense_says_nothing(board: Board, view: BoardView)
     assert view.find(nonce) is None
 
 
+class Watched:
+    """The words of a board, which a reader may look at before any of them is written."""
+
+    def __init__(self, words: Any, look: Callable[[], None]) -> None:
+        self._words, self._look = words, look
+
+    def __getitem__(self, index: int) -> Any:
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._words[index] = value
+        self._look()
+
+    def release(self) -> None:
+        self._words.release()
+
+
+def test_an_entry_is_whole_whenever_it_is_open(
+    board: Board, view: BoardView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look after each word that is written, in a slot that held another offer before."""
+    before, nonce = b"\x05" * 16, b"\x05" * 8 + b"\x06" * 8
+    assert board.post(before, Posted(b"other", 7, ((1, 2, 3),)))
+    board.end(before)
+    seen: list[Posted | None] = []
+    monkeypatch.setattr(
+        board, "_words", Watched(board._words, lambda: seen.append(view.find(nonce)))
+    )
+    assert board.post(nonce, OFFER)
+    assert set(seen) == {None, OFFER}
+    seen.clear()
+    board.end(nonce)
+    assert seen == [None]
+
+
+class Changing:
+    """The bytes of a board where a slot changes hands while somebody copies it."""
+
+    def __init__(self, real: Any, change: Callable[[], None]) -> None:
+        self._real, self._change = real, change
+
+    def __getitem__(self, span: slice) -> Any:
+        self._change()
+        return self._real[span]
+
+    def release(self) -> None:
+        self._real.release()
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_an_entry_that_changes_hands_while_it_is_copied_is_not_taken(
+    board: Board, view: BoardView, monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    nonce, other = b"\x05" * 16, b"\x05" * 8 + b"\x06" * 8
+    assert board.post(nonce, OFFER)
+
+    def change() -> None:
+        board.end(nonce)
+        if follows:
+            assert board.post(other, Posted(None, 7, ((1, 2, 3),)))
+
+    monkeypatch.setattr(view, "_bytes", Changing(view._bytes, change))
+    assert view.find(nonce) is None
+
+
 WRITER = """
 import sys
 from kvxfer.connector.board import Board, Posted

@@ -25,7 +25,20 @@ from kvxfer.connector.records import (
     SourceRef,
 )
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.wire import Cancel, Hello, Keep, OfferRef, Ping, Reason, ToSource
+from kvxfer.transfer.wire import (
+    Broken,
+    Cancel,
+    Consumer,
+    Grant,
+    Hello,
+    Keep,
+    OfferRef,
+    Ping,
+    Reason,
+    Refuse,
+    ToSource,
+    Verdict,
+)
 from kvxfer.transports.base import ReadBroke, ReadDone, SinkCompletion
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
@@ -261,3 +274,28 @@ def test_nothing_is_lost_when_the_engine_ends_after_a_report(
     sink.close()
     until(lambda: source.count("offers.done") == 4)
     assert not source.count("offers.broken")
+
+
+def test_answers_to_another_life_or_rank_are_counted_and_change_nothing(
+    source: Engine, sink: Engine
+) -> None:
+    """The offer is not open yet, so its load waits for a Grant; these are not its own."""
+    ref = source.offer("p", 64, range(4))
+    sink.load("d", ref, range(4), SPAN)
+    service, peer = service_of(sink), peer_of(sink)
+    until(lambda: service_of(source).source._live[ref.offer.nonce].pulls)
+    others = (Consumer(b"another life", ZERO), Consumer(sink.incarnation, RankId(0, 1)))
+    for number, other in enumerate(others, start=1):
+        for message in (
+            Grant(ref.offer, other, (tuple(range(4)),), 64),
+            Verdict(ref.offer, other, True),
+            Refuse(ref.offer, other, Reason.ENDED),
+            Broken(ref.offer, Reason.EXPIRED, other),
+        ):
+            service.io.post(partial(service.sink.on_message, peer, ZERO, message))
+        until(lambda: sink.count("control.misaddressed") == 4 * number)  # noqa: B023
+    assert not sink.received("d")
+    assert bool((sink.pools[0].tensor[: ONE.block_tokens] == POISON).all())
+    source.compute("p")
+    until(lambda: sink.received("d"))
+    assert sink.reasons("d") == {None}

@@ -22,15 +22,20 @@ from kvxfer.transfer.session import Break, FinishedSending, SendGrant, SourceAct
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import (
     Broken,
+    Cancel,
     Consumer,
     Grant,
     Hello,
+    Keep,
     Manifest,
     Ping,
     Pong,
     Pull,
+    Reason,
     Refuse,
+    Release,
     ToSink,
+    Verdict,
     decode_to_sink,
     encode,
 )
@@ -285,3 +290,67 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
         assert _resident_nbytes() - before_nbytes < 16 << 20  # copies would be 30 MB
         dealer.send(hello)
         assert isinstance(_answer(dealer), Manifest)
+
+
+# ------------------------------------------------------------------ who knows the nonce only
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_who_knows_only_the_nonce_changes_nothing_and_leaves_nothing(is_over: bool) -> None:
+    with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        until(lambda: source.count("offers.opened"))
+        if is_over:
+            source.end("p")
+            until(lambda: source.sent("p"))
+        service = source.workers[0]._service
+        assert service is not None
+        offers = service.source._over if is_over else service.source._live
+        offer = offers[ref.offer.nonce]
+        lease_until_s = offer.lease_until_s
+        for number in range(50):
+            life = number.to_bytes(16, "big")
+            release = Release(ref.offer, Consumer(life, RankId(0, 0)))
+            dealer.send(encode(release))
+            answer = _answer(dealer)
+            assert isinstance(answer, Verdict)
+            assert not answer.valid
+            dealer.send(encode(Cancel(ref.offer, life, Reason.CANCELLED, b"guessed")))
+            dealer.send(encode(Keep((ref.offer,), life, 86400.0, {ref.offer.nonce: b"guessed"})))
+        dealer.send(encode(Ping()))
+        assert isinstance(_answer(dealer), Pong)
+        assert (offer.heard_s, offer.identities, offer.session.snapshot.gone) == ({}, {}, ())
+        assert offer.lease_until_s == lease_until_s
+        assert source.sent("p") == is_over
+        counts = source.take_stats().counts
+        assert counts["keep.ended" if is_over else "keep.not_granted"] == 50
+        assert counts["cancel.not_granted"] == 50
+
+
+def test_a_keep_asks_for_a_lease_and_no_more() -> None:
+    with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        until(lambda: source.count("offers.opened"))
+        service = source.workers[0]._service
+        assert service is not None
+        offer = service.source._live[ref.offer.nonce]
+        offer.lease_until_s = 0.0
+        dealer.send(encode(Keep((ref.offer,), LIFE, 86400.0, {ref.offer.nonce: DIGEST})))
+        dealer.send(encode(Ping()))
+        assert isinstance(_answer(dealer), Pong)
+        assert 0.0 < offer.lease_until_s <= service.io.now() + source.config.lease_s
+
+
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_a_cancel_of_who_knows_the_tokens_or_was_granted_counts(has_digest: bool) -> None:
+    with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        if not has_digest:
+            dealer.send(encode(_pull(source, ref)))
+            assert isinstance(_answer(dealer), Grant)
+        digest = DIGEST if has_digest else b""
+        dealer.send(encode(Cancel(ref.offer, LIFE, Reason.CANCELLED, digest)))
+        until(lambda: source.sent("p"))

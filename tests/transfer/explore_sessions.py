@@ -238,7 +238,8 @@ class Sessions:
         for i, spec in enumerate(scenario.sinks):
             if spec.endpoint != sent_to.endpoint:
                 continue
-            if scenario.checks_incarnation and not is_addressed_to(message, spec.incarnation):
+            reader = Consumer(spec.incarnation, spec.rank)
+            if scenario.checks_incarnation and not is_addressed_to(message, reader):
                 continue
             if scenario.keys_offers_by_nonce and message.offer != self.refs[spec.offer]:
                 continue
