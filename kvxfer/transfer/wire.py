@@ -3,9 +3,9 @@
 Unknown fields are ignored, unknown tags refused. A golden file beside the tests guards the
 encoding. ``docs/protocol.md`` explains who sends what when.
 
-Identifiers are bounded here, frames by ``control_max_nbytes`` before they are decoded. A source looks
-an offer up by its whole :class:`OfferRef` (this offer in this life of the source); a sink does so,
-too, and takes only what :func:`is_addressed_to` it.
+Identifiers are bounded here, frames by ``control_max_nbytes`` before they are decoded. Both sides
+look an offer up by its whole :class:`OfferRef` (this offer in this life of the source). A sink takes
+only what :func:`is_addressed_to` it.
 """
 
 from __future__ import annotations

@@ -341,6 +341,7 @@ def test_a_keep_asks_for_a_lease_and_no_more() -> None:
         dealer.send(encode(Ping()))
         assert isinstance(_answer(dealer), Pong)
         assert 0.0 < offer.lease_until_s <= service.io.now() + source.config.lease_s
+        assert offer.heard_s == {}  # it has no claim whose silence would matter
 
 
 @pytest.mark.parametrize("has_digest", [True, False])
