@@ -15,7 +15,7 @@ from kvxfer.connector.contract import RequestLike, SchedulerOutputLike, status_n
 from kvxfer.connector.params import NONCE_NBYTES
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.transfer.tokens import digest_keys, token_digest
-from kvxfer.transfer.windows import Keeping, held_ids
+from kvxfer.transfer.windows import Keeping, edge_ids, held_ids
 from kvxfer.transfer.wire import Reason
 
 FINISHED_WELL = {"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"}
@@ -102,7 +102,7 @@ class OfferBook:
 
     def finish(self, request: RequestLike, block_ids: Sequence[Sequence[int]]) -> Finish:
         """The request ended. ``block_ids``: its tables as they are now, by group, -1 for a block
-        that was dropped.
+        that was dropped and is not kept in another way.
         """
         request_id = request.request_id
         self._computing.discard(request_id)
@@ -123,12 +123,7 @@ class OfferBook:
         return Finish(keep_blocks=True, reason=reason)
 
     def _holds(self, offer: Offer, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Whether the request still has every block that the offer's table names.
-
-        An engine drops what the next token's window has left behind, and the next token comes after
-        the offered ones: where a block ends just before that window, it has let go of the one token
-        more that a sink which computes the last offered token again looks at.
-        """
+        """Whether every block that the offer's table names is still there."""
         table = self._table(offer)
         return all(
             has == told
@@ -136,6 +131,17 @@ class OfferBook:
             for told, has in zip(told_ids, has_ids, strict=False)
             if told >= 0
         )
+
+    def edge(self, request_id: str) -> GroupBlockIds:
+        """Blocks that the offer needs and its engine lets go of once the offer's tokens are
+        computed, by group and position; -1 for every other.
+
+        A sink computes the last offered token again. Its window begins one token before that of the
+        next token, which is what engines go by: where a block ends between the two, it must be kept
+        from the step on that computes the last offered token.
+        """
+        offer = self._offers[request_id]
+        return edge_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
     def forget(self, request_id: str) -> None:
         """The engine has forgotten a finished request and keeps its blocks all the same: another

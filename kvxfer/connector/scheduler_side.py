@@ -23,6 +23,7 @@ from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params,
 from kvxfer.connector.records import (
     NO_ORDERS,
     ConnectorMetadata,
+    GroupBlockIds,
     KVConnectorOutput,
     KVConnectorStats,
     SourceRef,
@@ -193,7 +194,7 @@ class SchedulerConnector:
         self, request: RequestLike, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Called once per request, before its blocks are freed. ``block_ids``: its tables by group,
-        -1 for a block that it no longer has.
+        -1 for a block that it neither has nor keeps.
 
         Returns whether the engine must keep the blocks until finished_sending, and the params for
         the decode side. An aborted load is still reported through finished_recving; its blocks stay
@@ -214,6 +215,15 @@ class SchedulerConnector:
             tp_size=self._tp_size,
             pp_size=self._pp_size,
         )
+
+    def edge_of_offer(self, request_id: str) -> GroupBlockIds:
+        """Blocks of an offer in ``computed`` that the engine must keep although its own rule for
+        windows lets go of them after this step; by group and position, -1 for every other block.
+
+        An engine that cannot keep them says -1 for them when the request has finished, and the
+        request is not offered.
+        """
+        return self._offers.edge(request_id)
 
     def forget_request(self, request_id: str) -> None:
         """The engine forgets a finished request before finished_sending, and keeps its blocks by

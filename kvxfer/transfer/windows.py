@@ -44,6 +44,19 @@ class Keeping:
         """
         return self.kept_start(max(0, num_offered_tokens - 1))
 
+    def edge(self, num_offered_tokens: int) -> range:
+        """Positions of the blocks that a source holds of an offer although an engine that has
+        computed the offered tokens lets go of them.
+
+        It is one block where the window of the last offered token begins with the last token of a
+        block, and none elsewhere.
+        """
+        gone, held = (
+            start(num_offered_tokens) // self.block_tokens
+            for start in (self.kept_start, self.held_start)
+        )
+        return range(held, gone)
+
     def __str__(self) -> str:
         kept = "everything" if self.window is None else f"a window of {self.window} tokens"
         return f"{kept} in blocks of {self.block_tokens}"
@@ -167,6 +180,22 @@ def held_ids(
     return tuple(
         _held_ids(ids, keepings[group], num_offered_tokens) if group in keepings else tuple(ids)
         for group, ids in enumerate(block_ids)
+    )
+
+
+def edge_ids(
+    block_ids: Sequence[Sequence[int]], keepings: Mapping[int, Keeping], num_offered_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """A block table of which only the blocks of :meth:`Keeping.edge` are left, -1 before them. A
+    group without such a block is empty.
+    """
+    edges = (
+        keepings[group].edge(num_offered_tokens) if group in keepings else range(0)
+        for group in range(len(block_ids))
+    )
+    return tuple(
+        (-1,) * edge.start + tuple(ids[edge.start : edge.stop]) if edge else ()
+        for ids, edge in zip(block_ids, edges, strict=True)
     )
 
 

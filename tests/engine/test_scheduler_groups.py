@@ -281,6 +281,21 @@ def test_an_offer_keeps_the_window_of_its_last_token_until_it_is_sent() -> None:
     assert rig.num_used == 0
 
 
+@pytest.mark.parametrize("num_tokens", range(40, 40 + BLOCK))
+def test_an_offer_keeps_its_window_wherever_in_a_block_it_begins(num_tokens: int) -> None:
+    """Also where the window of the next token begins with a block, and one block fewer is seen."""
+    rig = Rig(role=Role.PREFILL)
+    rig.add("a", range(num_tokens), max_new=1, is_offered=True)
+    (full, window) = rig.step().scheduled_new_reqs[0].block_ids
+    first = (num_tokens - WINDOW) // BLOCK  # the last offered token sees WINDOW tokens
+    assert rig.num_used == len(full) + len(window) - first
+    rig.add("b", range(300, 400), max_new=1)
+    taken = {i for table in rig.step().scheduled_new_reqs[0].block_ids for i in table}
+    assert not taken & {*full, *window[first:]}
+    rig.step(KVConnectorOutput(finished_sending={"a"}))
+    assert rig.num_used == 0
+
+
 def test_an_offer_that_runs_on_keeps_its_window() -> None:
     rig = Rig(role=Role.BOTH)
     rig.add("a", range(46), max_new=40, is_offered=True)

@@ -14,6 +14,7 @@ from kvxfer.transfer.windows import (
     Keeping,
     Missing,
     Whole,
+    edge_ids,
     group_keepings,
     group_move,
     held_ids,
@@ -48,6 +49,27 @@ def test_kept_start(
     num_computed: int, window: int | None, block_tokens: int, expected: int
 ) -> None:
     assert kept_start(num_computed, window, block_tokens) == expected
+
+
+def test_the_edge_is_what_the_step_of_the_last_offered_token_drops() -> None:
+    for window, block_tokens, num_offered in product(WINDOWS, BLOCKS, range(1, 40)):
+        before, after = (
+            {token // block_tokens for token in kept_tokens(number, window, block_tokens)}
+            for number in (num_offered - 1, num_offered)
+        )
+        edge = Keeping(block_tokens, window).edge(num_offered)
+        if window == 1 and (num_offered - 1) % block_tokens == 0:
+            before.add((num_offered - 1) // block_tokens)  # the last token alone is in its block
+        assert set(edge) == before - after
+
+
+def test_edge_ids_by_group() -> None:
+    keepings = {0: Keeping(16), 1: Keeping(16, 32), 2: Keeping(16, 33)}
+    tables = [[5, 6, 7, 8, 9, 10]] * 4  # of group 3 nothing is known
+    # Of 95 tokens the last sees 63 to 94 through 32; the next one will see 64 to 95.
+    assert edge_ids(tables, keepings, 95) == ((), (-1, -1, -1, 8), (), ())
+    assert edge_ids(tables, keepings, 96) == ((), (), (-1, -1, -1, 8), ())
+    assert edge_ids(tables, keepings, 94) == edge_ids(tables, keepings, 97) == ((),) * 4
 
 
 def test_kept_start_is_what_dropping_token_by_token_leaves() -> None:

@@ -401,9 +401,16 @@ class Engine(Rig):
 
     def block(self, layer: int, block_id: int) -> bytes:
         """The bytes of K of a block."""
+        return bytes(self.pool.tensor.numpy()[self._place(layer, block_id)])
+
+    def fill(self, layer: int, block_id: int, value: int) -> None:
+        """Write every byte of K of a block."""
+        self.pool.tensor.numpy()[self._place(layer, block_id)] = value
+
+    def _place(self, layer: int, block_id: int) -> slice:
         region = build_regions(self.shape, RankId(0, 0))[0][2 * layer]
         start = region.offset + block_id * region.stride_block
-        return bytes(self.pool.tensor.numpy()[start : start + region.stride_block])
+        return slice(start, start + region.stride_block)
 
     def close(self) -> None:
         """Twice, as vLLM may."""

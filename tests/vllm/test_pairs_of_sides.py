@@ -198,6 +198,32 @@ def test_windows_move(make_engine: MakeEngine) -> None:
     finish_both(source, sink)
 
 
+@pytest.mark.parametrize("num_tokens", [94, 95, 96])
+def test_the_first_block_of_a_window_moves_where_vllm_drops_it(
+    make_engine: MakeEngine, num_tokens: int
+) -> None:
+    """Token 94 sees 63 to 94, token 95 sees 64 to 95: with 95 computed vLLM drops block 3, which a
+    sink needs that computes token 94. It arrives although another request was written since.
+    """
+    source = make_engine(role="kv_producer", window=2 * BLOCK, num_blocks=24, prefix_caching=False)
+    sink = make_engine(role="kv_consumer", window=2 * BLOCK, fill=POISON)
+    source.request("p", prompt(num_tokens), OFFERED, max_tokens=1)
+    (told,) = source.run().blocks
+    params = source.params_of("p")
+    source.request("q", prompt(7 * BLOCK - 16, seed=1), max_tokens=1)
+    source.schedule()
+    (new,) = source._in_flight.pop().scheduled_new_reqs
+    for block_id in {*new.block_ids[0], *new.block_ids[1]}:
+        source.fill(1, block_id, POISON)
+    request = sink.request("d", prompt(num_tokens), params)
+    sink.run_until(lambda: request.status == Status.RUNNING)
+    assert sink.stats["counts"]["requests.loaded"] == 1
+    ours = sink.scheduler.kv_cache_manager.get_block_ids("d")[1]
+    for position in (3, 4) if num_tokens < 96 else (4,):
+        assert sink.block(1, ours[position]) == source.block(1, told.block_ids[1][position])
+        assert POISON.to_bytes() * 64 not in sink.block(1, ours[position])
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_windows_that_would_poison_the_prefix_cache(
     make_engine: MakeEngine, prefix_caching: bool

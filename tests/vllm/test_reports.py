@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -464,25 +465,98 @@ def test_every_group_is_loaded_and_null_blocks_are_minus_one(make_rig: MakeRig) 
     assert rig.is_quiet()
 
 
+EDGE = 95
+"""With a window of 32, token 94 looks back to token 63, the last of a block of 16, and token 95 to
+64: vLLM drops that block as soon as 95 tokens are computed.
+"""
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "is_offered"),
-    # A window of 32: token N - 1 looks back to N - 32, which vLLM drops where a block ends there.
-    [(95, False), (96, True), (100, True), (110, True), (111, False), (112, True), (20, True)],
+    "settings",
+    [{}, {"is_async": True}, {"max_batched_tokens": 48}, {"window": 2 * BLOCK + 5}, {"window": 1}],
+    ids=str,
 )
-def test_a_window_that_is_still_held_is_offered(
-    make_rig: MakeRig, num_tokens: int, is_offered: bool
+def test_a_prompt_is_offered_wherever_its_window_begins(
+    make_rig: MakeRig, settings: dict[str, Any]
 ) -> None:
-    rig = make_rig(window=2 * BLOCK)
-    rig.request("p", prompt(num_tokens), OFFERED, max_tokens=1)
+    rig = make_rig(**({"window": 2 * BLOCK} | settings))
+    for num_tokens in range(EDGE - 2, EDGE + BLOCK + 2):
+        name = f"p{num_tokens}"
+        request = rig.request(name, prompt(num_tokens, seed=num_tokens), OFFERED, max_tokens=1)
+        while not request.is_finished():
+            rig.step()
+        assert rig.params_of(name) is not None
+        orders = rig.step()
+        assert (orders.delayed, orders.ended) == ((name,), ())
+        rig.step(sent=[name])
+        assert rig.is_quiet()
+    assert "plain" not in rig.stats
+
+
+def windowed(blocks: Sequence[Any]) -> tuple[int, ...]:
+    """The table that the workers were told last, of the group with the window."""
+    return tuple(blocks[-1].block_ids[1])
+
+
+def test_the_edge_of_an_offer_is_nobody_elses_until_it_was_sent(make_rig: MakeRig) -> None:
+    rig = make_rig(window=2 * BLOCK, num_blocks=24, prefix_caching=False)
+    rig.request("p", prompt(EDGE), OFFERED, max_tokens=1)
+    told = windowed(rig.step().blocks)
+    assert told[:3] == (-1,) * 3
+    assert rig.scheduler.kv_cache_manager.get_block_ids("p")[1][:4] == [0] * 4  # vLLM dropped it
+    # All others: 23 without the null block, of which the offer holds 6 of one group, 3 of the other.
+    rig.request("q", prompt(7 * BLOCK, seed=1), max_tokens=1)
+    rig.schedule()
+    (new,) = rig._in_flight[-1].scheduled_new_reqs
+    assert len(new.block_ids[0] + new.block_ids[1]) == 14 == rig.num_free - 9
+    assert told[3] not in new.block_ids[0] + new.block_ids[1]
+    rig.finish(sent=["p"])
     rig.step()
-    params = rig.params_of("p")
-    orders = rig.step()
-    assert (params is not None) == is_offered
-    assert orders.delayed == ("p",)
-    assert [e.reason for e in orders.ended] == ([] if is_offered else [Reason.ABORTED])
+    assert rig.is_quiet()
+
+
+def test_the_edge_of_an_offer_that_was_preempted_comes_back(make_rig: MakeRig) -> None:
+    rig = make_rig(window=2 * BLOCK)
+    request = rig.request("p", prompt(EDGE), OFFERED, max_tokens=4)
+    rig.step()
+    rig.step()
+    rig.scheduler.running.remove(request)
+    rig.scheduler._preempt_request(request, time.monotonic())
+    assert rig.free_blocks() == rig.num_free - 1
+    orders = rig.step()  # tells of the preemption, and offers anew
+    assert [e.reason for e in orders.ended] == [Reason.PREEMPTED]
+    assert orders.computed == ("p",)
+    for _ in range(3):
+        rig.step()
+    assert rig.params_of("p") is not None
+    rig.step()
     rig.step(sent=["p"])
     assert rig.is_quiet()
-    assert rig.stats.get("plain") == (None if is_offered else {"window": 1})
+
+
+def test_the_edge_of_an_offer_that_was_aborted_comes_back(make_rig: MakeRig) -> None:
+    rig = make_rig(window=2 * BLOCK)
+    rig.request("p", prompt(EDGE), OFFERED, max_tokens=4)
+    rig.step()
+    rig.abort("p")
+    assert [e.reason for e in rig.step().ended] == [Reason.ABORTED]
+    rig.step(sent=["p"])
+    assert rig.is_quiet()
+
+
+def test_a_vllm_without_pins_does_not_offer_at_the_edge_of_a_block(make_rig: MakeRig) -> None:
+    rig = make_rig(window=2 * BLOCK)
+    rig.connector.bind_gpu_block_pool(object())
+    for num_tokens, is_offered in ((EDGE - 1, True), (EDGE, False), (EDGE + 1, True)):
+        name = f"p{num_tokens}"
+        rig.request(name, prompt(num_tokens), OFFERED, max_tokens=1)
+        rig.step()
+        assert (rig.params_of(name) is not None) == is_offered
+        orders = rig.step()
+        assert [e.reason for e in orders.ended] == ([] if is_offered else [Reason.ABORTED])
+        rig.step(sent=[name])
+        assert rig.is_quiet()
+    assert rig.stats["plain"] == {"window": 1}
 
 
 @pytest.mark.parametrize(("max_tokens", "is_offered"), [(1, True), (4, True), (40, False)])

@@ -1,7 +1,8 @@
-"""Blocks of vLLM's pool that are kept without a request: one reference more to each of them.
+"""Blocks of vLLM's pool that are kept whatever vLLM does with their request: one reference more to
+each of them.
 
 While vLLM itself keeps a finished request it steps without pause. A pin keeps the blocks alone, so
-that vLLM can forget the request and sleep.
+that vLLM can forget the request and sleep. A block that a window has left behind is kept likewise.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def pins_of(pool: Any) -> Pins | None:
     missing = [name for name in NEEDED if not hasattr(pool, name)]
     if missing:
         _log.info(
-            "vLLM's block pool: expected %s; the engine steps while it holds blocks",
+            "vLLM's block pool: expected %s; without it the engine steps while it holds blocks, and "
+            "offers no prompt whose window begins at the edge of a block",
             ", ".join(missing),
         )
         return None
@@ -39,30 +41,36 @@ class Pins:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
-        self._blocks: dict[str, list[Any]] = {}
+        self._tables: dict[str, Tables] = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._tables)
+
+    def tables(self, request_id: str) -> Tables:
+        """What :meth:`pin` was given for this request; nothing without a pin."""
+        return self._tables.get(request_id, ())
 
     def pin(self, request_id: str, tables: Tables) -> None:
         """Keep these blocks, which somebody else holds now; -1 is none. Raises ValueError for a
         request that has a pin.
         """
-        if request_id in self._blocks:
+        if request_id in self._tables:
             raise ValueError(f"request {request_id}: expected no pin, got a second one")
-        pool_blocks = self._pool.blocks
-        blocks = [pool_blocks[block_id] for ids in tables for block_id in ids if block_id >= 0]
-        self._pool.touch(blocks)
-        self._blocks[request_id] = blocks
+        self._pool.touch(self._blocks(tables))
+        self._tables[request_id] = tables
 
     def unpin(self, request_ids: Iterable[str]) -> set[str]:
         """Give back what these requests have pinned: those of them that had a pin."""
-        unpinned = {request_id for request_id in request_ids if request_id in self._blocks}
+        unpinned = {request_id for request_id in request_ids if request_id in self._tables}
         for request_id in unpinned:
             # The last first, as vLLM frees a request: a prefix is worth more than its end.
-            self._pool.free_blocks(reversed(self._blocks.pop(request_id)))
+            self._pool.free_blocks(reversed(self._blocks(self._tables.pop(request_id))))
         return unpinned
 
     def unpin_all(self) -> None:
         """Give back everything."""
-        self.unpin(list(self._blocks))
+        self.unpin(list(self._tables))
+
+    def _blocks(self, tables: Tables) -> list[Any]:
+        blocks = self._pool.blocks
+        return [blocks[block_id] for ids in tables for block_id in ids if block_id >= 0]

@@ -7,9 +7,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
-from kvxfer.connector.records import NO_ORDERS, KVConnectorOutput
+from kvxfer.connector.records import NO_ORDERS, ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS
@@ -92,6 +93,7 @@ class SchedulerSide:
         self._can_pin = can_pin
         self._now = now
         self._pins: Pins | None = None
+        self._edges: Pins | None = None
         self._held: dict[str, _Held] = {}
         self._num_pinned = 0
         self._is_idle = False
@@ -101,6 +103,7 @@ class SchedulerSide:
     def bind_block_pool(self, pool: Any) -> None:
         """vLLM's block pool, of all groups together. Without it blocks are never pinned."""
         self._pins = pins_of(pool) if self._can_pin else None
+        self._edges = None if self._pins is None else Pins(pool)
 
     def set_xfer_handshake_metadata_pp_aware(self, ranks: Mapping[tuple[int, int], object]) -> None:
         """What the ranks say of themselves, by (pp, tp). Raises ConfigError if one is missing, is
@@ -115,8 +118,8 @@ class SchedulerSide:
             settings = self._settings
             self._incarnation = incarnation
             self._held.clear()
-            if self._pins:
-                self._pins.unpin_all()  # whoever read them has lost the pool they were in
+            for pins in filter(None, (self._pins, self._edges)):
+                pins.unpin_all()  # whoever read them has lost the pool they were in
             self._core = SchedulerConnector(
                 settings.config,
                 engine_id=settings.engine_id,
@@ -174,7 +177,7 @@ class SchedulerSide:
         """(whether its blocks stay until finished_sending, params for the decode side)."""
         if self._core is None or not request.kv_transfer_params:
             return False, None
-        tables = without_null(block_ids)
+        tables = self._with_edges(request.request_id, without_null(block_ids))
         must_keep, params = self._core.request_finished_all_groups(view_request(request), tables)
         if must_keep:
             self._held[request.request_id] = _Held(self._now(), tables)
@@ -194,6 +197,8 @@ class SchedulerSide:
         self._was_woken = self._is_idle and self._must_look()
         self._last_step_s = self._now()
         orders = self._core.build_connector_meta(StepView(step))
+        if orders.computed or orders.ended:
+            self._pin_edges(orders)
         if orders is NO_ORDERS and not self._is_idle:
             return _ONLY_COMPUTE
         return KvxferMetadata(orders, is_idle=self._is_idle, wants_answer=bool(self._due()))
@@ -220,10 +225,34 @@ class SchedulerSide:
         )
         for request_id in sent:
             self._held.pop(request_id, None)
+        if self._edges:
+            self._edges.unpin(sent)
         if self._pins is not None:
             # vLLM has forgotten those that were pinned, or knows another request by that id.
             told = sent - self._pins.unpin(sent) | self._pin_due(self._pins)
             output.finished_sending = told or None
+
+    def _pin_edges(self, orders: ConnectorMetadata) -> None:
+        """Keep what vLLM is about to let go of and the offers of this step need: the step's tables
+        hold it still, and the next step may give it to somebody else.
+        """
+        if self._edges is None or self._core is None:
+            return
+        self._edges.unpin(end.request_id for end in orders.ended if end.reason == Reason.PREEMPTED)
+        for request_id in orders.computed:
+            edge = self._core.edge_of_offer(request_id)
+            if any(edge):
+                self._edges.pin(request_id, edge)
+
+    def _with_edges(self, request_id: str, tables: Tables) -> Tables:
+        """A finished request's tables with what is pinned in the place of what was let go of."""
+        edge = self._edges.tables(request_id) if self._edges else ()
+        if not edge:
+            return tables
+        return tuple(
+            tuple(map(max, ids, chain(pinned, repeat(-1))))
+            for ids, pinned in zip(tables, edge, strict=True)
+        )
 
     def _due(self) -> list[str]:
         """Requests that are to be pinned in this step."""
