@@ -7,7 +7,9 @@ has its value.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
+import logging
 import math
 import os
 import re
@@ -23,7 +25,15 @@ Transport = Literal["auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 Origin = Literal["argument", "engine", "environment", "default"]
 
+log = logging.getLogger("kvxfer.config")
+
 ENV_PREFIX: Final = "KVXFER_"
+# What Kubernetes sets in every pod for a Service named kvxfer or kvxfer-*: <SERVICE>_PORT with a
+# URL, and these names with <SERVICE> before them. The rest are the ports and their parts.
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
+_SERVICE_NAME = re.compile(
+    r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
 # What a peer may be without being named: this host, and the private ranges of RFC 1918 and RFC
 # 4193.
 LOOPBACK_AND_PRIVATE: Final = (
@@ -62,7 +72,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host: str = "127.0.0.1"
     """Where this engine listens."""
     port: int = 5700
-    """Its front door; 0 takes a free one."""
+    """Its front door; 0 takes a free one. A kv_consumer of vLLM and ``kvxfer decode``, which nobody
+    has to find, take a free one unless a port was chosen."""
     allowed_peers: tuple[str, ...] = LOOPBACK_AND_PRIVATE
     """Names, addresses and ranges that this engine connects to; see :meth:`peer_allowed`."""
     lease_s: float = 30.0
@@ -163,10 +174,11 @@ def load_config(
 
     Values may be text, as the environment has them: ``allowed_peers`` separated by commas,
     ``curve_server_keys`` as ``ENGINE=KEY`` separated by commas. None, or an empty variable, means
-    not set.
+    not set. A ``KVXFER_`` variable of another name is a warning, unless Kubernetes made it for a
+    Service of our name.
 
-    Raises ConfigError for unknown names (also unknown ``KVXFER_`` variables) and values that cannot
-    work.
+    Raises ConfigError for unknown names among the arguments and the extra config, and for values
+    that cannot work.
     """
     sources: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
         ("argument", arguments),
@@ -216,19 +228,36 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     for variable, text in environ.items():
         if not variable.startswith(ENV_PREFIX):
             continue
-        name = variable.removeprefix(ENV_PREFIX).lower()
-        if name not in Config.__struct_fields__:
-            known = ", ".join(ENV_PREFIX + field.upper() for field in Config.__struct_fields__)
-            raise ConfigError(
-                f"{variable}: expected a setting of kvxfer, got an unknown name (environment); "
-                f"known are {known}"
-            )
-        found[name] = text or None
+        rest = variable.removeprefix(ENV_PREFIX)
+        if _is_of_a_service(rest, text):
+            continue
+        if rest.lower() not in Config.__struct_fields__:
+            _warn_of(rest)
+            continue
+        found[rest.lower()] = text or None
     seed = environ.get("PYTHONHASHSEED", "")
     # "random" is what Python itself does when the variable is not set.
     if seed and seed != "random" and found.get("hash_seed") is None:
         found["hash_seed"] = seed
     return found
+
+
+def _is_of_a_service(rest: str, text: str) -> bool:
+    """Did Kubernetes set ``KVXFER_<rest>``? Its KVXFER_PORT is told from ours by the value."""
+    has_url = re.fullmatch("(.*_)?PORT", rest) and _SERVICE_URL.fullmatch(text)
+    return bool(has_url or _SERVICE_NAME.fullmatch(rest))
+
+
+def _warn_of(rest: str) -> None:
+    """Somebody's mistake, or another program's variable: it is heard, and stops nothing."""
+    known = [field.upper() for field in Config.__struct_fields__]
+    near = difflib.get_close_matches(rest.upper(), known, n=1)
+    log.warning(
+        "%s: no setting of kvxfer, ignored; %sknown are %s",
+        ENV_PREFIX + rest,
+        f"did you mean {ENV_PREFIX + near[0]}? " if near else "",
+        ", ".join(ENV_PREFIX + name for name in known),
+    )
 
 
 def _split(text: str) -> list[str]:

@@ -221,10 +221,68 @@ def test_says_which_source_was_wrong() -> None:
         load({}, {"lease": 1})
 
 
-@pytest.mark.parametrize("text", ["1", ""])
-def test_refuses_unknown_variables(text: str) -> None:
-    with pytest.raises(ConfigError, match="KVXFER_LEASE: .* known are .*KVXFER_LEASE_S"):
-        load(environ={"KVXFER_LEASE": text})
+@pytest.mark.parametrize(
+    ("variable", "said"),
+    [
+        (
+            "KVXFER_LEASE",
+            "KVXFER_LEASE: no setting of kvxfer, ignored; did you mean KVXFER_LEASE_S?",
+        ),
+        ("KVXFER_ALOWED_PEERS", "did you mean KVXFER_ALLOWED_PEERS? known are KVXFER_TRANSPORT, "),
+        ("KVXFER_ZZZZ", "KVXFER_ZZZZ: no setting of kvxfer, ignored; known are KVXFER_TRANSPORT, "),
+        ("KVXFER_PORTS", "did you mean KVXFER_PORT?"),
+    ],
+)
+@pytest.mark.parametrize("text", ["s3cret", ""])
+def test_unknown_variables_are_heard_and_stop_nobody(
+    caplog: pytest.LogCaptureFixture, variable: str, said: str, text: str
+) -> None:
+    assert load(environ={variable: text, "KVXFER_PORT": "9"}).port == 9
+    (record,) = caplog.records
+    assert (record.levelname, record.name) == ("WARNING", "kvxfer.config")
+    assert said in record.getMessage()
+    assert "s3cret" not in record.getMessage()
+
+
+# As Kubernetes sets them in every pod of a namespace with Services kvxfer and kvxfer-prefill-0, one
+# port named http, one of UDP.
+SERVICES = {
+    "KVXFER_SERVICE_HOST": "10.0.0.1",
+    "KVXFER_SERVICE_PORT": "5700",
+    "KVXFER_SERVICE_PORT_HTTP": "5700",
+    "KVXFER_PORT": "tcp://10.0.0.1:5700",
+    "KVXFER_PORT_5700_TCP": "tcp://10.0.0.1:5700",
+    "KVXFER_PORT_5700_TCP_PROTO": "tcp",
+    "KVXFER_PORT_5700_TCP_PORT": "5700",
+    "KVXFER_PORT_5700_TCP_ADDR": "10.0.0.1",
+    "KVXFER_PREFILL_0_SERVICE_HOST": "fd00::1",
+    "KVXFER_PREFILL_0_SERVICE_PORT": "53",
+    "KVXFER_PREFILL_0_SERVICE_PORT_DNS_UDP": "53",
+    "KVXFER_PREFILL_0_PORT": "udp://[fd00::1]:53",
+    "KVXFER_PREFILL_0_PORT_53_UDP": "udp://[fd00::1]:53",
+    "KVXFER_PREFILL_0_PORT_53_UDP_PROTO": "udp",
+    "KVXFER_PREFILL_0_PORT_53_UDP_PORT": "53",
+    "KVXFER_PREFILL_0_PORT_53_UDP_ADDR": "fd00::1",
+    "KVXFER_S_PORT": "sctp://10.0.0.1:1",
+    "KVXFER_S_PORT_1_SCTP": "sctp://10.0.0.1:1",
+}
+
+
+def test_what_kubernetes_sets_for_a_service_of_our_name_is_passed_over(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loaded = load_config({}, {}, SERVICES)
+    assert loaded.config == Config()
+    assert set(loaded.origins.values()) == {"default"}
+    assert load_config({}, {}, SERVICES | {"KVXFER_PORT": "5800"}).config.port == 5800
+    assert load_config({}, {}, SERVICES | {"KVXFER_HOST": "10.0.0.9"}).config.host == "10.0.0.9"
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("text", ["tcp:5700", "http://10.0.0.1:5700", "10.0.0.1:5700"])
+def test_a_port_that_is_neither_ours_nor_a_service_s_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"port: expected `int`, got .* \(environment\)"):
+        load(environ={"KVXFER_PORT": text})
 
 
 def test_a_config_made_by_hand_is_checked_too() -> None:

@@ -72,7 +72,7 @@ NAMES = tuple(_MAKERS)
 def cache_folder() -> Path:
     """Where models are kept: ``TINY_MODELS_DIR``, else a folder of the user's cache.
 
-    (Not KVXFER_..., which are kvxfer's settings: an unknown one is refused by every engine.)
+    (Not KVXFER_..., which are kvxfer's settings: every engine warns of an unknown one.)
     """
     chosen = os.environ.get("TINY_MODELS_DIR")
     return Path(chosen) if chosen else Path.home() / ".cache" / "kvxfer-tests"

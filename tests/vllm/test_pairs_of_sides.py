@@ -46,6 +46,18 @@ def finish_both(source: Engine, sink: Engine) -> None:
     sink.run_until(step_source)
 
 
+def test_engines_that_only_take_kv_start_on_one_host(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has chosen a port: were it 5700 for all, only one would start."""
+    monkeypatch.delenv("KVXFER_PORT", raising=False)
+    engines = [make_engine(role="kv_consumer", port=None) for _ in range(2)]
+    endpoints = {
+        engine.worker.get_handshake_metadata().manifest.control_endpoint for engine in engines
+    }
+    assert len(endpoints) == 2
+
+
 def test_bytes_arrive_and_blocks_come_back(pair: tuple[Engine, Engine]) -> None:
     source, sink = pair
     tokens = prompt(100)

@@ -504,7 +504,7 @@ def test_the_edge_of_an_offer_is_nobody_elses_until_it_was_sent(make_rig: MakeRi
     told = windowed(rig.step().blocks)
     assert told[:3] == (-1,) * 3
     assert rig.scheduler.kv_cache_manager.get_block_ids("p")[1][:4] == [0] * 4  # vLLM dropped it
-    # All others: 23 without the null block, of which the offer holds 6 of one group, 3 of the other.
+    # All others of 23: the offer holds 6 in the group without a window, 3 in that with one.
     rig.request("q", prompt(7 * BLOCK, seed=1), max_tokens=1)
     rig.schedule()
     (new,) = rig._in_flight[-1].scheduled_new_reqs

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvxfer.config import Config
+from kvxfer.config import Config, variables_of
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.settings import Settings, plugin_settings, read_settings
 
@@ -53,7 +56,8 @@ def vllm_config(
 
 @pytest.fixture(autouse=True)
 def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVXFER_PORT", "KVXFER_LEASE_S", "PYTHONHASHSEED"):
+    ours = ("KVXFER_PORT", "KVXFER_LEASE_S", "PYTHONHASHSEED")
+    for name in (*ours, *variables_of("VLLM_NIXL_")):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -106,6 +110,106 @@ def test_each_data_parallel_rank_has_its_port(port: int, index: int, expected: i
     assert read_settings(config).config.port == expected
 
 
+@pytest.mark.parametrize(
+    ("role", "extra", "environ", "index", "expected"),
+    [
+        ("kv_producer", {}, {}, 0, 5700),
+        ("kv_both", {}, {}, 0, 5700),
+        ("kv_both", {}, {}, 2, 5702),
+        ("kv_consumer", {}, {}, 0, 0),
+        ("kv_consumer", {}, {}, 2, 0),
+        ("kv_consumer", {"port": 5700}, {}, 2, 5702),
+        ("kv_consumer", {"port": "5700"}, {}, 0, 5700),
+        ("kv_consumer", {}, {"KVXFER_PORT": "6000"}, 1, 6001),
+        ("kv_consumer", {}, {"KVXFER_PORT": "tcp://10.0.0.1:5700"}, 0, 0),
+        ("kv_producer", {}, {"KVXFER_PORT": "tcp://10.0.0.1:5800"}, 0, 5700),
+    ],
+)
+def test_what_only_takes_kv_takes_a_free_port_unless_told(
+    monkeypatch: pytest.MonkeyPatch,
+    role: str,
+    extra: dict[str, Any],
+    environ: dict[str, str],
+    index: int,
+    expected: int,
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    config = vllm_config(
+        extra=extra, transfer={"kv_role": role}, parallel={"data_parallel_index": index}
+    )
+    assert read_settings(config).config.port == expected
+
+
+NIXL = {
+    "backends": ["UCX"],
+    "num_threads": 4,
+    "kv_lease_duration": 60,
+    "engine_ttl": 3600,
+    "enforce_handshake_compat": False,
+    "enable_cross_layers_blocks": True,
+    "kv_recompute_threshold": 64,
+    "bidirectional_kv_xfer": False,
+    "decoder_kv_blocks_ttl": 480,
+    "push_registration_timeout": 480,
+}
+
+
+def test_nixl_s_keys_are_warnings_that_name_ours(caplog: pytest.LogCaptureFixture) -> None:
+    settings = read_settings(vllm_config(extra={**NIXL, "keep_s": 4}))
+    assert settings.config == Config(keep_s=4)  # none of its values is taken over
+    said = {record.getMessage() for record in caplog.records}
+    assert {record.levelname for record in caplog.records} == {"WARNING"}
+    assert len(said) == len(caplog.records) == len(NIXL)
+    for key, ours in (("kv_lease_duration", "lease_s"), ("backends", "transport")):
+        assert any(f"{key} is a setting of NixlConnector" in s and f"set {ours}" in s for s in said)
+
+
+def test_the_keys_of_this_vllm_s_nixl_are_known() -> None:
+    """Read from its source: what a config that is carried over can hold."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs vLLM")
+    folder = Path(spec.origin).parent / "distributed/kv_transfer/kv_connector/v1/nixl"
+    asked = re.compile(r'get_from_extra_config\(\s*"(\w+)"')
+    found = {key for file in folder.glob("*.py") for key in asked.findall(file.read_text())}
+    assert "kv_lease_duration" in found
+    read_settings(vllm_config(extra=dict.fromkeys(found, 1)))
+
+
+@pytest.mark.parametrize(
+    ("extra", "environ", "said"),
+    [
+        ({}, {}, "VLLM_NIXL_SIDE_CHANNEL_HOST, VLLM_NIXL_SIDE_CHANNEL_PORT: of NixlConnector, "),
+        ({}, {}, "set host, port in kv_connector_extra_config, or KVXFER_HOST, KVXFER_PORT"),
+        (
+            {"host": "127.0.0.1"},
+            {},
+            "VLLM_NIXL_SIDE_CHANNEL_PORT: of NixlConnector, ignored; set p",
+        ),
+        ({}, {"KVXFER_PORT": "1"}, "VLLM_NIXL_SIDE_CHANNEL_HOST: of NixlConnector, ignored; set h"),
+        ({"host": "127.0.0.1", "port": 5700}, {}, None),
+    ],
+)
+def test_nixl_s_side_channel_is_mentioned_and_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    extra: dict[str, Any],
+    environ: dict[str, str],
+    said: str | None,
+) -> None:
+    nixl = {"HOST": "10.0.0.1", "PORT": "5600"}
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_TIMEOUT", "1")  # of no setting of ours
+    for name, value in nixl.items():
+        monkeypatch.setenv(f"VLLM_NIXL_SIDE_CHANNEL_{name}", value)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    config = read_settings(vllm_config(extra=extra)).config
+    assert (config.host, config.port) == ("127.0.0.1", int(environ.get("KVXFER_PORT", 5700)))
+    told = [record.getMessage() for record in caplog.records]
+    assert (len(told) == 1 and said in told[0]) if said else told == []
+
+
 def test_ranks_that_are_not_independent_compute_in_step() -> None:
     assert not read_settings(vllm_config()).is_in_step
     assert not read_settings(vllm_config(parallel={"data_parallel_size": 1})).is_in_step
@@ -121,7 +225,7 @@ def test_older_versions_call_the_index_a_rank() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"extra": {"backends": ["UCX"]}}, "backends: expected a setting of kvxfer"),
+        ({"extra": {"lease": 9}}, r"lease: expected a setting of kvxfer.* \(engine\)"),
         ({"extra": {"lease_s": "long"}}, r"lease_s: expected `float`.* \(engine\)"),
         ({"extra": {"weights_identity": 3.5}}, "kv_connector_extra_config: .*weights_identity"),
         ({"extra": {"switch_interval_s": 0}}, "switch_interval_s: expected above 0"),

@@ -16,7 +16,6 @@ from tests.vllm.cases import (
     token_ids,
 )
 from tests.vllm.engines import Connector, EngineConfig, Fleet
-from tests.vllm.models import WINDOW_TOKENS
 
 MODEL = "hybrid"
 # Of 127, 159 and 191 tokens the next one's window begins with a block of 32, 64, 96 or 128: prefill

@@ -24,8 +24,8 @@ def pins_of(pool: Any) -> Pins | None:
     missing = [name for name in NEEDED if not hasattr(pool, name)]
     if missing:
         _log.info(
-            "vLLM's block pool: expected %s; without it the engine steps while it holds blocks, and "
-            "offers no prompt whose window begins at the edge of a block",
+            "vLLM's block pool: expected %s; without them the engine steps while it holds blocks, "
+            "and offers no prompt whose window begins at the edge of a block",
             ", ".join(missing),
         )
         return None

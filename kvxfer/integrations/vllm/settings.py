@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from kvxfer.config import Config, load_config
+from kvxfer.config import Config, LoadedConfig, load_config
 from kvxfer.errors import ConfigError
+from kvxfer.integrations.vllm.nixl_keys import mention_nixl_variables, without_nixl_keys
 
 _MAX_PORT = 65535
 _SENDERS = ("kv_producer", "kv_both")
@@ -68,11 +69,13 @@ def read_settings(vllm_config: Any) -> Settings:
         refuse(vllm_config)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     plugin, extra = _split(_extra_config(transfer))
-    config = load_config({}, extra).config
+    loaded = load_config({}, without_nixl_keys(extra))
+    mention_nixl_variables(loaded)
+    can_send = transfer.kv_role in _SENDERS
     return Settings(
-        config=replace(config, port=_port(config.port, parallel)),
+        config=replace(loaded.config, port=_port(loaded, can_send, parallel)),
         engine_id=transfer.engine_id,
-        can_send=transfer.kv_role in _SENDERS,
+        can_send=can_send,
         can_receive=transfer.kv_role in _RECEIVERS,
         tp_size=parallel.tensor_parallel_size,
         pp_size=parallel.pipeline_parallel_size,
@@ -163,9 +166,12 @@ def _refuse_draft(vllm_config: Any) -> None:
         )
 
 
-def _port(configured: int, parallel: Any) -> int:
-    """Each data parallel rank has its own front door; 0 stays "any free one"."""
-    if configured == 0:
+def _port(loaded: LoadedConfig, can_send: bool, parallel: Any) -> int:
+    """Each data parallel rank has its own front door; 0 is "any free one". Nobody has to find an
+    engine that only takes KV, so it needs no port that is known.
+    """
+    configured = loaded.config.port
+    if configured == 0 or (not can_send and loaded.origins["port"] == "default"):
         return 0
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     if configured + index > _MAX_PORT:
