@@ -320,8 +320,8 @@ def proxy(
     on_missing_kv: Annotated[
         OnMissingKv,
         typer.Option(
-            help="What happens to a request whose prefill gave no KV: answered with an error, or "
-            "sent to decode without KV and counted."
+            help="What happens to a request whose prefill failed: answered with an error, or sent "
+            "to decode without KV and counted. One whose prefill offers no KV goes there always."
         ),
     ] = OnMissingKv.REFUSE,
     timeout_s: Annotated[float, typer.Option(help="Seconds for a whole prefill.")] = 300.0,

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvxfer.proxy.replies import Reason, Refused
+from kvxfer.proxy.replies import NoKv, Reason, Refused
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
@@ -182,9 +182,9 @@ PATHS: Final = tuple(_NOT_TRANSFERABLE)
 def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
     """The params in a prefill engine's answer, as the bytes that came.
 
-    Raises Refused, which names ``engine``: for an error of the engine (a 4xx keeps its status,
-    because it is about what the client sent; everything else is 502), for an answer that cannot be
-    read, and for one whose params do not ask the decode engine to take the KV.
+    Raises, with ``engine`` in the message, Refused for an error of the engine (a 4xx keeps its
+    status, because it is about what the client sent; everything else is 502) and for an answer that
+    cannot be read, and NoKv for one without params that ask the decode engine to take the KV.
     """
     if status != 200:
         told = raw[:_QUOTED_CHARS].decode(errors="replace")
@@ -204,18 +204,14 @@ def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
             f"{engine}: expected a JSON object with {KV_PARAMS}, got one that cannot be read: {e}",
         ) from e
     if marks is None:
-        raise Refused(
-            502,
-            Reason.PREFILL_WITHOUT_KV,
-            f"{engine}: answered without {KV_PARAMS}, so there is no KV to take; "
-            "is it running with a KV connector whose role can send?",
+        raise NoKv(
+            f"{engine}: answered without {KV_PARAMS}; its log or its metrics say why. If it always "
+            "does, is it running with a KV connector whose role can send?"
         )
     if not marks.do_remote_prefill:
-        raise Refused(
-            502,
-            Reason.PREFILL_WITHOUT_KV,
+        raise NoKv(
             f"{engine}: answered with {KV_PARAMS} without do_remote_prefill: true, "
-            "which a decode engine runs as a plain request",
+            "which a decode engine runs as a plain request"
         )
     # A copy: Raw is a view that would keep the whole answer.
     return params.copy()

@@ -22,7 +22,8 @@ from kvxfer.proxy.bodies import PATHS, ClientBody, parse_body, read_params
 from kvxfer.proxy.headers import REQUEST_ID, find, to_client, to_decode, to_prefill
 from kvxfer.proxy.metrics import CONTENT_TYPE, Metrics
 from kvxfer.proxy.pool import UP, EnginePool, Seen, State
-from kvxfer.proxy.replies import Reason, Refused
+from kvxfer.proxy.repeats import Repeats
+from kvxfer.proxy.replies import NoKv, Reason, Refused
 from kvxfer.proxy.settings import Engine, OnMissingKv, ProxySettings, Side
 
 MODELS = "/v1/models"
@@ -47,6 +48,7 @@ class Proxy:
         self._session = session
         self.pool = EnginePool(settings.engines)
         self.metrics = Metrics()
+        self._without_kv = Repeats()
         for engine in settings.engines:
             self.metrics.see(engine, is_up=False)
 
@@ -97,14 +99,20 @@ class Proxy:
             request_id = find(request.headers.items(), REQUEST_ID) or uuid.uuid4().hex
             try:
                 params = await self._prefill(prefill, request, body, request_id)
-            except Refused as e:
-                if self._settings.on_missing_kv is OnMissingKv.REFUSE:
+            except (NoKv, Refused) as e:
+                is_failure = isinstance(e, Refused)
+                if is_failure and self._settings.on_missing_kv is OnMissingKv.REFUSE:
                     raise
-                self.metrics.without_kv.labels(e.reason.value).inc()
-                log.debug("decoding without KV: %s", e)
+                self._go_on_without_kv(prefill, e)
                 params = None
             sent = body.for_decode(params)
             return await self._relay("POST", request, request_id, sent)
+
+    def _go_on_without_kv(self, prefill: Engine, e: NoKv | Refused) -> None:
+        self.metrics.without_kv.labels(e.reason.value).inc()
+        num = self._without_kv.note((prefill, e.reason), time.monotonic())
+        if num:
+            log.warning("decoding without KV (%d requests since the last such line): %s", num, e)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         """The models of a decode engine."""
@@ -175,7 +183,7 @@ class Proxy:
     async def _prefill(
         self, engine: Engine, request: web.Request, body: ClientBody, request_id: str
     ) -> msgspec.Raw:
-        """The params of the prompt's KV. Raises Refused naming the engine when there are none."""
+        """The params of the prompt's KV. Raises NoKv or Refused, naming the engine."""
         sent_s = time.monotonic()
         limit_s = self._settings.prefill_timeout_s
         try:

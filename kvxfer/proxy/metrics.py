@@ -35,7 +35,7 @@ class Metrics:
         )
         self.without_kv = Counter(
             _PREFIX + "without_kv",
-            "Requests sent to decode without KV, because prefill gave none, by reason.",
+            "Requests sent to decode without KV, because prefill gave none or failed, by reason.",
             ["reason"],
             registry=self._registry,
         )
@@ -54,8 +54,10 @@ class Metrics:
             ["side", "engine"],
             registry=self._registry,
         )
-        for reason in Reason:
-            self.failures.labels(reason.value)  # a rate over a series that begins at 1 misses it
+        for reason in Reason:  # a rate over a series that begins at 1 misses it
+            self.failures.labels(reason.value)
+            if reason.value.startswith("prefill_"):
+                self.without_kv.labels(reason.value)
 
     def see(self, engine: Engine, is_up: bool) -> None:
         """Remember whether the engine is up."""

@@ -10,7 +10,7 @@ from kvxfer.errors import KvxferError
 
 
 class Reason(enum.StrEnum):
-    """Why a request was not served, or was cut. A label of the failure counter."""
+    """Why a request was not served, was cut, or was served without KV. A label of the counters."""
 
     UNKNOWN_PATH = "unknown_path"
     BODY_TOO_LARGE = "body_too_large"
@@ -27,6 +27,12 @@ class Reason(enum.StrEnum):
     DECODE_ERROR = "decode_error"
     DECODE_CUT = "decode_cut"
     CLIENT_GONE = "client_gone"
+
+
+class NoKv(KvxferError):
+    """A prefill engine has answered, and offers no KV: decode can compute the prompt itself."""
+
+    reason = Reason.PREFILL_WITHOUT_KV
 
 
 class Refused(KvxferError):

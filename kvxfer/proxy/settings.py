@@ -23,7 +23,9 @@ class Side(enum.StrEnum):
 
 
 class OnMissingKv(enum.StrEnum):
-    """What happens to a request whose prefill gave no ``kv_transfer_params``."""
+    """What happens to a request whose prefill failed. One whose prefill engine answers well and
+    offers no KV always goes on to decode, which computes the prompt.
+    """
 
     REFUSE = "refuse"
     RECOMPUTE = "recompute"

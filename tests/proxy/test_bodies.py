@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvxfer.proxy.bodies import CHAT, COMPLETIONS, PATHS, parse_body, read_params
-from kvxfer.proxy.replies import Reason, Refused
+from kvxfer.proxy.replies import NoKv, Reason, Refused
 
 ASKING = {
     "do_remote_decode": True,
@@ -185,13 +185,6 @@ def test_params_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("status", "raw", "want", "reason", "told"),
     [
-        (200, b'{"id":"x"}', 502, "prefill_without_kv", "answered without kv_transfer_params"),
-        (200, b'{"kv_transfer_params":null}', 502, "prefill_without_kv", "without"),
-        (200, b'{"kv_transfer_params":{}}', 502, "prefill_without_kv", "do_remote_prefill: true"),
-        (
-            *(200, b'{"kv_transfer_params":{"do_remote_prefill":false}}'),
-            *(502, "prefill_without_kv", "do_remote_prefill: true"),
-        ),
         (200, b'{"kv_transfer_params":[]}', 502, "prefill_unreadable", "got `array`"),
         (200, b'{"kv_transfer_params":3}', 502, "prefill_unreadable", "got `int`"),
         (200, b'{"kv_transfer_params":{', 502, "prefill_unreadable", "truncated"),
@@ -205,9 +198,23 @@ def test_params_are_taken_as_they_are() -> None:
         (401, b"", 401, "prefill_error", "answered 401"),
     ],
 )
-def test_no_params(status: int, raw: bytes, want: int, reason: str, told: str) -> None:
+def test_prefill_failed(status: int, raw: bytes, want: int, reason: str, told: str) -> None:
     with pytest.raises(Refused) as e:
         read_params("prefill http://p:1", status, raw)
     assert (e.value.status, e.value.reason) == (want, reason)
     assert str(e.value).startswith("prefill http://p:1: ")
     assert told in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (b'{"id":"x"}', "answered without kv_transfer_params"),
+        (b'{"kv_transfer_params":null}', "answered without kv_transfer_params"),
+        (b'{"kv_transfer_params":{}}', "do_remote_prefill: true"),
+        (b'{"kv_transfer_params":{"do_remote_prefill":false}}', "do_remote_prefill: true"),
+    ],
+)
+def test_prefill_offers_no_kv(raw: bytes, told: str) -> None:
+    with pytest.raises(NoKv, match=f"prefill http://p:1: .*{told}"):
+        read_params("prefill http://p:1", 200, raw)

@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvxfer.errors import ConfigError
+from kvxfer.proxy.repeats import Repeats
 from kvxfer.proxy.server import serving
 from kvxfer.proxy.settings import OnMissingKv, ProxySettings, Side, parse_engines
 from tests.helpers import free_port
@@ -51,16 +52,51 @@ def test_no_engine_up(side: str) -> None:
 
 
 NO_KV = [
-    (give(200, b'{"choices":[]}'), 502, "prefill_without_kv"),
-    (give(200, b'{"kv_transfer_params":{"do_remote_prefill":false}}'), 502, "prefill_without_kv"),
+    give(200, b'{"choices":[]}'),
+    give(200, b'{"kv_transfer_params":null}'),
+    give(200, b'{"kv_transfer_params":{"do_remote_prefill":false}}'),
+]
+FAILED = [
     (give(200, b"<html>", "text/html"), 502, "prefill_unreadable"),
     (give(500, b"broken"), 502, "prefill_error"),
     (give(404, b"no such model"), 404, "prefill_error"),
 ]
 
 
-@pytest.mark.parametrize(("answer", "status", "reason"), NO_KV)
-def test_missing_kv_is_refused(answer: Answer, status: int, reason: str) -> None:
+@pytest.mark.parametrize("policy", OnMissingKv)
+@pytest.mark.parametrize("answer", NO_KV)
+def test_what_prefill_offers_no_kv_for_is_computed_by_decode(
+    caplog: pytest.LogCaptureFixture, answer: Answer, policy: OnMissingKv
+) -> None:
+    """Whatever is to become of failures: it is none. Each is counted; a warning names the engine
+    once a minute.
+    """
+
+    async def scenario() -> None:
+        async with scene(prefill=answer, on_missing_kv=policy) as s:
+            asked = {"prompt": "p", "max_tokens": 3}
+            for _ in range(3):
+                assert await s.post(asked) == (200, {"choices": [{"text": "hello"}]})
+            assert [call.body for call in s.calls if call.engine == "d0"] == [asked] * 3
+            name = 'kvxfer_proxy_without_kv_total{reason="prefill_without_kv"}'
+            assert (await s.metrics())[name] == 3
+            assert await s.failures() == {}
+            (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+            assert line.startswith("decoding without KV (1 requests since the last such line): prefill ")
+            assert s.prefill[0].url in line
+
+    run(scenario())
+
+
+def test_repeats_are_said_once_a_minute_with_their_number() -> None:
+    repeats = Repeats()
+    said = [repeats.note("a", now_s) for now_s in (5.0, 5.0, 64.9, 65.0, 66.0, 1000.0)]
+    assert said == [1, 0, 0, 3, 0, 2]
+    assert repeats.note("b", 1000.0) == 1
+
+
+@pytest.mark.parametrize(("answer", "status", "reason"), FAILED)
+def test_a_failed_prefill_is_refused(answer: Answer, status: int, reason: str) -> None:
     async def scenario() -> None:
         async with scene(prefill=answer) as s:
             got, reply = await s.post({"prompt": "p"}, headers=KEY)
@@ -73,8 +109,10 @@ def test_missing_kv_is_refused(answer: Answer, status: int, reason: str) -> None
     run(scenario())
 
 
-@pytest.mark.parametrize(("answer", "_status", "reason"), NO_KV)
-def test_missing_kv_is_recomputed_and_counted(answer: Answer, _status: int, reason: str) -> None:
+@pytest.mark.parametrize(("answer", "_status", "reason"), FAILED)
+def test_a_failed_prefill_is_recomputed_and_counted(
+    answer: Answer, _status: int, reason: str
+) -> None:
     async def scenario() -> None:
         async with scene(prefill=answer, on_missing_kv=OnMissingKv.RECOMPUTE) as s:
             asked = {"prompt": "p", "max_tokens": 3}
