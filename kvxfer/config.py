@@ -28,6 +28,7 @@ Origin = Literal["argument", "engine", "environment", "default"]
 log = logging.getLogger("kvxfer.config")
 
 ENV_PREFIX: Final = "KVXFER_"
+FRONT_DOOR_PORT: Final = 5700
 # What Kubernetes sets in every pod for a Service named kvxfer or kvxfer-*: <SERVICE>_PORT with a
 # URL, and these names with <SERVICE> before them. The rest are the ports and their parts.
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
@@ -71,9 +72,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     error."""
     host: str = "127.0.0.1"
     """Where this engine listens."""
-    port: int = 5700
-    """Its front door; 0 takes a free one. A kv_consumer of vLLM and ``kvxfer decode``, which nobody
-    has to find, take a free one unless a port was chosen."""
+    port: int | None = None
+    """Its front door; 0 takes a free one. None: 5700, and a free one where the engine only takes
+    KV, because nobody has to find that."""
     allowed_peers: tuple[str, ...] = LOOPBACK_AND_PRIVATE
     """Names, addresses and ranges that this engine connects to; see :meth:`peer_allowed`."""
     lease_s: float = 30.0
@@ -135,6 +136,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def hash_seed_bytes(self) -> bytes | None:
         """The seed of the block hashes as UTF-8, or None if nobody chose one."""
         return None if self.hash_seed is None else self.hash_seed.encode()
+
+    def front_door_port(self, *, gives_kv: bool) -> int:
+        """Where an engine listens that gives KV, or only takes it; 0 is any free port."""
+        if self.port is None:
+            return FRONT_DOOR_PORT if gives_kv else 0
+        return self.port
 
     def peer_allowed(self, host: str) -> bool:
         """Does ``allowed_peers`` admit this host?
@@ -322,7 +329,7 @@ def _check_numbers(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{name}: expected {least} to {most}{why}, got {value}")
-    if not 0 <= config.port <= 65535:
+    if not 0 <= (config.port or 0) <= 65535:
         raise ConfigError(f"port: expected 0 (any free port) to 65535, got {config.port}")
     if not config.host:
         raise ConfigError("host: expected a name or an address to listen on, got ''")

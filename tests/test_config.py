@@ -14,7 +14,7 @@ KEY, SECRET, OTHER = "k" * 40, "s" * 40, "o" * 40
 DEFAULTS = {
     "transport": "auto",
     "host": "127.0.0.1",
-    "port": 5700,
+    "port": None,
     "allowed_peers": (
         "localhost",
         "127.0.0.0/8",
@@ -65,6 +65,14 @@ def test_defaults() -> None:
 def test_frozen() -> None:
     with pytest.raises(AttributeError, match="immutable"):
         Config().port = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("port", "gives_kv", "expected"),
+    [(None, True, 5700), (None, False, 0), (0, True, 0), (9, True, 9), (9, False, 9)],
+)
+def test_front_door(port: int | None, gives_kv: bool, expected: int) -> None:
+    assert Config(port=port).front_door_port(gives_kv=gives_kv) == expected
 
 
 def test_order_of_the_sources() -> None:

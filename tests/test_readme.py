@@ -21,7 +21,7 @@ def test_the_example_prints_what_the_page_says(page: str, tmp_path: Path) -> Non
         # Its own port: another engine may be listening on the default one.
         layout = 'layout="HND"'
         assert layout in code
-        code = code.replace(layout, f"{layout}, kv=Config(port=0)")
+        code = "from kvxfer import Config\n" + code.replace(layout, f"{layout}, kv=Config(port=0)")
     script = tmp_path / "example.py"
     script.write_text(code)
     done = subprocess.run(

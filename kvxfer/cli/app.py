@@ -110,7 +110,12 @@ Json = Annotated[
     Path | None, typer.Option("--json", help="Write the facts to this file.", metavar="FILE")
 ]
 KvPort = Annotated[
-    int | None, typer.Option(min=0, max=65535, help="Port of the KV front door; 0: a free one.")
+    int | None,
+    typer.Option(
+        min=0,
+        max=65535,
+        help="Port of the KV front door; 0: a free one. If not given, decode takes a free one.",
+    ),
 ]
 
 

@@ -161,8 +161,7 @@ def run_decode(
     model = read_model(model_options, (side.tp_size, 1))
     work = read_work(work_options, model, model_options.model)
     (side,) = place_sides((side,), count_cuda_devices)
-    # A free port unless one is chosen: a prefill engine on this host has the usual one.
-    kv = _settings({"port": kv_port}, wire, side, log_level, {"port": 0})
+    kv = _settings({"port": kv_port}, wire, side, log_level)
     configs = {
         "decode": transfer_engine(
             Role.DECODE,

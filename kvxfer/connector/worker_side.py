@@ -56,8 +56,8 @@ class WorkerConnector:
     Args:
         incarnation: 16 random bytes, one registration of this engine's pools.
         facts, tp_size, pp_size, block_tokens, layout: what the engine's manifest must say.
-        is_front_door: this rank listens on ``config.port``, answers for the engine, and keeps held
-          offers.
+        front_door_port: where this rank listens (0: on any free port) if it answers for the engine
+          and keeps held offers; None for the engine's other ranks.
         can_leave_unhashed: the engine leaves the blocks of ``incomplete_blocks`` out of its prefix
           cache, or has none. Where it does not say so, a source whose windows could leave such
           blocks is refused by name.
@@ -80,7 +80,7 @@ class WorkerConnector:
         pp_size: int,
         block_tokens: int,
         layout: str,
-        is_front_door: bool,
+        front_door_port: int | None,
         can_leave_unhashed: bool = False,
         device: torch.device = HOST,
         ready_event: Callable[[], IsReady] | None = None,
@@ -96,7 +96,7 @@ class WorkerConnector:
             "block_tokens": block_tokens,
             "layout": layout,
         }
-        self._is_front_door = is_front_door
+        self._front_door_port = front_door_port
         self._can_leave_unhashed = can_leave_unhashed
         self._device = device
         self._ready_event = ready_event or self._record_ready
@@ -122,14 +122,13 @@ class WorkerConnector:
             group_keepings(regions)
         except ValueError as e:
             raise ConfigError(f"register_kv_caches: {e}") from e
-        port = self._config.port if self._is_front_door else 0
         self._service = RankService(
             self._config,
             self._ledger,
             self._identity,
             regions,
             memory,
-            port,
+            self._front_door_port or 0,
             can_leave_unhashed=self._can_leave_unhashed,
         )
 
@@ -171,7 +170,7 @@ class WorkerConnector:
         if metadata.delayed:
             self._sending.update(metadata.delayed)
             orders.append(partial(service.source.delay, metadata.delayed))
-        if self._is_front_door:
+        if self._front_door_port is not None:
             for hold in metadata.holds:
                 orders.append(partial(service.keeper.hold, hold.request_id, hold.source))
             for unhold in metadata.unholds:

@@ -107,6 +107,7 @@ class Runner:
 
     def _connect(self, model: ModelConfig, incarnation: bytes) -> WorkerConnector:
         config = self._config
+        port = config.kv.front_door_port(gives_kv=config.role is not Role.DECODE)
         connector = WorkerConnector(
             config.kv,
             engine_id=config.engine_id,
@@ -117,7 +118,7 @@ class Runner:
             pp_size=1,
             block_tokens=config.block_size,
             layout=config.layout,
-            is_front_door=self._tp_rank == 0,
+            front_door_port=port if self._tp_rank == 0 else None,
             can_leave_unhashed=True,
             device=self._device,
         )

@@ -136,7 +136,7 @@ class BenchEngine(Member):
             config,
             **identity,
             rank=RankId(0, 0),
-            is_front_door=True,
+            front_door_port=0,
             can_leave_unhashed=True,
             device=memory.device,
         )

@@ -102,6 +102,7 @@ class Engine:
         self.stats = KVConnectorStats()
         self.expected_io_errors = 0
         self.nonces: dict[str, bytes] = {}
+        port = self.config.front_door_port(gives_kv=True)
         rng = np.random.default_rng(7)
         for entry in base.ranks:
             regions, nbytes = build_regions(shape, entry.rank)
@@ -121,7 +122,7 @@ class Engine:
                 pp_size=shape.pp_size,
                 block_tokens=shape.block_tokens,
                 layout=shape.layout,
-                is_front_door=entry.rank == RankId(0, 0),
+                front_door_port=port if entry.rank == RankId(0, 0) else None,
                 can_leave_unhashed=can_leave_unhashed,
                 ready_event=ready_event,
                 device=device,

@@ -178,6 +178,13 @@ def test_a_port_in_use_is_raised_soon_also_with_several_ranks(group: EngineGroup
     assert time.monotonic() - started_s < 20
 
 
+def test_engines_that_only_take_kv_start_on_one_host(model: str) -> None:
+    """Nobody has chosen a port for them: were it 5700 for all, only one would start."""
+    config = alone(model, role=Role.DECODE)
+    with EngineGroup(config) as one, EngineGroup(config) as other:
+        assert one.kv_endpoint != other.kv_endpoint
+
+
 def test_requests_that_cannot_be_run_are_refused(group: EngineGroup) -> None:
     cases = (
         (Generate("none", (), 1), "expected at least one prompt token"),

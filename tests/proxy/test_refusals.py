@@ -82,7 +82,9 @@ def test_what_prefill_offers_no_kv_for_is_computed_by_decode(
             assert (await s.metrics())[name] == 3
             assert await s.failures() == {}
             (line,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-            assert line.startswith("decoding without KV (1 requests since the last such line): prefill ")
+            assert line.startswith(
+                "decoding without KV (1 requests since the last such line): prefill "
+            )
             assert s.prefill[0].url in line
 
     run(scenario())

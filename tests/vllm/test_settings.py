@@ -63,7 +63,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_at_its_default() -> None:
     assert read_settings(vllm_config()) == Settings(
-        config=Config(),
+        config=Config(port=5700),
         engine_id="E",
         can_send=True,
         can_receive=True,
@@ -157,7 +157,7 @@ NIXL = {
 
 def test_nixl_s_keys_are_warnings_that_name_ours(caplog: pytest.LogCaptureFixture) -> None:
     settings = read_settings(vllm_config(extra={**NIXL, "keep_s": 4}))
-    assert settings.config == Config(keep_s=4)  # none of its values is taken over
+    assert settings.config == Config(port=5700, keep_s=4)  # none of its values is taken over
     said = {record.getMessage() for record in caplog.records}
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert len(said) == len(caplog.records) == len(NIXL)

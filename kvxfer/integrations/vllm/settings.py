@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from kvxfer.config import Config, LoadedConfig, load_config
+from kvxfer.config import Config, load_config
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.nixl_keys import mention_nixl_variables, without_nixl_keys
 
@@ -73,7 +73,7 @@ def read_settings(vllm_config: Any) -> Settings:
     mention_nixl_variables(loaded)
     can_send = transfer.kv_role in _SENDERS
     return Settings(
-        config=replace(loaded.config, port=_port(loaded, can_send, parallel)),
+        config=replace(loaded.config, port=_port(loaded.config, can_send, parallel)),
         engine_id=transfer.engine_id,
         can_send=can_send,
         can_receive=transfer.kv_role in _RECEIVERS,
@@ -166,12 +166,10 @@ def _refuse_draft(vllm_config: Any) -> None:
         )
 
 
-def _port(loaded: LoadedConfig, can_send: bool, parallel: Any) -> int:
-    """Each data parallel rank has its own front door; 0 is "any free one". Nobody has to find an
-    engine that only takes KV, so it needs no port that is known.
-    """
-    configured = loaded.config.port
-    if configured == 0 or (not can_send and loaded.origins["port"] == "default"):
+def _port(config: Config, can_send: bool, parallel: Any) -> int:
+    """Each data parallel rank has its own front door; 0 stays "any free one"."""
+    configured = config.front_door_port(gives_kv=can_send)
+    if configured == 0:
         return 0
     index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     if configured + index > _MAX_PORT:
