@@ -63,7 +63,8 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_at_its_default() -> None:
     assert read_settings(vllm_config()) == Settings(
-        config=Config(port=5700),
+        config=Config(),
+        port=5700,
         engine_id="E",
         can_send=True,
         can_receive=True,
@@ -107,7 +108,7 @@ def test_own_keys_of_the_plugin() -> None:
 )
 def test_each_data_parallel_rank_has_its_port(port: int, index: int, expected: int) -> None:
     config = vllm_config(extra={"port": port}, parallel={"data_parallel_index": index})
-    assert read_settings(config).config.port == expected
+    assert read_settings(config).port == expected
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_what_only_takes_kv_takes_a_free_port_unless_told(
     config = vllm_config(
         extra=extra, transfer={"kv_role": role}, parallel={"data_parallel_index": index}
     )
-    assert read_settings(config).config.port == expected
+    assert read_settings(config).port == expected
 
 
 NIXL = {
@@ -157,7 +158,7 @@ NIXL = {
 
 def test_nixl_s_keys_are_warnings_that_name_ours(caplog: pytest.LogCaptureFixture) -> None:
     settings = read_settings(vllm_config(extra={**NIXL, "keep_s": 4}))
-    assert settings.config == Config(port=5700, keep_s=4)  # none of its values is taken over
+    assert settings.config == Config(keep_s=4)  # none of its values is taken over
     said = {record.getMessage() for record in caplog.records}
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert len(said) == len(caplog.records) == len(NIXL)
@@ -204,8 +205,11 @@ def test_nixl_s_side_channel_is_mentioned_and_not_used(
         monkeypatch.setenv(f"VLLM_NIXL_SIDE_CHANNEL_{name}", value)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    config = read_settings(vllm_config(extra=extra)).config
-    assert (config.host, config.port) == ("127.0.0.1", int(environ.get("KVXFER_PORT", 5700)))
+    settings = read_settings(vllm_config(extra=extra))
+    assert (settings.config.host, settings.port) == (
+        "127.0.0.1",
+        int(environ.get("KVXFER_PORT", 5700)),
+    )
     told = [record.getMessage() for record in caplog.records]
     assert (len(told) == 1 and said in told[0]) if said else told == []
 
@@ -219,7 +223,7 @@ def test_ranks_that_are_not_independent_compute_in_step() -> None:
 def test_older_versions_call_the_index_a_rank() -> None:
     config = vllm_config(parallel={"data_parallel_rank": 2})
     del config.parallel_config.data_parallel_index
-    assert read_settings(config).config.port == 5702
+    assert read_settings(config).port == 5702
 
 
 @pytest.mark.parametrize(
@@ -272,5 +276,5 @@ def test_with_vllm_s_own_configs() -> None:
             speculative_config=None,
         )
     )
-    assert (settings.config.port, settings.block_tokens) == (7000, 64)
+    assert (settings.port, settings.block_tokens) == (7000, 64)
     assert settings.engine_id == transfer.engine_id

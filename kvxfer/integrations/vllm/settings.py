@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from msgspec.structs import replace
 
 from kvxfer.config import Config, load_config
 from kvxfer.errors import ConfigError
@@ -38,7 +37,8 @@ class Settings:
     """What both sides of the plugin need to know of their engine.
 
     Attributes:
-        config: kvxfer's own settings; ``port`` is this data parallel rank's.
+        config: kvxfer's own settings.
+        port: the front door of this data parallel rank; 0 is any free one.
         can_send, can_receive: may requests offer KV, may they load it.
         block_tokens: of vLLM's cache config.
         is_in_step: data-parallel ranks compute every step together (those of a mixture of experts).
@@ -46,6 +46,7 @@ class Settings:
     """
 
     config: Config
+    port: int
     engine_id: str
     can_send: bool
     can_receive: bool
@@ -73,7 +74,8 @@ def read_settings(vllm_config: Any) -> Settings:
     mention_nixl_variables(loaded)
     can_send = transfer.kv_role in _SENDERS
     return Settings(
-        config=replace(loaded.config, port=_port(loaded.config, can_send, parallel)),
+        config=loaded.config,
+        port=_port(loaded.config, can_send, parallel),
         engine_id=transfer.engine_id,
         can_send=can_send,
         can_receive=transfer.kv_role in _RECEIVERS,

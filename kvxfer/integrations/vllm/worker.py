@@ -76,7 +76,6 @@ class WorkerSide:
         """
         located = self._locate(kv_caches)
         settings = self._settings
-        port = settings.config.front_door_port(gives_kv=settings.can_send)
         core = WorkerConnector(
             settings.config,
             engine_id=settings.engine_id,
@@ -87,7 +86,7 @@ class WorkerSide:
             pp_size=settings.pp_size,
             block_tokens=settings.block_tokens,
             layout=LAYOUT,
-            front_door_port=port if self._rank == RankId(0, 0) else None,
+            front_door_port=settings.port if self._rank == RankId(0, 0) else None,
             can_leave_unhashed=not settings.prefix_caching,
             device=located.memory.device,
         )
