@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self, TypeVar
 
 from kvxfer.connector.records import KVConnectorOutput
 
 log = logging.getLogger("kvxfer.connector")
 
-REMEMBERED_IDS = 1 << 16
-"""Completed ids that are remembered, so that a late report is dropped instead of starting a new
-count. At 1,000 requests per second this is a minute, far longer than a rank can lag behind; about
-10 MB."""
+MOST_OPEN_IDS = 1 << 16
+"""Ids that some ranks have reported and others have not, for each direction. An engine has far
+fewer requests at a time: where there are more, the oldest are reports that nobody will complete.
+About 20 MB."""
 
 
 class RankOutput(Protocol):
-    """What a rank returns from a step: any record with this attribute."""
+    """What a rank returns from a step: any record with this attribute.
 
-    kv_connector_output: KVConnectorOutput | None
+    ``kv_connector_output``: None, or any record with attributes of :class:`KVConnectorOutput`;
+    those that it lacks are as empty. ``failed_recving`` may be a set of request ids or map each to
+    a reason. ``kv_connector_worker_meta``, if there, is merged by its ``aggregate``.
+    """
+
+    kv_connector_output: Any
+
+
+_RankOutput = TypeVar("_RankOutput", bound=RankOutput)
 
 
 class FinishedCounting(Protocol):
@@ -31,36 +40,53 @@ class FinishedCounting(Protocol):
         """How many reports complete a request; None: one per rank."""
 
 
+@dataclass(slots=True)
+class _Open:
+    """A request that not every expected rank has reported.
+
+    ``expected`` is 0 before the first report. ``reason`` is None without a failure, "" where the
+    ranks state none.
+    """
+
+    reported: set[int] = field(default_factory=set)
+    expected: int = 0
+    reason: str | None = None
+    incomplete: set[tuple[int, int]] = field(default_factory=set)
+
+
 class _Tally:
     """Which positions have reported which request ids, for one direction."""
 
     def __init__(self, direction: str) -> None:
         self.num_dropped = 0
         self._direction = direction
-        self._reported: dict[str, set[int]] = {}
-        self._expected: dict[str, int] = {}
-        self._completed: OrderedDict[str, None] = OrderedDict()
+        self._open: dict[str, _Open] = {}
+        self._completed: dict[str, _Open] = {}
 
-    def report(self, request_id: str, position: int, expected: int) -> bool:
-        """Count one report; True when it completes the request."""
-        reported = self._reported.setdefault(request_id, set())
-        if request_id in self._completed or position in reported:
-            if not reported:
-                del self._reported[request_id]
+    def at(self, request_id: str) -> _Open:
+        """The open request of that id."""
+        one = self._open.get(request_id)
+        if one is None:
+            one = self._open[request_id] = _Open()
+            if len(self._open) > MOST_OPEN_IDS:
+                del self._open[next(iter(self._open))]
+        return one
+
+    def report(self, request_id: str, position: int, expected: int) -> None:
+        """Count one report."""
+        one = None if request_id in self._completed else self.at(request_id)
+        if one is None or position in one.reported:
             self._drop(request_id, position)
-            return False
-        reported.add(position)
-        if len(reported) < self._expected.setdefault(request_id, expected):
-            return False
-        del self._reported[request_id], self._expected[request_id]
-        self._completed[request_id] = None
-        if len(self._completed) > REMEMBERED_IDS:
-            self._completed.popitem(last=False)
-        return True
+            return
+        one.reported.add(position)
+        one.expected = one.expected or expected
+        if len(one.reported) >= one.expected:
+            self._completed[request_id] = self._open.pop(request_id)
 
-    def is_completed(self, request_id: str) -> bool:
-        """Completed, and not so long ago that it was forgotten."""
-        return request_id in self._completed
+    def take_completed(self) -> dict[str, _Open]:
+        """What the reports since the last call have completed."""
+        completed, self._completed = self._completed, {}
+        return completed
 
     def _drop(self, request_id: str, position: int) -> None:
         if self.num_dropped == 0:
@@ -75,8 +101,19 @@ class KVOutputAggregator:
     """A request is finished when every expected rank has reported it.
 
     Reports count per (request id, position in ``outputs``), so that a rank that repeats itself
-    cannot complete a request for another. A failure on one rank is held until all ranks have
-    reported the request, and so are the blocks that a rank's load left incomplete.
+    cannot complete a request for another. vLLM counts reports, whoever they come from. A failure
+    on one rank is held until all ranks have reported the request, and so are the blocks that a
+    rank's load left incomplete.
+
+    **An id that comes again** completes again: a preempted request loads anew, and a client may
+    use an id twice. A report is dropped as a duplicate in two cases. First, its rank has reported
+    the request already and others have not: the request still lives, so no other has its id.
+    Second, the request was completed in the same call of :meth:`aggregate`: the scheduler has not
+    heard of it, so nobody can have used the id anew. Every other report belongs to the next
+    request of that id. A rank that repeats itself in a later call than the one that completed the
+    request looks the same as a new request. Ranks do not do that: a rank forgets a request when it
+    reports it. If one did, its report would count for it once the id comes again, and is forgotten
+    after 65,536 other ids that nobody completes.
 
     Args:
         expected_finished_count: reports that complete a request; an output's own
@@ -92,9 +129,7 @@ class KVOutputAggregator:
         self._expected = expected_finished_count
         self._sending = _Tally("sending")
         self._recving = _Tally("recving")
-        self._failed: dict[str, str] = {}
-        self._incomplete: dict[str, set[tuple[int, int]]] = {}
-        self._kept: list[tuple[int, KVConnectorOutput]] = []
+        self._kept: list[tuple[int, object]] = []
 
     @classmethod
     def from_connector(cls, connector: FinishedCounting, world_size: int) -> KVOutputAggregator:
@@ -103,17 +138,19 @@ class KVOutputAggregator:
 
     @property
     def num_dropped(self) -> int:
-        """Reports that were dropped: by a position that had reported, or after completion."""
+        """Reports that were dropped as duplicates."""
         return self._sending.num_dropped + self._recving.num_dropped
 
     def aggregate(
-        self, outputs: Sequence[RankOutput | None], output_rank: int = 0
-    ) -> RankOutput | None:
+        self, outputs: Sequence[_RankOutput | None], output_rank: int = 0
+    ) -> _RankOutput | None:
         """Merge one round into ``outputs[output_rank]`` and return it; no other input is changed.
 
+        The merged record is of the ranks' own class, made with those of its attributes that
+        :class:`RankOutput` names; without a record of any rank it is a :class:`KVConnectorOutput`.
         When the output rank has no output this round, None is returned and the round is kept for
-        the next call. Raises IndexError for an output rank that is not there, TypeError for
-        statistics of different types.
+        the next call; vLLM forgets it. Raises IndexError for an output rank that is not there,
+        TypeError for statistics or events of different types.
         """
         target = outputs[output_rank]
         rounds = self._kept + [
@@ -125,56 +162,76 @@ class KVOutputAggregator:
             self._kept = rounds
             return None
         self._kept = []
-        target.kv_connector_output = self._merge(rounds)
+        self._note_failures(rounds)
+        self._count(rounds)
+        target.kv_connector_output = self._merged(rounds)
         return target
 
-    def _merge(self, rounds: list[tuple[int, KVConnectorOutput]]) -> KVConnectorOutput:
-        sent: set[str] = set()
-        received: set[str] = set()
-        stats: Any = None
-        events: Any = None
-        invalid: set[int] = set()
+    def _note_failures(self, rounds: Sequence[tuple[int, object]]) -> None:
+        """Before any report is counted: a rank's failure holds for a request that another rank's
+        report completes in this round.
+        """
+        for _, output in rounds:
+            for request_id, reason in _failures(output).items():
+                one = self._recving.at(request_id)
+                one.reason = reason if one.reason is None else one.reason
+            for request_id, places in (getattr(output, "incomplete_blocks", None) or {}).items():
+                self._recving.at(request_id).incomplete.update(places)
+
+    def _count(self, rounds: Sequence[tuple[int, object]]) -> None:
         for position, output in rounds:
-            if output.expected_finished_count > 0:
-                self._expected = output.expected_finished_count
-            for request_id in output.finished_sending or ():
-                if self._sending.report(request_id, position, self._expected):
-                    sent.add(request_id)
-            for request_id, reason in (output.failed_recving or {}).items():
-                if not self._recving.is_completed(request_id):
-                    self._failed.setdefault(request_id, reason)
-            for request_id, places in (output.incomplete_blocks or {}).items():
-                if not self._recving.is_completed(request_id):
-                    self._incomplete.setdefault(request_id, set()).update(places)
-            for request_id in output.finished_recving or ():
-                if self._recving.report(request_id, position, self._expected):
-                    received.add(request_id)
-            stats = _added(stats, output.kv_connector_stats)
-            events = _joined(events, output.kv_cache_events)
-            invalid |= output.invalid_block_ids
+            expected = getattr(output, "expected_finished_count", None) or 0
+            if expected > 0:
+                self._expected = expected
+            for request_id in getattr(output, "finished_sending", None) or ():
+                self._sending.report(request_id, position, self._expected)
+            for request_id in getattr(output, "finished_recving", None) or ():
+                self._recving.report(request_id, position, self._expected)
+
+    def _merged(self, rounds: Sequence[tuple[int, object]]) -> object:
+        sent, received = self._sending.take_completed(), self._recving.take_completed()
         failed = {
-            request_id: self._failed.pop(request_id)
-            for request_id in received & self._failed.keys()
+            request_id: one.reason for request_id, one in received.items() if one.reason is not None
         }
         incomplete = {
-            request_id: tuple(sorted(self._incomplete.pop(request_id)))
-            for request_id in received & self._incomplete.keys()
-        }
-        return KVConnectorOutput(
-            finished_sending=sent or None,
-            finished_recving=received or None,
-            failed_recving=failed or None,
+            request_id: tuple(sorted(one.incomplete))
+            for request_id, one in received.items()
             # Blocks of a failed load are given up as a whole.
-            incomplete_blocks={i: p for i, p in incomplete.items() if i not in failed} or None,
-            kv_connector_stats=stats,
-            kv_cache_events=events,
-            invalid_block_ids=invalid,
-            expected_finished_count=self._expected,
+            if one.incomplete and request_id not in failed
+        }
+        stats, worker_meta, events = None, None, None
+        invalid: set[int] = set()
+        for _, output in rounds:
+            stats = _added("kv_connector_stats", stats, output)
+            worker_meta = _added("kv_connector_worker_meta", worker_meta, output)
+            events = _joined(events, getattr(output, "kv_cache_events", None))
+            invalid |= getattr(output, "invalid_block_ids", None) or set()
+        like: Any = rounds[0][1] if rounds else KVConnectorOutput()
+        as_set = (
+            isinstance(getattr(like, "failed_recving", None), AbstractSet) or "" in failed.values()
         )
+        fields = {
+            "finished_sending": set(sent) or None,
+            "finished_recving": set(received) or None,
+            "failed_recving": set(failed) if as_set else failed or None,
+            "incomplete_blocks": incomplete or None,
+            "kv_connector_stats": stats,
+            "kv_connector_worker_meta": worker_meta,
+            "kv_cache_events": events,
+            "invalid_block_ids": invalid,
+            "expected_finished_count": self._expected,
+        }
+        return type(like)(**{name: each for name, each in fields.items() if hasattr(like, name)})
+
+
+def _failures(output: object) -> Mapping[str, str]:
+    """Failed request ids, each with its reason, "" where the record states none."""
+    failed = getattr(output, "failed_recving", None) or {}
+    return failed if isinstance(failed, Mapping) else dict.fromkeys(failed, "")
 
 
 class Stats(Protocol):
-    """Statistics of a rank; an engine's own kind may add in place."""
+    """Statistics or metadata of a rank; an engine's own kind may add in place."""
 
     def aggregate(self, other: Self) -> Self:
         """Both together."""
@@ -193,11 +250,12 @@ class Events(Protocol):
         """So many more ranks are in."""
 
 
-def _added(total: Stats | None, new: Stats | None) -> Stats | None:
+def _added(name: str, total: Stats | None, output: object) -> Stats | None:
+    new: Stats | None = getattr(output, name, None)
     if new is None or total is None:
         # A copy, because aggregate may add in place: never into a rank's own record.
         return copy.deepcopy(new) if total is None else total
-    _check_same_type("kv_connector_stats", total, new)
+    _check_same_type(name, total, new)
     return total.aggregate(new)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from kvxfer.connector.records import KVConnectorOutput, KVConnectorStats
 
 @dataclass
 class Output:
-    kv_connector_output: KVConnectorOutput | None = None
+    kv_connector_output: Any = None
 
 
 def sent(*ids: str) -> Output:
@@ -32,6 +33,13 @@ def nothing() -> Output:
 def merged(
     aggregator: KVOutputAggregator, *outputs: Output | None, output_rank: int = 0
 ) -> KVConnectorOutput:
+    result: KVConnectorOutput = merged_any(aggregator, *outputs, output_rank=output_rank)
+    return result
+
+
+def merged_any(
+    aggregator: KVOutputAggregator, *outputs: Output | None, output_rank: int = 0
+) -> Any:  # noqa: ANN401 -- whatever class the ranks' records have
     target = outputs[output_rank]
     assert target is not None
     assert aggregator.aggregate(list(outputs), output_rank) is target
@@ -69,12 +77,138 @@ def test_a_rank_that_repeats_itself_does_not_stand_for_another(
     assert merged(aggregator, nothing(), sent("a")).finished_sending == {"a"}
 
 
-def test_a_report_after_completion_is_dropped_and_starts_nothing() -> None:
+def test_an_id_that_comes_again_completes_again() -> None:
     aggregator = KVOutputAggregator(2)
-    assert merged(aggregator, sent("a"), sent("a")).finished_sending == {"a"}
-    assert merged(aggregator, sent("a"), nothing()).finished_sending is None
-    assert merged(aggregator, nothing(), sent("a")).finished_sending is None
-    assert aggregator.num_dropped == 2
+    for _ in range(3):
+        assert merged(aggregator, sent("a"), sent("a")).finished_sending == {"a"}
+        assert merged(aggregator, received("a"), nothing()).finished_recving is None
+        assert merged(aggregator, nothing(), received("a")).finished_recving == {"a"}
+    assert aggregator.num_dropped == 0
+
+
+def test_a_report_in_the_round_that_completed_the_request_is_dropped() -> None:
+    """Of a third rank where two are expected, and of a rank that reports in a kept round too."""
+    aggregator = KVOutputAggregator(2)
+    result = merged(aggregator, sent("a"), sent("a"), sent("a"))
+    assert (result.finished_sending, aggregator.num_dropped) == ({"a"}, 1)
+    assert aggregator.aggregate([None, sent("b"), sent("b")]) is None
+    result = merged(aggregator, nothing(), sent("b"), nothing())
+    assert (result.finished_sending, aggregator.num_dropped) == ({"b"}, 2)
+    for request_id in ("a", "b"):  # none of these counts for the next of its id
+        assert merged(aggregator, sent(request_id), nothing()).finished_sending is None
+        result = merged(aggregator, nothing(), sent(request_id))
+        assert result.finished_sending == {request_id}
+
+
+def test_the_failures_of_one_request_are_not_the_next_ones_of_its_id() -> None:
+    aggregator = KVOutputAggregator(2)
+    result = merged(aggregator, received("a", failed={"a": "x"}), received("a"))
+    assert result.failed_recving == {"a": "x"}
+    result = merged(aggregator, received("a"), received("a"))
+    assert (result.finished_recving, result.failed_recving) == ({"a"}, None)
+
+
+def test_a_failure_counts_in_the_round_that_completes_the_request() -> None:
+    """Also of a rank behind those that complete it."""
+    result = merged(KVOutputAggregator(1), received("a"), received("a", failed={"a": "x"}))
+    assert (result.finished_recving, result.failed_recving) == ({"a"}, {"a": "x"})
+
+
+def test_what_nobody_completes_is_forgotten_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvxfer.connector.aggregator.MOST_OPEN_IDS", 3)
+    aggregator = KVOutputAggregator(2)
+    for number in range(5):
+        merged(aggregator, sent(str(number)), nothing())
+    everything = sent(*map(str, range(2, 5)))
+    assert merged(aggregator, nothing(), everything).finished_sending == {"2", "3", "4"}
+    assert merged(aggregator, nothing(), sent("0")).finished_sending is None
+
+
+@dataclass
+class FieldOutput:
+    """The field's record: failures are a set of ids, and there are no incomplete blocks."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    kv_connector_stats: Any = None
+    kv_cache_events: Any = None
+    kv_connector_worker_meta: Any = None
+    invalid_block_ids: set[int] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    expected_finished_count: int = 0
+
+
+def of_field(**fields: Any) -> Output:
+    return Output(FieldOutput(**fields))
+
+
+def test_a_record_of_the_field() -> None:
+    aggregator = KVOutputAggregator(2)
+    result = merged_any(
+        aggregator,
+        of_field(
+            finished_sending={"s"},
+            finished_recving={"a", "b"},
+            failed_recving={"early"},
+            kv_connector_stats=OwnStats([1]),
+            kv_connector_worker_meta=OwnStats([10]),
+            kv_cache_events=Events(["stored 1"]),
+            invalid_block_ids={1},
+        ),
+        of_field(
+            finished_recving={"a", "b"},
+            failed_recving={"b"},
+            kv_connector_stats=OwnStats([2]),
+            kv_connector_worker_meta=OwnStats([20]),
+            kv_cache_events=Events(["stored 2"]),
+            invalid_block_ids={2},
+        ),
+    )
+    assert result == FieldOutput(
+        finished_recving={"a", "b"},
+        failed_recving={"b"},
+        kv_connector_stats=OwnStats([1, 2]),
+        kv_connector_worker_meta=OwnStats([10, 20]),
+        kv_cache_events=Events(["stored 1", "stored 2"], num_workers=2),
+        invalid_block_ids={1, 2},
+        expected_finished_count=2,
+    )
+    both = [of_field(finished_recving={"early"}, finished_sending={"s"}) for _ in range(2)]
+    result = merged_any(aggregator, *both)
+    # A rank that fails before it reports the end fails the request.
+    assert (result.failed_recving, result.finished_recving) == ({"early"}, {"early"})
+    assert (result.finished_sending, aggregator.num_dropped) == ({"s"}, 1)
+
+
+@dataclass
+class OlderOutput:
+    """A record of the field's first years."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+
+
+def test_a_record_without_most_attributes() -> None:
+    aggregator = KVOutputAggregator(2)
+    result = merged_any(
+        aggregator, Output(OlderOutput({"a"}, None)), Output(OlderOutput({"a"}, {"b"}))
+    )
+    assert result == OlderOutput({"a"}, None)
+
+
+def test_the_workers_change_the_expected_count_of_later_requests() -> None:
+    """A rank that reports twice counts once, here and not in the field's own aggregator."""
+    aggregator = KVOutputAggregator(4)
+    assert merged(aggregator, of_field(finished_sending={"old"})).finished_sending is None
+    result = merged(
+        aggregator,
+        of_field(finished_sending={"old"}, expected_finished_count=2),
+        of_field(finished_recving={"new"}, expected_finished_count=2),
+        of_field(finished_recving={"new"}),
+    )
+    assert (result.expected_finished_count, result.finished_recving) == (2, {"new"})
+    last = [of_field(finished_sending={"old"}) for _ in range(4)]
+    assert merged(aggregator, *last).finished_sending == {"old"}
 
 
 def test_a_failure_waits_until_all_ranks_have_reported() -> None:
@@ -229,6 +363,5 @@ def test_incomplete_blocks_of_a_failed_or_ended_load_are_nobodys() -> None:
     aggregator = KVOutputAggregator(2)
     result = merged(aggregator, incomplete({"a": ((0, 3),)}, "a"), received("a", failed={"a": "x"}))
     assert (result.failed_recving, result.incomplete_blocks) == ({"a": "x"}, None)
-    merged(aggregator, incomplete({"a": ((0, 3),)}, "a"), nothing())  # once more, too late
-    result = merged(aggregator, received("b"), received("b"))
-    assert (result.finished_recving, result.incomplete_blocks) == ({"b"}, None)
+    result = merged(aggregator, received("a", "b"), received("a", "b"))
+    assert (result.finished_recving, result.incomplete_blocks) == ({"a", "b"}, None)
