@@ -75,12 +75,12 @@ def get_current_attn_backend(vllm_config: ForwardConfig) -> type[AttentionBacken
 def yield_req_data(
     scheduler_output: SchedulerOutputLike,
 ) -> Iterator[tuple[str, Sequence[Sequence[int]] | None, bool]]:
-    """Each request of a step with its block ids by group, as (request id, ids, whether they are the
-    full table).
+    """Each request of a step as (request id, its block ids by group, whether it was preempted and
+    comes back).
 
-    Ids are the full table of a request in its first step and of one that was preempted and comes
-    back: they replace what was known. Of any other request they are the ids to append, None where
-    there are none.
+    A request in its first step has its full table, and False. A request that comes back has its
+    full table, which replaces what was known. Any other has the ids to append, None where there are
+    none.
 
     Raises:
         ValueError: cached requests with another number of ``new_block_ids`` than ``req_ids``.
@@ -92,6 +92,6 @@ def yield_req_data(
             f"got {len(cached.new_block_ids)}"
         )
     for new in scheduler_output.scheduled_new_reqs:
-        yield new.req_id, new.block_ids, True
+        yield new.req_id, new.block_ids, False
     for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
         yield req_id, block_ids, req_id in cached.resumed_req_ids

@@ -97,8 +97,8 @@ def test_requests_of_a_step() -> None:
         resumed={"e"},
     )
     assert list(yield_req_data(output)) == [
-        ("a", ([1, 2], [3]), True),
-        ("b", ([], [4]), True),
+        ("a", ([1, 2], [3]), False),
+        ("b", ([], [4]), False),
         ("c", ([5], []), False),
         ("d", None, False),
         ("e", ([6, 7], [8]), True),
