@@ -7,7 +7,6 @@ layers that share their KV. Block b of all of them lies in the same bytes, or th
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -136,12 +135,12 @@ def bind_kv_cache(
     """Fill the runner's list in the order of the layers, and set each layer's ``kv_cache``.
 
     A layer's index is the number in its name ("model.layers.3.self_attn"). With ``num_attn_module``
-    above 1 that many layers may have one index (self and cross attention); a second number in the
-    name then orders them, else the order of ``kv_caches`` does.
+    above 1 a second number may follow, which orders the layers of one index. Otherwise several
+    layers with one index (self and cross attention; a draft model beside the model) come in the
+    order of ``kv_caches``.
 
-    Raises ValueError, before anything is changed, for a list that is not empty, a name without or
-    with too many numbers and too many names with one index; KeyError for a layer that the forward
-    context does not have.
+    Raises ValueError, before anything is changed, for a list that is not empty and a name without
+    or with too many numbers; KeyError for a layer that the forward context does not have.
     """
     if runner_kv_caches:
         raise ValueError(
@@ -151,15 +150,6 @@ def bind_kv_cache(
     if num_attn_module < 1:
         raise ValueError(f"num_attn_module: expected at least 1, got {num_attn_module}")
     order = {name: _layer_index(name, num_attn_module) for name in kv_caches}
-    by_index: defaultdict[int, list[str]] = defaultdict(list)
-    for name, (index, _) in order.items():
-        by_index[index].append(name)
-    for index, names in by_index.items():
-        if len(names) > num_attn_module:
-            raise ValueError(
-                f"layer {index}: expected at most {num_attn_module} caches, got "
-                f"{', '.join(names)}; set num_attn_module"
-            )
     if unknown := [name for name in kv_caches if name not in forward_context]:
         raise KeyError(
             f"forward_context: expected a layer for every cache, got none for {', '.join(unknown)}"
