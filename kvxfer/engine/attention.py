@@ -54,9 +54,9 @@ class PagedMetadataBuilder:
         """The step; a prefix that all requests have in common is not treated apart."""
         common = common_attn_metadata
         return AttentionMetadata(
-            query_starts=tuple(common.query_start_loc.tolist()),
-            seq_lens=tuple(common.seq_lens.tolist()),
-            block_table=common.block_table,
+            query_starts=tuple(common.query_start_loc_cpu.tolist()),
+            seq_lens=tuple(common.seq_lens_cpu.tolist()),
+            block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             block_tokens=self._block_tokens,
         )

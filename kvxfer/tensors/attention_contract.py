@@ -6,8 +6,8 @@ Names and meanings are the field's, so that a serving engine's own classes fit a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -68,23 +68,88 @@ class AttentionBackend(Protocol):
         """What builds this backend's metadata of a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class CommonAttentionMetadata:
-    """One step of ``num_reqs`` requests with ``num_tokens`` new tokens, for one cache group.
+class CpuGpuBuffer(Protocol):
+    """A tensor that is kept twice with the same content: the field's buffers of a step."""
 
-    ``query_start_loc`` [num_reqs + 1], ``seq_lens`` [num_reqs] (context with the new tokens) and
-    ``num_computed_tokens_cpu`` [num_reqs] steer the loop and live on the CPU; ``block_table``
-    [num_reqs, most blocks] (block ids of the engine, 0 where there is none) and ``slot_mapping``
-    [num_tokens] (block id * block_size + offset) live on the model's device. All int64.
+    @property
+    def cpu(self) -> Tensor: ...
+    @property
+    def gpu(self) -> Tensor: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class CommonAttentionMetadata:
+    """One step of ``num_reqs`` requests with ``num_actual_tokens`` new tokens, for one cache group.
+
+    Attributes, order and methods are the field's. It is not frozen, because the field's builders
+    copy it and set attributes of the copy.
+
+    Attributes:
+        query_start_loc, query_start_loc_cpu: [num_reqs + 1], where each request's new tokens begin.
+        seq_lens, seq_lens_cpu: [num_reqs], tokens of each request with the new ones.
+        num_computed_tokens_cpu: [num_reqs], tokens computed before the step.
+        max_query_len, max_seq_len: the largest number of new tokens, and of all tokens, of a
+            request; 0 without requests.
+        block_table_tensor: [num_reqs, most blocks], block ids of the engine, 0 where there is none.
+        slot_mapping: [num_actual_tokens], block id * block_size + offset.
+        causal: a token sees no later one.
+        seq_lens_cpu_upper_bound: no less than ``seq_lens_cpu``; here the same.
+
+    The others are for models and modes that the engine does not have: None, unless the caller of a
+    builder sets them. Names ending in ``_cpu`` live on the CPU, other tensors where the caller has
+    them.
     """
 
-    num_reqs: int
-    num_tokens: int
     query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
     seq_lens: Tensor
+    seq_lens_cpu: Tensor
     num_computed_tokens_cpu: Tensor
-    block_table: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
     slot_mapping: Tensor
+    causal: bool | Tensor = True
+    seq_lens_cpu_upper_bound: Tensor | None = None
+    logits_indices_padded: Tensor | None = None
+    num_logits_indices: int | None = None
+    max_logits_per_req: int | None = None
+    encoder_seq_lens: Tensor | None = None
+    encoder_seq_lens_cpu: Any = None
+    dcp_local_seq_lens: Tensor | None = None
+    dcp_local_seq_lens_cpu: Tensor | None = None
+    dcp_local_seq_lens_cpu_upper_bound: Tensor | None = None
+    positions: Tensor | None = None
+    is_prefilling: Tensor | None = None
+    req_idx: Any = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    rswa_prefix_lens: Tensor | None = None
+    replayssm_decode_base_cpu: Tensor | None = None
+
+    def batch_size(self) -> int:
+        """The requests."""
+        return self.num_reqs
+
+    def naive_query_lens(self) -> Tensor:
+        """[num_reqs], new tokens of each request; on the device."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+    def compute_num_computed_tokens(self) -> Tensor:
+        """[num_reqs], tokens computed before the step; on the device."""
+        return self.seq_lens - self.naive_query_lens()
+
+    def token_to_req_indices(self, buffer: Tensor) -> Tensor:
+        """[num_actual_tokens], the request of each token: the beginning of ``buffer``, filled."""
+        device = self.query_start_loc.device
+        indices = buffer[: self.num_actual_tokens]
+        requests = torch.arange(self.num_reqs, device=device)
+        return indices.copy_(requests.repeat_interleave(self.naive_query_lens()))
+
+    def replace(self, **changes: object) -> CommonAttentionMetadata:
+        """A copy with other values."""
+        return replace(self, **changes)  # type: ignore[arg-type]
 
 
 class AttentionMetadataBuilder(Protocol):

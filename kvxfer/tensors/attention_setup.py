@@ -15,6 +15,7 @@ from kvxfer.tensors.attention_contract import (
     AttentionLayer,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
+    CpuGpuBuffer,
     ForwardConfig,
     SharesWorkspace,
 )
@@ -143,25 +144,28 @@ def build_attn_metadata(
     attn_metadata_builders: Sequence[AttentionMetadataBuilder],
     num_reqs: int,
     num_tokens: int,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    num_computed_tokens_cpu: Tensor,
-    block_tables: Sequence[Tensor],
-    slot_mappings: Sequence[Tensor] | Tensor,
+    query_start_loc: Tensor | CpuGpuBuffer,
+    seq_lens: Tensor | CpuGpuBuffer,
+    num_computed_tokens_cpu: Tensor | CpuGpuBuffer,
+    block_tables: Sequence[Tensor | CpuGpuBuffer],
+    slot_mappings: Sequence[Tensor | CpuGpuBuffer] | Tensor,
     kv_cache_config: KVCacheConfig,
 ) -> dict[str, Any]:
     """The metadata of one step, by layer name; layers of one group get the same object.
 
     Buffers may be longer than the step, as those that are kept between steps are: the builders see
-    their beginnings.
+    their beginnings. Each may be a tensor or a
+    :class:`~kvxfer.tensors.attention_contract.CpuGpuBuffer` with both sides filled. A tensor stands
+    for both sides. Nothing is copied to a device: where builders read ``query_start_loc`` and
+    ``seq_lens`` on one, do not pass CPU tensors. A tensor on a device is read back, which waits.
 
     Args:
         attn_metadata_builders: one for each cache group (:func:`init_attn_backend`).
         num_reqs: requests of the step.
         num_tokens: their new tokens.
-        query_start_loc: [num_reqs + 1 or more], where each request's new tokens begin; CPU.
-        seq_lens: [num_reqs or more], tokens of each request with the new ones; CPU.
-        num_computed_tokens_cpu: [num_reqs or more], tokens computed before the step; CPU.
+        query_start_loc: [num_reqs + 1 or more], where each request's new tokens begin.
+        seq_lens: [num_reqs or more], tokens of each request with the new ones.
+        num_computed_tokens_cpu: [num_reqs or more], tokens computed before the step.
         block_tables: for each group [num_reqs or more, most blocks].
         slot_mappings: for each group [num_tokens or more].
         kv_cache_config: the groups.
@@ -169,7 +173,7 @@ def build_attn_metadata(
     Raises:
         ValueError: another number of builders, block tables or slot mappings than groups; a buffer
             shorter than the step or with another number of dimensions; a negative count;
-            ``query_start_loc`` that does not run from 0 to ``num_tokens``.
+            ``query_start_loc`` that does not run from 0 to ``num_tokens``, or goes back.
     """
     groups = kv_cache_config.kv_cache_groups
     _check_counts(
@@ -178,32 +182,67 @@ def build_attn_metadata(
         block_tables=len(block_tables),
         slot_mappings=len(slot_mappings),
     )
+    shared = _shared_by_groups(
+        num_reqs, num_tokens, query_start_loc, seq_lens, num_computed_tokens_cpu
+    )
+    parts = zip(groups, attn_metadata_builders, block_tables, slot_mappings, strict=True)
+    metadata: dict[str, Any] = {}
+    for group_id, (group, builder, block_table, slot_mapping) in enumerate(parts):
+        table, slots = _on_device(block_table), _on_device(slot_mapping)
+        common = CommonAttentionMetadata(
+            **shared,
+            block_table_tensor=_head(f"block_tables[{group_id}]", table, num_reqs, ndim=2),
+            slot_mapping=_head(f"slot_mappings[{group_id}]", slots, num_tokens),
+        )
+        built = builder.build(common_prefix_len=0, common_attn_metadata=common)
+        metadata |= dict.fromkeys(group.layer_names, built)
+    return metadata
+
+
+def _shared_by_groups(
+    num_reqs: int,
+    num_tokens: int,
+    query_start_loc: Tensor | CpuGpuBuffer,
+    seq_lens: Tensor | CpuGpuBuffer,
+    num_computed_tokens_cpu: Tensor | CpuGpuBuffer,
+) -> dict[str, Any]:
+    """The fields of the common metadata that are the same for all groups."""
     for name, count in (("num_reqs", num_reqs), ("num_tokens", num_tokens)):
         if count < 0:
             raise ValueError(f"{name}: expected at least 0, got {count}")
-    starts = _head("query_start_loc", query_start_loc, num_reqs + 1)
+    starts = _head("query_start_loc", _on_host(query_start_loc), num_reqs + 1)
     if (ends := (int(starts[0]), int(starts[-1]))) != (0, num_tokens):
         raise ValueError(
             f"query_start_loc: expected to run from 0 to num_tokens {num_tokens}, got {ends[0]} "
             f"to {ends[1]}"
         )
-    lengths = _head("seq_lens", seq_lens, num_reqs)
-    computed = _head("num_computed_tokens_cpu", num_computed_tokens_cpu, num_reqs)
-    parts = zip(groups, attn_metadata_builders, block_tables, slot_mappings, strict=True)
-    metadata: dict[str, Any] = {}
-    for group_id, (group, builder, block_table, slot_mapping) in enumerate(parts):
-        common = CommonAttentionMetadata(
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            query_start_loc=starts,
-            seq_lens=lengths,
-            num_computed_tokens_cpu=computed,
-            block_table=_head(f"block_tables[{group_id}]", block_table, num_reqs, ndim=2),
-            slot_mapping=_head(f"slot_mappings[{group_id}]", slot_mapping, num_tokens),
+    query_lens = starts.diff().tolist()
+    if min(query_lens, default=0) < 0:
+        raise ValueError(
+            f"query_start_loc: expected no number below its predecessor, got {starts.tolist()}"
         )
-        built = builder.build(common_prefix_len=0, common_attn_metadata=common)
-        metadata |= dict.fromkeys(group.layer_names, built)
-    return metadata
+    lengths = _head("seq_lens", _on_host(seq_lens), num_reqs)
+    computed = _on_host(num_computed_tokens_cpu)
+    return {
+        "query_start_loc": _head("query_start_loc", _on_device(query_start_loc), num_reqs + 1),
+        "query_start_loc_cpu": starts,
+        "seq_lens": _head("seq_lens", _on_device(seq_lens), num_reqs),
+        "seq_lens_cpu": lengths,
+        "seq_lens_cpu_upper_bound": lengths,
+        "num_computed_tokens_cpu": _head("num_computed_tokens_cpu", computed, num_reqs),
+        "num_reqs": num_reqs,
+        "num_actual_tokens": num_tokens,
+        "max_query_len": max(query_lens, default=0),
+        "max_seq_len": max(lengths.tolist(), default=0),
+    }
+
+
+def _on_device(buffer: Tensor | CpuGpuBuffer) -> Tensor:
+    return buffer if isinstance(buffer, Tensor) else buffer.gpu
+
+
+def _on_host(buffer: Tensor | CpuGpuBuffer) -> Tensor:
+    return buffer.cpu() if isinstance(buffer, Tensor) else buffer.cpu
 
 
 def _has_own_cache(name: str, layer: AttentionLayer) -> bool:

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvxfer.cache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
+from kvxfer.cache.specs import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from kvxfer.engine.attention import (
     AttentionMetadata,
     PagedBackend,
@@ -20,7 +25,8 @@ from kvxfer.engine.attention import (
 )
 from kvxfer.engine.step_tables import RequestStep, step_tables
 from kvxfer.errors import ModelError
-from kvxfer.tensors.attention_contract import CommonAttentionMetadata, MultipleOf
+from kvxfer.tensors.attention_contract import MultipleOf
+from kvxfer.tensors.attention_setup import build_attn_metadata
 
 HEAD_SIZE = 4
 
@@ -57,16 +63,18 @@ def metadata(
     """A request is (block ids, tokens already computed, new tokens)."""
     one = group(block_size, window)
     tables = step_tables([RequestStep([ids], done, new) for ids, done, new in requests], [one])
-    common = CommonAttentionMetadata(
-        num_reqs=tables.num_reqs,
-        num_tokens=tables.num_tokens,
-        query_start_loc=tables.query_start_loc,
-        seq_lens=tables.seq_lens,
-        num_computed_tokens_cpu=tables.num_computed_tokens,
-        block_table=tables.block_tables[0],
-        slot_mapping=tables.slot_mappings[0],
+    built: dict[str, AttentionMetadata] = build_attn_metadata(
+        [PagedMetadataBuilder(one.kv_cache_spec, ["a"], Forward(), "cpu")],
+        tables.num_reqs,
+        tables.num_tokens,
+        tables.query_start_loc,
+        tables.seq_lens,
+        tables.num_computed_tokens,
+        tables.block_tables,
+        tables.slot_mappings,
+        KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[one]),
     )
-    return PagedMetadataBuilder(one.kv_cache_spec, ["a"], Forward(), "cpu").build(0, common)
+    return built["a"]
 
 
 class Forward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import re
 from collections.abc import Sequence
@@ -382,12 +383,72 @@ def test_metadata_once_for_each_group() -> None:
         built = metadata[name]
         assert (built.builder, builder.num_built, built.prefix) == (builder, 1, 0)
         common = built.common
-        assert (common.num_reqs, common.num_tokens) == (2, 4)
-        assert common.query_start_loc.tolist() == [0, 3, 4]
-        assert common.seq_lens.tolist() == [10, 7]
+        assert (common.num_reqs, common.num_actual_tokens) == (2, 4)
+        assert (common.max_query_len, common.max_seq_len, common.causal) == (3, 10, True)
+        assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, 3, 4]
+        assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [10, 7]
+        assert common.seq_lens_cpu_upper_bound.tolist() == [10, 7]
         assert common.num_computed_tokens_cpu.tolist() == [7, 6]
-        assert common.block_table.tolist() == tables[name]
+        assert common.block_table_tensor.tolist() == tables[name]
         assert common.slot_mapping.tolist() == slots[name]
+
+
+def twice(values: Tensor, on_host: Tensor | None = None) -> Any:
+    """A buffer of the field: its sides differ here, so that the test sees which one is read."""
+    return SimpleNamespace(cpu=values if on_host is None else on_host, gpu=values)
+
+
+def test_buffers_with_two_sides() -> None:
+    given = step()
+    sides = {
+        name: twice(given[name].int(), given[name])
+        for name in ("query_start_loc", "seq_lens", "num_computed_tokens_cpu")
+    }
+    lists = {
+        name: [twice(each, torch.zeros(0)) for each in given[name]]
+        for name in ("block_tables", "slot_mappings")
+    }
+    common = build_attn_metadata(**{**given, **sides, **lists})["layers.0"].common
+    assert (common.query_start_loc.dtype, common.query_start_loc_cpu.dtype) == (
+        torch.int32,
+        torch.int64,
+    )
+    assert (common.seq_lens.dtype, common.seq_lens_cpu.dtype) == (torch.int32, torch.int64)
+    assert common.query_start_loc.tolist() == common.query_start_loc_cpu.tolist() == [0, 3, 4]
+    assert common.seq_lens.tolist() == common.seq_lens_cpu.tolist() == [10, 7]
+    assert common.num_computed_tokens_cpu.tolist() == [7, 6]
+    assert common.block_table_tensor.tolist() == [[5], [6]]
+    assert common.slot_mapping.tolist() == [80, 81, 82, 90]
+
+
+def test_nothing_of_the_step_is_copied() -> None:
+    given = step()
+    common = build_attn_metadata(**given)["layers.1"].common
+    for name, field_name in (
+        ("query_start_loc", "query_start_loc"),
+        ("query_start_loc", "query_start_loc_cpu"),
+        ("seq_lens", "seq_lens"),
+        ("num_computed_tokens_cpu", "num_computed_tokens_cpu"),
+    ):
+        assert getattr(common, field_name).data_ptr() == given[name].data_ptr()
+    assert common.block_table_tensor.data_ptr() == given["block_tables"][0].data_ptr()
+    assert common.slot_mapping.data_ptr() == given["slot_mappings"][0].data_ptr()
+
+
+def test_what_the_common_metadata_works_out() -> None:
+    common = build_attn_metadata(**step())["layers.1"].common
+    assert common.batch_size() == 2
+    assert common.naive_query_lens().tolist() == [3, 1]
+    assert common.compute_num_computed_tokens().tolist() == [7, 6]
+    buffer = torch.full((6,), -9, dtype=torch.int32)
+    assert common.token_to_req_indices(buffer).tolist() == [0, 0, 0, 1]
+    assert buffer.tolist() == [0, 0, 0, 1, -9, -9]
+    other = common.replace(causal=False, max_query_len=1)
+    assert (other.causal, other.max_query_len, other.max_seq_len) == (False, 1, 10)
+    assert (common.causal, common.max_query_len) == (True, 3)
+    copied = copy.copy(common)
+    copied.causal = False  # as the field's builders do
+    assert common.causal is True
 
 
 def test_slot_mappings_may_be_one_tensor() -> None:
@@ -398,7 +459,9 @@ def test_slot_mappings_may_be_one_tensor() -> None:
 
 def test_a_step_without_requests() -> None:
     metadata = build_attn_metadata(**step(num_reqs=0, num_tokens=0))
-    assert metadata["layers.0"].common.block_table.shape == (0, 1)
+    common = metadata["layers.0"].common
+    assert common.block_table_tensor.shape == (0, 1)
+    assert (common.max_query_len, common.max_seq_len) == (0, 0)
 
 
 TABLE = ids(1, 2).view(2, 1)
@@ -424,6 +487,14 @@ TABLE = ids(1, 2).view(2, 1)
         ),
         ({"num_tokens": 3}, "query_start_loc: expected to run from 0 to num_tokens 3, got 0 to 4"),
         ({"query_start_loc": ids(1, 3, 4)}, "expected to run from 0 to num_tokens 4, got 1 to 4"),
+        (
+            {"query_start_loc": ids(0, 5, 4)},
+            "query_start_loc: expected no number below its predecessor, got [0, 5, 4]",
+        ),
+        (
+            {"seq_lens": twice(ids(10), ids(10, 7))},
+            "seq_lens: expected at least 2 rows, got shape (1,)",
+        ),
         ({"seq_lens": ids(10)}, "seq_lens: expected at least 2 rows, got shape (1,)"),
         ({"seq_lens": TABLE}, "seq_lens: expected at least 2 rows, got shape (2, 1)"),
         (
