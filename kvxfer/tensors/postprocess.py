@@ -13,8 +13,9 @@ is one launch for all layers of one geometry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,8 @@ def kv_postprocess_blksize_on_receive(
 ) -> None:
     """Join received blocks to larger ones; head-major (HND) on both sides.
 
-    A local block holds ``r`` received ones, [r, H, N / r, D]; it becomes [H, N, D].
+    A local block holds ``r`` received ones, [r, H, N / r, D]; it becomes [H, N, D]. With one head
+    nothing moves.
 
     Args:
         cache: [num_blocks, H, N, D] or [num_blocks, N, H, D], blocks head-major in memory.
@@ -40,28 +42,28 @@ def kv_postprocess_blksize_on_receive(
         block_size_ratio: r, received blocks in a local one; it divides N.
 
     Raises:
-        TypeError: ``indices`` are no integers.
+        TypeError: ``indices`` or the ratio are no integers.
         ValueError: another number of dimensions, blocks with gaps, a ratio below 1 or that does not
             divide N, an id out of range or given twice. Nothing has changed then.
     """
-    token_dim = 3 - _outer_dim(cache)
-    small = _received_tokens(cache.shape[token_dim], block_size_ratio)
-    Postprocessor([cache], BlockOrder(small, by_head=True), token_dim=token_dim).run(indices)
+    _join([cache], indices, block_size_ratio, to_heads=True)
 
 
 def kv_postprocess_layout_on_receive(cache: Tensor, indices: BlockIds) -> None:
     """Turn received head-major blocks (HND) into local token-major ones (NHD).
 
-    A local block holds [H, N, D]; it becomes [N, H, D].
+    A local block holds [H, N, D]; it becomes [N, H, D]. With one head nothing moves.
 
     Args:
-        cache: [num_blocks, N, H, D] or [num_blocks, H, N, D], blocks token-major in memory.
+        cache: [num_blocks, N, H, D] or [num_blocks, H, N, D], blocks token-major in memory; or
+            [num_blocks, planes, N, H, D] or [num_blocks, planes, H, N, D], each plane (K, V) so.
         indices: the received blocks' ids, each once; 1-D integers.
 
     Raises:
         TypeError, ValueError: as :func:`kv_postprocess_blksize_on_receive`.
     """
-    kv_postprocess_blksize_and_layout_on_receive(cache, indices, 1)
+    # Blocks of several planes are received plane behind plane, which larger blocks would not be.
+    _join([cache] if cache.ndim != 5 else cache.unbind(1), indices, 1, to_heads=False)
 
 
 def kv_postprocess_blksize_and_layout_on_receive(
@@ -69,7 +71,8 @@ def kv_postprocess_blksize_and_layout_on_receive(
 ) -> None:
     """Join received head-major blocks (HND) to larger, token-major ones (NHD).
 
-    A local block holds ``r`` received ones, [r, H, N / r, D]; it becomes [N, H, D].
+    A local block holds ``r`` received ones, [r, H, N / r, D]; it becomes [N, H, D]. With one head
+    nothing moves.
 
     Args:
         cache: [num_blocks, N, H, D] or [num_blocks, H, N, D], blocks token-major in memory.
@@ -79,9 +82,7 @@ def kv_postprocess_blksize_and_layout_on_receive(
     Raises:
         TypeError, ValueError: as :func:`kv_postprocess_blksize_on_receive`.
     """
-    token_dim = _outer_dim(cache)
-    small = _received_tokens(cache.shape[token_dim], block_size_ratio)
-    Postprocessor([cache], BlockOrder(small, by_head=True), token_dim=token_dim).run(indices)
+    _join([cache], indices, block_size_ratio, to_heads=False)
 
 
 def zero_uncovered_tokens(
@@ -275,8 +276,29 @@ def _outer_first(cache: Tensor, outer_dim: int) -> Tensor:
     return integers if outer_dim == 1 else integers.transpose(1, 2)
 
 
+def _join(
+    caches: Sequence[Tensor], indices: BlockIds, block_size_ratio: int, *, to_heads: bool
+) -> None:
+    """Received head-major blocks become local ones, head-major or token-major; caches alike."""
+    first = caches[0]
+    outer_dim = _outer_dim(first)
+    if 1 in first.shape[1:3]:
+        # Strides do not say which of the two is the heads. It does not matter: one head, or one
+        # token and so one received block, are in order already.
+        _received_tokens(max(first.shape[1:3]), block_size_ratio)
+        check_ids("indices", indices, first.shape[0], unique=True)
+        return
+    token_dim = 3 - outer_dim if to_heads else outer_dim
+    small = _received_tokens(first.shape[token_dim], block_size_ratio)
+    Postprocessor(caches, BlockOrder(small, by_head=True), token_dim=token_dim).run(indices)
+
+
 def _received_tokens(num_tokens: int, block_size_ratio: int) -> int:
     """Tokens of a received block."""
+    if not isinstance(block_size_ratio, Integral):
+        raise TypeError(
+            f"block_size_ratio: expected an integer, got {block_size_ratio!r}; divide with //"
+        )
     if block_size_ratio < 1 or num_tokens % block_size_ratio:
         raise ValueError(
             f"block_size_ratio: expected a divisor of the {num_tokens} tokens of a local block, "

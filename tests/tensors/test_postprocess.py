@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -145,7 +146,7 @@ GRID = [
     for function, ratio, (heads, small), dtype, heads_first in product(
         FUNCTIONS,
         (1, 2, 3, 4),
-        ((3, 4), (1, 4), (4, 1), (8, 2)),
+        ((3, 4), (1, 4), (4, 1), (8, 2), (1, 1), (2, 8)),
         (torch.uint8, torch.bfloat16),
         (True, False),
     )
@@ -207,9 +208,12 @@ RUN: dict[Function, Callable[[Tensor, list[int] | Tensor, int], None]] = {
             "indices: expected an integer dtype, got t",
         ),
         ((4, 3, 8, 2), torch.ones(1, 1).int(), ValueError, "indices: expected 1 dimension, got sh"),
-        ((2, 4, 3, 8, 2), [0], ValueError, "cache: expected 4 dimensions, blocks first, heads and"),
+        ((4, 3, 8, 2), [1.7], TypeError, "indices: expected integers, got [1.7]; pass block ids"),
+        ((4, 1, 8, 2), [1, 4], ValueError, "indices: expected ids in [0, 4), got 4"),
+        ((4, 8, 1, 2), [1, 2, 1], ValueError, "indices: expected every block once, got 1 twice"),
+        ((4, 1, 8, 2), [True], TypeError, "indices: expected integers, got [True]; pass block ids"),
+        ((4, 8, 2), [0], ValueError, "cache: expected 4 dimensions, blocks first, heads and"),
     ],
-    ids=["above", "below", "twice", "float", "bool", "2-D ids", "5-D cache"],
 )
 def test_refusals_change_nothing(
     function: Function,
@@ -225,6 +229,27 @@ def test_refusals_change_nothing(
     assert_same_bytes(cache, before)
 
 
+def test_larger_blocks_of_several_planes_are_refused() -> None:
+    """Their received blocks would have the planes of each one behind the other."""
+    for join in (kv_postprocess_blksize_on_receive, kv_postprocess_blksize_and_layout_on_receive):
+        with pytest.raises(ValueError, match="pass K and V as views of their own"):
+            join(torch.zeros(4, 2, 3, 8, 2), [0], 1)
+
+
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_blocks_of_k_and_v(heads_first: bool) -> None:
+    """[blocks, 2, N, H, D], each plane received as [H, N, D]."""
+    memory = torch.randint(0, 256, (4, 2, 6, 3, 2)).to(torch.uint8)
+    want = memory.clone()
+    for block, plane in product((3, 1), range(2)):
+        want[block, plane] = memory[block, plane].reshape(3, 6, 2).transpose(0, 1)
+    cache = memory.transpose(2, 3) if heads_first else memory
+    kv_postprocess_layout_on_receive(cache, [3, 1])
+    assert_same_bytes(memory, want)
+    with pytest.raises(ValueError, match="indices: expected ids in"):
+        kv_postprocess_layout_on_receive(cache, [4])
+
+
 @pytest.mark.parametrize("ratio", [0, -1, 3, 16])
 def test_a_ratio_divides_the_block(ratio: int) -> None:
     message = f"block_size_ratio: expected a divisor of the 8 tokens of a local block, got {ratio}"
@@ -235,6 +260,16 @@ def test_a_ratio_divides_the_block(ratio: int) -> None:
         kv_postprocess_blksize_and_layout_on_receive(
             by_head.transpose(1, 2).contiguous(), [0], ratio
         )
+    for one_head in (torch.zeros(2, 1, 8, 2), torch.zeros(2, 8, 1, 2)):
+        for join in (
+            kv_postprocess_blksize_on_receive,
+            kv_postprocess_blksize_and_layout_on_receive,
+        ):
+            with pytest.raises(ValueError, match=message):
+                join(one_head, [0], ratio)
+            with pytest.raises(TypeError, match="block_size_ratio: expected an integer, got 2.0"):
+                join(one_head, [0], 2.0)  # type: ignore[arg-type]
+            join(one_head, [0], np.int64(2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -378,6 +413,21 @@ def test_one_head_needs_nothing_moved(device: torch.device) -> None:
     Postprocessor([odd], BlockOrder(3, by_head=True)).run([1])
     kv_postprocess_blksize_on_receive(odd, [1], 2)
     assert_same_bytes(cache, want)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_one_head_or_one_token_is_left_as_it_is(function: Function, device: torch.device) -> None:
+    """Whichever dimension has the one: strides of a contiguous view do not say which it is."""
+    for tokens, ratio, swapped, odd in product((1, 2, 12), (1, 2, 4), (True, False), (True, False)):
+        if (function == "layout" and ratio > 1) or tokens % ratio:
+            continue
+        shape = (4, tokens, 1, 2) if swapped else (4, 1, tokens, 2)
+        want = torch.arange(4 * tokens * 2, device=device).view(shape)
+        cache = want.clone()
+        strides = list(cache.stride())
+        strides[shape.index(1)] = 7 if odd else strides[shape.index(1)]  # any where there is one
+        RUN[function](cache.as_strided(shape, strides), [3, 1], ratio)
+        assert torch.equal(cache, want)
 
 
 def test_no_layers_and_no_blocks() -> None:
