@@ -4,12 +4,15 @@ integers, so that elements are moved as bits whatever their dtype.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-BlockIds = Sequence[int] | Tensor
+BlockIds = Sequence[int] | NDArray[np.integer] | Tensor
 
 _INTEGER_OF_NBYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -25,20 +28,45 @@ def id_tensor(name: str, block_ids: BlockIds, device: torch.device | str) -> Ten
     """1-D int64 ids on ``device``.
 
     Raises:
-        TypeError: a tensor of another kind than integers.
-        ValueError: a tensor that is not 1-D.
+        TypeError: ids that are no integers (floats, booleans), one by one or by dtype.
+        ValueError: a tensor or an array that is not 1-D, or an id that int64 does not hold.
     """
+    if not isinstance(block_ids, Tensor):
+        return torch.from_numpy(id_array(name, block_ids)).to(device)
+    if block_ids.is_floating_point() or block_ids.is_complex() or block_ids.dtype == torch.bool:
+        raise TypeError(f"{name}: expected an integer dtype, got {block_ids.dtype}")
+    _check_shape(name, block_ids)
+    if block_ids.dtype == torch.uint64:
+        return id_tensor(name, block_ids.tolist(), device)  # may be too large for int64
+    return block_ids.to(device=device, dtype=torch.int64)
+
+
+def id_array(name: str, block_ids: BlockIds) -> NDArray[np.int64]:
+    """1-D int64 ids on the host. Raises as :func:`id_tensor`."""
     if isinstance(block_ids, Tensor):
-        if block_ids.is_floating_point() or block_ids.is_complex() or block_ids.dtype == torch.bool:
-            raise TypeError(f"{name}: expected an integer dtype, got {block_ids.dtype}")
-        if block_ids.ndim != 1:
-            raise ValueError(f"{name}: expected 1 dimension, got shape {tuple(block_ids.shape)}")
-        return block_ids.to(device=device, dtype=torch.int64)
-    return torch.tensor(list(block_ids), dtype=torch.int64, device=device)
+        ids: NDArray[np.int64] = id_tensor(name, block_ids, "cpu").numpy()
+        return ids
+    if isinstance(block_ids, np.ndarray):
+        _check_shape(name, block_ids)
+    given = list(block_ids)
+    if bool not in map(type, given):
+        try:
+            return np.array(array("q", given), dtype=np.int64)
+        except OverflowError as error:
+            raise ValueError(f"{name}: expected ids below 2**63, got {given!r:.80}") from error
+        except TypeError:
+            pass  # said below
+    raise TypeError(f"{name}: expected integers, got {given!r:.80}; pass block ids")
+
+
+def _check_shape(name: str, block_ids: Tensor | NDArray[np.integer]) -> None:
+    if block_ids.ndim != 1:
+        raise ValueError(f"{name}: expected 1 dimension, got shape {tuple(block_ids.shape)}")
 
 
 def check_ids(name: str, block_ids: BlockIds, num_blocks: int, *, unique: bool) -> None:
-    """Raise ValueError for an id outside [0, num_blocks) or, where asked, one that comes twice.
+    """Raise ValueError for an id outside [0, num_blocks) or, where asked, one that comes twice;
+    and as :func:`id_tensor`.
 
     Ids in GPU memory are read back for it, which waits for the device; ids in a list are not.
     """

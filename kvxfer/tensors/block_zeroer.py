@@ -5,17 +5,18 @@ left.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.cache.specs import DTYPE_NBYTES, AttentionSpec
 from kvxfer.tensors.attention_contract import AttentionGroup
+from kvxfer.tensors.block_ids import BlockIds, id_array
 from kvxfer.tensors.cache_shape import find_block_dim
 from kvxfer.tensors.kv_cache import CacheHolder
 from kvxfer.tensors.zero_segments import Segment, distinct, segments_of
@@ -92,17 +93,19 @@ class KVBlockZeroer:
             filler = TableFiller(segments, tensors, self._device, pin_memory=self._pin_memory)
         self._blocks = _Blocks(num_blocks if segments else None, filler)
 
-    def zero_block_ids(self, block_ids: Sequence[int]) -> None:
-        """Zero these blocks; ids may repeat. On a GPU in the current stream, without waiting.
+    def zero_block_ids(self, block_ids: BlockIds) -> None:
+        """Zero these blocks; ids may repeat. On a GPU in the current stream, without waiting unless
+        the ids lie on it.
 
         Raises, before anything is written, RuntimeError before :meth:`init_meta`, ValueError for an
         id that is no block, and TypeError for one that is no integer.
         """
         if self._blocks is None:
             raise RuntimeError("zero_block_ids: expected init_meta to be called before, got none")
-        if not block_ids:
+        ids = id_array("block_ids", block_ids)
+        if not ids.size:
             return
-        lowest, highest = min(block_ids), max(block_ids)
+        lowest, highest = int(ids.min()), int(ids.max())
         num_blocks = self._blocks.num_blocks
         if lowest < 0 or (num_blocks is not None and highest >= num_blocks):
             wrong = lowest if lowest < 0 else highest
@@ -110,17 +113,11 @@ class KVBlockZeroer:
             raise ValueError(
                 f"block_ids: expected ids in {known}, got {wrong}; pass ids of this cache's pool"
             )
-        try:
-            ids = array("q", block_ids)
-        except TypeError as error:
-            raise TypeError(
-                f"block_ids: expected integers, got {list(block_ids)!r:.80}; pass block ids"
-            ) from error
         self._blocks.filler.zero(ids)
 
 
 class _Filler(Protocol):
-    def zero(self, block_ids: array[int]) -> None: ...
+    def zero(self, block_ids: NDArray[np.int64]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +153,10 @@ class RowFiller:
             )
             self._rows.append((rows, np.zeros(1, rows.dtype)))
 
-    def zero(self, block_ids: array[int]) -> None:
+    def zero(self, block_ids: NDArray[np.int64]) -> None:
         """Zero these blocks; the ids are in range."""
-        ids = np.frombuffer(block_ids, dtype=np.int64)
         for rows, zero in self._rows:
-            rows[ids] = zero
+            rows[block_ids] = zero
 
 
 class TableFiller:
@@ -186,12 +182,12 @@ class TableFiller:
         self._pin_memory = pin_memory
         self._owners = tuple(tensors.values())  # the addresses are good while these live
 
-    def zero(self, block_ids: array[int]) -> None:
+    def zero(self, block_ids: NDArray[np.int64]) -> None:
         """Zero these blocks; the ids are in range."""
         # Triton is optional, and slow to import: only where there is a GPU.
         from kvxfer.kernels.zero_blocks import zero_blocks
 
-        ids = torch.frombuffer(block_ids, dtype=torch.int64)
+        ids = torch.from_numpy(block_ids)
         if self._pin_memory:
             ids = ids.pin_memory()
         ids = ids.to(self._device, non_blocking=self._pin_memory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
 import torch
@@ -13,6 +13,9 @@ from kvxfer.tensors.block_ids import BlockIds, as_integers, check_ids, id_tensor
 Direction = Literal["h2d", "d2h"]
 """Host to device, device to host."""
 
+# K and V; a latent alone.
+_MOST_PLANES = 2
+
 
 def copy_kv_blocks(
     src_kv_caches: Mapping[str, Tensor],
@@ -21,7 +24,7 @@ def copy_kv_blocks(
     dst_block_ids: BlockIds,
     direction: Direction,
     *,
-    block_dim: int = 0,
+    block_dim: int | None = None,
 ) -> None:
     """Copy block ``src_block_ids[i]`` of every layer to block ``dst_block_ids[i]``, for all i.
 
@@ -34,11 +37,14 @@ def copy_kv_blocks(
         src_block_ids, dst_block_ids: equally many ids; one source may go to several destinations.
             No ids, no copy.
         direction: "h2d" or "d2h"; the host's side is in CPU memory (the device's may be, too).
-        block_dim: the dimension that counts blocks.
+        block_dim: the dimension that counts blocks, of all layers. None: the first. The copy is
+            refused if that has 1 or 2 entries on both sides of a layer, for it may count the
+            planes, as in [2, num_blocks, ...].
 
     Raises:
         TypeError: ids that are no integers.
-        ValueError: an unknown direction, no layers, a layer that one side lacks, shapes, dtypes or
+        ValueError: an unknown direction, no layers, no ``block_dim`` where it may be another than
+            the first, a layer that one side lacks, shapes, dtypes or
             devices that do not fit, numbers of ids that differ, an id out of range, a destination
             given twice. Nothing was copied then.
     """
@@ -46,6 +52,9 @@ def copy_kv_blocks(
         raise ValueError(f"direction: expected 'h2d' or 'd2h', got {direction!r}")
     _check_same_layers(src_kv_caches, dst_kv_caches)
     pairs = [(name, cache, dst_kv_caches[name]) for name, cache in src_kv_caches.items()]
+    if block_dim is None:
+        _check_blocks_come_first(pairs)
+        block_dim = 0
     for name, src, dst in pairs:
         _check_pair(name, src, dst, direction, block_dim)
     src_device = _one_device("src_kv_caches", src_kv_caches)
@@ -61,7 +70,7 @@ def copy_kv_blocks(
         return
     copied = set()
     for _, src, dst in pairs:
-        memory = (src.data_ptr(), dst.data_ptr(), src.shape, src.stride(), dst.stride())
+        memory = (src.data_ptr(), dst.data_ptr(), src.dtype, src.shape, src.stride(), dst.stride())
         if memory not in copied:
             copied.add(memory)
             _copy(src, dst, src_ids, dst_ids, block_dim)
@@ -98,6 +107,18 @@ def _check_same_layers(src: Mapping[str, Tensor], dst: Mapping[str, Tensor]) -> 
             raise ValueError(
                 f"{name}: expected the layers of the other side, got none for "
                 f"{', '.join(missing)}; without them these would keep what they had"
+            )
+
+
+def _check_blocks_come_first(pairs: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+    """Not where the first dimension may count planes: the copy would move all blocks of a plane."""
+    for name, src, dst in pairs:
+        # Sides with other numbers of planes would not fit, so what differs is the blocks.
+        if src.shape[:1] == dst.shape[:1] and src.ndim and src.shape[0] <= _MOST_PLANES:
+            raise ValueError(
+                f"layer {name}: expected blocks in dimension 0, got shape {tuple(src.shape)}, "
+                "whose dimension 0 may count planes such as K and V; pass block_dim, 1 for [2, "
+                "num_blocks, ...], 0 if these are blocks"
             )
 
 

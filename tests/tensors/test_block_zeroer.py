@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -219,10 +218,21 @@ def test_runner_only_layers_are_passed_over() -> None:
         ([0, 5], ValueError, r"block_ids: expected ids in \[0, 5\), got 5"),
         ([-1, 2], ValueError, r"block_ids: expected ids in \[0, 5\), got -1"),
         ([1, 2.5], TypeError, r"block_ids: expected integers, got \[1, 2\.5\]; pass block ids"),
-        ([2**70], ValueError, r"expected ids in \[0, 5\), got 1180591620717411303424"),
+        (
+            [2**70],
+            ValueError,
+            r"block_ids: expected ids below 2\*\*63, got \[1180591620717411303424\]",
+        ),
+        ([False], TypeError, r"block_ids: expected integers, got \[False\]"),
+        (
+            torch.tensor([0.0]),
+            TypeError,
+            r"block_ids: expected an integer dtype, got torch\.float32",
+        ),
+        (torch.tensor([5]), ValueError, r"block_ids: expected ids in \[0, 5\), got 5"),
     ],
 )
-def test_wrong_ids_change_nothing(block_ids: list[Any], error: type[Exception], said: str) -> None:
+def test_wrong_ids_change_nothing(block_ids: Any, error: type[Exception], said: str) -> None:
     cache = one_layer("split")
     with pytest.raises(error, match=said):
         cache.zeroer.zero_block_ids(block_ids)
@@ -387,7 +397,7 @@ def table_of(cache: Cache, device: torch.device | str) -> TableFiller:
 def test_one_launch_zeroes_the_same(name: str) -> None:
     cache = two_groups() if name == "two-groups" else one_layer(name)
     want = cache.zeroed_naively([3, 1])
-    table_of(cache, "cpu").zero(array("q", [3, 1]))
+    table_of(cache, "cpu").zero(np.array([3, 1]))
     assert cache.content() == want
 
 
@@ -415,9 +425,15 @@ def test_on_a_gpu(name: str) -> None:
         cache.zeroer.zero_block_ids([5])
 
 
-def test_ids_may_be_numpys() -> None:
+@pytest.mark.parametrize(
+    "block_ids",
+    [[np.int64(0), np.int32(0)], np.array([0]), torch.tensor([0]), torch.tensor([0, 0]).int()],
+    ids=repr,
+)
+def test_ids_may_be_of_numpy_and_torch(block_ids: Any) -> None:
+    """Block 0 too: an array that holds it alone is false."""
     cache = one_layer("hnd")
-    cache.zeroer.zero_block_ids([np.int64(2), np.int32(2)])  # type: ignore[list-item]
+    cache.zeroer.zero_block_ids(block_ids)
     assert cache.content()[0].count(0) == 512
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -77,7 +78,7 @@ def test_there_and_back(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("direction", ["h2d", "d2h"])
 def test_the_host_side_is_on_the_host(direction: Direction) -> None:
-    caches = {"a": torch.zeros(2, 2, device="cuda")}
+    caches = {"a": torch.zeros(3, 2, device="cuda")}
     with pytest.raises(ValueError, match=f"layer a: expected a .* in CPU memory for '{direction}'"):
         copy_kv_blocks(caches, caches, [0], [1], direction)
 
@@ -185,6 +186,92 @@ def test_a_bad_layer_stops_the_copy_before_the_first() -> None:
     with pytest.raises(ValueError, match=re.escape("dst_block_ids: expected ids in [0, 2), got 3")):
         copy_kv_blocks(src, dst, [0], [3], "h2d")
     assert not dst["a"].any()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_blocks_are_not_guessed_where_the_first_dimension_may_be_k_and_v(size: int) -> None:
+    src, dst = torch.arange(size * 4.0).view(size, 2, 2), torch.zeros(size, 2, 2)
+    good, before = torch.zeros(3, 2, 2), dst.clone()
+    message = "layer a: expected blocks in dimension 0, got shape"
+    for name in ("a", "first"):  # whatever other layers there are
+        with pytest.raises(ValueError, match=message + ".*pass block_dim, 1 for"):
+            copy_kv_blocks({name: good, "a": src}, {name: good, "a": dst}, [0], [1], "h2d")
+    assert_same_bytes(dst, before)
+    copy_kv_blocks({"a": src}, {"a": dst}, [0], [size - 1], "h2d", block_dim=0)
+    assert_same_bytes(dst[-1], src[0])
+    larger = torch.zeros(5, 2, 2)  # no planes: the other side has fewer
+    copy_kv_blocks({"a": src}, {"a": larger}, [0], [4], "h2d")
+    assert_same_bytes(larger[4], src[0])
+
+
+def test_planes_outside_the_blocks() -> None:
+    src, dst = torch.arange(12.0).view(2, 3, 2), torch.zeros(2, 3, 2)
+    copy_kv_blocks({"a": src}, {"a": dst}, [0], [1], "h2d", block_dim=1)
+    assert dst.tolist() == [[[0, 0], [0, 1], [0, 0]], [[0, 0], [6, 7], [0, 0]]]
+
+
+def test_layers_of_two_dtypes_at_one_place_are_both_copied() -> None:
+    """Their shapes and strides are equal, their bytes are not."""
+    src, dst = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+
+    def layers(memory: Tensor) -> Caches:
+        return {"a": memory[:32].view(4, 8), "b": memory.view(torch.int16).view(4, 8)}
+
+    copy_kv_blocks(layers(src), layers(dst), [3], [3], "h2d")
+    want = torch.zeros(64, dtype=torch.uint8)
+    want[24:32], want[48:] = src[24:32], src[48:]
+    assert_same_bytes(dst, want)
+
+
+def test_a_destination_that_lies_over_itself_is_refused() -> None:
+    src, dst = {"a": torch.ones(4, 3)}, {"a": torch.zeros(1, 3).expand(4, 3)}
+    with pytest.raises(RuntimeError, match="single memory location"):
+        copy_kv_blocks(src, dst, [0, 1], [2, 3], "h2d")
+
+
+NO_INTEGERS: list[Any] = [
+    [1.7],
+    [1.0],
+    [1, 2.0],
+    [True],
+    [None],
+    ["1"],
+    (1.7,),
+    np.array([1.7]),
+    np.array([True]),
+    torch.tensor([1.7]),
+    torch.tensor([True]),
+    [torch.tensor(1.7)],
+]
+
+
+@pytest.mark.parametrize("ids", NO_INTEGERS, ids=repr)
+def test_ids_that_are_no_integers_are_never_truncated(ids: Any) -> None:
+    src, dst = {"a": torch.ones(4, 3)}, {"a": torch.zeros(4, 3)}
+    others = list(range(len(ids)))
+    for src_ids, dst_ids in ((ids, others), (others, ids)):
+        with pytest.raises(TypeError, match="_block_ids: expected (integers|an integer dtype), go"):
+            copy_kv_blocks(src, dst, src_ids, dst_ids, "h2d")
+        with pytest.raises(TypeError, match="_block_ids: expected (integers|an integer dtype), go"):
+            make_src_and_dst_indices(src_ids, dst_ids, "cpu", "cpu")
+    assert not dst["a"].any()
+
+
+@pytest.mark.parametrize("ids", [[2**63], torch.tensor([2**63], dtype=torch.uint64)], ids=repr)
+def test_ids_too_large_for_int64_are_refused(ids: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape("src_block_ids: expected ids below 2**63")):
+        make_src_and_dst_indices(ids, [0], "cpu", "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int64", "uint64"])
+def test_ids_of_any_integers(dtype: str) -> None:
+    wide = np.arange(8, dtype=dtype)
+    for ids in (wide[1::3], torch.from_numpy(wide)[1::3], list(wide[1::3]), range(1, 8, 3)):
+        src, dst = make_src_and_dst_indices(ids, ids, "cpu", "cpu")
+        assert src.tolist() == dst.tolist() == [1, 4, 7]
+        assert src.dtype == torch.int64
+    with pytest.raises(ValueError, match="src_block_ids: expected 1 dimension, got shape"):
+        make_src_and_dst_indices(wide[:4].reshape(2, 2), [0, 1], "cpu", "cpu")
 
 
 @pytest.mark.parametrize("block_dim", [-1, 2])
