@@ -96,8 +96,10 @@ def test_the_aggregator_takes_and_makes_vllms_record() -> None:
         )
         for number in (1, 2)
     ]
-    assert KVOutputAggregator(5).aggregate(outputs) is outputs[0]
-    made = outputs[0].kv_connector_output
+    merged = KVOutputAggregator(5).aggregate(outputs)
+    assert merged is not None
+    assert merged is outputs[0]
+    made = merged.kv_connector_output
     assert isinstance(made, KVConnectorOutput)
     assert (made.finished_sending, made.finished_recving) == ({"s"}, {"a", "b", "c"})
     assert (made.failed_recving, made.invalid_block_ids) == ({"a"}, {1, 2})
