@@ -207,6 +207,7 @@ def test_the_workers_change_the_expected_count_of_later_requests() -> None:
         of_field(finished_recving={"new"}),
     )
     assert (result.expected_finished_count, result.finished_recving) == (2, {"new"})
+    assert result.failed_recving == set()
     last = [of_field(finished_sending={"old"}) for _ in range(4)]
     assert merged(aggregator, *last).finished_sending == {"old"}
 
