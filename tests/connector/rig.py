@@ -47,13 +47,20 @@ WIRES = ["shm", "zmq", "cuda_ipc"]
 of HOST_WIRES, which are about faults, and the conformance test (all of them: 2 minutes more)."""
 HOST_WIRES = ["shm", "zmq", UCX, NIXL]
 """Those whose copies take faults."""
+PATIENT: dict[str, Any] = {
+    "connect_timeout_s": 60.0,
+    "peer_silent_s": 60.0,
+    "pull_timeout_s": 60.0,
+    "lease_s": 300.0,
+}
+"""Of engines whose tests look at bytes: a machine that stands still for seconds loses no peer."""
 POISON = 0xEE
 DIGEST = b"d" * 32
 
 Table = tuple[tuple[int, ...], ...]
 
 
-def until(condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Wait for something that the other threads will do."""
     deadline = time.monotonic() + timeout_s
     while not condition():

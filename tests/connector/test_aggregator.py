@@ -200,7 +200,7 @@ def test_the_workers_change_the_expected_count_of_later_requests() -> None:
     """A rank that reports twice counts once, here and not in the field's own aggregator."""
     aggregator = KVOutputAggregator(4)
     assert merged(aggregator, of_field(finished_sending={"old"})).finished_sending is None
-    result = merged(
+    result = merged_any(
         aggregator,
         of_field(finished_sending={"old"}, expected_finished_count=2),
         of_field(finished_recving={"new"}, expected_finished_count=2),

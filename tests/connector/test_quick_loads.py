@@ -33,7 +33,7 @@ from kvxfer.transfer.wire import Reason
 from kvxfer.transports.attachments import Attachments
 from kvxfer.transports.base import SinkTransport
 from tests.builders import EngineShape, build_manifest
-from tests.connector.rig import DIGEST, POISON, Engine, expect_copied, until
+from tests.connector.rig import DIGEST, PATIENT, POISON, Engine, expect_copied, until
 
 SHAPE = EngineShape(num_kv_heads=2, num_blocks=32)
 TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=32)
@@ -118,11 +118,29 @@ class Two:
     def begun_unheard(self) -> Iterator[str]:
         """A load of which nobody tells the IO thread until the end."""
         name, ref = self.offered()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.io, "wake", lambda: None)
+        with self.io_asleep():
             self.sink.load(name, ref, [3, 4], (0, 32))
             yield name
+
+    @contextmanager
+    def io_asleep(self) -> Iterator[None]:
+        """The sink's IO thread sleeps, whatever would wake it: a timer, a socket, the engine."""
+        poller, sleeps, may_wake = self.io._poller, threading.Event(), threading.Event()
+        poll = poller.poll
+
+        def sleep(timeout_ms: int) -> Any:  # noqa: ANN401 -- what the poller returns
+            sleeps.set()
+            may_wake.wait()
+            return poll(0)
+
+        vars(poller)["poll"] = sleep
         self.io.wake()
+        try:
+            assert sleeps.wait(60)
+            yield
+        finally:
+            del vars(poller)["poll"]
+            may_wake.set()
 
     def move(self, hold: bool = False) -> None:
         name = self.begin(hold)
@@ -137,6 +155,7 @@ def load_of(name: str, source: SourceRef, ids: tuple[int, ...]) -> NewLoad:
 
 
 def engines(wire: str = "cuda_ipc", shape: EngineShape = SHAPE, **settings: Any) -> Any:
+    settings = PATIENT | settings
     return (
         Engine(shape, "prefill", fill=None, transport=wire, **settings),
         Engine(SHAPE, "decode", fill=POISON, transport=wire, **settings),
@@ -337,7 +356,7 @@ def test_a_load_that_cannot_begin_is_reported(watch: Watch) -> None:
 
 
 def test_engines_that_die_meanwhile(watch: Watch) -> None:
-    source, sink = engines()
+    source, sink = engines(peer_silent_s=3.0, connect_timeout_s=5.0, pull_timeout_s=10.0)
     with sink:
         with source:
             two = Two(source, sink)

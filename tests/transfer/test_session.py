@@ -513,15 +513,15 @@ def test_parked_pulls_of_one_engine_share_one_claim() -> None:
 
 
 def test_the_largest_engine_is_served_in_time() -> None:
-    """4096 ranks: 0.6 s; with shares in a row that is searched, minutes."""
+    """4096 ranks: 0.6 s of this thread; with shares in a row that is searched, minutes."""
     session, everybody = OfferSession(b"nonce", DIGEST), ranks(4096)
     consumers = [Consumer(b"a", rank) for rank in sorted(everybody)]
-    start = time.perf_counter()
+    start = time.thread_time()
     for consumer in consumers:
         session.step(pull(consumer, everybody))
     granted = session.step(READY)
     actions = [action for c in consumers for action in session.step(ReleaseArrived(c))]
-    assert time.perf_counter() - start < 5
+    assert time.thread_time() - start < 10
     assert (len(granted), len(actions), session.state) == (4096, 4097, DONE)
 
 

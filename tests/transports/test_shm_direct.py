@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvxfer.tensors.strided_copy import strided_copy
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import shm_direct
 from kvxfer.transports.base import Progress, ReadBroke, ReadStopped
@@ -23,7 +24,7 @@ class HeldCopy:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.opened = threading.Event(), threading.Event()
         self.num_begun = self.num_ended = 0
-        self._copy = shm_direct.strided_copy
+        self._copy = strided_copy
         monkeypatch.setattr(shm_direct, "JOB_NBYTES", 1)
         monkeypatch.setattr(shm_direct, "strided_copy", self)
 
