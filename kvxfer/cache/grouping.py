@@ -69,7 +69,7 @@ def is_kv_cache_type_uniform(kv_cache_spec: Mapping[str, KVCacheSpec]) -> bool:
     """Whether all layers can share one block table: they keep the same tokens, in blocks of as many
     tokens. Their heads may differ. True when there are no layers.
     """
-    return len({_table_key(spec) for spec in kv_cache_spec.values()}) <= 1
+    return len({table_key(spec) for spec in kv_cache_spec.values()}) <= 1
 
 
 def uniform_type_group(kv_cache_spec: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
@@ -82,10 +82,10 @@ def uniform_type_group(kv_cache_spec: Mapping[str, KVCacheSpec]) -> KVCacheGroup
         raise ValueError("kv_cache_spec: expected one layer or more, got none")
     first_name, first = next(iter(kv_cache_spec.items()))
     for name, spec in kv_cache_spec.items():
-        if _table_key(spec) != _table_key(first):
+        if table_key(spec) != table_key(first):
             raise ValueError(
-                f"layer {name}: expected {_table_words(first)}, as layer {first_name} has, got "
-                f"{_table_words(spec)}; plan layers of several kinds with get_kv_cache_config"
+                f"layer {name}: expected {table_words(first)}, as layer {first_name} has, got "
+                f"{table_words(spec)}; plan layers of several kinds with get_kv_cache_config"
             )
     return _group(kv_cache_spec, list(kv_cache_spec), merge_specs(list(kv_cache_spec.values())))
 
@@ -227,11 +227,13 @@ def _computing_all(spec: FullAttentionSpec) -> FullAttentionSpec:
     return replace(spec, sliding_window=None, attention_chunk_size=None)
 
 
-def _table_key(spec: KVCacheSpec) -> tuple[int, str]:
+def table_key(spec: KVCacheSpec) -> tuple[int, str]:
+    """Equal for layers that can share a block table."""
     return spec.block_size, spec.kept
 
 
-def _table_words(spec: KVCacheSpec) -> str:
+def table_words(spec: KVCacheSpec) -> str:
+    """What :func:`table_key` tells apart, in words."""
     return f"{spec.kept} in blocks of {spec.block_size} tokens"
 
 

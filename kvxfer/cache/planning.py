@@ -7,13 +7,15 @@ meet in the same bytes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from kvxfer.cache.grouping import (
     GroupingConfig,
     create_kv_cache_group_specs,
     get_kv_cache_groups,
     is_kv_cache_type_uniform,
+    table_key,
+    table_words,
     uniform_type_group,
     unify_hybrid_kv_cache_specs,
     unify_kv_cache_spec_page_size,
@@ -35,6 +37,7 @@ __all__ = [
     "estimate_max_model_len",
     "get_kv_cache_config",
     "get_kv_cache_config_uniform_type",
+    "get_kv_cache_configs",
     "get_kv_cache_groups",
     "is_kv_cache_type_uniform",
     "unify_hybrid_kv_cache_specs",
@@ -81,31 +84,80 @@ def get_kv_cache_config_uniform_type(
     return _config_for(groups, check_groups_fit(config, groups, available_memory))
 
 
+def get_kv_cache_configs(
+    config: PlanningConfig,
+    kv_cache_specs: Sequence[Mapping[str, KVCacheSpec]],
+    available_memory: Sequence[int],
+) -> list[KVCacheConfig]:
+    """Plan the caches of all workers together: the same groups everywhere, each with the worker's
+    own layers of it (maybe none), and the number of blocks that fits on all.
+
+    A pipeline's stages may so have kinds of layers in any proportion.
+
+    Args:
+        config: as in :func:`get_kv_cache_config`.
+        kv_cache_specs: by worker, what each of its layers keeps.
+        available_memory: by worker, bytes for its cache.
+
+    Raises:
+        ValueError: a layer with several specs, or on one worker what
+            :func:`get_kv_cache_config` raises.
+    """
+    merged: dict[str, KVCacheSpec] = {}
+    for worker, specs in enumerate(kv_cache_specs):
+        for name, spec in specs.items():
+            if merged.setdefault(name, spec) != spec:
+                raise ValueError(
+                    f"worker {worker}: layer {name}: expected the {merged[name]} of an earlier "
+                    f"worker, got {spec}; give a layer one spec on all workers"
+                )
+    groups = get_kv_cache_groups(config, merged)
+    of_workers = [[_part(group, specs) for group in groups] for specs in kv_cache_specs]
+    num_blocks = [
+        check_groups_fit(config, own, nbytes)
+        for own, nbytes in zip(of_workers, available_memory, strict=True)
+        if any(group.layer_names for group in own)
+    ]
+    plans = [_config_for(own, min(num_blocks, default=1)) for own in of_workers]
+    for plan in plans:
+        _log_plan(plan)
+    return plans
+
+
 def unify_kv_cache_configs(kv_cache_configs: Sequence[KVCacheConfig]) -> None:
     """Give the caches of all workers the same number of blocks, the smallest of them, in place:
     block ids mean the same on every worker. Buffers shrink with it.
 
-    Groups in another order are put in the order of the first worker's.
+    Workers with the same layers (tensor parallelism) must have the same groups. Those with other
+    layers (stages of a pipeline) must have as many groups of each kind: the same tokens kept, in
+    blocks of as many tokens. Groups in another order are put in the order of the first worker's.
+    Where stages have kinds in other proportions, :func:`get_kv_cache_configs` plans them together.
 
     Raises:
-        ValueError: no configs, workers whose groups differ in a layer or a spec, or a buffer that
-            does not have whole blocks. Nothing has changed then.
+        ValueError: no configs, workers whose groups do not agree, or a buffer that does not have
+            whole blocks. Nothing has changed then.
     """
     if not kv_cache_configs:
         raise ValueError("kv_cache_configs: expected one for each worker, got none")
+    in_order: list[list[KVCacheGroupSpec]] = []
     for worker, kv_cache_config in enumerate(kv_cache_configs):
         _check_whole_blocks(worker, kv_cache_config)
-    first = kv_cache_configs[0]
-    in_order = [
-        _groups_in_order(worker, kv_cache_config, first)
-        for worker, kv_cache_config in enumerate(kv_cache_configs)
-    ]
+        in_order.append(_groups_in_order(worker, kv_cache_config.kv_cache_groups, in_order))
     num_blocks = min(kv_cache_config.num_blocks for kv_cache_config in kv_cache_configs)
     for kv_cache_config, groups in zip(kv_cache_configs, in_order, strict=True):
         kv_cache_config.kv_cache_groups[:] = groups
         for tensor in kv_cache_config.kv_cache_tensors:
             tensor.size = tensor.size // kv_cache_config.num_blocks * num_blocks
         kv_cache_config.num_blocks = num_blocks
+
+
+def _part(group: KVCacheGroupSpec, layers: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
+    """The group with those of its layers that a worker has."""
+    return KVCacheGroupSpec(
+        [name for name in group.layer_names if name in layers],
+        group.kv_cache_spec,
+        {name: spec for name, spec in group.layer_specs.items() if name in layers},
+    )
 
 
 def _config_for(groups: list[KVCacheGroupSpec], num_blocks: int) -> KVCacheConfig:
@@ -155,26 +207,76 @@ def _check_whole_blocks(worker: int, kv_cache_config: KVCacheConfig) -> None:
 
 
 def _groups_in_order(
-    worker: int, kv_cache_config: KVCacheConfig, first: KVCacheConfig
+    worker: int, own: list[KVCacheGroupSpec], earlier: list[list[KVCacheGroupSpec]]
 ) -> list[KVCacheGroupSpec]:
-    """The worker's groups in the order of ``first``'s; ValueError when they are not the same."""
-    own = {frozenset(group.layer_names): group for group in kv_cache_config.kv_cache_groups}
-    expected = {frozenset(group.layer_names): group for group in first.kv_cache_groups}
-    if own.keys() != expected.keys():
+    """The worker's groups in the order of those of the workers before it; ValueError when they do
+    not agree.
+    """
+    layers = {name for group in own for name in group.layer_names}
+    for of, groups in enumerate(earlier):
+        if any(name in layers for group in groups for name in group.layer_names):
+            return _same_groups(worker, own, of, groups)
+    return _groups_of_other_layers(worker, own, earlier[0]) if earlier else list(own)
+
+
+def _same_groups(
+    worker: int, own: list[KVCacheGroupSpec], of: int, groups: list[KVCacheGroupSpec]
+) -> list[KVCacheGroupSpec]:
+    """``own`` in the order of ``groups``, which worker ``of`` has: the same layers in each."""
+    in_order = _in_order(own, groups, lambda group: frozenset(group.layer_names))
+    if in_order is None:
         raise ValueError(
-            f"worker {worker}: expected the groups of layers of worker 0, "
-            f"{_layers_words(expected.keys() - own.keys())}, got "
-            f"{_layers_words(own.keys() - expected.keys())}; plan all workers with the same layers"
+            f"worker {worker}: expected the groups of layers of worker {of}, "
+            f"{_layers_words(groups, own)}, got {_layers_words(own, groups)}; plan all workers "
+            "with the same layers"
         )
-    for names, group in own.items():
-        for name in sorted(names):
-            spec, wanted = group.spec_of(name), expected[names].spec_of(name)
-            if spec != wanted:
+    for group, wanted in zip(in_order, groups, strict=True):
+        for name in sorted(group.layer_names):
+            spec, expected = group.spec_of(name), wanted.spec_of(name)
+            if spec != expected:
                 raise ValueError(
-                    f"worker {worker}: layer {name}: expected worker 0's {wanted}, got {spec}"
+                    f"worker {worker}: layer {name}: expected worker {of}'s {expected}, got {spec}"
                 )
-    return [own[names] for names in expected]
+    return in_order
 
 
-def _layers_words(groups: set[frozenset[str]]) -> str:
-    return "; ".join(sorted(", ".join(sorted(names)) for names in groups)) or "no more"
+def _groups_of_other_layers(
+    worker: int, own: list[KVCacheGroupSpec], first: list[KVCacheGroupSpec]
+) -> list[KVCacheGroupSpec]:
+    """``own`` in the order of worker 0's groups, none of whose layers it has."""
+    in_order = _in_order(own, first, lambda group: table_key(group.kv_cache_spec))
+    if in_order is None:
+        raise ValueError(
+            f"worker {worker}: expected groups that keep what worker 0's do, "
+            f"{_kept_words(first)}, got {_kept_words(own)}; plan stages with other proportions "
+            "together (get_kv_cache_configs)"
+        )
+    return in_order
+
+
+def _in_order(
+    own: list[KVCacheGroupSpec],
+    wanted: list[KVCacheGroupSpec],
+    key: Callable[[KVCacheGroupSpec], Hashable],
+) -> list[KVCacheGroupSpec] | None:
+    """``own`` in the order of ``wanted``, group by group with equal keys; None when they do not
+    have the same keys.
+    """
+    left, in_order = list(own), []
+    for group in wanted:
+        at = next((at for at, other in enumerate(left) if key(other) == key(group)), None)
+        if at is None:
+            return None
+        in_order.append(left.pop(at))
+    return None if left else in_order
+
+
+def _layers_words(groups: list[KVCacheGroupSpec], others: list[KVCacheGroupSpec]) -> str:
+    """The groups whose layers none of ``others`` has."""
+    known = [set(other.layer_names) for other in others]
+    new = [group.layer_names for group in groups if set(group.layer_names) not in known]
+    return "; ".join(sorted(", ".join(sorted(names)) for names in new)) or "no more"
+
+
+def _kept_words(groups: list[KVCacheGroupSpec]) -> str:
+    return "; ".join(table_words(group.kv_cache_spec) for group in groups) or "none"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvxfer.cache.planning import (
     get_kv_cache_config,
     get_kv_cache_config_uniform_type,
+    get_kv_cache_configs,
     unify_kv_cache_configs,
 )
 from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
@@ -309,3 +310,104 @@ def test_unify_refuses(worker: KVCacheConfig, message: str) -> None:
 def test_unify_nothing() -> None:
     with pytest.raises(ValueError, match="kv_cache_configs: expected one for each worker, got no"):
         unify_kv_cache_configs([])
+
+
+# ---------------------------------------------------------------------------- stages of a pipeline
+
+
+def stage(num_blocks: int, names: str, *specs: KVCacheSpec) -> KVCacheConfig:
+    """One layer of each spec, each in a group of its own."""
+    groups = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
+    return KVCacheConfig(num_blocks, [KVCacheTensor(256 * num_blocks, list(names))], groups)
+
+
+def test_unify_stages() -> None:
+    first, second = stage(30, "ab", full(), window()), stage(20, "cd", full(), window())
+    unify_kv_cache_configs([first, second])
+    assert first == stage(20, "ab", full(), window())
+    assert second == stage(20, "cd", full(), window())
+
+
+def test_unify_stages_puts_groups_in_order() -> None:
+    workers = [
+        stage(30, "abc", full(), window(), window(16)),
+        stage(20, "def", window(16), window(), full()),
+        stage(25, "fed", full(), window(), window(16)),  # of the second stage, too
+    ]
+    unify_kv_cache_configs(workers)
+    for worker, names in zip(workers, ("abc", "fed", "fed"), strict=True):
+        assert [group.layer_names for group in worker.kv_cache_groups] == [[n] for n in names]
+        assert worker.num_blocks == 20
+        assert worker.kv_cache_tensors[0].size == 256 * 20
+
+
+def test_unify_stages_with_other_heads() -> None:
+    """Heads decide the bytes of a block, not which tokens it holds."""
+    workers = [stage(30, "a", full()), stage(20, "b", full(2))]
+    unify_kv_cache_configs(workers)
+    assert [worker.num_blocks for worker in workers] == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        (
+            stage(9, "cd", full(), window(64)),
+            "worker 1: expected groups that keep what worker 0's do, all tokens in blocks of 16 "
+            "tokens; a window of 48 tokens in blocks of 16 tokens, got all tokens in blocks of 16 "
+            "tokens; a window of 64 tokens in blocks of 16 tokens; plan stages",
+        ),
+        (stage(9, "c", full()), "worker 1: expected groups that keep what worker 0's do"),
+        (stage(9, "cde", full(), window(), full()), "worker 1: expected groups that keep what"),
+        (stage(9, "cd", full(block_size=32), window()), "all tokens in blocks of 32 tokens; a"),
+        (KVCacheConfig(9, [], []), "got none; plan stages with other proportions together"),
+        (stage(9, "cb", full(), window()), "worker 1: expected the groups of layers of worker 0"),
+    ],
+)
+def test_unify_refuses_stages(worker: KVCacheConfig, message: str) -> None:
+    workers = [stage(30, "ab", full(), window()), copy.deepcopy(worker)]
+    with Unchanged(workers), pytest.raises(ValueError, match=re.escape(message)):
+        unify_kv_cache_configs(workers)
+
+
+def test_stages_planned_together() -> None:
+    """Two windows beside each full layer over all, in other proportions on each stage."""
+    first: dict[str, KVCacheSpec] = {"a": full(), "b": window(), "c": window(), "d": window()}
+    second: dict[str, KVCacheSpec] = {"e": window(), "f": full()}
+    plans = get_kv_cache_configs(config(), [first, second, first], [51200, 25600, 76800])
+    of_first = [
+        KVCacheGroupSpec(["a"], full()),
+        KVCacheGroupSpec(["b", "d"], window()),
+        KVCacheGroupSpec(["c"], window()),
+    ]
+    of_second = [
+        KVCacheGroupSpec(["f"], full()),
+        KVCacheGroupSpec([], window()),
+        KVCacheGroupSpec(["e"], window()),
+    ]
+    # 51200 bytes are 100 blocks of two layers, 25600 as many of one: the buffers are shared.
+    tensors = [KVCacheTensor(25600, ["a", "b", "c"]), KVCacheTensor(25600, ["d"])]
+    assert plans[0] == plans[2] == KVCacheConfig(100, tensors, of_first)
+    assert plans[1] == KVCacheConfig(100, [KVCacheTensor(25600, ["f", "e"])], of_second)
+    with Unchanged(plans):
+        unify_kv_cache_configs(plans)
+
+
+def test_a_stage_without_layers() -> None:
+    plans = get_kv_cache_configs(config(), [layers((2, full())), {}], [51200, 0])
+    assert plans[1] == KVCacheConfig(100, [], [KVCacheGroupSpec([], full())])
+    assert get_kv_cache_configs(config(), [{}, {}], [0, 0]) == [KVCacheConfig(1, [], [])] * 2
+
+
+def test_stages_planned_together_share_the_block_size() -> None:
+    """The second stage alone would keep its blocks of 16 tokens."""
+    plans = get_kv_cache_configs(config(), [{"a": full(2)}, {"b": window()}], [51200, 51200])
+    sizes = [[group.kv_cache_spec.block_size for group in plan.kv_cache_groups] for plan in plans]
+    assert sizes == [[16, 32], [16, 32]]
+
+
+def test_stages_that_cannot_be_planned_together() -> None:
+    with pytest.raises(ValueError, match="worker 1: layer a: expected the Full.* of an earlier"):
+        get_kv_cache_configs(config(), [{"a": full()}, {"a": full(2)}], [51200, 51200])
+    with pytest.raises(ValueError, match="memory for the KV cache: expected at least"):
+        get_kv_cache_configs(config(), [{"a": full()}, {"b": full()}], [51200, 1024])
