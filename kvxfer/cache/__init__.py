@@ -25,15 +25,25 @@ from kvxfer.cache.hashing import (
     sha256,
 )
 from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVEventBatch,
+    KVEventLog,
+)
 from kvxfer.cache.layer_spec import attention_layer_spec
 from kvxfer.cache.manager import FullAttentionManager
 from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
+from kvxfer.cache.object_hash import ObjectHash, get_hash_fn_by_name
 from kvxfer.cache.planning import (
     check_enough_kv_cache_memory,
     create_kv_cache_group_specs,
     estimate_max_model_len,
     get_kv_cache_config,
     get_kv_cache_config_uniform_type,
+    get_kv_cache_configs,
     get_kv_cache_groups,
     is_kv_cache_type_uniform,
     unify_hybrid_kv_cache_specs,
@@ -64,9 +74,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NONE_HASH",
+    "AllBlocksCleared",
     "AttentionSpec",
     "BlockHashType",
     "BlockPool",
+    "BlockRemoved",
+    "BlockStored",
     "CacheHit",
     "ChunkedLocalAttentionManager",
     "ChunkedLocalAttentionSpec",
@@ -75,13 +88,17 @@ __all__ = [
     "FullAttentionSpec",
     "KVCacheBlock",
     "KVCacheConfig",
+    "KVCacheEvent",
     "KVCacheGroupSpec",
     "KVCacheManager",
     "KVCacheSpec",
     "KVCacheTensor",
+    "KVEventBatch",
+    "KVEventLog",
     "MLAAttentionSpec",
     "MambaManager",
     "MambaSpec",
+    "ObjectHash",
     "PrefixCacheStats",
     "PrefixCachingMetrics",
     "SlidingWindowManager",
@@ -94,8 +111,10 @@ __all__ = [
     "gen_mm_extra_hash_keys",
     "gen_prompt_embeds_extra_hash_keys",
     "generate_block_hash_extra_keys",
+    "get_hash_fn_by_name",
     "get_kv_cache_config",
     "get_kv_cache_config_uniform_type",
+    "get_kv_cache_configs",
     "get_kv_cache_groups",
     "hash_block_tokens",
     "hash_request_tokens",

@@ -3,8 +3,9 @@
 A block is in use while its reference count is above 0; otherwise it waits in the free queue, with
 its content and its name, until it is given out again from the front of the queue.
 
-Order of eviction: least recently freed first, and of blocks freed together the first of the list,
-so callers free a chain tail first and its start lives longest.
+Order of eviction: blocks that were freed without a name, which nothing can find again, the latest
+first; then the named ones, least recently freed first. Of blocks freed together the first of the
+list goes first, so callers free a chain tail first and its start lives longest.
 
 A block that is given out loses its name at once: nothing finds it any more. Its entry in the table
 of names goes when the block gets another name, so there is never more than one stale entry a block
@@ -17,8 +18,11 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
+from kvxfer.cache.extra_keys import HashableRequest
 from kvxfer.cache.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
 from kvxfer.cache.hashing import BlockHashType
+from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
+from kvxfer.cache.spec_base import KVCacheSpec, check_ids
 
 __all__ = ["BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
 
@@ -37,14 +41,18 @@ class BlockPool:
     contains it.
     """
 
-    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, enable_caching: bool = True, events: KVEventLog | None = None
+    ) -> None:
         """``num_blocks`` includes the null block; without caching nothing is ever found again.
-        ValueError below 1 block.
+        ``events`` notes every name that comes and goes, for :meth:`take_events`. ValueError below
+        1 block.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks: expected at least 1 (the null block), got {num_blocks}")
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
+        self._events = events
         self.blocks = tuple(KVCacheBlock(block_id) for block_id in range(num_blocks))
         self.null_block = self.blocks[0]
         self.null_block.is_null = True
@@ -77,7 +85,13 @@ class BlockPool:
         Raises:
             ValueError: fewer are free; nothing was taken.
         """
-        return self._free.give_out_n(num_blocks)
+        if self._events is None:
+            return self._free.give_out_n(num_blocks)
+        taken = self._free.popleft_n(num_blocks)
+        for block in taken:
+            self._take_name(block)
+            block.ref_cnt = 1
+        return taken
 
     def get_cached_block(self, block_hash: BlockHashType, group_id: int = 0) -> KVCacheBlock | None:
         """A block of the group with this content, or None. It may be free: :meth:`touch` it before
@@ -98,16 +112,20 @@ class BlockPool:
                 self._free.remove(block)
             block.ref_cnt += 1
 
-    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
+    def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> int:
         """One user less for each block; those left without users become free.
 
-        They are evicted in the order of this list, after what was freed before.
+        They are evicted in the order of this list: those with a name after what was freed before,
+        those without one next.
+
+        Returns:
+            How many became free.
 
         Raises:
             ValueError: a block without users. The blocks before it in the list have been freed,
                 those after it not.
         """
-        self._free.release_n(ordered_blocks)
+        return self._free.release_n(ordered_blocks)
 
     def cache_full_blocks(
         self,
@@ -116,6 +134,8 @@ class BlockPool:
         num_cached_blocks: int,
         num_full_blocks: int,
         group_id: int = 0,
+        request: HashableRequest | None = None,
+        spec: KVCacheSpec | None = None,
     ) -> None:
         """Name ``blocks[num_cached_blocks:num_full_blocks]``, so that equal prefixes find them.
         No-op without caching.
@@ -129,10 +149,12 @@ class BlockPool:
             num_cached_blocks: how many have been named before.
             num_full_blocks: how many are full and computed.
             group_id: the group whose table the blocks are in.
+            request: whose tokens the blocks hold; needed for events only.
+            spec: what the layers of the group keep; needed for events only.
 
         Raises:
-            ValueError: a negative count, too few blocks or hashes, a block that has a name, or a
-                free block.
+            ValueError: a negative count, too few blocks or hashes, a block that has a name, a free
+                block, or no ``request`` or ``spec`` where events are noted.
         """
         if num_cached_blocks < 0:
             raise ValueError(f"num_cached_blocks: expected at least 0, got {num_cached_blocks}")
@@ -143,6 +165,11 @@ class BlockPool:
             )
         if not self.enable_caching:
             return
+        if self._events is not None and (request is None or spec is None):
+            raise ValueError(
+                "request and spec: expected both, as events tell the tokens of named blocks, got "
+                f"{request!r} and {spec!r}; pass them, or make the pool without events"
+            )
         tables = self._named
         table = tables.setdefault(group_id, {})
         new = slice(num_cached_blocks, num_full_blocks)
@@ -162,20 +189,23 @@ class BlockPool:
             named = table.setdefault(block_hash, block)
             if named is not block:
                 table[block_hash] = _with(named, block)
+        if self._events is not None and request is not None and spec is not None:
+            self._events.stored(blocks, block_hashes, new, group_id, request, spec)
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take the names of these blocks away, so that nothing finds them; users and queue stay as
         they are.
 
         Raises:
+            TypeError: an id that is no integer; no block has changed.
             ValueError: an id outside the pool; no block has changed.
         """
-        ids = list(block_ids)
+        ids = check_ids("block_ids", block_ids)
         for block_id in ids:
             if not 0 <= block_id < self.num_blocks:
                 raise ValueError(f"block id: expected 0 to {self.num_blocks - 1}, got {block_id}")
         for block_id in ids:
-            self.blocks[block_id].block_hash = None
+            self._take_name(self.blocks[block_id])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all content. False, a warning and no change while any block is in use."""
@@ -186,7 +216,18 @@ class BlockPool:
         for block in self.blocks:
             block.block_hash = block.listed_hash = None
         self._named.clear()
+        if self._events is not None:
+            self._events.cleared()
         return True
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What happened to the names since the last call, oldest first; nothing without a log."""
+        return [] if self._events is None else self._events.take()
+
+    def _take_name(self, block: KVCacheBlock) -> None:
+        if self._events is not None and block.block_hash is not None:
+            self._events.removed(block.block_hash, block.group_id)
+        block.block_hash = None
 
     def _keep_others(self, named: _Named, block: KVCacheBlock, block_hash: BlockHashType) -> None:
         """Put the entry back that ``block`` shared with other blocks, without it."""

@@ -8,10 +8,11 @@ where ``parent`` is the name of the block before it, or the root of the chain fo
 Extra keys are whatever besides tokens decides the KV: a LoRA adapter, the multimodal items in the
 block, the request's cache salt, embeddings given instead of tokens. The root is
 ``none_hash(seed)``: processes with one seed agree on every name, processes without a seed share
-none. All chains that meet in one table have one block size. ``NONE_HASH`` is the root of this
-process: see :func:`init_none_hash`.
+none. All chains that meet in one table are cut into blocks of as many tokens. ``NONE_HASH`` is the
+root of this process: see :func:`init_none_hash`.
 
-Nothing is pickled: the bytes under the hash are the same on every machine.
+The bytes under the hash are the same on every machine. With an
+:class:`~kvxfer.cache.object_hash.ObjectHash` the names are vLLM's instead.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from kvxfer.cache.extra_keys import (
     need_extra_keys,
     num_embedded_tokens,
 )
+from kvxfer.cache.object_hash import ObjectHash
 from kvxfer.cache.spec_base import check_positive
 from kvxfer.config import load_config
 
@@ -63,10 +65,10 @@ __all__ = [
 ]
 
 BlockHashType: TypeAlias = bytes
-"""The name of a full block: 32 bytes."""
+"""The name of a full block: 32 bytes, 16 of vLLM's xxhash."""
 
-HashFunction: TypeAlias = Callable[[bytes], bytes]
-"""Any bytes to 32 bytes."""
+HashFunction: TypeAlias = Callable[[bytes], bytes] | ObjectHash
+"""Any bytes to 32 bytes, or one of vLLM's algorithms."""
 
 HASH_NBYTES = 32
 TOKEN_NBYTES = 4
@@ -115,6 +117,20 @@ def _process_root() -> BlockHashType:
     return init_none_hash(load_config({}).config.hash_seed_bytes) if root is None else root
 
 
+_object_roots: dict[str, BlockHashType] = {}
+
+
+def _root_for(hash_function: HashFunction) -> BlockHashType:
+    """The process's root for names of this function."""
+    if not isinstance(hash_function, ObjectHash):
+        return _process_root()
+    root = _object_roots.get(hash_function.name)
+    if root is None:
+        made = hash_function.none_hash(load_config({}).config.hash_seed)
+        root = _object_roots.setdefault(hash_function.name, made)  # one step for all threads
+    return root
+
+
 if not TYPE_CHECKING:  # or a type checker would find every name in this module
 
     def __getattr__(name: str) -> BlockHashType:
@@ -132,19 +148,20 @@ def pack_token_ids(token_ids: Sequence[int], first_position: int = 0) -> bytes:
         first_position: position of the first one in its request, for the message only.
 
     Raises:
-        ValueError: an id is no integer from 0 to 2**32 - 1; the message names its position.
+        TypeError: an id is no integer; the message names its position.
+        ValueError: an id is not in 0 to 2**32 - 1; the message names its position.
     """
     if isinstance(token_ids, (bytes, bytearray)):
         # array() would take them for ready-made words.
-        raise ValueError(  # noqa: TRY004 - one exception for every bad token id
-            "token_ids: expected a sequence of integers, got bytes; decode them first"
-        )
+        raise TypeError("token_ids: expected a sequence of integers, got bytes; decode them first")
     try:
         # array("I") converts a list in 7 ns a token; numpy.array takes 22 and struct.pack 17 (128k
         # ids, Python 3.11).
         words = array.array("I", token_ids)
-    except (OverflowError, TypeError) as exc:
+    except OverflowError as exc:
         raise ValueError(_first_bad_token(token_ids, first_position)) from exc
+    except TypeError as exc:
+        raise TypeError(_first_bad_token(token_ids, first_position)) from exc
     if sys.byteorder == "big":
         words.byteswap()
     return words.tobytes()
@@ -171,19 +188,23 @@ def hash_block_tokens(
     """The name of one block.
 
     Args:
-        hash_function: normally :func:`sha256`.
-        parent_block_hash: name of the block before, the root of the chain, or None for
-            :data:`NONE_HASH`.
+        hash_function: normally :func:`sha256`; for vLLM's names one of
+            :func:`~kvxfer.cache.object_hash.get_hash_fn_by_name`.
+        parent_block_hash: name of the block before, the root of the chain, or None for the root of
+            this process (:data:`NONE_HASH`, or vLLM's).
         curr_block_token_ids: every token id of the block.
         extra_keys: from :func:`generate_block_hash_extra_keys`; None and () are the same.
 
     Raises:
-        ValueError: a parent that is not 32 bytes long, or a token id outside uint32.
+        TypeError: a token id that is no integer.
+        ValueError: a parent that is not as long as a name, or a token id outside uint32.
     """
-    parent = _process_root() if parent_block_hash is None else parent_block_hash
-    _check_hash("parent_block_hash", parent)
-    content = pack_token_ids(curr_block_token_ids) + _pack_keys(extra_keys)
-    return hash_function(parent + content)
+    parent = _root_for(hash_function) if parent_block_hash is None else parent_block_hash
+    _check_hash("parent_block_hash", parent, hash_function)
+    packed = pack_token_ids(curr_block_token_ids)
+    if isinstance(hash_function, ObjectHash):
+        return hash_function.block(parent, curr_block_token_ids, extra_keys)
+    return hash_function(parent + packed + _pack_keys(extra_keys))
 
 
 def hash_request_tokens(
@@ -199,17 +220,18 @@ def hash_request_tokens(
     Equal to a chain of :func:`hash_block_tokens`, with one conversion for all tokens.
 
     Args:
-        hash_function: normally :func:`sha256`.
+        hash_function: as in :func:`hash_block_tokens`.
         block_size: tokens of a block.
         request: see :class:`HashableRequest`.
-        root: the root of the chain, None for :data:`NONE_HASH`.
+        root: the root of the chain, None for the root of this process.
         known: names that an earlier call gave to the first blocks. Only the blocks after them are
             hashed and returned, so ``known.extend(hash_request_tokens(..., known=known))`` follows
             a growing request at constant cost per token.
 
     Raises:
-        ValueError: block size below 1, root or known name not 32 bytes, more known names than full
-            blocks, or a token id outside uint32; the message names its position.
+        TypeError: a token id that is no integer; the message names its position.
+        ValueError: block size below 1, root or known name of another length, more known names than
+            full blocks, or a token id outside uint32; the message names its position.
     """
     check_positive("block_size", block_size, "pass the tokens of a block of the cache")
     token_ids = request.all_token_ids
@@ -221,14 +243,18 @@ def hash_request_tokens(
         )
     if known:
         parent = known[-1]
-        _check_hash("known[-1]", parent)
+        _check_hash("known[-1]", parent, hash_function)
     else:
-        parent = _process_root() if root is None else root
-        _check_hash("root", parent)
+        parent = _root_for(hash_function) if root is None else root
+        _check_hash("root", parent, hash_function)
 
     start = len(known) * block_size
     # A new request's list is not copied first: for 128k ids that is 0.24 ms of 5.
     packed = pack_token_ids(token_ids[start:] if start else token_ids, start)
+    if isinstance(hash_function, ObjectHash):
+        return _hash_objects(
+            hash_function, block_size, request, parent, range(len(known), num_blocks)
+        )
     pieces = _cut(packed, block_size * TOKEN_NBYTES)
     if need_extra_keys(request):
         return _hash_with_extra_keys(hash_function, block_size, request, parent, len(known), pieces)
@@ -252,8 +278,27 @@ def _cut(packed: bytes, piece_nbytes: int) -> Iterator[bytes]:
     )
 
 
+def _hash_objects(
+    hash_function: ObjectHash,
+    block_size: int,
+    request: HashableRequest,
+    parent: BlockHashType,
+    blocks: range,
+) -> list[BlockHashType]:
+    """The names of ``blocks`` (positions in the request), of their token ids themselves."""
+    token_ids, mm_idx = request.all_token_ids, 0
+    has_keys, hashes = need_extra_keys(request), []
+    for start in range(blocks.start * block_size, blocks.stop * block_size, block_size):
+        keys, end = None, start + block_size
+        if has_keys:
+            keys, mm_idx = generate_block_hash_extra_keys(request, start, end, mm_idx)
+        parent = hash_function.block(parent, token_ids[start:end], keys)
+        hashes.append(parent)
+    return hashes
+
+
 def _chain(
-    hash_function: HashFunction, parent: BlockHashType, pieces: Iterator[bytes]
+    hash_function: Callable[[bytes], bytes], parent: BlockHashType, pieces: Iterator[bytes]
 ) -> list[BlockHashType]:
     if hash_function is not sha256:
         return [parent := hash_function(parent + piece) for piece in pieces]
@@ -271,7 +316,7 @@ def _chain(
 
 
 def _hash_with_extra_keys(
-    hash_function: HashFunction,
+    hash_function: Callable[[bytes], bytes],
     block_size: int,
     request: HashableRequest,
     parent: BlockHashType,
@@ -298,6 +343,7 @@ def _pack_keys(keys: Sequence[ExtraKey] | None) -> bytes:
     return msgspec.msgpack.encode(keys) if keys else b""
 
 
-def _check_hash(name: str, block_hash: bytes) -> None:
-    if len(block_hash) != HASH_NBYTES:
-        raise ValueError(f"{name}: expected {HASH_NBYTES} bytes, got {len(block_hash)}")
+def _check_hash(name: str, block_hash: bytes, hash_function: HashFunction) -> None:
+    expected = hash_function.nbytes if isinstance(hash_function, ObjectHash) else HASH_NBYTES
+    if len(block_hash) != expected:
+        raise ValueError(f"{name}: expected {expected} bytes, got {len(block_hash)}")

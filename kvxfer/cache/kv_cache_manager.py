@@ -13,16 +13,22 @@ block in use costs nothing. In a group that drops tokens a hit saves nothing: wh
 a block and one of them drops it, that one needs another block, and none has become free. Its blocks
 in use are never more than the sum of what its tables may hold, so whatever is shared with whom,
 growth finds a free block.
+
+Groups may have blocks of as many bytes and other numbers of tokens: each counts its own. A hit ends
+where blocks of all groups end.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvxfer.cache.block_pool import BlockPool
 from kvxfer.cache.cache_hit import CacheHit, longest_common_hit
+from kvxfer.cache.extra_keys import HashableRequest
 from kvxfer.cache.hashing import BlockHashType
+from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
 from kvxfer.cache.manager import GroupManager
 from kvxfer.cache.spec_base import check_positive
 from kvxfer.cache.specs import KVCacheConfig
@@ -51,28 +57,35 @@ class KVCacheManager:
         config: one rank's cache; every rank of an engine has equal groups and block counts.
         enable_caching: whether computed blocks are found again by prefix.
         max_step_tokens: the most tokens of one request that one step computes.
+        events: notes which names come and go, for :meth:`take_events`.
 
     Raises:
-        ValueError: no groups, groups of different block sizes, or ``max_step_tokens`` below 1.
+        ValueError: no groups, or ``max_step_tokens`` below 1.
     """
 
     def __init__(
-        self, config: KVCacheConfig, *, enable_caching: bool, max_step_tokens: int
+        self,
+        config: KVCacheConfig,
+        *,
+        enable_caching: bool,
+        max_step_tokens: int,
+        events: KVEventLog | None = None,
     ) -> None:
         sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
-        if len(set(sizes)) != 1:
-            raise ValueError(
-                "kv_cache_groups: expected one or more groups of one block size, got block sizes "
-                f"{sizes}; plan them with equal block_size"
-            )
+        if not sizes:
+            raise ValueError("kv_cache_groups: expected one or more groups, got none")
         check_positive("max_step_tokens", max_step_tokens)
-        self.block_size = sizes[0]
+        self.hash_block_size = math.gcd(*sizes)
+        """Tokens for each of a request's block hashes: blocks of all groups end at multiples."""
+        self.alignment_tokens = math.lcm(*sizes)
+        """A hit is a multiple of that many tokens long: there, blocks of all groups end."""
         self.enable_caching = enable_caching
-        self.pool = BlockPool(config.num_blocks, enable_caching)
+        self.pool = BlockPool(config.num_blocks, enable_caching, events)
         self.groups: tuple[GroupManager, ...] = tuple(
-            manager_for(group.kv_cache_spec, self.pool, group_id)
+            manager_for(group.kv_cache_spec, self.pool, group_id, self.hash_block_size)
             for group_id, group in enumerate(config.kv_cache_groups)
         )
+        self._no_hit = CacheHit(((),) * len(self.groups), 0)
         self._keeping = [group for group in self.groups if group.keeps_every_token]
         self._dropping = [group for group in self.groups if not group.keeps_every_token]
         self._max_step_tokens = max_step_tokens
@@ -95,10 +108,10 @@ class KVCacheManager:
     @property
     def num_unpromised_blocks(self) -> int:
         """Blocks that can still be promised to new requests."""
-        num_kept = sum(group.num_used_blocks for group in self._keeping)
-        return (
-            self.num_usable_blocks - num_kept - self._num_promised_blocks - self._num_window_blocks
-        )
+        num_taken = self._num_promised_blocks + self._num_window_blocks
+        for group in self._keeping:
+            num_taken += group.num_used_blocks
+        return self.num_usable_blocks - num_taken
 
     @property
     def usage(self) -> float:
@@ -124,12 +137,18 @@ class KVCacheManager:
         Ask again for a shorter one; do not cut it: a group with a window needs other blocks then,
         which may be gone. Without caching the hit is empty.
 
+        Args:
+            block_hashes: the request's, one for every :attr:`hash_block_size` tokens.
+            max_tokens: the hit's most tokens.
+
         Raises:
             ValueError: ``max_tokens`` below 0.
         """
+        if max_tokens < 0:
+            raise ValueError(f"max_tokens: expected at least 0, got {max_tokens}")
         if not self.enable_caching:
-            block_hashes = ()
-        return longest_common_hit(self.groups, block_hashes, max_tokens)
+            return self._no_hit
+        return longest_common_hit(self.groups, block_hashes, max_tokens, self.alignment_tokens)
 
     # ------------------------------------------------------------------ a request's life
 
@@ -176,27 +195,28 @@ class KVCacheManager:
         if max_step_tokens is not None:
             check_positive("max_step_tokens", max_step_tokens)
             step = min(max_step_tokens, step)
-        promised = _Admitted(
-            num_tokens,
-            step,
-            num_held_tokens,
-            sum(g.max_blocks(num_tokens, step) for g in self._keeping),
-            sum(g.max_blocks(num_tokens, step, num_held_tokens) for g in self._dropping),
-        )
-        num_in_use = sum(
-            block.ref_cnt > 0 for g in self._keeping for block in hit.blocks[g.group_id]
-        )
-        num_needed = promised.num_promised_blocks + promised.num_window_blocks - num_in_use
-        if num_needed > self.num_unpromised_blocks:
+        # Loops, not sums: a short request without a hit spends half its time here.
+        num_promised = num_window = num_in_use = 0
+        for group in self._keeping:
+            num_promised += group.max_blocks(num_tokens, step)
+            for block in hit.blocks[group.group_id]:
+                num_in_use += block.ref_cnt > 0
+        for group in self._dropping:
+            num_window += group.max_blocks(num_tokens, step, num_held_tokens)
+        if num_promised + num_window - num_in_use > self.num_unpromised_blocks:
             return False
-        self._admitted[request_id] = promised
-        self._num_window_blocks += promised.num_window_blocks
         for group in self.groups:
             group.open_table(request_id, hit.blocks[group.group_id], num_ready)
-        for group in self.groups:
-            group.extend(request_id, num_ready, num_ready)
-        promised.num_promised_blocks -= sum(g.num_held_blocks(request_id) for g in self._keeping)
-        self._num_promised_blocks += promised.num_promised_blocks
+        if num_ready:
+            for group in self.groups:
+                group.extend(request_id, num_ready, num_ready)
+            for group in self._keeping:
+                num_promised -= group.num_held_blocks(request_id)
+        self._admitted[request_id] = _Admitted(
+            num_tokens, step, num_held_tokens, num_promised, num_window
+        )
+        self._num_promised_blocks += num_promised
+        self._num_window_blocks += num_window
         return True
 
     def grow(
@@ -223,13 +243,17 @@ class KVCacheManager:
                 f"request {request_id}: expected at most the {admitted.num_tokens} tokens that it "
                 f"was admitted with, got {num_tokens}"
             )
-        self._drop_skipped(request_id, admitted, num_computed_tokens)
-        num_used_before = sum(group.num_used_blocks for group in self._keeping)
-        added = tuple(tuple(group.extend(request_id, num_tokens)) for group in self.groups)
-        num_taken = sum(group.num_used_blocks for group in self._keeping) - num_used_before
+        if self._dropping:
+            self._drop_skipped(request_id, admitted, num_computed_tokens)
+        added, num_taken = [], 0
+        for group in self.groups:
+            ids = group.extend(request_id, num_tokens)
+            added.append(tuple(ids))
+            if group.keeps_every_token:
+                num_taken += len(ids)
         admitted.num_promised_blocks -= num_taken
         self._num_promised_blocks -= num_taken
-        return added
+        return tuple(added)
 
     def stop_growing(self, request_id: str, num_computed_tokens: int) -> None:
         """The request has ended, and its blocks stay in use until :meth:`free`: give back what
@@ -263,17 +287,32 @@ class KVCacheManager:
         return tuple(tuple(group.block_ids(request_id)) for group in self.groups)
 
     def cache_blocks(
-        self, request_id: str, block_hashes: Sequence[BlockHashType], num_computed_tokens: int
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHashType],
+        num_computed_tokens: int,
+        request: HashableRequest | None = None,
     ) -> None:
         """Let others find what is full among the first ``num_computed_tokens`` tokens; call it
         after every step and after an accepted load.
 
+        Args:
+            request_id: a request that was admitted.
+            block_hashes: its hashes, one for every :attr:`hash_block_size` tokens.
+            num_computed_tokens: its tokens whose KV is complete.
+            request: the request itself, where events are noted.
+
         Raises:
-            ValueError: a request that is not admitted, or fewer blocks or hashes than tokens.
+            ValueError: a request that is not admitted, fewer blocks or hashes than tokens, or
+                events without ``request``.
         """
         self._get(request_id)
         for group in self.groups:
-            group.cache_blocks(request_id, block_hashes, num_computed_tokens)
+            group.cache_blocks(request_id, block_hashes, num_computed_tokens, request)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What happened to the names since the last call, oldest first; nothing without a log."""
+        return self.pool.take_events()
 
     def leave_unhashed(self, request_id: str, group_id: int, positions: Iterable[int]) -> None:
         """Never let others find these blocks of the request, given by position in its table of the
@@ -326,5 +365,6 @@ class KVCacheManager:
             raise ValueError(
                 f"hit: expected blocks of {len(self.groups)} groups, got {len(hit.blocks)}"
             )
-        for group in self.groups:
-            group.check_hit(request_id, num_tokens, hit.blocks[group.group_id])
+        for group, blocks in zip(self.groups, hit.blocks, strict=True):
+            if blocks:
+                group.check_hit(request_id, num_tokens, blocks)

@@ -12,10 +12,12 @@ follow from it. In a table the pool's null block stands for "nothing here"; ids 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvxfer.cache.block_pool import BlockPool, KVCacheBlock
+from kvxfer.cache.extra_keys import HashableRequest
 from kvxfer.cache.hashing import BlockHashType
+from kvxfer.cache.spec_base import check_ids
 from kvxfer.cache.specs import KVCacheSpec
 
 NO_BLOCK = -1
@@ -28,10 +30,10 @@ class _Table:
     before ``num_cached_blocks`` have been named, and those of ``unhashed`` never will be.
     """
 
-    blocks: list[KVCacheBlock] = field(default_factory=list)
+    blocks: list[KVCacheBlock]
     num_cached_blocks: int = 0
     num_dropped_blocks: int = 0
-    unhashed: set[int] = field(default_factory=set)
+    unhashed: frozenset[int] = frozenset()
 
 
 class GroupManager:
@@ -40,16 +42,33 @@ class GroupManager:
 
     The group's blocks come from ``pool``, which other groups may share: names are kept apart by
     ``group_id``, and a block is in the tables of one group at a time.
+
+    Groups may have blocks of other sizes. One chain of hashes serves them all, with a hash for
+    every ``hash_block_size`` tokens (None: those of a block): a hash covers all tokens before its
+    end, so a block's name is the hash at its end.
     """
 
     keeps_every_token = False
     """Nothing is ever dropped, and every part of a prefix hit is a hit."""
 
-    def __init__(self, spec: KVCacheSpec, pool: BlockPool, group_id: int = 0) -> None:
+    def __init__(
+        self,
+        spec: KVCacheSpec,
+        pool: BlockPool,
+        group_id: int = 0,
+        hash_block_size: int | None = None,
+    ) -> None:
+        """ValueError when a block is not a whole number of ``hash_block_size`` tokens."""
         self.spec = spec
         self.pool = pool
         self.block_size = spec.block_size
         self.group_id = group_id
+        self._hashes_per_block, rest = divmod(self.block_size, hash_block_size or self.block_size)
+        if rest:
+            raise ValueError(
+                f"hash_block_size: expected a divisor of the {self.block_size} tokens of a block, "
+                f"got {hash_block_size}"
+            )
         self.num_used_blocks = 0
         """Blocks in one or more tables, each counted once."""
         self._tables: dict[str, _Table] = {}
@@ -67,6 +86,11 @@ class GroupManager:
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}")
         return -(-num_tokens // self.block_size)
+
+    def block_names(self, block_hashes: Sequence[BlockHashType]) -> Sequence[BlockHashType]:
+        """The names of a request's full blocks of this group, of its chain of hashes."""
+        step = self._hashes_per_block
+        return block_hashes if step == 1 else block_hashes[step - 1 :: step]
 
     def max_blocks(
         self, num_tokens: int, step_tokens: int, num_held_tokens: int | None = None
@@ -115,33 +139,43 @@ class GroupManager:
         return sum(not block.is_null for block in table.blocks[table.num_dropped_blocks :])
 
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[BlockHashType], max_tokens: int
+        self,
+        block_hashes: Sequence[BlockHashType],
+        max_tokens: int,
+        alignment_tokens: int | None = None,
     ) -> list[KVCacheBlock]:
         """The blocks of the longest usable prefix, at most ``max_tokens`` tokens: null where the
         token after it does not look, known content everywhere else.
 
         Pass ``max_tokens`` below the prompt's length where its last token must be computed to get a
-        logit. The blocks may be free: take them before anything else is allocated.
+        logit. The prefix is a multiple of ``alignment_tokens`` long, itself one of the block size
+        (None: the block size). The blocks may be free: take them before anything else is allocated.
         """
         # From the right. A missing block rules out every end whose kept blocks include it, and
         # the first kept block never moves right when the end moves left: so all ends after the
         # missing block are ruled out at once, and each block is looked up at most once.
-        end = first = self._num_candidates(block_hashes, max_tokens)
+        names = self.block_names(block_hashes)
+        step = self._alignment_blocks(alignment_tokens)
+        end = first = self._num_candidates(names, max_tokens) // step * step
         found: list[KVCacheBlock] = []  # blocks [first, end), last one first
         while first > self.first_kept_block(end * self.block_size):
             first -= 1
-            block = self.pool.get_cached_block(block_hashes[first], self.group_id)
+            block = self.pool.get_cached_block(names[first], self.group_id)
             if block is None:
-                end = first
+                end = first = first // step * step
                 found.clear()
             else:
                 found.append(block)
         return [self.pool.null_block] * first + found[::-1]
 
-    def _num_candidates(self, block_hashes: Sequence[BlockHashType], max_tokens: int) -> int:
+    def _alignment_blocks(self, alignment_tokens: int | None) -> int:
+        """Blocks between two ends that a prefix may have."""
+        return 1 if alignment_tokens is None else alignment_tokens // self.block_size
+
+    def _num_candidates(self, names: Sequence[BlockHashType], max_tokens: int) -> int:
         if max_tokens < 0:
             raise ValueError(f"max_tokens: expected at least 0, got {max_tokens}")
-        return min(max_tokens // self.block_size, len(block_hashes))
+        return min(max_tokens // self.block_size, len(names))
 
     # ------------------------------------------------------------------ tables
 
@@ -193,6 +227,9 @@ class GroupManager:
         With several groups, open all tables before one is extended: what is a free hit of one group
         could be given out as a new block of another.
         """
+        if not hit_blocks:
+            self._tables[request_id] = _Table([])
+            return
         first_kept = min(self.first_kept_block(num_computed_tokens), len(hit_blocks))
         blocks = [self.pool.null_block] * first_kept + list(hit_blocks[first_kept:])
         self.num_used_blocks += sum(b.ref_cnt == 0 and not b.is_null for b in blocks)
@@ -248,27 +285,32 @@ class GroupManager:
         """
         table = self._table(request_id)
         del self._tables[request_id]
-        self._give_back(table.blocks[table.num_dropped_blocks :])
+        if table.num_dropped_blocks:
+            del table.blocks[: table.num_dropped_blocks]
+        self._give_back(table.blocks)
 
     def _give_back(self, blocks: Sequence[KVCacheBlock]) -> None:
-        num_free_before = self.pool.num_free_blocks
-        self.pool.free_blocks(reversed(blocks))
         # Blocks that another table holds too are still used.
-        self.num_used_blocks -= self.pool.num_free_blocks - num_free_before
+        self.num_used_blocks -= self.pool.free_blocks(reversed(blocks))
 
     # ------------------------------------------------------------------ names
 
     def cache_blocks(
-        self, request_id: str, block_hashes: Sequence[BlockHashType], num_computed_tokens: int
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHashType],
+        num_computed_tokens: int,
+        request: HashableRequest | None = None,
     ) -> None:
         """Let others find the full blocks among the first ``num_computed_tokens`` tokens, whose KV
         is complete.
 
         Args:
             request_id: a request with a table.
-            block_hashes: the names of its full blocks, from its first.
+            block_hashes: the request's chain of hashes, from its first.
             num_computed_tokens: tokens computed or accepted from a load; fewer than before changes
                 nothing.
+            request: the request itself, for a pool that notes events.
 
         Raises:
             ValueError: an unknown request, or more tokens than its table or ``block_hashes`` cover.
@@ -277,10 +319,12 @@ class GroupManager:
         num_full_blocks = num_computed_tokens // self.block_size
         if num_full_blocks <= table.num_cached_blocks:
             return
-        start = table.num_cached_blocks
+        start, names = table.num_cached_blocks, self.block_names(block_hashes)
         gaps = sorted(at for at in table.unhashed if start <= at < num_full_blocks)
         for gap in (*gaps, num_full_blocks):
-            self.pool.cache_full_blocks(table.blocks, block_hashes, start, gap, self.group_id)
+            self.pool.cache_full_blocks(
+                table.blocks, names, start, gap, self.group_id, request, self.spec
+            )
             start = gap + 1
         table.num_cached_blocks = num_full_blocks
 
@@ -289,9 +333,10 @@ class GroupManager:
         complete.
 
         Raises:
+            TypeError: a position that is no integer.
             ValueError: a position outside the table, or one whose block may have a name already.
         """
-        table, wanted = self._table(request_id), set(positions)
+        table, wanted = self._table(request_id), frozenset(check_ids("positions", positions))
         for position in wanted:
             if not table.num_cached_blocks <= position < len(table.blocks):
                 raise ValueError(
@@ -342,17 +387,39 @@ class FullAttentionManager(GroupManager):
         """None."""
         return 0
 
+    def max_blocks(
+        self, num_tokens: int, step_tokens: int, num_held_tokens: int | None = None
+    ) -> int:
+        """Blocks for all its tokens, however they are computed."""
+        return self.blocks_needed(num_tokens)
+
+    def extend(self, request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> list[int]:
+        """Append blocks until the table holds ``num_tokens`` tokens; see the base class."""
+        blocks = self._table(request_id).blocks
+        num_new = self.blocks_needed(num_tokens) - len(blocks)
+        if num_new <= 0:
+            return []
+        new = self.pool.get_new_blocks(num_new)
+        blocks += new
+        self.num_used_blocks += num_new
+        return [block.block_id for block in new]
+
     def find_longest_cache_hit(
-        self, block_hashes: Sequence[BlockHashType], max_tokens: int
+        self,
+        block_hashes: Sequence[BlockHashType],
+        max_tokens: int,
+        alignment_tokens: int | None = None,
     ) -> list[KVCacheBlock]:
         """The blocks of the longest known prefix, at most ``max_tokens`` tokens."""
         # From the left: a prompt that nobody knows costs one lookup.
         hit: list[KVCacheBlock] = []
-        for block_hash in block_hashes[: self._num_candidates(block_hashes, max_tokens)]:
-            block = self.pool.get_cached_block(block_hash, self.group_id)
+        names = self.block_names(block_hashes)
+        for name in names[: self._num_candidates(names, max_tokens)]:
+            block = self.pool.get_cached_block(name, self.group_id)
             if block is None:
                 break
             hit.append(block)
+        del hit[len(hit) // (step := self._alignment_blocks(alignment_tokens)) * step :]
         return hit
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import index
 from typing import Protocol
 
 DTYPE_NBYTES = {
@@ -56,6 +58,11 @@ class KVCacheSpec:
         raise NotImplementedError
 
     @property
+    def kind(self) -> str:
+        """The kind of layer, in the words of vLLM's KV events."""
+        raise NotImplementedError
+
+    @property
     def kept(self) -> str:
         """What a request keeps of it, in words; layers that differ in it cannot share a table."""
         raise NotImplementedError
@@ -90,6 +97,17 @@ def check_int(name: str, value: object) -> None:
     """TypeError unless ``value`` is an int."""
     if not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {value!r}")
+
+
+def check_ids(name: str, ids: Iterable[object]) -> list[int]:
+    """The ids as ints; TypeError for one that is no integer, never cut down to one."""
+    checked = []
+    for position, value in enumerate(ids):
+        try:
+            checked.append(index(value))  # type: ignore[arg-type]  # that is what it finds out
+        except TypeError as exc:
+            raise TypeError(f"{name}[{position}]: expected an integer, got {value!r}") from exc
+    return checked
 
 
 def check_positive(name: str, value: int, advice: str = "") -> None:

@@ -114,10 +114,20 @@ class FullAttentionSpec(AttentionSpec):
                 f"{self.sliding_window} and {self.attention_chunk_size}"
             )
 
+    @property
+    def kind(self) -> str:
+        """Full attention."""
+        return "full_attention"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
     """Multi-head latent attention: one latent vector for each head and token, no separate V."""
+
+    @property
+    def kind(self) -> str:
+        """Latent attention."""
+        return "mla_attention"
 
     @property
     def unpadded_page_size_bytes(self) -> int:
@@ -140,6 +150,11 @@ class SlidingWindowSpec(AttentionSpec):
             self.sliding_window,
             "a layer that sees all tokens has a FullAttentionSpec",
         )
+
+    @property
+    def kind(self) -> str:
+        """A sliding window."""
+        return "sliding_window"
 
     @property
     def kept(self) -> str:
@@ -171,6 +186,11 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
             self.attention_chunk_size,
             "a layer that sees all tokens has a FullAttentionSpec",
         )
+
+    @property
+    def kind(self) -> str:
+        """Chunks."""
+        return "chunked_local_attention"
 
     @property
     def kept(self) -> str:
@@ -245,6 +265,11 @@ class MambaSpec(KVCacheSpec):
     def page_size_bytes(self) -> int:
         """Bytes of one block of one layer on one rank, padding included."""
         return self.page_size_padded or self.unpadded_page_size_bytes
+
+    @property
+    def kind(self) -> str:
+        """A state."""
+        return "mamba"
 
     @property
     def kept(self) -> str:

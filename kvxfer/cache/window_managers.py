@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvxfer.cache.block_pool import BlockPool
+from kvxfer.cache.extra_keys import HashableRequest
 from kvxfer.cache.hashing import BlockHashType
 from kvxfer.cache.manager import FullAttentionManager, GroupManager
 from kvxfer.cache.specs import (
@@ -28,9 +29,6 @@ class SlidingWindowManager(GroupManager):
 
     spec: SlidingWindowSpec
 
-    def __init__(self, spec: SlidingWindowSpec, pool: BlockPool, group_id: int = 0) -> None:
-        super().__init__(spec, pool, group_id)
-
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """The next token, number ``num_computed_tokens``, sees ``sliding_window - 1`` before it."""
         return max(0, num_computed_tokens - self.spec.sliding_window + 1)
@@ -44,9 +42,6 @@ class ChunkedLocalAttentionManager(GroupManager):
     """
 
     spec: ChunkedLocalAttentionSpec
-
-    def __init__(self, spec: ChunkedLocalAttentionSpec, pool: BlockPool, group_id: int = 0) -> None:
-        super().__init__(spec, pool, group_id)
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """All chunks before the one of the next token."""
@@ -63,9 +58,6 @@ class MambaManager(GroupManager):
 
     spec: MambaSpec
 
-    def __init__(self, spec: MambaSpec, pool: BlockPool, group_id: int = 0) -> None:
-        super().__init__(spec, pool, group_id)
-
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         """All but the last, whose block has the state."""
         return max(0, num_computed_tokens - 1)
@@ -78,7 +70,11 @@ class MambaManager(GroupManager):
         return max(0, num_tokens - 1) // self.block_size
 
     def cache_blocks(
-        self, request_id: str, block_hashes: Sequence[BlockHashType], num_computed_tokens: int
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHashType],
+        num_computed_tokens: int,
+        request: HashableRequest | None = None,
     ) -> None:
         """Name the block of the state after ``num_computed_tokens`` tokens, if that is a block's
         end. Call it after every step: a state that was passed by a longer step was never written.
@@ -87,20 +83,22 @@ class MambaManager(GroupManager):
         num_blocks, rest = divmod(num_computed_tokens, self.block_size)
         num_passed = num_blocks if rest else num_blocks - 1
         table.num_cached_blocks = max(table.num_cached_blocks, num_passed)
-        super().cache_blocks(request_id, block_hashes, num_computed_tokens)
+        super().cache_blocks(request_id, block_hashes, num_computed_tokens, request)
 
 
-def manager_for(spec: KVCacheSpec, pool: BlockPool, group_id: int = 0) -> GroupManager:
+def manager_for(
+    spec: KVCacheSpec, pool: BlockPool, group_id: int = 0, hash_block_size: int | None = None
+) -> GroupManager:
     """The manager of a group whose layers have ``spec``; ValueError for a kind without one."""
     match spec:
         case FullAttentionSpec():
-            return FullAttentionManager(spec, pool, group_id)
+            return FullAttentionManager(spec, pool, group_id, hash_block_size)
         case SlidingWindowSpec():
-            return SlidingWindowManager(spec, pool, group_id)
+            return SlidingWindowManager(spec, pool, group_id, hash_block_size)
         case ChunkedLocalAttentionSpec():
-            return ChunkedLocalAttentionManager(spec, pool, group_id)
+            return ChunkedLocalAttentionManager(spec, pool, group_id, hash_block_size)
         case MambaSpec():
-            return MambaManager(spec, pool, group_id)
+            return MambaManager(spec, pool, group_id, hash_block_size)
     raise ValueError(
         f"kv_cache_spec of group {group_id}: expected full, sliding-window or chunked attention or "
         f"a state, got {type(spec).__name__}"

@@ -43,8 +43,10 @@ class Work:
         """
         sizes = sorted((_most_blocks(sizing, prompt) for prompt in self.prompts), reverse=True)
         needed = sum(sizes[: self.in_flight])
-        whole = len(sizing.groups) * sum(
-            -(-_num_tokens(prompt) // sizing.block_size) for prompt in self.prompts
+        whole = sum(
+            group.blocks_needed(_num_tokens(prompt))
+            for group in sizing.groups
+            for prompt in self.prompts
         )
         return 1 + max(needed, min(whole, kept_blocks))  # block 0 is never used
 

@@ -102,7 +102,8 @@ class RequestBlocks:
             return
         # Only when a block has become full: asked for every token, the prompt would be copied for
         # each.
-        if (len(request.block_hashes) + 1) * self._config.block_size <= request.num_computed_tokens:
+        num_hashed = (len(request.block_hashes) + 1) * self._manager.hash_block_size
+        if num_hashed <= request.num_computed_tokens:
             self._name_full_blocks(request)
         self._manager.cache_blocks(
             request.request_id, request.block_hashes, request.num_computed_tokens
@@ -142,7 +143,7 @@ class RequestBlocks:
         if self._config.enable_prefix_caching:
             request.block_hashes += hash_request_tokens(
                 sha256,
-                self._config.block_size,
+                self._manager.hash_block_size,
                 request,
                 root=self._hash_root,
                 known=request.block_hashes,

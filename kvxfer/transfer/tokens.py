@@ -35,6 +35,7 @@ def token_digest(token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] = ()
         extra_keys: what else decides their KV, as :func:`digest_keys` has it.
 
     Raises:
+        TypeError: a token id that is no integer; the message names its position.
         ValueError: a token id outside uint32; the message names its position.
     """
     hasher = hashlib.sha256(_DOMAIN)

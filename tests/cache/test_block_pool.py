@@ -188,11 +188,40 @@ def test_too_many_blocks_asked_takes_none() -> None:
 def test_least_recently_freed_goes_first_and_of_a_list_its_first() -> None:
     pool = BlockPool(7)
     a, b = pool.get_new_blocks(3), pool.get_new_blocks(2)
-    pool.free_blocks(reversed(a))
+    pool.cache_full_blocks(a + b, [name(number) for number in range(5)], 0, 5)
+    assert pool.free_blocks(reversed(a)) == 3
     assert ids(pool.get_free_blocks()) == [6, 3, 2, 1]
-    pool.free_blocks(reversed(b))
+    assert pool.free_blocks(reversed(b)) == 2
     assert ids(pool.get_free_blocks()) == [6, 3, 2, 1, 5, 4]
     assert ids(pool.get_new_blocks(2)) == [6, 3]
+
+
+def test_blocks_without_a_name_go_before_all_others() -> None:
+    """Nothing can find them again, so no name is lost while they are there."""
+    pool = BlockPool(8)
+    a, b = pool.get_new_blocks(3), pool.get_new_blocks(3)
+    pool.cache_full_blocks(a, [name(1), name(2)], 0, 2)  # the last one is full in part
+    pool.cache_full_blocks(b, [name(3)], 0, 1)
+    pool.free_blocks(reversed(a))
+    assert ids(pool.get_free_blocks()) == [3, 7, 2, 1]
+    pool.free_blocks(reversed(b))
+    assert ids(pool.get_free_blocks()) == [6, 5, 3, 7, 2, 1, 4]
+    assert ids(pool.get_new_blocks(4)) == [6, 5, 3, 7]
+    assert [pool.get_cached_block(name(number)) for number in (1, 2, 3)] == [a[0], a[1], b[0]]
+
+
+@pytest.mark.parametrize("named", [(), (0,), (1,), (0, 1)])
+def test_a_queue_that_was_empty_is_whole_again(named: tuple[int, ...]) -> None:
+    pool = BlockPool(3)
+    blocks = pool.get_new_blocks(2)
+    for at in named:
+        pool.cache_full_blocks(blocks, [name(0), name(1)], at, at + 1)
+    pool.free_blocks(blocks)
+    wanted = [block for block in blocks if block.block_hash is None]
+    wanted += [block for block in blocks if block.block_hash is not None]
+    assert pool.get_free_blocks() == wanted
+    assert pool.get_new_blocks(2) == wanted
+    assert pool.num_free_blocks == 0
 
 
 def test_shared_block_is_free_after_its_last_user() -> None:
@@ -200,10 +229,10 @@ def test_shared_block_is_free_after_its_last_user() -> None:
     blocks = pool.get_new_blocks(2)
     pool.touch(blocks[:1])
     pool.free_blocks(blocks)
-    assert ids(pool.get_free_blocks()) == [3, 2]
+    assert ids(pool.get_free_blocks()) == [2, 3]
     assert (blocks[0].ref_cnt, blocks[1].ref_cnt) == (1, 0)
-    pool.free_blocks(blocks[:1])
-    assert ids(pool.get_free_blocks()) == [3, 2, 1]
+    assert pool.free_blocks(blocks[:1]) == 1
+    assert ids(pool.get_free_blocks()) == [1, 2, 3]
 
 
 def test_freed_too_often() -> None:
@@ -213,7 +242,7 @@ def test_freed_too_often() -> None:
     with pytest.raises(ValueError, match="block 2: expected at least one user, got 0"):
         pool.free_blocks([blocks[0], blocks[1], blocks[2]])
     # What came before the mistake is free, the rest is in use, and the queue is whole.
-    assert ids(pool.get_free_blocks()) == [2, 1]
+    assert ids(pool.get_free_blocks()) == [1, 2]
     assert pool.num_free_blocks == 2
     assert [block.ref_cnt for block in blocks] == [0, 0, 1]
 

@@ -60,6 +60,7 @@ class PoolAndModel(RuleBasedStateMachine):
     @rule(ids=st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=NUM_BLOCKS))
     def release(self, ids: list[int]) -> None:
         too_often = False
+        nameless: list[int] = []
         for block_id in ids:
             held = self.held[block_id]
             if block_id == 0:
@@ -69,7 +70,8 @@ class PoolAndModel(RuleBasedStateMachine):
                 break
             held.num_users -= 1
             if held.num_users == 0:
-                self.free.append(block_id)
+                (nameless if held.name is None else self.free).append(block_id)
+        self.free = nameless + self.free
         if too_often:
             with pytest.raises(ValueError, match="freed more often than taken"):
                 self.pool.free_blocks(self.block(block_id) for block_id in ids)

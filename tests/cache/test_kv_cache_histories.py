@@ -1,4 +1,5 @@
-"""Random histories of requests over several groups, against what a step may read and write.
+"""Random histories of requests over the groups of random plans, against what a step may read and
+write.
 
 Every block has a record of what was written to it: for each slot the group and all tokens up to it
 (for a state: all tokens before the state). The record is poisoned when a block is handed out anew.
@@ -8,61 +9,101 @@ Whatever a step reads must be right, whatever it writes must be its own.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.planning import get_kv_cache_config
 from kvxfer.cache.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from tests.cache.planning_cases import config
 
 BLOCK_SIZE = 3
 Content = tuple[int, tuple[int, ...]] | None
-POISON: list[Content] = [None] * BLOCK_SIZE
 
 
-def sliding(window: int) -> SlidingWindowSpec:
-    return SlidingWindowSpec(
-        block_size=BLOCK_SIZE,
-        num_kv_heads=1,
-        head_size=1,
-        dtype="float32",
-        sliding_window=window,
-    )
+def sizes(head_size: int) -> dict[str, Any]:
+    """Blocks of layers with smaller heads get more tokens: 3, 6 and 12 in one plan."""
+    return {
+        "block_size": BLOCK_SIZE,
+        "num_kv_heads": 1,
+        "head_size": head_size,
+        "dtype": "float32",
+    }
 
 
-def chunked(chunk: int) -> ChunkedLocalAttentionSpec:
-    return ChunkedLocalAttentionSpec(
-        block_size=BLOCK_SIZE,
-        num_kv_heads=1,
-        head_size=1,
-        dtype="float32",
-        attention_chunk_size=chunk,
-    )
+def full(head_size: int = 1) -> FullAttentionSpec:
+    return FullAttentionSpec(**sizes(head_size))
 
 
-FULL = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="float32")
-STATE = MambaSpec(block_size=BLOCK_SIZE, shapes=((1,),), dtypes=("float32",))
+def sliding(window: int, head_size: int = 1) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**sizes(head_size), sliding_window=window)
+
+
+def chunked(chunk: int, head_size: int = 1) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(**sizes(head_size), attention_chunk_size=chunk)
+
+
+def latent(head_size: int) -> MLAAttentionSpec:
+    return MLAAttentionSpec(**sizes(head_size))
+
+
+def state(block_size: int) -> MambaSpec:
+    return MambaSpec(block_size=block_size, shapes=((1,),), dtypes=("float32",))
+
+
 # Many share a beginning; some with a block of another one in the middle.
-PROMPTS = [[0] * 2, [0] * 7, [0] * 10, [0] * 10 + [1], [0] * 13, [0] * 14, [0] * 6 + [1] * 6]
-GROUPS: list[tuple[KVCacheSpec, ...]] = [
-    (FULL,),
-    (sliding(5),),
-    (FULL, sliding(5)),
-    (sliding(1), FULL, sliding(8)),
-    (FULL, chunked(4)),
-    (FULL, STATE),
-    (sliding(4), STATE),
+PROMPTS = [
+    *([0] * 2, [0] * 7, [0] * 10, [0] * 10 + [1], [0] * 13, [0] * 14, [0] * 6 + [1] * 6),
+    *([0] * 25, [0] * 26, [0] * 24 + [1] * 14, [0] * 38),
 ]
+# What the planner makes groups of, and the tokens of a block in each of them.
+PLANS: list[tuple[tuple[KVCacheSpec, ...], list[int]]] = [
+    ((full(),), [3]),
+    ((sliding(5),), [3]),
+    ((full(), sliding(5)), [3, 3]),
+    ((sliding(1), full(), sliding(8)), [3, 3, 3]),
+    ((full(), chunked(4)), [3, 3]),
+    ((full(), state(3)), [3, 3]),
+    ((sliding(4), state(3)), [3, 3]),
+    ((full(2), sliding(5)), [3, 6]),
+    ((full(), sliding(5, 4)), [12, 3]),
+    ((full(), sliding(5, 3)), [9, 3]),
+    ((full(2), sliding(5, 3)), [3, 3]),  # padded
+    ((full(4), sliding(7, 2), sliding(2)), [3, 6, 12]),
+    ((full(), full(), full(), sliding(5, 2)), [6, 6, 6, 3]),
+    ((full(), state(12)), [3, 12]),
+    ((full(), state(4)), [3, 4]),
+    ((full(2), chunked(4)), [3, 6]),
+    ((chunked(8, 2), full(), state(6)), [3, 6, 6]),
+    ((sliding(9, 2), sliding(4), state(9)), [3, 6, 9]),
+    ((latent(4), sliding(5, 1)), [3, 6]),
+]
+LAYERS = st.one_of(
+    st.sampled_from([specs for specs, _ in PLANS]),
+    st.lists(
+        st.one_of(
+            st.builds(full, st.sampled_from([1, 2, 3, 4])),
+            st.builds(sliding, st.integers(1, 14), st.sampled_from([1, 2, 3, 4])),
+            st.builds(chunked, st.integers(1, 14), st.sampled_from([1, 2, 4])),
+            st.builds(state, st.sampled_from([2, 3, 6, 12, 40])),
+        ),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+)
 
 
 def first_seen(spec: KVCacheSpec, token: int) -> int:
@@ -75,8 +116,8 @@ def first_seen(spec: KVCacheSpec, token: int) -> int:
     return 0
 
 
-def names(tokens: list[int]) -> list[bytes]:
-    return [bytes(tokens[:end]) for end in range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)]
+def names(tokens: list[int], hash_block_size: int) -> list[bytes]:
+    return [bytes(tokens[:end]) for end in range(hash_block_size, len(tokens) + 1, hash_block_size)]
 
 
 @dataclass
@@ -96,39 +137,44 @@ class Held:
 class Histories(RuleBasedStateMachine):
     """Requests come with hits and loads, compute, are offered, end and leave."""
 
-    @initialize(
-        specs=st.sampled_from(GROUPS), num_blocks=st.integers(8, 45), step=st.integers(1, 7)
-    )
-    def start(self, specs: tuple[KVCacheSpec, ...], num_blocks: int, step: int) -> None:
-        self.specs, self.step = specs, step
-        groups = [KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)]
-        config = KVCacheConfig(num_blocks + 1, [], groups)
-        self.manager = KVCacheManager(config, enable_caching=True, max_step_tokens=step)
+    @initialize(layers=LAYERS, num_blocks=st.integers(8, 45), step=st.sampled_from(range(1, 15)))
+    def start(self, layers: Sequence[KVCacheSpec], num_blocks: int, step: int) -> None:
+        settings_of = config(max_model_len=1, num_gpu_blocks_override=num_blocks + 1)
+        plan = get_kv_cache_config(settings_of, {str(i): spec for i, spec in enumerate(layers)}, 0)
+        self.specs = [group.kv_cache_spec for group in plan.kv_cache_groups]
+        self.sizes, self.step = [spec.block_size for spec in self.specs], step
+        self.manager = KVCacheManager(plan, enable_caching=True, max_step_tokens=step)
         self.num_blocks = num_blocks
-        self.slots: dict[int, list[Content]] = {b: list(POISON) for b in range(1, num_blocks + 1)}
+        self.slots: dict[int, list[Content]] = {}
+        self.poison(list(range(1, num_blocks + 1)))
         self.held: dict[str, Held] = {}
         self.serial = 0
+
+    def names(self, tokens: list[int]) -> list[bytes]:
+        return names(tokens, self.manager.hash_block_size)
 
     # --- the oracle ---------------------------------------------------------------------------
 
     def is_complete(self, group: int, tokens: list[int], block: int) -> bool:
         """Whether the pool names a block of the group for this block of this prefix."""
-        name = bytes(tokens[: (block + 1) * BLOCK_SIZE])
+        name = bytes(tokens[: (block + 1) * self.sizes[group]])
         return self.manager.pool.get_cached_block(name, group) is not None
 
     def longest(self, tokens: list[int], max_tokens: int) -> int:
-        for num_blocks in range(max_tokens // BLOCK_SIZE, 0, -1):
+        for num_tokens in range(max_tokens, 0, -1):
+            if any(num_tokens % size for size in self.sizes):
+                continue
             if all(
-                self.is_complete(group, tokens, token // BLOCK_SIZE)
-                for group in range(len(self.specs))
-                for token in self.readable(group, num_blocks * BLOCK_SIZE)
+                self.is_complete(group, tokens, token // size)
+                for group, size in enumerate(self.sizes)
+                for token in self.readable(group, num_tokens)
             ):
-                return num_blocks * BLOCK_SIZE
+                return num_tokens
         return 0
 
     def readable(self, group: int, num_computed: int) -> range:
         """The tokens before ``num_computed`` that the next token reads."""
-        if self.specs[group] is STATE:
+        if isinstance(self.specs[group], MambaSpec):
             return range(max(0, num_computed - 1), num_computed)
         return range(first_seen(self.specs[group], num_computed), num_computed)
 
@@ -137,27 +183,29 @@ class Histories(RuleBasedStateMachine):
     ) -> None:
         tables, tokens = self.manager.block_ids(request_id), self.held[request_id].tokens
         for group, spec in enumerate(self.specs):
-            if spec is STATE and not with_states:
+            if isinstance(spec, MambaSpec) and not with_states:
                 continue  # a later step may write over it
             for token in self.readable(group, num_computed):
-                block = tables[group][token // BLOCK_SIZE]
+                block = tables[group][token // spec.block_size]
                 assert block != -1
                 want = (group, tuple(tokens[: token + 1]))
-                assert self.slots[block][token % BLOCK_SIZE] == want
+                assert self.slots[block][token % spec.block_size] == want
 
     def write(self, request_id: str, start: int, end: int) -> None:
         """Tokens [start, end) are computed or loaded, wherever there is a block for them."""
         tables, tokens = self.manager.block_ids(request_id), self.held[request_id].tokens
         for group, spec in enumerate(self.specs):
-            for token in range(max(start, end - 1) if spec is STATE else start, end):
-                block = tables[group][token // BLOCK_SIZE]
+            is_state = isinstance(spec, MambaSpec)
+            for token in range(max(start, end - 1) if is_state else start, end):
+                block = tables[group][token // spec.block_size]
                 if block != -1:
-                    self.slots[block][token % BLOCK_SIZE] = (group, tuple(tokens[: token + 1]))
+                    written = (group, tuple(tokens[: token + 1]))
+                    self.slots[block][token % spec.block_size] = written
 
     def poison(self, ids: list[int]) -> None:
         for block in ids:
             if block != -1:
-                self.slots[block] = list(POISON)
+                self.slots[block] = [None] * max(self.sizes)
 
     # --- what happens -------------------------------------------------------------------------
 
@@ -174,7 +222,7 @@ class Histories(RuleBasedStateMachine):
         tokens = prompt + [self.serial % 2] * num_more
         request_id = f"r{self.serial}"
         self.serial += 1
-        hit = self.manager.find_longest_cache_hit(names(tokens), len(prompt) - 1)
+        hit = self.manager.find_longest_cache_hit(self.names(tokens), len(prompt) - 1)
         assert hit.num_tokens == self.longest(tokens, len(prompt) - 1)
         external = min(external, len(prompt) - 1 - hit.num_tokens)
         held_tokens = len(prompt) - 1 if offered else None
@@ -197,8 +245,9 @@ class Histories(RuleBasedStateMachine):
         ready = hit.num_tokens + external
         self.held[request_id] = held = Held(tokens, hit.num_tokens, held_tokens, step)
         for group, table in enumerate(self.manager.block_ids(request_id)):
-            assert all(table[token // BLOCK_SIZE] != -1 for token in self.readable(group, ready))
-            self.poison(list(table[hit.num_tokens // BLOCK_SIZE :]))
+            size = self.sizes[group]
+            assert all(table[token // size] != -1 for token in self.readable(group, ready))
+            self.poison(list(table[hit.num_tokens // size :]))
         if external:
             held.load_from = hit.num_tokens
             held.num_computed = ready
@@ -223,16 +272,17 @@ class Histories(RuleBasedStateMachine):
         self.write(request_id, start, end)
         if outcome == "incomplete":
             self.lose_what_is_before_the_window(request_id, start)
-        self.manager.cache_blocks(request_id, names(held.tokens), end)
+        self.manager.cache_blocks(request_id, self.names(held.tokens), end)
 
     def lose_what_is_before_the_window(self, request_id: str, start: int) -> None:
         """The source had no more than the window: the rest of its first block was not filled."""
         end = self.held[request_id].num_computed
         for group, table in enumerate(self.manager.block_ids(request_id)):
-            kept = self.readable(group, end).start
-            block = kept // BLOCK_SIZE
-            if kept % BLOCK_SIZE and block * BLOCK_SIZE >= start and self.specs[group] is not STATE:
-                self.slots[table[block]][: kept % BLOCK_SIZE] = [None] * (kept % BLOCK_SIZE)
+            kept, spec = self.readable(group, end).start, self.specs[group]
+            block, before = divmod(kept, spec.block_size)
+            is_new = block * spec.block_size >= start and block < len(table)
+            if before and is_new and not isinstance(spec, MambaSpec):
+                self.slots[table[block]][:before] = [None] * before
                 self.manager.leave_unhashed(request_id, group, [block])
 
     def running(self) -> list[str]:
@@ -274,12 +324,12 @@ class Histories(RuleBasedStateMachine):
         self.check_own(tables, start, end)
         self.write(request_id, start, end)
         held.num_computed = end
-        self.manager.cache_blocks(request_id, names(held.tokens), end)
+        self.manager.cache_blocks(request_id, self.names(held.tokens), end)
 
     def check_own(self, tables: tuple[tuple[int, ...], ...], start: int, end: int) -> None:
         for group, spec in enumerate(self.specs):
-            for token in range(end - 1 if spec is STATE else start, end):
-                block = self.manager.pool.blocks[tables[group][token // BLOCK_SIZE]]
+            for token in range(end - 1 if isinstance(spec, MambaSpec) else start, end):
+                block = self.manager.pool.blocks[tables[group][token // spec.block_size]]
                 assert not block.is_null
                 assert (block.ref_cnt, block.block_hash) == (1, None)
 
@@ -347,9 +397,10 @@ class Histories(RuleBasedStateMachine):
             if block.block_hash is None:
                 continue
             tokens, group = list(block.block_hash), block.group_id
-            want = [(group, tuple(tokens[: end + 1])) for end in range(len(tokens))][-BLOCK_SIZE:]
-            got = self.slots[block.block_id]
-            assert (got[-1:] == want[-1:]) if self.specs[group] is STATE else (got == want)
+            size, is_state = self.sizes[group], isinstance(self.specs[group], MambaSpec)
+            want = [(group, tuple(tokens[: end + 1])) for end in range(len(tokens))][-size:]
+            got = self.slots[block.block_id][:size]
+            assert (got[-1:] == want[-1:]) if is_state else (got == want)
 
     @invariant()
     def held_windows_are_there(self) -> None:
@@ -370,7 +421,14 @@ TestHistories = Histories.TestCase
 TestHistories.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 
 
+@pytest.mark.parametrize(("layers", "block_sizes"), PLANS)
+def test_plans_have_these_blocks(layers: Sequence[KVCacheSpec], block_sizes: list[int]) -> None:
+    specs = {str(i): spec for i, spec in enumerate(layers)}
+    plan = get_kv_cache_config(config(max_model_len=1, num_gpu_blocks_override=20), specs, 0)
+    assert [group.kv_cache_spec.block_size for group in plan.kv_cache_groups] == block_sizes
+
+
 def test_names_of_the_oracle() -> None:
-    assert names([0, 1, 0, 1, 1, 1, 0]) == [b"\0\1\0", b"\0\1\0\1\1\1"]
+    assert names([0, 1, 0, 1, 1, 1, 0], 3) == [b"\0\1\0", b"\0\1\0\1\1\1"]
     assert [first_seen(sliding(4), token) for token in (2, 3, 4)] == [0, 0, 1]
     assert [first_seen(chunked(4), token) for token in (3, 4, 9)] == [0, 4, 8]

@@ -69,7 +69,7 @@ def test_tail_is_freed_first() -> None:
     manager = make_manager(4)
     manager.allocate("a", 6)
     manager.free("a")
-    assert free_ids(manager) == [4, 3, 2, 1]
+    assert free_ids(manager) == [3, 2, 1, 4]
     assert "a" not in manager
 
 
@@ -91,7 +91,7 @@ def test_failed_load_leaves_nothing_to_find() -> None:
     manager.allocate("a", 4)
     manager.free("a")
     assert manager.find_longest_cache_hit(hashes, 4) == []
-    assert free_ids(manager) == [3, 2, 1]
+    assert free_ids(manager) == [2, 1, 3]
 
 
 @pytest.mark.parametrize(("max_tokens", "num_blocks"), [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2)])
@@ -123,7 +123,7 @@ def test_hit_blocks_are_shared_with_a_running_request() -> None:
     manager.free("a")
     assert free_ids(manager) == [4, 2]
     manager.free("b")
-    assert free_ids(manager) == [4, 2, 3, 1]
+    assert free_ids(manager) == [3, 4, 2, 1]  # block 3 has no name
 
 
 def test_blocks_after_a_hit_are_named_when_computed() -> None:
@@ -159,6 +159,7 @@ def test_hits_are_taken_before_new_blocks() -> None:
     manager.allocate("a", 2)
     manager.cache_blocks("a", hashes, 2)
     manager.allocate("b", 2)
+    manager.cache_blocks("b", chain([3, 4]), 2)
     manager.free("a")
     manager.free("b")
     # Block 1 is next to be given out, and is the hit.
@@ -357,10 +358,13 @@ class Histories(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.held)))
         self.manager.free(request_id)
+        nameless: list[int] = []
         for block_id in self.held.pop(request_id).block_ids[::-1]:
             self.naive.users[block_id] -= 1
             if self.naive.users[block_id] == 0:
-                self.naive.free.append(block_id)
+                has_name = any(block_id == named for _, named in self.naive.named)
+                (self.naive.free if has_name else nameless).append(block_id)
+        self.naive.free = nameless + self.naive.free
 
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
