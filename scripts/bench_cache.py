@@ -20,6 +20,9 @@ count once per block.
 
 Contenders are interleaved round by round; the ratio is the median of each round's ratio to the loop
 of that round.
+
+With vLLM installed (``.venv-vllm/bin/python scripts/bench_cache.py``) the same work is timed beside
+vLLM's own, in turns: scripts/benchmarks/cache_beside_vllm.py.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
@@ -233,6 +237,16 @@ def pool_result(load: Load | BareDict, samples: list[tuple[float, ...]]) -> Pool
     )
 
 
+def bench_beside_vllm(rounds: int) -> tuple[list[dict[str, object]], str]:
+    """The results beside vLLM, and as Markdown; nothing where it is not installed."""
+    if find_spec("vllm") is None:
+        return [], ""
+    from scripts.benchmarks.cache_beside_vllm import beside_vllm, table
+
+    results = beside_vllm(rounds)
+    return [asdict(result) for result in results], "\n" + table(results)
+
+
 def goal(reached: float, wanted: float) -> str:
     """For the last column."""
     return f"{wanted:g} {'met' if reached >= wanted else 'missed'}"
@@ -295,11 +309,12 @@ def main() -> None:
             parser.error(f"--pools: expected multiples of {REQUEST_BLOCKS}, got {size}")
     hashing = bench_hashing(options.tokens, options.rounds)
     pools = bench_pools(options.pools, options.rounds, options.steps)
+    beside, beside_text = bench_beside_vllm(options.rounds)
     print(
         f"{platform.machine()}, Python {platform.python_version()}, {ssl.OPENSSL_VERSION}; "
         f"{options.rounds} rounds\n"
     )
-    text = tables(hashing, pools, options.tokens)
+    text = tables(hashing, pools, options.tokens) + beside_text
     print(text, end="")
     if options.markdown:
         options.markdown.write_text(text)
@@ -307,6 +322,7 @@ def main() -> None:
         both = {
             "hashing": [asdict(result) for result in hashing],
             "pools": [asdict(result) for result in pools],
+            "beside vLLM": beside,
         }
         options.json.write_text(json.dumps(both, indent=2))
 

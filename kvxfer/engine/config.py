@@ -6,6 +6,7 @@ import enum
 
 import msgspec
 
+from kvxfer.cache.object_hash import get_hash_fn_by_name
 from kvxfer.config import Config
 from kvxfer.engine.devices import collectives_of, rank_devices
 from kvxfer.errors import ConfigError
@@ -34,9 +35,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     the tiny one. ``num_blocks`` is per rank, counts the null block, and is passed over where
     ``kv_cache_memory_nbytes`` says how many bytes of KV a rank may hold.
     ``disable_hybrid_kv_cache_manager``: one block table for all layers, so that those with a
-    window keep all tokens too. ``digests``: also digest each request's KV through the naive reader,
-    to compare both sides. ``device``: cpu, cuda or cuda:N; ``devices``: the number of each rank's
-    CUDA device, rank r on the r-th if not given.
+    window keep all tokens too. ``prefix_caching_hash_algo``: one of vLLM's, so that blocks have
+    its names; None for kvxfer's own. ``enable_kv_cache_events``: the scheduler's ``take_events``
+    has the names that come and go. ``digests``: also digest each request's KV through the naive
+    reader, to compare both sides. ``device``: cpu, cuda or cuda:N; ``devices``: the number of each
+    rank's CUDA device, rank r on the r-th if not given.
 
     The properties at the end are the names under which the cache utilities look for settings; the
     sections that they expect are this record itself.
@@ -57,6 +60,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 2048
     enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: str | None = None
+    enable_kv_cache_events: bool = False
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     digests: bool = False
     seed: int = 0
@@ -81,6 +86,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"block_size: expected a multiple of 8, got {self.block_size}")
         if self.layout not in {"HND", "NHD"}:
             raise ConfigError(f"layout: expected HND or NHD, got {self.layout!r}")
+        if self.prefix_caching_hash_algo is not None:
+            try:
+                get_hash_fn_by_name(self.prefix_caching_hash_algo)
+            except (ValueError, ModuleNotFoundError) as e:
+                raise ConfigError(f"prefix_caching_hash_algo: {e}") from e
         rank_devices(self.device, self.devices, self.tp_size)
 
     @property

@@ -11,9 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvxfer.cache.cache_hit import CacheHit
-from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
+from kvxfer.cache.hashing import (
+    BlockHashType,
+    HashFunction,
+    hash_request_tokens,
+    none_hash,
+    sha256,
+)
 from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
 from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
+from kvxfer.cache.object_hash import get_hash_fn_by_name
 from kvxfer.cache.specs import KVCacheConfig
 from kvxfer.connector.params import OfferWanted, parse_params
 from kvxfer.engine.config import EngineConfig, Role
@@ -31,9 +39,10 @@ class RequestBlocks:
             kv_cache_config,
             enable_caching=config.enable_prefix_caching,
             max_step_tokens=config.max_num_batched_tokens,
+            events=KVEventLog() if config.enable_kv_cache_events else None,
         )
         self._prefix_metrics = PrefixCachingMetrics()
-        self._hash_root = none_hash(config.kv.hash_seed_bytes)
+        self._hash_function, self._hash_root = _names(config)
 
     @property
     def num_free_blocks(self) -> int:
@@ -106,8 +115,12 @@ class RequestBlocks:
         if num_hashed <= request.num_computed_tokens:
             self._name_full_blocks(request)
         self._manager.cache_blocks(
-            request.request_id, request.block_hashes, request.num_computed_tokens
+            request.request_id, request.block_hashes, request.num_computed_tokens, request
         )
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What happened to the names since the last call; nothing unless events are enabled."""
+        return self._manager.take_events()
 
     def loaded(self, request: Request, incomplete: Iterable[tuple[int, int]]) -> None:
         """Every rank has accepted the request's load, which is counted as computed by now.
@@ -142,9 +155,17 @@ class RequestBlocks:
     def _name_full_blocks(self, request: Request) -> None:
         if self._config.enable_prefix_caching:
             request.block_hashes += hash_request_tokens(
-                sha256,
+                self._hash_function,
                 self._manager.hash_block_size,
                 request,
                 root=self._hash_root,
                 known=request.block_hashes,
             )
+
+
+def _names(config: EngineConfig) -> tuple[HashFunction, BlockHashType]:
+    """What names the blocks, and the root of all chains."""
+    if config.prefix_caching_hash_algo is None:
+        return sha256, none_hash(config.kv.hash_seed_bytes)
+    function = get_hash_fn_by_name(config.prefix_caching_hash_algo)
+    return function, function.none_hash(config.kv.hash_seed)

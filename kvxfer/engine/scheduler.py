@@ -21,6 +21,7 @@ from dataclasses import replace
 import msgspec
 
 from kvxfer.cache.cache_hit import CacheHit
+from kvxfer.cache.kv_events import KVCacheEvent
 from kvxfer.cache.manager import NO_BLOCK
 from kvxfer.cache.specs import KVCacheConfig
 from kvxfer.connector.records import KVConnectorOutput
@@ -76,6 +77,12 @@ class Scheduler:
     def prefix_hit_rate(self) -> float:
         """Share of the prompt tokens of recent requests that were cached here."""
         return self._blocks.prefix_hit_rate
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Which names of blocks came and went since the last call, for a router; nothing unless
+        ``enable_kv_cache_events`` is set.
+        """
+        return self._blocks.take_events()
 
     def has_work(self) -> bool:
         """Something is to be computed or told to the workers now."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.kv_events import BlockRemoved, BlockStored, KVEventLog
 from kvxfer.cache.planning import get_kv_cache_config
 from kvxfer.cache.specs import (
     ChunkedLocalAttentionSpec,
@@ -143,7 +145,9 @@ class Histories(RuleBasedStateMachine):
         plan = get_kv_cache_config(settings_of, {str(i): spec for i, spec in enumerate(layers)}, 0)
         self.specs = [group.kv_cache_spec for group in plan.kv_cache_groups]
         self.sizes, self.step = [spec.block_size for spec in self.specs], step
-        self.manager = KVCacheManager(plan, enable_caching=True, max_step_tokens=step)
+        log = KVEventLog(int_block_hashes=False)
+        self.manager = KVCacheManager(plan, enable_caching=True, max_step_tokens=step, events=log)
+        self.router: Counter[tuple[int, bytes]] = Counter()
         self.num_blocks = num_blocks
         self.slots: dict[int, list[Content]] = {}
         self.poison(list(range(1, num_blocks + 1)))
@@ -152,6 +156,11 @@ class Histories(RuleBasedStateMachine):
 
     def names(self, tokens: list[int]) -> list[bytes]:
         return names(tokens, self.manager.hash_block_size)
+
+    def name(self, request_id: str, num_computed: int) -> None:
+        tokens = self.held[request_id].tokens
+        request = SimpleNamespace(all_token_ids=tokens)
+        self.manager.cache_blocks(request_id, self.names(tokens), num_computed, request)
 
     # --- the oracle ---------------------------------------------------------------------------
 
@@ -272,7 +281,7 @@ class Histories(RuleBasedStateMachine):
         self.write(request_id, start, end)
         if outcome == "incomplete":
             self.lose_what_is_before_the_window(request_id, start)
-        self.manager.cache_blocks(request_id, self.names(held.tokens), end)
+        self.name(request_id, end)
 
     def lose_what_is_before_the_window(self, request_id: str, start: int) -> None:
         """The source had no more than the window: the rest of its first block was not filled."""
@@ -324,7 +333,7 @@ class Histories(RuleBasedStateMachine):
         self.check_own(tables, start, end)
         self.write(request_id, start, end)
         held.num_computed = end
-        self.manager.cache_blocks(request_id, self.names(held.tokens), end)
+        self.name(request_id, end)
 
     def check_own(self, tables: tuple[tuple[int, ...], ...], start: int, end: int) -> None:
         for group, spec in enumerate(self.specs):
@@ -401,6 +410,26 @@ class Histories(RuleBasedStateMachine):
             want = [(group, tuple(tokens[: end + 1])) for end in range(len(tokens))][-size:]
             got = self.slots[block.block_id][:size]
             assert (got[-1:] == want[-1:]) if is_state else (got == want)
+
+    @invariant()
+    def a_router_knows_the_names(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for event in self.manager.take_events():
+            match event:
+                case BlockStored(group_idx=int(group), block_hashes=stored, block_size=size):
+                    tokens = bytes(event.token_ids)
+                    assert len(tokens) == len(stored) * size == len(stored) * self.sizes[group]
+                    for at, name in enumerate(stored):
+                        assert isinstance(name, bytes)
+                        assert name[-size:] == tokens[at * size : (at + 1) * size]
+                        parent = stored[at - 1] if at else event.parent_block_hash or b""
+                        assert name[:-size] == parent
+                        self.router[group, name] += 1
+                case BlockRemoved(group_idx=int(group), block_hashes=[bytes(name)]):
+                    self.router[group, name] -= 1
+        named = [block for block in self.manager.pool.blocks if block.block_hash is not None]
+        assert +self.router == Counter((block.group_id, block.block_hash) for block in named)
 
     @invariant()
     def held_windows_are_there(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from kvxfer.cache.kv_events import BlockRemoved, BlockStored
+from kvxfer.cache.object_hash import get_hash_fn_by_name
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
@@ -25,7 +27,7 @@ from kvxfer.engine.live import Finished, NewToken
 from kvxfer.engine.request import Request, Status
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
-from kvxfer.errors import OutOfBlocks
+from kvxfer.errors import ConfigError, OutOfBlocks
 from kvxfer.transfer.wire import Reason
 
 BLOCK = 8
@@ -278,6 +280,45 @@ def test_generated_tokens_are_found_too() -> None:
     rig.add("b", [*range(7), 1, 2, 3], max_new=1)
     step, _ = rig.step()
     assert step.num_scheduled_tokens == {"b": 2}
+
+
+def test_names_and_events_for_a_router() -> None:
+    """The names are vLLM's, of ``PYTHONHASHSEED=0`` and blocks of 8."""
+    rig = Rig(
+        num_blocks=4,
+        enable_kv_cache_events=True,
+        prefix_caching_hash_algo="sha256",
+        kv=Config(hash_seed="0"),
+    )
+    rig.add("a", range(17))
+    rig.step()
+    (event,) = rig.scheduler.take_events()
+    assert isinstance(event, BlockStored)
+    assert event.token_ids == list(range(16))
+    function = get_hash_fn_by_name("sha256")
+    first = function((function("0"), tuple(range(8)), None))
+    second = function((first, tuple(range(8, 16)), None))
+    names: list[bytes | int] = [int.from_bytes(name[-8:], "big") for name in (first, second)]
+    assert event.block_hashes == names
+    rig.add("b", range(50, 66))
+    rig.step()
+    events = rig.scheduler.take_events()
+    # Three blocks: one without a name, then the end of the first prompt.
+    assert events[0] == BlockRemoved(block_hashes=names[1:], medium="GPU", group_idx=0)
+    assert [type(event) for event in events[1:]] == [BlockStored]
+    assert rig.scheduler.take_events() == []
+
+
+def test_no_events_unless_they_are_asked_for() -> None:
+    rig = Rig()
+    rig.add("a", range(17))
+    rig.step()
+    assert rig.scheduler.take_events() == []
+
+
+def test_unknown_names_of_blocks() -> None:
+    with pytest.raises(ConfigError, match="prefix_caching_hash_algo: hash function: expected sha"):
+        config(prefix_caching_hash_algo="md5")
 
 
 def test_no_hits_without_prefix_caching() -> None:

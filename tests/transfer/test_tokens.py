@@ -77,9 +77,10 @@ def test_digest_is_no_block_hash() -> None:
     assert token_digest([1, 2]) != hash_block_tokens(sha256, root, [1, 2])
 
 
-@pytest.mark.parametrize("token", [-1, 2**32, "a"])
+@pytest.mark.parametrize("token", [-1, 2**32, "a", 1.7])
 def test_bad_token_is_named_by_position(token: object) -> None:
-    with pytest.raises(ValueError, match=r"token_ids\[1\]: expected an integer from 0 to"):
+    error = ValueError if isinstance(token, int) else TypeError
+    with pytest.raises(error, match=r"token_ids\[1\]: expected an integer from 0 to"):
         token_digest([7, token])  # type: ignore[list-item]
 
 
