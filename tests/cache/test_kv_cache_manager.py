@@ -273,6 +273,19 @@ def test_external_tokens_get_the_blocks_that_are_needed_after_them() -> None:
     assert manager.block_ids("c") == ((1, 2, 12), (3, 4, 13))
 
 
+def test_requests_without_full_blocks_evict_no_names() -> None:
+    manager = make(FULL, num_usable=6)
+    nothing = CacheHit(((),), 0)
+    manager.admit("long", num_tokens=12, hit=nothing)
+    run(manager, "long", 0, 12)
+    manager.free("long")
+    for number in range(20):
+        manager.admit(f"short{number}", num_tokens=3, hit=nothing)
+        run(manager, f"short{number}", 0, 3)
+        manager.free(f"short{number}")
+    assert manager.find_longest_cache_hit(HASHES, 12).num_tokens == 12
+
+
 def test_failed_load_leaves_nothing_to_find() -> None:
     manager = make(FULL, SLIDING)
     manager.admit("a", num_tokens=30, hit=NONE, num_external_tokens=21)
