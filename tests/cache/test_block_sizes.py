@@ -78,6 +78,20 @@ def test_a_hit_ends_where_blocks_of_all_groups_end() -> None:
     assert manager.find_longest_cache_hit(HASHES, 112).num_tokens == 64
 
 
+def test_groups_that_keep_everything_agree_too() -> None:
+    manager = managed(layers((1, full()), (1, full(block_size=24))))
+    assert [group.block_size for group in manager.groups] == [16, 24]
+    assert (manager.hash_block_size, manager.alignment_tokens) == (8, 48)
+    manager.admit("a", num_tokens=120, hit=no_hit(manager))
+    compute(manager, "a", 0, 120)
+    # 112 tokens in blocks of 16, 120 in blocks of 24.
+    hit = manager.find_longest_cache_hit(HASHES, 120)
+    assert hit.num_tokens == 96
+    assert [len(blocks) for blocks in hit.blocks] == [6, 4]
+    alone = manager.groups[0].find_longest_cache_hit(HASHES, 120, 48)
+    assert len(alone) == 6
+
+
 def test_a_blocks_name_is_the_hash_at_its_end() -> None:
     manager = two_sizes()
     manager.admit("a", num_tokens=64, hit=no_hit(manager))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,6 +92,7 @@ PLANS: list[tuple[tuple[KVCacheSpec, ...], list[int]]] = [
     ((chunked(8, 2), full(), state(6)), [3, 6, 6]),
     ((sliding(9, 2), sliding(4), state(9)), [3, 6, 9]),
     ((latent(4), sliding(5, 1)), [3, 6]),
+    ((full(), replace(full(2), block_size=4)), [3, 4]),
 ]
 LAYERS = st.one_of(
     st.sampled_from([specs for specs, _ in PLANS]),
