@@ -19,7 +19,8 @@ count once per block.
                 fresh ones in, in C, and nothing else: what the memory behind a table costs
 
 Contenders are interleaved round by round; the ratio is the median of each round's ratio to the loop
-of that round.
+of that round. Times are the thread's own on its processor, so other work of the machine is not in
+them, except by the caches and the memory that it shares.
 
 With vLLM installed (``.venv-vllm/bin/python scripts/bench_cache.py``) the same work is timed beside
 vLLM's own, in turns: scripts/benchmarks/cache_beside_vllm.py.
@@ -111,7 +112,7 @@ class Load:
         """One request goes, one comes; ns of free, get and name."""
         number = self.random.randrange(len(self.live))
         names = fresh_names(self.random) if self.caching else []
-        old, clock = self.live[number], time.perf_counter_ns
+        old, clock = self.live[number], time.thread_time_ns
         start = clock()
         self.pool.free_blocks(reversed(old))
         freed = clock()
@@ -156,10 +157,10 @@ class BareDict:
         """Old names out, new names in; ns of that in the place of name."""
         number = self.random.randrange(len(self.live))
         old, self.live[number] = self.live[number], fresh_names(self.random)
-        start = time.perf_counter_ns()
+        start = time.thread_time_ns()
         list(map(self.table.pop, old))
         self.table.update(zip(self.live[number], self.values, strict=True))
-        return 0, 0, time.perf_counter_ns() - start
+        return 0, 0, time.thread_time_ns() - start
 
 
 def median_ratio(values: list[float], base: list[float]) -> float:
@@ -193,9 +194,9 @@ def bench_hashing(num_tokens: int, rounds: int) -> list[HashResult]:
     rates: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, run in cases.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             run()
-            rates[name].append(num_tokens / (time.perf_counter() - start) / 1e6)
+            rates[name].append(num_tokens / (time.thread_time() - start) / 1e6)
     results = []
     for name, values in rates.items():
         p20, p50, p80 = (statistics.quantiles(values, n=10)[at] for at in (1, 4, 7))
