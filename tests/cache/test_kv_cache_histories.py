@@ -69,7 +69,7 @@ def state(block_size: int) -> MambaSpec:
 # Many share a beginning; some with a block of another one in the middle.
 PROMPTS = [
     *([0] * 2, [0] * 7, [0] * 10, [0] * 10 + [1], [0] * 13, [0] * 14, [0] * 6 + [1] * 6),
-    *([0] * 25, [0] * 26, [0] * 24 + [1] * 14, [0] * 38),
+    *([0] * 18, [0] * 25, [0] * 26, [0] * 24 + [1] * 14, [0] * 38),
 ]
 # What the planner makes groups of, and the tokens of a block in each of them.
 PLANS: list[tuple[tuple[KVCacheSpec, ...], list[int]]] = [
