@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, Literal, get_args
@@ -27,6 +28,7 @@ Origin = Literal["argument", "engine", "environment", "default"]
 
 log = logging.getLogger("kvxfer.config")
 
+_environment_lock = threading.RLock()
 ENV_PREFIX: Final = "KVXFER_"
 FRONT_DOOR_PORT: Final = 5700
 # What Kubernetes sets in every pod for a Service named kvxfer or kvxfer-*: <SERVICE>_PORT with a
@@ -77,6 +79,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     KV, because nobody has to find that."""
     allowed_peers: tuple[str, ...] = LOOPBACK_AND_PRIVATE
     """Names, addresses and ranges that this engine connects to; see :meth:`peer_allowed`."""
+    trust_network: bool = False
+    """Whether only trusted hosts reach this one. ``ucx`` and ``nixl`` take what they are sent
+    unchecked: without it they connect processes of one user on one host only."""
     lease_s: float = 30.0
     """How long an offer is kept without a word from its sink."""
     keep_s: float = 5.0
@@ -217,17 +222,18 @@ def variables_of(prefix: str) -> dict[str, str]:
 
 @contextmanager
 def variables_kept(prefix: str, **defaults: str) -> Iterator[None]:
-    """Around the import of a library that sets variables for the whole process: they are as before
-    afterwards. ``defaults`` hold meanwhile where nobody has set them.
+    """Around a call of a library that sets or reads variables of the whole process: they are as
+    before afterwards. ``defaults`` hold meanwhile where nobody has set them. One thread at a time.
     """
-    before = variables_of(prefix)
-    os.environ.update(defaults | before)
-    try:
-        yield
-    finally:
-        for name in variables_of(prefix).keys() - before.keys():
-            del os.environ[name]
-        os.environ.update(before)
+    with _environment_lock:
+        before = variables_of(prefix)
+        os.environ.update(defaults | before)
+        try:
+            yield
+        finally:
+            for name in variables_of(prefix).keys() - before.keys():
+                del os.environ[name]
+            os.environ.update(before)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ DEFAULTS = {
         "192.168.0.0/16",
         "fc00::/7",
     ),
+    "trust_network": False,
     "lease_s": 30.0,
     "keep_s": 5.0,
     "max_hold_s": 480.0,

@@ -4,7 +4,8 @@ A :class:`SharedPool` is a memfd: it has no name in any file system, so nothing 
 a kill, and no container limit for ``/dev/shm`` applies. Its first page is a header with a random
 nonce, by which :func:`open_shared` proves that it mapped the right file: a process id or a
 descriptor may have been used again, or may belong to another container. The file is sealed against
-shrinking, so a reader never takes SIGBUS for what the owner does.
+shrinking, so a reader never takes SIGBUS for what the owner does, and against writers that come
+after its owner: another process can map it to read only, and cannot write to its descriptor.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import logging
 import mmap
 import os
 import secrets
@@ -30,7 +32,11 @@ MAGIC = b"kvxfer pool v1\0\0"
 NONCE_NBYTES = 16
 _NAME = "kvxfer-pool"
 _NOT_PERMITTED = "not permitted; it needs the same user and permission to trace the process"
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Of fcntl(2), since Linux 5.1: mappings that exist stay writable, and no new one is. The module
+``fcntl`` of Python 3.11 does not have it."""
+_log = logging.getLogger("kvxfer.tensors")
 
 
 @lru_cache(maxsize=1)
@@ -56,7 +62,7 @@ def check_same_host(transport: str, handle: MemoryHandle) -> None:
 
 
 class SharedPool:
-    """Writable memory that other processes can map read-only; made by :meth:`create`."""
+    """Memory that this process writes and others can only read; made by :meth:`create`."""
 
     def __init__(self, fd: int, memory: mmap.mmap, nonce: bytes) -> None:
         self._fd: int | None = fd
@@ -84,8 +90,8 @@ class SharedPool:
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, HEADER_NBYTES + nbytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            memory = mmap.mmap(fd, HEADER_NBYTES + nbytes)
+            memory = mmap.mmap(fd, HEADER_NBYTES + nbytes)  # the only one that may write
+            _seal(fd)
             nonce = secrets.token_bytes(NONCE_NBYTES)
             memory[: len(MAGIC) + NONCE_NBYTES] = MAGIC + nonce
             return cls(fd, memory, nonce)
@@ -173,6 +179,17 @@ def open_shared(handle: MemfdHandle) -> MappedPool:
             "the peer ended, or is in another process namespace"
         )
     return MappedPool(memory, handle.nbytes)
+
+
+def _seal(fd: int) -> None:
+    """For ever: of this size, and no writer but the mappings that exist."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _F_SEAL_FUTURE_WRITE)
+    except OSError as exc:
+        if exc.errno != errno.EINVAL:
+            raise
+        _log.debug("a shared pool stays open to writers of this user: no F_SEAL_FUTURE_WRITE here")
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
 
 
 def _open_memfd(where: str) -> int:

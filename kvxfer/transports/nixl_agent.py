@@ -7,14 +7,16 @@ brings UCX of its own, which may lie in one process beside another.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import torch
 
+from kvxfer.config import variables_kept
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transports.pipe import PipeBroken
 
@@ -31,12 +33,18 @@ takes a whole core; with none at all a peer gets nothing while this process comp
 """
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+MOST_ADDRESS = 1 << 64
+_AGENT = re.compile(rb"kvxfer-[0-9a-f]{32}")
+"""What agents are called: NIXL gives notes away by name, as text."""
+
+
 class Area(msgspec.Struct, frozen=True, array_like=True):
     """Registered memory, or a part of it. ``device``: which GPU, for VRAM."""
 
-    address: int
-    nbytes: int
-    device: int
+    address: _Count
+    nbytes: _Count
+    device: _Count
     kind: Literal["DRAM", "VRAM"]
 
     @classmethod
@@ -110,7 +118,8 @@ class NixlAgent:
     Making one takes 70 to 500 ms. Raises TransportUnavailable.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, net_devices: Sequence[str]) -> None:
+        """``net_devices``: what UCX may use of the network; none: what is usual for it."""
         self._nixl = nixl = _Library()
         bindings = nixl.bindings
         settings = bindings.nixlAgentConfig()
@@ -118,9 +127,19 @@ class NixlAgent:
         settings.pthrDelay = PROGRESS_DELAY_US
         try:
             self._agent: Any = bindings.nixlAgent(f"kvxfer-{secrets.token_hex(16)}", settings)
-            self._backends = [self._agent.createBackend("UCX", {})]
+            self._backends = [self._create_backend(net_devices)]
         except nixl.errors as exc:
             raise TransportUnavailable(f"nixl: expected its UCX plugin, got {exc!r}") from exc
+
+    def _create_backend(self, net_devices: Sequence[str]) -> _Foreign:
+        if not net_devices:
+            return self._agent.createBackend("UCX", {})
+        if len(net_devices) == 1:
+            chosen = {"engine_config": f"NET_DEVICES={net_devices[0]}"}
+            return self._agent.createBackend("UCX", chosen)
+        # A comma ends a setting of that list
+        with variables_kept("UCX_", UCX_NET_DEVICES=",".join(net_devices)):
+            return self._agent.createBackend("UCX", {})
 
     def register(self, area: Area) -> _Foreign:
         """For peers, until ``deregister`` gets what this returns. Raises TransportUnavailable."""
@@ -148,9 +167,12 @@ class NixlAgent:
         """Connect, and know that memory; the name of the peer. Raises PipeBroken."""
         try:
             name = self._agent.loadRemoteMD(metadata)
-        except self._nixl.errors as exc:
+        except Exception as exc:  # NIXL's, or what C++ throws at bytes that it cannot read
             raise PipeBroken(f"nixl: expected metadata of an agent, got {exc!r}") from exc
-        return name.decode() if isinstance(name, bytes) else str(name)
+        if not _AGENT.fullmatch(name):
+            self._agent.invalidateRemoteMD(name)
+            raise PipeBroken(f"nixl: expected an agent of kvxfer's, got {name[:64]!r}")
+        return str(name, "ascii")
 
     def remove_peer(self, peer: str) -> None:
         """Forget it and everything of it."""
@@ -180,7 +202,11 @@ class NixlAgent:
 
     def notes(self) -> list[tuple[str, bytes]]:
         """What other agents have sent since: who, and what."""
-        found = self._agent.getNotifs({}, self._backends)
+        try:
+            found = self._agent.getNotifs({}, self._backends)
+        except UnicodeDecodeError as exc:  # not from an agent of ours; the others' went with it
+            _log.warning("nixl: notes were lost: one names an agent that is none: %s", exc)
+            return []
         return [(str(peer), bytes(note)) for peer, notes in found.items() for note in notes]
 
     def close(self) -> None:

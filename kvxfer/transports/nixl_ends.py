@@ -13,10 +13,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 
-from kvxfer.transports.nixl_agent import Area, Operation, Request
+from kvxfer.transports.native_peers import parse_address
+from kvxfer.transports.nixl_agent import MOST_ADDRESS, Area, Operation, Request
 from kvxfer.transports.nixl_host import NixlHost, Staging
 from kvxfer.transports.pipe import PipeBroken
 
@@ -33,7 +35,7 @@ now on; the end that reads or writes has done so for the last time."""
 class Address(msgspec.Struct, frozen=True, array_like=True):
     """What one end says of itself. ``connection``, ``operation``: as the sink has said."""
 
-    connection: bytes
+    connection: Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
     operation: Operation
     metadata: bytes
     area: Area
@@ -42,10 +44,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def decode(cls, address: bytes) -> Address:
         """Raises PipeBroken."""
-        try:
-            return msgspec.msgpack.decode(address, type=cls)
-        except msgspec.MsgspecError as exc:
-            raise PipeBroken(f"nixl: expected the address of another end, got {exc}") from exc
+        return parse_address("nixl", address, cls)
 
 
 class End(ABC):
@@ -60,7 +59,8 @@ class End(ABC):
         """Raises PipeBroken."""
         slots, area = self.staging.slots, theirs.area
         # A source may have fewer slots than its sink has asked for
-        if theirs.slot_nbytes != slots.slot_nbytes or area.nbytes % slots.slot_nbytes:
+        fits = theirs.slot_nbytes == slots.slot_nbytes and not area.nbytes % slots.slot_nbytes
+        if not fits or area.address + area.nbytes > MOST_ADDRESS:
             raise PipeBroken(f"nixl: expected staging of {slots}, got {theirs.area}")
         self.peer = self.host.add_peer(theirs.metadata)
 

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from kvxfer.config import Config
 from kvxfer.transports.alarm import Alarm
 from kvxfer.transports.base import Wake
+from kvxfer.transports.native_peers import net_devices
 from kvxfer.transports.nixl_agent import Area, NixlAgent
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.staging import make_staging
@@ -50,10 +52,10 @@ class Staging:
 class NixlHost:
     """Raises TransportUnavailable: what is missing, and what to install."""
 
-    def __init__(self, device: torch.device, wake: Wake) -> None:
+    def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
         self.device = device
         with self.on_device():
-            self.agent = NixlAgent()
+            self.agent = NixlAgent(net_devices(config))
         self.alarm = Alarm(wake)
         self._peers: Counter[str] = Counter()
         self._kept: list[Staging] = []

@@ -173,11 +173,12 @@ class NixlPipe(Pipe):
     """
 
     name = "nixl"
+    reads_peers = True
     ways = WAYS
     is_dear = True  # 0.5 s for the first agent, 0.1 s for each that follows
 
     def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
-        self._host = NixlHost(device, wake)
+        self._host = NixlHost(device, config, wake)
         self._ends: dict[bytes, End] = {}
         self._closing: list[End] = []
         self._is_open = True

@@ -176,6 +176,10 @@ class Pipe(ABC):
     """In which it can move bytes, the usual one first; a sink takes one for each connection, by
     trial (``stream_ways``). Ends on the source's side are made for any of them.
     """
+    reads_peers: bool = False
+    """Whether its library reads what peers send, in ways that kvxfer cannot check before; see
+    ``native_peers``.
+    """
     is_dear: bool = False
     """Whether to make and connect a pipe takes much longer than a first load may wait; a trial does
     both. See ``SinkTransport.is_dear``.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -24,6 +23,7 @@ from kvxfer.transports.faults import (
     faulty_copier,
     parse_faults,
 )
+from kvxfer.transports.native_peers import RDMA_DEVICES
 from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
 from kvxfer.transports.stream_sink import StreamSink
@@ -36,9 +36,9 @@ AUTO = {"cuda": ("cuda_ipc", "zmq", "ucx", "nixl"), "cpu": ("shm", "zmq", "ucx",
 OPTIONAL = {"ucx": "ucxx", "nixl": "nixl"}
 """Wires that need a library, and its name. Loading it takes 0.5 s and 20 to 30 MB when an engine
 starts, so ``auto`` has them where they can gain something: for memory of a GPU, and where there is
-RDMA. Else both carry host memory by TCP, and slower than ``zmq`` does (0.5 GB/s instead of 2).
+RDMA that they may use (``trust_network``). Else both carry host memory by TCP, and slower than
+``zmq`` does (0.5 GB/s instead of 2).
 """
-RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _log = logging.getLogger("kvxfer.transports")
 T = TypeVar("T", SourceTransport, SinkTransport)
@@ -122,6 +122,8 @@ def make_sources(
     faults = parse_faults(config.faults)
     makers = _FAULTY_SOURCES if faults else _SOURCES
     wanted = _wanted(makers, config, memory)
+    if config.transport in OPTIONAL and not config.trust_network:
+        _log.info("%s: for processes of this user on this host; see trust_network", *wanted)
     return _make(wanted, config, lambda make: make(memory, config, copy_thread, wake, context))
 
 
@@ -197,7 +199,7 @@ def _wanted(
             raise TransportUnavailable(
                 f"transport: expected memory on one of {', '.join(AUTO)}, got {kind}"
             )
-        return {name: makers[name] for name in AUTO[kind] if _is_worth_it(name, kind)}
+        return {name: makers[name] for name in AUTO[kind] if _is_worth_it(name, kind, config)}
     if config.transport not in makers:
         raise TransportUnavailable(
             f"transport: expected one of auto, {', '.join(makers)}, got {config.transport}; "
@@ -206,9 +208,15 @@ def _wanted(
     return {config.transport: makers[config.transport]}
 
 
-def _is_worth_it(name: str, device_type: str) -> bool:
+def _is_worth_it(name: str, device_type: str, config: Config) -> bool:
     """Whether ``auto`` has this wire, see OPTIONAL."""
     if name not in OPTIONAL:
         return True
-    can_gain = device_type != "cpu" or (RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir()))
-    return can_gain and find_spec(OPTIONAL[name]) is not None
+    if find_spec(OPTIONAL[name]) is None:
+        return False
+    if device_type != "cpu":
+        return True
+    has_rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+    if has_rdma and not config.trust_network:
+        _log.info("%s: not tried, although there is RDMA: see trust_network", name)
+    return has_rdma and config.trust_network

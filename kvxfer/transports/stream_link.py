@@ -12,7 +12,8 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
-from kvxfer.transports.pipe import Pipe, SinkLane, Slots
+from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
+from kvxfer.transports.pipe import Pipe, PipeBroken, SinkLane, Slots
 from kvxfer.transports.stream_wire import (
     STREAM_VERSION,
     Attach,
@@ -48,6 +49,7 @@ class Link(Generic[T]):
     A slot is the source's, or announced (``awaited``: its payload is on the way, for whom), or
     being unpacked (``num_unpacking`` are), or dealt with: then its number is in ``credits`` until
     the source is told. ``generations``: how many chunks were announced in each slot.
+    ``only_own_user``: see ``native_peers``.
     """
 
     control_endpoint: str
@@ -58,6 +60,7 @@ class Link(Generic[T]):
     monitor: Socket
     lane: SinkLane
     generations: list[int]
+    only_own_user: bool
     held: set[int] = field(default_factory=set)
     awaited: dict[int, T] = field(default_factory=dict)
     credits: list[int] = field(default_factory=list)
@@ -71,10 +74,15 @@ class Link(Generic[T]):
         """Whether so many announcements could not be read that no slot may be left."""
         return self.num_unreadable >= self.slots.num_slots
 
-    def connect(self, message: Attached) -> None:
-        """The source's end is open. Raises ProtocolError, PipeBroken."""
+    def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
+        """The source's end is open. ``frame``: what ZeroMQ brought it in. Raises ProtocolError,
+        PipeBroken.
+        """
         if self.is_connected:
             raise ProtocolError("attached: expected one on a connection, got another")
+        # Who listens may be another by now than who was looked for
+        if self.only_own_user and not is_own_user(frame):
+            raise PipeBroken(refusal("attached"))
         self.lane.connected(message.address)
         self.is_connected = True
 
@@ -182,7 +190,15 @@ def open_link(
     path = lane.path("TCP" if nearest == endpoint else "a Unix socket")
     generations = [0] * slots.num_slots
     link: Link[T] = Link(
-        control_endpoint, endpoint, path, slots, socket, monitor, lane, generations
+        control_endpoint,
+        endpoint,
+        path,
+        slots,
+        socket,
+        monitor,
+        lane,
+        generations,
+        only_own_user=needs_own_user(pipe, config),
     )
     sizes = (slots.num_slots, slots.slot_nbytes)
     link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, is_trial))

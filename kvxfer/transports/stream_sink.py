@@ -17,7 +17,7 @@ import numpy as np
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import ProtocolError
+from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
@@ -39,6 +39,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier
+from kvxfer.transports.native_peers import needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots
 from kvxfer.transports.stream_contact import Contact
 from kvxfer.transports.stream_link import open_link
@@ -58,6 +59,7 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     receive,
 )
+from kvxfer.transports.zmq_same_host import nearest_endpoint
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -104,6 +106,7 @@ class StreamSink(SinkTransport):
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """Ask for a few messages over a pipe of its own, in each of its ways."""
         endpoint = data_endpoint_of(source, self._config, self.name)
+        self._check_may_meet(endpoint)
         return self._contact.trial(
             source, endpoint, timeout_s, uses_unix_sockets=self.uses_unix_sockets
         )
@@ -129,6 +132,7 @@ class StreamSink(SinkTransport):
         known = self._links.get(source.control_endpoint)
         if known is not None and known.endpoint == endpoint:
             return
+        self._check_may_meet(endpoint)
         self.detach(source.control_endpoint)
         config = self._config
         staging = staging or Staging(
@@ -149,6 +153,13 @@ class StreamSink(SinkTransport):
             )
         )
         self._pipe.progress()
+
+    def _check_may_meet(self, endpoint: str) -> None:
+        """Raises TransportUnavailable for a source that the pipe's library may not read."""
+        if not needs_own_user(self._pipe, self._config):
+            return
+        if not self.uses_unix_sockets or nearest_endpoint(endpoint) == endpoint:
+            raise TransportUnavailable(refusal(self.name))
 
     def detach(self, control_endpoint: str) -> None:
         """Close the connection; its unfinished reads break."""
@@ -209,7 +220,7 @@ class StreamSink(SinkTransport):
         for socket, link in self._links.readable():
             for frames in receive(socket):
                 if socket is link.socket:
-                    self._on_message(link, frames[0].buffer, frames[1:])
+                    self._on_message(link, frames[0].buffer, frames[1:], frames[0])
                 else:
                     self._lose_link(link, "the connection to the source rank ended")
                     break
@@ -252,7 +263,13 @@ class StreamSink(SinkTransport):
 
     # -- chunks
 
-    def _on_message(self, link: ReadLink, message: memoryview, parts: Sequence[zmq.Frame]) -> None:
+    def _on_message(
+        self,
+        link: ReadLink,
+        message: memoryview,
+        parts: Sequence[zmq.Frame],
+        frame: zmq.Frame | None = None,
+    ) -> None:
         if not (message.nbytes or parts):
             self._say(link, Credit(()))  # the source looks whether we are here
             return
@@ -263,7 +280,7 @@ class StreamSink(SinkTransport):
                     detail = f"the source rank refuses the connection: {detail[:_MAX_DETAIL]}"
                     self._lose_link(link, detail)
                 case Attached() as attached:
-                    link.connect(attached)
+                    link.connect(attached, frame)
                 case header:
                     self._on_announced(link, header, parts)
         except ProtocolError as exc:

@@ -27,6 +27,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier
+from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
 from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
@@ -188,7 +189,7 @@ class StreamSource(SourceTransport):
         try:
             match _decode(frames):
                 case Attach() as message:
-                    self._on_attach(identity, connection, message)
+                    self._on_attach(identity, connection, message, frames[-1])
                 case message if connection is None:
                     self.counts["not_attached"] += 1
                     self._router.refuse(identity, "expected an attach first; attach anew")
@@ -221,9 +222,15 @@ class StreamSource(SourceTransport):
         self.counts["malformed"] += 1
         _log.debug("dropped: %s", error)
 
-    def _on_attach(self, identity: bytes, known: Connection | None, message: Attach) -> None:
+    def _on_attach(
+        self, identity: bytes, known: Connection | None, message: Attach, frame: zmq.Frame
+    ) -> None:
         if known is not None:
             raise ProtocolError("attach: expected one on a connection, got another")
+        if needs_own_user(self._pipe, self._config) and not is_own_user(frame):
+            self.counts["not_trusted"] += 1
+            self._router.refuse(identity, refusal(self.name))
+            return
         try:
             slots = self._admission.admit(message)
         except ProtocolError as exc:

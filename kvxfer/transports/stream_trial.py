@@ -274,7 +274,7 @@ class TrialTaker:
                 if socket is link.monitor:
                     raise ProtocolError("expected an answer, got the end of the connection")
                 for first, *parts in receive(socket):
-                    self._on_message(first.buffer, parts)
+                    self._on_message(first.buffer, parts, first)
 
     def _sleep(self, most_s: float) -> None:
         poller = make_poller(
@@ -283,13 +283,15 @@ class TrialTaker:
         poller.poll(max(1, round(most_s * 1000)))
         self._wake.clear()
 
-    def _on_message(self, message: memoryview, parts: Sequence[zmq.Frame]) -> None:
+    def _on_message(
+        self, message: memoryview, parts: Sequence[zmq.Frame], frame: zmq.Frame | None = None
+    ) -> None:
         if not (message.nbytes or parts):
             self._link.send(Credit(()))  # the source looks whether we are here
             return
         match decode_to_sink(message):
             case Attached() as attached:
-                self._link.connect(attached)
+                self._link.connect(attached, frame)
             case Refused(detail):
                 raise TransportUnavailable(
                     f"{self._pipe.name}: {self._link.endpoint} refuses: {detail[:300]}"

@@ -14,7 +14,8 @@ import msgspec
 import torch
 import zmq
 
-from kvxfer.transports.pipe import Lane, Parts, PipeBroken, SinkLane, SourceLane, check_no_parts
+from kvxfer.transports.native_peers import parse_address
+from kvxfer.transports.pipe import Lane, Parts, SinkLane, SourceLane, check_no_parts
 from kvxfer.transports.ucx_end import CONNECTION_BITS, UcxEnd, tag_of
 from kvxfer.transports.ucx_library import Request
 from kvxfer.transports.ucx_mail import UcxMail
@@ -137,10 +138,7 @@ class UcxSinkLane(UcxLane, SinkLane):
 
     def connected(self, address: bytes) -> None:
         """Now a receive can be bound to an endpoint, which is what ends it when that fails."""
-        try:
-            source = msgspec.msgpack.decode(address, type=SourceAddress)
-        except msgspec.DecodeError as exc:
-            raise PipeBroken(f"ucx: expected the address of a source's end, got {exc}") from exc
+        source = parse_address("ucx", address, SourceAddress)
         with self._pipe.on_device():
             self.end.connect(source.worker)
             for slot in range(self.end.slots.num_slots):

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import socket
-import threading
-from collections.abc import Callable, Mapping
-from ipaddress import ip_address
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -73,10 +70,10 @@ INSTALL = "install kvxfer[ucx]"
 _SEGMENT = "256k"
 """Of UCX over TCP, which copies into a buffer of this size, sends it, and copies out of one. Its
 own 8 KiB cost twice the CPU time (49 ms for 64 MiB instead of 24); 1 MiB is no better."""
+_ADDRESS_VERSION, _KNOWN_VERSIONS = 0x0F, (0, 1)
+"""In the first byte of a worker's address: UCX 1.21 asserts that it is one of these."""
 _RNDV_THRESH_CUDA = "8192"
 """``auto`` and ``inf`` send memory of a GPU through the host: 0.5 GB/s instead of 300."""
-
-_lock = threading.Lock()
 
 
 class Ucx:
@@ -89,13 +86,13 @@ class Ucx:
         self._library: Any = package.libucxx
         self.Error: type[Exception] = self._library.UCXError
 
-    def context(self, device: torch.device, host: str) -> object:
-        """For staging on this device. Raises TransportUnavailable."""
+    def context(self, device: torch.device, net_devices: Sequence[str]) -> object:
+        """For staging on this device, on these of the network. Raises TransportUnavailable."""
         feature = self._library.Feature
         try:
             # With all features an endpoint takes twice the time (20 ms of CPU) to choose protocols.
             context = self._library.UCXContext(
-                config_dict=settings(device, host, variables_of("UCX_")),
+                config_dict=settings(device, net_devices, variables_of("UCX_")),
                 feature_flags=(feature.TAG, feature.WAKEUP),
             )
         except self.Error as exc:
@@ -120,6 +117,11 @@ class Ucx:
 
     def connect(self, worker: Worker, address: bytes) -> Endpoint:
         """To the worker with this address. Raises PipeBroken."""
+        if not address or address[0] & _ADDRESS_VERSION not in _KNOWN_VERSIONS:
+            raise PipeBroken(
+                f"ucx: expected an address of the versions {_KNOWN_VERSIONS} of UCX, got "
+                f"{address[:1].hex() or 'nothing'} as its first byte; use one UCX on both sides"
+            )
         try:
             peer = self._library.UCXAddress.create_from_buffer(address)
             endpoint: Endpoint = self._library.UCXEndpoint.create_from_worker_address(
@@ -145,7 +147,7 @@ def _import_ucxx() -> tuple[Any, Callable[[object], object]]:
     """The package, and what makes one of its arrays."""
     # What ucxx sets when it is imported, NIXL would find too. UCX reads this one when it is loaded:
     # the cache of memory types needs hooks, which miss memory that is freed.
-    with _lock, variables_kept("UCX_", UCX_MEMTYPE_CACHE="n"):
+    with variables_kept("UCX_", UCX_MEMTYPE_CACHE="n"):
         try:
             _load_wheel_of_ucx()
             # optional, and without types
@@ -163,7 +165,9 @@ def check_version(version: str) -> None:
         raise TransportUnavailable(f"ucx: expected ucxx {least} or newer, got {version}; {INSTALL}")
 
 
-def settings(device: torch.device, host: str, environ: Mapping[str, str]) -> dict[str, str]:
+def settings(
+    device: torch.device, net_devices: Sequence[str], environ: Mapping[str, str]
+) -> dict[str, str]:
     """Options of UCX, without their prefix; what the environment says of one stays."""
     chosen = {
         # With peer error handling UCX takes no shared memory by itself, yet each worker would map
@@ -171,6 +175,7 @@ def settings(device: torch.device, host: str, environ: Mapping[str, str]) -> dic
         "TLS": "^sm,self",
         "TCP_TX_SEG_SIZE": _SEGMENT,
         "TCP_RX_SEG_SIZE": _SEGMENT,
+        "NET_DEVICES": ",".join(net_devices),
     }
     if device.type == "cuda":
         chosen |= {
@@ -178,19 +183,7 @@ def settings(device: torch.device, host: str, environ: Mapping[str, str]) -> dic
             "RNDV_FRAG_MEM_TYPE": "cuda",
             "MAX_RNDV_RAILS": "1",
         }
-    if (loopback := _loopback(host)) is not None:
-        chosen["NET_DEVICES"] = loopback
     return {name: value for name, value in chosen.items() if f"UCX_{name}" not in environ}
-
-
-def _loopback(host: str) -> str | None:
-    """The device that an engine listens on which nobody outside shall reach; UCX listens on all."""
-    try:
-        is_loopback = host == "localhost" or ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return None
-    devices = [name for _, name in socket.if_nameindex()]
-    return "lo" if is_loopback and "lo" in devices else None
 
 
 def _load_wheel_of_ucx() -> None:

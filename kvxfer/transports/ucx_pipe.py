@@ -18,13 +18,13 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
-import msgspec
 import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transports.base import Wake
+from kvxfer.transports.native_peers import net_devices, parse_address
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
 from kvxfer.transports.ucx_end import UcxEnd
 from kvxfer.transports.ucx_lanes import SinkAddress, UcxLane, UcxSinkLane, UcxSourceLane
@@ -45,6 +45,7 @@ class UcxPipe(Pipe):
     """A UCX context, and a descriptor that tells when one of its workers has something to do."""
 
     name = "ucx"
+    reads_peers = True
     is_dear = True  # 0.5 s to load the library, 20 ms and more to connect
 
     def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
@@ -55,7 +56,7 @@ class UcxPipe(Pipe):
         self.is_fast = device.type == "cuda"
         self._ucx = Ucx()
         with self.on_device():
-            self._context: object = self._ucx.context(device, config.host)
+            self._context: object = self._ucx.context(device, net_devices(config))
         self._epoll = select.epoll()
         self._lanes: dict[int, UcxLane] = {}
         """Those that are open, by the descriptor of their worker."""
@@ -75,9 +76,9 @@ class UcxPipe(Pipe):
     def open_source(self, address: bytes, slots: Slots) -> UcxSourceLane:
         """Begins to connect to the sink's worker."""
         try:
-            sink = msgspec.msgpack.decode(address, type=SinkAddress)
-        except msgspec.DecodeError as exc:
-            raise TransportUnavailable(f"ucx: expected a sink's address, got {exc}") from exc
+            sink = parse_address("ucx", address, SinkAddress)
+        except PipeBroken as exc:
+            raise TransportUnavailable(str(exc)) from exc
         with self.on_device():
             end = self._new_end(slots)
             try:
@@ -86,7 +87,7 @@ class UcxPipe(Pipe):
             except PipeBroken as exc:
                 self.finish(end)
                 raise TransportUnavailable(
-                    f"{exc}; an engine whose host is a loopback address keeps UCX on this host"
+                    f"{exc}; unless both sides have trust_network set, UCX stays within a host"
                 ) from exc
         self._lanes[end.fd] = lane
         return lane

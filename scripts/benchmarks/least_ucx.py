@@ -18,6 +18,7 @@ from kvxfer.tensors.device_work import bind_side
 from kvxfer.tensors.job_ring import Event
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Chunk, DenseOrder
+from kvxfer.transports.native_peers import LOOPBACK
 from kvxfer.transports.pipe import DEVICE_STAGING, Slots
 from kvxfer.transports.ucx_end import MAX_SLOTS, UcxEnd, tag_of
 from kvxfer.transports.ucx_library import Request as Operation
@@ -96,7 +97,7 @@ class UcxLoop(Member):
         self._serving: Future[None] | None = None
         ucx = Ucx()
         with self._on_device():
-            self._context = ucx.context(self._memory.device, "127.0.0.1")
+            self._context = ucx.context(self._memory.device, LOOPBACK)
             self._end = UcxEnd(ucx, self._context, self._memory.device, slots, lambda end: None)
         self._word = ucx.array(bytearray(1))
 

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from kvxfer.config import Config
+from kvxfer.transports.native_peers import net_devices
 from kvxfer.transports.ucx_library import Endpoint, Ucx
 from kvxfer.transports.ucx_library import Request as Operation
 from scripts.benchmarks.host_ways import Cut
@@ -51,7 +52,7 @@ class UcxEnd:
 
     def __init__(self, config: Config) -> None:
         self._ucx = Ucx()
-        self._worker = self._ucx.worker(self._ucx.context(torch.device("cpu"), config.host))
+        self._worker = self._ucx.worker(self._ucx.context(torch.device("cpu"), net_devices(config)))
         self._pattern = torch.arange(MOST_NBYTES).to(torch.uint8)
         self.slots = [self._pattern.clone() for _ in range(MOST_SLOTS)]
         self._endpoint: Endpoint | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import mmap
 import os
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvxfer.connector.board import Board
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import HEADER_NBYTES, SharedPool, boot_id, open_shared, plain_info
 from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo
@@ -81,6 +84,60 @@ def test_writing_through_a_mapping_ends_the_writer(pool: SharedPool) -> None:
     done = subprocess.run([sys.executable, "-c", script, packed], timeout=60, check=False)
     assert done.returncode == -signal.SIGSEGV
     assert pool.tensor[0] == 0
+    pool.close()
+
+
+_WRITES = """
+import mmap, os, sys
+fd = os.open(f"/proc/{sys.argv[1]}/fd/{sys.argv[2]}", os.O_RDWR)
+for number, write in enumerate((
+    lambda: mmap.mmap(fd, 0),
+    lambda: os.pwrite(fd, b"x", 5000),
+    lambda: os.ftruncate(fd, 0),
+)):
+    try:
+        write()
+    except PermissionError:
+        continue
+    sys.exit(number + 1)
+"""
+
+
+def _who_writes(handle: MemfdHandle) -> int:
+    """0 if another process of this user cannot write, else the number of the way that it took."""
+    command = [sys.executable, "-c", _WRITES, str(handle.pid), str(handle.fd)]
+    return subprocess.run(command, timeout=60, check=False).returncode
+
+
+def test_no_other_process_writes_a_pool_or_a_board(pool: SharedPool) -> None:
+    assert _who_writes(_handle(pool)) == 0
+    board = Board.make()
+    if board is not None:  # only some processors have one
+        assert _who_writes(board.handle) == 0
+        board.close()
+    pool.tensor[5000] = 3  # its owner does
+    mapped = open_shared(_handle(pool))
+    assert mapped.tensor[5000] == 3
+    mapped.close()
+    pool.close()
+
+
+def test_a_kernel_without_the_seal_against_writers_still_has_pools(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = fcntl.fcntl
+
+    def older(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_ADD_SEALS and argument & 0x10:
+            raise OSError(errno.EINVAL, "no such seal")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", older)
+    pool = SharedPool.create(10_000)
+    pool.tensor[7] = 1
+    mapped = open_shared(_handle(pool))
+    assert mapped.tensor[7] == 1
+    mapped.close()
     pool.close()
 
 

@@ -21,8 +21,9 @@ from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transports import nixl_pipe
 from kvxfer.transports.alarm import Alarm
 from kvxfer.transports.base import Wake
-from kvxfer.transports.nixl_agent import Operation
-from kvxfer.transports.nixl_ends import End
+from kvxfer.transports.native_peers import LOOPBACK
+from kvxfer.transports.nixl_agent import NixlAgent, Operation
+from kvxfer.transports.nixl_ends import GO, End
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
 from tests.helpers import needs_nixl, run_pair
@@ -334,6 +335,23 @@ def test_addresses_that_are_none_are_refused(two: Two) -> None:
     taker = two.sink.open_sink(SLOTS, two.operation)
     with pytest.raises(PipeBroken, match="expected the address of another end"):
         taker.connected(b"")
+
+
+@needs_nixl
+def test_a_note_whose_sender_is_no_text_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    agent = NixlAgent(LOOPBACK)
+    bindings = agent._nixl.bindings
+    settings = bindings.nixlAgentConfig()
+    settings.useProgThread = True
+    rogue = bindings.nixlAgent(b"kvxfer-\xff\xfe", settings)
+    rogue.createBackend("UCX", {})
+    rogue.genNotif(rogue.loadRemoteMD(agent.metadata()), GO)
+    deadline_s = time.monotonic() + 30.0
+    while "notes were lost" not in caplog.text:
+        assert time.monotonic() < deadline_s
+        assert agent.notes() == []
+        time.sleep(0.001)
+    agent.close()
 
 
 def test_an_end_of_another_connection_is_refused(two: Two) -> None:

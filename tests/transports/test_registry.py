@@ -87,9 +87,9 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     monkeypatch.setattr(registry, "find_spec", lambda library: library == "ucxx" or None)
     monkeypatch.setattr(registry, "RDMA_DEVICES", tmp_path / "infiniband")
 
-    def names() -> list[str]:
+    def names(*, is_trusted: bool = True) -> list[str]:
         made.clear()
-        sources = worker.sources(worker.shared, Config())
+        sources = worker.sources(worker.shared, Config(trust_network=is_trusted))
         for source in sources.values():
             source.close()
         return list(sources)
@@ -101,10 +101,12 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     assert (names(), made) == (["shm", "zmq"], ["ucx"])  # NIXL is not installed
     monkeypatch.setattr(registry, "find_spec", lambda library: library)
     assert (names(), made) == (["shm", "zmq"], ["ucx", "nixl"])
+    # On the loopback device, where UCX stays without that, there is no RDMA
+    assert (names(is_trusted=False), made) == (["shm", "zmq"], [])
     # By name it is an error
     with pytest.raises(RuntimeError, match="does not work"):
         worker.sources(worker.shared, Config(transport="ucx"))
-    assert registry._is_worth_it("nixl", "cuda")
+    assert registry._is_worth_it("nixl", "cuda", Config())
 
 
 def test_auto_without_a_listening_address_is_an_error(worker: Worker) -> None:

@@ -257,11 +257,11 @@ def _send_to(ends: Ends, address: bytes) -> None:
 @needs_ucxx
 def test_addresses_that_are_none() -> None:
     with two_ends() as ends:
-        with pytest.raises(TransportUnavailable, match="expected a sink's address"):
+        with pytest.raises(TransportUnavailable, match="expected the address of another end"):
             ends.source_pipe.open_source(b"\xff", SLOTS)
-        with pytest.raises(TransportUnavailable, match="expected a sink's address"):
+        with pytest.raises(TransportUnavailable, match="expected the address of another end"):
             ends.source_pipe.open_source(msgspec.msgpack.encode([1 << 32, b"x"]), SLOTS)
-        with pytest.raises(PipeBroken, match="expected the address of a source's end"):
+        with pytest.raises(PipeBroken, match="expected the address of another end"):
             ends.sink_pipe.open_sink(SLOTS).connected(b"")
         with pytest.raises(TransportUnavailable, match="expected at most 4095 slots, got 5000"):
             ends.sink_pipe.open_sink(Slots(5000, 1))

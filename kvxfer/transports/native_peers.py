@@ -1,0 +1,137 @@
+"""Who may have UCX and NIXL read bytes, and on which network devices their UCX is.
+
+Both read what a peer sends in C code, which ends the process where that is not what it expects. UCX
+1.21 asserts that it knows the version of a worker's address; and half of the processes whose TCP
+port of UCX got twelve made-up messages ended by SIGABRT or SIGSEGV. That port asks nobody who he
+is, whatever keys the other ports want. So there is one rule:
+
+- UCX stays on the loopback device, and addresses are taken from processes of this user on this host
+  only: those on the Unix socket beside the stream's TCP port, where the kernel names the user.
+- With ``trust_network`` UCX is on the device of ``host`` and on RDMA devices, and addresses are
+  taken from everybody who is served.
+
+A variable ``UCX_NET_DEVICES`` takes precedence over the choice of devices. Other users of this host
+reach a port on the loopback device.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from kvxfer.config import Config, variables_of
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transports.pipe import Pipe, PipeBroken
+from kvxfer.transports.zmq_same_host import user_of
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+LOOPBACK = ("lo",)
+
+_SIOCGIFCONF = 0x8912  # netdevice(7): the IPv4 addresses of all devices
+_IFREQ_NBYTES, _IFREQ_ADDRESS = 40, 20  # "struct ifreq": a name of 16 bytes, then a sockaddr_in
+_MOST_ADDRESSES = 1024
+_MOST_DEVICES = 64  # in a list; UCX asserts that there are no more
+
+A = TypeVar("A")
+
+
+# ------------------------------------------------------------------ who
+
+
+def needs_own_user(pipe: Pipe, config: Config) -> bool:
+    """Whether only processes of this user on this host may use the pipe."""
+    return pipe.reads_peers and not config.trust_network
+
+
+def is_own_user(frame: zmq.Frame | None) -> bool:
+    """Whether a process of this user on this host has sent it, by what the kernel says."""
+    try:
+        address = "" if frame is None else str(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return False
+    return user_of(address) == os.geteuid()
+
+
+def refusal(name: str) -> str:
+    """What both sides are told."""
+    return (
+        f"{name}: expected a process of the same user on this host, because the library takes "
+        "what peers send unchecked; where only trusted hosts reach the network, set trust_network "
+        "on both sides, else use zmq"
+    )
+
+
+def parse_address(name: str, address: bytes, kind: type[A]) -> A:
+    """Of the other end of a connection. Raises PipeBroken."""
+    try:
+        return msgspec.msgpack.decode(address, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise PipeBroken(f"{name}: expected the address of another end, got {exc}") from exc
+
+
+# ------------------------------------------------------------------ where
+
+
+def net_devices(config: Config) -> tuple[str, ...]:
+    """What UCX may use of the network, as UCX calls it; ("all",): everything, (): what its variable
+    says.
+
+    Raises TransportUnavailable if ``host`` is no address of this machine.
+    """
+    if "UCX_NET_DEVICES" in variables_of("UCX_"):
+        return ()
+    if not config.trust_network:
+        return LOOPBACK
+    host = config.host.strip("[]")
+    devices = {name for _, name in socket.if_nameindex()}
+    if host in devices:  # ZeroMQ takes a device for its address
+        return (host, *_rdma_ports())
+    try:
+        found = socket.getaddrinfo(None if host == "*" else host, 0, flags=socket.AI_PASSIVE)
+        addresses = {ip_address(str(each[4][0]).partition("%")[0]) for each in found}
+    except (OSError, ValueError) as exc:
+        raise TransportUnavailable(f"host: expected an address, got {host!r}: {exc}") from exc
+    if any(address.is_unspecified for address in addresses):
+        return ("all",)
+    if all(address.is_loopback for address in addresses):
+        return LOOPBACK
+    for device, text in _addresses():
+        if ip_address(text) in addresses:
+            return (device, *_rdma_ports())
+    raise TransportUnavailable(
+        f"host: expected an address of this machine, got {host!r}; set host, or UCX_NET_DEVICES"
+    )
+
+
+def _rdma_ports() -> list[str]:
+    ports = sorted(f"{path.parts[-3]}:{path.name}" for path in RDMA_DEVICES.glob("*/ports/*"))
+    return ports[: _MOST_DEVICES - 1]
+
+
+def _addresses() -> Iterator[tuple[str, str]]:
+    """Each device's name and one address of it."""
+    space = array.array("B", bytes(_MOST_ADDRESSES * _IFREQ_NBYTES))
+    begin, nbytes = space.buffer_info()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        answer = fcntl.ioctl(asked, _SIOCGIFCONF, struct.pack("iP", nbytes, begin))
+    filled = space.tobytes()[: struct.unpack("iP", answer)[0]]
+    for at in range(0, len(filled), _IFREQ_NBYTES):
+        label = filled[at : at + 16].partition(b"\0")[0].decode()
+        address = filled[at + _IFREQ_ADDRESS : at + _IFREQ_ADDRESS + 4]
+        yield label.partition(":")[0], socket.inet_ntoa(address)  # "eth0:1": another of eth0
+    try:
+        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+    except OSError:  # no IPv6 here
+        return
+    for digits, *_, device in map(str.split, lines):
+        yield device, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
