@@ -197,6 +197,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
             can_send=config.role in {Role.PREFILL, Role.BOTH},
             can_receive=config.role in {Role.DECODE, Role.BOTH},
         )
+        stack.callback(connector.shutdown)
     driver = Driver(config, model, runner, links, rpc, connector, spec.peer_pids)
     driver.gather()
     manifest = runner.manifest

@@ -7,6 +7,7 @@ be understood is refused and counted, and the engine goes on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import time
@@ -37,7 +38,9 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End a request now; its Done follows, unless it had ended."""
+    """End a request now; its Done follows, unless it had ended: then its KV is not offered any
+    more.
+    """
 
     request_id: str
 
@@ -56,7 +59,7 @@ class Token(msgspec.Struct, frozen=True, tag="token"):
 
 class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     """A request ended. ``loads``: one report per rank that loaded KV; ``failure``: why KV was
-    not used, if so.
+    not used, if so; ``detail``: the same in words, where no load says it.
     """
 
     request_id: str
@@ -68,6 +71,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     failure: str | None
     loads: tuple[LoadReport, ...]
     digests: tuple[KVDigest, ...]
+    detail: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -121,7 +125,10 @@ class RpcServer:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as e:
             self.socket.close()
-            raise ConfigError(f"listen: cannot bind {host}:{port}: {e}; choose another port") from e
+            what = "address of this machine" if e.errno == errno.EADDRNOTAVAIL else "port"
+            raise ConfigError(
+                f"listen: cannot bind {host}:{port}: {e}; choose another {what}"
+            ) from e
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
