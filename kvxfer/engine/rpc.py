@@ -11,6 +11,7 @@ import errno
 import logging
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -156,6 +157,16 @@ class RpcServer:
         self.socket.close()
 
 
+def wait_for(
+    sources: Iterable[zmq.Socket[bytes] | int], timeout_s: float
+) -> set[zmq.Socket[bytes] | int]:
+    """Sleep until a socket or a file descriptor is readable: those that are, none in time."""
+    poller = zmq.Poller()
+    for source in sources:
+        poller.register(source, zmq.POLLIN)
+    return {source for source, _ in poller.poll(math.ceil(timeout_s * 1000))}
+
+
 class RpcClient:
     """The other end; used by one thread. Works as a context manager."""
 
@@ -192,10 +203,7 @@ class RpcClient:
         """What has come, after waiting for something up to ``timeout_s``. PeerLost when the
         engine has gone, ProtocolError when it is no engine.
         """
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
+        ready = wait_for(self.sockets, timeout_s)
         messages: list[ToClient] = []
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             messages.append(self._decoded(self._socket.recv(zmq.NOBLOCK)))
