@@ -5,21 +5,24 @@ from __future__ import annotations
 import logging
 
 PLAIN = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
-"""Where vLLM was told to set up no logging."""
+"""Where vLLM has set up no logging."""
 
 
-class _Through(logging.Handler):
-    """Writes where another handler writes, in its format, whatever level that one has for its own
-    loggers: vLLM's is ``VLLM_LOGGING_LEVEL``, ours is ``log_level``.
+class _ToVllm(logging.Handler):
+    """Writes where vLLM writes, in its format, whatever level its handlers have for its own
+    loggers: that is ``VLLM_LOGGING_LEVEL``, ours is ``log_level``. Looked up for each record,
+    because vLLM may set up its logging again.
     """
 
-    def __init__(self, handler: logging.Handler) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._handler = handler
+        self._plain = logging.StreamHandler()
+        self._plain.setFormatter(logging.Formatter(PLAIN))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Without the other's level; its filters and its lock count."""
-        self._handler.handle(record)
+        """To each of them past its level; its filters count."""
+        for handler in logging.getLogger("vllm").handlers or (self._plain,):
+            handler.handle(record)
 
 
 def show_logs(level: str) -> None:
@@ -31,12 +34,6 @@ def show_logs(level: str) -> None:
     ours = logging.getLogger("kvxfer")
     if ours.level == logging.NOTSET:
         ours.setLevel(level)
-    if ours.hasHandlers():
-        return
-    for handler in logging.getLogger("vllm").handlers:
-        ours.addHandler(_Through(handler))
-    if not ours.handlers:
-        plain = logging.StreamHandler()
-        plain.setFormatter(logging.Formatter(PLAIN))
-        ours.addHandler(plain)
-    ours.propagate = False  # a handler that the root logger gets later would write them again
+    if not ours.hasHandlers():
+        ours.addHandler(_ToVllm())
+        ours.propagate = False  # or handlers that the root logger gets later write each line again
