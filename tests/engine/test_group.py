@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvxfer.engine import rpc
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.group import EngineGroup
@@ -142,8 +143,11 @@ def test_a_killed_rank_is_noticed(group: EngineGroup) -> None:
     assert not any(map(is_running, group.pids))
 
 
-def test_who_waits_for_a_result_hears_of_a_killed_rank(model: str) -> None:
-    """Although rank 0 is stopped and says nothing: its connection stands."""
+def test_who_waits_for_a_result_hears_of_a_killed_rank(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although rank 0 is stopped and says nothing, and no heartbeat ends its connection."""
+    monkeypatch.setattr(rpc, "HEARTBEAT_S", 1000.0)
     with Engine(alone(model, tp_size=2)) as engine:
         engine.generate([1, 2, 3], 1)
         rank1, rank0 = engine.group.pids
@@ -152,7 +156,7 @@ def test_who_waits_for_a_result_hears_of_a_killed_rank(model: str) -> None:
         killer = threading.Timer(0.2, os.kill, (rank1, signal.SIGKILL))
         killer.start()
         with pytest.raises(PeerLost, match=r"died while serving: rank e-1 \(killed by SIGKILL\)"):
-            engine.result(request_id, timeout_s=60)
+            engine.result(request_id, timeout_s=40)
         killer.join()
 
 
