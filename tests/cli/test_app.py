@@ -290,13 +290,20 @@ def test_an_incompatible_peer_is_named_field_by_field(tmp_path: Path, model: str
         process.stdout.readline()
         ran = kvxfer(
             *(tmp_path, "decode", "--prefill", f"127.0.0.1:{port}", "--model", model),
-            *("--limit", "1", "--on-load-failure", "fail"),
+            *("--limit", "2", "--on-load-failure", "fail", "--tp", "2"),
         )
     assert ran.returncode == DIFFERENT
-    assert "KV not used: incompatible x 1" in ran.stdout
+    assert "KV not used: incompatible x 2" in ran.stdout
     assert "num_kv_heads: source has 2, sink has 4" in ran.stdout
     assert "dtype: source has bfloat16, sink has float32" in ran.stdout
-    assert ran.stdout.splitlines()[-1] == "1 requests failed"
+    assert ran.stdout.splitlines()[-1] == "2 requests failed"
+    # One line for the pair, whatever the number of its ranks, and one for how many more there were.
+    error, more = ran.stderr.splitlines()
+    assert error.startswith("ERROR decode rank 0: request ")
+    assert "KV not used: incompatible: engines prefill and decode cannot exchange KV: " in error
+    assert "num_kv_heads: source has 2, sink has 4" in error
+    assert "(engine prefill at tcp://127.0.0.1:" in error
+    assert more.startswith("WARNING decode rank 0: KV not used: incompatible: 1 more like this (")
 
 
 def test_a_peer_that_is_not_there(tmp_path: Path, model: str) -> None:

@@ -157,10 +157,8 @@ def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
                 os.kill(pid, signal.SIGCONT)
 
 
-def test_incompatible_engines_say_every_difference(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Once for the engine, whatever the number of its ranks and of its requests."""
+def test_incompatible_engines_say_every_difference(tmp_path: Path) -> None:
+    """A pair is counted once, whatever the number of its ranks and of its requests."""
     with pair(
         engine_config(Role.PREFILL, tiny_model(tmp_path, num_kv_heads=4), seed=1, **PREFILL),
         engine_config(
@@ -169,18 +167,12 @@ def test_incompatible_engines_say_every_difference(
     ) as engines:
         answers = [engines.run(prompt(40 + i)).done for i in range(2)]
         assert engines.decode.info().counts["pairs.unusable"] == 1
-    lines = [line for line in capfd.readouterr().err.splitlines() if "incompatible" in line]
     for done in answers:
         assert done.failure == "incompatible"
         assert len(done.loads) == 2
         for load in done.loads:
             assert "num_kv_heads: source has 4, sink has 2" in load.detail
             assert "weights: source has" in load.detail
-    error, more = lines
-    assert error.startswith("ERROR decode rank 0: request ")
-    assert "num_kv_heads: source has 4, sink has 2" in error
-    assert f"(engine prefill at {engines.prefill.group.kv_endpoint})" in error
-    assert more.startswith("WARNING decode rank 0: KV not used: incompatible: 1 more like this")
 
 
 def test_an_abort_after_prefill_has_finished_gives_the_blocks_back(tmp_path: Path) -> None:
