@@ -35,6 +35,8 @@ from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankMan
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, OfferRef, Reason
 
+READ_BEFORE = "another request of this engine has read the offer"
+
 log = logging.getLogger("kvxfer.connector")
 
 
@@ -174,7 +176,7 @@ class SchedulerConnector:
         reason = self._loads.want(request, source)
         if reason is None:
             return None
-        detail = "another request of this engine has read the offer"
+        detail = READ_BEFORE
         if reason is Reason.TOKENS:
             num_tokens = request.num_prompt_tokens
             detail = f"{source.num_tokens} tokens offered, the prompt has {num_tokens}"
@@ -205,7 +207,7 @@ class SchedulerConnector:
             request.request_id, blocks.get_block_ids(), num_external_tokens
         )
         if reason is Reason.ENDED:
-            plain = Plain(reason, "another request of this engine has read the offer")
+            plain = Plain(reason, READ_BEFORE)
             return self._warn(request, plain, load.source)
         if reason is not None:
             self._count(request, reason, "")

@@ -610,7 +610,7 @@ def test_a_failed_load_is_one_warning_with_peer_reason_and_words(
 ) -> None:
     c = connector()
     for name in ("a", "b", "c"):
-        handed(c, request_id=name)
+        handed(c, name[:1].encode() * 16, request_id=name)
         fails(c, name, "peer_lost", f"{name} waited for 3 s")
     assert warned(caplog) == [
         ("WARNING", f"request a: KV not used: peer_lost: a waited for 3 s {AT}"),
@@ -623,7 +623,7 @@ def test_what_was_left_out_is_told_in_a_later_step(caplog: pytest.LogCaptureFixt
     times_s = [0.0]
     c = connector(now=lambda: times_s[0])
     for name in ("a", "b"):
-        handed(c, request_id=name)
+        handed(c, name[:1].encode() * 16, request_id=name)
         fails(c, name, "expired")
     c.get_kv_connector_stats()
     assert len(warned(caplog)) == 1
@@ -635,7 +635,7 @@ def test_what_was_left_out_is_told_in_a_later_step(caplog: pytest.LogCaptureFixt
 def test_a_pair_that_cannot_work_is_an_error_and_a_count(caplog: pytest.LogCaptureFixture) -> None:
     c = connector()
     for name in ("a", "b"):
-        handed(c, request_id=name)
+        handed(c, name[:1].encode() * 16, request_id=name)
         fails(c, name, "incompatible", "dtype: source has x, sink has y")
     ((level, text),) = warned(caplog)
     assert level == "ERROR"
@@ -643,9 +643,9 @@ def test_a_pair_that_cannot_work_is_an_error_and_a_count(caplog: pytest.LogCaptu
     stats = c.get_kv_connector_stats()
     assert stats is not None
     assert stats.counts == {"pairs.unusable": 1}
-    handed(c, request_id="good")
+    handed(c, b"g" * 16, request_id="good")
     c.update_connector_output(KVConnectorOutput(finished_recving={"good"}))
-    handed(c, request_id="again")
+    handed(c, b"o" * 16, request_id="again")
     fails(c, "again", "incompatible")
     assert [level for level, _ in warned(caplog)] == ["ERROR", "ERROR"]
     stats = c.get_kv_connector_stats()
@@ -699,7 +699,7 @@ def test_who_needs_no_kv_or_has_gone_is_no_warning(caplog: pytest.LogCaptureFixt
     unscheduled = wanting(request_id="unscheduled", status="FINISHED_ABORTED")
     assert c.on_new_request(unscheduled) is None
     c.request_finished(unscheduled, [])
-    aborted = handed(c, request_id="aborted", status="FINISHED_ABORTED")
+    aborted = handed(c, b"x" * 16, request_id="aborted", status="FINISHED_ABORTED")
     c.request_finished(aborted, [5, 6, 7])
     fails(c, "aborted", "cancelled")
     c.shutdown()
@@ -719,6 +719,29 @@ def test_a_load_that_fails_its_request_is_told_in_either_order(
     assert warned(caplog) == [("WARNING", f"request r: KV not used: {reason}: why {AT}")]
 
 
+def test_who_waited_for_anothers_load_and_got_nothing_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    c = connector()
+    handed(c, request_id="first")
+    second = wanting(request_id="second")
+    assert c.on_new_request(second) is None
+    assert c.get_num_new_matched_tokens(second, 0) == (None, False)
+    c.update_connector_output(KVConnectorOutput(finished_recving={"first"}))
+    assert c.get_num_new_matched_tokens(second, 0) == (0, False)
+    plain = c.update_state_after_alloc(second, Blocks([8, 9, 10]), 0)
+    assert plain == Plain("ended", "another request of this engine has read the offer")
+    ((level, text),) = warned(caplog)
+    assert (level, text.startswith("request second: KV not used: ended: another")) == (
+        "WARNING",
+        True,
+    )
+    third = wanting(request_id="third")
+    plain = c.on_new_request(third)
+    assert plain is not None
+    assert plain.reason == "ended"
+
+
 # ---------------------------------------------------------------- an offer that nobody will take
 
 
@@ -735,7 +758,8 @@ def test_an_offer_that_is_withdrawn_ends_before_its_lease() -> None:
     c.withdraw_offer("r")
     c.withdraw_offer("never heard of")
     assert c.has_orders()
-    assert c.build_connector_meta(step()).ended == (EndOffer("r", Reason.ABORTED),)
+    (ended,) = c.build_connector_meta(step()).ended
+    assert (ended.request_id, ended.reason) == ("r", Reason.ABORTED)
     assert not c.has_orders()
     c.update_connector_output(KVConnectorOutput(finished_sending={"r"}))
     c.withdraw_offer("r")
