@@ -106,6 +106,13 @@ InFlight = Annotated[int, typer.Option(help="Requests that run at once.")]
 Policy = Annotated[
     OnLoadFailure, typer.Option(help="What happens to a request whose KV cannot be loaded.")
 ]
+AllowRecompute = Annotated[
+    bool,
+    typer.Option(
+        "--allow-recompute",
+        help="A request that computes what it could not load is as good as one that loads it.",
+    ),
+]
 Json = Annotated[
     Path | None, typer.Option("--json", help="Write the facts to this file.", metavar="FILE")
 ]
@@ -142,6 +149,7 @@ def pair(
     max_new_tokens: MaxNewTokens = 32,
     in_flight: InFlight = 8,
     on_load_failure: Policy = OnLoadFailure.RECOMPUTE,
+    allow_recompute: AllowRecompute = False,
     verify: Annotated[
         bool, typer.Option(help="Compare tokens with a single engine's, and KV with the source's.")
     ] = True,
@@ -156,12 +164,13 @@ def pair(
 ) -> None:
     """Prefill in one group of processes, move the KV, decode in another, and compare.
 
-    Exit status: 0 when everything is equal, 1 when something differs or failed, 2 for errors.
+    Exit status: 0 when everything is equal, 1 when something differs or failed or KV was not used,
+    2 for errors.
     """
     with _border():
         work = WorkOptions(
             *(prompts, trace, trace_scale, time_scale, limit),
-            *(max_new_tokens, in_flight, verify, json),
+            *(max_new_tokens, in_flight, verify, json, allow_recompute),
         )
         check_device("--device", device)
         prefill_numbers = parse_devices("--prefill-devices", prefill_devices)
@@ -256,6 +265,7 @@ def decode(
     max_new_tokens: MaxNewTokens = 32,
     in_flight: InFlight = 8,
     on_load_failure: Policy = OnLoadFailure.RECOMPUTE,
+    allow_recompute: AllowRecompute = False,
     verify: Annotated[
         bool,
         typer.Option(
@@ -274,13 +284,14 @@ def decode(
 ) -> None:
     """Send prompts to a prefill engine elsewhere, take their KV, and decode here.
 
-    Exit status: 0 when every request ended well and nothing differs, 1 when not, 2 for errors.
+    Exit status: 0 when every request ended well with the KV that it asked for and nothing differs,
+    1 when not, 2 for errors.
     """
     with _border():
         address = parse_address("--prefill", prefill_at)
         work = WorkOptions(
             *(prompts, trace, trace_scale, time_scale, limit),
-            *(max_new_tokens, in_flight, verify, json),
+            *(max_new_tokens, in_flight, verify, json, allow_recompute),
         )
         check_device("--device", device)
         numbers = parse_devices("--devices", devices)

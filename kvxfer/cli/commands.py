@@ -254,6 +254,7 @@ def _replay(
         results,
         tokens_decide=model.dtype == "float32",
         wall_s=time.monotonic() - started_s,
+        may_recompute=options.allow_recompute,
     )
     show(console, results, summary)
     if options.json is not None:

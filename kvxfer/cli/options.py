@@ -96,7 +96,9 @@ def place_sides(
 
 @dataclass(frozen=True, slots=True)
 class WorkOptions:
-    """What is sent, and what is done with the answers."""
+    """What is sent, and what is done with the answers. ``allow_recompute``: KV that was asked for
+    and not used is no failure of the run.
+    """
 
     prompts: Path | None
     trace: Path | None
@@ -107,6 +109,7 @@ class WorkOptions:
     in_flight: int
     verify: bool
     json: Path | None
+    allow_recompute: bool = False
 
     def __post_init__(self) -> None:
         if self.prompts is not None and self.trace is not None:

@@ -82,10 +82,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     token_difference: TokenDifference | None
     kv: KvCheck | None
 
-    def is_good(self, *, tokens_decide: bool) -> bool:
-        """It ended well, and whatever was compared and decides is equal."""
+    @property
+    def is_recomputed(self) -> bool:
+        """It ended well without the KV that it asked for."""
+        return self.failure is not None and self.status in GOOD_STATUSES
+
+    def is_good(self, *, tokens_decide: bool, may_recompute: bool = False) -> bool:
+        """It ended well, used the KV that it asked for unless it ``may_recompute``, and whatever
+        was compared and decides is equal.
+        """
         return (
             self.status in GOOD_STATUSES
+            and (may_recompute or not self.is_recomputed)
             and (self.kv is None or self.kv.is_equal)
             and not (tokens_decide and self.tokens_equal is False)
         )
@@ -124,11 +132,15 @@ def judge(name: str, num_prompt_tokens: int, answers: Answers) -> Result:
         token_ids=tuple(token.token_id for token in answers.tokens),
         transfer=transfer(loads),
         failure=answers.failure or (decode.failure if decode else None),
-        detail=next((load.detail for load in loads if load.detail), ""),
+        detail=next((load.detail for load in loads if load.detail), _detail(prefill, decode)),
         tokens_equal=None if answers.single is None else difference is None,
         token_difference=difference,
         kv=_kv_check(prefill, decode),
     )
+
+
+def _detail(*ends: Done | None) -> str:
+    return next((end.detail for end in ends if end is not None and end.detail), "")
 
 
 def transfer(loads: Sequence[LoadReport]) -> Transfer | None:
@@ -196,7 +208,8 @@ def _gap(gap: float | None) -> str:
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """All requests together. ``num_checked_...``: compared, ``num_equal_...``: of those.
-    ``reasons``: why KV was not used, by name.
+    ``reasons``: why KV was not used, by name; ``num_recomputed``: requests that ended well without
+    it, which is fine if they ``may_recompute``.
     """
 
     num_requests: int
@@ -214,13 +227,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     num_checked_kv: int
     num_equal_kv: int
     reasons: dict[str, int]
+    num_recomputed: int
+    may_recompute: bool
     tokens_decide: bool
     is_good: bool
     wall_s: float
 
 
-def summarise(results: Sequence[Result], *, tokens_decide: bool, wall_s: float) -> Summary:
-    """``tokens_decide``: tokens that differ make the run bad (float32); else the KV decides."""
+def summarise(
+    results: Sequence[Result], *, tokens_decide: bool, wall_s: float, may_recompute: bool = False
+) -> Summary:
+    """``tokens_decide``: tokens that differ make the run bad (float32); else the KV decides.
+    ``may_recompute``: KV that was asked for and not used does not make it bad.
+    """
     transfers = [result.transfer for result in results if result.transfer is not None]
     speeds = [each.gbps for each in transfers if each.gbps is not None]
     checked_kv = [result.kv for result in results if result.kv is not None]
@@ -240,7 +259,12 @@ def summarise(results: Sequence[Result], *, tokens_decide: bool, wall_s: float) 
         num_checked_kv=len(checked_kv),
         num_equal_kv=sum(check.is_equal for check in checked_kv),
         reasons=dict(Counter(result.failure for result in results if result.failure)),
+        num_recomputed=sum(result.is_recomputed for result in results),
+        may_recompute=may_recompute,
         tokens_decide=tokens_decide,
-        is_good=all(result.is_good(tokens_decide=tokens_decide) for result in results),
+        is_good=all(
+            result.is_good(tokens_decide=tokens_decide, may_recompute=may_recompute)
+            for result in results
+        ),
         wall_s=wall_s,
     )

@@ -7,7 +7,6 @@ prompts one by one.
 from __future__ import annotations
 
 import logging
-import math
 import secrets
 import time
 from collections import deque
@@ -21,7 +20,7 @@ from kvxfer.cli.prompts import Prompt
 from kvxfer.cli.sides import Work
 from kvxfer.engine.config import OnLoadFailure
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import Done, Generate, Refused, RpcClient, ToClient, Token
+from kvxfer.engine.rpc import Done, Generate, Refused, RpcClient, ToClient, Token, wait_for
 from kvxfer.errors import KvxferError, PeerLost, ProtocolError
 
 log = logging.getLogger("kvxfer.cli")
@@ -197,19 +196,16 @@ class Replay:
             )
 
     def _wait(self, links: list[Link]) -> None:
-        poller = zmq.Poller()
+        sources: list[zmq.Socket[bytes] | int] = []
         for link in links:
-            for socket in link.client.sockets:
-                poller.register(socket, zmq.POLLIN)
-            for sentinel in link.group.sentinels if link.group else ():
-                poller.register(sentinel, zmq.POLLIN)
+            sources += [*link.client.sockets, *(link.group.sentinels if link.group else ())]
         wait_s = STALLED_S
         if self._queue and len(self._open) < self._in_flight:
             arrival_s = self._jobs[self._queue[0]].prompt.arrival_s + self._started_s
             wait_s = min(wait_s, max(0.0, arrival_s - time.monotonic()))
         if self._awaits_prefill():
             wait_s = 0.0  # the attempt to reconnect has waited already
-        poller.poll(math.ceil(wait_s * 1000))
+        wait_for(sources, wait_s)
 
     def _handle(self, link: Link, message: ToClient) -> None:
         if isinstance(message, Refused):

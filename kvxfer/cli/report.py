@@ -83,18 +83,24 @@ def summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
             f"in {summary.num_transfers} transfers{speed}"
         )
     else:
-        lines.append("wire none: nothing was moved")
+        nothing = "wire none: nothing was moved"
+        lines.append(f"[{_bad(summary)}]{nothing}[/]" if summary.reasons else nothing)
     lines += _unused_lines(results, summary)
     lines += _difference_lines(results)
     lines.append(_verdict(summary))
     return lines
 
 
+def _bad(summary: Summary) -> str:
+    """How KV that was not used is shown."""
+    return "yellow" if summary.may_recompute else "bold red"
+
+
 def _unused_lines(results: Sequence[Result], summary: Summary) -> list[str]:
     lines: list[str] = []
     for reason, count in sorted(summary.reasons.items()):
         details = {r.detail for r in results if r.failure == reason and r.detail}
-        lines.append(f"KV not used: {escape(reason)} x {count}")
+        lines.append(f"[{_bad(summary)}]KV not used: {escape(reason)} x {count}[/]")
         lines += [f"  {escape(detail)}" for detail in sorted(details)[:MAX_DIFFERENCES]]
     return lines
 
@@ -117,6 +123,10 @@ def _verdict(summary: Summary) -> str:
     parts = []
     if summary.num_failed:
         parts.append(f"{summary.num_failed} requests failed")
+    if summary.num_recomputed:
+        allowed = "" if summary.may_recompute else "; --allow-recompute says that this is fine"
+        number = f"{summary.num_recomputed} of {summary.num_requests} requests"
+        parts.append(f"{number} ran without the KV that they asked for{allowed}")
     if summary.num_checked_tokens:
         parts.append(
             f"tokens equal to the single engine's: "
@@ -127,7 +137,7 @@ def _verdict(summary: Summary) -> str:
         parts.append(
             f"KV equal to the source's: {summary.num_equal_kv} of {summary.num_checked_kv}"
         )
-    if not parts:
+    if not summary.num_checked_tokens and not summary.num_checked_kv and not summary.num_failed:
         parts.append("nothing was compared")
     style = "green" if summary.is_good else "bold red"
     return f"[{style}]{'; '.join(parts)}[/]"

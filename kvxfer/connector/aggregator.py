@@ -45,12 +45,13 @@ class _Open:
     """A request that not every expected rank has reported.
 
     ``expected`` is 0 before the first report. ``reason`` is None without a failure, "" where the
-    ranks state none.
+    ranks state none; ``detail``: the same in words.
     """
 
     reported: set[int] = field(default_factory=set)
     expected: int = 0
     reason: str | None = None
+    detail: str = ""
     incomplete: set[tuple[int, int]] = field(default_factory=set)
 
 
@@ -172,9 +173,11 @@ class KVOutputAggregator:
         report completes in this round.
         """
         for _, output in rounds:
+            details = getattr(output, "failure_details", None) or {}
             for request_id, reason in _failures(output).items():
                 one = self._recving.at(request_id)
-                one.reason = reason if one.reason is None else one.reason
+                if one.reason is None:
+                    one.reason, one.detail = reason, details.get(request_id, "")
             for request_id, places in (getattr(output, "incomplete_blocks", None) or {}).items():
                 self._recving.at(request_id).incomplete.update(places)
 
@@ -214,6 +217,7 @@ class KVOutputAggregator:
             "finished_sending": set(sent) or None,
             "finished_recving": set(received) or None,
             "failed_recving": set(failed) if as_set else failed or None,
+            "failure_details": {name: received[name].detail for name in failed} or None,
             "incomplete_blocks": incomplete or None,
             "kv_connector_stats": stats,
             "kv_connector_worker_meta": worker_meta,

@@ -41,7 +41,7 @@ ANSWERS_HIGH_WATER = 512
 asked for again. An answer is 100 bytes, a Grant of 100,000 tokens 20 KB.
 """
 MAX_DETAIL = 300
-_IN_USE = (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL)
+_IN_USE = (errno.EADDRINUSE, errno.EACCES)
 
 
 def common_options(socket: ZmqSocket, config: Config) -> None:
@@ -109,6 +109,11 @@ class ControlServer:
             bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
         except zmq.ZMQError as e:
             self._socket.close(linger=0)
+            if e.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"host: expected an address of this machine, got {config.host}; "
+                    "name the address of one of its interfaces"
+                ) from e
             if e.errno not in _IN_USE:
                 raise
             raise ConfigError(

@@ -21,14 +21,17 @@ _GONE = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+"""One side has CURVE on, the other has not."""
 
 
 class ControlClient:
     """The connection to one source rank.
 
     ``on_message(message)`` gets every message that could be understood; ``on_gone(detail)`` is
-    called at most once, when a connection that stood has ended. One that never stood is tried again
-    until it is closed; ``problem`` says why.
+    called at most once, when a connection that stood has ended, or the other side has said that it
+    does not let this engine in. One that never stood is tried again until it is closed; ``problem``
+    says why, and ``is_refused`` whether it is a matter of who may come in.
 
     Raises zmq.ZMQError where no socket can be had.
     """
@@ -46,6 +49,7 @@ class ControlClient:
     ) -> None:
         self.endpoint = endpoint
         self.problem = ""
+        self.is_refused = False
         self.heard_s = io.now()
         self.unanswered_s: float | None = None
         self._io = io
@@ -139,13 +143,35 @@ class ControlClient:
             event = parse_monitor_message(self._monitor.recv_multipart())
             kind = int(event["event"])
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._stood = True
-            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self.problem = "it does not admit this engine's CURVE key"
+                self._stood, self.is_refused = True, False
             elif kind != zmq.EVENT_DISCONNECTED:
-                self.problem = "the handshake failed; CURVE keys may differ"
+                if self._is_refused_for_good(kind, int(event["value"])):
+                    self._on_gone(self.problem)
+                    return
             elif self._stood:
                 self._read()  # what it said before it went still counts
                 if not self._closed:
                     self._on_gone("the connection ended")
                 return
+
+    def _is_refused_for_good(self, kind: int, value: int) -> bool:
+        """Note why a handshake failed. False: the next one may go better."""
+        has_curve = self._config.curve_public_key is not None
+        is_answer = kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        is_other = kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _OTHER_MECHANISM
+        self.is_refused = has_curve or is_answer or is_other
+        if is_answer:
+            what = "CURVE key; name it in curve_server_keys there"
+            if not has_curve:
+                what = "address; name it in allowed_peers there, or set CURVE keys on both sides"
+            self.problem = f"it does not admit this engine's {what}"
+        elif has_curve:
+            self.problem = (
+                "the handshake failed; it has no CURVE keys, or another one than "
+                "curve_server_keys of this engine says"
+            )
+        elif is_other:
+            self.problem = "it has CURVE keys, and this engine has none; set them on both sides"
+        else:
+            self.problem = "the handshake failed; is it a kvxfer engine?"
+        return is_answer or is_other

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvxfer.config import Config
 from kvxfer.connector.access import may_connect
-from kvxfer.errors import IncompatiblePeer
+from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import EngineManifest, RankManifest, validate_manifest
 from kvxfer.transfer.wire import BIND_TOKENS
@@ -19,13 +19,14 @@ def check_introduction(
 ) -> None:
     """Whether this manifest can be the one of ``engine_id``, whose front door is ``endpoint``.
 
-    Raises IncompatiblePeer for one that makes no sense, PermissionError for one that names places
-    that this engine must not connect to.
+    Raises IncompatiblePeer for one that makes no sense, UnknownEngine for another engine's,
+    PermissionError for one that names places that this engine must not connect to.
     """
     validate_manifest(manifest)
     if manifest.engine_id != engine_id:
-        raise IncompatiblePeer(
-            f"engine_id: expected {engine_id} at {endpoint}, got {manifest.engine_id}"
+        raise UnknownEngine(
+            f"engine_id: expected {engine_id} at {endpoint}, got {manifest.engine_id}, which was "
+            "started there since; params of the one before are of no use any more"
         )
     for entry in manifest.ranks:
         named = {"control": entry.control_endpoint, **entry.data_endpoints}

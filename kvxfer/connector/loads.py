@@ -126,7 +126,7 @@ class LoadBook:
         """How many tokens beyond the local ones can be loaded; None: another request loads them.
         May be asked any number of times.
         """
-        load = self._wanted(request_id)
+        load = self.wanted(request_id)
         if load is None:
             return 0
         load.num_local_tokens = num_local_tokens
@@ -142,7 +142,7 @@ class LoadBook:
         """Blocks are there: hand the load over, or give the offer up when nothing is needed (then
         the reason).
         """
-        load = self._wanted(request_id)
+        load = self.wanted(request_id)
         if load is None:
             return None
         if num_external_tokens == 0:
@@ -161,9 +161,16 @@ class LoadBook:
         )
         return None
 
-    def is_wanted(self, request_id: str) -> bool:
-        """Held at the source, and not yet allocated here."""
-        return self._wanted(request_id) is not None
+    def wanted(self, request_id: str) -> Load | None:
+        """The load of this request, held at the source and not yet allocated here."""
+        load = self._by_id.get(request_id)
+        return load if load is not None and load.state is LoadState.WANTED else None
+
+    def handed(self, request_id: str) -> Load | None:
+        """The load of this request that the workers have, also if its request has ended."""
+        load = self._by_id.get(request_id)
+        is_handed = load is not None and load.state in (LoadState.HANDED, LoadState.ABORTED)
+        return load if is_handed else None
 
     def ended(self, request_id: str, failure: str | None = None) -> bool:
         """Every rank has reported the load; ``failure`` names what failed it. False if there was no
@@ -173,8 +180,8 @@ class LoadBook:
         source's blocks for a lease: rank 0 cancels everywhere. Not for refused tokens: that offer
         belongs to another request.
         """
-        load = self._by_id.get(request_id)
-        if load is None or load.state not in (LoadState.HANDED, LoadState.ABORTED):
+        load = self.handed(request_id)
+        if load is None:
             return False
         if load.state is LoadState.ABORTED:
             del self._by_id[request_id]
@@ -223,10 +230,6 @@ class LoadBook:
         for queue in (self._loads, self._aborts, self._holds, self._unholds):
             queue.clear()
         return orders
-
-    def _wanted(self, request_id: str) -> Load | None:
-        load = self._by_id.get(request_id)
-        return load if load is not None and load.state is LoadState.WANTED else None
 
     def _give_up(self, request_id: str, load: Load, reason: Reason) -> Reason:
         load.state = LoadState.ENDED

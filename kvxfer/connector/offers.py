@@ -143,6 +143,15 @@ class OfferBook:
         offer = self._offers[request_id]
         return edge_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
+    def withdraw(self, request_id: str) -> None:
+        """Nobody will come for the KV of this finished request: its offer is over, and its blocks
+        come back through finished_sending.
+        """
+        offer = self._offers.get(request_id) or self._forgotten.get(request_id)
+        if offer is not None and offer.nonce and not offer.is_reset:
+            offer.is_reset = True
+            self._ended.append(EndOffer(request_id, offer.nonce, Reason.ABORTED))
+
     def forget(self, request_id: str) -> None:
         """The engine has forgotten a finished request and keeps its blocks all the same: another
         may come under its id before finished_sending.

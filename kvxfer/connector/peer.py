@@ -22,7 +22,7 @@ from kvxfer.connector.peer_records import Failure, Moments, PeerState, Surroundi
 from kvxfer.connector.peer_trial import Choices, discard, start_trial
 from kvxfer.connector.peer_waiters import Waiters
 from kvxfer.connector.records import SourceRef
-from kvxfer.errors import IncompatiblePeer
+from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import Plan, Route, make_plan
 from kvxfer.transfer.wire import (
@@ -77,7 +77,7 @@ class Peer:
         """Say Hello; the rest follows from the answer, or from its absence."""
         around = self._around
         if not may_connect(around.config, self.endpoint):
-            detail = f"{self.endpoint} is not in allowed_peers"
+            detail = f"allowed_peers of this engine does not admit {self.endpoint}"
             self.end(Failure(Reason.NOT_ALLOWED, detail))
             return
         try:
@@ -135,7 +135,8 @@ class Peer:
         )
 
     def _lost(self, detail: str) -> None:
-        self.end(Failure(Reason.PEER_LOST, detail))
+        is_refused = self._links is not None and self._links.is_refused
+        self.end(Failure(Reason.NOT_ALLOWED if is_refused else Reason.PEER_LOST, detail))
 
     def _on_manifest(self, manifest: EngineManifest) -> None:
         if self.state is PeerState.KNOWN:
@@ -154,6 +155,8 @@ class Peer:
             self._get_to_know(manifest)
         except IncompatiblePeer as e:
             self.end(Failure(Reason.INCOMPATIBLE, str(e)))
+        except UnknownEngine as e:
+            self.end(Failure(Reason.INCARNATION, str(e)))
         except PermissionError as e:
             self.end(Failure(Reason.NOT_ALLOWED, str(e)))
         except Exception as e:  # noqa: BLE001  # whoever waits must hear of it

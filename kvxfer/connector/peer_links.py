@@ -19,7 +19,7 @@ class PeerLinks:
 
     Args:
         on_message: called with the endpoint and each message.
-        on_lost: called with what happened when a connection ended or stayed silent.
+        on_lost: called with what happened when a connection ended, was refused or stayed silent.
     """
 
     def __init__(
@@ -56,6 +56,11 @@ class PeerLinks:
         """Why the connection to an endpoint does not stand, as far as anybody knows."""
         client = self._clients.get(endpoint)
         return client.problem if client is not None else ""
+
+    @property
+    def is_refused(self) -> bool:
+        """A listener does not let this engine in."""
+        return any(client.is_refused for client in self._clients.values())
 
     def note(self, endpoint: str, problem: str) -> None:
         """The other side says what is wrong."""

@@ -188,14 +188,16 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     the field's contract.
 
     ``failed_recving`` maps a request to the name of the reason; its ids are in ``finished_recving``
-    too. ``incomplete_blocks``: of loads in ``finished_recving`` that succeeded, the blocks that
-    hold all that their request needs and not all that their tokens' name promises. The engine must
-    know of them before it names the request's blocks for prefix reuse, and leave them out.
+    too. ``failure_details``: the same requests, why in words. ``incomplete_blocks``: of loads in
+    ``finished_recving`` that succeeded, the blocks that hold all that their request needs and not
+    all that their tokens' name promises. The engine must know of them before it names the request's
+    blocks for prefix reuse, and leave them out.
     """
 
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
     failed_recving: dict[str, str] | None = None
+    failure_details: dict[str, str] | None = None
     incomplete_blocks: dict[str, BlockPlaces] | None = None
     kv_connector_stats: KVConnectorStats | None = None
     kv_cache_events: Any = None

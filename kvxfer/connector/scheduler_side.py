@@ -10,14 +10,15 @@ translation. Everything that the workers must do leaves in
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
-from kvxfer.connector.loads import NO_LOADS, LoadBook
+from kvxfer.connector.loads import NO_LOADS, LoadBook, LoadState
 from kvxfer.connector.offers import NO_OFFERS, Offer, OfferBook
 from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params, parse_params
 from kvxfer.connector.records import (
@@ -28,10 +29,13 @@ from kvxfer.connector.records import (
     KVConnectorStats,
     SourceRef,
 )
+from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, OfferRef, Reason
+
+READ_BEFORE = "another request of this engine has read the offer"
 
 log = logging.getLogger("kvxfer.connector")
 
@@ -43,6 +47,11 @@ class SchedulerConnector:
         incarnation: 16 random bytes, one registration of this engine's pools.
         block_tokens, layout: as in the manifest.
         can_send, can_receive: the role; params of the other role make a plain request, counted.
+        now: seconds of a clock that does not go back.
+
+    Whatever keeps a request from KV that it asked for is a warning, limited by
+    :class:`~kvxfer.connector.unused_kv.UnusedKV`: here, because here a load that fails on all ranks
+    is one load.
     """
 
     def __init__(
@@ -58,6 +67,7 @@ class SchedulerConnector:
         layout: str,
         can_send: bool,
         can_receive: bool,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._engine_id = engine_id
@@ -74,6 +84,8 @@ class SchedulerConnector:
         self._reasons: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
         self._num_loaded = 0
+        self._unused = UnusedKV()
+        self._now = now
 
     def set_xfer_handshake_metadata_pp_aware(
         self, ranks: Mapping[tuple[int, int], RankManifest]
@@ -114,49 +126,61 @@ class SchedulerConnector:
     def reject_request(self, request: RequestLike) -> None:
         """A request that will not run here, whatever its tokens: its offer is given up at once."""
         params = parse_params(request.kv_transfer_params)
-        if isinstance(params, LoadWanted) and self._may_load(request, params.source):
+        if not isinstance(params, LoadWanted):
+            return
+        plain = self._refusal(params.source)
+        if plain is None:
             self._loads.reject(request.request_id, params.source)
-            self._count(request, Reason.CANCELLED, "its engine turned it away")
+            plain = Plain(Reason.CANCELLED, "its engine turned it away")
+        self._count(request, plain.reason, plain.detail)
 
     def refuse_request(self, request: RequestLike, reason: str, detail: str) -> None:
         """Run this request without transferred KV, whatever its params ask for; counted."""
-        self._count(request, reason, detail)
+        self._warn(request, Plain(reason, detail))
 
-    def on_new_request(self, request: RequestLike) -> None:
-        """A request has arrived: from now on its offer at the source is kept alive."""
+    def on_new_request(self, request: RequestLike) -> Plain | None:
+        """A request has arrived: from now on its offer at the source is kept alive.
+
+        Returns why it runs plain, if its params asked for more.
+        """
         params = parse_params(request.kv_transfer_params)
         if isinstance(params, Plain):
-            if params.reason != "no_params":
+            if params.reason == "null_params":
                 self._count(request, params.reason, params.detail)
-        elif isinstance(params, OfferWanted):
-            if not self._can_send:
-                self._count(request, "role", "this engine does not offer KV")
-            elif not self._offers.want(request):
-                self._count(request, "id_in_use", "the KV of another request of its id is held")
-        else:
-            self._want(request, params.source)
+            if params.reason in ("no_params", "null_params"):
+                return None
+            return self._warn(request, params)
+        if isinstance(params, OfferWanted):
+            plain = self._offer(request)
+            return plain and self._warn(request, plain, what=NOT_OFFERED)
+        plain = self._refusal(params.source) or self._want(request, params.source)
+        return plain and self._warn(request, plain, params.source)
 
-    def _may_load(self, request: RequestLike, source: SourceRef) -> bool:
+    def _offer(self, request: RequestLike) -> Plain | None:
+        if not self._can_send:
+            return Plain("role", "this engine does not offer KV")
+        if not self._offers.want(request):
+            return Plain("id_in_use", "the KV of another request of its id is held")
+        return None
+
+    def _refusal(self, source: SourceRef) -> Plain | None:
+        """Why nothing may be loaded from there, whatever the request."""
         host = urlsplit(source.endpoint).hostname or ""
         if not self._can_receive:
-            self._count(request, "role", "this engine does not load KV")
-            return False
+            return Plain("role", "this engine does not load KV")
         if not self._config.peer_allowed(host):
-            self._count(request, Reason.NOT_ALLOWED, f"{host} is not in allowed_peers")
-            return False
-        return True
+            return Plain(Reason.NOT_ALLOWED, f"allowed_peers of this engine does not admit {host}")
+        return None
 
-    def _want(self, request: RequestLike, source: SourceRef) -> None:
-        if not self._may_load(request, source):
-            return
+    def _want(self, request: RequestLike, source: SourceRef) -> Plain | None:
         reason = self._loads.want(request, source)
+        if reason is None:
+            return None
+        detail = READ_BEFORE
         if reason is Reason.TOKENS:
-            detail = (
-                f"{source.num_tokens} tokens offered, the prompt has {request.num_prompt_tokens}"
-            )
-            self._count(request, reason, detail)
-        elif reason is not None:
-            self._count(request, reason, "another request of this engine has read the offer")
+            num_tokens = request.num_prompt_tokens
+            detail = f"{source.num_tokens} tokens offered, the prompt has {num_tokens}"
+        return Plain(reason, detail)
 
     def get_num_new_matched_tokens(
         self, request: RequestLike, num_computed_tokens: int
@@ -172,17 +196,22 @@ class SchedulerConnector:
 
     def update_state_after_alloc(
         self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
-    ) -> None:
+    ) -> Plain | None:
         """Blocks are allocated. With external tokens the load goes to the workers, else the offer
-        is given up.
+        is given up. Returns why the request runs plain, if it has missed its KV.
         """
-        if not self._loads.is_wanted(request.request_id):
-            return  # a table of thousands of blocks need not be read for it
+        load = self._loads.wanted(request.request_id)
+        if load is None:
+            return None  # a table of thousands of blocks need not be read for it
         reason = self._loads.allocated(
             request.request_id, blocks.get_block_ids(), num_external_tokens
         )
+        if reason is Reason.ENDED:
+            plain = Plain(reason, READ_BEFORE)
+            return self._warn(request, plain, load.source)
         if reason is not None:
             self._count(request, reason, "")
+        return None
 
     def request_finished(
         self, request: RequestLike, block_ids: Sequence[int]
@@ -205,7 +234,8 @@ class SchedulerConnector:
             self._count(request, reason, "ended before its KV was loaded")
         finish = self._offers.finish(request, block_ids)
         if finish.reason is not None:
-            self._count(request, finish.reason, "its window's first block is gone")
+            plain = Plain(finish.reason, "its window's first block is gone")
+            self._warn(request, plain, what=NOT_OFFERED)
         if finish.offer is None or self._manifest is None:
             return finish.keep_blocks, None
         return finish.keep_blocks, make_params(
@@ -224,6 +254,12 @@ class SchedulerConnector:
         request is not offered.
         """
         return self._offers.edge(request_id)
+
+    def withdraw_offer(self, request_id: str) -> None:
+        """Nobody will come for the KV of this finished request: its blocks come back through
+        finished_sending at once, not after its lease.
+        """
+        self._offers.withdraw(request_id)
 
     def forget_request(self, request_id: str) -> None:
         """The engine forgets a finished request before finished_sending, and keeps its blocks by
@@ -257,16 +293,23 @@ class SchedulerConnector:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """What the ranks reported, aggregated."""
         failed = output.failed_recving or {}
+        details = output.failure_details or {}
         for request_id in output.finished_recving or ():
-            reason = failed.get(request_id)
-            if not self._loads.ended(request_id, reason):
+            load, reason = self._loads.handed(request_id), failed.get(request_id)
+            if load is None:
                 continue  # another connector's
+            was_aborted = load.state is LoadState.ABORTED
+            self._loads.ended(request_id, reason)
             if reason is None:
                 self._num_loaded += 1
+                self._unused.works(load.source)
                 continue
             self._reasons[reason] += 1
             self._failed[reason] += 1
-            log.debug("request %s: KV not used: %s", request_id, reason)
+            if was_aborted and reason == Reason.CANCELLED:
+                continue  # its client has gone, which is nobody's failure
+            detail = details.get(request_id, "")
+            self._tell(self._unused.note(self._now(), request_id, reason, detail, load.source))
         for request_id in output.finished_sending or ():
             self._offers.sent(request_id)
 
@@ -276,11 +319,15 @@ class SchedulerConnector:
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """How many requests were loaded, and why others ran without transferred KV, since the last
-        call.
+        call. Once a step: it also writes the summaries that are due.
         """
+        self._tell(self._unused.due(self._now()))
         if not (self._reasons or self._num_loaded):
             return None
         counts = {"requests.loaded": self._num_loaded} if self._num_loaded else {}
+        num_new_pairs = self._unused.take_new_pairs()
+        if num_new_pairs:
+            counts["pairs.unusable"] = num_new_pairs
         stats = KVConnectorStats(
             counts=counts, reasons=dict(self._reasons), failed=dict(self._failed)
         )
@@ -297,7 +344,8 @@ class SchedulerConnector:
         return True
 
     def shutdown(self) -> None:
-        """Nothing is held here: offers end in the workers."""
+        """Write what was only counted. Nothing is held here: offers end in the workers."""
+        self._tell(self._unused.rest())
 
     def _source_ref(self, manifest: EngineManifest, offer: Offer) -> SourceRef:
         return SourceRef(
@@ -309,6 +357,25 @@ class SchedulerConnector:
         )
 
     def _count(self, request: RequestLike, reason: str, detail: str) -> None:
+        """Nothing that anybody should look at."""
         self._reasons[str(reason)] += 1
         if detail:
             log.debug("request %s: KV not used: %s: %s", request.request_id, reason, detail)
+
+    def _warn(
+        self,
+        request: RequestLike,
+        plain: Plain,
+        source: SourceRef | None = None,
+        what: str = NOT_USED,
+    ) -> Plain:
+        reason = str(plain.reason)
+        self._reasons[reason] += 1
+        now_s = self._now()
+        lines = self._unused.note(now_s, request.request_id, reason, plain.detail, source, what)
+        self._tell(lines)
+        return plain
+
+    def _tell(self, lines: Iterable[Line]) -> None:
+        for line in lines:
+            log.log(line.level, "%s", line.text)

@@ -107,6 +107,7 @@ class WorkerConnector:
         self._written: torch.cuda.Event | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
+        self._details: dict[str, str] = {}
         self._loading: set[str] = set()
         self._sending: set[str] = set()
 
@@ -234,7 +235,7 @@ class WorkerConnector:
         self._look()
         finished = self._ledger.take_finished()
         if finished is NONE_FINISHED:
-            self._incomplete = {}
+            self._incomplete, self._details = {}, {}
             return None, None, {}
         received = {report.request_id for report in finished.loads}
         failed = {
@@ -246,6 +247,11 @@ class WorkerConnector:
             report.request_id: report.incomplete_blocks
             for report in finished.loads
             if report.incomplete_blocks
+        }
+        self._details = {
+            report.request_id: report.detail
+            for report in finished.loads
+            if report.reason is not None
         }
         self._sending -= finished.sent
         self._loading -= received
@@ -265,6 +271,13 @@ class WorkerConnector:
         incomplete, self._incomplete = self._incomplete, {}
         return incomplete
 
+    def get_failure_details(self) -> dict[str, str]:
+        """Why loads failed, in words: of those that the last :meth:`get_transfer_results` has
+        returned, each once.
+        """
+        details, self._details = self._details, {}
+        return details
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Empty: a load fails as a whole and is reported by request."""
         return set()
@@ -283,6 +296,7 @@ class WorkerConnector:
             finished_sending=sending,
             finished_recving=recving,
             failed_recving=failed or None,
+            failure_details=self.get_failure_details() or None,
             incomplete_blocks=self.get_incomplete_blocks() or None,
             kv_connector_stats=stats,
         )

@@ -82,23 +82,27 @@ def join(spec: RankSpec, device: torch.device, stack: ExitStack) -> AllReduce | 
 def end_with_peers(pids: Sequence[int], is_ending: Callable[[], bool]) -> None:
     """End this process soon after one of ``pids`` has ended, unless this one ``is_ending`` too.
 
-    For ranks that sum by nccl. gloo's connections break when a rank dies; a GPU that waits for
-    another one's over NVLink waits on, and the thread that waits for it hears of nothing.
+    Between steps nothing else tells a rank that another has gone. In a step gloo's connections
+    break; a GPU that waits for another one's over NVLink waits on, and the thread that waits for it
+    hears of nothing.
     """
     Thread(target=_watch, args=(pids, is_ending), name="peers", daemon=True).start()
 
 
 def _watch(pids: Sequence[int], is_ending: Callable[[], bool]) -> None:
     poller = select.poll()
-    try:
-        for pid in pids:
-            poller.register(os.pidfd_open(pid), select.POLLIN)
-        poller.poll()
-    except ProcessLookupError:
-        pass  # gone already
+    watched: dict[int, int] = {}
+    gone: list[int] = []
+    for pid in pids:
+        try:
+            watched[fd := os.pidfd_open(pid)] = pid
+            poller.register(fd, select.POLLIN)
+        except ProcessLookupError:
+            gone.append(pid)
+    gone = gone or [watched[fd] for fd, _ in poller.poll()]
     time.sleep(PEER_GRACE_S)
     if not is_ending():
-        log.error("sum over the ranks: another rank has gone")
+        log.error("process %s, another rank of this engine, has gone", ", ".join(map(str, gone)))
         os._exit(1)
 
 

@@ -76,6 +76,7 @@ class Driver:
         self._serial = itertools.count()
         self._askers: dict[str, _Asker] = {}
         self._own_ids: dict[_Asker, str] = {}
+        self._held: dict[_Asker, str] = {}
         self._counts: Counter[str] = Counter()
         self._is_rank_active = False
 
@@ -151,7 +152,8 @@ class Driver:
             case Ask():
                 self._rpc.send(client, self._info())
             case Abort(request_id=request_id):
-                own_id = self._own_ids.get(_Asker(client, request_id), "")
+                asker = _Asker(client, request_id)
+                own_id = self._own_ids.get(asker) or self._held.pop(asker, "")
                 for event in self._scheduler.abort(own_id):
                     self._tell(event)
             case Generate():
@@ -200,6 +202,9 @@ class Driver:
         request = event.request
         asker = self._askers.pop(request.request_id)
         del self._own_ids[asker]
+        if event.kv_transfer_params is not None:
+            self._hold(asker, request.request_id)
+        plain = request.plain
         done = Done(
             request_id=asker.request_id,
             status=request.status.name,
@@ -207,11 +212,17 @@ class Driver:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens,
             num_external_tokens=request.num_external_tokens,
-            failure=request.failure,
+            failure=request.failure or (plain.reason if plain else None),
             loads=event.loads,
             digests=event.digests,
+            detail=plain.detail if plain else "",
         )
         self._rpc.send(asker.client, done)
+
+    def _hold(self, asker: _Asker, own_id: str) -> None:
+        """Its client may still take the offer back. Those that are over are forgotten here."""
+        self._held = {a: i for a, i in self._held.items() if self._scheduler.is_held(i)}
+        self._held[asker] = own_id
 
     def _info(self) -> Info:
         return Info(

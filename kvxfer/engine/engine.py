@@ -10,7 +10,16 @@ from typing import Any
 
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import Abort, Done, Generate, Info, Refused, RpcClient, Token
+from kvxfer.engine.rpc import (
+    Abort,
+    Done,
+    Generate,
+    Info,
+    Refused,
+    RpcClient,
+    Token,
+    wait_for,
+)
 from kvxfer.errors import KvxferError, PeerLost
 
 CONNECT_TIMEOUT_S = 10.0
@@ -53,6 +62,8 @@ class Engine:
     def client(self) -> RpcClient:
         """Connected at the first use. Raises what kept a rank from starting."""
         if self._client is None:
+            self.group.ready()
+            self.group.check()
             self._client = RpcClient(self.group.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
         return self._client
 
@@ -87,8 +98,8 @@ class Engine:
     def result(self, request_id: str, timeout_s: float = 60.0) -> Result:
         """Wait for the end of a request.
 
-        Raises KvxferError when the engine refused it, PeerLost when nothing came in time or a rank
-        died.
+        Raises KvxferError when the engine refused it, PeerLost when nothing came in time, and as
+        soon as a rank dies.
         """
         deadline_s = time.monotonic() + timeout_s
         while request_id not in self._results:
@@ -135,7 +146,11 @@ class Engine:
         self._results.clear()
 
     def _hear(self, timeout_s: float) -> None:
-        for message in self.client.poll(timeout_s):
+        client = self.client
+        # The other ranks may wait for a dead one for seconds, and their connections stand.
+        wait_for([*client.sockets, *self.group.sentinels], timeout_s)
+        self.group.check()
+        for message in client.poll(0):
             match message:
                 case Token(request_id=request_id, token_id=token_id):
                     self._tokens[request_id].append(token_id)

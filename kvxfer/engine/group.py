@@ -206,17 +206,17 @@ class EngineGroup:
         return tuple(process.sentinel for process in self._processes)
 
     def dead(self) -> list[str]:
-        """Ranks that have ended by themselves, with their exit codes."""
+        """Ranks that have ended by themselves, and how."""
         return [
-            f"{process.name} (exit code {process.exitcode})"
+            f"{process.name} ({_ending(process.exitcode)})"
             for process in self._processes
             if process.exitcode is not None
         ]
 
     def check(self) -> None:
-        """Raise KvxferError when a rank has ended by itself."""
+        """Raise PeerLost when a rank has ended by itself."""
         if self.dead():
-            raise errors.KvxferError(self._died("while serving"))
+            raise errors.PeerLost(self._died("while serving"))
 
     def _died(self, when: str) -> str:
         # The first death takes the others along; a moment later all of them are known.
@@ -253,3 +253,13 @@ class EngineGroup:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _ending(exit_code: int) -> str:
+    """How a process ended, as ``Process.exitcode`` has it: below zero for a signal."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"

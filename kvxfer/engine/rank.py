@@ -62,7 +62,7 @@ def rank_main(spec: RankSpec, parent: Connection) -> None:
         except (KvxferError, OSError, RuntimeError) as e:
             _report_failure(parent, e)
             return
-        if spec.collectives == "nccl" and spec.peer_pids:
+        if spec.peer_pids:
             end_with_peers(spec.peer_pids, lambda: orders.is_last)
         while (life := orders.next()) is not None and _live(process, life):
             gc.collect()  # pools and sockets of that life that reference cycles still hold
@@ -197,6 +197,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
             can_send=config.role in {Role.PREFILL, Role.BOTH},
             can_receive=config.role in {Role.DECODE, Role.BOTH},
         )
+        stack.callback(connector.shutdown)
     driver = Driver(config, model, runner, links, rpc, connector, spec.peer_pids)
     driver.gather()
     manifest = runner.manifest

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvxfer.connector.params import Plain
+
 
 class Status(enum.Enum):
     """Where a request stands."""
@@ -31,7 +33,7 @@ class Request:
     is in the cache.
 
     ``num_cached_tokens``: the local prefix hit; ``num_external_tokens``: tokens that were to be
-    loaded.
+    loaded. ``plain``: why it asked for KV and got none to load; ``failure``: why its load failed.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Request:
     num_cached_tokens: int = 0
     num_external_tokens: int = 0
     failure: str | None = None
+    plain: Plain | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

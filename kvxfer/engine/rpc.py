@@ -7,9 +7,11 @@ be understood is refused and counted, and the engine goes on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -37,7 +39,9 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End a request now; its Done follows, unless it had ended."""
+    """End a request now; its Done follows, unless it had ended: then its KV is not offered any
+    more.
+    """
 
     request_id: str
 
@@ -56,7 +60,7 @@ class Token(msgspec.Struct, frozen=True, tag="token"):
 
 class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     """A request ended. ``loads``: one report per rank that loaded KV; ``failure``: why KV was
-    not used, if so.
+    not used, if so; ``detail``: the same in words, where no load says it.
     """
 
     request_id: str
@@ -68,6 +72,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     failure: str | None
     loads: tuple[LoadReport, ...]
     digests: tuple[KVDigest, ...]
+    detail: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -121,7 +126,10 @@ class RpcServer:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as e:
             self.socket.close()
-            raise ConfigError(f"listen: cannot bind {host}:{port}: {e}; choose another port") from e
+            what = "address of this machine" if e.errno == errno.EADDRNOTAVAIL else "port"
+            raise ConfigError(
+                f"listen: cannot bind {host}:{port}: {e}; choose another {what}"
+            ) from e
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
@@ -147,6 +155,16 @@ class RpcServer:
     def close(self) -> None:
         """Stop listening."""
         self.socket.close()
+
+
+def wait_for(
+    sources: Iterable[zmq.Socket[bytes] | int], timeout_s: float
+) -> set[zmq.Socket[bytes] | int]:
+    """Sleep until a socket or a file descriptor is readable: those that are, none in time."""
+    poller = zmq.Poller()
+    for source in sources:
+        poller.register(source, zmq.POLLIN)
+    return {source for source, _ in poller.poll(math.ceil(timeout_s * 1000))}
 
 
 class RpcClient:
@@ -185,10 +203,7 @@ class RpcClient:
         """What has come, after waiting for something up to ``timeout_s``. PeerLost when the
         engine has gone, ProtocolError when it is no engine.
         """
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        ready = dict(poller.poll(math.ceil(timeout_s * 1000)))
+        ready = wait_for(self.sockets, timeout_s)
         messages: list[ToClient] = []
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             messages.append(self._decoded(self._socket.recv(zmq.NOBLOCK)))

@@ -13,7 +13,6 @@ metadata: the ranks begin it before they compute, and nothing that they compute 
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,8 +31,6 @@ from kvxfer.engine.request import Request, Status
 from kvxfer.engine.request_blocks import RequestBlocks
 from kvxfer.engine.step_data import step_data
 from kvxfer.engine.steps import DigestOrder, Sample, SchedulerOutput, StepOutput
-
-log = logging.getLogger("kvxfer.engine")
 
 
 class Scheduler:
@@ -103,15 +100,23 @@ class Scheduler:
         self._live[request.request_id] = Live(request)
         self._waiting.append(request)
         if self._connector is not None:
-            self._connector.on_new_request(request)
+            request.plain = self._connector.on_new_request(request)
 
     def abort(self, request_id: str) -> list[Event]:
-        """End a request now, wherever it stands; nothing happens when it is not there any more."""
+        """End a request now, wherever it stands; nothing happens when it is not there any more. The
+        KV of one that has finished is not offered any more.
+        """
         events: list[Event] = []
         live = self._live.get(request_id)
         if live is not None and not live.request.status.is_finished:
             self._finish(live, Status.FINISHED_ABORTED, events)
+        elif self._connector is not None and self.is_held(request_id):
+            self._connector.withdraw_offer(request_id)
         return events
+
+    def is_held(self, request_id: str) -> bool:
+        """It has finished, and its blocks are kept for whoever takes its KV."""
+        return request_id in self._held_offers
 
     # ------------------------------------------------------------------ one step
 
@@ -197,7 +202,8 @@ class Scheduler:
             request.num_external_tokens = num_external
         if self._connector is not None:
             blocks = BlockTables(self._blocks.table(request))
-            self._connector.update_state_after_alloc(request, blocks, num_external)
+            plain = self._connector.update_state_after_alloc(request, blocks, num_external)
+            request.plain = request.plain or plain
         if num_external:
             request.status = Status.WAITING_FOR_REMOTE_KVS
             self._loading[request.request_id] = request
@@ -268,17 +274,8 @@ class Scheduler:
 
     def _load_failed(self, request: Request, failure: str, events: list[Event]) -> None:
         request.failure = failure
-        live = self._live[request.request_id]
-        details = {
-            report.detail for report in live.reports if report.reason is not None and report.detail
-        }
-        log.warning(
-            "request %s: KV not loaded: %s",
-            request.request_id,
-            ": ".join([failure, *sorted(details)]),
-        )
         if self._config.on_load_failure is OnLoadFailure.FAIL:
-            self._finish(live, Status.FINISHED_ERROR, events)
+            self._finish(self._live[request.request_id], Status.FINISHED_ERROR, events)
             return
         # Its tables begin where the load's windows did; computing it needs what lies before. The
         # connector does not offer the load again.

@@ -2,8 +2,10 @@
 
 One request: prefill engine, then decode engine, whose answer goes to the client piece by piece as
 it comes. A client that goes away cancels what runs for it, and the engine sees its connection
-close. What a prefill engine keeps for a decode engine that was never asked, or could not be
-reached, is let go by its own lease: the proxy holds no blocks and has nothing to give back.
+close. A prefill engine keeps the prompt's blocks until a decode engine has taken the KV or given it
+up. So one of them hears of every request whose prefill has answered, also when nobody waits for the
+answer any more, and gives it up when the proxy hangs up. Where no decode engine can be reached, the
+prefill engine's own lease ends it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import aiohttp
 import msgspec
@@ -35,6 +38,10 @@ SERVED = (*(f"POST {path}" for path in PATHS), *(f"GET {p}" for p in (MODELS, HE
 PROBE_TIMEOUT_S = 30.0
 """A busy engine is not a dead one: on a host with 26 processes for 2 cores a vLLM server that went
 on serving took over 5 s for /health. Who does not even connect is found by the connect timeout."""
+ABANDONED_S = 1.0
+"""How long a decode engine may take to admit a request that nobody waits for. vLLM does not hear of
+one whose connection ends before: it reads the request in milliseconds, and a prompt of 100,000
+tokens in some tenths of a second."""
 _JSON = "application/json"
 
 log = logging.getLogger("kvxfer.proxy")
@@ -49,8 +56,15 @@ class Proxy:
         self.pool = EnginePool(settings.engines)
         self.metrics = Metrics()
         self._without_kv = Repeats()
+        self._abandoned: set[asyncio.Task[None]] = set()
         for engine in settings.engines:
             self.metrics.see(engine, is_up=False)
+
+    async def end(self) -> None:
+        """Wait until decode engines have heard of what nobody waits for; :data:`ABANDONED_S` at
+        most.
+        """
+        await asyncio.gather(*self._abandoned, return_exceptions=True)
 
     def app(self) -> web.Application:
         """What a server runs."""
@@ -106,7 +120,7 @@ class Proxy:
                 self._go_on_without_kv(prefill, e)
                 params = None
             sent = body.for_decode(params)
-            return await self._relay("POST", request, request_id, sent)
+            return await self._relay("POST", request, request_id, sent, has_kv=params is not None)
 
     def _go_on_without_kv(self, prefill: Engine, e: NoKv | Refused) -> None:
         self.metrics.without_kv.labels(e.reason.value).inc()
@@ -207,20 +221,34 @@ class Proxy:
         return read_params(str(engine), answer.status, raw)
 
     async def _relay(
-        self, method: str, request: web.Request, request_id: str, body: bytes | None
+        self,
+        method: str,
+        request: web.Request,
+        request_id: str,
+        body: bytes | None,
+        *,
+        has_kv: bool = False,
     ) -> web.StreamResponse:
-        """Ask a decode engine, and give its answer to the client as it comes, errors included."""
+        """Ask a decode engine, and give its answer to the client as it comes, errors included.
+        ``has_kv``: blocks are kept for this request until a decode engine has heard of it.
+        """
         engine = self.pool.pick(Side.DECODE)
+        until_s = asyncio.get_running_loop().time() + ABANDONED_S
+        asking = self._ask(engine, method, request, request_id, body)
         try:
-            answer = await self._session.request(
-                method,
-                engine.url + request.path,
-                data=body,
-                headers=to_decode(request.headers.items(), request_id),
-                allow_redirects=False,
-            )
+            answer = await (asyncio.shield(asking) if has_kv else asking)
+        except asyncio.CancelledError:
+            if has_kv:
+                self._abandon(asking, until_s)
+            raise
         except (aiohttp.ClientError, OSError) as e:
-            raise self._unreachable(engine, Reason.DECODE_UNREACHABLE, e) from e
+            refused = self._unreachable(engine, Reason.DECODE_UNREACHABLE, e)
+            if has_kv:
+                with suppress(Refused):  # nobody is up
+                    other = self.pool.pick(Side.DECODE)
+                    until_s = asyncio.get_running_loop().time() + ABANDONED_S
+                    self._abandon(self._ask(other, method, request, request_id, body), until_s)
+            raise refused from e
         try:
             if answer.status >= 400:
                 self.metrics.fail(Reason.DECODE_ERROR)
@@ -231,6 +259,35 @@ class Proxy:
         finally:
             answer.close()  # not release: an answer that was not read to its end must be aborted
         return reply
+
+    def _ask(
+        self,
+        engine: Engine,
+        method: str,
+        request: web.Request,
+        request_id: str,
+        body: bytes | None,
+    ) -> asyncio.Task[aiohttp.ClientResponse]:
+        asked = self._session.request(
+            method,
+            engine.url + request.path,
+            data=body,
+            headers=to_decode(request.headers.items(), request_id),
+            allow_redirects=False,
+        )
+
+        async def answer() -> aiohttp.ClientResponse:
+            return await asked
+
+        return asyncio.create_task(answer())
+
+    def _abandon(self, asking: asyncio.Task[aiohttp.ClientResponse], until_s: float) -> None:
+        """Let a decode engine hear of a request, and then that nobody waits for its answer.
+        ``until_s``: of the loop's clock; by then it has heard.
+        """
+        task = asyncio.create_task(_hang_up(asking, until_s))
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
 
     async def _pass_on(
         self,
@@ -259,6 +316,17 @@ class Proxy:
             # Nobody listens: the next request need not find out again. The next probe may differ.
             self._see(engine, Seen(State.DOWN, _said(e)))
         return Refused(502, reason, f"{engine}: {_said(e)}")
+
+
+async def _hang_up(asking: asyncio.Task[aiohttp.ClientResponse], until_s: float) -> None:
+    """As soon as the answer begins, or when it has had time to begin."""
+    try:
+        async with asyncio.timeout_at(until_s):
+            answer = await asking
+    except (aiohttp.ClientError, OSError) as e:
+        log.debug("a request that nobody waits for: %s", _said(e))
+    else:
+        answer.close()
 
 
 class _AnswerCut(Exception):

@@ -36,6 +36,7 @@ async def serving(settings: ProxySettings) -> AsyncIterator[str]:
             proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
         )
         await runner.setup()
+        stack.push_async_callback(proxy.end)
         stack.push_async_callback(runner.cleanup)
         url = await _listen(runner, settings)
         for engine in settings.engines:

@@ -44,10 +44,10 @@ def environment(temporary: Path) -> dict[str, str]:
     return {**kept, "TMPDIR": str(temporary), "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
 
 
-def kvxfer(temporary: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def kvxfer(temporary: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvxfer", *arguments],
-        env=environment(temporary),
+        env={**environment(temporary), **variables},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -196,13 +196,30 @@ def test_kv_that_never_came_is_found(tmp_path: Path, model: str) -> None:
 
 def test_loads_that_break_are_computed_or_fail_by_policy(tmp_path: Path, model: str) -> None:
     broken = ("pair", "--model", model, "--limit", "3", "--decode-faults", "read:fail")
-    ran = kvxfer(tmp_path, *broken)
-    assert ran.returncode == OK, ran.stderr
-    assert "KV not used: read_failed x 3" in ran.stdout
-    assert "tokens equal to the single engine's: 3 of 3" in ran.stdout
+    for allowed, status in (([], DIFFERENT), (["--allow-recompute"], OK)):
+        ran = kvxfer(tmp_path, *broken, *allowed)
+        assert ran.returncode == status, ran.stderr
+        assert "KV not used: read_failed x 3" in ran.stdout
+        assert "3 of 3 requests ran without the KV that they asked for" in ran.stdout
+        assert "tokens equal to the single engine's: 3 of 3" in ran.stdout
     ran = kvxfer(tmp_path, *broken, "--on-load-failure", "fail")
     assert ran.returncode == DIFFERENT
     assert "3 requests failed" in ran.stdout
+
+
+def test_a_peer_that_is_not_allowed_is_one_error_and_no_good_end(
+    tmp_path: Path, model: str
+) -> None:
+    arguments = ("pair", "--model", model, "--limit", "3", "--no-verify")
+    ran = kvxfer(tmp_path, *arguments, KVXFER_ALLOWED_PEERS="10.0.0.0/8")
+    assert ran.returncode == DIFFERENT
+    assert "wire none: nothing was moved" in ran.stdout
+    assert "KV not used: not_allowed x 3" in ran.stdout
+    assert "allowed_peers of this engine does not admit 127.0.0.1" in ran.stdout
+    error, more = ran.stderr.splitlines()
+    assert error.startswith("ERROR decode rank 0: request ")
+    assert "KV not used: not_allowed: allowed_peers of this engine does not admit" in error
+    assert more.startswith("WARNING decode rank 0: KV not used: not_allowed: 2 more like this (")
 
 
 def test_out_of_blocks_ends_the_run(tmp_path: Path, model: str) -> None:
@@ -273,13 +290,20 @@ def test_an_incompatible_peer_is_named_field_by_field(tmp_path: Path, model: str
         process.stdout.readline()
         ran = kvxfer(
             *(tmp_path, "decode", "--prefill", f"127.0.0.1:{port}", "--model", model),
-            *("--limit", "1", "--on-load-failure", "fail"),
+            *("--limit", "2", "--on-load-failure", "fail", "--tp", "2"),
         )
     assert ran.returncode == DIFFERENT
-    assert "KV not used: incompatible x 1" in ran.stdout
+    assert "KV not used: incompatible x 2" in ran.stdout
     assert "num_kv_heads: source has 2, sink has 4" in ran.stdout
     assert "dtype: source has bfloat16, sink has float32" in ran.stdout
-    assert ran.stdout.splitlines()[-1] == "1 requests failed"
+    assert ran.stdout.splitlines()[-1] == "2 requests failed"
+    # One line for the pair, whatever the number of its ranks, and one for how many more there were.
+    error, more = ran.stderr.splitlines()
+    assert error.startswith("ERROR decode rank 0: request ")
+    assert "KV not used: incompatible: engines prefill and decode cannot exchange KV: " in error
+    assert "num_kv_heads: source has 2, sink has 4" in error
+    assert "(engine prefill at tcp://127.0.0.1:" in error
+    assert more.startswith("WARNING decode rank 0: KV not used: incompatible: 1 more like this (")
 
 
 def test_a_peer_that_is_not_there(tmp_path: Path, model: str) -> None:

@@ -235,6 +235,32 @@ def test_what_decides(changes: dict[str, object], tokens_decide: bool, is_good: 
 
 
 @pytest.mark.parametrize(
+    ("changes", "may_recompute", "is_good", "num_recomputed"),
+    [
+        ({"failure": "incompatible"}, False, False, 1),
+        ({"failure": "incompatible"}, True, True, 1),
+        ({"failure": "prefill_lost", "tokens_equal": False}, True, False, 1),
+        ({"failure": "peer_lost", "status": "FINISHED_ERROR"}, True, False, 0),
+        ({}, False, True, 0),  # all of it was cached: nothing was asked for
+    ],
+)
+def test_kv_that_was_asked_for_and_not_used(
+    changes: dict[str, object], may_recompute: bool, is_good: bool, num_recomputed: int
+) -> None:
+    results = [result(), result(**changes)]
+    summary = summarise(results, tokens_decide=True, wall_s=1.0, may_recompute=may_recompute)
+    assert (summary.is_good, summary.num_recomputed) == (is_good, num_recomputed)
+
+
+def test_a_request_that_had_no_load_says_why_itself() -> None:
+    plain = done(failure="not_allowed", detail="allowed_peers")
+    assert judge("a", 8, Answers(prefill=done(), decode=plain)).detail == "allowed_peers"
+    assert judge("a", 8, Answers(prefill=done(detail="role"), decode=done())).detail == "role"
+    reported = done(loads=(load(0, 0.0, 0.0, reason=Reason.PEER_LOST, detail="gone"),), detail="x")
+    assert judge("a", 8, Answers(prefill=done(), decode=reported)).detail == "gone"
+
+
+@pytest.mark.parametrize(
     ("source", "sink", "differences"),
     [
         (kept("abcdefgh", 0), kept("xxcdefgh", 0), ()),  # before the load

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import msgspec
@@ -81,8 +82,30 @@ def test_what_is_wrong_is_shown() -> None:
         "[bad]: token 4: expected 8, got 7 (logit gaps 0.12 and 0.25)",
         *(f"[bad]: difference {i}" for i in range(5)),
         "[bad]: and 2 more differences",
-        "tokens equal to the single engine's: 1 of 2; KV equal to the source's: 1 of 2",
+        "1 of 2 requests ran without the KV that they asked for; --allow-recompute says that this "
+        "is fine; tokens equal to the single engine's: 1 of 2; KV equal to the source's: 1 of 2",
     ]
+
+
+@pytest.mark.parametrize(("may_recompute", "color"), [(False, "31"), (True, "33")])
+def test_kv_that_was_not_used_stands_out(may_recompute: bool, color: str) -> None:
+    """Red, or yellow (ANSI 31, 33) where it is allowed; never the green of a good run alone."""
+    console = Console(
+        file=io.StringIO(),
+        width=110,
+        highlight=False,
+        force_terminal=True,
+        color_system="standard",
+    )
+    results = [result("a", failure="not_allowed", detail="no"), result("b")]
+    summary = summarise(results, tokens_decide=True, wall_s=1.0, may_recompute=may_recompute)
+    assert summary.is_good is may_recompute
+    show(console, results, summary)
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    for sentence in ("wire none: nothing was moved", "KV not used: not_allowed x 1"):
+        (line,) = [each for each in lines if sentence in each]
+        assert re.search(rf"\x1b\[(1;)?{color}m{sentence}", line), line
 
 
 def test_below_float32_the_kv_decides() -> None:

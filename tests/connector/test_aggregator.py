@@ -222,6 +222,25 @@ def test_a_failure_waits_until_all_ranks_have_reported() -> None:
     assert merged(aggregator, received("b"), received("b"), received("b")).failed_recving is None
 
 
+def test_the_words_of_a_failure_are_those_of_the_rank_whose_reason_counts() -> None:
+    def failing(reason: str, words: str | None) -> Output:
+        details = None if words is None else {"a": words}
+        output = KVConnectorOutput(
+            finished_recving={"a"}, failed_recving={"a": reason}, failure_details=details
+        )
+        return Output(output)
+
+    aggregator = KVOutputAggregator(2)
+    result = merged(aggregator, nothing(), failing("peer_lost", "no word"))
+    assert result.failure_details is None
+    result = merged(aggregator, failing("cancelled", "given up"), nothing())
+    assert result.failed_recving == {"a": "peer_lost"}
+    assert result.failure_details == {"a": "no word"}
+    without = KVOutputAggregator(2)
+    result = merged(without, failing("peer_lost", None), failing("cancelled", "given up"))
+    assert result.failure_details == {"a": ""}  # never another reason's
+
+
 def test_a_round_without_the_output_rank_is_kept() -> None:
     aggregator = KVOutputAggregator(2)
     stats = KVConnectorStats(counts={"loads": 1})

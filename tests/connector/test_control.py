@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+from socket import AF_INET, AF_INET6, socket
+
 import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.control import bind_address
+from kvxfer.connector.control import ControlServer, bind_address
 from kvxfer.connector.control_client import ControlClient
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
@@ -46,3 +49,22 @@ def test_addresses_are_bound_as_they_are(host: str, address: str) -> None:
 def test_hosts_that_cannot_be_announced(host: str) -> None:
     with pytest.raises(ConfigError, match="host: expected"):
         bind_address(host)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.2", "2001:db8::2"])  # of nobody: RFC 5737, RFC 3849
+def test_a_host_of_another_machine_is_no_port_in_use(host: str) -> None:
+    with socket(AF_INET6 if ":" in host else AF_INET) as tried:
+        try:
+            tried.bind((host, 0))
+        except OSError as e:
+            if e.errno != errno.EADDRNOTAVAIL:
+                pytest.skip(f"this machine has no such addresses: {e}")
+        else:
+            pytest.skip("this machine lets everybody bind any address")
+    io = IoThread("io", lambda: None)
+    with (
+        zmq.Context() as context,
+        pytest.raises(ConfigError, match=f"host: expected an address of this machine, got {host};"),
+    ):
+        ControlServer(io, context, Config(host=host), Ledger(), 0, lambda identity, message: None)
+    assert io.stop(1)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -52,12 +55,13 @@ def test_offers_of_an_engine_that_was_just_refused_are_given_back_too() -> None:
         until(lambda: source.sent("first") and source.sent("second"), timeout_s=8.0)
 
 
-def test_another_engine_behind_the_endpoint_is_refused() -> None:
+def test_params_of_an_engine_whose_place_another_has_taken_are_of_another_life() -> None:
+    """As after a restart under a new engine id, which vLLM makes up at each start."""
     with Engine(ONE, "prefill", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
         ref = msgspec.structs.replace(source.offer("p", 16, [1]), engine_id="somebody")
         sink.load("d", ref, [1], (0, 16))
         until(lambda: sink.received("d"))
-        assert sink.reasons("d") == {"incompatible"}
+        assert sink.reasons("d") == {"incarnation"}
         assert "expected somebody" in sink.reports("d")[0].detail
 
 
@@ -138,6 +142,7 @@ def test_a_host_that_is_not_allowed_is_never_connected_to() -> None:
         sink.load("d", _ref(sink, f"tcp://127.0.0.1:{free_port()}"), [1], (0, 16))
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"not_allowed"}
+        assert "allowed_peers of this engine does not admit" in sink.reports("d")[0].detail
         assert "allowed_peers" in sink.reports("d")[0].detail
 
 
@@ -194,7 +199,15 @@ def test_pinned_keys_let_the_right_engines_meet() -> None:
         assert sink.reasons("d") == {None}
 
 
-@pytest.mark.parametrize("wrong", ["client", "server", "plain", "unnamed"])
+_SAID = {
+    "client": "it does not admit this engine's CURVE key; name it in curve_server_keys there",
+    "server": "the handshake failed; it has no CURVE keys, or another one than curve_server_keys",
+    "plain": "it has CURVE keys, and this engine has none; set them on both sides",
+    "unnamed": "curve_server_keys: expected a key of engine prefill, got none",
+}
+
+
+@pytest.mark.parametrize("wrong", list(_SAID))
 def test_other_keys_do_not(wrong: str) -> None:
     source_keys, sink_keys, other = _keys(), _keys(), _keys()
     client = other if wrong == "client" else sink_keys
@@ -217,7 +230,7 @@ def test_other_keys_do_not(wrong: str) -> None:
             ONE,
             "decode",
             fill=POISON,
-            connect_timeout_s=0.5,
+            connect_timeout_s=2.0 if wrong == "server" else 60,
             **({} if wrong == "plain" else secured),
         ) as sink,
     ):
@@ -225,6 +238,59 @@ def test_other_keys_do_not(wrong: str) -> None:
         source.compute("p")
         sink.load("d", ref, [1], (0, 16))
         until(lambda: sink.received("d"))
-        expected = "not_allowed" if wrong == "unnamed" else "peer_lost"
-        assert sink.reasons("d") == {expected}
+        assert sink.reasons("d") == {"not_allowed"}
         assert (sink.pools[0].tensor == POISON).all()
+        assert _SAID[wrong] in sink.reports("d")[0].detail
+
+
+@contextmanager
+def _doorkeeper(*, admits: bool) -> Iterator[str]:
+    """A listener that asks who may come in, as ZeroMQ does it (RFC 27), and says nothing else."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    questions = context.socket(zmq.REP)
+    questions.bind("inproc://zeromq.zap.01")
+    door = context.socket(zmq.ROUTER)
+    door.linger = questions.linger = 0
+    door.zap_domain = b"here"
+    port = door.bind_to_random_port("tcp://127.0.0.1")
+    status = b"200" if admits else b"400"
+
+    def answer() -> None:
+        with suppress(zmq.ContextTerminated):
+            while True:
+                asked = questions.recv_multipart()
+                questions.send_multipart([b"1.0", asked[1], status, b"", b"", b""])
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        door.close()
+        closing = threading.Thread(target=context.term)
+        closing.start()
+        thread.join()
+        questions.close()
+        closing.join()
+
+
+def test_who_is_not_let_in_says_what_the_other_side_refused() -> None:
+    with (
+        _doorkeeper(admits=False) as endpoint,
+        Engine(ONE, "decode", fill=POISON, connect_timeout_s=60) as sink,
+    ):
+        sink.load("d", _ref(sink, endpoint), [1], (0, 16))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"not_allowed"}
+        detail = sink.reports("d")[0].detail
+        assert "it does not admit this engine's address; name it in allowed_peers there" in detail
+
+
+def test_who_lets_everybody_in_and_says_nothing_is_lost() -> None:
+    with (
+        _doorkeeper(admits=True) as endpoint,
+        Engine(ONE, "decode", fill=POISON, connect_timeout_s=0.5) as sink,
+    ):
+        sink.load("d", _ref(sink, endpoint), [1], (0, 16))
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"peer_lost"}

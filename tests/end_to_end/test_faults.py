@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvxfer.engine.config import OnLoadFailure, Role
@@ -157,12 +158,61 @@ def test_a_source_that_does_not_answer(tmp_path: Path, has_board: bool) -> None:
 
 
 def test_incompatible_engines_say_every_difference(tmp_path: Path) -> None:
+    """A pair is counted once, whatever the number of its ranks and of its requests."""
     with pair(
         engine_config(Role.PREFILL, tiny_model(tmp_path, num_kv_heads=4), seed=1, **PREFILL),
-        engine_config(Role.DECODE, tiny_model(tmp_path, num_kv_heads=2), seed=2, **DECODE),
+        engine_config(
+            Role.DECODE, tiny_model(tmp_path, num_kv_heads=2), seed=2, tp_size=2, **DECODE
+        ),
     ) as engines:
-        done = engines.run(prompt(40)).done
-    assert done.failure == "incompatible"
-    (load,) = done.loads
-    assert "num_kv_heads: source has 4, sink has 2" in load.detail
-    assert "weights: source has" in load.detail
+        answers = [engines.run(prompt(40 + i)).done for i in range(2)]
+        assert engines.decode.info().counts["pairs.unusable"] == 1
+    for done in answers:
+        assert done.failure == "incompatible"
+        assert len(done.loads) == 2
+        for load in done.loads:
+            assert "num_kv_heads: source has 4, sink has 2" in load.detail
+            assert "weights: source has" in load.detail
+
+
+def test_an_abort_after_prefill_has_finished_gives_the_blocks_back(tmp_path: Path) -> None:
+    """At once: the lease of 400 s does not end in this test."""
+    model = tiny_model(tmp_path)
+    kv = {"lease_s": 400.0}
+    with pair(
+        engine_config(Role.PREFILL, model, tp_size=2, kv=kv, **PREFILL),
+        engine_config(Role.DECODE, model, **DECODE),
+    ) as engines:
+        free = engines.prefill.info().num_free_blocks
+        tokens = prompt(100)
+        request_id = engines.prefill.submit(tokens, 1, OFFER)
+        params = engines.prefill.result(request_id).kv_transfer_params
+        assert params is not None
+        assert engines.prefill.info().num_free_blocks < free
+        engines.prefill.abort(request_id)
+        engines.prefill.wait_for_info(lambda info: info.num_free_blocks == free, 20)
+        answer = engines.decoded(tokens, params)
+        assert answer.done.failure == "ended"
+        engines.prefill.abort(request_id)  # nothing is left of it
+        other = engines.run(prompt(200, seed=1))
+        assert (other.done.failure, other.done.num_external_tokens) == (None, 199)
+
+
+def test_params_of_a_prefill_engine_that_was_started_anew_are_of_another_life(
+    tmp_path: Path,
+) -> None:
+    """Also under another engine id, and with a model that the sink could not take KV from."""
+    model = tiny_model(tmp_path)
+    prefill = engine_config(Role.PREFILL, model, kv={"port": free_port()}, **PREFILL)
+    others: tuple[dict[str, str], ...] = (
+        {},
+        {"engine_id": "prefill-2"},
+        {"engine_id": "prefill-3", "model": tiny_model(tmp_path, num_kv_heads=2)},
+    )
+    with pair(prefill, engine_config(Role.DECODE, model, **DECODE)) as engines:
+        for seed, changes in enumerate(others):
+            tokens = prompt(60, seed)
+            params = engines.prefilled(tokens).kv_transfer_params
+            engines.prefill.reconfigure(msgspec.structs.replace(prefill, **changes))
+            engines.prefill.group.ready()
+            assert engines.decoded(tokens, params).done.failure == "incarnation", changes

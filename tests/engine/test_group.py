@@ -6,6 +6,7 @@ import multiprocessing.connection
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvxfer.engine import rpc
 from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.engine import Engine
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.rpc import Done, Generate, Refused, RpcClient, Token
 from kvxfer.errors import ConfigError, KvxferError, ModelError, PeerLost
@@ -130,12 +133,44 @@ def test_a_killed_rank_is_noticed(group: EngineGroup) -> None:
     assert group.dead() == []
     os.kill(group.pids[0], signal.SIGKILL)  # rank 1
     assert multiprocessing.connection.wait(list(group.sentinels), timeout=10)
-    with pytest.raises(KvxferError, match=r"engine e: died while serving: rank e-1 \(exit code -9"):
+    with pytest.raises(
+        KvxferError, match=r"engine e: died while serving: rank e-1 \(killed by SIGKILL"
+    ):
         group.check()
     started_s = time.monotonic()
     group.close()
     assert time.monotonic() - started_s < 4
     assert not any(map(is_running, group.pids))
+
+
+def test_who_waits_for_a_result_hears_of_a_killed_rank(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although rank 0 is stopped and says nothing, and no heartbeat ends its connection."""
+    monkeypatch.setattr(rpc, "HEARTBEAT_S", 1000.0)
+    with Engine(alone(model, tp_size=2)) as engine:
+        engine.generate([1, 2, 3], 1)
+        rank1, rank0 = engine.group.pids
+        os.kill(rank0, signal.SIGSTOP)
+        request_id = engine.submit([1, 2, 3], 4)
+        killer = threading.Timer(0.2, os.kill, (rank1, signal.SIGKILL))
+        started_s = time.monotonic()
+        killer.start()
+        with pytest.raises(PeerLost, match=r"died while serving: rank e-1 \(killed by SIGKILL\)"):
+            engine.result(request_id, timeout_s=60)
+        assert time.monotonic() - started_s < 30  # not after its own time
+        killer.join()
+
+
+def test_an_idle_engine_ends_when_a_rank_is_killed(group: EngineGroup) -> None:
+    """Its clients, and who loads from it, then hear of it by their connections."""
+    rank1, rank0 = group.pids
+    with RpcClient(group.endpoint, connect_timeout_s=10) as client:
+        os.kill(rank1, signal.SIGKILL)
+        with pytest.raises(PeerLost, match="the connection ended"):
+            client.poll(30)
+    assert multiprocessing.connection.wait([group.sentinels[-1]], timeout=30)
+    assert not is_running(rank0)
 
 
 def test_clients_notice_a_killed_engine(group: EngineGroup) -> None:

@@ -43,10 +43,14 @@ class FakeConnector:
         self.params: dict[str, dict[str, Any]] = {}
         self.allocated: list[tuple[str, list[list[int]], int]] = []
         self.finished: list[tuple[str, str]] = []
+        self.withdrawn: list[str] = []
         self.has_more = False
 
     def on_new_request(self, request: RequestLike) -> None:
         pass
+
+    def withdraw_offer(self, request_id: str) -> None:
+        self.withdrawn.append(request_id)
 
     def get_num_new_matched_tokens(
         self, request: RequestLike, num_computed_tokens: int
@@ -513,6 +517,23 @@ def test_an_offer_keeps_its_blocks_until_it_is_sent() -> None:
     assert rig.free == 10
     rig.step(KVConnectorOutput(finished_sending={"a"}))
     assert rig.free == 10
+
+
+def test_an_abort_after_the_end_takes_the_offer_back() -> None:
+    rig = Rig(with_connector=True, role=Role.PREFILL)
+    rig.connector.kept.add("a")
+    rig.connector.params["a"] = {"x": 1}
+    rig.add("a", range(16), max_new=1)
+    rig.add("b", range(20, 30), max_new=1)  # offers nothing
+    rig.step()
+    for name in ("a", "b", "never heard of"):
+        assert rig.scheduler.abort(name) == []
+    assert rig.connector.withdrawn == ["a"]
+    assert rig.free == 8  # until the ranks have said that it is over
+    rig.step(KVConnectorOutput(finished_sending={"a"}))
+    assert rig.free == 10
+    rig.scheduler.abort("a")
+    assert rig.connector.withdrawn == ["a"]
 
 
 def test_a_digested_offer_is_told_when_its_digest_is_there() -> None:

@@ -80,6 +80,9 @@ class Connector:
             self.unsent.add(request.request_id)
         return is_kept, None
 
+    def withdraw_offer(self, request_id: str) -> None:
+        assert request_id in self.unsent  # reported sent by a later step, like any other
+
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
         started = {new.req_id for new in scheduler_output.scheduled_new_reqs}
         self.offered |= {name for name in started if name.startswith("o")}

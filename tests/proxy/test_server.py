@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from kvxfer.proxy import handlers
 from kvxfer.proxy.server import serving
 from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
 from tests.proxy.fakes import (
@@ -211,6 +212,95 @@ def test_a_client_that_goes_away_ends_the_engines_work(where: str) -> None:
             await until(is_counted)
             assert (await s.metrics())["kvxfer_proxy_in_flight"] == 0
             assert len(s.calls) == (1 if where == "prefill" else 2)
+
+    run(scenario())
+
+
+def test_who_goes_away_after_prefill_is_still_heard_of_by_decode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decode engine that admits the request only then: its abort gives the blocks back."""
+    monkeypatch.setattr(handlers, "ABANDONED_S", 15.0)
+    asked, may_admit = asyncio.Event(), asyncio.Event()
+    ends: list[str] = []
+
+    async def admit(request: web.Request) -> web.StreamResponse:
+        asked.set()
+        try:
+            await may_admit.wait()
+            ends.append("admitted")
+            reply = web.StreamResponse()
+            await reply.prepare(request)
+            await reply.write(b"data: 1\n\n")
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ends.append("aborted")
+            raise
+        return reply
+
+    async def scenario() -> None:
+        async with scene(decode=admit) as s:
+            ask = asyncio.create_task(s.client.post(s.url + PATHS[0], json={"prompt": "p"}))
+            await asked.wait()
+            ask.cancel()
+
+            async def is_counted() -> bool:
+                return await s.failures() == {"client_gone": 1}
+
+            async def is_aborted() -> bool:
+                return "aborted" in ends
+
+            await until(is_counted)
+            may_admit.set()
+            await until(is_aborted)
+            assert ends == ["admitted", "aborted"]
+
+    run(scenario())
+
+
+def test_a_client_that_stays_until_decode_has_begun_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(handlers, "ABANDONED_S", 0.0)
+    aborted = asyncio.Event()
+    asked = asyncio.Event()
+
+    async def admit(_request: web.Request) -> web.StreamResponse:
+        asked.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            aborted.set()
+            raise
+        return web.StreamResponse()
+
+    async def scenario() -> None:
+        async with scene(decode=admit) as s:
+            ask = asyncio.create_task(s.client.post(s.url + PATHS[0], json={"prompt": "p"}))
+            await asked.wait()
+            ask.cancel()
+            await aborted.wait()
+
+    run(scenario())
+
+
+def test_kv_that_one_decode_engine_cannot_take_is_given_up_by_another() -> None:
+    async def drop(request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.close()
+        return web.StreamResponse()
+
+    async def scenario() -> None:
+        decode = [FakeEngine("d0", drop), FakeEngine("d1", give_text)]
+        async with scene(decode=decode) as s:
+            status, answer = await s.post({"prompt": "p"})
+            assert (status, answer["error"]["type"]) == (502, "decode_unreachable")
+
+            async def is_heard() -> bool:
+                return [call.engine for call in s.calls] == ["p0", "d0", "d1"]
+
+            await until(is_heard)
+            assert s.calls[2].raw == s.calls[1].raw  # with the params
 
     run(scenario())
 

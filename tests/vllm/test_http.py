@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,3 +77,24 @@ def test_metrics_and_the_log_line_tell_of_transfers(
     moved = decode.metric("vllm:kvxfer_loaded_bytes_total") - before
     assert moved == 256 * 4 * 4 * 2 * 32 * 4  # layers, heads, K and V, head size, float32
     assert decode.metric("vllm:kvxfer_load_seconds_count") > 0
+
+
+def test_log_lines_of_both_sides_are_in_the_log_of_vllm(
+    servers: tuple[Server, Server, Server],
+) -> None:
+    """Of a worker, which has chosen a wire, and of the scheduler, which may not load from there; in
+    vLLM's format, each once.
+    """
+    prefill, decode, proxy = servers
+    tokens = prompt(60, seed=74)
+    proxy.token_ids(tokens, 1)
+    params = prefill.complete(tokens, 1, kv_transfer_params=OFFER)["kv_transfer_params"]
+    params["kvxfer"]["endpoint"] = "tcp://8.8.8.8:5700"
+    for _ in range(2):
+        decode.complete(tokens, 1, kv_transfer_params=params)
+    log = decode.process.log()
+    line = r"{} \d\d-\d\d [\d:]+ \[[\w./]+:\d+\] {}"
+    assert len(re.findall(line.format("INFO", r"engine \S+ at \S+, met in \d+ ms"), log)) == 1
+    said = r"request \S+: KV not used: not_allowed: allowed_peers of this engine does not admit"
+    assert len(re.findall(line.format("ERROR", said), log)) == 1
+    assert decode.metric("vllm:kvxfer_pairs_unusable_total") == 1

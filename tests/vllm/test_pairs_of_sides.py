@@ -4,6 +4,7 @@ worker is reported once, and its bytes are the source's.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -124,7 +125,7 @@ def test_an_offer_that_is_over(pair: tuple[Engine, Engine]) -> None:
     assert source.stats["broken"] == {"reset": 1}
 
 
-def test_source_is_gone(make_engine: MakeEngine) -> None:
+def test_source_is_gone(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     source = make_engine(role="kv_producer")
     sink = make_engine(role="kv_consumer", policy="fail", connect_timeout_s=0.5, peer_silent_s=0.5)
     params = prefill(source, "p", prompt(100))
@@ -134,6 +135,33 @@ def test_source_is_gone(make_engine: MakeEngine) -> None:
     assert request.status == Status.FINISHED_ERROR
     assert sink.reports_of("finished_recving", "d") == sink.reports_of("failed_recving", "d") == 1
     sink.run_until(sink.is_quiet)
+    endpoint = params["kvxfer"]["endpoint"]
+    (line,) = [
+        r for r in caplog.records if r.levelno >= logging.WARNING and "KV not" in r.getMessage()
+    ]
+    assert line.levelname == "WARNING"
+    assert line.getMessage() == (
+        f"request d: KV not used: peer_lost: {endpoint} did not answer within 0.5 s "
+        f"(engine here at {endpoint})"
+    )
+
+
+def test_engines_that_cannot_exchange_kv(
+    make_engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = make_engine(role="kv_producer", bind_tokens=False)
+    sink = make_engine(role="kv_consumer")
+    for name in ("d", "e"):
+        request = sink.request(name, prompt(100), prefill(source, f"p{name}", prompt(100)))
+        sink.run_until(lambda request=request: request.status.name.startswith("FINISHED"))  # type: ignore[misc]
+    finish_both(source, sink)
+    assert sink.stats["failed"] == {"incompatible": 2}
+    assert sink.stats["counts"]["pairs.unusable"] == 1
+    (line,) = [
+        r for r in caplog.records if r.levelno >= logging.WARNING and "KV not" in r.getMessage()
+    ]
+    assert line.levelname == "ERROR"
+    assert "incompatible: bind_tokens: engine here has it off" in line.getMessage()
 
 
 def test_aborted_in_the_step_of_its_load(pair: tuple[Engine, Engine]) -> None:

@@ -59,26 +59,50 @@ def test_the_entry_point_names_register() -> None:
     }
 
 
-def test_lines_go_where_those_of_vllm_go() -> None:
-    """In a process of its own: pytest's handlers catch everything."""
-    code = (
-        "import logging, sys\n"
-        "logging.getLogger('vllm').addHandler(logging.StreamHandler(sys.stdout))\n"
+def logged(code: str) -> str:
+    """What a process writes: one of its own, because pytest's handlers catch everything. Both sides
+    of the plugin show their logs, as they do where vLLM has them in one process.
+    """
+    shown = (
         "from kvxfer.integrations.vllm.logs import show_logs\n"
-        "show_logs('INFO'); show_logs('INFO')\n"
-        "logging.getLogger('kvxfer.connector').info('wire shm')\n"
-        "logging.getLogger('kvxfer.connector').debug('not this')\n"
+        "show_logs('DEBUG'); show_logs('DEBUG')\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
+        [sys.executable, "-W", "ignore", "-c", "import logging, sys\n" + code.format(show=shown)],
         capture_output=True,
         text=True,
         timeout=120,
         cwd=ROOT,
     )
     assert ran.returncode == 0, ran.stderr
-    assert (ran.stdout + ran.stderr).count("wire shm") == 1
-    assert "not this" not in ran.stdout + ran.stderr
+    return ran.stdout + ran.stderr
+
+
+SAY = "logging.getLogger('kvxfer.connector').debug('wire shm')\n"
+BY_VLLM = (
+    "theirs = logging.StreamHandler(sys.stdout)\n"
+    "theirs.setLevel('ERROR')\n"
+    "theirs.setFormatter(logging.Formatter('vllm %(message)s'))\n"
+    "logging.getLogger('vllm').addHandler(theirs)\n"
+)
+ROOT_TOO = "logging.basicConfig(level='ERROR', format='root %(message)s')\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (BY_VLLM + "{show}" + SAY, "vllm wire shm"),
+        ("{show}" + BY_VLLM + SAY, "vllm wire shm"),
+        ("{show}" + SAY, "[kvxfer.connector] wire shm"),
+        (BY_VLLM + ROOT_TOO + "{show}" + SAY, "root wire shm"),
+        (BY_VLLM + "{show}" + ROOT_TOO + SAY, "vllm wire shm"),
+        (BY_VLLM + "logging.getLogger('kvxfer').setLevel('INFO')\n{show}" + SAY, ""),
+    ],
+)
+def test_log_level_says_what_is_seen_and_each_line_once(code: str, line: str) -> None:
+    written = logged(code)
+    assert line in written
+    assert written.count("wire shm") == bool(line)
 
 
 def test_importing_the_package_imports_neither_vllm_nor_torch() -> None:
@@ -160,9 +184,11 @@ def test_vllm_makes_no_calls_in_layers() -> None:
 
 def test_metadata() -> None:
     assert isinstance(KvxferMetadata(ConnectorMetadata(), True), KVConnectorMetadata)
-    first = KvxferWorkerMetadata({"a": "expired", "b": "plan"})
-    both = first.aggregate(KvxferWorkerMetadata({"a": "deadline", "c": "tokens"}))
+    first = KvxferWorkerMetadata({"a": "expired", "b": "plan"}, {"a": "late", "b": "no"})
+    second = KvxferWorkerMetadata({"a": "deadline", "c": "tokens"}, {"a": "later", "c": "other"})
+    both = first.aggregate(second)
     assert both.failures == {"a": "expired", "b": "plan", "c": "tokens"}
+    assert both.details == {"a": "late", "b": "no", "c": "other"}
     assert first.aggregate(object()) is first
 
 

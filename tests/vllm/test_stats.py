@@ -196,8 +196,14 @@ def test_metrics() -> None:
         ["model_name", "engine"],
         {0: ["m", "0"], 1: ["m", "1"]},
     )
+    for number in "01":  # known before it is counted: an alert sees the first one
+        zero = registry.get_sample_value(
+            "vllm:kvxfer_pairs_unusable_total", {"model_name": "m", "engine": number}
+        )
+        assert zero == 0
     made = worker(report(), report(1))
     made.data["counts"]["requests.loaded"] = 2
+    made.data["counts"]["pairs.unusable"] = 1
     made.data["failed"] = {"deadline": 1}
     made.data["plain"] = {"role": 4}
     metrics.observe(made.to_dict(), 1)
@@ -208,6 +214,7 @@ def test_metrics() -> None:
         return registry.get_sample_value(f"vllm:kvxfer_{name}", labels | more)
 
     assert value("requests_loaded_total") == 2
+    assert value("pairs_unusable_total") == 1
     assert value("loaded_bytes_total") == 2_000_000
     assert value("requests_failed_total", reason="deadline") == 1
     assert value("requests_plain_total", reason="role") == 4

@@ -4,7 +4,7 @@ safe to pickle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.integrations.vllm.compat import (
@@ -41,12 +41,17 @@ class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class KvxferWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Why loads failed on a rank in this step, by request; empty where an answer was wanted."""
+    """Why loads failed on a rank in this step, by request; empty where an answer was wanted.
+    ``details``: the same requests, why in words.
+    """
 
     failures: dict[str, str]
+    details: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: object) -> KvxferWorkerMetadata:
         """Both together; the first reason for a request counts."""
         if not isinstance(other, KvxferWorkerMetadata):
             return self
-        return KvxferWorkerMetadata({**other.failures, **self.failures})
+        return KvxferWorkerMetadata(
+            {**other.failures, **self.failures}, {**other.details, **self.details}
+        )

@@ -12,6 +12,11 @@ from kvxfer.integrations.vllm.stats import PHASES, bounds_s, middle_of, rebuilt
 _COUNTED = {
     "requests.loaded": ("vllm:kvxfer_requests_loaded", "Requests whose KV was loaded from a peer."),
     "loads.nbytes": ("vllm:kvxfer_loaded_bytes", "Bytes of KV that were loaded from peers."),
+    "pairs.unusable": (
+        "vllm:kvxfer_pairs_unusable",
+        "Peers from which no load can work as the two engines are configured; each is an error in "
+        "the log.",
+    ),
     "offers.opened": (
         "vllm:kvxfer_offers_opened",
         "Offers of KV, counted by each rank.",
@@ -57,6 +62,9 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as in 
             key: self._counter_cls(name=name, documentation=text, labelnames=names)
             for key, (name, text) in _COUNTED.items()
         }
+        for values in per_engine_labelvalues.values():
+            for counter in self._counters.values():
+                counter.labels(*values)  # a series that begins at 1 looks as if nothing had come
         self._reasons = {
             table: self._counter_cls(name=name, documentation=text, labelnames=[*names, "reason"])
             for table, (name, text) in _BY_REASON.items()

@@ -90,6 +90,7 @@ class SchedulerSide:
         self._core: SchedulerConnector | None = None
         self._incarnation = b""
         self._failures: dict[str, str] = {}
+        self._details: dict[str, str] = {}
         self._can_pin = can_pin
         self._now = now
         self._pins: Pins | None = None
@@ -215,12 +216,17 @@ class SchedulerSide:
             return  # nothing was reported, and nothing is pinned while the engine computes
         if isinstance(said, KvxferWorkerMetadata):
             self._failures.update(said.failures)
+            self._details.update(said.details)
         received = output.finished_recving or set()
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
+        details = {i: self._details.pop(i) for i in failed if i in self._details}
         sent = set(output.finished_sending or ())
         self._core.update_connector_output(
             KVConnectorOutput(
-                finished_sending=sent, finished_recving=received, failed_recving=failed
+                finished_sending=sent,
+                finished_recving=received,
+                failed_recving=failed,
+                failure_details=details,
             )
         )
         for request_id in sent:

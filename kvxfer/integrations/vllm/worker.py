@@ -65,7 +65,7 @@ class WorkerSide:
         self._wants_answer = False
         self._still_since_s: float | None = None
         self._in_flight = InFlight()
-        self._failures: dict[str, str] = {}
+        self._failures = KvxferWorkerMetadata({})
         self._failed_block_ids: set[int] = set()
 
     # -------------------------------------------------- registration
@@ -141,7 +141,7 @@ class WorkerSide:
             self._wait(core)
         sent, received, failed = core.get_transfer_results(finished_req_ids)
         loads = self._in_flight.end(received) if received else []
-        self._failures = failed
+        self._failures = KvxferWorkerMetadata(failed, core.get_failure_details())
         if not REPORTS_FAILED_REQUESTS:
             self._failed_block_ids = failed_block_ids(
                 (load for load in loads if load.request_id in failed), self._settings.block_tokens
@@ -175,10 +175,10 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
         """Why loads failed, each once; nothing but an answer where one is wanted."""
-        if not (self._failures or self._wants_answer):
+        if not (self._failures.failures or self._wants_answer):
             return None
-        failures, self._failures = self._failures, {}
-        return KvxferWorkerMetadata(failures)
+        said, self._failures = self._failures, KvxferWorkerMetadata({})
+        return said
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
         """What was counted since the last call."""

@@ -1,0 +1,164 @@
+"""What the log says of KV that was asked for and not used: each kind at once, and then once a
+minute how many more there were. Pure: the time is an argument, and lines are returned.
+
+A kind is a reason and the source engine. An engine with which no load can ever work is told as an
+error, once until a load from it works.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.wire import Reason
+
+SUMMARY_S = 60.0
+"""How long the lines of one kind are counted instead of written."""
+MAX_KINDS = 256
+"""Told apart at a time: clients may name engines that do not exist. All others of a reason are one
+kind; about 500 bytes each.
+"""
+MAX_CHARS = 2000
+"""Of a line. What makes two engines incompatible takes about 100 for each differing field."""
+
+NOT_USED = "KV not used"
+NOT_OFFERED = "KV not offered"
+
+NEVER_WORKS = frozenset({Reason.INCOMPATIBLE, Reason.NOT_ALLOWED, Reason.TRANSPORT})
+"""Reasons that stay until somebody configures one of the two engines differently."""
+
+
+class Peer(NamedTuple):
+    """A source engine as params name it. Two empty strings: none, or any."""
+
+    engine_id: str = ""
+    endpoint: str = ""
+
+    def __str__(self) -> str:
+        return f" (engine {self.engine_id} at {self.endpoint})" if self.engine_id else ""
+
+
+ANY_PEER = Peer()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """For the log. ``level`` is one of the logging module's."""
+
+    level: int
+    text: str
+
+
+@dataclass(slots=True)
+class _Told:
+    """A kind that has a line already. Until ``until_s`` others are only counted."""
+
+    until_s: float
+    num_left_out: int = 0
+
+
+class _Kind(NamedTuple):
+    what: str
+    reason: str
+    peer: Peer
+
+
+class UnusedKV:
+    """One per engine. ``now_s`` is any clock that does not go back, always the same one."""
+
+    def __init__(self) -> None:
+        self._told: dict[_Kind, _Told] = {}
+        self._never_works: set[Peer] = set()
+        self._next_s = float("inf")
+        self._num_new_pairs = 0
+
+    def note(
+        self,
+        now_s: float,
+        request_id: str,
+        reason: str,
+        detail: str,
+        source: SourceRef | None = None,
+        what: str = NOT_USED,
+    ) -> list[Line]:
+        """A request runs without KV. ``source``: the engine that it was to come from, if known."""
+        lines = self.due(now_s)
+        peer = Peer(source.engine_id, source.endpoint) if source is not None else ANY_PEER
+        why = f"{reason}: {detail}" if detail else reason
+        sentence = f"request {request_id}: {what}: {why}{peer}"
+        kind = self._kind(what, reason, peer)
+        if self._is_new_pair(peer, reason):
+            self._num_new_pairs += 1
+            sentence += "; no load from it can work until one of the two is configured differently"
+            lines.append(_line(logging.ERROR, sentence))
+            self._tell(now_s, kind)
+            return lines
+        told = self._told.get(kind)
+        if told is None:
+            lines.append(_line(logging.WARNING, sentence))
+            self._tell(now_s, kind)
+        else:
+            told.num_left_out += 1
+        return lines
+
+    def works(self, source: SourceRef) -> None:
+        """A load from this engine succeeded."""
+        if self._never_works:
+            self._never_works.discard(Peer(source.engine_id, source.endpoint))
+
+    def due(self, now_s: float) -> list[Line]:
+        """The summaries that are due; almost always none, which costs one comparison."""
+        return [] if now_s < self._next_s else self._summaries(now_s)
+
+    def rest(self) -> list[Line]:
+        """All that was counted and not told yet."""
+        return self._summaries(float("inf"))
+
+    def take_new_pairs(self) -> int:
+        """Engines that were told as an error since the last call."""
+        number, self._num_new_pairs = self._num_new_pairs, 0
+        return number
+
+    def _is_new_pair(self, peer: Peer, reason: str) -> bool:
+        is_new = (
+            reason in NEVER_WORKS
+            and peer not in self._never_works
+            and peer != ANY_PEER
+            and len(self._never_works) < MAX_KINDS
+        )
+        if is_new:
+            self._never_works.add(peer)
+        return is_new
+
+    def _kind(self, what: str, reason: str, peer: Peer) -> _Kind:
+        kind = _Kind(what, reason, peer)
+        if kind in self._told or len(self._told) < MAX_KINDS:
+            return kind
+        return _Kind(what, reason, ANY_PEER)
+
+    def _tell(self, now_s: float, kind: _Kind) -> None:
+        self._told[kind] = _Told(now_s + SUMMARY_S)
+        self._next_s = min(self._next_s, now_s + SUMMARY_S)
+
+    def _summaries(self, now_s: float) -> list[Line]:
+        lines: list[Line] = []
+        for kind, told in list(self._told.items()):
+            if now_s < told.until_s:
+                continue
+            if not told.num_left_out:
+                del self._told[kind]  # the next one is told at length again
+                continue
+            more = f"{told.num_left_out} more like this"
+            sentence = f"{kind.what}: {kind.reason}: {more}{kind.peer}"
+            lines.append(_line(logging.WARNING, sentence))
+            self._told[kind] = _Told(now_s + SUMMARY_S)
+        self._next_s = min((told.until_s for told in self._told.values()), default=float("inf"))
+        return lines
+
+
+def _line(level: int, sentence: str) -> Line:
+    """On one line and of bounded length: parts of it are a client's or a peer's."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence[:MAX_CHARS])
+    return Line(level, shown)
