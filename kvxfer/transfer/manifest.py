@@ -187,6 +187,13 @@ def _rank_problems(manifest: EngineManifest) -> Iterator[str]:
             f"ranks: expected each of {manifest.pp_size} x {manifest.tp_size} (pp x tp) once, "
             f"got {', '.join(map(str, wrong[:_SHOWN_PROBLEMS]))} missing, twice or unexpected"
         )
+    listening = Counter(entry.control_endpoint for entry in manifest.ranks)
+    for endpoint, count in listening.items():
+        if count > 1:
+            yield (
+                "ranks: expected each to have a control endpoint of its own, "
+                f"got {endpoint[:128]!r} {count} times"
+            )
     max_head = 1 if manifest.facts.is_mla else manifest.facts.num_kv_heads
     for entry in manifest.ranks:
         where = f"rank {entry.rank}"
