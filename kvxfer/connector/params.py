@@ -3,11 +3,13 @@
 The keys of the NIXL connector are kept, because routers forward them verbatim; ours stand under one
 key, ``kvxfer``. They are a hint and a freshness check, not a credential for KV: block ids come only
 from a Grant. Who has them may keep the offer or give it up, by the digest of the tokens that stands
-in them; the nonce alone does neither.
+in them; the nonce alone does neither. Whoever can send a request to an HTTP server can write them:
+with a ``params_key`` the source signs them, and others are not followed.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,8 +38,8 @@ class LoadWanted:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """An ordinary request. ``reason`` is counted: no_params, null_params, other_connector or
-    bad_params.
+    """An ordinary request. ``reason`` is counted: no_params, null_params, other_connector,
+    bad_params or bad_signature.
     """
 
     reason: str
@@ -54,6 +56,7 @@ class _Ours(msgspec.Struct, frozen=True):
     tokens: int
     endpoint: str
     digest: str = ""
+    signature: str = ""
 
 
 class _Outer(msgspec.Struct, frozen=True):
@@ -63,9 +66,13 @@ class _Outer(msgspec.Struct, frozen=True):
     kvxfer: _Ours | None = None
 
 
-def parse_params(raw: Mapping[str, Any] | None) -> Params:
+def parse_params(raw: Mapping[str, Any] | None, key: str | None = None) -> Params:
     """Parse at the door. Never guesses: what cannot be understood is Plain with the path of the
     mistake.
+
+    Args:
+        key: ``params_key``; where there is one, a load that was not signed with it is Plain. That
+            KV is offered needs no signature: the request itself is served either way.
     """
     if not raw:
         return Plain("no_params")
@@ -77,7 +84,15 @@ def parse_params(raw: Mapping[str, Any] | None) -> Params:
             return Plain("null_params")
         if outer.kvxfer is None:
             return Plain("other_connector")
-        return LoadWanted(_source(outer.kvxfer, outer.remote_engine_id))
+        source = _source(outer.kvxfer, outer.remote_engine_id)
+        if key is not None:
+            signature = outer.kvxfer.signature
+            expected = _signature(source, outer.kvxfer.number, key)
+            if not hmac.compare_digest(signature.encode(), expected.encode()):
+                got = "another" if signature else "none"
+                detail = f"expected one made with this engine's params_key, got {got}"
+                return Plain("bad_signature", f"kvxfer.signature: {detail}")
+        return LoadWanted(source)
     except (msgspec.ValidationError, ValueError, TypeError) as e:
         return Plain("bad_params", f"kv_transfer_params: {e}")
 
@@ -106,11 +121,26 @@ def _hex(text: str, name: str, nbytes: int = NONCE_NBYTES) -> bytes:
     return raw
 
 
+def _signature(source: SourceRef, number: int, key: str) -> str:
+    """Over everything that is followed; in msgpack no two of these are written alike."""
+    signed = msgspec.msgpack.encode(
+        ("kvxfer.params.v1", source.engine_id, source.endpoint)
+        + (source.offer.incarnation, source.offer.nonce, source.num_tokens, source.digest, number)
+    )
+    return hmac.digest(key.encode(), signed, "sha256").hex()
+
+
 def make_params(
-    source: SourceRef, *, request_id: str, number: int, tp_size: int, pp_size: int
+    source: SourceRef,
+    *,
+    request_id: str,
+    number: int,
+    tp_size: int,
+    pp_size: int,
+    key: str | None = None,
 ) -> dict[str, Any]:
     """What a finished prefill request returns; JSON-serialisable. The inverse of
-    :func:`parse_params`.
+    :func:`parse_params`. ``key``: ``params_key``; signs them.
 
     ``remote_block_ids`` is empty on purpose: ids come from the Grant, and a stale id could be read
     by mistake.
@@ -134,5 +164,6 @@ def make_params(
             "tokens": source.num_tokens,
             "endpoint": source.endpoint,
             "digest": source.digest.hex(),
+            **({"signature": _signature(source, number, key)} if key is not None else {}),
         },
     }

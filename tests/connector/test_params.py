@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 from typing import Any
 
@@ -21,8 +23,11 @@ SOURCE = SourceRef(
 )
 
 
-def params(**ours: Any) -> dict[str, Any]:
-    made = make_params(SOURCE, request_id="r1", number=3, tp_size=2, pp_size=1)
+KEY = "sixteen letters."
+
+
+def params(key: str | None = None, **ours: Any) -> dict[str, Any]:
+    made = make_params(SOURCE, request_id="r1", number=3, tp_size=2, pp_size=1, key=key)
     made["kvxfer"] |= ours
     return made
 
@@ -99,3 +104,55 @@ def test_what_cannot_be_understood_is_named(raw: dict[str, Any], detail: str) ->
     assert isinstance(parsed, Plain)
     assert parsed.reason == "bad_params"
     assert detail in parsed.detail
+
+
+# ------------------------------------------------------------------ signed
+
+
+def test_signed_params_are_followed_with_the_key_and_without_one() -> None:
+    signed = json.loads(json.dumps(params(KEY)))
+    assert parse_params(signed, KEY) == LoadWanted(SOURCE)
+    assert parse_params(signed) == LoadWanted(SOURCE)
+
+
+def test_the_signature_is_what_it_has_always_been() -> None:
+    """Engines of another version must make the same one."""
+    signed = (
+        b"\x98\xb0kvxfer.params.v1\xa9prefill-1\xb3tcp://10.0.0.7:5700"
+        b"\xc4\x10"
+        + bytes(range(16, 32))
+        + b"\xc4\x10"
+        + bytes(range(16))
+        + b"M\xc4\x20"
+        + bytes(range(32))
+        + b"\x03"
+    )
+    expected = hmac.new(KEY.encode(), signed, hashlib.sha256).hexdigest()
+    assert params(KEY)["kvxfer"]["signature"] == expected
+
+
+@pytest.mark.parametrize(
+    ("raw", "got"),
+    [
+        (params(), "none"),
+        (params("another key of 16"), "another"),
+        (params(KEY, signature="é"), "another"),
+        (params(KEY, nonce="ff" * 16), "another"),
+        (params(KEY, incarnation="ff" * 16), "another"),
+        (params(KEY, endpoint="tcp://10.0.0.8:5700"), "another"),
+        (params(KEY, tokens=78), "another"),
+        (params(KEY, digest="ff" * 32), "another"),
+        (params(KEY, number=4), "another"),
+        (params(KEY) | {"remote_engine_id": "prefill-2"}, "another"),
+    ],
+)
+def test_what_was_not_signed_so_is_plain(raw: dict[str, Any], got: str) -> None:
+    parsed = parse_params(raw, KEY)
+    assert isinstance(parsed, Plain)
+    assert parsed.reason == "bad_signature"
+    assert parsed.detail.endswith(f"params_key, got {got}")
+    assert KEY not in parsed.detail
+
+
+def test_to_ask_for_an_offer_needs_no_signature() -> None:
+    assert parse_params({"do_remote_decode": True}, KEY) == OfferWanted()
