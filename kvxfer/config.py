@@ -37,12 +37,9 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
 _SERVICE_NAME = re.compile(
     r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-# What a peer may be without being named: this host, and the private ranges of RFC 1918 and RFC
-# 4193.
-LOOPBACK_AND_PRIVATE: Final = (
-    *("localhost", "127.0.0.0/8", "::1/128"),
-    *("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7"),
-)
+MIN_PARAMS_KEY: Final = 16
+SECRETS: Final = ("curve_secret_key", "params_key")
+"""Never shown."""
 # A CURVE key is 32 bytes; ZeroMQ writes them as 40 characters of Z85.
 _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 # At least one letter: 127.1 and 2130706433 are addresses to some resolvers, and no names to us.
@@ -77,8 +74,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: int | None = None
     """Its front door; 0 takes a free one. None: 5700, and a free one where the engine only takes
     KV, because nobody has to find that."""
-    allowed_peers: tuple[str, ...] = LOOPBACK_AND_PRIVATE
-    """Names, addresses and ranges that this engine connects to; see :meth:`peer_allowed`."""
+    allowed_peers: tuple[str, ...] | None = None
+    """Names, addresses and ranges of the hosts that this engine takes KV from and serves; None:
+    this host only, and of its sources those of the same user. See :meth:`peer_allowed`."""
     trust_network: bool = False
     """Whether only trusted hosts reach this one. ``ucx`` and ``nixl`` take what they are sent
     unchecked: without it they connect processes of one user on one host only."""
@@ -117,6 +115,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     curve_secret_key: str | None = None
     curve_server_keys: dict[str, str] | None = None
     """The public key expected of each engine, by engine id (Z85)."""
+    params_key: str | None = None
+    """A secret that all engines share: signs ``kv_transfer_params``, and unsigned ones are plain.
+    16 characters or more."""
     bind_tokens: bool = True
     """Compare digests of the token ids on both sides before any KV moves."""
     offer_board: bool = True
@@ -127,7 +128,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:
-        for check in (_check_numbers, _check_staging, _check_order, _check_peers, _check_curve):
+        for check in (
+            *(_check_numbers, _check_staging, _check_order),
+            *(_check_peers, _check_curve, _check_params_key),
+        ):
             check(self)
 
     def __repr__(self) -> str:
@@ -149,18 +153,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.port
 
     def peer_allowed(self, host: str) -> bool:
-        """Does ``allowed_peers`` admit this host?
+        """Does ``allowed_peers`` admit this host? If it is not set: this host's loopback, and the
+        address that this engine itself listens on.
 
         An address is compared with addresses and ranges, a name with names (letter case aside).
         Names are never looked up here: who connects by a name that is not listed resolves it first,
         asks about the address, and connects to that.
         """
+        if self.allowed_peers is not None:
+            return self.peer_named(host)
         address = _address(host)
         if address is None:
-            return host.rstrip(".").lower() in {
-                entry.rstrip(".").lower() for entry in self.allowed_peers if _network(entry) is None
-            }
-        networks = (_network(entry) for entry in self.allowed_peers)
+            return _plain_name(host) == "localhost"
+        return address.is_loopback or address == _address(self.host)
+
+    def peer_named(self, host: str) -> bool:
+        """Has somebody set ``allowed_peers`` so that it admits this host?"""
+        entries, address = self.allowed_peers or (), _address(host)
+        if address is None:
+            names = {_plain_name(entry) for entry in entries if _network(entry) is None}
+            return _plain_name(host) in names
+        networks = (_network(entry) for entry in entries)
         return any(network is not None and address in network for network in networks)
 
 
@@ -171,10 +184,18 @@ class LoadedConfig(msgspec.Struct, frozen=True):
     origins: dict[str, Origin]
 
     def rows(self) -> list[tuple[str, str, Origin]]:
-        """(field, value as text, origin) for each field, in order; the secret key is not shown."""
+        """(field, value as text, origin) for each field, in order; secrets are not shown."""
         return [
             (name, _shown(name, value), self.origins[name]) for name, value in _items(self.config)
         ]
+
+
+def not_admitted(host: str) -> str:
+    """What to do about a host that ``allowed_peers`` does not admit."""
+    return (
+        f"allowed_peers of this engine does not admit {host}; set it on both sides to the names or "
+        "addresses of the other one"
+    )
 
 
 def load_config(
@@ -302,7 +323,7 @@ def _items(config: Config) -> Iterator[tuple[str, Any]]:
 
 def _open(name: str, value: object) -> object:
     """The value, unless it is a secret."""
-    return "(set)" if name == "curve_secret_key" and value is not None else value
+    return "(set)" if name in SECRETS and value is not None else value
 
 
 def _shown(name: str, value: object) -> str:
@@ -363,7 +384,7 @@ def _check_order(config: Config) -> None:
 
 
 def _check_peers(config: Config) -> None:
-    for entry in config.allowed_peers:
+    for entry in config.allowed_peers or ():
         if _network(entry) is None and not _HOST_NAME.fullmatch(entry):
             raise ConfigError(
                 f"allowed_peers: expected names, addresses and ranges, got {entry!r}; "
@@ -395,6 +416,18 @@ def _check_curve(config: Config) -> None:
                 f"{name}: expected 40 characters of Z85, got {len(key)} characters; "
                 "zmq.curve_keypair() makes a pair"
             )
+
+
+def _check_params_key(config: Config) -> None:
+    if config.params_key is not None and len(config.params_key) < MIN_PARAMS_KEY:
+        raise ConfigError(
+            f"params_key: expected at least {MIN_PARAMS_KEY} characters, got "
+            f"{len(config.params_key)}; take random ones"
+        )
+
+
+def _plain_name(host: str) -> str:
+    return host.rstrip(".").lower()
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

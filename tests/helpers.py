@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import multiprocessing as mp
+import os
 import secrets
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -22,6 +25,9 @@ POISON = 0xEE
 needs_ucxx = pytest.mark.skipif(find_spec("ucxx") is None, reason="needs ucxx: install kvxfer[ucx]")
 needs_nixl = pytest.mark.skipif(
     find_spec("nixl") is None, reason="needs NIXL: install kvxfer[nixl]"
+)
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can start a process of another user"
 )
 # A side that fails leaves the other one waiting for it; it gets this long to notice.
 _GRACE_S = 10.0
@@ -128,3 +134,17 @@ def free_port() -> int:
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
+
+
+@contextmanager
+def process_of_another_user(code: str, *args: str) -> Iterator[subprocess.Popen[str]]:
+    """A Python process of the user ``nobody`` that runs ``code``; killed in the end. It can import
+    nothing by itself where Python lies in a folder of root's.
+    """
+    start = "import asyncio, os, socket, sys, time; os.setuid(65534)\n"
+    command = [sys.executable, "-c", start + code, *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            yield child
+        finally:
+            child.kill()

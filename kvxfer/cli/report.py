@@ -15,6 +15,7 @@ from rich.table import Table
 
 from kvxfer.cli.outcome import Result, Summary
 from kvxfer.cli.version import own_version
+from kvxfer.config import SECRETS
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.rpc import Info
 from kvxfer.errors import ConfigError
@@ -181,8 +182,7 @@ def versions() -> dict[str, str]:
 
 def _shown(config: EngineConfig) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(config)
-    if shown["kv"]["curve_secret_key"] is not None:
-        shown["kv"]["curve_secret_key"] = "(set)"
+    shown["kv"] |= {name: "(set)" for name in SECRETS if shown["kv"][name] is not None}
     return shown
 
 

@@ -1,31 +1,61 @@
-"""Who may speak to whom: addresses, and CURVE keys pinned by engine id.
+"""Who may speak to whom: addresses, users, and CURVE keys pinned by engine id.
 
-With CURVE a connection is encrypted and each side knows the other's key; addresses do not matter
-then. Without it a listener serves loopback only, unless ``allowed_peers`` was set and admits the
-address.
+With CURVE a connection is encrypted and each side knows the other's key; a listener asks for no
+address then. Without it a listener serves this host only, unless ``allowed_peers`` was set and
+admits the address.
+
+KV that was accepted is found by other requests too, so it is taken only from a source that somebody
+answers for: one whose host ``allowed_peers`` names, whose CURVE key is pinned, whose params are
+signed, or that is a process of this user on this host.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+
 import zmq
 from zmq.utils import z85
 
-from kvxfer.config import Config
+from kvxfer.config import Config, not_admitted
 from kvxfer.connector.io_thread import ZmqSocket
+from kvxfer.connector.listeners import Listeners
 from kvxfer.transfer.manifest import parse_endpoint
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
 
 
-def may_connect(config: Config, endpoint: str) -> bool:
-    """Whether ``allowed_peers`` admits the host of ``tcp://host:port``. Names are compared, never
-    looked up.
+def check_host(config: Config, endpoint: str) -> None:
+    """Raises PermissionError unless ``allowed_peers`` admits the host of ``tcp://host:port``. Names
+    are compared, never looked up.
     """
     try:
         host, _ = parse_endpoint(endpoint)
-    except ValueError:
-        return False
-    return config.peer_allowed(host)
+    except ValueError as e:
+        raise PermissionError(str(e)) from e
+    if not config.peer_allowed(host):
+        raise PermissionError(not_admitted(endpoint))
+
+
+def check_owners(config: Config, endpoints: Iterable[str], *, are_up: bool) -> None:
+    """Raises PermissionError unless somebody answers for a source that listens at these.
+
+    Called before it is connected to (not ``are_up``: perhaps nobody listens yet) and again when it
+    has said where it listens: whoever let go of a port in between may hold a connection still.
+    """
+    if config.curve_public_key is not None or config.params_key is not None:
+        return
+    listeners, ours = Listeners(), frozenset({os.geteuid()})
+    for endpoint in endpoints:
+        if config.peer_named(parse_endpoint(endpoint)[0]):
+            continue
+        users = listeners.users(endpoint)
+        if users != ours and (users or are_up):
+            raise PermissionError(
+                f"{endpoint}: expected a process of this user (uid {os.geteuid()}), got another's "
+                "or none; run both engines as one user, name the host in allowed_peers, or set "
+                "params_key"
+            )
 
 
 def server_key_of(config: Config, engine_id: str) -> str | None:

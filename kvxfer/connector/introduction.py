@@ -1,13 +1,16 @@
-"""What a source engine says of itself, looked at before anything is done with it. Pure.
+"""What a source engine says of itself, looked at before anything is done with it.
 
 A manifest comes from the network: every endpoint in it is a claim. Nothing in it is connected to
-or mapped before all of it was looked at.
+or mapped before all of it was looked at, and nothing is read from a rank that has not said the same
+of itself.
 """
 
 from __future__ import annotations
 
+import msgspec
+
 from kvxfer.config import Config
-from kvxfer.connector.access import may_connect
+from kvxfer.connector.access import check_host, check_owners
 from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import EngineManifest, RankManifest, validate_manifest
@@ -28,14 +31,34 @@ def check_introduction(
             f"engine_id: expected {engine_id} at {endpoint}, got {manifest.engine_id}, which was "
             "started there since; params of the one before are of no use any more"
         )
+    stated = [endpoint]
     for entry in manifest.ranks:
         named = {"control": entry.control_endpoint, **entry.data_endpoints}
         for use, named_endpoint in named.items():
-            if not may_connect(config, named_endpoint):
-                raise PermissionError(
-                    f"rank {entry.rank} of {engine_id} listens on {named_endpoint} ({use}), "
-                    "which is not in allowed_peers"
-                )
+            try:
+                check_host(config, named_endpoint)
+            except PermissionError as e:
+                raise PermissionError(f"rank {entry.rank} of {engine_id} ({use}): {e}") from e
+            stated.append(named_endpoint)
+    check_owners(config, stated, are_up=True)
+
+
+def check_rank(manifest: EngineManifest, entry: RankManifest, said: EngineManifest) -> None:
+    """Whether a rank itself says what the front door's manifest has of it: ``said`` came from its
+    control endpoint. Raises PermissionError: it may be another engine's.
+    """
+    where = f"rank {entry.rank} of {manifest.engine_id}"
+    if said.engine_id != manifest.engine_id:
+        raise PermissionError(
+            f"{where}: expected a control endpoint of its own, got {entry.control_endpoint}, "
+            f"which is engine {said.engine_id}'s"
+        )
+    of_engine = msgspec.structs.replace(manifest, ranks=())
+    if msgspec.structs.replace(said, ranks=()) != of_engine or entry not in said.ranks:
+        raise PermissionError(
+            f"{where}: expected {entry.control_endpoint} to say the same of itself as the front "
+            "door, got something else"
+        )
 
 
 def check_partner(
@@ -54,19 +77,3 @@ def check_partner(
             "configure it alike on both sides"
         )
     check_compatible(manifest, own, can_leave_unhashed=can_leave_unhashed)
-
-
-def contested(manifest: EngineManifest, other: EngineManifest) -> RankManifest | None:
-    """The first rank whose control endpoint the other engine states too, while saying something
-    else of it; None if the two can be used side by side.
-
-    Wires know a source rank by its control endpoint, so one endpoint must have one meaning. An
-    engine that is met under two names of its host says the same both times.
-    """
-    is_same_life = manifest.incarnation == other.incarnation
-    theirs = {entry.control_endpoint: entry for entry in other.ranks}
-    for entry in manifest.ranks:
-        known = theirs.get(entry.control_endpoint)
-        if known is not None and not (is_same_life and known == entry):
-            return entry
-    return None

@@ -1,7 +1,8 @@
 """One source engine as this sink rank knows it: from the first Hello to the last word. Runs on the
 IO thread.
 
-    GREETING --Manifest--> KNOWN: Keep and Cancel can be sent --wires tried--> READY: Pulls too
+    GREETING --Manifest--> KNOWN: Keep and Cancel can be sent
+    KNOWN --wires tried, and every rank that is read has said the same of itself--> READY: Pulls too
     any of them --refused, silent, gone--> OVER, for ever: the next contact makes a new peer
 """
 
@@ -13,9 +14,9 @@ from functools import partial
 
 import zmq
 
-from kvxfer.connector.access import may_connect
+from kvxfer.connector.access import check_host, check_owners
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.introduction import check_introduction, check_partner
+from kvxfer.connector.introduction import check_introduction, check_partner, check_rank
 from kvxfer.connector.io_thread import Call, Timer
 from kvxfer.connector.peer_links import PeerLinks
 from kvxfer.connector.peer_records import Failure, Moments, PeerState, Surroundings, Waiter
@@ -34,7 +35,6 @@ from kvxfer.transfer.wire import (
     Malformed,
     Manifest,
     NotReady,
-    Ping,
     Pong,
     Reason,
     ToSink,
@@ -64,6 +64,9 @@ class Peer:
         self.choices: Choices = {}
         self.was_ready = False
         self._around = around
+        self._tried: Choices | None = None
+        self._unconfirmed: dict[str, RankManifest] = {}
+        self._confirmed: dict[str, RankManifest] = {}
         self._boards: dict[RankId, BoardView] = {}
         self._waiters = Waiters(around.io)
         self._links: PeerLinks | None = None
@@ -76,16 +79,16 @@ class Peer:
     def start(self) -> None:
         """Say Hello; the rest follows from the answer, or from its absence."""
         around = self._around
-        if not may_connect(around.config, self.endpoint):
-            detail = f"allowed_peers of this engine does not admit {self.endpoint}"
-            self.end(Failure(Reason.NOT_ALLOWED, detail))
-            return
         try:
+            check_host(around.config, self.endpoint)
+            check_owners(around.config, [self.endpoint], are_up=False)
             self._links = PeerLinks(around, self.engine_id, self._on_message, self._lost)
             self._greet()
         except KeyError:
             detail = f"curve_server_keys: expected a key of engine {self.engine_id}, got none"
             self.end(Failure(Reason.NOT_ALLOWED, detail))
+        except PermissionError as e:
+            self.end(Failure(Reason.NOT_ALLOWED, str(e)))
         except zmq.ZMQError as e:
             self._lost(f"{self.endpoint}: expected a socket to connect with, got none: {e}")
 
@@ -107,7 +110,7 @@ class Peer:
         timeout_s = self._around.config.connect_timeout_s
         self._greeted_s = self._around.io.now()
         self._set_deadline(timeout_s, self._give_up)
-        self._hello()
+        self._hello(self.endpoint)
 
     def _set_deadline(self, delay_s: float, call: Call) -> None:
         self._clear_deadline()
@@ -118,13 +121,13 @@ class Peer:
             self._deadline.cancel()
             self._deadline = None
 
-    def _hello(self) -> None:
+    def _hello(self, endpoint: str) -> None:
         if self._links is not None:
             around = self._around
             names = (BIND_TOKENS,) if around.config.bind_tokens else ()
             versions = (PROTOCOL_MIN, PROTOCOL_MAX)
             message = Hello(versions, names, around.engine_id, around.incarnation)
-            self._links.send(self.endpoint, message)
+            self._links.send(endpoint, message)
 
     def _give_up(self) -> None:
         problem = self._links.problem(self.endpoint) if self._links is not None else ""
@@ -167,7 +170,6 @@ class Peer:
         around = self._around
         self._moments.end("hello")
         check_introduction(around.config, self.engine_id, self.endpoint, manifest)
-        around.admit(self, manifest)
         self.manifest = manifest
         self.state = PeerState.KNOWN
         until_s = self._greeted_s + around.config.connect_timeout_s + TRIALS_S
@@ -185,10 +187,57 @@ class Peer:
             if not route.is_null
         ]
         self._moments.end("plan")
+        self._ask_ranks()
         start_trial(around, routes, until_s, self._on_tried)
 
+    def _ask_ranks(self) -> None:
+        """Have every rank that will be asked for anything confirm what the front door says of it.
+        Trials go on meanwhile: they carry no KV.
+        """
+        read = [self.source(route.source_rank) for route in self.routes()]
+        self._unconfirmed = {entry.control_endpoint: entry for entry in read}
+        for endpoint in list(self._unconfirmed):
+            if endpoint == self.endpoint:
+                self._confirm(endpoint)  # it has just said so
+            else:
+                self._hello(endpoint)
+
+    def _on_said(self, endpoint: str, said: EngineManifest) -> None:
+        """A rank has answered for itself."""
+        entry = self._unconfirmed.get(endpoint)
+        if self.manifest is None or entry is None:
+            return
+        same_engine = said.engine_id == self.engine_id
+        if same_engine and said.incarnation != self.manifest.incarnation:
+            self._lost("the engine was started anew")
+            return
+        try:
+            check_rank(self.manifest, entry, said)
+        except PermissionError as e:
+            self.end(Failure(Reason.NOT_ALLOWED, str(e)))
+            return
+        self._confirm(endpoint)
+        self._complete()
+
+    def _confirm(self, endpoint: str) -> None:
+        entry = self._confirmed[endpoint] = self._unconfirmed.pop(endpoint)
+        self._around.confirmed(self, entry)
+
+    def is_replaced_by(self, peer: Peer, entry: RankManifest) -> bool:
+        """Whether this rank of the other peer listens where this peer has heard another, or the
+        same one say something else. Under two names of its host an engine says the same.
+        """
+        known = self._confirmed.get(entry.control_endpoint)
+        if known is None or self.manifest is None or peer.manifest is None:
+            return False
+        return known != entry or self.manifest.incarnation != peer.manifest.incarnation
+
     def _not_tried(self) -> None:
-        self.end(Failure(Reason.TRANSPORT, "the trials of its wires did not end in time"))
+        if self._tried is None:
+            self.end(Failure(Reason.TRANSPORT, "the trials of its wires did not end in time"))
+            return
+        silent = ", ".join(self._unconfirmed)
+        self._lost(f"{silent}: expected its ranks to confirm what its front door says, got nothing")
 
     def _on_tried(self, result: Choices | Failure) -> None:
         if isinstance(result, Failure):
@@ -199,13 +248,21 @@ class Peer:
             discard(result)
             return
         self._moments.end("trials")
-        self.choices, unattached = result, dict(result)
+        self._tried = result
+        self._complete()
+
+    def _complete(self) -> None:
+        """READY, once nothing is missing."""
+        if self._tried is None or self._unconfirmed:
+            return
+        self._moments.end("ranks")
+        self.choices, self._tried = self._tried, None
+        unattached = dict(self.choices)
         try:
-            for rank, choice in result.items():
+            for rank, choice in self.choices.items():
                 del unattached[rank]  # from here on the wire has what the trial has opened
                 self.transport(rank).attach(self.source(rank), choice.staging, choice.trial)
             self._open_boards()
-            self._open_links()
         except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
             _log.debug("engine %s: its wires", self.engine_id, exc_info=True)
             discard(unattached)
@@ -233,13 +290,6 @@ class Peer:
             if board is not None:
                 self._boards[rank] = board
         self._around.ledger.count("boards.seen", len(self._boards))
-
-    def _open_links(self) -> None:
-        """One for each rank that is read. Its Pong says in which life it is: the manifest came from
-        the front door, which may have named somebody else's rank.
-        """
-        for route in self.routes():
-            self.send(route.source_rank, Ping())
 
     # -------------------------------------------------- in use
 
@@ -317,6 +367,9 @@ class Peer:
                 self._around.io.guard(partial(self.cancel, source, failure.reason))
         self.state = PeerState.OVER
         self._clear_deadline()
+        tried, self._tried = self._tried, None
+        if tried is not None:
+            discard(tried)
         guard = self._around.io.guard  # what fails here must not keep the rest from ending
         guard(partial(self._around.on_over, self, failure))  # its Cancels still leave
         for rank in self.choices:
@@ -337,10 +390,12 @@ class Peer:
     def _on_message(self, endpoint: str, message: ToSink) -> None:
         ledger = self._around.ledger
         match message:
-            case Manifest(manifest):
+            case Manifest(manifest) if endpoint == self.endpoint:
                 self._on_manifest(manifest)
+            case Manifest(said):
+                self._on_said(endpoint, said)
             case NotReady():
-                self._around.io.after(HELLO_AGAIN_S, self._hello)
+                self._around.io.after(HELLO_AGAIN_S, partial(self._hello, endpoint))
             case Malformed(detail):
                 ledger.count("control.malformed_answers")
                 if self._links is not None:

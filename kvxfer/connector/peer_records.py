@@ -13,7 +13,7 @@ from kvxfer.config import Config
 from kvxfer.connector.io_thread import IoThread, Now, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.records import SourceRef
-from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.wire import Reason, ToSink
 from kvxfer.transports.base import SinkTransport
 
@@ -74,8 +74,8 @@ def _nobody(waiter: Waiter) -> None:
     waiter.failed(Failure(Reason.PEER_LOST, "the engine was started anew"))
 
 
-def _anybody(peer: Peer, manifest: EngineManifest) -> None:
-    """There is no other peer that it could collide with."""
+def _nothing(peer: Peer, entry: RankManifest) -> None:
+    """There is no other peer in its place."""
 
 
 def _alone(peer: Peer, rank: RankId) -> bool:
@@ -87,7 +87,7 @@ class Surroundings:
     """What every peer of a sink rank shares.
 
     ``manifest``: this engine's own, once known. ``again``: takes a waiter that needs another life.
-    ``admit``: raises PermissionError for a manifest that states what is another peer's.
+    ``confirmed``: ends other peers that were known where this rank of the peer has just answered.
     ``is_shared``: whether another live peer uses the same attachment to this rank.
     ``can_leave_unhashed``: this engine can keep single blocks from prefix reuse.
     """
@@ -105,5 +105,5 @@ class Surroundings:
     on_message: Callable[[Peer, RankId, ToSink], None]
     on_over: Callable[[Peer, Failure], None]
     again: Callable[[Waiter], None] = _nobody
-    admit: Callable[[Peer, EngineManifest], None] = _anybody
+    confirmed: Callable[[Peer, RankManifest], None] = _nothing
     is_shared: Callable[[Peer, RankId], bool] = _alone

@@ -6,7 +6,8 @@ restarted engine is met anew.
 
 A manifest states its endpoints itself, so two engines may state the same one. Wires know a source
 rank by its control endpoint: one that answers for another engine there would have its memory read
-in the other's name. Only the engine that was heard at an endpoint itself takes it from another.
+in the other's name. So a peer is READY only when each rank that is read has said the same of itself
+there. What nobody has confirmed keeps nobody out, and what was heard last holds.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kvxfer.connector.introduction import contested
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import Failure, PeerState, Surroundings, Waiter
 from kvxfer.connector.records import SourceRef
-from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.wire import Reason
 
 BACK_OFF_S = 1.0
@@ -58,7 +58,7 @@ class Peers:
             around,
             on_over=self._over,
             again=self._wait,
-            admit=self._admit,
+            confirmed=self._confirmed,
             is_shared=self._is_shared,
         )
         self._peers: dict[Key, Peer] = {}
@@ -143,24 +143,12 @@ class Peers:
         if peer.state is PeerState.READY and not peer.is_alive_as(source):
             peer.recheck()
 
-    def _admit(self, peer: Peer, manifest: EngineManifest) -> None:
-        """May this engine be what it says, next to the others? Raises PermissionError."""
+    def _confirmed(self, peer: Peer, entry: RankManifest) -> None:
+        """This rank has answered: whoever was known where it listens is not there any more."""
         for other in list(self._peers.values()):
-            if other is peer or other.manifest is None:
-                continue
-            entry = contested(manifest, other.manifest)
-            if entry is None:
-                continue
-            if entry.control_endpoint == peer.endpoint:
-                other.end(
-                    Failure(Reason.PEER_LOST, f"engine {peer.engine_id} answers in its place")
-                )
-                continue
-            other.recheck()  # it may be gone, and its port another engine's
-            raise PermissionError(
-                f"rank {entry.rank} of {peer.engine_id}: expected a control endpoint of its own, "
-                f"got {entry.control_endpoint}, which is engine {other.engine_id}'s"
-            )
+            if other is not peer and other.is_replaced_by(peer, entry):
+                detail = f"engine {peer.engine_id} answers in its place"
+                other.end(Failure(Reason.PEER_LOST, detail))
 
     def _is_shared(self, peer: Peer, rank: RankId) -> bool:
         entry, wire = peer.source(rank), peer.transport(rank)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import zmq
 
 from kvxfer.config import Config
@@ -209,6 +210,9 @@ class RankService:
         if self._engine is not None and self._engine != manifest:
             self._peers.close(Failure(Reason.PEER_LOST, "this engine's manifest changed"))
         self._engine = manifest
+        # The front door speaks for all ranks, any other for itself: who met the engine asks it.
+        if self._identity.rank != RankId(0, 0):
+            manifest = msgspec.structs.replace(manifest, ranks=(self.manifest,))
         # Encoded and copied once: a manifest of 100 KB times every Hello would be too much.
         self._introduction = zmq.Frame(encode(Manifest(manifest)), copy=True)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvxfer.config import Config
+from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
 from kvxfer.connector.loads import NO_LOADS, LoadBook, LoadState
 from kvxfer.connector.offers import NO_OFFERS, Offer, OfferBook
@@ -125,7 +125,7 @@ class SchedulerConnector:
 
     def reject_request(self, request: RequestLike) -> None:
         """A request that will not run here, whatever its tokens: its offer is given up at once."""
-        params = parse_params(request.kv_transfer_params)
+        params = parse_params(request.kv_transfer_params, self._config.params_key)
         if not isinstance(params, LoadWanted):
             return
         plain = self._refusal(params.source)
@@ -143,7 +143,7 @@ class SchedulerConnector:
 
         Returns why it runs plain, if its params asked for more.
         """
-        params = parse_params(request.kv_transfer_params)
+        params = parse_params(request.kv_transfer_params, self._config.params_key)
         if isinstance(params, Plain):
             if params.reason == "null_params":
                 self._count(request, params.reason, params.detail)
@@ -169,7 +169,7 @@ class SchedulerConnector:
         if not self._can_receive:
             return Plain("role", "this engine does not load KV")
         if not self._config.peer_allowed(host):
-            return Plain(Reason.NOT_ALLOWED, f"allowed_peers of this engine does not admit {host}")
+            return Plain(Reason.NOT_ALLOWED, not_admitted(host))
         return None
 
     def _want(self, request: RequestLike, source: SourceRef) -> Plain | None:
@@ -244,6 +244,7 @@ class SchedulerConnector:
             number=finish.offer.number,
             tp_size=self._tp_size,
             pp_size=self._pp_size,
+            key=self._config.params_key,
         )
 
     def edge_of_offer(self, request_id: str) -> GroupBlockIds:

@@ -71,7 +71,7 @@ class Consumer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Sink to the source's front door, and to any rank as a sign of life."""
+    """Sink to the source's front door, then to each rank that it will read."""
 
     protocol: tuple[int, int]
     capabilities: tuple[Text, ...]
@@ -80,7 +80,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Manifest(msgspec.Struct, frozen=True, tag="manifest"):
-    """The answer to Hello: all ranks at once."""
+    """The answer to Hello. Of the front door: all ranks at once. Of another rank: that one alone,
+    which confirms what the front door says of it.
+    """
 
     manifest: EngineManifest
 

@@ -11,7 +11,7 @@ import os
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvxfer.config import LOOPBACK_AND_PRIVATE, Config
+from kvxfer.config import Config
 from kvxfer.transports.base import TransferKey
 from kvxfer.transports.pipe import Parts, Slots, SourceLane
 from kvxfer.transports.stream_wire import Header
@@ -145,8 +145,7 @@ def may_be_served(config: Config, address: str) -> bool:
     """Whether a listener answers this address.
 
     A Unix socket's peer if it is of the same user. With CURVE every one, since the nonces went to
-    known keys only. Without it loopback, and others only where ``allowed_peers`` was set and admits
-    them.
+    known keys only. Without it loopback, and others only where ``allowed_peers`` admits them.
     """
     user = user_of(address)
     if user is not None:
@@ -158,4 +157,4 @@ def may_be_served(config: Config, address: str) -> bool:
             return True
     except ValueError:
         return False
-    return config.allowed_peers != LOOPBACK_AND_PRIVATE and config.peer_allowed(address)
+    return config.peer_allowed(address)

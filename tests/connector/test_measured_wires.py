@@ -140,7 +140,9 @@ def test_auto_takes_the_wire_that_was_measured_faster_and_logs_both(
     ):
         load(source, sink)
         (line,) = (text for text in caplog.messages if "engine prefill at" in text)
-    assert re.search(r"met in \d+ ms \(hello \d+, plan \d+, trials \d+, attach \d+\): ", line), line
+    assert re.search(
+        r"met in \d+ ms \(hello \d+, plan \d+, trials \d+, ranks \d+, attach \d+\): ", line
+    ), line
     assert bool(seen.headers) is (fast in STREAMS)
     if fast == "shm":
         assert line.endswith(

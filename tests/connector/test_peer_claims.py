@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -9,12 +10,15 @@ import msgspec
 import pytest
 import zmq
 
+from kvxfer.config import Config
 from kvxfer.connector import peers as peers_module
+from kvxfer.connector.introduction import check_introduction
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import PeerState
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.wire import Hello, Manifest, decode_to_sink, encode
 from kvxfer.transports.base import SinkTransport, Trial
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
@@ -83,16 +87,14 @@ def test_an_engine_that_states_another_ones_endpoint_is_refused(wire: str) -> No
         door = _state_as_control_endpoint(hostile, honest.endpoint)
         assert _load(sink, "b1", _offered(hostile, "b1", door)) == {"not_allowed"}
         assert "which is engine a's" in sink.reports("b1")[0].detail
+        assert sink.count("peers.ready") == 1
         assert _load(sink, "a2", _offered(honest, "a2")) == {None}
         assert not (sink.pools[0].tensor == 0xBB).any()
         assert (sink.pools[0].tensor == 0xAA).any()
 
 
 @pytest.mark.parametrize("wire", WIRES)
-def test_an_engine_that_was_met_under_a_stolen_endpoint_gives_way(wire: str) -> None:
-    """The thief was met first; the engine that answers at the endpoint itself has it. A load of the
-    thief's own offer may be over before that.
-    """
+def test_an_endpoint_that_somebody_else_states_keeps_nobody_out(wire: str) -> None:
     with (
         Engine(ONE, "a", fill=0xAA, transport=wire) as honest,
         Engine(ONE, "b", fill=0xBB, transport=wire, announce=False) as hostile,
@@ -102,30 +104,150 @@ def test_an_engine_that_was_met_under_a_stolen_endpoint_gives_way(wire: str) -> 
         sink.load("b1", _offered(hostile, "b1", door), range(8, 12), SPAN)
         until(lambda: _peers(sink) or sink.received("b1"))
         assert _load(sink, "a1", _offered(honest, "a1")) == {None}
-        assert _blocks_with(sink, 0xAA) == {0, 1, 2, 3}
         until(lambda: sink.received("b1"))
-        theirs = _blocks_with(sink, 0xBB)
-        assert theirs <= {8, 9, 10, 11}
-        assert theirs or sink.reasons("b1") != {None}
-        assert _load(sink, "b2", _offered(hostile, "b2", door)) != {None}
+        assert sink.reasons("b1") == {"not_allowed"}
         assert _blocks_with(sink, 0xAA) == {0, 1, 2, 3}
+        assert not _blocks_with(sink, 0xBB)
 
 
-def test_a_rank_that_answers_in_another_life_than_its_manifest_says_ends_the_contact() -> None:
-    """The stolen endpoint is one of an engine that was never met; nothing is asked there."""
+TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=64)
+LIFE = b"i" * 16
+
+
+@pytest.mark.parametrize("first", ["honest", "hostile"])
+@pytest.mark.parametrize(("engine_id", "life"), [("b", None), ("a", LIFE)])
+def test_a_stolen_rank_is_read_in_nobody_elses_name(
+    engine_id: str, life: bytes | None, first: str
+) -> None:
+    """Rank 1 of the hostile engine states the endpoint of the honest one's, and memory of its own.
+    Its front door is its own, and says whose name it likes.
+    """
     with (
-        Engine(ONE, "a", fill=0xAA, transport="shm") as honest,
-        Engine(ONE, "b", fill=0xBB, transport="shm", announce=False) as hostile,
+        Engine(TWO, "a", fill=0xAA, transport="shm", incarnation=LIFE) as honest,
+        Engine(
+            TWO, engine_id, fill=0xBB, transport="shm", incarnation=life, announce=False
+        ) as hostile,
         Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
     ):
-        door = _state_as_control_endpoint(hostile, honest.endpoint)
-        service = sink.workers[0]._service
-        assert service is not None
-        ref = _offered(hostile, "b1", door)
-        service.io.post(lambda: service.keeper.hold("b1", ref))
-        until(lambda: sink.count("peers.peer_lost"))
+        mine, other = hostile.manifest.ranks
+        stolen = msgspec.structs.replace(
+            other, control_endpoint=honest.manifest.ranks[1].control_endpoint
+        )
+        hostile.manifest = msgspec.structs.replace(hostile.manifest, ranks=(mine, stolen))
+        hostile.step(ConnectorMetadata(manifest=hostile.manifest))
+        for number in range(2):
+            turns = ["honest", "hostile"] if first == "honest" else ["hostile", "honest"]
+            for turn in turns:
+                name = f"{turn}{number}"
+                if turn == "honest":
+                    assert _load(sink, name, _offered(honest, name)) == {None}
+                else:
+                    assert _load(sink, name, _offered(hostile, name)) == {"not_allowed"}
+                    assert "rank pp0tp1 of" in sink.reports(name)[0].detail
         assert sink.count("peers.ready") == 1
-        service.io.post(lambda: service.keeper.release("b1"))
+        assert _blocks_with(sink, 0xAA) == {0, 1, 2, 3}
+        assert not _blocks_with(sink, 0xBB)
+
+
+def test_a_rank_that_is_not_there_fails_the_contact() -> None:
+    """A stated endpoint where nobody answers proves as little."""
+    with (
+        Engine(TWO, "a", fill=1, transport="shm", announce=False) as source,
+        Engine(
+            ONE,
+            "decode",
+            fill=POISON,
+            transport="shm",
+            connect_timeout_s=0.3,
+            allowed_peers=("127.0.0.1",),
+        ) as sink,
+    ):
+        nobody = f"tcp://127.0.0.1:{free_port()}"
+        front, other = source.manifest.ranks
+        moved = msgspec.structs.replace(other, control_endpoint=nobody)
+        manifest = msgspec.structs.replace(source.manifest, ranks=(front, moved))
+        source.step(ConnectorMetadata(manifest=manifest))
+        assert _load(sink, "d", _offered(source, "p")) == {"peer_lost"}
+        assert f"{nobody}: expected its ranks to confirm" in sink.reports("d")[0].detail
+
+
+def test_a_rank_that_does_not_know_its_engine_yet_is_asked_again() -> None:
+    with (
+        Engine(TWO, "a", fill=1, transport="shm", announce=False) as source,
+        Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
+    ):
+        told = ConnectorMetadata(manifest=source.manifest)
+        source.workers[0].bind_connector_metadata(told)
+        ref = _offered(source, "p")
+        sink.load("d", ref, range(4), SPAN)
+        until(
+            lambda: (peer := _peers(sink).get(("a", source.endpoint))) and peer._tried is not None
+        )
+        assert not sink.received("d")
+        source.workers[1].bind_connector_metadata(told)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {None}
+
+
+def test_every_endpoint_that_is_stated_is_looked_at() -> None:
+    """Where nobody listens, anybody may a moment later."""
+    nobody = f"tcp://127.0.0.1:{free_port()}"
+    with Engine(ONE, "a", fill=1) as source:
+        check_introduction(Config(), "a", source.endpoint, source.manifest)
+        with pytest.raises(PermissionError, match=f"{nobody}: expected a process of this user"):
+            check_introduction(Config(), "a", nobody, source.manifest)
+        for field, stated in (
+            ("control_endpoint", nobody),
+            ("data_endpoints", {"zmq": nobody}),
+        ):
+            rank = msgspec.structs.replace(source.manifest.ranks[0], **{field: stated})
+            manifest = msgspec.structs.replace(source.manifest, ranks=(rank,))
+            with pytest.raises(PermissionError, match=f"{nobody}: expected a process of this user"):
+                check_introduction(Config(), "a", source.endpoint, manifest)
+
+
+def test_only_the_front_door_speaks_for_all_ranks() -> None:
+    with Engine(TWO, "a", fill=1) as source, zmq.Context() as context:
+        for number, expected in ((0, source.manifest.ranks), (1, source.manifest.ranks[1:])):
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.connect(source.manifest.ranks[number].control_endpoint)
+                dealer.send(encode(Hello((1, 1), (), "decode", b"d" * 16)))
+                assert dealer.poll(10_000)
+                said = decode_to_sink(dealer.recv())
+                dealer.linger = 0
+            assert isinstance(said, Manifest)
+            assert said.manifest == msgspec.structs.replace(source.manifest, ranks=expected)
+
+
+def test_another_users_process_is_not_even_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+        monkeypatch.setattr("kvxfer.connector.access.os.geteuid", lambda: 4242)
+        ref = msgspec.structs.replace(sink.offer("x", 64, range(4)), endpoint=endpoint)
+        assert _load(sink, "d", ref) == {"not_allowed"}
+        listening.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            listening.accept()
+
+
+def test_kv_of_another_users_process_is_not_taken_unless_its_host_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with (
+        Engine(ONE, "a", fill=1, transport="zmq") as source,
+        Engine(ONE, "decode", fill=POISON, transport="zmq") as sink,
+        Engine(ONE, "d2", fill=POISON, transport="zmq", allowed_peers=("127.0.0.1",)) as named,
+        Engine(ONE, "d3", fill=POISON, transport="zmq", params_key="k" * 16) as signed,
+    ):
+        monkeypatch.setattr("kvxfer.connector.access.os.geteuid", lambda: 4242)
+        assert _load(sink, "d", _offered(source, "p")) == {"not_allowed"}
+        assert "expected a process of this user" in sink.reports("d")[0].detail
+        assert (sink.pools[0].tensor == POISON).all()
+        assert _load(named, "d2", _offered(source, "p2")) == {None}
+        assert _load(signed, "d3", _offered(source, "p3")) == {None}
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -178,7 +300,10 @@ def test_a_data_endpoint_that_is_not_allowed_is_never_connected_to() -> None:
         manifest = msgspec.structs.replace(source.manifest, ranks=(rank,))
         source.step(ConnectorMetadata(manifest=manifest))
         assert _load(sink, "d", _offered(source, "p")) == {"not_allowed"}
-        assert "tcp://8.8.8.8:9 (zmq)" in sink.reports("d")[0].detail
+        assert (
+            "(zmq): allowed_peers of this engine does not admit tcp://8.8.8.8:9"
+            in sink.reports("d")[0].detail
+        )
 
 
 def test_a_source_that_does_not_bind_tokens_is_refused_by_a_sink_that_does() -> None:

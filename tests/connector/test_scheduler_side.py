@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace as Bag
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.connector.params import Plain, make_params
+from kvxfer.connector.params import LoadWanted, Plain, make_params, parse_params
 from kvxfer.connector.records import (
     NO_ORDERS,
     AbortLoad,
@@ -79,9 +80,10 @@ def connector(
     can_send: bool = True,
     can_receive: bool = True,
     now: Callable[[], float] = lambda: 0.0,
+    **settings: Any,
 ) -> SchedulerConnector:
     made = SchedulerConnector(
-        Config(),
+        Config(**settings),
         engine_id="me",
         incarnation=INCARNATION,
         facts=FACTS,
@@ -453,6 +455,28 @@ def test_an_endpoint_outside_allowed_peers_is_not_even_held() -> None:
     assert stats.reasons == {"not_allowed": 1}
 
 
+def test_params_that_were_not_signed_are_plain_where_there_is_a_key() -> None:
+    c = connector(params_key="sixteen letters.")
+    made = partial(make_params, SOURCE, request_id="x", number=1, tp_size=1, pp_size=1)
+    for reject in (c.on_new_request, c.reject_request):
+        reject(Request("unsigned", kv_transfer_params=made()))
+        assert not c.has_orders()
+    c.on_new_request(Request("signed", kv_transfer_params=made(key="sixteen letters.")))
+    assert c.get_num_new_matched_tokens(Request("signed"), 0) == (39, True)
+    stats = c.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.reasons == {"bad_signature": 1}
+
+
+def test_a_source_with_a_key_signs_what_it_returns() -> None:
+    c = connector(params_key="sixteen letters.")
+    c.on_new_request(offering())
+    c.build_connector_meta(step(new=(("r", [3, 4, 5], 0),), counts={"r": 40}))
+    _, params = c.request_finished(offering(), [3, 4, 5])
+    assert isinstance(parse_params(params, "sixteen letters."), LoadWanted)
+    assert not isinstance(parse_params(params, "another one of 16"), LoadWanted)
+
+
 @pytest.mark.parametrize(
     ("failure", "unholds"),
     [
@@ -686,7 +710,9 @@ def test_a_peer_that_is_not_allowed_is_an_error(caplog: pytest.LogCaptureFixture
     params["kvxfer"]["endpoint"] = "tcp://8.8.8.8:5700"
     for _ in range(2):
         plain = c.on_new_request(Request(kv_transfer_params=params))
-        assert plain == Plain("not_allowed", "allowed_peers of this engine does not admit 8.8.8.8")
+        assert plain is not None
+        assert plain.reason == "not_allowed"
+        assert plain.detail.startswith("allowed_peers of this engine does not admit 8.8.8.8; set")
     assert [level for level, _ in warned(caplog)] == ["ERROR"]
 
 
