@@ -151,6 +151,7 @@ class Links:
         self.world = cast(World, around.io)
         self.world.links.append(self)
         self.on_message, self.on_lost = on_message, on_lost
+        self.is_refused = False
         self.opened: set[str] = set()
         self.is_closed = False
 
