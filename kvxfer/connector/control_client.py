@@ -8,12 +8,13 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvxfer.config import Config
-from kvxfer.connector.access import secure_client
-from kvxfer.connector.control import BATCH, MAX_DETAIL, common_options
+from kvxfer.connector.control import MAX_DETAIL, common_options
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.wire import ToSink, ToSource, decode_to_sink, encode
+from kvxfer.transports.zmq_inbox import Inbox
+from kvxfer.transports.zmq_listeners import secure_client
 
 _GONE = (
     zmq.EVENT_DISCONNECTED
@@ -72,6 +73,9 @@ class ControlClient:
                 monitor.close()
             self._socket.close(linger=0)
             raise
+        self._inbox = Inbox(self._socket)
+        what = "address: see allowed_peers" if server_key is None else "CURVE key"
+        self._why_refused = f"it does not admit this engine's {what} there"
         io.watch(self._socket, self._read)
         io.watch(self._monitor, self._look)
 
@@ -106,14 +110,11 @@ class ControlClient:
         self._socket.close()
 
     def _read(self) -> None:
-        for _ in range(BATCH):
-            if self._closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        for frames in self._inbox.receive():
             self.heard_s, self.unanswered_s = self._io.now(), None
+            if frames[-1].more:
+                self._on_gone("it sent a message of many parts")
+                return
             try:
                 message = self._decode(frames)
             except ProtocolError as e:
@@ -121,6 +122,8 @@ class ControlClient:
                 self.problem = str(e)[:MAX_DETAIL]
                 continue
             self._on_message(message)
+            if self._closed:
+                return
 
     def _decode(self, frames: list[zmq.Frame]) -> ToSink:
         limit_nbytes = self._config.control_max_nbytes
@@ -141,7 +144,7 @@ class ControlClient:
             if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stood = True
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                self.problem = "it does not admit this engine's CURVE key"
+                self.problem = self._why_refused
             elif kind != zmq.EVENT_DISCONNECTED:
                 self.problem = "the handshake failed; CURVE keys may differ"
             elif self._stood:

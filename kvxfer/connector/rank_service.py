@@ -13,7 +13,6 @@ from functools import partial
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.access import KeyGuard
 from kvxfer.connector.board import Board
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
@@ -44,6 +43,8 @@ from kvxfer.transfer.wire import (
 from kvxfer.transports.base import LocalMemory, SinkCompletion, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+from kvxfer.transports.visitors import LOOK_S
+from kvxfer.transports.zmq_listeners import Guard
 
 DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
@@ -103,7 +104,7 @@ class RankService:
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
         self._closers: list[Callable[[], object]] = []
         try:
-            self._guard(config)
+            Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
                 self.io, self._context, config, ledger, port, self._dispatch
             )
@@ -117,6 +118,7 @@ class RankService:
                 memories=published_infos(sources, memory),
                 regions=regions,
                 board=board.handle if board is not None else None,
+                curve_public_key=config.curve_public_key,
             )
             self.ends = Ends(board)
             self.source = Source(
@@ -142,18 +144,9 @@ class RankService:
             self.io.watch_group(sink, partial(self._poll_sink, sink))
         for source in sources.values():
             self.io.watch_group(source, partial(self._poll_source, source))
+        self._look_after = (self._server.look, *(source.look for source in sources.values()))
+        self.io.after(LOOK_S, self._look_around)
         self.io.start()
-
-    def _guard(self, config: Config) -> None:
-        if config.curve_secret_key is not None:
-            guard = KeyGuard(self._context, config)
-            self.io.watch(guard.socket, guard.answer)
-
-            def close() -> None:
-                self.io.unwatch(guard.socket)
-                guard.close()
-
-            self._closers.append(close)
 
     def _wires(
         self, config: Config, memory: LocalMemory
@@ -238,6 +231,12 @@ class RankService:
         for completion in completions:
             self.io.guard(partial(self.sink.on_completion, completion))
         self._count(transport)
+
+    def _look_around(self) -> None:
+        """At what strangers hold."""
+        self.io.after(LOOK_S, self._look_around)
+        for look in self._look_after:
+            self.io.guard(look)
 
     def _count(self, transport: SourceTransport | SinkTransport) -> None:
         """What the wire dropped or refused."""

@@ -193,6 +193,10 @@ class SourceTransport(Polled, ABC):
         """What happened since the last call. Never blocks."""
         return []
 
+    def look(self) -> None:
+        """Called a few times a second (``visitors.LOOK_S``): end what a peer holds without use."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back; running jobs are waited for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -12,6 +12,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.pipe import Pipe, SinkLane, Slots
 from kvxfer.transports.stream_wire import (
     STREAM_VERSION,
@@ -22,9 +23,12 @@ from kvxfer.transports.stream_wire import (
     Header,
     Socket,
     ToSource,
+    data_endpoint_of,
     encode,
     make_dealer,
 )
+from kvxfer.transports.zmq_inbox import Inbox
+from kvxfer.transports.zmq_listeners import secure_client
 from kvxfer.transports.zmq_same_host import nearest_endpoint
 
 # Every way in which a connection that never reconnects can end, or fail to begin.
@@ -65,6 +69,20 @@ class Link(Generic[T]):
     num_unreadable: int = 0
     is_connected: bool = False
     is_lost: bool = False
+    _inbox: Inbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._inbox = Inbox(self.socket)
+
+    def receive(self) -> Iterator[list[zmq.Frame]]:
+        """Messages of the source: an announcement, and what a pipe sends along.
+
+        Raises ProtocolError for one of many parts: the connection is of no use any more.
+        """
+        for frames in self._inbox.receive():
+            if frames[-1].more:
+                raise ProtocolError("message: expected a few parts, got many")
+            yield frames
 
     @property
     def is_spent(self) -> bool:
@@ -147,8 +165,7 @@ class Link(Generic[T]):
 def open_link(
     pipe: Pipe,
     slots: Slots,
-    control_endpoint: str,
-    endpoint: str,
+    source: RankManifest,
     config: Config,
     context: Context,
     *,
@@ -160,10 +177,14 @@ def open_link(
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
     """
+    endpoint = data_endpoint_of(source, config, pipe.name)
     nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
     _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
     socket = make_dealer(context, config)
     try:
+        socket.setsockopt(zmq.IPV6, int("[" in nearest))
+        if nearest == endpoint:  # a Unix socket's ends know each other's user
+            secure_client(socket, config, source.curve_public_key)
         monitor: Socket = socket.get_monitor_socket(_GONE_EVENTS)
     except BaseException:  # the engine ends while a trial begins
         socket.close(linger=0)
@@ -182,7 +203,7 @@ def open_link(
     path = lane.path("TCP" if nearest == endpoint else "a Unix socket")
     generations = [0] * slots.num_slots
     link: Link[T] = Link(
-        control_endpoint, endpoint, path, slots, socket, monitor, lane, generations
+        source.control_endpoint, endpoint, path, slots, socket, monitor, lane, generations
     )
     sizes = (slots.num_slots, slots.slot_nbytes)
     link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, is_trial))

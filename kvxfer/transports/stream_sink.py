@@ -56,7 +56,6 @@ from kvxfer.transports.stream_wire import (
     Refused,
     data_endpoint_of,
     decode_to_sink,
-    receive,
 )
 
 _log = logging.getLogger("kvxfer.transports")
@@ -103,10 +102,8 @@ class StreamSink(SinkTransport):
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """Ask for a few messages over a pipe of its own, in each of its ways."""
-        endpoint = data_endpoint_of(source, self._config, self.name)
-        return self._contact.trial(
-            source, endpoint, timeout_s, uses_unix_sockets=self.uses_unix_sockets
-        )
+        data_endpoint_of(source, self._config, self.name)  # before a pipe is made
+        return self._contact.trial(source, timeout_s, uses_unix_sockets=self.uses_unix_sockets)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """What unpacks them."""
@@ -140,8 +137,7 @@ class StreamSink(SinkTransport):
             open_link(
                 self._pipe,
                 Slots(staging.num_slots, staging.slot_nbytes),
-                source.control_endpoint,
-                endpoint,
+                source,
                 self._config,
                 self._context,
                 uses_unix_sockets=self.uses_unix_sockets,
@@ -207,12 +203,10 @@ class StreamSink(SinkTransport):
         self._reads.take_unpacked()
         self._send_credits()
         for socket, link in self._links.readable():
-            for frames in receive(socket):
-                if socket is link.socket:
-                    self._on_message(link, frames[0].buffer, frames[1:])
-                else:
-                    self._lose_link(link, "the connection to the source rank ended")
-                    break
+            if socket is link.monitor:
+                self._lose_link(link, "the connection to the source rank ended")
+            else:
+                self._receive(link)
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
             pass
@@ -251,6 +245,14 @@ class StreamSink(SinkTransport):
                 self._lose_pipe(link, exc)
 
     # -- chunks
+
+    def _receive(self, link: ReadLink) -> None:
+        try:
+            for first, *parts in link.receive():
+                self._on_message(link, first.buffer, parts)
+        except ProtocolError as exc:
+            self.counts["malformed"] += 1
+            self._lose_link(link, f"the source rank makes no sense: {exc}")
 
     def _on_message(self, link: ReadLink, message: memoryview, parts: Sequence[zmq.Frame]) -> None:
         if not (message.nbytes or parts):

@@ -27,7 +27,6 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     make_poller,
     readable,
-    receive,
 )
 from kvxfer.transports.wake_up import WakeUp
 
@@ -273,7 +272,7 @@ class TrialTaker:
             for socket in readable(self._poller):
                 if socket is link.monitor:
                     raise ProtocolError("expected an answer, got the end of the connection")
-                for first, *parts in receive(socket):
+                for first, *parts in link.receive():
                     self._on_message(first.buffer, parts)
 
     def _sleep(self, most_s: float) -> None:

@@ -1,0 +1,226 @@
+"""The connections that a listener has accepted, and what one of them may hold.
+
+ZeroMQ bounds neither how many there are nor how many parts of one message it collects before it
+hands them over: 1 MB of empty parts takes 32 MB. So each connection is followed by its descriptor,
+from the events of the listener's monitor on. One too many is closed at once; one that has sent a
+lot of which no message has come is closed at the next look.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import resource
+import socket as sockets
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import zmq
+
+from kvxfer.transports.zmq_inbox import Inbox
+from kvxfer.transports.zmq_listeners import Rarely
+from kvxfer.transports.zmq_same_host import unix_name
+
+LOOK_S = 0.25
+"""How often to look. Empty parts fill 0.6 GB/s at most, on two fast cores: 150 MB between two."""
+MAX_WAITING = 4
+"""How many connections may hold the most that one may, all of a listener together."""
+_SHARE = 8
+"""A listener takes a part of the process's descriptors: a rank has up to four of them, so that half
+is left for its own connections and for the engine.
+"""
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_EVENT = struct.Struct("=HI")
+_numbers = itertools.count()
+_SOURCE_FD = int(zmq.SRCFD)
+_TCP_INFO_NBYTES = 136
+_RECEIVED = struct.Struct("=Q")
+_RECEIVED_AT = 128  # "tcpi_bytes_received" of linux/tcp.h, from Linux 4.1 on
+
+_log = logging.getLogger("kvxfer.transports")
+
+
+@dataclass(slots=True, eq=False)
+class _Visitor:
+    """``nbytes``: received when it was last heard; ``is_heard``: since the last look."""
+
+    address: str
+    nbytes: int = 0
+    is_heard: bool = False
+    has_spoken: bool = False
+
+
+class Visitors:
+    """Of one listener. Make it before it binds, and set ``endpoint`` then.
+
+    Args:
+        most_nbytes: what a connection may have sent of which no message has come.
+        most: connections at once; half of them of one address.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        most_nbytes: int,
+        most: int | None = None,
+    ) -> None:
+        self.endpoint = ""
+        self.monitor = _make_monitor(context, socket)
+        self._socket = socket
+        self._events = Inbox(self.monitor)
+        self._most_nbytes = most_nbytes
+        self._most = most_connections() if most is None else most
+        self._visitors: dict[int, _Visitor] = {}
+        self._num_of: Counter[str] = Counter()
+        self._rarely = Rarely()
+
+    def __len__(self) -> int:
+        return len(self._visitors)
+
+    def meet(self) -> bool:
+        """Who has come and gone, as ``monitor`` says. True if one has gone who sent a message."""
+        return any([self._on_event(event) for event, *_ in self._events.receive()])
+
+    def close(self) -> None:
+        """End the watch, before the listener is closed. Idempotent."""
+        if not self.monitor.closed:
+            self._socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self._visitors.clear()
+            self._num_of.clear()
+
+    def _on_event(self, event: zmq.Frame) -> bool:
+        kind, fd = _EVENT.unpack(event.buffer)
+        if kind == zmq.EVENT_ACCEPTED:
+            self._enter(fd)
+        elif kind == zmq.EVENT_DISCONNECTED:
+            return self._leave(fd)
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._warn("", "one speaks another protocol, or has no CURVE key where one is expected")
+        return False
+
+    def heard(self, frame: zmq.Frame) -> bool:
+        """A message came. False if its connection has ended, or is not known yet."""
+        visitor = self._visitors.get(frame.get(_SOURCE_FD))
+        if visitor is None:
+            return False
+        visitor.is_heard = visitor.has_spoken = True
+        return True
+
+    def send_away(self, frame: zmq.Frame, why: str) -> None:
+        """End the connection that this came from."""
+        self._shut(frame.get(_SOURCE_FD), why)
+
+    def look(self) -> None:
+        """Close connections that have sent too much of which no message has come. Call it when what
+        has come was read.
+        """
+        waiting: dict[int, int] = {}
+        for fd, visitor in self._visitors.items():
+            nbytes = _received(fd)
+            if visitor.is_heard:
+                visitor.nbytes, visitor.is_heard = nbytes, False
+            elif nbytes > visitor.nbytes:
+                waiting[fd] = nbytes - visitor.nbytes
+        left_nbytes = sum(waiting.values())
+        for fd, nbytes in sorted(waiting.items(), key=lambda item: -item[1]):
+            if nbytes <= self._most_nbytes and left_nbytes <= MAX_WAITING * self._most_nbytes:
+                break
+            left_nbytes -= nbytes
+            self._shut(fd, f"it has sent {nbytes} bytes of which no message has come")
+
+    def _enter(self, fd: int) -> None:
+        try:
+            with _borrowed(fd) as socket:
+                address = _address_of(socket)
+        except OSError:  # gone already
+            return
+        self._leave(fd)
+        self._visitors[fd] = _Visitor(address)
+        self._num_of[address] += 1
+        if self._num_of[address] > self._most // 2 or len(self._visitors) > self._most:
+            self._shut(fd, f"expected at most {self._most} connections, half of them of an address")
+
+    def _leave(self, fd: int) -> bool:
+        visitor = self._visitors.pop(fd, None)
+        if visitor is None:
+            return False
+        self._num_of[visitor.address] -= 1
+        if not self._num_of[visitor.address]:
+            del self._num_of[visitor.address]
+        return visitor.has_spoken
+
+    def _shut(self, fd: int, why: str) -> None:
+        """ZeroMQ finds its end, and says so. The descriptor may be another connection's by now: it
+        must be of the same address and listener.
+        """
+        visitor = self._visitors.get(fd)
+        if visitor is None:
+            return
+        try:
+            with _borrowed(fd) as socket:
+                if _address_of(socket) == visitor.address and self._is_ours(socket):
+                    socket.shutdown(sockets.SHUT_RDWR)
+        except OSError:  # gone already
+            return
+        self._warn(visitor.address, why)
+
+    def _is_ours(self, socket: sockets.socket) -> bool:
+        name = socket.getsockname()
+        if socket.family == sockets.AF_UNIX:
+            return bool(name == unix_name(self.endpoint))
+        return self.endpoint.endswith(f":{name[1]}")
+
+    def _warn(self, address: str, why: str) -> None:
+        if self._rarely.take(address):
+            _log.warning("%s: a connection %s was closed: %s", self.endpoint, address, why)
+
+
+def most_connections() -> int:
+    """Of one listener, by how many descriptors the process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(2, (soft if soft > 0 else 1 << 16) // _SHARE)
+
+
+def _make_monitor(
+    context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]
+) -> zmq.Socket[bytes]:
+    """With room for whatever happens: ZeroMQ's thread would wait for room, and with it all others'
+    messages.
+    """
+    name = f"inproc://kvxfer-visitors-{next(_numbers)}"
+    socket.monitor(name, _EVENTS)
+    monitor = context.socket(zmq.PAIR)
+    monitor.rcvhwm = 0
+    monitor.connect(name)
+    return monitor
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[sockets.socket]:
+    """ZeroMQ's socket. Raises OSError if the descriptor is none, or no socket's."""
+    socket = sockets.socket(fileno=fd)
+    try:
+        yield socket
+    finally:
+        socket.detach()
+
+
+def _address_of(socket: sockets.socket) -> str:
+    return "" if socket.family == sockets.AF_UNIX else str(socket.getpeername()[0])
+
+
+def _received(fd: int) -> int:
+    """Bytes, in all; 0 where the kernel does not say: of a Unix socket, whose peer is this user."""
+    try:
+        with _borrowed(fd) as socket:
+            if socket.family == sockets.AF_UNIX:
+                return 0
+            info = socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_NBYTES)
+    except OSError:
+        return 0
+    return int(_RECEIVED.unpack_from(info, _RECEIVED_AT)[0]) if len(info) >= 136 else 0
