@@ -30,7 +30,7 @@ from kvxfer.transports.zmq_listeners import bind_tcp
 HARD_LIMIT_NBYTES = 64 << 20
 """ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""
 BEYOND_NBYTES = 1 << 20
-"""What a connection may send beyond one message of the most that is taken, before one has come."""
+"""What a connection may have sent that was not read, beyond the longest message."""
 LINGER_MS = 200
 """How long a last word (Cancel, Broken) may take to leave after a socket was closed."""
 HIGH_WATER = 10_000
@@ -47,7 +47,7 @@ def common_options(socket: ZmqSocket, config: Config) -> None:
     """What both ends have alike: bounds, heartbeats, how long last words may take."""
     silent_ms = max(1, int(config.peer_silent_s * 1000))
     socket.linger = LINGER_MS
-    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    socket.sndhwm, socket.rcvhwm = HIGH_WATER, 0  # see kvxfer.transports.backlog
     socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_NBYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(config.connect_timeout_s * 1000)))
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, silent_ms // 3))
@@ -79,7 +79,7 @@ class ControlServer:
         self._visitors = Visitors(context, self._socket, most_nbytes)
         try:
             common_options(self._socket, config)
-            self._socket.sndhwm = self._socket.rcvhwm = ANSWERS_HIGH_WATER
+            self._socket.sndhwm = ANSWERS_HIGH_WATER
             # Or what does not fit would be dropped without a word.
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._visitors.endpoint = self.endpoint = bind_tcp(self._socket, config, port)
@@ -109,9 +109,9 @@ class ControlServer:
         except zmq.ZMQError:
             self._ledger.count("control.dropped")
 
-    def look(self) -> None:
-        """Close connections that send what is no message."""
-        self._visitors.look()
+    def inspect(self) -> None:
+        """Close connections that have sent too much that was not read."""
+        self._visitors.look(was_empty=self._inbox.take_empty())
 
     def close(self) -> None:
         """Stop listening."""
@@ -125,7 +125,7 @@ class ControlServer:
             self._io.run_posted()
             if self._socket.closed:
                 return
-            self._visitors.heard(frames[0])
+            self._visitors.heard(frames)
             identity = frames[0].bytes
             try:
                 message = self._decode(frames)

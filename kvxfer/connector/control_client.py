@@ -8,16 +8,18 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvxfer.config import Config
-from kvxfer.connector.control import MAX_DETAIL, common_options
+from kvxfer.connector.control import BEYOND_NBYTES, MAX_DETAIL, common_options
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.wire import ToSink, ToSource, decode_to_sink, encode
+from kvxfer.transports.backlog import LOOK_S, Backlog
 from kvxfer.transports.zmq_inbox import Inbox
 from kvxfer.transports.zmq_listeners import secure_client
 
-_GONE = (
-    zmq.EVENT_DISCONNECTED
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -64,7 +66,7 @@ class ControlClient:
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             secure_client(self._socket, config, server_key)
             self._monitor: ZmqSocket = self._socket.get_monitor_socket(
-                _GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED
+                _EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED
             )
             self._socket.connect(endpoint)
         except BaseException:
@@ -73,7 +75,8 @@ class ControlClient:
                 monitor.close()
             self._socket.close(linger=0)
             raise
-        self._inbox = Inbox(self._socket)
+        self._inbox, self._backlog = Inbox(self._socket), Backlog(-1)
+        self._inspecting = io.after(LOOK_S, self._inspect)
         what = "address: see allowed_peers" if server_key is None else "CURVE key"
         self._why_refused = f"it does not admit this engine's {what} there"
         io.watch(self._socket, self._read)
@@ -103,6 +106,7 @@ class ControlClient:
         if self._closed:
             return
         self._closed = True
+        self._inspecting.cancel()
         self._io.unwatch(self._socket)
         self._io.unwatch(self._monitor)
         self._socket.disable_monitor()
@@ -112,6 +116,7 @@ class ControlClient:
     def _read(self) -> None:
         for frames in self._inbox.receive():
             self.heard_s, self.unanswered_s = self._io.now(), None
+            self._backlog.note(frames)
             if frames[-1].more:
                 self._on_gone("it sent a message of many parts")
                 return
@@ -124,6 +129,13 @@ class ControlClient:
             self._on_message(message)
             if self._closed:
                 return
+
+    def _inspect(self) -> None:
+        """A source that sends more than anybody reads is none."""
+        self._inspecting = self._io.after(LOOK_S, self._inspect)
+        nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
+        if nbytes > self._config.control_max_nbytes + BEYOND_NBYTES:
+            self._on_gone(f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def _decode(self, frames: list[zmq.Frame]) -> ToSink:
         limit_nbytes = self._config.control_max_nbytes
@@ -141,7 +153,9 @@ class ControlClient:
         while not self._closed and self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
             kind = int(event["event"])
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if kind == zmq.EVENT_CONNECTED:
+                self._backlog = Backlog(int(event["value"]))
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stood = True
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.problem = self._why_refused

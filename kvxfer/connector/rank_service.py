@@ -40,10 +40,10 @@ from kvxfer.transfer.wire import (
     ToSource,
     encode,
 )
+from kvxfer.transports.backlog import LOOK_S
 from kvxfer.transports.base import LocalMemory, SinkCompletion, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
-from kvxfer.transports.visitors import LOOK_S
 from kvxfer.transports.zmq_listeners import Guard
 
 DRAIN_S = 2.0
@@ -144,8 +144,12 @@ class RankService:
             self.io.watch_group(sink, partial(self._poll_sink, sink))
         for source in sources.values():
             self.io.watch_group(source, partial(self._poll_source, source))
-        self._look_after = (self._server.look, *(source.look for source in sources.values()))
-        self.io.after(LOOK_S, self._look_around)
+        self._inspects = [
+            self._server.inspect,
+            *(source.inspect for source in sources.values()),
+            *(sink.inspect for sink in sinks.values()),
+        ]
+        self.io.after(LOOK_S, self._inspect)
         self.io.start()
 
     def _wires(
@@ -232,11 +236,11 @@ class RankService:
             self.io.guard(partial(self.sink.on_completion, completion))
         self._count(transport)
 
-    def _look_around(self) -> None:
-        """At what strangers hold."""
-        self.io.after(LOOK_S, self._look_around)
-        for look in self._look_after:
-            self.io.guard(look)
+    def _inspect(self) -> None:
+        """What others hold."""
+        self.io.after(LOOK_S, self._inspect)
+        for inspect in self._inspects:
+            self.io.guard(inspect)
 
     def _count(self, transport: SourceTransport | SinkTransport) -> None:
         """What the wire dropped or refused."""

@@ -13,6 +13,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transports.backlog import EVENT, Backlog
 from kvxfer.transports.pipe import Pipe, SinkLane, Slots
 from kvxfer.transports.stream_wire import (
     STREAM_VERSION,
@@ -31,14 +32,18 @@ from kvxfer.transports.zmq_inbox import Inbox
 from kvxfer.transports.zmq_listeners import secure_client
 from kvxfer.transports.zmq_same_host import nearest_endpoint
 
-# Every way in which a connection that never reconnects can end, or fail to begin.
-_GONE_EVENTS = (
-    zmq.EVENT_DISCONNECTED
+# That it stands, and every way in which one that never reconnects can end, or fail to begin.
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+BEYOND_NBYTES = 1 << 20
+"""What a source may have sent beyond its chunks: announcements have 100 bytes each."""
 
 T = TypeVar("T")
 _log = logging.getLogger("kvxfer.transports")
@@ -70,6 +75,7 @@ class Link(Generic[T]):
     is_connected: bool = False
     is_lost: bool = False
     _inbox: Inbox = field(init=False)
+    _backlog: Backlog = field(default_factory=lambda: Backlog(-1))
 
     def __post_init__(self) -> None:
         self._inbox = Inbox(self.socket)
@@ -80,9 +86,27 @@ class Link(Generic[T]):
         Raises ProtocolError for one of many parts: the connection is of no use any more.
         """
         for frames in self._inbox.receive():
+            self._backlog.note(frames)
             if frames[-1].more:
                 raise ProtocolError("message: expected a few parts, got many")
             yield frames
+
+    def has_ended(self) -> bool:
+        """What the monitor has to say: that the connection stands, or that it has ended."""
+        while self.monitor.poll(0):
+            kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
+            if kind != zmq.EVENT_CONNECTED:
+                return True
+            self._backlog = Backlog(value)
+        return False
+
+    def inspect(self) -> None:
+        """Raises ProtocolError if more has come than the slots hold that was not read."""
+        nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
+        if nbytes > self.slots.nbytes + BEYOND_NBYTES:
+            raise ProtocolError(
+                f"messages: expected at most {self.slots.nbytes} bytes of chunks, got {nbytes}"
+            )
 
     @property
     def is_spent(self) -> bool:
@@ -185,7 +209,7 @@ def open_link(
         socket.setsockopt(zmq.IPV6, int("[" in nearest))
         if nearest == endpoint:  # a Unix socket's ends know each other's user
             secure_client(socket, config, source.curve_public_key)
-        monitor: Socket = socket.get_monitor_socket(_GONE_EVENTS)
+        monitor: Socket = socket.get_monitor_socket(_EVENTS)
     except BaseException:  # the engine ends while a trial begins
         socket.close(linger=0)
         raise

@@ -24,7 +24,7 @@ from kvxfer.transports.visitors import Visitors
 from kvxfer.transports.zmq_inbox import Inbox
 
 BEHIND_NBYTES = 1 << 20
-"""What a sink may have sent of which no message has come: its longest one has 20 KB."""
+"""What a sink may have sent that was not read: its longest message has 20 KB."""
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -58,13 +58,17 @@ class Router:
                 continue
             for frames in self._inbox.receive():
                 # One that is not known came after the look at the monitor, or has gone before it
-                has_gone |= not self.visitors.heard(frames[0])
+                has_gone |= not self.visitors.heard(frames)
                 if frames[-1].more:
                     self._counts["malformed"] += 1
                     self.visitors.send_away(frames[0], "it sent a message of many parts")
                 else:
                     messages.append(frames)
         return messages, has_gone
+
+    def look(self) -> None:
+        """Close connections that have sent too much that was not read."""
+        self.visitors.look(was_empty=self._inbox.take_empty())
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> zmq.ZMQError | None:
         """One message to a sink; the error if it has gone, or EAGAIN if its queue is full."""

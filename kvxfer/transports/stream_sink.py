@@ -203,10 +203,10 @@ class StreamSink(SinkTransport):
         self._reads.take_unpacked()
         self._send_credits()
         for socket, link in self._links.readable():
-            if socket is link.monitor:
-                self._lose_link(link, "the connection to the source rank ended")
-            else:
+            if socket is link.socket:
                 self._receive(link)
+            elif link.has_ended():
+                self._lose_link(link, "the connection to the source rank ended")
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
             pass
@@ -222,6 +222,14 @@ class StreamSink(SinkTransport):
         self._send_credits()
         told = self._completions.since(num_before)
         return bool(told) and all(isinstance(each, Progress) for each in told)
+
+    def inspect(self) -> None:
+        """Drop connections whose source sends more than it was granted."""
+        for link in self._links.all():
+            try:
+                link.inspect()
+            except ProtocolError as exc:
+                self._lose_link(link, str(exc))
 
     def close(self) -> None:
         """Stop all reads, wait for what is being unpacked, close connections and pipe."""

@@ -165,9 +165,9 @@ class StreamSource(SourceTransport):
         self._transfers.take_packed()  # what was packed at once leaves in this very round
         return self._completions.take()
 
-    def look(self) -> None:
+    def inspect(self) -> None:
         """Close connections that send what is no message, and end trials that have no end."""
-        self._router.visitors.look()
+        self._router.look()
         ended_s = time.monotonic() - TRIAL_S
         for connection in self._connections.all():
             if connection.is_trial and connection.attached_s < ended_s:

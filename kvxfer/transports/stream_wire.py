@@ -267,12 +267,12 @@ def data_endpoint_of(source: RankManifest, config: Config, name: str) -> str:
 
 def _set_common(socket: Socket, config: Config) -> None:
     silent_ms = _ms(config.peer_silent_s)
-    # A full queue would stop reading, and with it the heartbeats: leave room beyond every credit.
+    # Room beyond every credit.
     high_water = 2 * (config.staging_slots or MOST_SLOTS) + 64
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, high_water),
-        (zmq.RCVHWM, high_water),
+        (zmq.RCVHWM, 0),  # see kvxfer.transports.backlog
         (zmq.MAXMSGSIZE, FRAME_MAX_NBYTES),
         (zmq.HANDSHAKE_IVL, _ms(config.connect_timeout_s)),
         (zmq.HEARTBEAT_IVL, max(1, silent_ms // 3)),

@@ -1,9 +1,8 @@
 """The connections that a listener has accepted, and what one of them may hold.
 
-ZeroMQ bounds neither how many there are nor how many parts of one message it collects before it
-hands them over: 1 MB of empty parts takes 32 MB. So each connection is followed by its descriptor,
-from the events of the listener's monitor on. One too many is closed at once; one that has sent a
-lot of which no message has come is closed at the next look.
+ZeroMQ bounds neither how many there are nor what one may send that is not read. So each is followed
+by its descriptor, from the events of the listener's monitor on. One too many is closed at once; one
+with too large a backlog is closed at the next look.
 """
 
 from __future__ import annotations
@@ -12,20 +11,17 @@ import itertools
 import logging
 import resource
 import socket as sockets
-import struct
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import zmq
 
-from kvxfer.transports.zmq_inbox import Inbox
+from kvxfer.transports.backlog import EVENT, Backlog, borrowed
+from kvxfer.transports.zmq_inbox import SOURCE_FD, Inbox
 from kvxfer.transports.zmq_listeners import Rarely
 from kvxfer.transports.zmq_same_host import unix_name
 
-LOOK_S = 0.25
-"""How often to look. Empty parts fill 0.6 GB/s at most, on two fast cores: 150 MB between two."""
 MAX_WAITING = 4
 """How many connections may hold the most that one may, all of a listener together."""
 _SHARE = 8
@@ -33,23 +29,15 @@ _SHARE = 8
 is left for its own connections and for the engine.
 """
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-_EVENT = struct.Struct("=HI")
 _numbers = itertools.count()
-_SOURCE_FD = int(zmq.SRCFD)
-_TCP_INFO_NBYTES = 136
-_RECEIVED = struct.Struct("=Q")
-_RECEIVED_AT = 128  # "tcpi_bytes_received" of linux/tcp.h, from Linux 4.1 on
 
 _log = logging.getLogger("kvxfer.transports")
 
 
 @dataclass(slots=True, eq=False)
 class _Visitor:
-    """``nbytes``: received when it was last heard; ``is_heard``: since the last look."""
-
     address: str
-    nbytes: int = 0
-    is_heard: bool = False
+    backlog: Backlog
     has_spoken: bool = False
 
 
@@ -57,7 +45,7 @@ class Visitors:
     """Of one listener. Make it before it binds, and set ``endpoint`` then.
 
     Args:
-        most_nbytes: what a connection may have sent of which no message has come.
+        most_nbytes: what a connection may have sent that was not read, at a look.
         most: connections at once; half of them of one address.
     """
 
@@ -94,7 +82,7 @@ class Visitors:
             self._num_of.clear()
 
     def _on_event(self, event: zmq.Frame) -> bool:
-        kind, fd = _EVENT.unpack(event.buffer)
+        kind, fd = EVENT.unpack(event.buffer)
         if kind == zmq.EVENT_ACCEPTED:
             self._enter(fd)
         elif kind == zmq.EVENT_DISCONNECTED:
@@ -103,44 +91,41 @@ class Visitors:
             self._warn("", "one speaks another protocol, or has no CURVE key where one is expected")
         return False
 
-    def heard(self, frame: zmq.Frame) -> bool:
-        """A message came. False if its connection has ended, or is not known yet."""
-        visitor = self._visitors.get(frame.get(_SOURCE_FD))
+    def heard(self, frames: Sequence[zmq.Frame]) -> bool:
+        """A message came, identity first. False if its connection has ended or is not known yet."""
+        visitor = self._visitors.get(frames[-1].get(SOURCE_FD))
         if visitor is None:
             return False
-        visitor.is_heard = visitor.has_spoken = True
+        visitor.has_spoken = True
+        visitor.backlog.note(frames[1:])
         return True
 
     def send_away(self, frame: zmq.Frame, why: str) -> None:
         """End the connection that this came from."""
-        self._shut(frame.get(_SOURCE_FD), why)
+        self._shut(frame.get(SOURCE_FD), why)
 
-    def look(self) -> None:
-        """Close connections that have sent too much of which no message has come. Call it when what
-        has come was read.
+    def look(self, *, was_empty: bool) -> None:
+        """Close connections that have sent too much that was not read. ``was_empty``: since the
+        last look the listener had nothing left to read.
         """
-        waiting: dict[int, int] = {}
-        for fd, visitor in self._visitors.items():
-            nbytes = _received(fd)
-            if visitor.is_heard:
-                visitor.nbytes, visitor.is_heard = nbytes, False
-            elif nbytes > visitor.nbytes:
-                waiting[fd] = nbytes - visitor.nbytes
-        left_nbytes = sum(waiting.values())
-        for fd, nbytes in sorted(waiting.items(), key=lambda item: -item[1]):
+        backlogs = {
+            fd: visitor.backlog.look(was_empty=was_empty) for fd, visitor in self._visitors.items()
+        }
+        left_nbytes = sum(backlogs.values())
+        for fd, nbytes in sorted(backlogs.items(), key=lambda item: -item[1]):
             if nbytes <= self._most_nbytes and left_nbytes <= MAX_WAITING * self._most_nbytes:
                 break
             left_nbytes -= nbytes
-            self._shut(fd, f"it has sent {nbytes} bytes of which no message has come")
+            self._shut(fd, f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def _enter(self, fd: int) -> None:
         try:
-            with _borrowed(fd) as socket:
+            with borrowed(fd) as socket:
                 address = _address_of(socket)
         except OSError:  # gone already
             return
         self._leave(fd)
-        self._visitors[fd] = _Visitor(address)
+        self._visitors[fd] = _Visitor(address, Backlog(fd))
         self._num_of[address] += 1
         if self._num_of[address] > self._most // 2 or len(self._visitors) > self._most:
             self._shut(fd, f"expected at most {self._most} connections, half of them of an address")
@@ -162,7 +147,7 @@ class Visitors:
         if visitor is None:
             return
         try:
-            with _borrowed(fd) as socket:
+            with borrowed(fd) as socket:
                 if _address_of(socket) == visitor.address and self._is_ours(socket):
                     socket.shutdown(sockets.SHUT_RDWR)
         except OSError:  # gone already
@@ -200,27 +185,5 @@ def _make_monitor(
     return monitor
 
 
-@contextmanager
-def _borrowed(fd: int) -> Iterator[sockets.socket]:
-    """ZeroMQ's socket. Raises OSError if the descriptor is none, or no socket's."""
-    socket = sockets.socket(fileno=fd)
-    try:
-        yield socket
-    finally:
-        socket.detach()
-
-
 def _address_of(socket: sockets.socket) -> str:
     return "" if socket.family == sockets.AF_UNIX else str(socket.getpeername()[0])
-
-
-def _received(fd: int) -> int:
-    """Bytes, in all; 0 where the kernel does not say: of a Unix socket, whose peer is this user."""
-    try:
-        with _borrowed(fd) as socket:
-            if socket.family == sockets.AF_UNIX:
-                return 0
-            info = socket.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_INFO, _TCP_INFO_NBYTES)
-    except OSError:
-        return 0
-    return int(_RECEIVED.unpack_from(info, _RECEIVED_AT)[0]) if len(info) >= 136 else 0
