@@ -92,7 +92,7 @@ class ControlServer:
                 f"port: expected a free one on {config.host}, got {port}: {e.strerror}; "
                 "end the process that listens there, or choose another port (0 takes a free one)"
             ) from e
-        self._inbox = Inbox(self._socket)
+        self._inbox = Inbox(self._socket, self._visitors.names)
         io.watch(self._visitors.monitor, self._visitors.meet)
         io.watch(self._socket, self._read)
 

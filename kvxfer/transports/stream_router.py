@@ -41,7 +41,7 @@ class Router:
         except BaseException:
             self.close()
             raise
-        self._inbox = Inbox(self._socket)
+        self._inbox = Inbox(self._socket, self.visitors.names)
         self._poller = make_poller((self.visitors.monitor, self._socket))
 
     def pollables(self) -> tuple[Socket, ...]:

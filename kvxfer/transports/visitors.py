@@ -11,6 +11,7 @@ import itertools
 import logging
 import resource
 import socket as sockets
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvxfer.transports.backlog import EVENT, Backlog, borrowed
-from kvxfer.transports.zmq_inbox import SOURCE_FD, Inbox
+from kvxfer.transports.zmq_inbox import SOURCE_FD, Inbox, Names
 from kvxfer.transports.zmq_listeners import Rarely
 from kvxfer.transports.zmq_same_host import unix_name
 
@@ -29,6 +30,7 @@ _SHARE = 8
 is left for its own connections and for the engine.
 """
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_RESET = struct.pack("ii", 1, 0)
 _numbers = itertools.count()
 
 _log = logging.getLogger("kvxfer.transports")
@@ -59,11 +61,13 @@ class Visitors:
         self.endpoint = ""
         self.monitor = _make_monitor(context, socket)
         self._socket = socket
+        self.names = Names()
         self._events = Inbox(self.monitor)
         self._most_nbytes = most_nbytes
         self._most = most_connections() if most is None else most
         self._visitors: dict[int, _Visitor] = {}
         self._num_of: Counter[str] = Counter()
+        self._has_failed = False
         self._rarely = Rarely()
 
     def __len__(self) -> int:
@@ -84,11 +88,14 @@ class Visitors:
     def _on_event(self, event: zmq.Frame) -> bool:
         kind, fd = EVENT.unpack(event.buffer)
         if kind == zmq.EVENT_ACCEPTED:
-            self._enter(fd)
+            return self._enter(fd)
+        if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._has_failed = True  # whose connection the next event ends
         elif kind == zmq.EVENT_DISCONNECTED:
+            if self._has_failed:
+                self._warn(fd, "it speaks another protocol, or has no CURVE key and needs one")
+            self._has_failed = False
             return self._leave(fd)
-        elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-            self._warn("", "one speaks another protocol, or has no CURVE key where one is expected")
         return False
 
     def heard(self, frames: Sequence[zmq.Frame]) -> bool:
@@ -108,6 +115,8 @@ class Visitors:
         """Close connections that have sent too much that was not read. ``was_empty``: since the
         last look the listener had nothing left to read.
         """
+        for fd in [fd for fd, each in self._visitors.items() if each.backlog.is_heard]:
+            self._visitors[fd] = self._visitors.pop(fd)  # the longest silent comes first
         backlogs = {
             fd: visitor.backlog.look(was_empty=was_empty) for fd, visitor in self._visitors.items()
         }
@@ -118,19 +127,34 @@ class Visitors:
             left_nbytes -= nbytes
             self._shut(fd, f"it has sent {nbytes} bytes that are no messages, or too many")
 
-    def _enter(self, fd: int) -> None:
+    def _enter(self, fd: int) -> bool:
+        """Whether one had to go for it who had sent a message."""
         try:
             with borrowed(fd) as socket:
                 address = _address_of(socket)
         except OSError:  # gone already
-            return
+            return False
         self._leave(fd)
+        has_gone = False
+        if self._num_of[address] >= self._most // 2:
+            has_gone = self._make_room(address)
+        elif len(self._visitors) >= self._most:
+            has_gone = self._make_room(None)
         self._visitors[fd] = _Visitor(address, Backlog(fd))
         self._num_of[address] += 1
-        if self._num_of[address] > self._most // 2 or len(self._visitors) > self._most:
-            self._shut(fd, f"expected at most {self._most} connections, half of them of an address")
+        return has_gone
+
+    def _make_room(self, address: str | None) -> bool:
+        """End the connection (of this address) that came first of those that never said a word,
+        else the one that has been silent longest. Whether it had sent a message.
+        """
+        fds = [fd for fd, each in self._visitors.items() if address in (None, each.address)]
+        silent = next((fd for fd in fds if not self._visitors[fd].has_spoken), fds[0])
+        self._shut(silent, f"it was silent, and {self._most} may be connected, half of an address")
+        return self._leave(silent)
 
     def _leave(self, fd: int) -> bool:
+        self.names.forget(fd)
         visitor = self._visitors.pop(fd, None)
         if visitor is None:
             return False
@@ -149,10 +173,12 @@ class Visitors:
         try:
             with borrowed(fd) as socket:
                 if _address_of(socket) == visitor.address and self._is_ours(socket):
+                    # The other side learns of it at once, however full its connection is
+                    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
                     socket.shutdown(sockets.SHUT_RDWR)
         except OSError:  # gone already
             return
-        self._warn(visitor.address, why)
+        self._warn(fd, why)
 
     def _is_ours(self, socket: sockets.socket) -> bool:
         name = socket.getsockname()
@@ -160,9 +186,11 @@ class Visitors:
             return bool(name == unix_name(self.endpoint))
         return self.endpoint.endswith(f":{name[1]}")
 
-    def _warn(self, address: str, why: str) -> None:
+    def _warn(self, fd: int, why: str) -> None:
+        visitor = self._visitors.get(fd)
+        address = "an unknown address" if visitor is None else visitor.address or "this user"
         if self._rarely.take(address):
-            _log.warning("%s: a connection %s was closed: %s", self.endpoint, address, why)
+            _log.warning("%s: a connection from %s was closed: %s", self.endpoint, address, why)
 
 
 def most_connections() -> int:

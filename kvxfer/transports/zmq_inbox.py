@@ -19,20 +19,54 @@ SOURCE_FD = int(zmq.SRCFD)
 _PARTS_PER_LOOK = 256
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
 _NOBLOCK = int(zmq.NOBLOCK)
-_AT_END = (errno.EAGAIN, errno.ENOTSOCK)  # nothing more, or closed by whoever reads
 _IDENTITY_NBYTES = 5  # what a ROUTER calls a peer that has not named itself: 0, and four bytes
+_AT_END = (errno.EAGAIN, errno.ENOTSOCK)  # nothing more, or closed by whoever reads
+
+
+class Names:
+    """What a ROUTER calls its connections, by their descriptors."""
+
+    def __init__(self) -> None:
+        self._fds: dict[bytes, int] = {}
+        self._names: dict[int, bytes] = {}
+
+    def learn(self, name: bytes, fd: int) -> None:
+        """A message came over this connection, with this identity in front."""
+        if self._fds.get(name) != fd:
+            self.forget(fd)
+            self._fds[name], self._names[fd] = fd, name
+
+    def forget(self, fd: int) -> None:
+        """The connection has ended."""
+        self._fds.pop(self._names.pop(fd, b""), None)
+
+    def is_known(self, fd: int) -> bool:
+        """Whether it has sent a message and has not ended."""
+        return fd in self._names
+
+    def may_be(self, part: bytes) -> bool:
+        """Whether these bytes are an identity: of one that is known, or such as a ROUTER makes."""
+        return part in self._fds or (len(part) == _IDENTITY_NBYTES and not part[0])
+
+    def is_of(self, name: bytes, fd: int) -> bool:
+        """Whether a message of this connection has this identity in front: both are known, or
+        neither is.
+        """
+        return self._names.get(fd) == name if fd in self._names else name not in self._fds
 
 
 class Inbox:
     """The messages of one socket.
 
     ZeroMQ hands a message over when all of it is there, in however many parts. Of one of too many
-    come the first MOST_PARTS, of which the last has ``more``. The socket is then closed, or a
-    ROUTER's connection; what the latter has sent beyond is thrown away, in turns as well.
+    come the first MOST_PARTS, of which the last has ``more``, and then its sender is to be sent
+    away: the socket is closed, or a ROUTER's connection. What is left of it at a ROUTER (``names``)
+    is thrown away, in turns as well.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], names: Names | None = None) -> None:
         self._socket = socket
+        self._names = names
         self._thrown_fd: int | None = None
         self._was_empty = False
 
@@ -49,7 +83,7 @@ class Inbox:
                 frames = self._next() if self._thrown_fd is None else self._skip(until_s)
                 if frames is None:
                     return
-                self._thrown_fd = int(frames[0].get(SOURCE_FD)) if frames[-1].more else None
+                self._look_at(frames)
                 yield frames
                 if time.perf_counter() >= until_s:
                     return
@@ -59,26 +93,40 @@ class Inbox:
             self._thrown_fd = None  # messages come whole: here ends one
             self._was_empty = True
 
-    def _next(self, *first: zmq.Frame) -> list[zmq.Frame]:
-        recv, frames = self._socket.recv, list(first)
-        while not frames or (frames[-1].more and len(frames) < MOST_PARTS):
+    def _next(self) -> list[zmq.Frame]:
+        recv = self._socket.recv
+        frames = [recv(_NOBLOCK, copy=False)]
+        while frames[-1].more and len(frames) < MOST_PARTS:
             frames.append(recv(_NOBLOCK, copy=False))
         return frames
 
-    def _skip(self, until_s: float) -> list[zmq.Frame] | None:
-        """Up to the next message of another connection; None if that takes longer than a turn.
+    def _look_at(self, frames: list[zmq.Frame]) -> None:
+        self._thrown_fd = None
+        if self._names is not None:
+            fd = int(frames[-1].get(SOURCE_FD))
+            self._names.learn(frames[0].bytes, fd)
+            if frames[-1].more:
+                self._thrown_fd = fd
 
-        A part takes 0.4 us as bytes and 2.5 as a frame, which has what tells where a message ends:
-        so only those that look like an identity are followed by a frame.
+    def _skip(self, until_s: float) -> list[zmq.Frame] | None:
+        """Up to the next message of another connection, of one part as all of ours are; None if
+        that takes longer than a turn.
+
+        A part takes 0.4 us as bytes and 2.5 as a frame, which has what tells where it comes from.
+        So only what may be an identity is followed by a frame; and it counts as one only if it is
+        that connection's, because anybody may send such a part.
         """
-        recv = self._socket.recv
+        assert self._names is not None
+        recv, may_be = self._socket.recv, self._names.may_be
         while time.perf_counter() < until_s:
             for _ in range(_PARTS_PER_LOOK):
                 part = recv(_NOBLOCK)
-                if len(part) != _IDENTITY_NBYTES or part[0]:
-                    continue
-                frame = recv(_NOBLOCK, copy=False)
-                if int(frame.get(SOURCE_FD)) != self._thrown_fd:
-                    # The only part of a message, or an identity behind a part that looked like one
-                    return self._next(frame) if frame.more else [zmq.Frame(part), frame]
+                while may_be(part):
+                    frame = recv(_NOBLOCK, copy=False)
+                    fd = int(frame.get(SOURCE_FD))
+                    if fd == self._thrown_fd and self._names.is_known(fd):
+                        break
+                    if not frame.more and self._names.is_of(part, fd):
+                        return [zmq.Frame(part), frame]
+                    part = frame.bytes  # perhaps this is the identity, behind a part of the thrown
         return None

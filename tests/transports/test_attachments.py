@@ -397,6 +397,74 @@ def test_a_sink_that_the_source_forgot_attaches_anew(pair: Pair) -> None:
     assert pair.content() == pair.expected(a_move())
 
 
+# ------------------------------------------------------------------ staging of those who are silent
+
+
+def _staging_nbytes(pair: Pair) -> int:
+    return sum(each.slots.nbytes for each in _connections(pair).with_staging())
+
+
+def test_trials_that_are_never_credited_take_a_small_part_and_hinder_no_other(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most_nbytes = 3 * TRIAL.num_slots * TRIAL.slot_nbytes
+    monkeypatch.setattr(stream_source, "MAX_TRIAL_NBYTES", most_nbytes)
+    for _ in range(10):
+        clients.append(Client(pair, TRIAL, AskTrial(TRIAL_NBYTES)))
+    pair.until(lambda: pair.source.counts["sent_away"] == 7)
+    assert _staging_nbytes(pair) == most_nbytes
+    assert pair.trial().costs.bytes_per_s > 0
+    pair.sink.attach(pair.manifest)
+    pair.start(key_of(1), a_move())
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+    for client in clients:
+        client.socket.close()
+    pair.until(lambda: _staging_nbytes(pair) == ATTACH.num_slots * ATTACH.slot_nbytes)
+
+
+def test_a_trial_has_an_end(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_source, "TRIAL_S", 0.0)
+    clients.append(Client(pair, ATTACH))
+    clients.append(Client(pair, TRIAL, AskTrial(TRIAL_NBYTES)))
+    pair.until(lambda: len(_connections(pair)) == 2 and _staging_nbytes(pair) > 0)
+    pair.source.inspect()
+    assert [each.is_trial for each in _connections(pair).all()] == [False]
+    assert clients[1].socket.poll(5000)
+    pair.until(lambda: b"a trial to end" in b"".join(sum(clients[1].heard(), [])))
+
+
+def test_who_attached_for_transfers_gets_no_trial(pair: Pair, clients: list[Client]) -> None:
+    clients.append(Client(pair, ATTACH, AskTrial(TRIAL_NBYTES)))
+    pair.until(lambda: pair.source.counts["malformed"] == 1)
+    assert _staging_nbytes(pair) == 0
+
+
+def test_staging_that_is_never_credited_comes_back_for_others(
+    clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a sink which has named a transfer's nonce."""
+    pair = Pair(msgspec.structs.replace(ZMQ, pull_timeout_s=0.2))
+    try:
+        monkeypatch.setattr(stream_source, "MAX_STAGING_NBYTES", ATTACH.num_slots * (6 << 20))
+        clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
+        pair.source.submit_send(send_request(key_of(1), a_move()))
+        pair.until(lambda: clients[0].chunks() > 0)
+        (silent,) = _connections(pair).all()
+        pair.until(lambda: len(silent.in_flight) == ATTACH.num_slots)
+        _rest(pair, 0.3)
+        pair.sink.attach(pair.manifest)
+        pair.start(key_of(2), a_move())
+        assert isinstance(pair.end(key_of(2)), ReadDone)
+        assert silent.is_lost
+        assert pair.said_kind(SendStopped, key_of(1))
+    finally:
+        for client in clients:
+            client.socket.close(linger=0)
+        pair.close()
+
+
 # ------------------------------------------------------------------ sizes and addresses
 
 
