@@ -4,8 +4,9 @@ Unknown fields are ignored, unknown tags refused. A golden file beside the tests
 encoding. ``docs/protocol.md`` explains who sends what when.
 
 Identifiers and lists are bounded here, before they are built: a claim of 4 MiB took 0.25 s. Frames
-are bounded by ``control_max_nbytes`` before they are decoded. Both sides look an offer up by its whole :class:`OfferRef` (this offer in this life of the source). A sink
-takes only what :func:`is_addressed_to` it.
+are bounded by ``control_max_nbytes`` before they are decoded. Both sides look an offer up by its
+whole :class:`OfferRef` (this offer in this life of the source). A sink takes only what
+:func:`is_addressed_to` it.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ class Router:
                 has_gone |= self.visitors.meet()
                 continue
             for frames in self._inbox.receive():
-                # One that is not known came after the look at the monitor, or has gone before it
                 has_gone |= not self.visitors.heard(frames)
                 if frames[-1].more:
                     self._counts["malformed"] += 1

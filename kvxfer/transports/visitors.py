@@ -67,7 +67,7 @@ class Visitors:
         self._most = most_connections() if most is None else most
         self._visitors: dict[int, _Visitor] = {}
         self._num_of: Counter[str] = Counter()
-        self._has_failed = False
+        self._has_failed = self._has_gone = False
         self._rarely = Rarely()
 
     def __len__(self) -> int:
@@ -75,7 +75,10 @@ class Visitors:
 
     def meet(self) -> bool:
         """Who has come and gone, as ``monitor`` says. True if one has gone who sent a message."""
-        return any([self._on_event(event) for event, *_ in self._events.receive()])
+        for event, *_ in self._events.receive():
+            self._has_gone |= self._on_event(event)
+        has_gone, self._has_gone = self._has_gone, False
+        return has_gone
 
     def close(self) -> None:
         """End the watch, before the listener is closed. Idempotent."""
@@ -99,8 +102,11 @@ class Visitors:
         return False
 
     def heard(self, frames: Sequence[zmq.Frame]) -> bool:
-        """A message came, identity first. False if its connection has ended or is not known yet."""
-        visitor = self._visitors.get(frames[-1].get(SOURCE_FD))
+        """A message came, identity first. False if its connection has ended."""
+        fd = frames[-1].get(SOURCE_FD)
+        if fd not in self._visitors:  # it came since the last look at the monitor
+            self._has_gone = self.meet()
+        visitor = self._visitors.get(fd)
         if visitor is None:
             return False
         visitor.has_spoken = True

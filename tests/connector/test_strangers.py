@@ -190,7 +190,7 @@ def test_both_sides_are_told_of_allowed_peers(
     assert "127.0.0.1 was refused: not you" in caplog.text
 
 
-def _keys() -> dict[str, str]:
+def _keys() -> dict[str, Any]:
     public, secret = zmq.curve_keypair()
     return {"curve_public_key": public.decode(), "curve_secret_key": secret.decode()}
 
@@ -200,7 +200,7 @@ def test_data_goes_to_pinned_keys(uses_unix_sockets: bool, monkeypatch: pytest.M
     monkeypatch.setattr(StreamSink, "uses_unix_sockets", uses_unix_sockets)
     prefill, decode = _keys(), _keys()
     pinned = {"prefill": prefill["curve_public_key"], "decode": decode["curve_public_key"]}
-    common = {"transport": "zmq", "curve_server_keys": pinned}
+    common: dict[str, Any] = {"transport": "zmq", "curve_server_keys": pinned}
     with (
         Engine(ONE, "prefill", fill=1, **common, **prefill) as source,
         Engine(ONE, "decode", fill=POISON, **common, **decode) as sink,

@@ -30,7 +30,7 @@ def endpoint_of(router: Socket) -> str:
 def turn(inbox: Inbox, *, each_s: float = 0.0) -> list[list[bytes]]:
     messages = []
     for frames in inbox.receive():
-        messages.append([bytes(frame) for frame in frames[1:]])
+        messages.append([frame.bytes for frame in frames[1:]])
         time.sleep(each_s)
     return messages
 
@@ -93,7 +93,7 @@ def test_nobody_speaks_in_the_name_of_another(router: Socket) -> None:
     ):
         victim.sendall(zmtp.frame(b"hello"))
         router.poll(5000)
-        ((name, _),) = [[bytes(frame) for frame in frames] for frames in inbox.receive()]
+        ((name, _),) = [[frame.bytes for frame in frames] for frames in inbox.receive()]
         forged = bytes([1, len(name)]) + name + zmtp.frame(b"forged")
         for _ in range(3):
             thrown.sendall(zmtp.EMPTY_PART * 1000 + bytes([1, len(name)]) + name)
@@ -106,6 +106,6 @@ def test_nobody_speaks_in_the_name_of_another(router: Socket) -> None:
         heard = []
         while router.poll(500):
             for frames in inbox.receive():
-                if bytes(frames[0]) == name:
-                    heard.append([bytes(frame) for frame in frames[1:]])
+                if frames[0].bytes == name:
+                    heard.append([frame.bytes for frame in frames[1:]])
     assert heard == [[b"true"]] * 3
