@@ -12,8 +12,8 @@ from kvxfer.connector.control import BEYOND_NBYTES, MAX_DETAIL, common_options
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.wire import ToSink, ToSource, decode_to_sink, encode
-from kvxfer.transports.backlog import LOOK_S, Backlog
+from kvxfer.transfer.wire import Ping, ToSink, ToSource, decode_to_sink, encode
+from kvxfer.transports.backlog import LOOK_S, WORD_S, Backlog
 from kvxfer.transports.zmq_inbox import Inbox
 from kvxfer.transports.zmq_listeners import secure_client
 
@@ -49,7 +49,7 @@ class ControlClient:
     ) -> None:
         self.endpoint = endpoint
         self.problem = ""
-        self.heard_s = io.now()
+        self.heard_s = self._said_s = io.now()
         self.unanswered_s: float | None = None
         self._io = io
         self._config = config
@@ -96,6 +96,7 @@ class ControlClient:
                 f"{type(message).__name__}: expected at most {limit_nbytes} bytes, "
                 f"got {len(frame)}; raise control_max_nbytes on both sides"
             )
+        self._said_s = self._io.now()
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -133,6 +134,8 @@ class ControlClient:
     def _inspect(self) -> None:
         """A source that sends more than anybody reads is none."""
         self._inspecting = self._io.after(LOOK_S, self._inspect)
+        if self._io.now() - self._said_s >= WORD_S:
+            self.send(Ping())
         nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
         if nbytes > self._config.control_max_nbytes + BEYOND_NBYTES:
             self._on_gone(f"it has sent {nbytes} bytes that are no messages, or too many")

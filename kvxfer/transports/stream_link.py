@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -13,7 +14,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.backlog import EVENT, Backlog
+from kvxfer.transports.backlog import EVENT, WORD_S, Backlog
 from kvxfer.transports.pipe import Pipe, SinkLane, Slots
 from kvxfer.transports.stream_wire import (
     STREAM_VERSION,
@@ -75,6 +76,7 @@ class Link(Generic[T]):
     is_connected: bool = False
     is_lost: bool = False
     _inbox: Inbox = field(init=False)
+    _said_s: float = field(default_factory=time.monotonic)
     _backlog: Backlog = field(default_factory=lambda: Backlog(-1))
 
     def __post_init__(self) -> None:
@@ -102,6 +104,8 @@ class Link(Generic[T]):
 
     def inspect(self) -> None:
         """Raises ProtocolError if more has come than the slots hold that was not read."""
+        if time.monotonic() - self._said_s >= WORD_S:
+            self.send(Credit(()))
         nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
         if nbytes > self.slots.nbytes + BEYOND_NBYTES:
             raise ProtocolError(
@@ -165,6 +169,7 @@ class Link(Generic[T]):
 
     def send(self, message: ToSource) -> bool:
         """By ZeroMQ. False if it does not take it; the monitor tells the rest."""
+        self._said_s = time.monotonic()
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as exc:

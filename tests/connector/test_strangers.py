@@ -13,6 +13,8 @@ import msgspec
 import pytest
 import zmq
 
+from kvxfer.connector import control_client
+from kvxfer.connector.records import SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import MAX_RANKS, RankId
 from kvxfer.transfer.wire import (
@@ -22,6 +24,7 @@ from kvxfer.transfer.wire import (
     Keep,
     Manifest,
     OfferRef,
+    Ping,
     Pong,
     Pull,
     decode_to_sink,
@@ -151,6 +154,24 @@ def test_a_source_that_sends_many_parts_is_lost(engine: Engine) -> None:
         router.send_multipart([identity, *[b""] * 1000])
         until(lambda: sink.received("d"))
         assert "many parts" in sink.reports("d")[0].detail
+
+
+def test_a_connection_that_has_nothing_to_say_says_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its heartbeats would be taken for a message without an end, some day."""
+    monkeypatch.setattr(control_client, "WORD_S", 0.1)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as router,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        offer = OfferRef(b"n" * 16, b"i" * 16)
+        ref = SourceRef(
+            engine_id="e", endpoint=f"tcp://127.0.0.1:{port}", offer=offer, num_tokens=16
+        )
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: decode_to_source(router.recv_multipart()[1]) == Ping())
 
 
 # ------------------------------------------------------------------ who comes in
