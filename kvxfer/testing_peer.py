@@ -15,6 +15,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from kvxfer.config import Config
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.testing_cases import POISON, POOL_NBYTES, source_bytes
 from kvxfer.transfer.manifest import MemoryInfo, RankId, RankManifest
@@ -36,6 +37,7 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import CopyThread, PiecesJob
 from kvxfer.transports.registry import published_infos
 from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports.zmq_listeners import Guard
 
 Context = zmq.Context[zmq.Socket[bytes]]
 C = TypeVar("C", bound=SinkCompletion)
@@ -139,6 +141,7 @@ def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: s
     if pool.tensor.device.type == "cuda":
         torch.cuda.synchronize(pool.tensor.device)
     copy_thread, context, wake = CopyThread(), zmq.Context[zmq.Socket[bytes]](), WakeUp()
+    guard = Guard(context, Config())
     memory = LocalMemory((pool.tensor,), (pool.info,))
     transport = make_source(memory, copy_thread, wake, context)
     (info,) = published_infos({transport.name: transport}, memory)
@@ -163,6 +166,7 @@ def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: s
     transport.close()
     copy_thread.close()
     context.term()
+    guard.join()
     wake.close()
     pool.close()
     pipe.send(

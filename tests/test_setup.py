@@ -62,9 +62,10 @@ def test_dependencies_and_extras() -> None:
         "nixl": {"nixl"},
         "bench": {"matplotlib"},
         "proxy": {"aiohttp", "prometheus-client"},
+        "vllm-names": {"cbor2", "xxhash"},
         "dev": {
             *("allpairspy", "pytest", "hypothesis", "transformers", "mypy", "ruff", "triton"),
-            *("aiohttp", "prometheus-client"),
+            *("aiohttp", "prometheus-client", "cbor2", "xxhash"),
         },
     }
     assert project["scripts"] == {"kvxfer": "kvxfer.cli.app:main"}

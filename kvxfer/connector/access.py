@@ -1,8 +1,6 @@
-"""Who may speak to whom: addresses, users, and CURVE keys pinned by engine id.
+"""Whom this engine connects to: addresses, users, and CURVE keys pinned by engine id.
 
-With CURVE a connection is encrypted and each side knows the other's key; a listener asks for no
-address then. Without it a listener serves this host only, unless ``allowed_peers`` was set and
-admits the address.
+Who may connect to it is decided in :mod:`kvxfer.transports.zmq_listeners`.
 
 KV that was accepted is found by other requests too, so it is taken only from a source that somebody
 answers for: one whose host ``allowed_peers`` names, whose CURVE key is pinned, whose params are
@@ -14,15 +12,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-import zmq
-from zmq.utils import z85
-
 from kvxfer.config import Config, not_admitted
-from kvxfer.connector.io_thread import ZmqSocket
 from kvxfer.connector.listeners import Listeners
 from kvxfer.transfer.manifest import parse_endpoint
-
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
 
 
 def check_host(config: Config, endpoint: str) -> None:
@@ -69,56 +61,3 @@ def server_key_of(config: Config, engine_id: str) -> str | None:
     if config.curve_server_keys is None:
         return config.curve_public_key
     return config.curve_server_keys[engine_id]
-
-
-def secure_server(socket: ZmqSocket, config: Config) -> None:
-    """Before bind: this engine's key pair, if it has one."""
-    if config.curve_public_key is not None and config.curve_secret_key is not None:
-        socket.curve_publickey = config.curve_public_key.encode()
-        socket.curve_secretkey = config.curve_secret_key.encode()
-        socket.curve_server = True
-
-
-def secure_client(socket: ZmqSocket, config: Config, server_key: str | None) -> None:
-    """Before connect: this engine's key pair and the key that the other side must have."""
-    if (
-        server_key is not None
-        and config.curve_public_key is not None
-        and config.curve_secret_key is not None
-    ):
-        socket.curve_publickey = config.curve_public_key.encode()
-        socket.curve_secretkey = config.curve_secret_key.encode()
-        socket.curve_serverkey = server_key.encode()
-
-
-class KeyGuard:
-    """Answers ZeroMQ's question whether a CURVE client may come in: only with a key that was
-    pinned.
-
-    One for each ZeroMQ context, made before any listener binds. ``answer`` is called when
-    ``socket`` can be read.
-    """
-
-    def __init__(self, context: zmq.Context[ZmqSocket], config: Config) -> None:
-        known = set((config.curve_server_keys or {}).values())
-        if config.curve_public_key is not None:
-            known.add(config.curve_public_key)
-        self._keys = frozenset(z85.decode(key) for key in known)
-        self.socket: ZmqSocket = context.socket(zmq.REP)
-        self.socket.linger = 0
-        self.socket.bind(_ZAP_ENDPOINT)
-
-    def answer(self) -> None:
-        """Read every question that lies there."""
-        while self.socket.poll(0):
-            frames = self.socket.recv_multipart()
-            request_id = frames[1] if len(frames) > 1 else b""
-            mechanism = frames[5] if len(frames) > 5 else b""
-            key = frames[6] if len(frames) > 6 else b""
-            is_known = mechanism == b"CURVE" and key in self._keys
-            status, text = (b"200", b"OK") if is_known else (b"400", b"key is not pinned")
-            self.socket.send_multipart([b"1.0", request_id, status, text, b"", b""])
-
-    def close(self) -> None:
-        """End the service."""
-        self.socket.close()

@@ -8,14 +8,11 @@ be understood is answered with Malformed and counted; nothing that a peer sends 
 from __future__ import annotations
 
 import errno
-import ipaddress
-import socket as sockets
 from collections.abc import Callable
 
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.access import secure_server
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
@@ -26,12 +23,14 @@ from kvxfer.transfer.wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports.stream_connections import may_be_served
+from kvxfer.transports.visitors import Visitors
+from kvxfer.transports.zmq_inbox import Inbox
+from kvxfer.transports.zmq_listeners import bind_tcp
 
 HARD_LIMIT_NBYTES = 64 << 20
 """ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""
-BATCH = 256
-"""Messages read from one socket before the others get their turn."""
+BEYOND_NBYTES = 1 << 20
+"""What a connection may have sent that was not read, beyond the longest message."""
 LINGER_MS = 200
 """How long a last word (Cancel, Broken) may take to leave after a socket was closed."""
 HIGH_WATER = 10_000
@@ -48,30 +47,11 @@ def common_options(socket: ZmqSocket, config: Config) -> None:
     """What both ends have alike: bounds, heartbeats, how long last words may take."""
     silent_ms = max(1, int(config.peer_silent_s * 1000))
     socket.linger = LINGER_MS
-    socket.sndhwm = socket.rcvhwm = HIGH_WATER
+    socket.sndhwm, socket.rcvhwm = HIGH_WATER, 0  # see kvxfer.transports.backlog
     socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_NBYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(config.connect_timeout_s * 1000)))
     socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, silent_ms // 3))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent_ms)
-
-
-def bind_address(host: str) -> str:
-    """The address that a listener binds and announces. Raises ConfigError for one that peers cannot
-    use.
-    """
-    try:
-        found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
-    except OSError as e:
-        raise ConfigError(
-            f"host: expected a name or an address of this machine, got {host!r}: {e}"
-        ) from e
-    # IPv4 first: "localhost" is both, and most configurations name 127.0.0.1.
-    address = str(min(found, key=lambda entry: entry[0] != sockets.AF_INET)[4][0])
-    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-        raise ConfigError(
-            f"host: expected an address that peers can connect to, got {host}; "
-            "name the address of one interface"
-        )
-    return address
 
 
 class ControlServer:
@@ -94,33 +74,31 @@ class ControlServer:
         self._config = config
         self._ledger = ledger
         self._handle = handle
-        self._served: dict[str, bool] = {}
-        address = bind_address(config.host)
-        host = f"[{address}]" if ":" in address else address
         self._socket: ZmqSocket = context.socket(zmq.ROUTER)
+        most_nbytes = config.control_max_nbytes + BEYOND_NBYTES
+        self._visitors = Visitors(context, self._socket, most_nbytes)
         try:
             common_options(self._socket, config)
-            self._socket.sndhwm = self._socket.rcvhwm = ANSWERS_HIGH_WATER
+            self._socket.sndhwm = ANSWERS_HIGH_WATER
             # Or what does not fit would be dropped without a word.
             self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._socket.setsockopt(zmq.IPV6, int(":" in address))
-            secure_server(self._socket, config)
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-            bound = self._socket.getsockopt(zmq.LAST_ENDPOINT)
-        except zmq.ZMQError as e:
+            self._visitors.endpoint = self.endpoint = bind_tcp(self._socket, config, port)
+        except BaseException as e:
+            self._visitors.close()
             self._socket.close(linger=0)
-            if e.errno == errno.EADDRNOTAVAIL:
+            if isinstance(e, zmq.ZMQError) and e.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
                     f"host: expected an address of this machine, got {config.host}; "
                     "name the address of one of its interfaces"
                 ) from e
-            if e.errno not in _IN_USE:
+            if not isinstance(e, zmq.ZMQError) or e.errno not in _IN_USE:
                 raise
             raise ConfigError(
                 f"port: expected a free one on {config.host}, got {port}: {e.strerror}; "
                 "end the process that listens there, or choose another port (0 takes a free one)"
             ) from e
-        self.endpoint = bytes(bound).rstrip(b"\0").decode()
+        self._inbox = Inbox(self._socket, self._visitors.names)
+        io.watch(self._visitors.monitor, self._visitors.meet)
         io.watch(self._socket, self._read)
 
     def send(self, identity: bytes, message: ToSink) -> None:
@@ -136,20 +114,23 @@ class ControlServer:
         except zmq.ZMQError:
             self._ledger.count("control.dropped")
 
+    def inspect(self) -> None:
+        """Close connections that have sent too much that was not read."""
+        self._visitors.look(was_empty=self._inbox.take_empty())
+
     def close(self) -> None:
         """Stop listening."""
+        self._io.unwatch(self._visitors.monitor)
         self._io.unwatch(self._socket)
+        self._visitors.close()
         self._socket.close()
 
     def _read(self) -> None:
-        for _ in range(BATCH):
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        for frames in self._inbox.receive():
             self._io.run_posted()
             if self._socket.closed:
                 return
+            self._visitors.heard(frames)
             identity = frames[0].bytes
             try:
                 message = self._decode(frames)
@@ -173,26 +154,11 @@ class ControlServer:
             )
         if len(frames) != 2:
             self._ledger.count("control.malformed")
+            if frames[-1].more:
+                self._visitors.send_away(frames[0], "it sent a message of many parts")
             raise ProtocolError(f"control frame: expected one part, got {len(frames) - 1}")
-        if not self._is_served(frames[1]):
-            self._ledger.count("control.not_served")
-            raise ProtocolError(
-                "control frame: expected a peer on this host, got another; "
-                "configure CURVE keys, or name the peer in allowed_peers"
-            )
         try:
             return decode_to_source(frames[1].buffer)
         except ProtocolError:
             self._ledger.count("control.malformed")
             raise
-
-    def _is_served(self, frame: zmq.Frame) -> bool:
-        try:
-            address = str(frame.get("Peer-Address"))
-        except zmq.ZMQError:
-            address = ""
-        if address not in self._served:
-            if len(self._served) > HIGH_WATER:
-                self._served.clear()
-            self._served[address] = may_be_served(self._config, address)
-        return self._served[address]

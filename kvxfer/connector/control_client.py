@@ -8,15 +8,18 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvxfer.config import Config
-from kvxfer.connector.access import secure_client
-from kvxfer.connector.control import BATCH, MAX_DETAIL, common_options
+from kvxfer.connector.control import BEYOND_NBYTES, MAX_DETAIL, common_options
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.wire import ToSink, ToSource, decode_to_sink, encode
+from kvxfer.transfer.wire import Ping, ToSink, ToSource, decode_to_sink, encode
+from kvxfer.transports.backlog import LOOK_S, WORD_S, Backlog
+from kvxfer.transports.zmq_inbox import Inbox
+from kvxfer.transports.zmq_listeners import secure_client
 
-_GONE = (
-    zmq.EVENT_DISCONNECTED
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -50,7 +53,7 @@ class ControlClient:
         self.endpoint = endpoint
         self.problem = ""
         self.is_refused = False
-        self.heard_s = io.now()
+        self.heard_s = self._said_s = io.now()
         self.unanswered_s: float | None = None
         self._io = io
         self._config = config
@@ -67,7 +70,7 @@ class ControlClient:
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
             secure_client(self._socket, config, server_key)
             self._monitor: ZmqSocket = self._socket.get_monitor_socket(
-                _GONE | zmq.EVENT_HANDSHAKE_SUCCEEDED
+                _EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED
             )
             self._socket.connect(endpoint)
         except BaseException:
@@ -76,6 +79,8 @@ class ControlClient:
                 monitor.close()
             self._socket.close(linger=0)
             raise
+        self._inbox, self._backlog = Inbox(self._socket), Backlog(-1)
+        self._inspecting = io.after(LOOK_S, self._inspect)
         io.watch(self._socket, self._read)
         io.watch(self._monitor, self._look)
 
@@ -93,6 +98,7 @@ class ControlClient:
                 f"{type(message).__name__}: expected at most {limit_nbytes} bytes, "
                 f"got {len(frame)}; raise control_max_nbytes on both sides"
             )
+        self._said_s = self._io.now()
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -103,6 +109,7 @@ class ControlClient:
         if self._closed:
             return
         self._closed = True
+        self._inspecting.cancel()
         self._io.unwatch(self._socket)
         self._io.unwatch(self._monitor)
         self._socket.disable_monitor()
@@ -110,14 +117,12 @@ class ControlClient:
         self._socket.close()
 
     def _read(self) -> None:
-        for _ in range(BATCH):
-            if self._closed:
-                return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        for frames in self._inbox.receive():
             self.heard_s, self.unanswered_s = self._io.now(), None
+            self._backlog.note(frames)
+            if frames[-1].more:
+                self._on_gone("it sent a message of many parts")
+                return
             try:
                 message = self._decode(frames)
             except ProtocolError as e:
@@ -125,6 +130,17 @@ class ControlClient:
                 self.problem = str(e)[:MAX_DETAIL]
                 continue
             self._on_message(message)
+            if self._closed:
+                return
+
+    def _inspect(self) -> None:
+        """A source that sends more than anybody reads is none."""
+        self._inspecting = self._io.after(LOOK_S, self._inspect)
+        if self._io.now() - self._said_s >= WORD_S:
+            self.send(Ping())
+        nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
+        if nbytes > self._config.control_max_nbytes + BEYOND_NBYTES:
+            self._on_gone(f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def _decode(self, frames: list[zmq.Frame]) -> ToSink:
         limit_nbytes = self._config.control_max_nbytes
@@ -142,7 +158,9 @@ class ControlClient:
         while not self._closed and self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
             kind = int(event["event"])
-            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if kind == zmq.EVENT_CONNECTED:
+                self._backlog = Backlog(int(event["value"]))
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stood, self.is_refused = True, False
             elif kind != zmq.EVENT_DISCONNECTED:
                 if self._is_refused_for_good(kind, int(event["value"])):

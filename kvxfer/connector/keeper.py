@@ -19,10 +19,8 @@ from kvxfer.connector.peer_records import Failure
 from kvxfer.connector.peers import BACK_OFF_S, Peers
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.wire import Keep, Reason
+from kvxfer.transfer.wire import MAX_KEPT, Keep, Reason
 
-MAX_OFFERS = 4096
-"""In one Keep: about 360 KB."""
 OFFER_NBYTES = 270
 """The most that one offer takes in a Keep: three ids and a digest of up to 64 bytes."""
 OWED_S = 2 * BACK_OFF_S
@@ -129,7 +127,7 @@ class Keeper:
             self._io.guard(partial(self._tell, peer, rank, sources))
 
     def _tell(self, peer: Peer, rank: RankId, sources: Sequence[SourceRef]) -> None:
-        num = max(1, min(MAX_OFFERS, self._config.control_max_nbytes // OFFER_NBYTES))
+        num = max(1, min(MAX_KEPT, self._config.control_max_nbytes // OFFER_NBYTES))
         for lo in range(0, len(sources), num):
             some = sources[lo : lo + num]
             offers = tuple(dict.fromkeys(source.offer for source in some))

@@ -14,7 +14,6 @@ import msgspec
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.access import KeyGuard
 from kvxfer.connector.board import Board
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
@@ -42,9 +41,11 @@ from kvxfer.transfer.wire import (
     ToSource,
     encode,
 )
+from kvxfer.transports.backlog import LOOK_S
 from kvxfer.transports.base import LocalMemory, SinkCompletion, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+from kvxfer.transports.zmq_listeners import Guard
 
 DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
@@ -104,7 +105,7 @@ class RankService:
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
         self._closers: list[Callable[[], object]] = []
         try:
-            self._guard(config)
+            Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
                 self.io, self._context, config, ledger, port, self._dispatch
             )
@@ -118,6 +119,7 @@ class RankService:
                 memories=published_infos(sources, memory),
                 regions=regions,
                 board=board.handle if board is not None else None,
+                curve_public_key=config.curve_public_key,
             )
             self.ends = Ends(board)
             self.source = Source(
@@ -143,18 +145,13 @@ class RankService:
             self.io.watch_group(sink, partial(self._poll_sink, sink))
         for source in sources.values():
             self.io.watch_group(source, partial(self._poll_source, source))
+        self._inspects = [
+            self._server.inspect,
+            *(source.inspect for source in sources.values()),
+            *(sink.inspect for sink in sinks.values()),
+        ]
+        self.io.after(LOOK_S, self._inspect)
         self.io.start()
-
-    def _guard(self, config: Config) -> None:
-        if config.curve_secret_key is not None:
-            guard = KeyGuard(self._context, config)
-            self.io.watch(guard.socket, guard.answer)
-
-            def close() -> None:
-                self.io.unwatch(guard.socket)
-                guard.close()
-
-            self._closers.append(close)
 
     def _wires(
         self, config: Config, memory: LocalMemory
@@ -242,6 +239,12 @@ class RankService:
         for completion in completions:
             self.io.guard(partial(self.sink.on_completion, completion))
         self._count(transport)
+
+    def _inspect(self) -> None:
+        """What others hold."""
+        self.io.after(LOOK_S, self._inspect)
+        for inspect in self._inspects:
+            self.io.guard(inspect)
 
     def _count(self, transport: SourceTransport | SinkTransport) -> None:
         """What the wire dropped or refused."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from kvxfer.connector.records import GroupBlockIds
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.chunks import check_chunks
-from kvxfer.transfer.manifest import MAX_RANKS, RankManifest
+from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import Side
 from kvxfer.transfer.pull import PullResolver, check_ids
 from kvxfer.transfer.session import Wire
@@ -28,10 +28,6 @@ def read_pull(
     pull: Pull, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
 ) -> Wire:
     """How this Pull will be served by an offer of ``num_tokens``. Raises Refused."""
-    if len(pull.claim) > MAX_RANKS:
-        raise Refused(
-            Reason.PLAN, f"claim: expected at most {MAX_RANKS} ranks, got {len(pull.claim)}"
-        )
     if pull.is_null:
         return Wire.DIRECT
     transport = transports.get(pull.transport)

@@ -73,6 +73,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One rank: where it listens (``tcp://host:port``) and where its cache lies.
 
     ``board``: where sinks of the same host see which of its offers are open; None: nowhere.
+    ``curve_public_key`` (Z85): of the listeners of its data endpoints; None: without CURVE.
     """
 
     rank: RankId
@@ -81,6 +82,7 @@ class RankManifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     memories: tuple[MemoryInfo, ...]
     regions: tuple[Region, ...]
     board: MemfdHandle | None = None
+    curve_public_key: str | None = None
 
 
 class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):

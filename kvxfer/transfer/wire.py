@@ -3,9 +3,10 @@
 Unknown fields are ignored, unknown tags refused. A golden file beside the tests guards the
 encoding. ``docs/protocol.md`` explains who sends what when.
 
-Identifiers are bounded here, frames by ``control_max_nbytes`` before they are decoded. Both sides
-look an offer up by its whole :class:`OfferRef` (this offer in this life of the source). A sink
-takes only what :func:`is_addressed_to` it.
+Identifiers and lists are bounded here, before they are built: a claim of 4 MiB took 0.25 s. Frames
+are bounded by ``control_max_nbytes`` before they are decoded. Both sides look an offer up by its
+whole :class:`OfferRef` (this offer in this life of the source). A sink takes only what
+:func:`is_addressed_to` it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.manifest import MAX_RANKS, EngineManifest, RankId
 from kvxfer.transfer.plan import PullClass
 
 PROTOCOL_MIN: Final = 1
@@ -28,6 +29,8 @@ BIND_TOKENS: Final = "bind_tokens"
 Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
+MAX_KEPT: Final = 4096
+"""Offers in one Keep: about 360 KB."""
 Size = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=86400)]
 
@@ -74,7 +77,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Sink to the source's front door, then to each rank that it will read."""
 
     protocol: tuple[int, int]
-    capabilities: tuple[Text, ...]
+    capabilities: Annotated[tuple[Text, ...], msgspec.Meta(max_length=64)]
     engine_id: Text
     incarnation: Id
 
@@ -101,7 +104,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
 
     offer: OfferRef
     consumer: Consumer
-    claim: tuple[RankId, ...]
+    claim: Annotated[tuple[RankId, ...], msgspec.Meta(max_length=MAX_RANKS)]
     digest: Digest
     transport: Text
     is_null: bool = False
@@ -170,10 +173,10 @@ class Keep(msgspec.Struct, frozen=True, tag="keep", omit_defaults=True):
     a claim a Keep counts only with it.
     """
 
-    offers: tuple[OfferRef, ...]
+    offers: Annotated[tuple[OfferRef, ...], msgspec.Meta(max_length=MAX_KEPT)]
     incarnation: Id
     lease_s: Seconds
-    digests: dict[Id, Digest] = {}
+    digests: Annotated[dict[Id, Digest], msgspec.Meta(max_length=MAX_KEPT)] = {}
 
 
 class Broken(msgspec.Struct, frozen=True, tag="broken"):

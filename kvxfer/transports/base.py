@@ -193,6 +193,10 @@ class SourceTransport(Polled, ABC):
         """What happened since the last call. Never blocks."""
         return []
 
+    def inspect(self) -> None:
+        """Called a few times a second (``backlog.LOOK_S``): end what a peer holds without use."""
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Give everything back; running jobs are waited for."""
@@ -375,6 +379,10 @@ class SinkTransport(Polled, ABC):
     @abstractmethod
     def poll(self) -> list[SinkCompletion]:
         """What happened since the last call. Never blocks."""
+
+    def inspect(self) -> None:
+        """Called a few times a second, as the source's."""
+        return
 
     def look(self) -> list[SinkCompletion]:
         """The same, and not even for the moment in which something will be over. What is not over

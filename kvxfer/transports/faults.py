@@ -313,6 +313,10 @@ class FaultySink(SinkTransport):
                 done.append(completion)
         return done
 
+    def inspect(self) -> None:
+        """As it is."""
+        self._inner.inspect()
+
     def close(self) -> None:
         """The timers too."""
         for stalled in self._stalled.values():

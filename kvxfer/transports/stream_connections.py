@@ -6,16 +6,13 @@ has not named its nonce: it goes over the control channel, to those who may read
 
 from __future__ import annotations
 
-import ipaddress
-import os
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from kvxfer.config import Config
 from kvxfer.transports.base import TransferKey
 from kvxfer.transports.pipe import Parts, Slots, SourceLane
 from kvxfer.transports.stream_wire import Header
-from kvxfer.transports.zmq_same_host import user_of
 
 MAX_CONNECTIONS = 1024
 """Sinks attached at once; one more takes the place of the oldest that has no transfer."""
@@ -23,6 +20,12 @@ MAX_STAGING_NBYTES = 4 << 30
 """Staging for all of them; it is taken when a connection has its first transfer or trial. One that
 needs more takes the places of others as above.
 """
+MAX_TRIAL_NBYTES = 512 << 20
+"""Staging for trials, of that: one has 20 MiB (160 between GPUs), and takes milliseconds. One that
+needs more takes the place of the trial that has waited longest for a credit.
+"""
+TRIAL_S = 30.0
+"""After which a trial is over: a sink gives one up after 7 s at most."""
 MAX_EXPECTED = 512
 """Reads that one connection has announced and that have not ended; about 0.5 KB each."""
 MAX_PROBES = 32
@@ -45,7 +48,8 @@ class Connection:
     has carried. ``turns``: transfers that have chunks left to pack, next one first.
     ``trial_slots``: bytes of the trial's pattern that a slot still holds. ``num_filling``: slots
     that are written now. ``num_probes``: empty frames sent since it was last heard of. ``is_gone``:
-    ZeroMQ does not know it any more; ``is_lost``: nothing more is sent to it.
+    ZeroMQ does not know it any more; ``is_lost``: nothing more is sent to it. ``attached_s``,
+    ``moved_s``: when it attached, and since when it owes a credit (monotonic clock).
     """
 
     identity: bytes
@@ -65,6 +69,8 @@ class Connection:
     num_probes: int = 0
     is_gone: bool = False
     is_lost: bool = False
+    attached_s: float = field(default_factory=time.monotonic)
+    moved_s: float = field(default_factory=time.monotonic)
 
     @property
     def is_idle(self) -> bool:
@@ -100,13 +106,12 @@ class Connections:
         """The connection that named this read."""
         return self._by_read.get(name)
 
-    @property
-    def staging_nbytes(self) -> int:
-        """Of all that have staging."""
-        return sum(
-            connection.slots.nbytes
-            for connection in self._by_identity.values()
-            if connection.lane is not None
+    def with_staging(self, *, of_trials: bool = False) -> list[Connection]:
+        """Those that have staging, or trials only; the one that has waited longest first."""
+        found = (each for each in self._by_identity.values() if each.lane is not None)
+        return sorted(
+            (each for each in found if each.is_trial or not of_trials),
+            key=lambda connection: connection.moved_s,
         )
 
     def add(
@@ -139,22 +144,3 @@ class Connections:
         connection = self._by_read.pop(name, None)
         if connection is not None:
             connection.expected.pop(name, None)
-
-
-def may_be_served(config: Config, address: str) -> bool:
-    """Whether a listener answers this address.
-
-    A Unix socket's peer if it is of the same user. With CURVE every one, since the nonces went to
-    known keys only. Without it loopback, and others only where ``allowed_peers`` admits them.
-    """
-    user = user_of(address)
-    if user is not None:
-        return user == os.geteuid()
-    if config.curve_secret_key is not None:
-        return True
-    try:
-        if ipaddress.ip_address(address).is_loopback:
-            return True
-    except ValueError:
-        return False
-    return config.peer_allowed(address)

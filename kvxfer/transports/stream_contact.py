@@ -26,11 +26,9 @@ class Contact:
         self._make_pipe, self._memory = make_pipe, memory
         self._config, self._context = config, context
 
-    def trial(
-        self, source: RankManifest, endpoint: str, timeout_s: float, *, uses_unix_sockets: bool
-    ) -> Trial:
-        """Ask for a few messages over a pipe of its own, in each of its ways. ``endpoint``: of the
-        rank's data. Raises TransportUnavailable.
+    def trial(self, source: RankManifest, timeout_s: float, *, uses_unix_sockets: bool) -> Trial:
+        """Ask for a few messages over a pipe of its own, in each of its ways. Raises
+        TransportUnavailable.
         """
         with (
             closing(WakeUp()) as wake,
@@ -41,8 +39,7 @@ class Contact:
                 return open_link(
                     pipe,
                     slots,
-                    source.control_endpoint,
-                    endpoint,
+                    source,
                     self._config,
                     self._context,
                     uses_unix_sockets=uses_unix_sockets,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from kvxfer.transports.pipe import Parts, Pipe, PipeBroken
@@ -70,6 +71,8 @@ class Departures:
                     # Gone; or its queue is full, which credits rule out for who counts slots.
                     self._lose(connection)
                     return
+                if not connection.in_flight:
+                    connection.moved_s = time.monotonic()
                 connection.in_flight.add(slot)
         except PipeBroken as exc:
             self._lose_pipe(connection, exc)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -12,6 +13,8 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transports.backlog import EVENT, WORD_S, Backlog
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import Pipe, PipeBroken, SinkLane, Slots
 from kvxfer.transports.stream_wire import (
@@ -23,19 +26,26 @@ from kvxfer.transports.stream_wire import (
     Header,
     Socket,
     ToSource,
+    data_endpoint_of,
     encode,
     make_dealer,
 )
+from kvxfer.transports.zmq_inbox import Inbox
+from kvxfer.transports.zmq_listeners import secure_client
 from kvxfer.transports.zmq_same_host import nearest_endpoint
 
-# Every way in which a connection that never reconnects can end, or fail to begin.
-_GONE_EVENTS = (
-    zmq.EVENT_DISCONNECTED
+# That it stands, and every way in which one that never reconnects can end, or fail to begin.
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+
+BEYOND_NBYTES = 1 << 20
+"""What a source may have sent beyond its chunks: announcements have 100 bytes each."""
 
 T = TypeVar("T")
 _log = logging.getLogger("kvxfer.transports")
@@ -68,6 +78,42 @@ class Link(Generic[T]):
     num_unreadable: int = 0
     is_connected: bool = False
     is_lost: bool = False
+    _inbox: Inbox = field(init=False)
+    _said_s: float = field(default_factory=time.monotonic)
+    _backlog: Backlog = field(default_factory=lambda: Backlog(-1))
+
+    def __post_init__(self) -> None:
+        self._inbox = Inbox(self.socket)
+
+    def receive(self) -> Iterator[list[zmq.Frame]]:
+        """Messages of the source: an announcement, and what a pipe sends along.
+
+        Raises ProtocolError for one of many parts: the connection is of no use any more.
+        """
+        for frames in self._inbox.receive():
+            self._backlog.note(frames)
+            if frames[-1].more:
+                raise ProtocolError("message: expected a few parts, got many")
+            yield frames
+
+    def has_ended(self) -> bool:
+        """What the monitor has to say: that the connection stands, or that it has ended."""
+        while self.monitor.poll(0):
+            kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
+            if kind != zmq.EVENT_CONNECTED:
+                return True
+            self._backlog = Backlog(value)
+        return False
+
+    def inspect(self) -> None:
+        """Raises ProtocolError if more has come than the slots hold that was not read."""
+        if time.monotonic() - self._said_s >= WORD_S:
+            self.send(Credit(()))
+        nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
+        if nbytes > self.slots.nbytes + BEYOND_NBYTES:
+            raise ProtocolError(
+                f"messages: expected at most {self.slots.nbytes} bytes of chunks, got {nbytes}"
+            )
 
     @property
     def is_spent(self) -> bool:
@@ -131,6 +177,7 @@ class Link(Generic[T]):
 
     def send(self, message: ToSource) -> bool:
         """By ZeroMQ. False if it does not take it; the monitor tells the rest."""
+        self._said_s = time.monotonic()
         try:
             self.socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as exc:
@@ -155,8 +202,7 @@ class Link(Generic[T]):
 def open_link(
     pipe: Pipe,
     slots: Slots,
-    control_endpoint: str,
-    endpoint: str,
+    source: RankManifest,
     config: Config,
     context: Context,
     *,
@@ -168,11 +214,15 @@ def open_link(
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
     """
+    endpoint = data_endpoint_of(source, config, pipe.name)
     nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
     _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
     socket = make_dealer(context, config)
     try:
-        monitor: Socket = socket.get_monitor_socket(_GONE_EVENTS)
+        socket.setsockopt(zmq.IPV6, int("[" in nearest))
+        if nearest == endpoint:  # a Unix socket's ends know each other's user
+            secure_client(socket, config, source.curve_public_key)
+        monitor: Socket = socket.get_monitor_socket(_EVENTS)
     except BaseException:  # the engine ends while a trial begins
         socket.close(linger=0)
         raise
@@ -190,7 +240,7 @@ def open_link(
     path = lane.path("TCP" if nearest == endpoint else "a Unix socket")
     generations = [0] * slots.num_slots
     link: Link[T] = Link(
-        control_endpoint,
+        source.control_endpoint,
         endpoint,
         path,
         slots,

@@ -3,56 +3,71 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.transports.stream_connections import Connection, may_be_served
+from kvxfer.transports.stream_connections import Connection
 from kvxfer.transports.stream_wire import (
     Context,
     Refused,
     Socket,
     encode,
+    listen,
     make_poller,
     make_router,
     readable,
-    receive,
     send_message,
 )
+from kvxfer.transports.visitors import Visitors
+from kvxfer.transports.zmq_inbox import Inbox
+
+BEHIND_NBYTES = 1 << 20
+"""What a sink may have sent that was not read: its longest message has 20 KB."""
 
 _log = logging.getLogger("kvxfer.transports")
 
 
 class Router:
-    """A ROUTER socket and its monitor. Raises TransportUnavailable."""
+    """A ROUTER socket and who is connected to it. Raises TransportUnavailable."""
 
     def __init__(self, name: str, config: Config, context: Context, counts: Counter[str]) -> None:
-        self._config = config
         self._counts = counts
-        self._socket, self.endpoint = make_router(context, config, name)
-        self._monitor: Socket = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        )
-        self._num_strangers = 0
-        self._poller = make_poller((self._socket, self._monitor))
+        self._socket = make_router(context, config)
+        self.visitors = Visitors(context, self._socket, BEHIND_NBYTES)
+        try:
+            self.visitors.endpoint = self.endpoint = listen(self._socket, config, name)
+        except BaseException:
+            self.close()
+            raise
+        self._inbox = Inbox(self._socket, self.visitors.names)
+        self._poller = make_poller((self.visitors.monitor, self._socket))
 
     def pollables(self) -> tuple[Socket, ...]:
         """The ROUTER and its monitor."""
-        return (self._socket, self._monitor)
+        return (self._socket, self.visitors.monitor)
 
     def receive(self) -> tuple[list[list[zmq.Frame]], bool]:
         """What came, identity first; and whether a sink has gone: the monitor does not say who."""
         messages: list[list[zmq.Frame]] = []
         has_gone = False
         for socket in readable(self._poller):
-            if socket is self._socket:
-                messages.extend(receive(socket))
-            else:
-                for event in receive(socket):
-                    has_gone |= self._was_connected(event[0])
+            if socket is not self._socket:
+                has_gone |= self.visitors.meet()
+                continue
+            for frames in self._inbox.receive():
+                has_gone |= not self.visitors.heard(frames)
+                if frames[-1].more:
+                    self._counts["malformed"] += 1
+                    self.visitors.send_away(frames[0], "it sent a message of many parts")
+                else:
+                    messages.append(frames)
         return messages, has_gone
+
+    def look(self) -> None:
+        """Close connections that have sent too much that was not read."""
+        self.visitors.look(was_empty=self._inbox.take_empty())
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> zmq.ZMQError | None:
         """One message to a sink; the error if it has gone, or EAGAIN if its queue is full."""
@@ -76,31 +91,8 @@ class Router:
         """Tell a sink that it is not served, or not any more."""
         self.send(identity, encode(Refused(detail)))
 
-    def is_served(self, frame: zmq.Frame) -> bool:
-        """Whether who sent this may be answered."""
-        try:
-            address = str(frame.get("Peer-Address"))
-        except zmq.ZMQError:
-            return False
-        return may_be_served(self._config, address)
-
     def close(self) -> None:
         """Idempotent."""
         if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._monitor.close(linger=0)
+            self.visitors.close()
             self._socket.close(linger=0)
-
-    def _was_connected(self, event: zmq.Frame) -> bool:
-        """Whether an event of the monitor means that a sink has gone.
-
-        Of who left before the handshake, as a sink does that looks for the Unix socket, ZeroMQ says
-        both that the handshake failed and that he is disconnected.
-        """
-        if int.from_bytes(event.buffer[:2], sys.byteorder) != zmq.EVENT_DISCONNECTED:
-            self._num_strangers += 1
-        elif self._num_strangers:
-            self._num_strangers -= 1
-        else:
-            return True
-        return False

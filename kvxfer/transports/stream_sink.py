@@ -57,7 +57,6 @@ from kvxfer.transports.stream_wire import (
     Refused,
     data_endpoint_of,
     decode_to_sink,
-    receive,
 )
 from kvxfer.transports.zmq_same_host import nearest_endpoint
 
@@ -105,11 +104,8 @@ class StreamSink(SinkTransport):
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """Ask for a few messages over a pipe of its own, in each of its ways."""
-        endpoint = data_endpoint_of(source, self._config, self.name)
-        self._check_may_meet(endpoint)
-        return self._contact.trial(
-            source, endpoint, timeout_s, uses_unix_sockets=self.uses_unix_sockets
-        )
+        self._check_may_meet(data_endpoint_of(source, self._config, self.name))  # before a pipe
+        return self._contact.trial(source, timeout_s, uses_unix_sockets=self.uses_unix_sockets)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """What unpacks them."""
@@ -144,8 +140,7 @@ class StreamSink(SinkTransport):
             open_link(
                 self._pipe,
                 Slots(staging.num_slots, staging.slot_nbytes),
-                source.control_endpoint,
-                endpoint,
+                source,
                 self._config,
                 self._context,
                 uses_unix_sockets=self.uses_unix_sockets,
@@ -218,12 +213,10 @@ class StreamSink(SinkTransport):
         self._reads.take_unpacked()
         self._send_credits()
         for socket, link in self._links.readable():
-            for frames in receive(socket):
-                if socket is link.socket:
-                    self._on_message(link, frames[0].buffer, frames[1:], frames[0])
-                else:
-                    self._lose_link(link, "the connection to the source rank ended")
-                    break
+            if socket is link.socket:
+                self._receive(link)
+            elif link.has_ended():
+                self._lose_link(link, "the connection to the source rank ended")
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
             pass
@@ -239,6 +232,14 @@ class StreamSink(SinkTransport):
         self._send_credits()
         told = self._completions.since(num_before)
         return bool(told) and all(isinstance(each, Progress) for each in told)
+
+    def inspect(self) -> None:
+        """Drop connections whose source sends more than it was granted."""
+        for link in self._links.all():
+            try:
+                link.inspect()
+            except ProtocolError as exc:
+                self._lose_link(link, str(exc))
 
     def close(self) -> None:
         """Stop all reads, wait for what is being unpacked, close connections and pipe."""
@@ -262,6 +263,14 @@ class StreamSink(SinkTransport):
                 self._lose_pipe(link, exc)
 
     # -- chunks
+
+    def _receive(self, link: ReadLink) -> None:
+        try:
+            for first, *parts in link.receive():
+                self._on_message(link, first.buffer, parts, first)
+        except ProtocolError as exc:
+            self.counts["malformed"] += 1
+            self._lose_link(link, f"the source rank makes no sense: {exc}")
 
     def _on_message(
         self,

@@ -7,6 +7,7 @@ slot:  free -> packing -> packed -> leaving (the pipe's) -> in flight (until the
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,6 +35,8 @@ from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
     MAX_PROBES,
     MAX_STAGING_NBYTES,
+    MAX_TRIAL_NBYTES,
+    TRIAL_S,
     Connection,
     Connections,
 )
@@ -163,6 +166,14 @@ class StreamSource(SourceTransport):
         self._transfers.take_packed()  # what was packed at once leaves in this very round
         return self._completions.take()
 
+    def inspect(self) -> None:
+        """Close connections that send what is no message, and end trials that have no end."""
+        self._router.look()
+        ended_s = time.monotonic() - TRIAL_S
+        for connection in self._connections.all():
+            if connection.is_trial and connection.attached_s < ended_s:
+                self._end(connection, f"expected a trial to end within {TRIAL_S} s")
+
     def close(self) -> None:
         """Stop all transfers, wait for what is being packed, close pipe and sockets."""
         self._transfers.close()
@@ -182,10 +193,6 @@ class StreamSource(SourceTransport):
         connection = self._connections.get(identity)
         if connection is not None:
             connection.num_probes = 0
-        elif not self._router.is_served(frames[-1]):
-            self.counts["not_served"] += 1
-            self._router.refuse(identity, "expected a peer on this host; name it in allowed_peers")
-            return
         try:
             match _decode(frames):
                 case Attach() as message:
@@ -242,19 +249,39 @@ class StreamSource(SourceTransport):
             return
         self._connections.add(identity, slots, message.address, is_trial=message.is_trial)
 
-    def _make_room(self, *, of_staging: bool = False) -> bool:
+    def _make_room(self) -> bool:
         """Send the oldest sink away that has no transfer; it attaches anew when it has one."""
         busy = self._transfers.connections()
         for connection in self._connections.all():
-            if connection in busy or not connection.is_idle:
-                continue
-            if connection.lane is None and of_staging:
-                continue
-            self.counts["sent_away"] += 1
-            self._router.refuse(connection.identity, "idle, and too many others; attach anew")
-            self._lose(connection)
-            return True
+            if connection not in busy and connection.is_idle:
+                return self._end(connection, "idle, and too many others; attach anew")
         return False
+
+    def _make_room_of_staging(self, nbytes: int, *, is_trial: bool) -> bool:
+        """The same for as much staging: of idle sinks, and of those that owe credits for so long
+        that they will not come. A trial takes that of trials only.
+        """
+        most_nbytes = MAX_TRIAL_NBYTES if is_trial else MAX_STAGING_NBYTES
+        having = self._connections.with_staging(of_trials=is_trial)
+        left_nbytes = most_nbytes - nbytes - sum(each.slots.nbytes for each in having)
+        if left_nbytes >= 0:
+            return True
+        busy = self._transfers.connections()
+        silent_s = time.monotonic() - self._config.pull_timeout_s
+        for connection in having:
+            is_idle = connection.is_idle and connection not in busy
+            is_silent = connection.in_flight and connection.moved_s < silent_s
+            if is_idle or is_silent or connection.is_trial:
+                left_nbytes += connection.slots.nbytes
+                self._end(connection, "idle or silent, and too many others; attach anew")
+            if left_nbytes >= 0:
+                return True
+        return False
+
+    def _end(self, connection: Connection, detail: str) -> bool:
+        self.counts["sent_away"] += 1
+        self._send_away(connection, detail)
+        return True
 
     def _on_expect(self, connection: Connection, message: Expect) -> None:
         if connection.is_trial:
@@ -271,6 +298,7 @@ class StreamSource(SourceTransport):
     def _on_credit(self, connection: Connection, message: Credit) -> None:
         for slot in message.slots:
             if slot in connection.in_flight:
+                connection.moved_s = time.monotonic()
                 connection.in_flight.remove(slot)
                 connection.free.append(slot)
             else:
@@ -278,6 +306,8 @@ class StreamSource(SourceTransport):
         self._transfers.pump(connection)
 
     def _on_trial(self, connection: Connection, message: AskTrial) -> None:
+        if not connection.is_trial:
+            raise ProtocolError("trial: expected a connection that is a trial's")
         slot = self._trials.check(connection, message)
         if slot is None:
             self.counts["too_many_trials"] += 1
@@ -299,13 +329,11 @@ class StreamSource(SourceTransport):
         """Staging is taken when it is needed first. False if there is none: the sink is refused."""
         if connection.lane is not None:
             return True
-        nbytes = connection.slots.nbytes
-        while self._connections.staging_nbytes + nbytes > MAX_STAGING_NBYTES:
-            if not self._make_room(of_staging=True):
-                self.counts["too_much_staging"] += 1
-                detail = f"expected staging of at most {MAX_STAGING_NBYTES} bytes for all sinks"
-                self._send_away(connection, detail)
-                return False
+        if not self._make_room_of_staging(connection.slots.nbytes, is_trial=connection.is_trial):
+            self.counts["too_much_staging"] += 1
+            detail = f"expected staging of at most {MAX_STAGING_NBYTES} bytes for all sinks"
+            self._send_away(connection, detail)
+            return False
         try:
             lane = connection.lane = self._pipe.open_source(connection.address, connection.slots)
         except (TransportUnavailable, PipeBroken) as exc:

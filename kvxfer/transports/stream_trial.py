@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, fit_costs, fit_direct_costs
+from kvxfer.transports.backlog import LOOK_S
 from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Wake
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
@@ -27,7 +28,6 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     make_poller,
     readable,
-    receive,
 )
 from kvxfer.transports.wake_up import WakeUp
 
@@ -269,11 +269,16 @@ class TrialTaker:
                     f"{self._pipe.name}: expected {nbytes} bytes from {link.endpoint} within "
                     f"{self._timeout_s} s, got no answer"
                 )
-            self._sleep(left_s)
-            for socket in readable(self._poller):
+            self._sleep(min(left_s, LOOK_S))
+            ready = readable(self._poller)
+            if not ready:
+                link.inspect()
+            for socket in ready:
                 if socket is link.monitor:
-                    raise ProtocolError("expected an answer, got the end of the connection")
-                for first, *parts in receive(socket):
+                    if link.has_ended():
+                        raise ProtocolError("expected an answer, got the end of the connection")
+                    continue
+                for first, *parts in link.receive():
                     self._on_message(first.buffer, parts, first)
 
     def _sleep(self, most_s: float) -> None:

@@ -22,7 +22,7 @@ Slots belong to the connection: when it ends, what they hold is worth nothing an
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,10 +30,11 @@ import msgspec
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import MOST_SLOTS
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import Readable, TransferKey
+from kvxfer.transports.zmq_listeners import bind_tcp
 from kvxfer.transports.zmq_same_host import bind_unix
 
 STREAM_VERSION = 4
@@ -47,8 +48,6 @@ Credit at most 3 for each slot.
 FRAME_MAX_NBYTES = 64 << 20
 """ZeroMQ closes a connection to a source that announces a larger frame, before it allocates it."""
 MAX_SLOTS = 1024
-MESSAGES_PER_POLL = 256
-"""How many messages one poll takes from one socket, so that no peer has the IO thread to itself."""
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -194,20 +193,6 @@ def readable(poller: zmq.Poller) -> list[Socket]:
     return [socket for socket, _ in poller.poll(0) if isinstance(socket, zmq.Socket)]
 
 
-def receive(socket: Socket) -> Iterator[list[zmq.Frame]]:
-    """The messages that lie there, whole and not copied, MESSAGES_PER_POLL at most."""
-    for _ in range(MESSAGES_PER_POLL):
-        try:
-            frames = [socket.recv(_NOBLOCK, copy=False)]
-        except zmq.ZMQError as exc:
-            if exc.errno in (zmq.EAGAIN, zmq.ENOTSOCK):  # nothing more, or closed by the reader
-                return
-            raise
-        while frames[-1].more:
-            frames.append(socket.recv(_NOBLOCK, copy=False))
-        yield frames
-
-
 def send_message(socket: Socket, identity: bytes, *frames: bytes | zmq.Frame) -> None:
     """One message of a ROUTER; never waits. Raises ZMQError if the peer has gone."""
     socket.send(identity, _SNDMORE)
@@ -216,30 +201,32 @@ def send_message(socket: Socket, identity: bytes, *frames: bytes | zmq.Frame) ->
     socket.send(frames[-1], _NOBLOCK, copy=False)
 
 
-def make_router(context: Context, config: Config, name: str) -> tuple[Socket, str]:
-    """The source's socket, bound to a free port and to the Unix socket beside it; its endpoint.
-
-    Raises TransportUnavailable.
-    """
+def make_router(context: Context, config: Config) -> Socket:
+    """The source's socket; it listens nowhere yet."""
     socket = context.socket(zmq.ROUTER)
     _set_common(socket, config)
     # Twice what we take, so that what is a little too long is counted before it ends a connection.
     socket.setsockopt(zmq.MAXMSGSIZE, 2 * CONTROL_MAX_NBYTES)
     # Without it a message to a sink that has gone vanishes without a word.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    host = f"[{config.host}]" if ":" in config.host else config.host
+    return socket
+
+
+def listen(socket: Socket, config: Config, name: str) -> str:
+    """On a free port, and on the Unix socket beside it; the endpoint.
+
+    Raises TransportUnavailable.
+    """
     try:
-        socket.bind(f"tcp://{host}:*")
-    except zmq.ZMQError as exc:
-        socket.close()
+        endpoint = bind_tcp(socket, config, 0)
+    except (ConfigError, zmq.ZMQError) as exc:
         raise TransportUnavailable(
-            f"{name}: {config.host} cannot be listened on: {exc.strerror}; "
+            f"{name}: {config.host} cannot be listened on: {exc}; "
             "set host to an address of this machine"
         ) from exc
-    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     if not bind_unix(socket, endpoint):
         _log.debug("%s: no Unix socket beside %s: all sinks use TCP", name, endpoint)
-    return socket, endpoint
+    return endpoint
 
 
 def make_dealer(context: Context, config: Config) -> Socket:
@@ -280,17 +267,16 @@ def data_endpoint_of(source: RankManifest, config: Config, name: str) -> str:
 
 def _set_common(socket: Socket, config: Config) -> None:
     silent_ms = _ms(config.peer_silent_s)
-    # A full queue would stop reading, and with it the heartbeats: leave room beyond every credit.
+    # Room beyond every credit.
     high_water = 2 * (config.staging_slots or MOST_SLOTS) + 64
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.SNDHWM, high_water),
-        (zmq.RCVHWM, high_water),
+        (zmq.RCVHWM, 0),  # see kvxfer.transports.backlog
         (zmq.MAXMSGSIZE, FRAME_MAX_NBYTES),
         (zmq.HANDSHAKE_IVL, _ms(config.connect_timeout_s)),
         (zmq.HEARTBEAT_IVL, max(1, silent_ms // 3)),
         (zmq.HEARTBEAT_TIMEOUT, silent_ms),
-        (zmq.IPV6, int(":" in config.host)),
     ):
         socket.setsockopt(option, value)
 

@@ -32,8 +32,16 @@ def nearest_endpoint(endpoint: str) -> str:
     return unix_endpoint(endpoint) if _is_here(_name(endpoint)) else endpoint
 
 
+def unix_name(endpoint: str) -> bytes:
+    """The same for the kernel."""
+    return b"\0" + _name(endpoint).encode()
+
+
 def bind_unix(socket: zmq.Socket[bytes], endpoint: str) -> bool:
-    """Answer there as well; False where that cannot be had, which costs nothing but speed."""
+    """Answer there as well, without CURVE; False where that cannot be had, which costs nothing but
+    speed.
+    """
+    socket.curve_server = False  # for this listener; those that stand keep what they have
     try:
         socket.bind(unix_endpoint(endpoint))
     except zmq.ZMQError:

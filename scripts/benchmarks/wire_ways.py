@@ -28,6 +28,7 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports.zmq_listeners import Guard
 from scripts.benchmarks.devices import Devices, MatrixLoop, finish
 from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, timed
 from scripts.benchmarks.pools import Request
@@ -87,7 +88,9 @@ class Hands:
 
 def new_hands() -> Hands:
     """For one wire."""
-    return Hands(CopyThread(), WakeUp(), zmq.Context[zmq.Socket[bytes]]())
+    hands = Hands(CopyThread(), WakeUp(), zmq.Context[zmq.Socket[bytes]]())
+    Guard(hands.context, Config())
+    return hands
 
 
 class Giving(Member):

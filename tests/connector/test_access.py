@@ -14,10 +14,11 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.connector.access import check_host, check_owners, server_key_of
 from kvxfer.connector.listeners import Listeners
-from kvxfer.transports.stream_connections import may_be_served
+from kvxfer.transports.zmq_listeners import why_refused
 from tests.helpers import free_port, needs_root, process_of_another_user
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())
+OTHER, STRANGE = (zmq.curve_keypair()[0].decode() for _ in range(2))
 CURVE = {"curve_public_key": PUBLIC, "curve_secret_key": SECRET}
 
 
@@ -37,11 +38,31 @@ CURVE = {"curve_public_key": PUBLIC, "curve_secret_key": SECRET}
         ("127.0.0.1", {"allowed_peers": ("10.0.0.2",)}, True),
         ("10.0.0.5", {"host": "10.0.0.5"}, True),  # this host by its own address
         ("10.0.0.6", {"host": "10.0.0.5"}, False),
-        ("8.8.8.8", CURVE, True),  # the keys decide
+        (f"localhost:{os.geteuid()}:0:1", {}, True),
+        (f"localhost:{os.geteuid()}:0:1", {"allowed_peers": ("10.0.0.2",)}, True),
+        (f"localhost:{os.geteuid() + 1}:0:1", {}, False),
     ],
 )
-def test_served(address: str, settings: dict[str, object], expected: bool) -> None:
-    assert may_be_served(Config(**settings), address) is expected  # type: ignore[arg-type]
+def test_addresses_are_admitted(address: str, settings: dict[str, object], expected: bool) -> None:
+    why = why_refused(Config(**settings), address, None)  # type: ignore[arg-type]
+    assert (why is None) is expected
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "expected"),
+    [
+        ("8.8.8.8", PUBLIC, True),  # the keys decide
+        ("8.8.8.8", OTHER, True),
+        ("8.8.8.8", STRANGE, False),
+        ("127.0.0.1", STRANGE, False),
+        ("127.0.0.1", None, False),
+        (f"localhost:{os.geteuid()}:0:1", None, True),
+        (f"localhost:{os.geteuid() + 1}:0:1", PUBLIC, False),
+    ],
+)
+def test_with_keys_addresses_do_not_matter(address: str, key: str | None, expected: bool) -> None:
+    config = Config(**CURVE, curve_server_keys={"e": OTHER})  # type: ignore[arg-type]
+    assert (why_refused(config, address, key) is None) is expected
 
 
 @pytest.mark.parametrize(

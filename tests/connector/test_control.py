@@ -9,12 +9,13 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.control import ControlServer, bind_address
+from kvxfer.connector.control import ControlServer
 from kvxfer.connector.control_client import ControlClient
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
 from kvxfer.transfer.wire import Keep, OfferRef, Ping
+from kvxfer.transports.zmq_listeners import bind_address
 from tests.helpers import free_port
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import os, resource, sys
 from pathlib import Path
-from kvxfer.connector.descriptors import make_room
+from kvxfer.connector import descriptors
 
 def size():
     status = Path("/proc/self/status").read_text()
@@ -16,8 +18,9 @@ def size():
 
 usual, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 before, used = size(), len(os.listdir("/proc/self/fd"))
-resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), hard))
-make_room()
+limit = descriptors.MOST_DESCRIPTORS = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+descriptors.make_room()
 resource.setrlimit(resource.RLIMIT_NOFILE, (usual, hard))
 print(before, size(), len(os.listdir("/proc/self/fd")) - used)
 """
@@ -46,3 +49,16 @@ def test_no_more_than_the_process_may_have() -> None:
 
 def test_a_process_without_any_left_goes_on() -> None:
     assert sizes(3)[2] == 0
+
+
+@pytest.mark.parametrize(("soft", "hard", "expected"), [(256, 1000, 1000), (300, 300, 300)])
+def test_the_soft_limit_is_raised_to_the_hard_one(soft: int, hard: int, expected: int) -> None:
+    program = (
+        "import resource; from kvxfer.connector.descriptors import make_room;"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard})); make_room();"
+        "print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [str(expected), str(hard)]

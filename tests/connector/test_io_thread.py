@@ -125,6 +125,30 @@ def test_sockets_are_read_before_timers_fire(
     io.stop(2)
 
 
+def test_timers_fire_beside_a_flood_of_slow_messages(
+    io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
+) -> None:
+    """By time and not by number: each of these takes as long as a turn may."""
+    near, far = pair
+    num_read: list[int] = []
+    over: list[int] = []
+
+    def read() -> None:
+        far.send(b"the next one")
+        near.recv()
+        num_read.append(1)
+        time.sleep(0.05)
+
+    io.watch(near, read)
+    io.after(0.01, lambda: over.append(len(num_read)))
+    far.send(b"the first one")
+    io.start()
+    until(lambda: over, 60)
+    assert over[0] < 20
+    io.post(lambda: io.unwatch(near))
+    io.stop(2)
+
+
 def test_a_late_thread_gives_messages_time_to_arrive(
     io: IoThread, pair: tuple[ZmqSocket, ZmqSocket]
 ) -> None:

@@ -222,7 +222,7 @@ def test_tokens_beyond_the_offered_ones_are_not_read_unbound_either(wire: str) -
 def test_keeps_of_many_offers_come_in_slices_and_go_on_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keeper_module, "MAX_OFFERS", 2)
+    monkeypatch.setattr(keeper_module, "MAX_KEPT", 2)
     sizes: list[int] = []
     send = PeerLinks.send
 

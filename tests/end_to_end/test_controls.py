@@ -21,9 +21,7 @@ NUM_PLANES = 2 * MODEL.num_layers * MODEL.num_kv_heads
 
 
 def decode_config(transport: str, faults: str = "") -> EngineConfig:
-    """No prefix cache, so that no prompt finds KV of the one before; pools begin as zeros, and 200
-    blocks are enough to give each prompt blocks that nobody has written.
-    """
+    """No prefix cache, so that no prompt finds KV of the one before. Pools begin as zeros."""
     return engine_config(
         Role.DECODE,
         None,
@@ -49,8 +47,15 @@ def right(engines: Pair) -> dict[int, Result]:
     return answers(engines)
 
 
-def answers(engines: Pair) -> dict[int, Result]:
-    found = {num: engines.run(prompt(num), NEW_TOKENS) for num in NUM_TOKENS}
+def answers(engines: Pair, each_with: EngineConfig | None = None) -> dict[int, Result]:
+    """By number of prompt tokens. ``each_with``: each in a new life of the decode engine, whose
+    blocks nobody has written.
+    """
+    found: dict[int, Result] = {}
+    for num_tokens in NUM_TOKENS:
+        if each_with is not None:
+            engines.decode.reconfigure(each_with)
+        found[num_tokens] = engines.run(prompt(num_tokens), NEW_TOKENS)
     for num_tokens, answer in found.items():
         assert answer.done.failure is None
         assert answer.done.num_external_tokens == num_tokens - 1
@@ -69,8 +74,7 @@ def is_blank(answer: Result) -> bool:
 def test_zeros_for_kv_change_the_tokens_of_every_prompt_longer_than_a_block(
     engines: Pair, right: dict[int, Result], transport: str
 ) -> None:
-    engines.decode.reconfigure(decode_config(transport, faults="read:blank"))
-    wrong = answers(engines)
+    wrong = answers(engines, decode_config(transport, faults="read:blank"))
     for num_tokens in NUM_TOKENS:
         assert is_blank(wrong[num_tokens])
         assert not is_blank(right[num_tokens])

@@ -41,6 +41,7 @@ from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_wire import STREAM_VERSION, Attach, Expect
 from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports.zmq_listeners import Guard
 
 ATTACH = Attach(STREAM_VERSION, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""
@@ -75,6 +76,7 @@ class Pair:
     ) -> None:
         self.copy_thread, self.wake = CopyThread(small_nbytes=small_nbytes), WakeUp()
         self.context: Context = zmq.Context()
+        Guard(self.context, source_config)
         self.source_pool, self.sink_pool = (
             SharedPool.create(POOL_NBYTES),
             SharedPool.create(POOL_NBYTES),

@@ -10,7 +10,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.testing_cases import POOL_NBYTES
@@ -28,7 +27,7 @@ from kvxfer.transports.base import (
     Sent,
 )
 from kvxfer.transports.pipe import Slots
-from kvxfer.transports.stream_connections import MAX_TRIALS, Connections, may_be_served
+from kvxfer.transports.stream_connections import MAX_TRIALS, Connections
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -56,6 +55,7 @@ from tests.transports.pair import (
 )
 
 SHM = msgspec.structs.replace(CONFIG, transport="shm")
+TRIAL = msgspec.structs.replace(ATTACH, is_trial=True)
 NOT_ATTACHED = "the source rank is not attached"
 
 
@@ -238,7 +238,7 @@ def _name(number: int) -> tuple[bytes, bytes, str]:
 
 
 def test_one_connection_gets_so_many_trials_and_no_more(pair: Pair, clients: list[Client]) -> None:
-    clients.append(Client(pair, ATTACH))
+    clients.append(Client(pair, TRIAL))
     heard: list[list[bytes]] = []
     sizes = (TRIAL_NBYTES, TRIAL_SMALL_NBYTES)
     for count in range(MAX_TRIALS):
@@ -263,9 +263,9 @@ def test_one_connection_gets_so_many_trials_and_no_more(pair: Pair, clients: lis
 
 
 def test_a_trial_waits_for_its_slot(pair: Pair, clients: list[Client]) -> None:
-    clients.append(Client(pair, ATTACH, *[AskTrial(TRIAL_SMALL_NBYTES)] * 6))
+    clients.append(Client(pair, TRIAL, *[AskTrial(TRIAL_SMALL_NBYTES)] * 6))
     pair.until(lambda: pair.source.counts["malformed"] == 2)  # there are four slots
-    small = msgspec.structs.replace(ATTACH, slot_nbytes=TRIAL_NBYTES - 1)
+    small = msgspec.structs.replace(TRIAL, slot_nbytes=TRIAL_NBYTES - 1)
     clients.append(Client(pair, small, AskTrial(TRIAL_NBYTES)))
     pair.until(lambda: pair.source.counts["malformed"] == 3)
 
@@ -397,6 +397,74 @@ def test_a_sink_that_the_source_forgot_attaches_anew(pair: Pair) -> None:
     assert pair.content() == pair.expected(a_move())
 
 
+# ------------------------------------------------------------------ staging of those who are silent
+
+
+def _staging_nbytes(pair: Pair) -> int:
+    return sum(each.slots.nbytes for each in _connections(pair).with_staging())
+
+
+def test_trials_that_are_never_credited_take_a_small_part_and_hinder_no_other(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most_nbytes = 3 * TRIAL.num_slots * TRIAL.slot_nbytes
+    monkeypatch.setattr(stream_source, "MAX_TRIAL_NBYTES", most_nbytes)
+    for _ in range(10):
+        clients.append(Client(pair, TRIAL, AskTrial(TRIAL_NBYTES)))
+    pair.until(lambda: pair.source.counts["sent_away"] == 7)
+    assert _staging_nbytes(pair) == most_nbytes
+    assert pair.trial().costs.bytes_per_s > 0
+    pair.sink.attach(pair.manifest)
+    pair.start(key_of(1), a_move())
+    assert isinstance(pair.end(key_of(1)), ReadDone)
+    for client in clients:
+        client.socket.close()
+    pair.until(lambda: _staging_nbytes(pair) == ATTACH.num_slots * ATTACH.slot_nbytes)
+
+
+def test_a_trial_has_an_end(
+    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_source, "TRIAL_S", 0.0)
+    clients.append(Client(pair, ATTACH))
+    clients.append(Client(pair, TRIAL, AskTrial(TRIAL_NBYTES)))
+    pair.until(lambda: len(_connections(pair)) == 2 and _staging_nbytes(pair) > 0)
+    pair.source.inspect()
+    assert [each.is_trial for each in _connections(pair).all()] == [False]
+    assert clients[1].socket.poll(5000)
+    pair.until(lambda: b"a trial to end" in b"".join(sum(clients[1].heard(), [])))
+
+
+def test_who_attached_for_transfers_gets_no_trial(pair: Pair, clients: list[Client]) -> None:
+    clients.append(Client(pair, ATTACH, AskTrial(TRIAL_NBYTES)))
+    pair.until(lambda: pair.source.counts["malformed"] == 1)
+    assert _staging_nbytes(pair) == 0
+
+
+def test_staging_that_is_never_credited_comes_back_for_others(
+    clients: list[Client], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that of a sink which has named a transfer's nonce."""
+    pair = Pair(msgspec.structs.replace(ZMQ, pull_timeout_s=0.2))
+    try:
+        monkeypatch.setattr(stream_source, "MAX_STAGING_NBYTES", ATTACH.num_slots * (6 << 20))
+        clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
+        pair.source.submit_send(send_request(key_of(1), a_move()))
+        pair.until(lambda: clients[0].chunks() > 0)
+        (silent,) = _connections(pair).all()
+        pair.until(lambda: len(silent.in_flight) == ATTACH.num_slots)
+        _rest(pair, 0.3)
+        pair.sink.attach(pair.manifest)
+        pair.start(key_of(2), a_move())
+        assert isinstance(pair.end(key_of(2)), ReadDone)
+        assert silent.is_lost
+        assert pair.said_kind(SendStopped, key_of(1))
+    finally:
+        for client in clients:
+            client.socket.close(linger=0)
+        pair.close()
+
+
 # ------------------------------------------------------------------ sizes and addresses
 
 
@@ -475,47 +543,6 @@ def test_a_trial_has_slots_of_its_own_and_carries_nothing_else() -> None:
         for client in clients:
             client.socket.close(linger=0)
         pair.close()
-
-
-KEY = "a" * 40
-
-
-@pytest.mark.parametrize(
-    ("config", "address", "served"),
-    [
-        (Config(), "127.0.0.1", True),
-        (Config(), "::1", True),
-        (Config(), "10.0.0.7", False),
-        (Config(), "8.8.8.8", False),
-        (Config(), "", False),
-        (Config(allowed_peers=("10.0.0.0/24",)), "10.0.0.7", True),
-        (Config(allowed_peers=("10.0.0.0/24",)), "127.0.0.1", True),
-        (Config(allowed_peers=("10.0.0.0/24",)), "10.0.1.7", False),
-        (Config(curve_public_key=KEY, curve_secret_key=KEY), "10.0.0.7", True),
-    ],
-)
-def test_addresses_that_are_served(config: Config, address: str, served: bool) -> None:
-    assert may_be_served(config, address) is served
-
-
-def test_who_is_not_served_is_told_and_gets_nothing(
-    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def nobody(_: Config, address: str) -> bool:
-        asked.append(address)
-        return False
-
-    monkeypatch.setattr(stream_router, "may_be_served", nobody)
-    clients.append(Client(pair, ATTACH, expect_of(key_of(1)), AskTrial(TRIAL_NBYTES)))
-    pair.until(lambda: pair.source.counts["not_served"] == 3)
-    assert asked == ["127.0.0.1"] * 3
-    _rest(pair, 0.05)
-    refusals = clients[0].heard()
-    assert len(refusals) == 3
-    assert all(b"refused" in frames[0] and len(frames) == 1 for frames in refusals)
-    assert len(_connections(pair)) == 0
 
 
 def test_a_trial_that_is_refused_says_why(pair: Pair) -> None:

@@ -12,14 +12,13 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.testing import check_transport
 from kvxfer.testing_peer import Context
-from kvxfer.transports import stream_router, zmq_same_host
+from kvxfer.transports import zmq_listeners, zmq_same_host
 from kvxfer.transports.base import LocalMemory, ReadDone, Trial, Wake
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.pipe import Pipe
-from kvxfer.transports.stream_connections import may_be_served
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import make_router
+from kvxfer.transports.stream_wire import listen, make_router
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from kvxfer.transports.zmq_same_host import nearest_endpoint, unix_endpoint, user_of
 from tests.transports.pair import ZMQ, Pair, a_move, key_of
@@ -51,14 +50,15 @@ def test_the_wire_keeps_every_promise_over_tcp() -> None:
 
 @pytest.fixture
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Where the messages came from that the source looked at before it served anybody."""
+    """Where the connections came from that the guard was asked about."""
     asked: list[str] = []
+    decide = zmq_listeners.why_refused
 
-    def record(config: Config, address: str) -> bool:
+    def record(config: Config, address: str, key: str | None) -> str | None:
         asked.append(address)
-        return may_be_served(config, address)
+        return decide(config, address, key)
 
-    monkeypatch.setattr(stream_router, "may_be_served", record)
+    monkeypatch.setattr(zmq_listeners, "why_refused", record)
     return asked
 
 
@@ -99,13 +99,6 @@ def test_name_is_that_of_the_tcp_endpoint() -> None:
 )
 def test_user_of_a_peer(address: str, user: int | None) -> None:
     assert user_of(address) == user
-
-
-def test_peers_of_another_user_are_not_served() -> None:
-    strict = Config(allowed_peers=("10.0.0.0/24",))
-    for config in (Config(), strict):
-        assert may_be_served(config, f"localhost:{os.geteuid()}:0:1")
-        assert not may_be_served(config, f"localhost:{os.geteuid() + 1}:0:1")
 
 
 def test_a_sink_on_the_same_host_takes_the_unix_socket(pair: Pair, addresses: list[str]) -> None:
@@ -159,7 +152,8 @@ def test_a_name_that_another_user_has_is_not_used(
 
 def test_a_source_whose_name_is_taken_serves_tcp(pair: Pair) -> None:
     port = urlsplit(endpoint_of(pair)).port
-    router, endpoint = make_router(pair.context, ZMQ, "zmq")
+    router = make_router(pair.context, ZMQ)
+    endpoint = listen(router, ZMQ, "zmq")
     with router, socket.socket(socket.AF_UNIX) as squatter:
         assert not zmq_same_host.bind_unix(router, f"tcp://127.0.0.1:{port}")
         squatter.bind("\0kvxfer-zmq-127.0.0.1:1")

@@ -1,0 +1,338 @@
+"""What others do to the ports of an engine, and that an honest pair goes on meanwhile."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from kvxfer.connector import control_client
+from kvxfer.connector.records import SourceRef
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.manifest import MAX_RANKS, RankId
+from kvxfer.transfer.wire import (
+    MAX_KEPT,
+    Consumer,
+    Hello,
+    Keep,
+    Manifest,
+    OfferRef,
+    Ping,
+    Pong,
+    Pull,
+    decode_to_sink,
+    decode_to_source,
+    encode,
+)
+from kvxfer.transports import visitors, zmq_listeners
+from kvxfer.transports.stream_sink import StreamSink
+from tests import zmtp
+from tests.builders import EngineShape
+from tests.connector.rig import POISON, Engine, until
+
+ONE = EngineShape()
+PORTS = ["control", "data"]
+
+
+def port_of(engine: Engine, port: str) -> str:
+    return engine.endpoint if port == "control" else engine.manifest.ranks[0].data_endpoints["zmq"]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(ONE, "prefill", fill=1, transport="zmq", control_max_nbytes=100_000) as engine:
+        yield engine
+
+
+@contextmanager
+def dealer(endpoint: str, **options: Any) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        for name, value in options.items():
+            setattr(socket, name, value)
+        socket.connect(endpoint)
+        yield socket
+
+
+def loads(source: Engine, sink: Engine, number: int) -> set[str | None]:
+    """Why that many loads, one after the other, ended as they did."""
+    reasons: set[str | None] = set()
+    for each in range(number):
+        name = f"{time.monotonic()} {each}"
+        ref = source.offer(name, 16, [1])
+        source.compute(name)
+        sink.load(name, ref, [1], (0, 16))
+        until(lambda name=name: sink.received(name), 60)  # type: ignore[misc]
+        reasons |= sink.reasons(name)
+    return reasons
+
+
+# ------------------------------------------------------------------ messages
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_a_message_of_many_parts_costs_its_sender_the_connection(
+    engine: Engine, port: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(zmtp.connect(port_of(engine, port))) as peer:
+        peer.sendall(zmtp.EMPTY_PART * 20_000 + zmtp.EMPTY_END)
+        assert zmtp.has_ended(peer)
+    until(lambda: "127.0.0.1 was closed: it sent a message of many parts" in caplog.text)
+    with Engine(ONE, "decode", fill=POISON, transport="zmq") as sink:
+        assert loads(engine, sink, 1) == {None}
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_a_message_without_an_end_is_not_collected_for_ever(engine: Engine, port: str) -> None:
+    with closing(zmtp.connect(port_of(engine, port))) as peer:
+        parts = zmtp.EMPTY_PART * (250 << 20)  # 16 GB of memory
+        with pytest.raises(ConnectionError):
+            peer.sendall(parts)
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_messages_that_nobody_can_read_in_time_end_the_connection_and_not_the_process(
+    port: str,
+) -> None:
+    """ZeroMQ aborts where its high-water mark has stopped a connection that ends, at its next
+    heartbeat.
+    """
+    with Engine(ONE, "prefill", fill=1, transport="zmq", peer_silent_s=0.3) as engine:
+        service = engine.workers[0]._service
+        assert service is not None
+        go_on = threading.Event()
+        service.io.post(go_on.wait)
+        with closing(zmtp.connect(port_of(engine, port))) as peer:
+            peer.sendall(zmtp.frame(b"x") * 20_000)
+        time.sleep(0.5)  # heartbeats: each 0.1 s
+        go_on.set()
+        with dealer(engine.endpoint) as honest:
+            honest.send(encode(Hello((1, 1), (), "decode", b"i" * 16)))
+            assert honest.poll(30_000)
+            assert isinstance(decode_to_sink(honest.recv()), Manifest)
+
+
+def test_lists_are_bounded_before_they_are_built() -> None:
+    ref, rank = OfferRef(b"n" * 16, b"i" * 16), RankId(0, 0)
+    pull = Pull(
+        offer=ref,
+        consumer=Consumer(b"s" * 16, rank),
+        claim=(rank,) * MAX_RANKS,
+        digest=b"",
+        transport="shm",
+    )
+    keep, hello = Keep((ref,) * MAX_KEPT, b"i" * 16, 1.0), Hello((1, 1), ("a",) * 64, "e", b"i")
+    for message, name in ((pull, "claim"), (keep, "offers"), (hello, "capabilities")):
+        assert decode_to_source(encode(message)) == message
+        longer = msgspec.structs.replace(
+            message, **{name: (*getattr(message, name), getattr(message, name)[0])}
+        )
+        with pytest.raises(ProtocolError, match=r"Expected `array` of length <= \d+"):
+            decode_to_source(encode(longer))
+
+
+def test_a_source_that_sends_many_parts_is_lost(engine: Engine) -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as router,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        evil = msgspec.structs.replace(
+            engine.offer("x", 16, [1]), endpoint=f"tcp://127.0.0.1:{port}"
+        )
+        sink.load("d", evil, [1], (0, 16))
+        identity, _ = router.recv_multipart()
+        router.send_multipart([identity, *[b""] * 1000])
+        until(lambda: sink.received("d"))
+        assert "many parts" in sink.reports("d")[0].detail
+
+
+def test_a_connection_that_has_nothing_to_say_says_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or its heartbeats would be taken for a message without an end, some day."""
+    monkeypatch.setattr(control_client, "WORD_S", 0.1)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.ROUTER) as router,
+        Engine(ONE, "decode", fill=POISON) as sink,
+    ):
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        offer = OfferRef(b"n" * 16, b"i" * 16)
+        ref = SourceRef(
+            engine_id="e", endpoint=f"tcp://127.0.0.1:{port}", offer=offer, num_tokens=16
+        )
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: decode_to_source(router.recv_multipart()[1]) == Ping())
+
+
+# ------------------------------------------------------------------ who comes in
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_who_is_not_admitted_is_refused_at_the_handshake(
+    engine: Engine,
+    port: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    decide = zmq_listeners.why_refused
+
+    def from_afar(config: Any, address: str, key: str | None) -> str | None:
+        return decide(config, "192.0.2.7" if address == "127.0.0.1" else address, key)
+
+    monkeypatch.setattr(zmq_listeners, "why_refused", from_afar)
+    for _ in range(3):
+        with pytest.raises(ConnectionError, match="400"):
+            zmtp.connect(port_of(engine, port))
+    until(lambda: engine.count("connections.refused") == 3)
+    (line,) = [each for each in caplog.messages if "was refused" in each]
+    assert "127.0.0.1 was refused: expected a peer on this host" in line
+    assert "allowed_peers" in line
+
+
+def test_both_sides_are_told_of_allowed_peers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(zmq_listeners, "why_refused", lambda *_: "not you")
+    with Engine(ONE, "decode", fill=POISON, connect_timeout_s=1.0) as sink:
+        ref = engine.offer("p", 16, [1])
+        sink.load("d", ref, [1], (0, 16))
+        until(lambda: sink.received("d"))
+        assert "allowed_peers" in sink.reports("d")[0].detail
+    assert "127.0.0.1 was refused: not you" in caplog.text
+
+
+def _keys() -> dict[str, Any]:
+    public, secret = zmq.curve_keypair()
+    return {"curve_public_key": public.decode(), "curve_secret_key": secret.decode()}
+
+
+@pytest.mark.parametrize("uses_unix_sockets", [True, False])
+def test_data_goes_to_pinned_keys(uses_unix_sockets: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamSink, "uses_unix_sockets", uses_unix_sockets)
+    prefill, decode = _keys(), _keys()
+    pinned = {"prefill": prefill["curve_public_key"], "decode": decode["curve_public_key"]}
+    common: dict[str, Any] = {"transport": "zmq", "curve_server_keys": pinned}
+    with (
+        Engine(ONE, "prefill", fill=1, **common, **prefill) as source,
+        Engine(ONE, "decode", fill=POISON, **common, **decode) as sink,
+    ):
+        assert loads(source, sink, 2) == {None}
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_with_keys_nobody_comes_in_without_one_that_is_pinned(
+    port: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, strange = _keys(), _keys()
+    with Engine(ONE, "prefill", fill=1, transport="zmq", **ours) as source:
+        endpoint = port_of(source, port)
+        with pytest.raises(ConnectionError):
+            zmtp.connect(endpoint)
+        until(lambda: "has no CURVE key" in caplog.text)
+        options = {
+            "curve_serverkey": ours["curve_public_key"].encode(),
+            "curve_publickey": strange["curve_public_key"].encode(),
+            "curve_secretkey": strange["curve_secret_key"].encode(),
+        }
+        with dealer(endpoint, **options) as stranger:
+            monitor = stranger.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            )
+            assert monitor.poll(30_000)
+            event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+            stranger.disable_monitor()
+            monitor.close()
+        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        assert "expected a CURVE key that is pinned" in caplog.text
+        until(lambda: source.count("connections.refused") >= 1)
+
+
+def test_a_listener_stands_where_host_says() -> None:
+    with Engine(ONE, "prefill", fill=1, transport="zmq", host="localhost") as source:
+        (rank,) = source.manifest.ranks
+        for endpoint in (rank.control_endpoint, *rank.data_endpoints.values()):
+            assert endpoint.startswith("tcp://127.0.0.1:")
+
+
+# ------------------------------------------------------------------ how many
+
+
+@pytest.mark.parametrize("says", [b"", encode(Hello((1, 1), (), "x", b"i" * 16))])
+def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those that never say a word nor those that said one give way too late."""
+    monkeypatch.setattr(visitors, "most_connections", lambda: 20)
+    idle: list[socket.socket] = []
+    with Engine(ONE, "prefill", fill=1, transport="zmq") as source:
+        try:
+            for _ in range(30):
+                idle.append(zmtp.connect(source.endpoint))
+                if says:
+                    idle[-1].sendall(zmtp.frame(says))
+                    assert idle[-1].recv(1)
+            server = source.workers[0]._service
+            assert server is not None
+            until(lambda: len(server._server._visitors) <= 10)
+            with Engine(ONE, "decode", fill=POISON, transport="zmq") as sink:
+                assert loads(source, sink, 2) == {None}
+        finally:
+            for each in idle:
+                each.close()
+
+
+# ------------------------------------------------------------------ meanwhile
+
+
+def test_an_honest_pair_goes_on_while_a_stranger_floods(engine: Engine) -> None:
+    over = threading.Event()
+    refusals: list[int] = []
+
+    def flood() -> None:
+        while not over.is_set():
+            try:
+                with closing(zmtp.connect(engine.endpoint, 0.5)) as peer:
+                    peer.sendall(zmtp.EMPTY_PART * 20_000 + zmtp.EMPTY_END)
+                    refusals.append(zmtp.has_ended(peer))
+            except OSError:
+                continue
+
+    thread = threading.Thread(target=flood)
+    with Engine(ONE, "decode", fill=POISON, transport="zmq", peer_silent_s=60) as sink:
+        assert loads(engine, sink, 1) == {None}
+        thread.start()
+        try:
+            until(lambda: refusals)
+            assert loads(engine, sink, 5) == {None}
+        finally:
+            over.set()
+            thread.join()
+
+
+def test_a_ping_is_answered_behind_a_message_of_many_parts(engine: Engine) -> None:
+    """And behind parts that look like the name of another connection."""
+    parts = zmtp.EMPTY_PART * 10_000 + b"\x01\x05\0abcd" * 10_000 + b"\x00\x05\0abcd"
+    with closing(zmtp.connect(engine.endpoint)) as peer, dealer(engine.endpoint) as honest:
+        honest.send(encode(Hello((1, 1), (), "decode", b"i" * 16)))
+        assert honest.poll(30_000)
+        honest.recv()
+        service = engine.workers[0]._service
+        assert service is not None
+        go_on = threading.Event()
+        service.io.post(go_on.wait)
+        peer.sendall(parts)
+        for _ in range(3):
+            honest.send(b"\x81\xa4type\xa4ping")
+        time.sleep(0.2)
+        go_on.set()
+        for _ in range(3):
+            assert honest.poll(30_000)
+            assert isinstance(decode_to_sink(honest.recv()), Pong)

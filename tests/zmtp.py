@@ -1,0 +1,67 @@
+"""A peer that speaks ZMTP by hand, and so says what ZeroMQ never would."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+EMPTY_PART = b"\x01\x00"
+"""A part of no bytes, after which more of its message comes."""
+EMPTY_END = b"\x00\x00"
+"""A last part of no bytes."""
+
+
+def connect(endpoint: str, timeout_s: float = 30.0, name: bytes = b"") -> socket.socket:
+    """A DEALER (of that name) that has shaken hands without a key. Raises OSError where it is
+    refused.
+    """
+    host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+    peer = socket.create_connection((host, int(port)), timeout_s)
+    try:
+        peer.sendall(_GREETING)
+        _read(peer, len(_GREETING))
+        ready = b"\x05READY" + b"".join(
+            bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
+            for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", name))
+        )
+        peer.sendall(bytes([4, len(ready)]) + ready)
+        _expect_ready(peer)
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _expect_ready(peer: socket.socket) -> None:
+    kind, size = _read(peer, 2)
+    command = _read(peer, size)
+    if kind != 4 or not command.startswith(b"\x05READY"):
+        raise ConnectionError(f"refused: {command!r}")
+
+
+def frame(content: bytes) -> bytes:
+    """A message of one short part."""
+    return bytes([0, len(content)]) + content
+
+
+def has_ended(peer: socket.socket) -> bool:
+    """Read until the other side closes; False if it has not after the time-out."""
+    try:
+        while peer.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _read(peer: socket.socket, nbytes: int) -> bytes:
+    content = b""
+    while len(content) < nbytes:
+        some = peer.recv(nbytes - len(content))
+        if not some:
+            raise ConnectionError(f"expected {nbytes} bytes, got the end after {len(content)}")
+        content += some
+    return content
