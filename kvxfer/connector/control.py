@@ -56,7 +56,7 @@ def common_options(socket: ZmqSocket, config: Config) -> None:
 
 class ControlServer:
     """The listener of one rank. ``handle(identity, message)`` gets every message that could be
-    understood.
+    understood; ``gone(identity)`` is called for a connection that has ended.
 
     Raises ConfigError if the port cannot be had.
     """
@@ -69,11 +69,12 @@ class ControlServer:
         ledger: Ledger,
         port: int,
         handle: Callable[[bytes, ToSource], None],
+        gone: Callable[[bytes], object],
     ) -> None:
         self._io = io
         self._config = config
         self._ledger = ledger
-        self._handle = handle
+        self._handle, self._gone = handle, gone
         self._socket: ZmqSocket = context.socket(zmq.ROUTER)
         most_nbytes = config.control_max_nbytes + BEYOND_NBYTES
         self._visitors = Visitors(context, self._socket, most_nbytes)
@@ -98,7 +99,7 @@ class ControlServer:
                 "end the process that listens there, or choose another port (0 takes a free one)"
             ) from e
         self._inbox = Inbox(self._socket, self._visitors.names)
-        io.watch(self._visitors.monitor, self._visitors.meet)
+        io.watch(self._visitors.monitor, self._meet)
         io.watch(self._socket, self._read)
 
     def send(self, identity: bytes, message: ToSink) -> None:
@@ -124,6 +125,11 @@ class ControlServer:
         self._io.unwatch(self._socket)
         self._visitors.close()
         self._socket.close()
+
+    def _meet(self) -> None:
+        self._visitors.meet()
+        for identity in self._visitors.take_gone():
+            self._gone(identity)
 
     def _read(self) -> None:
         for frames in self._inbox.receive():

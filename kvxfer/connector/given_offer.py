@@ -25,7 +25,9 @@ class GivenOffer:
     """One offer of this rank. Times are the IO thread's.
 
     ``heard_s``: when each sink engine that speaks of it was heard last. ``identities``: over which
-    connection each consumer was. ``pulls``: what each consumer asked for, while the offer lives.
+    connection each consumer was. ``speakers``: over which connection each sink engine that was
+    granted it, or knows its tokens, was heard last. ``pulls``: what each consumer asked for, while
+    the offer lives.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class GivenOffer:
     timer: Timer | None = None
     heard_s: dict[bytes, float] = field(default_factory=dict)
     identities: dict[Consumer, bytes] = field(default_factory=dict)
+    speakers: dict[bytes, bytes] = field(default_factory=dict)
     pulls: dict[Consumer, AskedPull] = field(default_factory=dict)
 
     @property

@@ -1,9 +1,9 @@
 """How long offers are kept. Runs on the IO thread.
 
 A lease begins when the offer opens. ``Keep`` extends it to one lease from now, never beyond
-``max_hold_s`` after its beginning. A
-claim has a lease of its own, extended by whatever its sink engine says: the claim of an engine that
-fell silent is dropped, and the offer stays for others until its own lease ends.
+``max_hold_s`` after its beginning. A claim has a lease of its own, extended by whatever its sink
+engine says: the claim of an engine that fell silent is dropped, and the offer stays for others
+until its own lease ends.
 """
 
 from __future__ import annotations

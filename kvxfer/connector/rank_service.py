@@ -107,7 +107,7 @@ class RankService:
         try:
             Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
-                self.io, self._context, config, ledger, port, self._dispatch
+                self.io, self._context, config, ledger, port, self._dispatch, self._on_gone
             )
             self._closers.append(self._server.close)
             sources, sinks = self._wires(config, memory)
@@ -224,6 +224,9 @@ class RankService:
                 self._server.send(identity, Pong(self._identity.incarnation))
             case _:
                 self.source.handle(identity, message)
+
+    def _on_gone(self, identity: bytes) -> None:
+        self.source.gone(identity)
 
     def _poll_source(self, transport: SourceTransport) -> None:
         for completion in transport.poll():

@@ -27,10 +27,12 @@ from kvxfer.connector.opening import IsReady, Opening
 from kvxfer.connector.records import EndOffer, NewOffer, OfferBlocks
 from kvxfer.connector.requests import Refused, check_same, clip_ids, read_pull
 from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.offer import MAX_LIVES
 from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
     Break,
     CancelArrived,
+    ClaimantLost,
     OfferState,
     PullArrived,
     ReadyCompleted,
@@ -166,7 +168,7 @@ class Source:
         match message:
             case Keep():
                 for ref in message.offers:
-                    self._on_keep(ref, message)
+                    self._on_keep(identity, ref, message)
             case Cancel():
                 self._on_cancel(message)
             case Release():
@@ -175,6 +177,24 @@ class Source:
                 self._on_pull(identity, message)
             case _:
                 assert_never(message)
+
+    def gone(self, identity: bytes) -> None:
+        """A connection has ended. What a sink engine held over it comes back, unless that is heard
+        again soon: it may have connected anew, and keeps every ``keep_s`` what it wants.
+        """
+        for offer in self._live.values():
+            for life in [life for life, last in offer.speakers.items() if last == identity]:
+                del offer.speakers[life]
+                grace_s = self._config.keep_s + self._config.peer_silent_s
+                self._io.after(grace_s, partial(self._left, offer, life))
+
+    def _left(self, offer: GivenOffer, life: bytes) -> None:
+        if life in offer.speakers or offer.state is not OfferState.OPEN:
+            return
+        self._ledger.count("claims.left")
+        self._step(offer, ClaimantLost(life))
+        if offer.state is OfferState.OPEN and not (offer.speakers or offer.session.claimants):
+            self._break(offer, Reason.PEER_LOST)
 
     def on_completion(self, transport: SourceTransport, completion: SourceCompletion) -> None:
         """Something happened on a stream wire."""
@@ -202,6 +222,7 @@ class Source:
         self._step(offer, PullArrived(pull.consumer, frozenset(pull.claim), pull.digest, wire))
         if offer.session.serves(pull.consumer):
             self._leases.heard(offer, pull.consumer.incarnation)
+            offer.speakers[pull.consumer.incarnation] = identity
         else:
             # Refused: the next one from this rank may be another request's, and may be right.
             offer.pulls.pop(pull.consumer, None)
@@ -227,6 +248,7 @@ class Source:
         self._step(offer, ReleaseArrived(release.consumer))
         if offer.session.serves(release.consumer):
             self._leases.heard(offer, release.consumer.incarnation)
+            offer.speakers[release.consumer.incarnation] = identity
         else:  # whoever knows the nonce can invent consumers: nothing is kept of them
             del offer.identities[release.consumer]
 
@@ -240,7 +262,7 @@ class Source:
             return
         self._step(offer, CancelArrived(cancel.incarnation, cancel.reason, cancel.digest))
 
-    def _on_keep(self, ref: OfferRef, keep: Keep) -> None:
+    def _on_keep(self, identity: bytes, ref: OfferRef, keep: Keep) -> None:
         offer = self._find(ref)
         if isinstance(offer, Reason):
             self._ledger.count(f"keep.{offer.value}")
@@ -251,6 +273,8 @@ class Source:
         ):
             self._leases.heard(offer, keep.incarnation)
             self._leases.extend(offer, keep.lease_s)
+            if len(offer.speakers) < MAX_LIVES:
+                offer.speakers[keep.incarnation] = identity
         else:
             self._ledger.count("keep.not_granted")
 
@@ -318,6 +342,7 @@ class Source:
         self._live.pop(offer.nonce, None)
         offer.block_ids = ()
         offer.pulls.clear()  # the session alone answers from now on
+        offer.speakers.clear()
         self._over[offer.nonce] = offer
         while len(self._over) > REMEMBERED:
             self._over.popitem(last=False)

@@ -68,6 +68,7 @@ class Visitors:
         self._visitors: dict[int, _Visitor] = {}
         self._num_of: Counter[str] = Counter()
         self._has_failed = self._has_gone = False
+        self._gone: list[bytes] = []
         self._rarely = Rarely()
 
     def __len__(self) -> int:
@@ -79,6 +80,11 @@ class Visitors:
             self._has_gone |= self._on_event(event)
         has_gone, self._has_gone = self._has_gone, False
         return has_gone
+
+    def take_gone(self) -> list[bytes]:
+        """The identities of connections that have ended since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
 
     def close(self) -> None:
         """End the watch, before the listener is closed. Idempotent."""
@@ -160,7 +166,9 @@ class Visitors:
         return self._leave(silent)
 
     def _leave(self, fd: int) -> bool:
-        self.names.forget(fd)
+        name = self.names.forget(fd)
+        if name is not None:
+            self._gone.append(name)
         visitor = self._visitors.pop(fd, None)
         if visitor is None:
             return False

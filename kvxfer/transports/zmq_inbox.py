@@ -36,9 +36,12 @@ class Names:
             self.forget(fd)
             self._fds[name], self._names[fd] = fd, name
 
-    def forget(self, fd: int) -> None:
-        """The connection has ended."""
-        self._fds.pop(self._names.pop(fd, b""), None)
+    def forget(self, fd: int) -> bytes | None:
+        """The connection has ended. Returns what it was called, if it had sent a message."""
+        name = self._names.pop(fd, None)
+        if name is not None:
+            self._fds.pop(name, None)
+        return name
 
     def is_known(self, fd: int) -> bool:
         """Whether it has sent a message and has not ended."""

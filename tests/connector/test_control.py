@@ -67,5 +67,5 @@ def test_a_host_of_another_machine_is_no_port_in_use(host: str) -> None:
         zmq.Context() as context,
         pytest.raises(ConfigError, match=f"host: expected an address of this machine, got {host};"),
     ):
-        ControlServer(io, context, Config(host=host), Ledger(), 0, lambda identity, message: None)
+        ControlServer(io, context, Config(host=host), Ledger(), 0, lambda *_: None, lambda _: None)
     assert io.stop(1)

@@ -355,3 +355,52 @@ def test_a_cancel_of_who_knows_the_tokens_or_was_granted_counts(has_digest: bool
         digest = DIGEST if has_digest else b""
         dealer.send(encode(Cancel(ref.offer, LIFE, Reason.CANCELLED, digest)))
         until(lambda: source.sent("p"))
+
+
+# ------------------------------------------------------------------ sinks that are gone
+
+SOON: dict[str, Any] = {"keep_s": 0.1, "peer_silent_s": 0.1, "lease_s": 300.0}
+
+
+@pytest.mark.parametrize("is_granted", [True, False])
+def test_what_a_sink_held_comes_back_with_its_connection(is_granted: bool) -> None:
+    """Long before its lease of 300 s; also of one that only keeps the offer."""
+    with Engine(ONE, "prefill", fill=1, **SOON) as source:
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        until(lambda: source.count("offers.opened"))
+        with _dealer(source) as dealer:
+            if is_granted:
+                dealer.send(encode(_pull(source, ref)))
+                assert isinstance(_answer(dealer), Grant)
+            else:
+                dealer.send(encode(Keep((ref.offer,), LIFE, 5.0, {ref.offer.nonce: DIGEST})))
+            dealer.send(encode(Ping()))
+            assert isinstance(_answer(dealer), Pong)
+            assert not source.sent("p")
+        until(lambda: source.sent("p"))
+        assert source.take_stats().reasons == {"peer_lost": 1}
+
+
+def test_a_sink_that_has_connected_anew_keeps_its_offer() -> None:
+    with (
+        Engine(ONE, "prefill", fill=1, **SOON) as source,
+        _dealer(source) as again,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        until(lambda: source.count("offers.opened"))
+        other = source.offer("other", 16, [2])
+        source.compute("other")
+        until(lambda: source.count("offers.opened") == 2)
+        with _dealer(source) as dealer:
+            for offer in (ref, other):
+                keep = Keep((offer.offer,), LIFE, 5.0, {offer.offer.nonce: DIGEST})
+                dealer.send(encode(keep))
+            dealer.send(encode(Ping()))
+            assert isinstance(_answer(dealer), Pong)
+            again.send(encode(Keep((ref.offer,), LIFE, 5.0, {ref.offer.nonce: DIGEST})))
+            again.send(encode(Ping()))
+            assert isinstance(_answer(again), Pong)
+        until(lambda: source.sent("other"))  # of which nothing was heard over the new connection
+        assert not source.sent("p")
