@@ -55,6 +55,7 @@ class Router:
         for socket in readable(self._poller):
             if socket is not self._socket:
                 has_gone |= self.visitors.meet()
+                self.visitors.take_gone()  # by name: nobody asks here
                 continue
             for frames in self._inbox.receive():
                 has_gone |= not self.visitors.heard(frames)

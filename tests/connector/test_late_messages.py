@@ -283,7 +283,8 @@ def test_answers_to_another_life_or_rank_are_counted_and_change_nothing(
     ref = source.offer("p", 64, range(4))
     sink.load("d", ref, range(4), SPAN)
     service, peer = service_of(sink), peer_of(sink)
-    until(lambda: service_of(source).source._live[ref.offer.nonce].pulls)
+    live = service_of(source).source._live
+    until(lambda: (offer := live.get(ref.offer.nonce)) and offer.pulls)
     others = (Consumer(b"another life", ZERO), Consumer(sink.incarnation, RankId(0, 1)))
     for number, other in enumerate(others, start=1):
         for message in (
