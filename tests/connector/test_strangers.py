@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import msgspec
@@ -287,6 +287,28 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
         finally:
             for each in idle:
                 each.close()
+
+
+def test_who_was_silent_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visitors, "most_connections", lambda: 4)  # two of one address
+    with Engine(ONE, "prefill", fill=1) as source, ExitStack() as stack:
+        server = source.workers[0]._service
+        assert server is not None
+
+        def say(peer: socket.socket) -> None:
+            peer.sendall(zmtp.frame(encode(Ping())))
+            assert peer.recv(1 << 16)
+            heard = server._server._visitors._visitors.values()
+            until(lambda: not any(each.backlog.is_heard for each in heard))  # by a look
+
+        first, second = (
+            stack.enter_context(closing(zmtp.connect(source.endpoint))) for _ in range(2)
+        )
+        for peer in (first, second, first):
+            say(peer)
+        stack.enter_context(closing(zmtp.connect(source.endpoint)))
+        assert zmtp.has_ended(second)
+        say(first)
 
 
 # ------------------------------------------------------------------ meanwhile
