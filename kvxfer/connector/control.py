@@ -128,6 +128,9 @@ class ControlServer:
 
     def _meet(self) -> None:
         self._visitors.meet()
+        self._tell_gone()
+
+    def _tell_gone(self) -> None:
         for identity in self._visitors.take_gone():
             self._gone(identity)
 
@@ -148,6 +151,7 @@ class ControlServer:
             except ProtocolError as e:
                 self._ledger.count("control.out_of_state")
                 self.send(identity, Malformed(str(e)[:MAX_DETAIL]))
+        self._tell_gone()  # whose last words these were
 
     def _decode(self, frames: list[zmq.Frame]) -> ToSource:
         limit_nbytes = self._config.control_max_nbytes

@@ -51,20 +51,18 @@ class Router:
     def receive(self) -> tuple[list[list[zmq.Frame]], bool]:
         """What came, identity first; and whether a sink has gone: the monitor does not say who."""
         messages: list[list[zmq.Frame]] = []
-        has_gone = False
         for socket in readable(self._poller):
             if socket is not self._socket:
-                has_gone |= self.visitors.meet()
-                self.visitors.take_gone()  # by name: nobody asks here
+                self.visitors.meet()
                 continue
             for frames in self._inbox.receive():
-                has_gone |= not self.visitors.heard(frames)
+                self.visitors.heard(frames)
                 if frames[-1].more:
                     self._counts["malformed"] += 1
                     self.visitors.send_away(frames[0], "it sent a message of many parts")
                 else:
                     messages.append(frames)
-        return messages, has_gone
+        return messages, bool(self.visitors.take_gone())
 
     def look(self) -> None:
         """Close connections that have sent too much that was not read."""

@@ -67,22 +67,22 @@ class Visitors:
         self._most = most_connections() if most is None else most
         self._visitors: dict[int, _Visitor] = {}
         self._num_of: Counter[str] = Counter()
-        self._has_failed = self._has_gone = False
+        self._has_failed = False
         self._gone: list[bytes] = []
         self._rarely = Rarely()
 
     def __len__(self) -> int:
         return len(self._visitors)
 
-    def meet(self) -> bool:
-        """Who has come and gone, as ``monitor`` says. True if one has gone who sent a message."""
+    def meet(self) -> None:
+        """Who has come and gone, as ``monitor`` says."""
         for event, *_ in self._events.receive():
-            self._has_gone |= self._on_event(event)
-        has_gone, self._has_gone = self._has_gone, False
-        return has_gone
+            self._on_event(event)
 
     def take_gone(self) -> list[bytes]:
-        """The identities of connections that have ended since the last call."""
+        """The identities of connections that have ended since the last call, and had sent a
+        message.
+        """
         gone, self._gone = self._gone, []
         return gone
 
@@ -94,30 +94,29 @@ class Visitors:
             self._visitors.clear()
             self._num_of.clear()
 
-    def _on_event(self, event: zmq.Frame) -> bool:
+    def _on_event(self, event: zmq.Frame) -> None:
         kind, fd = EVENT.unpack(event.buffer)
         if kind == zmq.EVENT_ACCEPTED:
-            return self._enter(fd)
-        if kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            self._enter(fd)
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
             self._has_failed = True  # whose connection the next event ends
         elif kind == zmq.EVENT_DISCONNECTED:
             if self._has_failed:
                 self._warn(fd, "it speaks another protocol, or has no CURVE key and needs one")
             self._has_failed = False
-            return self._leave(fd)
-        return False
+            self._leave(fd)
 
-    def heard(self, frames: Sequence[zmq.Frame]) -> bool:
-        """A message came, identity first. False if its connection has ended."""
+    def heard(self, frames: Sequence[zmq.Frame]) -> None:
+        """A message came, identity first."""
         fd = frames[-1].get(SOURCE_FD)
         if fd not in self._visitors:  # it came since the last look at the monitor
-            self._has_gone = self.meet()
+            self.meet()
         visitor = self._visitors.get(fd)
-        if visitor is None:
-            return False
+        if visitor is None:  # it has ended already, and now it had sent a message
+            self._leave(fd)
+            return
         visitor.has_spoken = True
         visitor.backlog.note(frames[1:])
-        return True
 
     def send_away(self, frame: zmq.Frame, why: str) -> None:
         """End the connection that this came from."""
@@ -139,43 +138,38 @@ class Visitors:
             left_nbytes -= nbytes
             self._shut(fd, f"it has sent {nbytes} bytes that are no messages, or too many")
 
-    def _enter(self, fd: int) -> bool:
-        """Whether one had to go for it who had sent a message."""
+    def _enter(self, fd: int) -> None:
         try:
             with borrowed(fd) as socket:
                 address = _address_of(socket)
         except OSError:  # gone already
-            return False
+            return
         self._leave(fd)
-        has_gone = False
         if self._num_of[address] >= self._most // 2:
-            has_gone = self._make_room(address)
+            self._make_room(address)
         elif len(self._visitors) >= self._most:
-            has_gone = self._make_room(None)
+            self._make_room(None)
         self._visitors[fd] = _Visitor(address, Backlog(fd))
         self._num_of[address] += 1
-        return has_gone
 
-    def _make_room(self, address: str | None) -> bool:
+    def _make_room(self, address: str | None) -> None:
         """End the connection (of this address) that came first of those that never said a word,
-        else the one that has been silent longest. Whether it had sent a message.
+        else the one that has been silent longest.
         """
         fds = [fd for fd, each in self._visitors.items() if address in (None, each.address)]
         silent = next((fd for fd in fds if not self._visitors[fd].has_spoken), fds[0])
         self._shut(silent, f"it was silent, and {self._most} may be connected, half of an address")
-        return self._leave(silent)
+        self._leave(silent)
 
-    def _leave(self, fd: int) -> bool:
+    def _leave(self, fd: int) -> None:
         name = self.names.forget(fd)
         if name is not None:
             self._gone.append(name)
         visitor = self._visitors.pop(fd, None)
-        if visitor is None:
-            return False
-        self._num_of[visitor.address] -= 1
-        if not self._num_of[visitor.address]:
-            del self._num_of[visitor.address]
-        return visitor.has_spoken
+        if visitor is not None:
+            self._num_of[visitor.address] -= 1
+            if not self._num_of[visitor.address]:
+                del self._num_of[visitor.address]
 
     def _shut(self, fd: int, why: str) -> None:
         """ZeroMQ finds its end, and says so. The descriptor may be another connection's by now: it

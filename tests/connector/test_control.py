@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import threading
+from contextlib import closing
 from socket import AF_INET, AF_INET6, socket
 
 import pytest
@@ -14,8 +16,9 @@ from kvxfer.connector.control_client import ControlClient
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
-from kvxfer.transfer.wire import Keep, OfferRef, Ping
-from kvxfer.transports.zmq_listeners import bind_address
+from kvxfer.transfer.wire import Keep, OfferRef, Ping, ToSource, encode
+from kvxfer.transports.zmq_listeners import Guard, bind_address
+from tests import zmtp
 from tests.helpers import free_port
 
 
@@ -69,3 +72,39 @@ def test_a_host_of_another_machine_is_no_port_in_use(host: str) -> None:
     ):
         ControlServer(io, context, Config(host=host), Ledger(), 0, lambda *_: None, lambda _: None)
     assert io.stop(1)
+
+
+def test_last_words_are_followed_by_the_end_of_their_connection() -> None:
+    told: list[tuple[str, bytes]] = []
+    has_met, has_ended = threading.Event(), threading.Event()
+
+    def handle(identity: bytes, message: ToSource) -> None:
+        assert message == Ping()
+        told.append(("heard", identity))
+
+    def gone(identity: bytes) -> None:
+        told.append(("gone", identity))
+        has_ended.set()
+
+    io = IoThread("io", lambda: None)
+    with zmq.Context() as context:
+        guard = Guard(context, Config())
+        server = ControlServer(io, context, Config(), Ledger(), 0, handle, gone)
+        io.start()
+        visitors = server._visitors
+
+        def both_are_there() -> None:  # the end is read first: its socket is watched first
+            visitors.meet()
+            has_met.set()
+            assert visitors.monitor.poll(30_000)
+            assert server._socket.poll(30_000)
+
+        with closing(zmtp.connect(server.endpoint)) as peer:
+            io.post(both_are_there)
+            assert has_met.wait(30)
+            peer.sendall(zmtp.frame(encode(Ping())))
+        assert has_ended.wait(30)
+        assert told == [("heard", told[0][1]), ("gone", told[0][1])]
+        io.post(server.close)
+        assert io.stop(30)
+    guard.join()
