@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 
-from kvxfer.kernels.elements import ELEMENTS
 from kvxfer.kernels.strided_work import (
     HEAD_PARAMS,
     NUM_PARAMS,
@@ -28,6 +27,9 @@ from kvxfer.kernels.strided_work import (
     Launch,
     plan_launch,
 )
+
+# What is loaded and stored at once, by its bytes; 16 are two elements side by side
+ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 _SOURCE = tl.constexpr(HEAD_PARAMS)
 _SINK = tl.constexpr(HEAD_PARAMS + SIDE_PARAMS)

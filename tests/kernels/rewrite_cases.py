@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
-from kvxfer.kernels.postprocess import CyclePrograms, rewrite_blocks
-from kvxfer.kernels.rewrite_gather import gathers
-from kvxfer.kernels.segments import segments_of
+from kvxfer.kernels.rewrite_kernel import rewrite_blocks, segments_of
 from tests.helpers import assert_same_bytes, poisoned
 
 
@@ -105,9 +103,7 @@ def received(case: Case, device: torch.device) -> Tensor:
 
 
 def check(case: Case, device: torch.device) -> None:
-    """By cycles in programs of the case's size, in plain torch, and as a whole where that is what
-    is done if nobody asks for cycles.
-    """
+    """In programs of the case's size, and in plain torch."""
     pools = [received(case, device) for _ in range(case.num_segments)]
     wants = [naive(case, pool).to(device) for pool in pools]
     ids = torch.tensor(case.block_ids, dtype=torch.int64, device=device)
@@ -115,15 +111,11 @@ def check(case: Case, device: torch.device) -> None:
     def views(of: list[Tensor]) -> list[Tensor]:
         return [pool[..., : case.width] for pool in of]
 
-    asked: list[CyclePrograms | None] = [CyclePrograms(case.tile_nbytes)]
-    if gathers(segments_of(views(pools)), case.rewrite):
-        asked.append(None)
-    for programs in asked:
-        got = [pool.clone() for pool in pools]
-        segments = segments_of(views(got))
-        rewrite_blocks(segments, ids, case.rewrite, case.num_covered, programs=programs)
-        for pool, want in zip(got, wants, strict=True):
-            assert_same_bytes(pool, want)
+    got = [pool.clone() for pool in pools]
+    segments = segments_of(views(got))
+    rewrite_blocks(segments, ids, case.rewrite, case.num_covered, tile_nbytes=case.tile_nbytes)
+    for pool, want in zip(got, wants, strict=True):
+        assert_same_bytes(pool, want)
     for view in views(pools):
         rewrite_blocks_ref(view, ids, case.rewrite, case.num_covered)
     for pool, want in zip(pools, wants, strict=True):

@@ -14,10 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
-from kvxfer.kernels.cycles import longest_cycle, plan_of
-from kvxfer.kernels.postprocess import CyclePrograms, fits, rewrite_blocks
-from kvxfer.kernels.segments import segments_of
+from kvxfer.kernels.block_rewrite import (
+    BlockOrder,
+    BlockRewrite,
+    longest_cycle,
+    plan_of,
+    rewrite_blocks_ref,
+)
+from kvxfer.kernels.rewrite_kernel import fits, rewrite_blocks, segments_of
 from tests.helpers import assert_same_bytes, poisoned
 from tests.kernels.rewrite_cases import Case, check, naive, order, received
 
@@ -133,7 +137,7 @@ def test_cycles_longer_than_a_program(
     if width >= 656:
         row_units = width // 16
         sliced = plan_of(case.rewrite, row_units, 16, case.tile_nbytes, num_covered is not None)
-        assert sliced.tile.num_slices > 1
+        assert sliced.num_slices > 1
     check(
         Case(order("HND 200"), order("NHD 200"), width=width, gap=gap, num_sets=1, num_covered=150),
         device,
@@ -160,23 +164,28 @@ def test_blocks_as_they_are_used(
     check(replace(case, received=order("HND 24"), num_sets=1), device)
 
 
-@pytest.mark.parametrize("thread_units", [1, 4, 64])
-def test_threads_of_any_share(thread_units: int, device: torch.device) -> None:
-    rewrite = BlockRewrite(2, order("HND 2"), order("NHD 4"))
-    memory = torch.randint(0, 256, (3, 4, 2, 656), dtype=torch.uint8).to(device)
-    want, ids = memory.clone(), torch.tensor([2, 0], device=device)
-    rewrite_blocks_ref(want, ids, rewrite)
-    programs = CyclePrograms(thread_units=thread_units)
-    rewrite_blocks(segments_of([memory]), ids, rewrite, programs=programs)
-    assert_same_bytes(memory, want)
-
-
 def test_more_segments_than_one_launch_has(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvxfer.kernels.segments.MAX_SEGMENTS", 2)
+    monkeypatch.setattr("kvxfer.kernels.rewrite_kernel.MAX_SEGMENTS", 2)
     for width in (16, 12):
         check(Case(order("HND 2"), order("NHD 4"), width=width, num_segments=5), device)
+
+
+def test_units_divide_every_address_stride_and_size(device: torch.device) -> None:
+    """A GPU ends with an error at an address that is no multiple; the interpreter does not mind."""
+    memory = poisoned((4, 4, 2, 144), device)
+    assert segments_of([memory]).unit_nbytes == 16
+    for offset, unit_nbytes in ((4, 4), (8, 8), (6, 2), (1, 1), (32, 16)):
+        shifted = poisoned((offset + memory.nbytes,), device)[offset:].view(memory.shape)
+        assert segments_of([memory, shifted]).unit_nbytes == unit_nbytes
+    assert segments_of([memory[..., :132]]).unit_nbytes == 4
+    assert (
+        segments_of(
+            [memory.view(-1)[: 4 * 1148].view(4, -1)[:, :1120].view(4, 5, 2, 112)]
+        ).unit_nbytes
+        == 4
+    )
 
 
 def test_blocks_farther_than_int32(device: torch.device) -> None:
@@ -269,9 +278,7 @@ def test_refusals(device: torch.device) -> None:
     for tile_nbytes in (48, 262144, 0):
         message = f"tile_nbytes: expected a power of two up to 131072, got {tile_nbytes}"
         with pytest.raises(ValueError, match=message):
-            CyclePrograms(tile_nbytes)
-    with pytest.raises(ValueError, match="thread_units: expected 1 or more, got 0"):
-        CyclePrograms(thread_units=0)
+            rewrite_blocks(segments, ids, join, tile_nbytes=tile_nbytes)
     with pytest.raises(TypeError, match="block_ids: expected int64, got torch.int32"):
         rewrite_blocks(segments, ids.int(), join)
     with pytest.raises(ValueError, match="block_tokens: expected 1 or more, got 0"):
