@@ -16,14 +16,6 @@ import torch
 from torch import Tensor
 
 from kvxfer.kernels.strided_work import MAX_REGION_NBYTES, NUM_PARAMS, WHOLE_GPU
-from kvxfer.tensors.copy_checks import (
-    are_blocks,
-    check_chunk,
-    check_order,
-    check_regions,
-    check_span,
-    check_tokens,
-)
 from kvxfer.tensors.device_launch import Stamp, Stream, launcher_of
 from kvxfer.tensors.device_work import (
     BoundCopy,
@@ -34,7 +26,17 @@ from kvxfer.tensors.device_work import (
     pool_work,
 )
 from kvxfer.tensors.job_ring import WORD_NBYTES, Event, JobRing
-from kvxfer.tensors.strided_index import Ids, token_nbytes, token_pieces
+from kvxfer.tensors.strided_index import (
+    Ids,
+    are_blocks,
+    check_chunk,
+    check_order,
+    check_regions,
+    check_span,
+    check_tokens,
+    token_nbytes,
+    token_pieces,
+)
 from kvxfer.transfer.plan import DenseOrder, Tile
 
 

@@ -12,14 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from kvxfer.kernels.strided_work import CopySide, CopyWork, Launch, plan_launch
-from kvxfer.tensors.copy_checks import check_bases, check_pair
-from kvxfer.tensors.strided_index import Ids, span_ids, token_nbytes, token_rectangles
+from kvxfer.kernels.strided_work import CopyWork, Launch, plan_launch
+from kvxfer.tensors.strided_index import (
+    Ids,
+    check_bases,
+    check_pair,
+    copy_work,
+    dense_work,
+    is_flat,
+    pool_side,
+    span_ids,
+    token_nbytes,
+    token_rectangles,
+)
 from kvxfer.transfer.plan import CopyClass, DenseOrder, Side, Tile
 
 # The widest access; what else an address is a multiple of does not matter
@@ -218,8 +228,8 @@ def _plan_pools(
     align_nbytes: int,
     programs: int,
 ) -> Plan:
-    sides = (_pool_side(source, source_first), _pool_side(sink, sink_first))
-    return _plan(sides, sink, num_tokens, num_regions, align_nbytes, programs)
+    sides = (pool_side(source, source_first), pool_side(sink, sink_first))
+    return _plan(copy_work(*sides, sink, num_tokens, align_nbytes), num_regions, programs)
 
 
 @lru_cache(maxsize=1024)
@@ -237,69 +247,27 @@ def _chunk_parts(
 ) -> tuple[_Part, ...]:
     region_nbytes = num_tokens * token_nbytes(tile)
     regions = np.arange(num_regions, dtype=np.int64) * region_nbytes
-    is_flat = order.token_major or (tile.num_heads == 1 and not order.channel_nbytes)
+    flat, first = is_flat(tile, order), first_in_kernel_block
     cuts = [(0, num_tokens)]
-    if not is_flat:
-        first = first_in_kernel_block
+    if not flat:
         spans = token_rectangles(first, first + num_tokens, order.kernel_tokens)
         cuts = [(lo - first, hi - first) for lo, hi in spans]
     parts = []
     for lo, hi in cuts:
-        block_tokens = hi - lo if is_flat else min(order.kernel_tokens, hi - lo)
+        block_tokens = hi - lo if flat else min(order.kernel_tokens, hi - lo)
         offset = lo * token_nbytes(tile)
-        pool = _pool_side(tile, (first_in_block + lo) % tile.block_tokens)
-        dense = _dense_side(tile, order, is_flat, block_tokens)
         align_nbytes = math.gcd(pool_align_nbytes, dense_align_nbytes, offset, region_nbytes)
-        sides = (pool, dense) if is_pack else (dense, pool)
-        plan = _plan(sides, tile, hi - lo, num_regions, align_nbytes, programs)
+        first_token = (first_in_block + lo) % tile.block_tokens
+        work = dense_work(tile, order, first_token, hi - lo, block_tokens, align_nbytes)
+        if not is_pack:
+            work = replace(work, source=work.sink, sink=work.source)
+        plan = _plan(work, num_regions, programs)
         dense_ids = np.arange((hi - lo) // max(1, block_tokens), dtype=np.int64)
         nbytes = (hi - lo) * token_nbytes(tile) * num_regions
         parts.append(_Part(plan, nbytes, lo, hi, offset + regions, dense_ids))
     return tuple(parts)
 
 
-def _plan(
-    sides: tuple[CopySide, CopySide],
-    tile: Tile,
-    num_tokens: int,
-    num_regions: int,
-    align_nbytes: int,
-    programs: int,
-) -> Plan:
-    work = CopyWork(
-        source=sides[0],
-        sink=sides[1],
-        num_tokens=num_tokens,
-        num_heads=tile.num_heads,
-        inner_nbytes=tile.inner_nbytes,
-        channel_nbytes=tile.channel_nbytes,
-        align_nbytes=align_nbytes,
-    )
+def _plan(work: CopyWork, num_regions: int, programs: int) -> Plan:
     launch = plan_launch(work, num_regions, programs)
     return Plan(launch, np.array(launch.params, np.int64))
-
-
-def _pool_side(tile: Tile, first_token: int) -> CopySide:
-    return CopySide(
-        block_tokens=tile.block_tokens,
-        kernel_tokens=tile.kernel_tokens,
-        stride_block=tile.stride_block,
-        stride_head=tile.stride_head,
-        stride_token=tile.stride_token,
-        stride_channel=tile.stride_channel,
-        first_token=first_token,
-    )
-
-
-def _dense_side(tile: Tile, order: DenseOrder, is_flat: bool, block_tokens: int) -> CopySide:
-    inner = tile.inner_nbytes
-    return CopySide(
-        block_tokens=max(1, block_tokens),
-        kernel_tokens=max(1, block_tokens),
-        stride_block=block_tokens * token_nbytes(tile),
-        stride_head=inner if is_flat else block_tokens * inner,
-        stride_token=token_nbytes(tile) if is_flat else order.channel_nbytes or inner,
-        stride_channel=(
-            block_tokens * order.channel_nbytes if order.channel_nbytes else tile.channel_nbytes
-        ),
-    )

@@ -349,7 +349,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="channel_nbytes: expected a divisor of 16 inner bytes"):
         replace(work, channel_nbytes=3)
     with pytest.raises(ValueError, match="expected at most 1073741824 bytes of a region, got"):
-        replace(work, num_tokens=1 << 26)
+        plan_launch(replace(work, num_tokens=1 << 26), 1, 1)
 
 
 PTX = """

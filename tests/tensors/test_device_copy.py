@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvxfer.kernels.strided_work import NUM_PARAMS, WHOLE_GPU, Launch
 from kvxfer.tensors import device_copy
-from kvxfer.tensors.copy_checks import are_blocks
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
 from kvxfer.tensors.device_launch import Stream
 from kvxfer.tensors.device_work import (
@@ -30,7 +29,7 @@ from kvxfer.tensors.device_work import (
 )
 from kvxfer.tensors.job_ring import Slot
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from kvxfer.tensors.strided_index import Ids
+from kvxfer.tensors.strided_index import Ids, are_blocks
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Tile
 from tests.conftest import HAS_CUDA
 from tests.tensors.strided_cases import (
