@@ -1,4 +1,5 @@
-"""Memory of a GPU that another process can map: CUDA IPC handles.
+"""A GPU as the wire between GPUs needs it: streams, and memory that another process can map, by
+CUDA IPC handles.
 
 A handle stands for a whole allocation, so a tensor is its handle and an offset. Only memory of
 ``cudaMalloc`` has one (the ordinary allocators of PyTorch); virtual-memory allocators do not.
@@ -10,21 +11,33 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.cuda_driver import CudaError, CurrentContext, driver
-from kvxfer.tensors.device_work import DeviceMemory
 from kvxfer.tensors.shared_memory import boot_id, check_same_host
 from kvxfer.transfer.manifest import CudaIpcHandle
 
 HANDLE_NBYTES = 64
 """Of a CUDA IPC handle."""
+PULL_PRIORITY = -1
+"""Of the streams on which KV is copied. Thread blocks of a higher priority go first where an SM
+becomes free: a load is short and narrow, and its request waits for it.
+"""
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that there is
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Contiguous bytes as this GPU addresses them: its own, or a peer's that is mapped here."""
+
+    address: int
+    nbytes: int
 
 
 class MappedMemory:
@@ -43,6 +56,55 @@ class MappedMemory:
         close, self._close = self._close, None
         if close is not None:
             close()
+
+
+class Gpu(Protocol):
+    """A GPU, or what stands in for one where there is none."""
+
+    @property
+    def device(self) -> torch.device:
+        """As PyTorch calls it."""
+
+    def export(self, tensor: Tensor) -> CudaIpcHandle:
+        """By what another process maps the tensor's memory. Raises TransportUnavailable."""
+
+    def map(self, handle: CudaIpcHandle) -> MappedMemory:
+        """Another process's memory. Raises TransportUnavailable."""
+
+    def make_stream(self) -> torch.cuda.Stream | None:
+        """A stream of its own; None where work runs on the host."""
+
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether kernels may read and write it: memory of this GPU, or pinned memory."""
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Memory of the host that kernels reach: flat uint8."""
+
+
+class CudaDevice:
+    """A CUDA device of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def export(self, tensor: Tensor) -> CudaIpcHandle:
+        return export_memory(tensor)
+
+    def map(self, handle: CudaIpcHandle) -> MappedMemory:
+        return map_memory(handle, self._device)
+
+    def make_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device, priority=PULL_PRIORITY)  # type: ignore[no-untyped-call]
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return tensor.device == self._device or (tensor.is_cpu and tensor.is_pinned())
+
+    def pinned(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def export_memory(tensor: Tensor) -> CudaIpcHandle:

@@ -70,22 +70,20 @@ def gather(
     side: Side,
     block_ids: Ids,
     order: DenseOrder,
-    region_lo: int,
-    region_hi: int,
-    token_lo: int,
-    token_hi: int,
+    regions: tuple[int, int],
+    tokens: tuple[int, int],
     out: Tensor,
 ) -> None:
-    """Pack tokens ``[token_lo, token_hi)`` of regions ``[region_lo, region_hi)`` into ``out``.
+    """Pack tokens [lo, hi) of regions [lo, hi) into ``out``.
 
     memories: this rank's, flat uint8; block_ids: int64, positional from the request's first token;
     out: uint8, exactly the chunk's bytes, filled in ``order``. Raises ValueError, before anything
     is written, for ids or bases outside the memories and for a wrong size.
     """
-    bases = _regions(side, region_lo, region_hi)
-    pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
+    bases = _regions(side, regions)
+    pools = _checked(memories, side.tile, bases, block_ids, tokens)
     check_order(side.tile, order)
-    piece = read_piece(side.tile, block_ids, order, token_lo, token_hi)
+    piece = read_piece(side.tile, block_ids, order, *tokens)
     chunk = _chunk(out, "out", piece, len(bases))
     for base, region_bytes in zip(bases, chunk, strict=True):
         _gather(pools[base.memory], base.offset, piece, region_bytes)
@@ -95,19 +93,17 @@ def scatter(
     memories: Sequence[Tensor],
     side: Side,
     block_ids: Ids,
-    region_lo: int,
-    region_hi: int,
-    token_lo: int,
-    token_hi: int,
+    regions: tuple[int, int],
+    tokens: tuple[int, int],
     dense: Tensor,
 ) -> None:
     """Unpack a chunk in the sink's own physical order into the sink's pool.
 
     The reverse of :func:`gather` with the order of the sink's tile; the same checks.
     """
-    bases = _regions(side, region_lo, region_hi)
-    pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
-    piece = write_piece(side.tile, block_ids, side.tile.order, token_lo, token_hi)
+    bases = _regions(side, regions)
+    pools = _checked(memories, side.tile, bases, block_ids, tokens)
+    piece = write_piece(side.tile, block_ids, side.tile.order, *tokens)
     chunk = _chunk(dense, "dense", piece, len(bases))
     for base, region_bytes in zip(bases, chunk, strict=True):
         _scatter(pools[base.memory], base.offset, piece, region_bytes)
@@ -119,29 +115,24 @@ def strided_copy(
     copy_class: CopyClass,
     source_ids: Ids,
     sink_ids: Ids,
-    token_lo: int,
-    token_hi: int,
+    tokens: tuple[int, int],
     *,
     scratch: Scratch,
     stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
-    """Copy tokens ``[token_lo, token_hi)`` of all regions from pool to pool; returns the bytes
-    copied.
+    """Copy tokens [lo, hi) of all regions from pool to pool; returns the bytes copied.
 
     The source is only read. ``stop`` is asked before each piece (at most 1 MiB, unless one token
-    is larger); once it says True nothing more is written. ``progress`` hears the bytes copied so
-    far after each piece. Raises ValueError, before anything is written, for ids or bases outside
-    the memories.
+    is larger); once it says True nothing more is written. Raises ValueError, before anything is
+    written, for ids or bases outside the memories.
     """
     source, sink = copy_class.source, copy_class.sink
     check_pair(copy_class)
-    span = (token_lo, token_hi)
-    source_pools = _checked(source_memories, source.tile, source.bases, source_ids, *span)
-    sink_pools = _checked(sink_memories, sink.tile, sink.bases, sink_ids, *span)
+    source_pools = _checked(source_memories, source.tile, source.bases, source_ids, tokens)
+    sink_pools = _checked(sink_memories, sink.tile, sink.bases, sink_ids, tokens)
     order = sink.tile.order
     copied_nbytes = 0
-    for lo, hi in token_pieces(source.tile, sink.tile, token_lo, token_hi):
+    for lo, hi in token_pieces(source.tile, sink.tile, *tokens):
         reads = read_piece(source.tile, source_ids, order, lo, hi)
         writes = write_piece(sink.tile, sink_ids, order, lo, hi)
         for given, taken in zip(source.bases, sink.bases, strict=True):
@@ -159,7 +150,6 @@ def strided_copy(
                 _gather(source_pool, given.offset, reads, dense)
                 _scatter(sink_pool, taken.offset, writes, dense)
             copied_nbytes += writes.nbytes
-            progress(copied_nbytes)
     return copied_nbytes
 
 
@@ -214,14 +204,9 @@ def _slice(pool: Bytes, start: int, piece: Piece) -> Bytes:
     return pool[start : start + piece.nbytes]
 
 
-def _flat(tensor: Tensor, name: str) -> Bytes:
-    check_flat(tensor, name)
-    return tensor.numpy()
-
-
-def _regions(side: Side, region_lo: int, region_hi: int) -> tuple[Base, ...]:
-    check_regions(len(side.bases), region_lo, region_hi)
-    return side.bases[region_lo:region_hi]
+def _regions(side: Side, regions: tuple[int, int]) -> tuple[Base, ...]:
+    check_regions(len(side.bases), *regions)
+    return side.bases[slice(*regions)]
 
 
 def _chunk(tensor: Tensor, name: str, piece: Piece, num_regions: int) -> NDArray[np.uint8]:
@@ -236,11 +221,12 @@ def _checked(
     tile: Tile,
     bases: Sequence[Base],
     block_ids: Ids,
-    token_lo: int,
-    token_hi: int,
+    tokens: tuple[int, int],
 ) -> list[Bytes]:
     """The memories as arrays, once all that will be addressed is known to lie inside them."""
-    check_span(tile, block_ids, token_lo, token_hi)
-    pools = [_flat(memory, f"memory {number}") for number, memory in enumerate(memories)]
+    check_span(tile, block_ids, *tokens)
+    for number, memory in enumerate(memories):
+        check_flat(memory, f"memory {number}")
+    pools: list[Bytes] = [memory.numpy() for memory in memories]
     check_bases(tile, bases, [pool.size for pool in pools])
     return pools

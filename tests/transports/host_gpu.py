@@ -15,9 +15,7 @@ from torch import Tensor
 from kvxfer.config import Config
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.tensors import device_launch
-from kvxfer.tensors.cuda_device import CudaDevice, Gpu
-from kvxfer.tensors.device_memory import MappedMemory
-from kvxfer.tensors.device_work import DeviceMemory
+from kvxfer.tensors.device_memory import CudaDevice, DeviceMemory, Gpu, MappedMemory
 from kvxfer.tensors.shared_memory import open_shared
 from kvxfer.transfer.manifest import CudaIpcHandle, MemfdHandle
 from kvxfer.transports import registry

@@ -22,10 +22,8 @@ import pytest
 import torch
 
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors.cuda_device import CudaDevice
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
-from kvxfer.tensors.device_memory import map_memory
-from kvxfer.tensors.device_work import flat_copy
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched, flat_copy
+from kvxfer.tensors.device_memory import CudaDevice, map_memory
 from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.costs import fit_direct_costs
 from kvxfer.transfer.manifest import CudaIpcHandle
@@ -159,7 +157,7 @@ def test_a_killed_source_harms_no_copy_that_runs(gpus: tuple[torch.device, torch
         stream = CudaDevice(sink).make_stream()
         copier.warm(bound, stream).synchronize()
         for _ in range(6):
-            event = copier.copy(bound, ids, ids, 0, num_tokens, stream=stream).event
+            event = copier.copy(bound, ids, ids, (0, num_tokens), stream=stream).event
         assert event is not None
         time.sleep(0.02)
         assert not event.query()
@@ -296,7 +294,7 @@ def test_a_busy_compute_stream_of_the_sink_holds_no_pull_up() -> None:
 def test_memory_without_a_handle_is_refused_by_name() -> None:
     script = (
         "import torch\n"
-        "from kvxfer.tensors.cuda_device import CudaDevice\n"
+        "from kvxfer.tensors.device_memory import CudaDevice\n"
         "from kvxfer.errors import TransportUnavailable\n"
         "tensor = torch.zeros(64 << 20, dtype=torch.uint8, device='cuda:0')\n"
         "try:\n"
