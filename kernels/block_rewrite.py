@@ -103,45 +103,30 @@ class BlockRewrite:
         """Runs of a set, of all heads."""
         return self.num_heads * self.set_tokens // self.run_tokens
 
-    def check_blocks(self, num_blocks: int, num_covered_tokens: int | None) -> None:
-        """Raise ValueError for blocks that are no whole sets, or hold fewer tokens than covered."""
+    def check_blocks(self, num_blocks: int) -> None:
+        """Raise ValueError for blocks that are no whole sets."""
         if num_blocks % self.set_blocks:
             raise ValueError(
                 f"indices: expected a multiple of {self.set_blocks} blocks, because received "
                 f"blocks of {self.received.block_tokens} tokens lie over that many local ones of "
                 f"{self.local.block_tokens}, got {num_blocks}"
             )
-        num_tokens = num_blocks * self.local.block_tokens
-        if num_covered_tokens is not None and not 0 <= num_covered_tokens <= num_tokens:
-            raise ValueError(
-                f"num_covered_tokens: expected at most the {num_tokens} tokens of {num_blocks} "
-                f"blocks, got {num_covered_tokens}"
-            )
 
 
-def rewrite_blocks_ref(
-    view: Tensor, block_ids: Tensor, rewrite: BlockRewrite, num_covered_tokens: int | None = None
-) -> None:
+def rewrite_blocks_ref(view: Tensor, block_ids: Tensor, rewrite: BlockRewrite) -> None:
     """The rewrite in plain torch, in place.
 
     Args:
         view: [num_blocks, H, N, D] or [num_blocks, N, H, D] as ``rewrite.local`` says, any strides.
         block_ids: [n] int64 on the view's device, each once, set behind set.
-        num_covered_tokens: tokens received, from the first of the first block on; all later ones
-            become zero. None: all.
     """
-    rewrite.check_blocks(block_ids.numel(), num_covered_tokens)
-    if not block_ids.numel():
+    rewrite.check_blocks(block_ids.numel())
+    if not block_ids.numel() or rewrite.moves_nothing:
         return
     blocks = view.index_select(0, block_ids)
-    if not rewrite.moves_nothing:
-        sets = blocks.view(-1, rewrite.set_runs, rewrite.run_tokens * view.shape[3])
-        blocks = sets.index_select(1, sources_of_runs(rewrite, view.device)).view(blocks.shape)
-    if num_covered_tokens is not None:
-        by_token = blocks.transpose(1, 2) if rewrite.local.by_head else blocks
-        tokens = torch.arange(block_ids.numel() * rewrite.local.block_tokens, device=view.device)
-        by_token[tokens.view(by_token.shape[:2]) >= num_covered_tokens] = 0
-    view.index_copy_(0, block_ids, blocks)
+    sets = blocks.view(-1, rewrite.set_runs, rewrite.run_tokens * view.shape[3])
+    moved = sets.index_select(1, sources_of_runs(rewrite, view.device)).view(blocks.shape)
+    view.index_copy_(0, block_ids, moved)
 
 
 def sources_of_runs(rewrite: BlockRewrite, device: torch.device) -> Tensor:
@@ -187,8 +172,8 @@ class ProgramPlan:
     Equal only to itself.
 
     ``runs`` [num_bins, most_runs, 2] int32: source and target, counted from the beginning of a set;
-    -1 where a bin has no more. All bins together: every run that moves, once; the others too where
-    fixed points are kept. ``num_slices``: programs that share the columns of a bin.
+    -1 where a bin has no more. All bins together: every run that moves, once. ``num_slices``:
+    programs that share the columns of a bin.
     """
 
     runs: Tensor
@@ -228,13 +213,13 @@ class ProgramPlan:
         return -(-(1 << self.shift) // self.columns)
 
 
-def bins_of(rewrite: BlockRewrite, capacity: int, keeps_fixed: bool) -> Tensor:
+def bins_of(rewrite: BlockRewrite, capacity: int) -> Tensor:
     """``runs`` of a plan: whole cycles, at most ``capacity`` runs a bin, which is at least the
     longest cycle. By their first run, so that programs side by side move rows side by side.
     """
     bins: list[list[tuple[int, int]]] = [[]]
     for cycle in cycles_of(rewrite):
-        if len(cycle) == 1 and not keeps_fixed:
+        if len(cycle) == 1:
             continue
         if len(bins[-1]) + len(cycle) > capacity:
             bins.append([])
@@ -266,7 +251,7 @@ def tile_of(num_longest: int, run_units: int, unit_nbytes: int, max_units: int) 
 
 @cache
 def plan_of(
-    rewrite: BlockRewrite, run_units: int, unit_nbytes: int, tile_nbytes: int, keeps_fixed: bool
+    rewrite: BlockRewrite, run_units: int, unit_nbytes: int, tile_nbytes: int
 ) -> ProgramPlan:
     """Programs of about ``tile_nbytes``, a power of two; see :func:`tile_of`.
 
@@ -278,7 +263,7 @@ def plan_of(
     plans = []
     while most >= least:
         units, columns = tile_of(num_longest, run_units, unit_nbytes, most)
-        runs = bins_of(rewrite, units // columns, keeps_fixed)
+        runs = bins_of(rewrite, units // columns)
         plans.append(ProgramPlan(runs, columns, num_slices=-(-run_units // columns)))
         most //= 2
     fewest = min(plan.num_programs * plan.busy_units for plan in plans)

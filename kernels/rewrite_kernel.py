@@ -135,45 +135,16 @@ def _words_of(
 
 
 @triton.jit
-def _token_of(
-    run,
-    column,
-    HEADS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BY_HEAD: tl.constexpr,
-    SET_BLOCKS: tl.constexpr,
-    RUN_TOKENS: tl.constexpr,
-    ROW_UNITS: tl.constexpr,
-):
-    """The token of a set whose unit is the run's ``column``, in local order."""
-    if BY_HEAD:
-        head_runs: tl.constexpr = BLOCK_TOKENS // RUN_TOKENS
-        token = run % head_runs * RUN_TOKENS
-        if SET_BLOCKS > 1:
-            token += run // (HEADS * head_runs) * BLOCK_TOKENS
-        if RUN_TOKENS > 1:
-            token += column // ROW_UNITS
-    else:
-        token = run // HEADS
-    return token
-
-
-@triton.jit(do_not_specialize=["num_covered_tokens"])
 def rewrite_kernel(
     table,
     block_ids,
     pairs,
-    num_covered_tokens,
-    HEADS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    BY_HEAD: tl.constexpr,
+    BLOCK_RUNS: tl.constexpr,
     SET_BLOCKS: tl.constexpr,
     RUN_TOKENS: tl.constexpr,
     ROW_UNITS: tl.constexpr,
     IS_DENSE: tl.constexpr,
     IS_WIDE: tl.constexpr,
-    MOVES: tl.constexpr,
-    COVERS: tl.constexpr,
     NUM_BINS: tl.constexpr,
     BIN_RUNS: tl.constexpr,
     NUM_SLICES: tl.constexpr,
@@ -186,7 +157,6 @@ def rewrite_kernel(
     VEC: tl.constexpr,
 ) -> None:
     RUN_UNITS: tl.constexpr = RUN_TOKENS * ROW_UNITS
-    BLOCK_RUNS: tl.constexpr = HEADS * BLOCK_TOKENS // RUN_TOKENS
     # Slices of a set side by side: together they use the sectors that one of them touches in part.
     program = tl.program_id(0)
     slot = program // NUM_SLICES % NUM_BINS
@@ -220,39 +190,23 @@ def rewrite_kernel(
     else:
         inside = column // ROW_UNITS * row_words + column % ROW_UNITS * VEC
 
-    loads = mask
-    stores = mask
-    if COVERS:
-        SET_TOKENS: tl.constexpr = SET_BLOCKS * BLOCK_TOKENS
-        # int32 from here on, so no more than a set's
-        covered = tl.minimum(num_covered_tokens - first_set * SET_TOKENS, SET_TOKENS)
-        covered = tl.maximum(covered, 0).to(tl.int32)
-        is_covered = covered > _token_of(
-            target, column, HEADS, BLOCK_TOKENS, BY_HEAD, SET_BLOCKS, RUN_TOKENS, ROW_UNITS
-        )
-        moves = source != target
-        loads = mask & is_covered & moves
-        stores = mask & ((is_covered == 0) | moves)
-    if MOVES:
-        given = _words_of(
-            base,
-            ids,
-            stride_nbytes,
-            source,
-            inside,
-            mask,
-            run_words,
-            BLOCK_RUNS,
-            SET_BLOCKS,
-            IS_WIDE,
-            WORD,
-            VEC,
-        )
-        words = tl.load(given, mask=loads[:, None], other=0)  # zero where nothing was received
-        # One thread's target is another one's source.
-        tl.debug_barrier()
-    else:
-        words = tl.zeros([UNITS, VEC], WORD)
+    given = _words_of(
+        base,
+        ids,
+        stride_nbytes,
+        source,
+        inside,
+        mask,
+        run_words,
+        BLOCK_RUNS,
+        SET_BLOCKS,
+        IS_WIDE,
+        WORD,
+        VEC,
+    )
+    words = tl.load(given, mask=mask[:, None], other=0)
+    # One thread's target is another one's source.
+    tl.debug_barrier()
     taken = _words_of(
         base,
         ids,
@@ -267,14 +221,13 @@ def rewrite_kernel(
         WORD,
         VEC,
     )
-    tl.store(taken, words, mask=stores[:, None])
+    tl.store(taken, words, mask=mask[:, None])
 
 
 def rewrite_blocks(
     segments: Segments,
     block_ids: Tensor,
     rewrite: BlockRewrite,
-    num_covered_tokens: int | None = None,
     *,
     tile_nbytes: int = TILE_NBYTES,
 ) -> None:
@@ -285,8 +238,6 @@ def rewrite_blocks(
         block_ids: on the segments' device, each once, set behind set. They are not checked: the
             GPU cannot.
         rewrite: its local blocks have as many rows as the segments' blocks.
-        num_covered_tokens: tokens received, from the first of the first block on; all later ones
-            become zero. None: all.
         tile_nbytes: what a program moves at most, a power of two; more where a cycle is longer.
 
     Raises:
@@ -294,9 +245,8 @@ def rewrite_blocks(
         ValueError: ids that are no whole sets, and what else one launch does not do.
     """
     _check(segments, block_ids, rewrite, tile_nbytes)
-    rewrite.check_blocks(block_ids.numel(), num_covered_tokens)
-    covers = num_covered_tokens is not None
-    if not block_ids.numel() or (rewrite.moves_nothing and not covers):
+    rewrite.check_blocks(block_ids.numel())
+    if not block_ids.numel() or rewrite.moves_nothing:
         return
     # A very long cycle needs narrow units: a program has one of each run at least
     unit_nbytes = segments.unit_nbytes
@@ -304,7 +254,7 @@ def rewrite_blocks(
         unit_nbytes //= 2
     row_units = segments.width_nbytes // unit_nbytes
     run_units = rewrite.run_tokens * row_units
-    plan = plan_of(rewrite, run_units, unit_nbytes, tile_nbytes, covers)
+    plan = plan_of(rewrite, run_units, unit_nbytes, tile_nbytes)
     num_programs = block_ids.numel() // rewrite.set_blocks * plan.num_programs
     if num_programs > MAX_GRID:
         raise ValueError(f"block_ids: expected at most {MAX_GRID} programs, got {num_programs}")
@@ -315,17 +265,12 @@ def rewrite_blocks(
                 table,
                 block_ids,
                 pairs,
-                num_covered_tokens or 0,
-                HEADS=rewrite.num_heads,
-                BLOCK_TOKENS=rewrite.local.block_tokens,
-                BY_HEAD=rewrite.local_by_head,
+                BLOCK_RUNS=rewrite.set_runs // rewrite.set_blocks,
                 SET_BLOCKS=rewrite.set_blocks,
                 RUN_TOKENS=rewrite.run_tokens,
                 ROW_UNITS=row_units,
                 IS_DENSE=segments.is_dense,
                 IS_WIDE=segments.is_wide,
-                MOVES=not rewrite.moves_nothing,
-                COVERS=covers,
                 NUM_BINS=plan.runs.shape[0],
                 BIN_RUNS=plan.runs.shape[1],
                 NUM_SLICES=plan.num_slices,

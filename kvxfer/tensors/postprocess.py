@@ -107,19 +107,8 @@ def zero_uncovered_tokens(
     if not 0 < token_dim < cache.ndim:
         raise ValueError(f"token_dim: expected one of [1, {cache.ndim}), got {token_dim}")
     check_ids("indices", indices, cache.shape[0], unique=True)
-    num_tokens = cache.shape[token_dim]
-    if not 0 <= num_covered_tokens <= len(indices) * num_tokens:
-        raise ValueError(
-            f"num_covered_tokens: expected at most the {len(indices) * num_tokens} tokens of "
-            f"{len(indices)} blocks, got {num_covered_tokens}"
-        )
-    num_whole, num_kept = divmod(num_covered_tokens, num_tokens)
-    values = as_integers(cache)
-    if num_kept:
-        partly = values[int(indices[num_whole])]
-        partly.narrow(token_dim - 1, num_kept, num_tokens - num_kept).zero_()
-    later = indices[num_whole + (num_kept > 0) :]
-    values.index_fill_(0, id_tensor("indices", later, cache.device), 0)
+    _check_covered(num_covered_tokens, len(indices), cache.shape[token_dim])
+    _zero_tail(cache, indices, num_covered_tokens, token_dim)
 
 
 class Postprocessor:
@@ -148,15 +137,15 @@ class Postprocessor:
         """
         if token_dim not in (1, 2):
             raise ValueError(f"token_dim: expected 1 or 2, got {token_dim}")
-        planes: dict[tuple[object, ...], tuple[BlockRewrite, Tensor]] = {}
-        for cache in caches:
-            rewrite, view = _plane_of(cache, received, token_dim)
-            planes[view.data_ptr(), view.shape, view.stride(), view.dtype, rewrite] = rewrite, view
-        devices = {view.device for _, view in planes.values()}
+        distinct = {
+            (cache.data_ptr(), cache.shape, cache.stride(), cache.dtype): cache for cache in caches
+        }
+        self._caches, self._token_dim = tuple(distinct.values()), token_dim
+        self._planes = [_plane_of(cache, received, token_dim) for cache in self._caches]
+        devices = {cache.device for cache in self._caches}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"caches: expected all on one device, got {names}")
-        self._planes = tuple(planes.values())
         self._on_gpu = any(device.type == "cuda" for device in devices)
         self._launches = _launches_of(self._planes) if self._on_gpu else ()
 
@@ -178,26 +167,50 @@ class Postprocessor:
         """
         if not self._planes:
             return
-        num_blocks = min(view.shape[0] for _, view in self._planes)
+        num_blocks = min(cache.shape[0] for cache in self._caches)
         check_ids("indices", indices, num_blocks, unique=True)
         rewrites = {rewrite for rewrite, _ in self._planes}
         for rewrite in rewrites:
-            rewrite.check_blocks(len(indices), num_covered_tokens)
-        device = self._planes[0][1].device
+            rewrite.check_blocks(len(indices))
+            if num_covered_tokens is not None:
+                _check_covered(num_covered_tokens, len(indices), rewrite.local.block_tokens)
+        device = self._caches[0].device
         if self._on_gpu and not (isinstance(indices, Tensor) and indices.is_cuda):
             ids = id_tensor("indices", indices, "cpu").pin_memory().to(device, non_blocking=True)
         else:
             ids = id_tensor("indices", indices, device).contiguous()
         for rewrite in rewrites - {rewrite for rewrite, _ in self._launches}:
             for view in (view for each, view in self._planes if each == rewrite):
-                rewrite_blocks_ref(view, ids, rewrite, num_covered_tokens)
-        if not self._launches:
-            return
-        # Triton is optional, and slow to import: only where there is a GPU.
-        from kvxfer.kernels.rewrite_kernel import rewrite_blocks
+                rewrite_blocks_ref(view, ids, rewrite)
+        if self._launches:
+            # Triton is optional, and slow to import: only where there is a GPU.
+            from kvxfer.kernels.rewrite_kernel import rewrite_blocks
 
-        for rewrite, segments in self._launches:
-            rewrite_blocks(segments, ids, rewrite, num_covered_tokens)
+            for rewrite, segments in self._launches:
+                rewrite_blocks(segments, ids, rewrite)
+        if num_covered_tokens is not None:
+            for cache in self._caches:
+                _zero_tail(cache, ids, num_covered_tokens, self._token_dim)
+
+
+def _check_covered(num_covered_tokens: int, num_blocks: int, block_tokens: int) -> None:
+    num_tokens = num_blocks * block_tokens
+    if not 0 <= num_covered_tokens <= num_tokens:
+        raise ValueError(
+            f"num_covered_tokens: expected at most the {num_tokens} tokens of {num_blocks} blocks, "
+            f"got {num_covered_tokens}"
+        )
+
+
+def _zero_tail(cache: Tensor, indices: BlockIds, num_covered_tokens: int, token_dim: int) -> None:
+    """Zero all behind the first tokens of these blocks, which are in local order."""
+    values, num_tokens = as_integers(cache), cache.shape[token_dim]
+    num_whole, num_kept = divmod(num_covered_tokens, num_tokens)
+    ids = id_tensor("indices", indices, cache.device)
+    if num_kept:
+        tail = values.narrow(token_dim, num_kept, num_tokens - num_kept)
+        tail.index_fill_(0, ids[num_whole : num_whole + 1], 0)
+    values.index_fill_(0, ids[num_whole + (num_kept > 0) :], 0)
 
 
 def _plane_of(cache: Tensor, received: BlockOrder, token_dim: int) -> tuple[BlockRewrite, Tensor]:

@@ -48,7 +48,6 @@ class Case:
     width: int = 16
     gap: int = 0
     num_sets: int = 2
-    num_covered: int | None = None
     num_segments: int = 1
     tile_nbytes: int = 64
 
@@ -85,9 +84,6 @@ def naive(case: Case, memory: Tensor) -> Tensor:
     for token, head in product(range(num_tokens), range(case.num_heads)):
         number, row = divmod(place(case.local, case.num_heads, token, head), rows_of_block)
         target = after[case.block_ids[number], row, : case.width]
-        if case.num_covered is not None and token >= case.num_covered:
-            target.zero_()
-            continue
         number, row = divmod(place(case.received, case.num_heads, token, head), rows_of_block)
         target.copy_(before[case.block_ids[number], row, : case.width])
     return after.reshape(memory.shape)
@@ -113,10 +109,10 @@ def check(case: Case, device: torch.device) -> None:
 
     got = [pool.clone() for pool in pools]
     segments = segments_of(views(got))
-    rewrite_blocks(segments, ids, case.rewrite, case.num_covered, tile_nbytes=case.tile_nbytes)
+    rewrite_blocks(segments, ids, case.rewrite, tile_nbytes=case.tile_nbytes)
     for pool, want in zip(got, wants, strict=True):
         assert_same_bytes(pool, want)
     for view in views(pools):
-        rewrite_blocks_ref(view, ids, case.rewrite, case.num_covered)
+        rewrite_blocks_ref(view, ids, case.rewrite)
     for pool, want in zip(pools, wants, strict=True):
         assert_same_bytes(pool, want)

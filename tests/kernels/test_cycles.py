@@ -37,15 +37,12 @@ def moves_of(rewrite: BlockRewrite) -> dict[int, int]:
     return moves
 
 
-@pytest.mark.parametrize("keeps_fixed", [False, True])
 @pytest.mark.parametrize("rewrite", REWRITES, ids=str)
-def test_bins_are_the_permutation(rewrite: BlockRewrite, keeps_fixed: bool) -> None:
-    moves = moves_of(rewrite)
-    if not keeps_fixed:
-        moves = {target: source for target, source in moves.items() if target != source}
+def test_bins_are_the_permutation(rewrite: BlockRewrite) -> None:
+    moves = {target: source for target, source in moves_of(rewrite).items() if target != source}
     longest = longest_cycle(rewrite)
     for capacity in (longest, longest + 3, len(moves) + longest):
-        runs = bins_of(rewrite, capacity, keeps_fixed)
+        runs = bins_of(rewrite, capacity)
         seen: list[tuple[int, int]] = []
         for entries in runs.tolist():
             pairs = [(target, source) for source, target in entries if source >= 0]
@@ -64,14 +61,7 @@ def test_cycles_written_out_by_hand() -> None:
     # [2, 3] to [3, 2]: rows 0..5 come from 0, 3, 1, 4, 2, 5
     rewrite = BlockRewrite(2, order("HND 3"), order("NHD 3"))
     assert sorted(map(sorted, cycles_of(rewrite))) == [[0], [1, 2, 3, 4], [5]]
-    assert bins_of(rewrite, 4, False).tolist() == [[[1, 2], [2, 4], [3, 1], [4, 3]]]
-    kept = bins_of(rewrite, 4, True).tolist()
-    none = [-1, -1]
-    assert kept == [
-        [[0, 0], none, none, none],
-        [[1, 2], [2, 4], [3, 1], [4, 3]],
-        [[5, 5], none, none, none],
-    ]
+    assert bins_of(rewrite, 4).tolist() == [[[1, 2], [2, 4], [3, 1], [4, 3]]]
 
 
 @pytest.mark.parametrize(
@@ -124,24 +114,24 @@ def test_division_by_columns(num_runs: int, columns: int) -> None:
 def test_a_smaller_tile_that_is_fuller() -> None:
     # Two cycles of 14 runs and two that stay; whole rows of 64 units
     rewrite = BlockRewrite(5, order("HND 6"), order("NHD 6"))
-    both = plan_of(rewrite, 64, 16, 32768, False)
+    both = plan_of(rewrite, 64, 16, 32768)
     assert (len(both.runs), both.busy_units) == (1, 28 * 64)
     # Cycles of 10 runs, of 5 and one of 2: 12 of 10 do in 128, and all but one do in 32
     rewrite = BlockRewrite(8, order("HND 128"), order("NHD 128"))
     assert longest_cycle(rewrite) == 10
-    large = plan_of(rewrite, 16, 16, 32768, False)
+    large = plan_of(rewrite, 16, 16, 32768)
     assert (len(large.runs), large.busy_units) == (9, 2032)
     # Four cycles of 95: one in 128 runs, two in 256
     rewrite = BlockRewrite(8, order("HND 24"), order("NHD 16"))
-    split = plan_of(rewrite, 16, 16, 32768, False)
+    split = plan_of(rewrite, 16, 16, 32768)
     assert (len(split.runs), split.busy_units) == (4, 95 * 16)
 
 
 def test_lanes_are_few_where_units_are() -> None:
     # Runs of two tokens, of 2 bytes: six in two cycles, in a tile of 16384 units
     rewrite = BlockRewrite(3, order("HND 4"), order("HND 2"))
-    assert plan_of(rewrite, rewrite.run_tokens, 2, 32768, False).lanes == 32
-    many = plan_of(BlockRewrite(8, order("HND 24"), order("NHD 16")), 16, 16, 32768, False)
+    assert plan_of(rewrite, rewrite.run_tokens, 2, 32768).lanes == 32
+    many = plan_of(BlockRewrite(8, order("HND 24"), order("NHD 16")), 16, 16, 32768)
     assert (many.busy_units, many.lanes) == (1520, 2048)
 
 
