@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.cache.specs import DTYPE_NBYTES, AttentionSpec
-from kvxfer.tensors.attention_contract import AttentionGroup
+from kvxfer.tensors.attention import AttentionGroup
 from kvxfer.tensors.block_ids import BlockIds, id_array
-from kvxfer.tensors.cache_shape import find_block_dim
+from kvxfer.tensors.cache_views import find_block_dim
 from kvxfer.tensors.kv_cache import CacheHolder
 from kvxfer.tensors.zero_segments import Segment, distinct, segments_of
 

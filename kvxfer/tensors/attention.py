@@ -1,27 +1,45 @@
-"""From a model's attention layers to cache specs, backends, and the metadata of a step."""
+"""Attention layers and their backends: what is asked of them, and what follows from them, cache
+specs, kernel blocks, builders and the metadata of a step.
+
+Names and meanings are the field's, so that a serving engine's own classes fit as they are. Where a
+backend cannot take the cache's blocks as they are, a block is made of several *kernel blocks* that
+follow each other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kvxfer.cache.layer_spec import attention_layer_spec
-from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
-from kvxfer.tensors.attention_contract import (
-    AttentionBackend,
-    AttentionLayer,
-    AttentionMetadataBuilder,
-    CommonAttentionMetadata,
-    CpuGpuBuffer,
-    ForwardConfig,
-    SharesWorkspace,
+from kvxfer.cache.specs import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
 )
 
 # Of the field's kinds of attention, those whose K and V are gone after the step.
 _KEEPS_NOTHING = {"encoder", "encoder_only"}
+
+
+class CompilationSettings(Protocol):
+    """Where the field keeps a model's layers: ``{layer name: layer}``, in the model's order."""
+
+    @property
+    def static_forward_context(self) -> Mapping[str, object]: ...
+
+
+class ForwardConfig(Protocol):
+    """The part of an engine's configuration that leads to the model's layers."""
+
+    @property
+    def compilation_config(self) -> CompilationSettings: ...
 
 
 class _CacheSettings(Protocol):
@@ -41,6 +59,189 @@ class SpecConfig(ForwardConfig, Protocol):
     def cache_config(self) -> _CacheSettings: ...
     @property
     def model_config(self) -> _ModelSettings: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MultipleOf:
+    """A backend whose kernel blocks may have any multiple of ``base`` tokens."""
+
+    base: int
+
+    def __post_init__(self) -> None:
+        if self.base < 1:
+            raise ValueError(f"base: expected at least 1 token, got {self.base}")
+
+
+class AttentionBackend(Protocol):
+    """Where a layer's K and V lie. Called on the class; a backend has no state."""
+
+    @staticmethod
+    def get_name() -> str: ...
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]:
+        """Logical shape of a layer's cache in elements; ``num_blocks`` kernel blocks of
+        ``block_size`` tokens.
+        """
+
+    @staticmethod
+    def get_kv_cache_stride_order() -> tuple[int, ...]:
+        """The logical dimensions in physical order, outermost first."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> Sequence[int | MultipleOf]:
+        """Tokens of a kernel block: exact sizes, or multiples."""
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """What builds this backend's metadata of a step."""
+
+
+class CpuGpuBuffer(Protocol):
+    """A tensor that is kept twice with the same content: the field's buffers of a step."""
+
+    @property
+    def cpu(self) -> Tensor: ...
+    @property
+    def gpu(self) -> Tensor: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class CommonAttentionMetadata:
+    """One step of ``num_reqs`` requests with ``num_actual_tokens`` new tokens, for one cache group.
+
+    Attributes, order and methods are the field's. It is not frozen, because the field's builders
+    copy it and set attributes of the copy.
+
+    Attributes:
+        query_start_loc, query_start_loc_cpu: [num_reqs + 1], where each request's new tokens begin.
+        seq_lens, seq_lens_cpu: [num_reqs], tokens of each request with the new ones.
+        num_computed_tokens_cpu: [num_reqs], tokens computed before the step.
+        max_query_len, max_seq_len: the largest number of new tokens, and of all tokens, of a
+            request; 0 without requests.
+        block_table_tensor: [num_reqs, most blocks], block ids of the engine, 0 where there is none.
+        slot_mapping: [num_actual_tokens], block id * block_size + offset.
+        causal: a token sees no later one.
+        seq_lens_cpu_upper_bound: no less than ``seq_lens_cpu``; here the same.
+
+    The others are for models and modes that the engine does not have: None, unless the caller of a
+    builder sets them. Names ending in ``_cpu`` live on the CPU, other tensors where the caller has
+    them.
+    """
+
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor
+    num_computed_tokens_cpu: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    causal: bool | Tensor = True
+    seq_lens_cpu_upper_bound: Tensor | None = None
+    logits_indices_padded: Tensor | None = None
+    num_logits_indices: int | None = None
+    max_logits_per_req: int | None = None
+    encoder_seq_lens: Tensor | None = None
+    encoder_seq_lens_cpu: Any = None
+    dcp_local_seq_lens: Tensor | None = None
+    dcp_local_seq_lens_cpu: Tensor | None = None
+    dcp_local_seq_lens_cpu_upper_bound: Tensor | None = None
+    positions: Tensor | None = None
+    is_prefilling: Tensor | None = None
+    req_idx: Any = None
+    mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
+    rswa_prefix_lens: Tensor | None = None
+    replayssm_decode_base_cpu: Tensor | None = None
+
+    def batch_size(self) -> int:
+        return self.num_reqs
+
+    def naive_query_lens(self) -> Tensor:
+        """[num_reqs], new tokens of each request; on the device."""
+        return self.query_start_loc[1:] - self.query_start_loc[:-1]
+
+    def compute_num_computed_tokens(self) -> Tensor:
+        """[num_reqs], tokens computed before the step; on the device."""
+        return self.seq_lens - self.naive_query_lens()
+
+    def token_to_req_indices(self, buffer: Tensor) -> Tensor:
+        """[num_actual_tokens], the request of each token: the beginning of ``buffer``, filled."""
+        device = self.query_start_loc.device
+        indices = buffer[: self.num_actual_tokens]
+        requests = torch.arange(self.num_reqs, device=device)
+        return indices.copy_(requests.repeat_interleave(self.naive_query_lens()))
+
+    def replace(self, **changes: object) -> CommonAttentionMetadata:
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+class AttentionMetadataBuilder(Protocol):
+    """Turns the common metadata into what one backend's kernels want."""
+
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        config: ForwardConfig,
+        device: torch.device | str,
+    ) -> None: ...
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata
+    ) -> object: ...
+
+
+@runtime_checkable
+class SharesWorkspace(Protocol):
+    """A metadata builder that needs scratch memory for its kernels.
+
+    Groups run one after the other, so the builders of one backend can use one buffer:
+    ``init_attn_backend`` asks the first for it and gives it to the others.
+    """
+
+    def get_workspace_buffer(self) -> Tensor:
+        """The builder's buffer; the first call allocates it."""
+
+    def set_workspace_buffer(self, workspace: Tensor) -> None:
+        """Use this buffer and allocate none."""
+
+
+class AttentionLayer(Protocol):
+    """One layer of a model, as the forward context holds it: ``{layer name: layer}``.
+
+    ``sliding_window``: tokens that a token sees, itself among them, None for all.
+    ``kv_sharing_target_layer_name``: the layer whose cache this one reads instead of having its
+    own. Latent attention may lack both, which is as None. ``kv_cache``: the layer's view, set by
+    ``bind_kv_cache``. A layer may also have an ``attn_type``, "decoder" where it is missing;
+    encoder layers keep no KV.
+    """
+
+    num_kv_heads: int
+    head_size: int
+    sliding_window: int | None
+    kv_sharing_target_layer_name: str | None
+    kv_cache: Tensor
+
+    def get_attn_backend(self) -> type[AttentionBackend]: ...
+
+
+@dataclass(slots=True)
+class AttentionGroup:
+    """Layers of one cache group that use one backend.
+
+    ``kv_cache_group_id``: the position of the group in ``KVCacheConfig.kv_cache_groups``.
+    """
+
+    backend: type[AttentionBackend]
+    layer_names: list[str]
+    kv_cache_spec: KVCacheSpec
+    kv_cache_group_id: int
 
 
 def attention_layers(vllm_config: ForwardConfig) -> dict[str, AttentionLayer]:
@@ -66,7 +267,7 @@ def get_kv_cache_spec(
 
     Args:
         vllm_config: read are ``compilation_config.static_forward_context`` (layer name to
-            :class:`~kvxfer.tensors.attention_contract.AttentionLayer`), ``cache_config.block_size``
+            :class:`AttentionLayer`), ``cache_config.block_size``
             and, of ``model_config``, ``dtype`` and ``use_mla`` (missing: False).
         kv_cache_dtype: a dtype or its name without ``torch.``; "auto" for the model's.
 
@@ -110,7 +311,7 @@ def init_attn_backend(
     """The backend of every layer, and one metadata builder for each cache group, in their order.
 
     Builders of one backend that have a workspace
-    (:class:`~kvxfer.tensors.attention_contract.SharesWorkspace`) share the first one's.
+    (:class:`SharesWorkspace`) share the first one's.
 
     Args:
         kv_cache_config: the groups, KV sharing layers included.
@@ -155,7 +356,7 @@ def build_attn_metadata(
 
     Buffers may be longer than the step, as those that are kept between steps are: the builders see
     their beginnings. Each may be a tensor or a
-    :class:`~kvxfer.tensors.attention_contract.CpuGpuBuffer` with both sides filled. A tensor stands
+    :class:`CpuGpuBuffer` with both sides filled. A tensor stands
     for both sides. Nothing is copied to a device: where builders read ``query_start_loc`` and
     ``seq_lens`` on one, do not pass CPU tensors. A tensor on a device is read back, which waits.
 
@@ -305,3 +506,88 @@ def _head(name: str, buffer: Tensor, length: int, *, ndim: int = 1) -> Tensor:
             f"{name}: expected at least {length} rows{more}, got shape {tuple(buffer.shape)}"
         )
     return buffer[:length]
+
+
+def select_common_block_size(
+    kv_manager_block_size: int, backends: Collection[type[AttentionBackend]]
+) -> int:
+    """Tokens of a kernel block that all of ``backends`` take.
+
+    ``kv_manager_block_size`` itself if every backend takes it, else the largest size that divides
+    it and that every backend takes. Raises ValueError if there is none.
+    """
+    if kv_manager_block_size < 1:
+        raise ValueError(f"block_size: expected at least 1 token, got {kv_manager_block_size}")
+    if all(_takes(backend, kv_manager_block_size) for backend in backends):
+        return kv_manager_block_size
+    # A multiple of m divides the block only if the block is one too, and then the block itself was
+    # taken: only exact sizes are left.
+    exact = {
+        size
+        for backend in backends
+        for size in backend.get_supported_kernel_block_sizes()
+        if isinstance(size, int) and size > 0 and kv_manager_block_size % size == 0
+    }
+    for size in sorted(exact, reverse=True):
+        if all(_takes(backend, size) for backend in backends):
+            return size
+    wanted = "; ".join(f"{backend.get_name()} takes {_sizes_of(backend)}" for backend in backends)
+    raise ValueError(
+        f"block_size: expected one that splits into kernel blocks of every backend, got "
+        f"{kv_manager_block_size} tokens; {wanted}"
+    )
+
+
+def prepare_kernel_block_sizes(
+    kv_cache_config: KVCacheConfig, attn_groups: Sequence[Sequence[AttentionGroup]]
+) -> list[int]:
+    """Tokens of a kernel block for each cache group.
+
+    Args:
+        kv_cache_config: the groups.
+        attn_groups: for each of them the layers by backend. A group without any (none of its layers
+            is on this worker) and a group of states keep their own block size.
+
+    Raises:
+        ValueError: not one entry for each group, or no common size.
+        NotImplementedError: layers of a kind that is not known here.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(attn_groups) != len(groups):
+        raise ValueError(
+            f"attn_groups: expected one list for each of {len(groups)} cache groups, "
+            f"got {len(attn_groups)}"
+        )
+    return [
+        kernel_block_size(group.kv_cache_spec, [part.backend for part in parts])
+        for group, parts in zip(groups, attn_groups, strict=True)
+    ]
+
+
+def kernel_block_size(spec: KVCacheSpec, backends: Collection[type[AttentionBackend]]) -> int:
+    """Tokens of a kernel block of one cache group, given the backends of its layers.
+
+    Raises ValueError if they have no common size, NotImplementedError for an unknown kind of layer.
+    """
+    if isinstance(spec, MambaSpec):
+        return spec.block_size
+    if isinstance(spec, AttentionSpec):
+        return select_common_block_size(spec.block_size, backends)
+    raise NotImplementedError(
+        f"kv_cache_spec: expected an attention or a state spec, got {type(spec).__name__}"
+    )
+
+
+def _takes(backend: type[AttentionBackend], size: int) -> bool:
+    return any(
+        size == supported if isinstance(supported, int) else size % supported.base == 0
+        for supported in backend.get_supported_kernel_block_sizes()
+    )
+
+
+def _sizes_of(backend: type[AttentionBackend]) -> str:
+    sizes = [
+        str(size) if isinstance(size, int) else f"multiples of {size.base}"
+        for size in backend.get_supported_kernel_block_sizes()
+    ]
+    return ", ".join(sizes) or "none"
