@@ -88,12 +88,6 @@ class Slot:
         return self._ring.device[self.at : self.at + self.host.size]
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    num_used: int
-    event: Event
-
-
 class JobRing:
     """A ring of int64 words in pinned memory and its twin on the GPU. For one thread.
 
@@ -109,7 +103,8 @@ class JobRing:
         self.device = torch.empty(self.num_words, dtype=torch.int64, device=device)
         self._host = self.pinned.numpy()
         self._addresses = self.pinned.data_ptr(), self.device.data_ptr()
-        self._in_use: deque[_Given] = deque()
+        # Of each slot, the oldest first: its words and the event behind its work
+        self._in_use: deque[tuple[int, Event]] = deque()
         self._head = 0
         self._num_used = 0
 
@@ -124,10 +119,10 @@ class JobRing:
         # The words at the ring's end are used up, too, where they are too few
         at, used = (self._head, num_words) if num_words <= left else (0, left + num_words)
         while self._num_used and self._num_used + used > self.num_words:
-            oldest = self._in_use[0]
-            if not oldest.event.query():
+            _, event = self._in_use[0]
+            if not event.query():
                 self.num_waits += 1
-                oldest.event.synchronize()
+                event.synchronize()
             self._free_oldest()
         if not self._num_used:  # as good as new
             at, used = 0, num_words
@@ -137,16 +132,17 @@ class JobRing:
 
     def has_room(self) -> bool:
         """Whether a slot of a quarter of the ring can be taken without waiting."""
-        while self._num_used > self.num_words // 2 and self._in_use[0].event.query():
+        while self._num_used > self.num_words // 2 and self._in_use[0][1].query():
             self._free_oldest()
         return self._num_used <= self.num_words // 2
 
     def _free_oldest(self) -> None:
-        self._num_used -= self._in_use.popleft().num_used
+        num_used, _ = self._in_use.popleft()
+        self._num_used -= num_used
 
     def close(self, slot: Slot, event: Event) -> None:
         """All work with the slot is on a stream, and the event behind it."""
-        self._in_use.append(_Given(slot._num_used, event))
+        self._in_use.append((slot._num_used, event))
         self._num_used += slot._num_used
         self._head = (slot.at + slot.host.size) % self.num_words
 
