@@ -11,7 +11,7 @@ length. A thread that has just woken takes 50 us for that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -373,26 +373,17 @@ class DeviceCopier:
         tokens: tuple[int, int],
         *,
         stream: Stream,
-        stop: Callable[[], bool] = lambda: False,
         programs: int | None = None,
     ) -> Launched:
         """Copy tokens [lo, hi) of all regions; the source is only read.
 
-        Ids: int64, positional from the request's first token, -1 for none. ``stop`` is asked before
-        each launch; once it says True no more follow. ``programs``: other than the settings' for
-        this copy, or WHOLE_GPU. Raises ValueError, before anything is launched, for a span or ids
-        that are not those of these pools.
+        Ids: int64, positional from the request's first token, -1 for none. ``programs``: other than
+        the settings' for this copy, or WHOLE_GPU. Raises ValueError, before anything is launched,
+        for a span or ids that are not those of these pools.
         """
-        done = Launched(None, 0)
-        launches = self.launches(
-            bound, source_ids, sink_ids, tokens, stream=stream, programs=programs
+        return _last(
+            self.launches(bound, source_ids, sink_ids, tokens, stream=stream, programs=programs)
         )
-        while not stop():
-            following = next(launches, None)
-            if following is None:
-                break
-            done = following
-        return done
 
     def launches(
         self,

@@ -235,7 +235,7 @@ def small_copy(source_layout: str = "HND 16", sink_layout: str = "NHD 32") -> Sm
     return Small(source, sink, copy_class, on_device(source), on_device(sink))
 
 
-def test_launches_are_cut_and_a_stop_ends_them() -> None:
+def test_launches_are_cut_and_made_one_by_one() -> None:
     """6 regions of 16 bytes a token: at 16 tokens in a launch, 70 tokens are 5."""
     small = small_copy()
     bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
@@ -244,10 +244,9 @@ def test_launches_are_cut_and_a_stop_ends_them() -> None:
     stream = new_stream()
     seen = [launched.nbytes for launched in copier.launches(*args, stream=stream)]
     assert seen == [6 * 16 * tokens for tokens in (16, 32, 48, 64, 70)]
-    answers = iter((False, False, True))
-    done = copier.copy(*args, stream=stream, stop=lambda: next(answers))
-    assert done.nbytes == 6 * 16 * 32
-    assert copier.copy(*args, stream=stream, stop=lambda: True).event is None
+    begun = copier.launches(*args, stream=stream)
+    assert [next(begun).nbytes for _ in range(2)] == [6 * 16 * 16, 6 * 16 * 32]
+    assert copier.copy(*args, stream=stream).nbytes == 6 * 16 * 70
 
 
 def test_a_small_ring_cuts_launches_and_is_used_again_and_again() -> None:
