@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class DeviceMemory:
 
 
 class MappedMemory:
-    """Memory as this GPU addresses it: a peer's, of :func:`map_memory`, or its own, of
+    """Memory as this GPU addresses it: a peer's, of :meth:`Gpu.map`, or its own, of
     :func:`allocate`.
     """
 
@@ -58,117 +58,84 @@ class MappedMemory:
             close()
 
 
-class Gpu(Protocol):
-    """A GPU, or what stands in for one where there is none."""
+class Gpu:
+    """A GPU of this process. Tests put something else in its place where there is none."""
 
-    @property
-    def device(self) -> torch.device:
-        """As PyTorch calls it."""
-
-    def export(self, tensor: Tensor) -> CudaIpcHandle:
-        """By what another process maps the tensor's memory. Raises TransportUnavailable."""
-
-    def map(self, handle: CudaIpcHandle) -> MappedMemory:
-        """Another process's memory. Raises TransportUnavailable."""
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def make_stream(self) -> torch.cuda.Stream | None:
         """A stream of its own; None where work runs on the host."""
+        return torch.cuda.Stream(self.device, priority=PULL_PRIORITY)  # type: ignore[no-untyped-call]
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether kernels may read and write it: memory of this GPU, or pinned memory."""
+        return tensor.device == self.device or (tensor.is_cpu and tensor.is_pinned())
 
     def pinned(self, nbytes: int) -> Tensor:
         """Memory of the host that kernels reach: flat uint8."""
-
-
-class CudaDevice:
-    """A CUDA device of this process."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
-
-    def export(self, tensor: Tensor) -> CudaIpcHandle:
-        return export_memory(tensor)
-
-    def map(self, handle: CudaIpcHandle) -> MappedMemory:
-        return map_memory(handle, self._device)
-
-    def make_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device, priority=PULL_PRIORITY)  # type: ignore[no-untyped-call]
-
-    def reaches(self, tensor: Tensor) -> bool:
-        return tensor.device == self._device or (tensor.is_cpu and tensor.is_pinned())
-
-    def pinned(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-
-def export_memory(tensor: Tensor) -> CudaIpcHandle:
-    """The handle of a tensor's allocation, and where in it the tensor begins.
-
-    Raises TransportUnavailable for memory that has none.
-    """
-    bindings = _bindings()
-    address = tensor.data_ptr()
-    with current_context(tensor.device):
-        base, _ = _allocation_of(address)
-        try:
-            (handle,) = _call(bindings, "cuIpcGetMemHandle", base)
-        except TransportUnavailable as exc:
-            raise TransportUnavailable(
-                f"{exc}; expected memory of cudaMalloc: expandable segments "
-                "(PYTORCH_CUDA_ALLOC_CONF) and sleep modes allocate memory that has no handle"
-            ) from exc
-    return CudaIpcHandle(
-        boot_id=boot_id(),
-        pid=os.getpid(),
-        handle=bytes(handle.reserved),
-        offset=address - base,
-        nbytes=tensor.numel() * tensor.element_size(),
-    )
-
-
-def map_memory(handle: CudaIpcHandle, device: torch.device) -> MappedMemory:
-    """Map a peer's memory for kernels on ``device``.
-
-    Raises TransportUnavailable with the reason: other host, process gone, no peer access, memory
-    that is smaller than the handle says.
-    """
-    check_same_host("cuda_ipc", handle)
-    if len(handle.handle) != HANDLE_NBYTES:
-        raise TransportUnavailable(
-            f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"
+    def export(self, tensor: Tensor) -> CudaIpcHandle:
+        """By what another process maps it: the handle of the tensor's allocation, and where in it
+        the tensor begins. Raises TransportUnavailable for memory that has none.
+        """
+        bindings = _bindings()
+        address = tensor.data_ptr()
+        with current_context(tensor.device):
+            base, _ = _allocation_of(address)
+            try:
+                (handle,) = _call(bindings, "cuIpcGetMemHandle", base)
+            except TransportUnavailable as exc:
+                raise TransportUnavailable(
+                    f"{exc}; expected memory of cudaMalloc: expandable segments "
+                    "(PYTORCH_CUDA_ALLOC_CONF) and sleep modes allocate memory that has no handle"
+                ) from exc
+        return CudaIpcHandle(
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            handle=bytes(handle.reserved),
+            offset=address - base,
+            nbytes=tensor.numel() * tensor.element_size(),
         )
-    bindings = _bindings()
-    reserved = bindings.CUipcMemHandle()
-    reserved.reserved = handle.handle
-    with current_context(device):
-        try:
-            (mapped,) = _call(bindings, "cuIpcOpenMemHandle", reserved, _LAZY_PEER_ACCESS)
-        except TransportUnavailable as exc:
-            raise TransportUnavailable(
-                f"{exc}; expected memory of process {handle.pid} that {device} can map: another "
-                "process, which lives, on a GPU with peer access to this one"
-            ) from exc
-        base = int(mapped)
 
-        def close() -> None:
-            with current_context(device):
-                _call(bindings, "cuIpcCloseMemHandle", base)
+    def map(self, handle: CudaIpcHandle) -> MappedMemory:
+        """Map a peer's memory for kernels on this GPU.
 
-        # A kernel that reads beyond a mapping ends this process's use of the GPU
-        _, mapped_nbytes = _allocation_of(base)
-        if handle.offset < 0 or handle.offset + handle.nbytes > mapped_nbytes:
-            close()
+        Raises TransportUnavailable with the reason: other host, process gone, no peer access,
+        memory that is smaller than the handle says.
+        """
+        check_same_host("cuda_ipc", handle)
+        if len(handle.handle) != HANDLE_NBYTES:
             raise TransportUnavailable(
-                f"cuda_ipc: expected {handle.nbytes} bytes at {handle.offset} of process "
-                f"{handle.pid}, got a mapping of {mapped_nbytes}"
+                f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"
             )
-    return MappedMemory(DeviceMemory(base + handle.offset, handle.nbytes), close)
+        bindings = _bindings()
+        reserved = bindings.CUipcMemHandle()
+        reserved.reserved = handle.handle
+        with current_context(self.device):
+            try:
+                (mapped,) = _call(bindings, "cuIpcOpenMemHandle", reserved, _LAZY_PEER_ACCESS)
+            except TransportUnavailable as exc:
+                raise TransportUnavailable(
+                    f"{exc}; expected memory of process {handle.pid} that {self.device} can map: "
+                    "another process, which lives, on a GPU with peer access to this one"
+                ) from exc
+            base = int(mapped)
+
+            def close() -> None:
+                with current_context(self.device):
+                    _call(bindings, "cuIpcCloseMemHandle", base)
+
+            # A kernel that reads beyond a mapping ends this process's use of the GPU
+            _, mapped_nbytes = _allocation_of(base)
+            if handle.offset < 0 or handle.offset + handle.nbytes > mapped_nbytes:
+                close()
+                raise TransportUnavailable(
+                    f"cuda_ipc: expected {handle.nbytes} bytes at {handle.offset} of process "
+                    f"{handle.pid}, got a mapping of {mapped_nbytes}"
+                )
+        return MappedMemory(DeviceMemory(base + handle.offset, handle.nbytes), close)
 
 
 def allocate(nbytes: int, device: torch.device) -> MappedMemory:

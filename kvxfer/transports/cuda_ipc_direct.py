@@ -23,7 +23,7 @@ from kvxfer.tensors.device_copy import (
     flat_copy,
 )
 from kvxfer.tensors.device_launch import Event
-from kvxfer.tensors.device_memory import CudaDevice, DeviceMemory, Gpu, MappedMemory
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.manifest import CudaIpcHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass
@@ -68,7 +68,7 @@ class CudaIpcSource(DirectSource):
         context: zmq.Context[zmq.Socket[bytes]],
         gpu: Gpu | None = None,
     ) -> None:
-        gpu = gpu or CudaDevice(memory.device)
+        gpu = gpu or Gpu(memory.device)
         super().__init__(gpu.export(tensor) for tensor in memory.tensors)
 
 
@@ -93,7 +93,7 @@ class CudaIpcSink(SinkTransport):
         gpu: Gpu | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._gpu = gpu = gpu or CudaDevice(memory.device)
+        self._gpu = gpu = gpu or Gpu(memory.device)
         self._memories = tuple(
             DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in memory.tensors
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvxfer.config import Config
 from kvxfer.kernels.strided_work import WHOLE_GPU
 from kvxfer.tensors.device_copy import BoundSide, CopySettings, DeviceCopier, bind_side, flat_copy
-from kvxfer.tensors.device_memory import CudaDevice, DeviceMemory, Gpu
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu
 from kvxfer.transfer.plan import CopyClass, Side
 from kvxfer.transports.base import LocalMemory, Wake
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
@@ -67,7 +67,7 @@ class DevicePacker(Generic[J]):
         wake: Wake,
         gpu: Gpu | None = None,
     ) -> None:
-        self._gpu = gpu = gpu or CudaDevice(memory.device)
+        self._gpu = gpu = gpu or Gpu(memory.device)
         self._tensors = memory.tensors  # so that the addresses stay good
         self._memories = tuple(
             DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in memory.tensors
