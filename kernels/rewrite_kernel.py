@@ -1,9 +1,9 @@
 """Put received blocks into the local order, in place: every layer, K and V, in one launch.
 
-table [num_segments, 3] int64 (address, stride_nbytes, row_nbytes), block_ids [n] int64, pairs
+table [num_planes, 3] int64 (address, stride_nbytes, row_nbytes), block_ids [n] int64, pairs
 [num_bins, most_runs] int64 (source run, and target run * 2**32; negative: no run)
 
-Segment s has the row r of block b at address + b * stride_nbytes + r * row_nbytes: what one head
+Plane p has the row r of block b at address + b * stride_nbytes + r * row_nbytes: what one head
 keeps of one token. A program has all units of its bin (block_rewrite.py) in registers before it
 stores the first one, and shares no byte with another program: every byte that moves is read and
 written once. Units lie flat on the threads, run behind run, so no width of a row leaves lanes idle.
@@ -35,7 +35,7 @@ from kvxfer.kernels.strided_copy import ELEMENTS
 
 # CUDA's limits for the first and the second dimension of a grid
 MAX_GRID = 2**31 - 1
-MAX_SEGMENTS = 65535
+MAX_PLANES = 65535
 TILE_NBYTES = 32 << 10
 """What a program moves, more where a cycle is longer."""
 # Units of a thread, about: of 16 bytes, and of fewer. Rows of 132 bytes, in units of 4, made 0.742
@@ -46,7 +46,7 @@ NARROW_THREAD_UNITS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class PlaneTable:
     """Views of one geometry, as the kernels read them; good while their memory lives.
 
     ``unit_nbytes``, up to 16, divides every address, stride and size. ``is_dense``: rows touch each
@@ -61,8 +61,8 @@ class Segments:
     is_wide: bool
 
 
-def segments_of(views: Sequence[Tensor]) -> Segments:
-    """The segments of ``views`` [num_blocks, outer, inner, D], rows at equal distances.
+def plane_table(views: Sequence[Tensor]) -> PlaneTable:
+    """The table of ``views`` [num_blocks, outer, inner, D], rows at equal distances.
 
     Raises:
         ValueError: no view, views of other shapes or element sizes (the number of blocks may
@@ -96,7 +96,7 @@ def segments_of(views: Sequence[Tensor]) -> Segments:
     if first.is_cuda:
         table = table.pin_memory()
     block_rows = first.shape[1] * first.shape[2]
-    return Segments(
+    return PlaneTable(
         table=table.to(first.device, non_blocking=True),
         block_rows=block_rows,
         width_nbytes=width_nbytes,
@@ -161,11 +161,11 @@ def rewrite_kernel(
     program = tl.program_id(0)
     slot = program // NUM_SLICES % NUM_BINS
     first_set = (program // (NUM_BINS * NUM_SLICES)).to(tl.int64)
-    segment = table + tl.program_id(1) * 3
+    plane = table + tl.program_id(1) * 3
     ids = block_ids + first_set * SET_BLOCKS
     # int64: a cache is larger than 2 GiB
-    base = tl.load(segment)
-    stride_nbytes = tl.load(segment + 1)
+    base = tl.load(plane)
+    stride_nbytes = tl.load(plane + 1)
     if SET_BLOCKS == 1:
         base += tl.load(ids) * stride_nbytes
 
@@ -181,7 +181,7 @@ def rewrite_kernel(
     if IS_DENSE:
         run_words = RUN_UNITS * VEC
     else:
-        row_words = tl.load(segment + 2) // (WORD.primitive_bitwidth // 8)
+        row_words = tl.load(plane + 2) // (WORD.primitive_bitwidth // 8)
         if not IS_WIDE:
             row_words = row_words.to(tl.int32)
         run_words = RUN_TOKENS * row_words
@@ -225,34 +225,34 @@ def rewrite_kernel(
 
 
 def rewrite_blocks(
-    segments: Segments,
+    planes: PlaneTable,
     block_ids: Tensor,
     rewrite: BlockRewrite,
     *,
     tile_nbytes: int = TILE_NBYTES,
 ) -> None:
-    """Rewrite the blocks ``block_ids`` of every segment in place; nothing else is written.
+    """Rewrite the blocks ``block_ids`` of every plane in place; nothing else is written.
 
     Args:
-        segments: see :func:`segments_of`.
-        block_ids: on the segments' device, each once, set behind set. They are not checked: the
+        planes: see :func:`plane_table`.
+        block_ids: on the planes' device, each once, set behind set. They are not checked: the
             GPU cannot.
-        rewrite: its local blocks have as many rows as the segments' blocks.
+        rewrite: its local blocks have as many rows as the planes have.
         tile_nbytes: what a program moves at most, a power of two; more where a cycle is longer.
 
     Raises:
         TypeError: ids that are not int64.
         ValueError: ids that are no whole sets, and what else one launch does not do.
     """
-    _check(segments, block_ids, rewrite, tile_nbytes)
+    _check(planes, block_ids, rewrite, tile_nbytes)
     rewrite.check_blocks(block_ids.numel())
     if not block_ids.numel() or rewrite.moves_nothing:
         return
     # A very long cycle needs narrow units: a program has one of each run at least
-    unit_nbytes = segments.unit_nbytes
+    unit_nbytes = planes.unit_nbytes
     if longest_cycle(rewrite) > MAX_TILE_NBYTES // unit_nbytes:
         unit_nbytes //= 2
-    row_units = segments.width_nbytes // unit_nbytes
+    row_units = planes.width_nbytes // unit_nbytes
     run_units = rewrite.run_tokens * row_units
     plan = plan_of(rewrite, run_units, unit_nbytes, tile_nbytes)
     num_programs = block_ids.numel() // rewrite.set_blocks * plan.num_programs
@@ -260,7 +260,7 @@ def rewrite_blocks(
         raise ValueError(f"block_ids: expected at most {MAX_GRID} programs, got {num_programs}")
     pairs = _pairs_on(plan, block_ids.device)
     with torch.cuda.device(block_ids.get_device()):
-        for table in torch.split(segments.table, MAX_SEGMENTS):
+        for table in torch.split(planes.table, MAX_PLANES):
             rewrite_kernel[(num_programs, table.shape[0])](
                 table,
                 block_ids,
@@ -269,8 +269,8 @@ def rewrite_blocks(
                 SET_BLOCKS=rewrite.set_blocks,
                 RUN_TOKENS=rewrite.run_tokens,
                 ROW_UNITS=row_units,
-                IS_DENSE=segments.is_dense,
-                IS_WIDE=segments.is_wide,
+                IS_DENSE=planes.is_dense,
+                IS_WIDE=planes.is_wide,
                 NUM_BINS=plan.runs.shape[0],
                 BIN_RUNS=plan.runs.shape[1],
                 NUM_SLICES=plan.num_slices,
@@ -311,7 +311,7 @@ def _pairs_on(plan: ProgramPlan, device: torch.device) -> Tensor:
         return pairs.to(device)
 
 
-def _check(segments: Segments, block_ids: Tensor, rewrite: BlockRewrite, tile_nbytes: int) -> None:
+def _check(planes: PlaneTable, block_ids: Tensor, rewrite: BlockRewrite, tile_nbytes: int) -> None:
     if not 0 < tile_nbytes <= MAX_TILE_NBYTES or tile_nbytes & (tile_nbytes - 1):
         raise ValueError(
             f"tile_nbytes: expected a power of two up to {MAX_TILE_NBYTES}, got {tile_nbytes}"
@@ -324,9 +324,9 @@ def _check(segments: Segments, block_ids: Tensor, rewrite: BlockRewrite, tile_nb
             f"strides {block_ids.stride()}"
         )
     local_rows = rewrite.num_heads * rewrite.local.block_tokens
-    if segments.block_rows != local_rows:
+    if planes.block_rows != local_rows:
         raise ValueError(
-            f"rewrite: expected blocks of {segments.block_rows} rows, as the segments have, got "
+            f"rewrite: expected blocks of {planes.block_rows} rows, as the planes have, got "
             f"{rewrite.num_heads} heads of {rewrite.local.block_tokens} tokens"
         )
     if not fits(rewrite):

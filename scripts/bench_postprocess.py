@@ -42,7 +42,7 @@ from kvxfer.kernels.block_rewrite import (
     sources_of_runs,
 )
 from kvxfer.kernels.rewrite_kernel import TILE_NBYTES as REWRITE_TILE_NBYTES
-from kvxfer.kernels.rewrite_kernel import rewrite_blocks, segments_of
+from kvxfer.kernels.rewrite_kernel import plane_table, rewrite_blocks
 from kvxfer.kernels.zero_blocks import TILE_NBYTES, zero_blocks
 
 POSTPROCESS_GOAL = 0.75
@@ -193,12 +193,12 @@ def bench_postprocess(
         torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(num_planes)
     ]
     ids = torch.randperm(shape[0], device=device)[:num_blocks].contiguous()
-    segments = segments_of(pools)
+    planes = plane_table(pools)
     nbytes = num_planes * num_blocks * pools[0][0].nbytes
     name = f"{case.name}, {num_blocks * tokens} tokens"
 
     def by(tile_nbytes: int) -> Run:
-        return lambda: rewrite_blocks(segments, ids, rewrite, tile_nbytes=tile_nbytes)
+        return lambda: rewrite_blocks(planes, ids, rewrite, tile_nbytes=tile_nbytes)
 
     runs = {KERNEL: by(REWRITE_TILE_NBYTES)}
     runs |= {f"kernel, {tile_nbytes} bytes": by(tile_nbytes) for tile_nbytes in tiles}

@@ -8,7 +8,7 @@ follow each other.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -377,12 +377,15 @@ def build_attn_metadata(
             ``query_start_loc`` that does not run from 0 to ``num_tokens``, or goes back.
     """
     groups = kv_cache_config.kv_cache_groups
-    _check_counts(
-        len(groups),
-        attn_metadata_builders=len(attn_metadata_builders),
-        block_tables=len(block_tables),
-        slot_mappings=len(slot_mappings),
-    )
+    for name, given in (
+        ("attn_metadata_builders", attn_metadata_builders),
+        ("block_tables", block_tables),
+        ("slot_mappings", slot_mappings),
+    ):
+        if len(given) != len(groups):
+            raise ValueError(
+                f"{name}: expected one for each of {len(groups)} groups, got {len(given)}"
+            )
     shared = _shared_by_groups(
         num_reqs, num_tokens, query_start_loc, seq_lens, num_computed_tokens_cpu
     )
@@ -469,7 +472,11 @@ def _group_backend(
     """The one backend of a group's layers."""
     if not group.layer_names:
         raise ValueError(f"group {group_id}: expected at least one layer, got none")
-    _check_known(group_id, group.layer_names, layers)
+    if unknown := [name for name in group.layer_names if name not in layers]:
+        raise ValueError(
+            f"group {group_id}: expected attention layers of the model, got {', '.join(unknown)}; "
+            f"it has {', '.join(layers) or 'none'}"
+        )
     first, *others = group.layer_names
     backend = layers[first].get_attn_backend()
     for name in others:
@@ -480,22 +487,6 @@ def _group_backend(
                 "own"
             )
     return backend
-
-
-def _check_known(
-    group_id: int, layer_names: Iterable[str], layers: Mapping[str, AttentionLayer]
-) -> None:
-    if unknown := [name for name in layer_names if name not in layers]:
-        raise ValueError(
-            f"group {group_id}: expected attention layers of the model, got {', '.join(unknown)}; "
-            f"it has {', '.join(layers) or 'none'}"
-        )
-
-
-def _check_counts(num_groups: int, **counts: int) -> None:
-    for name, count in counts.items():
-        if count != num_groups:
-            raise ValueError(f"{name}: expected one for each of {num_groups} groups, got {count}")
 
 
 def _head(name: str, buffer: Tensor, length: int, *, ndim: int = 1) -> Tensor:

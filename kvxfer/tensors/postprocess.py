@@ -24,7 +24,7 @@ from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_block
 from kvxfer.tensors.block_ids import BlockIds, as_integers, check_ids, id_tensor
 
 if TYPE_CHECKING:
-    from kvxfer.kernels.rewrite_kernel import Segments
+    from kvxfer.kernels.rewrite_kernel import PlaneTable
 
 
 def kv_postprocess_blksize_on_receive(
@@ -186,8 +186,8 @@ class Postprocessor:
             # Triton is optional, and slow to import: only where there is a GPU.
             from kvxfer.kernels.rewrite_kernel import rewrite_blocks
 
-            for rewrite, segments in self._launches:
-                rewrite_blocks(segments, ids, rewrite)
+            for rewrite, table in self._launches:
+                rewrite_blocks(table, ids, rewrite)
         if num_covered_tokens is not None:
             for cache in self._caches:
                 _zero_tail(cache, ids, num_covered_tokens, self._token_dim)
@@ -226,9 +226,9 @@ def _plane_of(cache: Tensor, received: BlockOrder, token_dim: int) -> tuple[Bloc
 
 def _launches_of(
     planes: Iterable[tuple[BlockRewrite, Tensor]],
-) -> tuple[tuple[BlockRewrite, Segments], ...]:
+) -> tuple[tuple[BlockRewrite, PlaneTable], ...]:
     """Planes on a GPU by geometry, less those of which no program holds a set."""
-    from kvxfer.kernels.rewrite_kernel import fits, segments_of
+    from kvxfer.kernels.rewrite_kernel import fits, plane_table
 
     views: dict[tuple[BlockRewrite, torch.Size, int], list[Tensor]] = {}
     for rewrite, plane in planes:
@@ -236,7 +236,7 @@ def _launches_of(
             for view in _whole_rows(plane):
                 key = (rewrite, view.shape[1:], view.element_size())
                 views.setdefault(key, []).append(view)
-    return tuple((key[0], segments_of(alike)) for key, alike in views.items())
+    return tuple((key[0], plane_table(alike)) for key, alike in views.items())
 
 
 def _whole_rows(view: Tensor) -> list[Tensor]:

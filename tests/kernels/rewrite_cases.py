@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
-from kvxfer.kernels.rewrite_kernel import rewrite_blocks, segments_of
+from kvxfer.kernels.rewrite_kernel import plane_table, rewrite_blocks
 from tests.helpers import assert_same_bytes, poisoned
 
 
@@ -48,7 +48,7 @@ class Case:
     width: int = 16
     gap: int = 0
     num_sets: int = 2
-    num_segments: int = 1
+    num_planes: int = 1
     tile_nbytes: int = 64
 
     @property
@@ -100,7 +100,7 @@ def received(case: Case, device: torch.device) -> Tensor:
 
 def check(case: Case, device: torch.device) -> None:
     """In programs of the case's size, and in plain torch."""
-    pools = [received(case, device) for _ in range(case.num_segments)]
+    pools = [received(case, device) for _ in range(case.num_planes)]
     wants = [naive(case, pool).to(device) for pool in pools]
     ids = torch.tensor(case.block_ids, dtype=torch.int64, device=device)
 
@@ -108,8 +108,8 @@ def check(case: Case, device: torch.device) -> None:
         return [pool[..., : case.width] for pool in of]
 
     got = [pool.clone() for pool in pools]
-    segments = segments_of(views(got))
-    rewrite_blocks(segments, ids, case.rewrite, tile_nbytes=case.tile_nbytes)
+    planes = plane_table(views(got))
+    rewrite_blocks(planes, ids, case.rewrite, tile_nbytes=case.tile_nbytes)
     for pool, want in zip(got, wants, strict=True):
         assert_same_bytes(pool, want)
     for view in views(pools):

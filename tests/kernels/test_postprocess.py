@@ -21,7 +21,7 @@ from kvxfer.kernels.block_rewrite import (
     plan_of,
     rewrite_blocks_ref,
 )
-from kvxfer.kernels.rewrite_kernel import fits, rewrite_blocks, segments_of
+from kvxfer.kernels.rewrite_kernel import fits, plane_table, rewrite_blocks
 from tests.helpers import assert_same_bytes, poisoned
 from tests.kernels.compiling import printed_without_interpreter
 from tests.kernels.rewrite_cases import Case, check, naive, order, received
@@ -38,7 +38,7 @@ def test_a_block_written_out_by_hand(device: torch.device) -> None:
         if not rewrite.local.by_head:
             outer, inner = inner, outer
         memory = torch.tensor(values, device=device).view(-1, outer, inner, 1)
-        rewrite_blocks(segments_of([memory]), torch.tensor(ids, device=device), rewrite)
+        rewrite_blocks(plane_table([memory]), torch.tensor(ids, device=device), rewrite)
         return memory.flatten().tolist()
 
     assert run(BlockRewrite(3, order("HND 2"), order("HND 4")), sent, [0]) == by_head
@@ -72,7 +72,7 @@ def test_every_pair_of_blocks(
         received=order(f"{received_layout} {received_tokens}"),
         local=order(f"{local_layout} {local_tokens}"),
         width=width,
-        num_segments=2,
+        num_planes=2,
     )
     check(case, device)
 
@@ -102,7 +102,7 @@ def test_cycles_longer_than_a_program(width: int, gap: int, device: torch.device
     """One of 14 runs and one of 299: slices of rows, the last one narrower or not."""
     case = Case(order("HND 6"), order("NHD 6"), num_heads=5, width=width, gap=gap)
     check(case, device)
-    check(replace(case, received=order("HND 4"), num_segments=2), device)
+    check(replace(case, received=order("HND 4"), num_planes=2), device)
     if width >= 656:
         row_units = width // 16
         sliced = plan_of(case.rewrite, row_units, 16, case.tile_nbytes)
@@ -122,31 +122,31 @@ def test_blocks_as_they_are_used(width: int, gap: int, device: torch.device) -> 
         num_heads=4,
         width=width,
         gap=gap,
-        num_segments=2,
+        num_planes=2,
         tile_nbytes=32768,
     )
     check(case, device)
     check(replace(case, received=order("HND 24"), num_sets=1), device)
 
 
-def test_more_segments_than_one_launch_has(
+def test_more_planes_than_one_launch_has(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvxfer.kernels.rewrite_kernel.MAX_SEGMENTS", 2)
+    monkeypatch.setattr("kvxfer.kernels.rewrite_kernel.MAX_PLANES", 2)
     for width in (16, 12):
-        check(Case(order("HND 2"), order("NHD 4"), width=width, num_segments=5), device)
+        check(Case(order("HND 2"), order("NHD 4"), width=width, num_planes=5), device)
 
 
 def test_units_divide_every_address_stride_and_size(device: torch.device) -> None:
     """A GPU ends with an error at an address that is no multiple; the interpreter does not mind."""
     memory = poisoned((4, 4, 2, 144), device)
-    assert segments_of([memory]).unit_nbytes == 16
+    assert plane_table([memory]).unit_nbytes == 16
     for offset, unit_nbytes in ((4, 4), (8, 8), (6, 2), (1, 1), (32, 16)):
         shifted = poisoned((offset + memory.nbytes,), device)[offset:].view(memory.shape)
-        assert segments_of([memory, shifted]).unit_nbytes == unit_nbytes
-    assert segments_of([memory[..., :132]]).unit_nbytes == 4
+        assert plane_table([memory, shifted]).unit_nbytes == unit_nbytes
+    assert plane_table([memory[..., :132]]).unit_nbytes == 4
     assert (
-        segments_of(
+        plane_table(
             [memory.view(-1)[: 4 * 1148].view(4, -1)[:, :1120].view(4, 5, 2, 112)]
         ).unit_nbytes
         == 4
@@ -159,9 +159,9 @@ def test_blocks_farther_than_int32(device: torch.device) -> None:
     pool = received(case, device)
     want = naive(case, pool)
     ids = torch.tensor(case.block_ids, device=device)
-    segments = segments_of([pool[..., : case.width]])
-    assert not segments.is_wide
-    rewrite_blocks(replace(segments, is_wide=True), ids, case.rewrite)
+    planes = plane_table([pool[..., : case.width]])
+    assert not planes.is_wide
+    rewrite_blocks(replace(planes, is_wide=True), ids, case.rewrite)
     assert_same_bytes(pool, want.to(device))
 
 
@@ -195,7 +195,7 @@ def test_layers_of_different_strides(device: torch.device) -> None:
     want = dense.clone()
     ids = torch.tensor([2, 0], device=device)
     rewrite_blocks_ref(want, ids, rewrite)
-    rewrite_blocks(segments_of([dense, wide[:, 1]]), ids, rewrite)
+    rewrite_blocks(plane_table([dense, wide[:, 1]]), ids, rewrite)
     assert_same_bytes(dense, want)
     assert_same_bytes(wide[:, 1], want)
     assert not wide[:, 0].any()
@@ -203,23 +203,23 @@ def test_layers_of_different_strides(device: torch.device) -> None:
 
 def test_nothing_to_do(device: torch.device) -> None:
     memory = poisoned((3, 2, 4, 8), device)
-    segments = segments_of([memory])
+    planes = plane_table([memory])
     some, none = torch.tensor([1], device=device), torch.tensor([], dtype=torch.int64)
-    rewrite_blocks(segments, some, BlockRewrite(2, order("HND 4"), order("HND 4")))
-    rewrite_blocks(segments, none.to(device), BlockRewrite(2, order("HND 2"), order("HND 4")))
+    rewrite_blocks(planes, some, BlockRewrite(2, order("HND 4"), order("HND 4")))
+    rewrite_blocks(planes, none.to(device), BlockRewrite(2, order("HND 2"), order("HND 4")))
     rewrite_blocks_ref(memory, none.to(device), BlockRewrite(2, order("HND 2"), order("HND 4")))
     assert_same_bytes(memory, poisoned((3, 2, 4, 8), device))
 
 
 def test_refusals(device: torch.device) -> None:
     memory = poisoned((4, 2, 4, 8), device)
-    segments, ids = segments_of([memory]), torch.tensor([0, 1, 2], device=device)
+    planes, ids = plane_table([memory]), torch.tensor([0, 1, 2], device=device)
     join = BlockRewrite(2, order("HND 2"), order("HND 4"))
     refused: list[tuple[str, Tensor, BlockRewrite]] = [
         ("block_ids: expected a contiguous dim", ids.view(3, 1), join),
         ("block_ids: expected a contiguous dim", ids[::2], join),
         (
-            "rewrite: expected blocks of 8 rows, as the segments have, got 3 heads of 4 tokens",
+            "rewrite: expected blocks of 8 rows, as the planes have, got 3 heads of 4 tokens",
             ids,
             BlockRewrite(3, order("HND 2"), order("HND 4")),
         ),
@@ -232,24 +232,24 @@ def test_refusals(device: torch.device) -> None:
     ]
     for message, block_ids, rewrite in refused:
         with pytest.raises(ValueError, match=re.escape(message)):
-            rewrite_blocks(segments, block_ids, rewrite)
+            rewrite_blocks(planes, block_ids, rewrite)
     for tile_nbytes in (48, 262144, 0):
         message = f"tile_nbytes: expected a power of two up to 131072, got {tile_nbytes}"
         with pytest.raises(ValueError, match=message):
-            rewrite_blocks(segments, ids, join, tile_nbytes=tile_nbytes)
+            rewrite_blocks(planes, ids, join, tile_nbytes=tile_nbytes)
     with pytest.raises(TypeError, match="block_ids: expected int64, got torch.int32"):
-        rewrite_blocks(segments, ids.int(), join)
+        rewrite_blocks(planes, ids.int(), join)
     with pytest.raises(ValueError, match="block_tokens: expected 1 or more, got 0"):
         order("HND 0")
     with pytest.raises(ValueError, match="num_heads: expected 1 or more, got 0"):
         BlockRewrite(0, order("HND 2"), order("HND 2"))
     with pytest.raises(ValueError, match="views: expected at least one, got none"):
-        segments_of([])
+        plane_table([])
     with pytest.raises(ValueError, match=re.escape("expected blocks of (2, 4, 8) elements of 1")):
-        segments_of([memory, memory.view(torch.int16)])
+        plane_table([memory, memory.view(torch.int16)])
     for uneven in (memory[:, :, :3], memory[..., ::2]):
         with pytest.raises(ValueError, match="views: expected rows at equal distances"):
-            segments_of([uneven])
+            plane_table([uneven])
     assert_same_bytes(memory, poisoned((4, 2, 4, 8), device))
 
 
@@ -261,9 +261,9 @@ def test_the_longest_cycle_of_one_program(device: torch.device) -> None:
     check(longest, device)
     longer = BlockRewrite(3, order("HND 5550"), order("NHD 5550"))
     assert not fits(longer)
-    segments = segments_of([torch.zeros(1, 5550, 3, 1, dtype=torch.uint8, device=device)])
+    planes = plane_table([torch.zeros(1, 5550, 3, 1, dtype=torch.uint8, device=device)])
     with pytest.raises(ValueError, match="cycles of at most 16384 runs, got one of 16648"):
-        rewrite_blocks(segments, torch.tensor([0], device=device), longer)
+        rewrite_blocks(planes, torch.tensor([0], device=device), longer)
     assert fits(BlockRewrite(128, order("HND 256"), order("NHD 256")))
 
 
@@ -323,7 +323,7 @@ def test_large_blocks(received_order: str, local_order: str, num_heads: int, wid
     pools = [torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda") for _ in range(6)]
     wants = [pool.clone() for pool in pools]
     ids = torch.randperm(30, device="cuda")[:24]
-    rewrite_blocks(segments_of(pools), ids, rewrite)
+    rewrite_blocks(plane_table(pools), ids, rewrite)
     for pool, want in zip(pools, wants, strict=True):
         rewrite_blocks_ref(want, ids, rewrite)
         assert torch.equal(pool, want)
@@ -338,7 +338,7 @@ def test_a_cache_of_more_than_four_gib(width: int) -> None:
     ids = torch.tensor([num_blocks - 1, 0, 65_536, 131_071, 131_072, 7], device="cuda")
     pool[ids] = torch.randint(0, 256, (6, 16, 8, width), dtype=torch.uint8, device="cuda")
     small = pool[ids]
-    rewrite_blocks(segments_of([pool]), ids, rewrite)
+    rewrite_blocks(plane_table([pool]), ids, rewrite)
     rewrite_blocks_ref(small, torch.arange(6, device="cuda"), rewrite)
     assert torch.equal(pool[ids], small)
     pool[ids] = 0xEE

@@ -368,10 +368,10 @@ def test_the_launches_of_all_layers_do_the_same(device: torch.device) -> None:
     wants = [rewritten_by_loops(cache, 8, ids, 16) for cache in caches]
     received = BlockOrder(8, by_head=True)
     launches = _launches_of(_plane_of(cache, received, 2) for cache in caches)
-    widths = [(segments.width_nbytes, len(segments.table)) for _, segments in launches]
+    widths = [(table.width_nbytes, len(table.table)) for _, table in launches]
     assert sorted(widths) == [(2, 8), (16, 1), (16, 2), (16, 2)]
-    for rewrite, segments in launches:
-        rewrite_blocks(segments, torch.tensor(ids, device=device), rewrite)
+    for rewrite, table in launches:
+        rewrite_blocks(table, torch.tensor(ids, device=device), rewrite)
     for cache, want in zip(caches, wants, strict=True):
         assert_same_bytes(cache, want)
 
