@@ -160,6 +160,7 @@ class Units:
     on, the shape of ``starts`` and then that of a unit, by ``dense_strides``. ``granule_nbytes``
     divides a run and every start. ``numbers``: the runs as granules of the pool by number, one
     behind the other in the dense piece, where they are to be read and that is faster; else None.
+    ``extent_nbytes``: of the pool, from the first byte of a unit to its last.
     """
 
     element_nbytes: int
@@ -168,14 +169,9 @@ class Units:
     numbers: Ids | None
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    extent_nbytes: int
     dense_lo: int
     dense_strides: tuple[int, ...]
-
-    @property
-    def extent_nbytes(self) -> int:
-        """Bytes of the pool from the first of a unit to its last."""
-        steps = zip(self.shape, self.strides, strict=True)
-        return self.element_nbytes + sum((size - 1) * stride for size, stride in steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,13 +254,16 @@ def _units(work: CopyWork, block_ids: Ids, dense_lo: int, *, is_read: bool) -> U
         row == element or (block_runs > 1 and row < MIN_TAKE_NBYTES)
     ):
         heads = np.arange(work.num_heads, dtype=np.int64) * pool.stride_head
+        num_channels = work.inner_nbytes // element
+        token_extent_nbytes = (num_channels - 1) * pool.stride_channel + element
         return Units(
             element_nbytes=element,
             granule_nbytes=1,
             starts=runs.reshape(-1, block_runs, 1) + heads,
             numbers=None,
-            shape=(run_tokens, work.inner_nbytes // element),
+            shape=(run_tokens, num_channels),
             strides=(pool.stride_token, pool.stride_channel),
+            extent_nbytes=(run_tokens - 1) * pool.stride_token + token_extent_nbytes,
             dense_lo=dense_lo,
             dense_strides=(
                 *(dense.stride_block, run_tokens * dense.stride_token, dense.stride_head),
@@ -284,7 +283,7 @@ def _units(work: CopyWork, block_ids: Ids, dense_lo: int, *, is_read: bool) -> U
     )
     starts = starts.reshape(-1)
     numbers = _numbers(starts, row, granule) if is_read else None
-    return Units(row, granule, starts, numbers, (), (), dense_lo, (row,))
+    return Units(row, granule, starts, numbers, (), (), row, dense_lo, (row,))
 
 
 def _token_offsets(side: CopySide, block_ids: Ids, tokens: Ids) -> Ids:
