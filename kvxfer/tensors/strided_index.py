@@ -253,23 +253,7 @@ def _units(work: CopyWork, block_ids: Ids, dense_lo: int, *, is_read: bool) -> U
     if element < work.inner_nbytes and (
         row == element or (block_runs > 1 and row < MIN_TAKE_NBYTES)
     ):
-        heads = np.arange(work.num_heads, dtype=np.int64) * pool.stride_head
-        num_channels = work.inner_nbytes // element
-        token_extent_nbytes = (num_channels - 1) * pool.stride_channel + element
-        return Units(
-            element_nbytes=element,
-            granule_nbytes=1,
-            starts=runs.reshape(-1, block_runs, 1) + heads,
-            numbers=None,
-            shape=(run_tokens, num_channels),
-            strides=(pool.stride_token, pool.stride_channel),
-            extent_nbytes=(run_tokens - 1) * pool.stride_token + token_extent_nbytes,
-            dense_lo=dense_lo,
-            dense_strides=(
-                *(dense.stride_block, run_tokens * dense.stride_token, dense.stride_head),
-                *(dense.stride_token, dense.stride_channel),
-            ),
-        )
+        return _channel_units(work, runs.reshape(-1, block_runs), run_tokens, dense_lo)
     starts = runs.reshape(-1, *(count if stride == 0 else 1 for count, stride, _ in left[::-1]))
     for at, (count, stride, _) in enumerate(left):
         if stride:
@@ -284,6 +268,28 @@ def _units(work: CopyWork, block_ids: Ids, dense_lo: int, *, is_read: bool) -> U
     starts = starts.reshape(-1)
     numbers = _numbers(starts, row, granule) if is_read else None
     return Units(row, granule, starts, numbers, (), (), row, dense_lo, (row,))
+
+
+def _channel_units(work: CopyWork, runs: Ids, run_tokens: int, dense_lo: int) -> Units:
+    """A unit for each head of each run; ``runs`` [dense blocks, runs of a block] are offsets."""
+    pool, dense, element = work.source, work.sink, work.channel_nbytes
+    heads = np.arange(work.num_heads, dtype=np.int64) * pool.stride_head
+    num_channels = work.inner_nbytes // element
+    token_extent_nbytes = (num_channels - 1) * pool.stride_channel + element
+    return Units(
+        element_nbytes=element,
+        granule_nbytes=1,
+        starts=runs[:, :, None] + heads,
+        numbers=None,
+        shape=(run_tokens, num_channels),
+        strides=(pool.stride_token, pool.stride_channel),
+        extent_nbytes=(run_tokens - 1) * pool.stride_token + token_extent_nbytes,
+        dense_lo=dense_lo,
+        dense_strides=(
+            *(dense.stride_block, run_tokens * dense.stride_token, dense.stride_head),
+            *(dense.stride_token, dense.stride_channel),
+        ),
+    )
 
 
 def _token_offsets(side: CopySide, block_ids: Ids, tokens: Ids) -> Ids:
