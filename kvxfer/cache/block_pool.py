@@ -18,13 +18,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from kvxfer.cache.extra_keys import HashableRequest
 from kvxfer.cache.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
-from kvxfer.cache.hashing import BlockHashType
+from kvxfer.cache.hashing import BlockHashType, HashableRequest
 from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
-from kvxfer.cache.spec_base import KVCacheSpec, check_ids
-
-__all__ = ["BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
+from kvxfer.cache.specs import KVCacheSpec, check_ids
 
 logger = logging.getLogger("kvxfer.cache")
 

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Protocol
 
-from kvxfer.cache.spec_base import KVCacheSpec, ceil_div
 from kvxfer.cache.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    PlanningConfig,
     SlidingWindowSpec,
+    ceil_div,
 )
 
 _MOST_GROUP_SIZE_RATIO = 1.5
@@ -34,15 +35,8 @@ _MOST_GROUP_SIZE_RATIO = 1.5
 """
 
 
-class GroupingConfig(Protocol):
-    """What the groups depend on beside the specs."""
-
-    @property
-    def scheduler_config(self) -> object: ...
-
-
 def get_kv_cache_groups(
-    config: GroupingConfig, kv_cache_spec: Mapping[str, KVCacheSpec]
+    config: PlanningConfig, kv_cache_spec: Mapping[str, KVCacheSpec]
 ) -> list[KVCacheGroupSpec]:
     """The groups of a model's layers; none for a model without a cache.
 

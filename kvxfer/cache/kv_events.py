@@ -11,11 +11,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvxfer.cache.extra_keys import ExtraKey, HashableRequest, generate_block_hash_extra_keys
 from kvxfer.cache.free_queue import KVCacheBlock
-from kvxfer.cache.hashing import BlockHashType
-from kvxfer.cache.spec_base import KVCacheSpec
-from kvxfer.cache.specs import SlidingWindowSpec
+from kvxfer.cache.hashing import (
+    BlockHashType,
+    ExtraKey,
+    HashableRequest,
+    generate_block_hash_extra_keys,
+)
+from kvxfer.cache.specs import KVCacheSpec, SlidingWindowSpec
 
 ExternalBlockHash: TypeAlias = bytes | int
 """A name as it leaves the process: whole, or its last 64 bits as an unsigned integer."""

@@ -12,33 +12,138 @@ step's tokens. The most blocks after any such growth are :meth:`KVCacheSpec.max_
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import index
+from typing import Any, Protocol
 
-from kvxfer.cache.spec_base import (
-    DTYPE_NBYTES,
-    KVCacheSpec,
-    MemoryConfig,
-    ceil_div,
-    check_dtype,
-    check_int,
-    check_padding,
-    check_positive,
-)
+DTYPE_NBYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of one element, by dtype name (torch's names without ``torch.``)."""
 
-__all__ = [
-    "DTYPE_NBYTES",
-    "AttentionSpec",
-    "ChunkedLocalAttentionSpec",
-    "FullAttentionSpec",
-    "KVCacheConfig",
-    "KVCacheGroupSpec",
-    "KVCacheSpec",
-    "KVCacheTensor",
-    "MLAAttentionSpec",
-    "MambaSpec",
-    "MemoryConfig",
-    "SlidingWindowSpec",
-]
+
+class PlanningConfig(Protocol):
+    """What a cache's size depends on: settings of an engine, in its sections.
+
+    - ``model_config.max_model_len``: tokens of the longest request
+    - ``scheduler_config.max_num_batched_tokens``: tokens of the largest step
+    - ``scheduler_config.disable_hybrid_kv_cache_manager``: one group only (missing or None: False)
+    - ``cache_config.num_gpu_blocks_override``: blocks of the pool whatever the memory is (missing
+      or None: as many as fit)
+    """
+
+    @property
+    def model_config(self) -> Any: ...  # noqa: ANN401 - a section of whatever engine
+    @property
+    def scheduler_config(self) -> Any: ...  # noqa: ANN401
+    @property
+    def cache_config(self) -> Any: ...  # noqa: ANN401
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """What every kind of layer has: the tokens of its blocks.
+
+    Raises:
+        TypeError: a size that is not an int.
+        ValueError: a size below 1.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_positive("block_size", self.block_size, "set it to the tokens of a block, 16 say")
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer on one rank."""
+        raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """The kind of layer, in the words of vLLM's KV events."""
+        raise NotImplementedError
+
+    @property
+    def kept(self) -> str:
+        """What a request keeps of it, in words; layers that differ in it cannot share a table."""
+        raise NotImplementedError
+
+    def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """The most blocks that a request holds at a time; it never falls when ``num_tokens`` grows.
+
+        Args:
+            num_tokens: all tokens it will ever have.
+            step_tokens: the most of them that are computed in one step.
+        """
+        raise NotImplementedError
+
+    def max_memory_usage_bytes(self, config: PlanningConfig) -> int:
+        """Bytes that one request of the longest length takes in one layer.
+
+        Reads ``config.model_config.max_model_len`` and
+        ``config.scheduler_config.max_num_batched_tokens``. The null block of the pool is not in it.
+        """
+        longest = config.model_config.max_model_len
+        step_tokens = config.scheduler_config.max_num_batched_tokens
+        return self.max_blocks(longest, step_tokens) * self.page_size_bytes
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """``value / divisor``, rounded up."""
+    return -(-value // divisor)
+
+
+def check_int(name: str, value: object) -> None:
+    """TypeError unless ``value`` is an int."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+
+
+def check_ids(name: str, ids: Iterable[object]) -> list[int]:
+    """The ids as ints; TypeError for one that is no integer, never cut down to one."""
+    checked = []
+    for position, value in enumerate(ids):
+        try:
+            checked.append(index(value))  # type: ignore[arg-type]  # that is what it finds out
+        except TypeError as exc:
+            raise TypeError(f"{name}[{position}]: expected an integer, got {value!r}") from exc
+    return checked
+
+
+def check_positive(name: str, value: int, advice: str = "") -> None:
+    """TypeError unless ``value`` is an int, ValueError unless it is at least 1; ``advice`` says
+    what to change where the name alone does not.
+    """
+    check_int(name, value)
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}{advice and f'; {advice}'}")
+
+
+def check_dtype(dtype: str) -> None:
+    """ValueError unless ``dtype`` is a key of :data:`DTYPE_NBYTES`."""
+    if dtype not in DTYPE_NBYTES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NBYTES)}, got {dtype!r}")
+
+
+def check_padding(padded: int | None, unpadded: int) -> None:
+    """TypeError unless ``padded`` is an int or None, ValueError when it is fewer bytes than a block
+    has.
+    """
+    if padded is None:
+        return
+    check_int("page_size_padded", padded)
+    if padded < unpadded:
+        raise ValueError(
+            f"page_size_padded: expected at least {unpadded} bytes, got {padded}; None pads nothing"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,3 +432,50 @@ class KVCacheConfig:
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]
     kv_cache_groups: list[KVCacheGroupSpec]
+
+
+def attention_layer_spec(
+    layer_name: str,
+    *,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: str,
+    sliding_window: int | None,
+    use_mla: bool = False,
+) -> AttentionSpec:
+    """What a layer with a cache of its own keeps on this rank: its window, or everything.
+
+    Args:
+        layer_name: for errors.
+        block_size: tokens of a block.
+        num_kv_heads: KV heads on this rank.
+        head_size: elements of one head of one token.
+        dtype: name of the element type, without ``torch.``.
+        sliding_window: tokens that a token sees, itself among them; None for all.
+        use_mla: latent attention, which keeps one vector for each token.
+
+    Raises:
+        ValueError, TypeError: sizes or a dtype that have no spec, or a window in latent attention;
+            the message names the layer.
+    """
+    if use_mla and sliding_window is not None:
+        raise ValueError(
+            f"layer {layer_name}: expected no sliding_window with use_mla, got {sliding_window}; "
+            "set it to None where the layer sees all tokens"
+        )
+    try:
+        if sliding_window is not None:
+            return SlidingWindowSpec(
+                block_size=block_size,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                dtype=dtype,
+                sliding_window=sliding_window,
+            )
+        kind = MLAAttentionSpec if use_mla else FullAttentionSpec
+        return kind(
+            block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"layer {layer_name}: {error}") from error

@@ -6,7 +6,7 @@ import enum
 
 import msgspec
 
-from kvxfer.cache.object_hash import get_hash_fn_by_name
+from kvxfer.cache.hashing import get_hash_fn_by_name
 from kvxfer.config import Config
 from kvxfer.engine.devices import collectives_of, rank_devices
 from kvxfer.errors import ConfigError

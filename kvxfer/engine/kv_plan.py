@@ -9,14 +9,13 @@ import copy
 
 import msgspec
 
-from kvxfer.cache.layer_spec import attention_layer_spec
+from kvxfer.cache.grouping import get_kv_cache_groups
 from kvxfer.cache.planning import (
     estimate_max_model_len,
     get_kv_cache_config,
-    get_kv_cache_groups,
     unify_kv_cache_configs,
 )
-from kvxfer.cache.specs import KVCacheConfig, KVCacheSpec
+from kvxfer.cache.specs import KVCacheConfig, KVCacheSpec, attention_layer_spec
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.model_config import (
     ModelConfig,

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvxfer.cache.cache_hit import CacheHit
 from kvxfer.cache.hashing import (
     BlockHashType,
     HashFunction,
+    get_hash_fn_by_name,
     hash_request_tokens,
     none_hash,
     sha256,
 )
-from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.kv_cache_manager import CacheHit, KVCacheManager
 from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
 from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
-from kvxfer.cache.object_hash import get_hash_fn_by_name
 from kvxfer.cache.specs import KVCacheConfig
 from kvxfer.connector.params import OfferWanted, parse_params
 from kvxfer.engine.config import EngineConfig, Role

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import msgspec
 
-from kvxfer.cache.cache_hit import CacheHit
+from kvxfer.cache.kv_cache_manager import CacheHit
 from kvxfer.cache.kv_events import KVCacheEvent
 from kvxfer.cache.manager import NO_BLOCK
 from kvxfer.cache.specs import KVCacheConfig

@@ -8,8 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from kvxfer.cache.layer_spec import attention_layer_spec
-from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, attention_layer_spec
 from kvxfer.tensors.attention_contract import (
     AttentionBackend,
     AttentionLayer,
@@ -61,7 +60,7 @@ def get_kv_cache_spec(
 ) -> dict[str, KVCacheSpec]:
     """What each attention layer of a model keeps, by layer name.
 
-    :func:`~kvxfer.cache.layer_spec.attention_layer_spec` says what that is; layers that read
+    :func:`~kvxfer.cache.specs.attention_layer_spec` says what that is; layers that read
     another layer's cache, and encoder layers, have no spec.
 
     Args:

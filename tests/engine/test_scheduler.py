@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from kvxfer.cache.hashing import get_hash_fn_by_name
 from kvxfer.cache.kv_events import BlockRemoved, BlockStored
-from kvxfer.cache.object_hash import get_hash_fn_by_name
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
