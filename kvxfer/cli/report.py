@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvxfer.cli.options import own_version
 from kvxfer.cli.outcome import Result, Summary
-from kvxfer.cli.version import own_version
 from kvxfer.config import SECRETS
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.rpc import Info

@@ -6,14 +6,77 @@ Abstract Unix sockets: no file is left behind, and nobody on another host can co
 
 from __future__ import annotations
 
+from multiprocessing.connection import Connection
+import msgspec
+from kvxfer.engine.config import EngineConfig
 from contextlib import suppress
 from typing import TypeAlias
-
-import msgspec
 import zmq
-
 from kvxfer.engine.steps import SchedulerOutput, StepOutput
 from kvxfer.transfer.manifest import RankManifest
+
+STOP = b"stop"
+"""From the parent: end."""
+
+
+class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What one process is told when it starts, and keeps through all its lives.
+
+    ``store``: the file at which the ranks meet. ``device``: "cpu" or "cuda:N". ``collectives``:
+    gloo or nccl.
+    """
+
+    tp_rank: int
+    tp_size: int
+    store: str
+    device: str
+    collectives: str
+    listen_host: str
+    listen_port: int
+    peer_pids: tuple[int, ...] = ()
+
+
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """From the parent, at the start and for each reconfiguration: end the life before, begin this
+    one. ``token``: random, names the links.
+    """
+
+    config: EngineConfig
+    incarnation: bytes
+    token: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """To the parent, from rank 0: all ranks serve. ``endpoint``: the request channel;
+    ``kv_endpoint``: the KV front door, empty without a connector.
+    """
+
+    endpoint: str
+    kv_endpoint: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """To the parent: this rank cannot start, and why. ``kind``: the error's class."""
+
+    kind: str
+    error: str
+
+
+def keeps_store(collectives: str) -> bool:
+    """Is the store needed as long as a rank runs, not only until they have met?
+
+    A thread of torch's nccl looks into it every second, and where it is gone waits for it for a
+    minute, in which the process cannot leave its group.
+    """
+    return collectives == "nccl"
+
+
+def run_rank(spec: RankSpec, parent: Connection) -> None:
+    """The entry of a rank's process."""
+    from kvxfer.engine.rank import rank_main  # loaded with torch in the fork server, not here
+
+    rank_main(spec, parent)
+
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
