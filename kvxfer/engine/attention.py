@@ -8,18 +8,19 @@ has comes in as :class:`AttentionMetadata`, in block ids of the engine, never in
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
 from kvxfer.cache.specs import KVCacheSpec
-from kvxfer.errors import ModelError
-from kvxfer.tensors.attention_contract import CommonAttentionMetadata, ForwardConfig, MultipleOf
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.model_config import ModelConfig, TpShard, attention_layers
+from kvxfer.errors import ModelError
+from kvxfer.tensors.attention_contract import CommonAttentionMetadata, ForwardConfig, MultipleOf
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvxfer.engine.launch import RankSpec
+from kvxfer.engine.links import RankSpec
 from kvxfer.errors import ConfigError, PeerLost
 
 AllReduce: TypeAlias = Callable[[Tensor], Tensor]

@@ -17,9 +17,8 @@ from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.links import Activity, DriverLink, Output, Started
-from kvxfer.engine.live import Event, NewToken
 from kvxfer.engine.model_config import ModelConfig
-from kvxfer.engine.request import Request
+from kvxfer.engine.request import Event, NewToken, Request
 from kvxfer.engine.rpc import Abort, Ask, Done, Generate, Info, Refused, RpcServer, ToEngine, Token
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.scheduler import Scheduler
@@ -213,8 +212,8 @@ class Driver:
             num_cached_tokens=request.num_cached_tokens,
             num_external_tokens=request.num_external_tokens,
             failure=request.failure or (plain.reason if plain else None),
-            loads=event.loads,
-            digests=event.digests,
+            loads=tuple(request.reports),
+            digests=request.digests,
             detail=plain.detail if plain else "",
         )
         self._rpc.send(asker.client, done)

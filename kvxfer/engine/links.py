@@ -1,17 +1,21 @@
-"""The links between the ranks of one engine: steps out, outputs and signs of activity back, msgpack
-over ZMQ PAIR.
+"""What the processes of an engine tell each other.
 
-Abstract Unix sockets: no file is left behind, and nobody on another host can connect.
+The process that starts it and its ranks, over a pipe: lives out, one report back. Rank 0 and the
+others, msgpack over ZMQ PAIR: steps out, outputs and signs of activity back. These are abstract
+Unix sockets: no file is left behind, and nobody on another host can connect.
+
+Free of torch, so that the parent starts its ranks a second or two earlier.
 """
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
-import msgspec
-from kvxfer.engine.config import EngineConfig
 from contextlib import suppress
 from typing import TypeAlias
+
+import msgspec
 import zmq
+
+from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.steps import SchedulerOutput, StepOutput
 from kvxfer.transfer.manifest import RankManifest
 
@@ -69,13 +73,6 @@ def keeps_store(collectives: str) -> bool:
     minute, in which the process cannot leave its group.
     """
     return collectives == "nccl"
-
-
-def run_rank(spec: RankSpec, parent: Connection) -> None:
-    """The entry of a rank's process."""
-    from kvxfer.engine.rank import rank_main  # loaded with torch in the fork server, not here
-
-    rank_main(spec, parent)
 
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
-from kvxfer.engine.attention import AttentionMetadata
-from kvxfer.engine.layers import PagedAttention
+from kvxfer.engine.attention import AttentionMetadata, PagedAttention
 from kvxfer.engine.model_config import Llama3Rope, ModelConfig, layer_names, shard_for
 from kvxfer.engine.weights import LayerWeights, LlamaWeights
 from kvxfer.errors import ModelError

@@ -1,4 +1,4 @@
-"""What a Llama-family model is; :mod:`kvxfer.engine.model_files` reads it from files.
+"""What a Llama-family model is; :mod:`kvxfer.engine.model_config` reads it from files.
 
 Layers may differ in what they see (all tokens, or a sliding window) and in whose KV they read
 (their own, or that of an earlier layer).
@@ -7,10 +7,12 @@ Layers may differ in what they see (all tokens, or a sliding window) and in whos
 from __future__ import annotations
 
 from pathlib import Path
-import msgspec
-from kvxfer.errors import ModelError
 from typing import Any, TypeVar
+
+import msgspec
 from msgspec import UNSET, UnsetType
+
+from kvxfer.errors import ModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -25,9 +25,21 @@ from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.collectives import AllReduce, claim_device, end_with_peers, join
 from kvxfer.engine.config import Role
 from kvxfer.engine.driver import Driver
-from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready, keeps_store
-from kvxfer.engine.links import Activity, DriverLink, Output, RankLink, Started, link_address
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.links import (
+    STOP,
+    Activity,
+    DriverLink,
+    Failed,
+    Life,
+    Output,
+    RankLink,
+    RankSpec,
+    Ready,
+    Started,
+    keeps_store,
+    link_address,
+)
+from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import RpcServer
 from kvxfer.engine.runner import Runner, cache_facts
 from kvxfer.errors import KvxferError

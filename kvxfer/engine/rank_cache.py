@@ -5,14 +5,15 @@ wires.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
 from kvxfer.cache.manager import NO_BLOCK
-from kvxfer.cache.specs import KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
-import logging
-from kvxfer.cache.specs import KVCacheConfig
+from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
 from kvxfer.engine.attention import (
     AttentionMetadata,
     ForwardContext,
@@ -34,6 +35,7 @@ from kvxfer.tensors.regions import kv_regions
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.transfer.layout import Region
 from kvxfer.transports.base import LocalMemory
+
 
 @dataclass(frozen=True, slots=True)
 class RequestStep:

@@ -1,4 +1,4 @@
-"""One request inside the reference engine."""
+"""One request inside the reference engine, and what the scheduler tells of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
 from kvxfer.connector.params import Plain
 from kvxfer.connector.records import LoadReport
 from kvxfer.engine.digest import KVDigest
-from kvxfer.engine.steps import DigestOrder, GroupIds
+
 
 class Status(enum.Enum):
     """Where a request stands."""
@@ -24,7 +25,6 @@ class Status(enum.Enum):
 
     @property
     def is_finished(self) -> bool:
-        """Nothing more will be computed."""
         return self.name.startswith("FINISHED")
 
 
@@ -35,6 +35,8 @@ class Request:
 
     ``num_cached_tokens``: the local prefix hit; ``num_external_tokens``: tokens that were to be
     loaded. ``plain``: why it asked for KV and got none to load; ``failure``: why its load failed.
+    ``reports``: one for each rank that loaded. ``digests``: by rank, only where the engine digests.
+    ``num_told_tokens``: how many of its tokens the workers know; None before its first step.
     """
 
     request_id: str
@@ -49,10 +51,12 @@ class Request:
     num_external_tokens: int = 0
     failure: str | None = None
     plain: Plain | None = None
+    reports: list[LoadReport] = field(default_factory=list)
+    digests: tuple[KVDigest, ...] = ()
+    num_told_tokens: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
         return len(self.prompt_token_ids)
 
     @property
@@ -77,56 +81,10 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request ended. ``digests`` only where the engine digests, by rank."""
+    """A request ended. ``kv_transfer_params``: what it offers others, None for nothing."""
 
     request: Request
     kv_transfer_params: dict[str, Any] | None
-    loads: tuple[LoadReport, ...]
-    digests: tuple[KVDigest, ...] = ()
 
 
 Event = NewToken | Finished
-
-
-@dataclass(slots=True)
-class Live:
-    """What the scheduler keeps of a request beside the request itself."""
-
-    request: Request
-    is_known_to_workers: bool = False
-    num_tokens_told: int = 0
-    reports: list[LoadReport] = field(default_factory=list)
-    digests: tuple[KVDigest, ...] = ()
-
-    def take_untold(self) -> tuple[int, ...]:
-        """Tokens sampled since the workers were last told, now told."""
-        told, self.num_tokens_told = self.num_tokens_told, self.request.num_tokens
-        return tuple(self.request.output_token_ids[told - self.request.num_prompt_tokens :])
-
-
-@dataclass(slots=True)
-class Orders:
-    """What the next step carries besides tokens to compute."""
-
-    finished: set[str] = field(default_factory=set)
-    digests: list[DigestOrder] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A request's part of a step: how many tokens, and the blocks that its tables get for them."""
-
-    live: Live
-    num_new_tokens: int
-    new_block_ids: GroupIds
-
-
-@dataclass(frozen=True, slots=True)
-class BlockTables:
-    """A request's block tables as the connector reads them."""
-
-    block_ids: GroupIds
-
-    def get_block_ids(self) -> GroupIds:
-        """By group."""
-        return self.block_ids

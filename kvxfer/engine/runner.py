@@ -17,10 +17,8 @@ from kvxfer.engine.attention import attention_backend
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import KVDigest, blocks_on_host, kv_digests
 from kvxfer.engine.model import LlamaModel
-from kvxfer.engine.model_config import ModelConfig, attention_pattern, shard_for
-from kvxfer.engine.model_files import load_model_config
-from kvxfer.engine.rank_cache import RankCache
-from kvxfer.engine.step_tables import RequestStep
+from kvxfer.engine.model_config import ModelConfig, attention_pattern, load_model_config, shard_for
+from kvxfer.engine.rank_cache import RankCache, RequestStep
 from kvxfer.engine.steps import GroupIds, Sample, SchedulerOutput, StepOutput
 from kvxfer.engine.weights import load_weights, weights_identity
 from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest

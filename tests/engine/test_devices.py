@@ -262,4 +262,4 @@ def test_a_step_makes_nothing_without_a_device(layout: str) -> None:
         torch.ones(1)
         outputs = [runner.execute(step) for step in steps]
     assert [len(output.samples) for output in outputs] == [0, 1]
-    assert factories.found == {"", "step_tables.py:step_tables"}
+    assert factories.found == {"", "rank_cache.py:step_tables"}

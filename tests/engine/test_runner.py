@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import compare
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.runner import Runner, cache_facts
 from kvxfer.engine.steps import (
     CachedRequestData,

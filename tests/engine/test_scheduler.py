@@ -23,8 +23,7 @@ from kvxfer.connector.records import (
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
 from kvxfer.engine.digest import KVDigest
-from kvxfer.engine.live import Finished, NewToken
-from kvxfer.engine.request import Request, Status
+from kvxfer.engine.request import Finished, NewToken, Request, Status
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
 from kvxfer.errors import ConfigError, OutOfBlocks
@@ -442,7 +441,7 @@ def test_a_failed_load_is_computed_by_policy() -> None:
     assert step.num_scheduled_tokens == {"a": 16}
     (end,) = [event for event in events if isinstance(event, Finished)]
     assert end.request.failure == "peer_lost"
-    assert end.loads == (REPORT,)
+    assert end.request.reports == [REPORT]
     assert rig.free == 10
 
 
@@ -547,7 +546,7 @@ def test_a_digested_offer_is_told_when_its_digest_is_there() -> None:
     step, events = rig.step(digests={"a": digest})
     assert [(order.req_id, order.num_tokens) for order in step.digests] == [("a", 16)]
     (end,) = [event for event in events if isinstance(event, Finished)]
-    assert end.digests == (digest,)
+    assert end.request.digests == (digest,)
 
 
 def test_the_sink_digests_what_it_has_before_it_computes() -> None:
@@ -562,7 +561,7 @@ def test_the_sink_digests_what_it_has_before_it_computes() -> None:
     assert step.num_scheduled_tokens == {"a": 1}
     _, events = rig.step()
     (end,) = [event for event in events if isinstance(event, Finished)]
-    assert end.digests == (digest,)
+    assert end.request.digests == (digest,)
 
 
 def test_block_names_follow_the_configured_seed() -> None:
