@@ -7,7 +7,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kvxfer.proxy.replies import Reason
+from kvxfer.proxy.bodies import Reason
 from kvxfer.proxy.settings import Engine
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST

@@ -28,8 +28,8 @@ with warnings.catch_warnings():
     )
 
     from kvxfer.integrations.vllm import scheduler
+    from kvxfer.integrations.vllm.compat import KvxferMetadata, KvxferWorkerMetadata
     from kvxfer.integrations.vllm.connector import KvxferConnector
-    from kvxfer.integrations.vllm.metadata import KvxferMetadata, KvxferWorkerMetadata
     from kvxfer.integrations.vllm.plugin import register
     from kvxfer.integrations.vllm.scheduler import SchedulerSide
     from kvxfer.integrations.vllm.worker import InFlight, failed_block_ids
@@ -64,7 +64,7 @@ def logged(code: str) -> str:
     of the plugin show their logs, as they do where vLLM has them in one process.
     """
     shown = (
-        "from kvxfer.integrations.vllm.logs import show_logs\n"
+        "from kvxfer.integrations.vllm.plugin import show_logs\n"
         "show_logs('DEBUG'); show_logs('DEBUG')\n"
     )
     ran = subprocess.run(

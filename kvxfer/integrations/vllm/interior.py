@@ -96,13 +96,13 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Opaque:
     """Blocks move as they are, to blocks of the same fingerprint."""
 
     fingerprint: str
 
 
-Inside = Named | Whole
+Inside = Named | Opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ def _unnamed(spec: LayerSpec, cells: Cells) -> str | None:
     return None
 
 
-def _whole(layer: str, spec: LayerSpec, cells: Cells, interior: str) -> Whole:
+def _whole(layer: str, spec: LayerSpec, cells: Cells, interior: str) -> Opaque:
     if cells.order is None:
         raise ConfigError(
             f"{layer}: expected blocks without gaps, which can move whole, got strides of "
@@ -324,7 +324,7 @@ def _whole(layer: str, spec: LayerSpec, cells: Cells, interior: str) -> Whole:
         *(spec.quantisation, spec.num_head_slots, spec.cell_nbytes, interior),
     )
     text = " ".join(map(str, facts))
-    return Whole(hashlib.blake2b(text.encode(), digest_size=6).hexdigest())
+    return Opaque(hashlib.blake2b(text.encode(), digest_size=6).hexdigest())
 
 
 def _digest(places: Tensor) -> str:

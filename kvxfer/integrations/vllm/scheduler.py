@@ -13,19 +13,20 @@ from typing import Any
 from kvxfer.connector.records import NO_ORDERS, ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS
-from kvxfer.integrations.vllm.metadata import (
+from kvxfer.integrations.vllm.compat import (
+    REPORTS_FAILED_REQUESTS,
     KvxferHandshake,
     KvxferMetadata,
     KvxferWorkerMetadata,
 )
-from kvxfer.integrations.vllm.pins import Pins, pins_of
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, counted, of_scheduler
 from kvxfer.integrations.vllm.views import (
     BlocksView,
+    Pins,
     StepView,
     Tables,
+    pins_of,
     view_request,
     without_null,
 )
@@ -47,7 +48,7 @@ _ONLY_COMPUTE = KvxferMetadata(NO_ORDERS, is_idle=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _KeptRequest:
     """A finished request that vLLM keeps for us."""
 
     since_s: float
@@ -95,7 +96,7 @@ class SchedulerSide:
         self._now = now
         self._pins: Pins | None = None
         self._edges: Pins | None = None
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
         self._is_idle = False
         self._was_woken = False
@@ -181,7 +182,7 @@ class SchedulerSide:
         tables = self._with_edges(request.request_id, without_null(block_ids))
         must_keep, params = self._core.request_finished_all_groups(view_request(request), tables)
         if must_keep:
-            self._held[request.request_id] = _Held(self._now(), tables)
+            self._held[request.request_id] = _KeptRequest(self._now(), tables)
         return must_keep, params
 
     def loaded_group_ids(self) -> tuple[int, ...]:

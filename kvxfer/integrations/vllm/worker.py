@@ -13,8 +13,9 @@ from torch import Tensor
 from kvxfer.connector.records import NO_ORDERS, NewLoad
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS, KVConnectorTransferResults
-from kvxfer.integrations.vllm.metadata import (
+from kvxfer.integrations.vllm.compat import (
+    REPORTS_FAILED_REQUESTS,
+    KVConnectorTransferResults,
     KvxferHandshake,
     KvxferMetadata,
     KvxferWorkerMetadata,
