@@ -37,7 +37,6 @@ class KVCacheBlock:
     listed_hash: BlockHashType | None = None
 
     def incr_ref(self) -> None:
-        """One more user."""
         self.ref_cnt += 1
 
     def decr_ref(self) -> None:

@@ -194,7 +194,6 @@ class ObjectHash:
     resists_collisions: bool
 
     def __call__(self, value: object) -> bytes:
-        """The hash of anything that ``encode`` takes."""
         return self.digest(self.encode(value))
 
     def block(

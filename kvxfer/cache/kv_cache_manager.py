@@ -138,7 +138,6 @@ class KVCacheManager:
 
     @property
     def num_usable_blocks(self) -> int:
-        """All blocks but the null block."""
         return self.pool.num_blocks - 1
 
     @property
@@ -194,7 +193,6 @@ class KVCacheManager:
     # ------------------------------------------------------------------ a request's life
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request is admitted."""
         return request_id in self._admitted
 
     def admit(

@@ -122,11 +122,9 @@ class GroupManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Free blocks of the pool."""
         return self.pool.num_free_blocks
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request holds a table."""
         return request_id in self._tables
 
     def first_kept_block(self, num_computed_tokens: int) -> int:

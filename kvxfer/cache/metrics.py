@@ -63,7 +63,6 @@ class PrefixCachingMetrics:
             self._add(self._recent.popleft(), -1)
 
     def reset(self) -> None:
-        """Forget everything."""
         self._recent.clear()
         self._num_requests = self._num_queries = self._num_hits = 0
 

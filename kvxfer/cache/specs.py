@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 DTYPE_NBYTES = {
     "float32": 4,
@@ -63,13 +63,11 @@ class KVCacheSpec:
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer on one rank."""
+        """Bytes of one block of one layer on one rank, padding included."""
         raise NotImplementedError
 
-    @property
-    def kind(self) -> str:
-        """The kind of layer, in the words of vLLM's KV events."""
-        raise NotImplementedError
+    kind: ClassVar[str]
+    """The kind of layer, in the words of vLLM's KV events."""
 
     @property
     def kept(self) -> str:
@@ -183,12 +181,10 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer on one rank, padding included."""
         return self.page_size_padded or self.unpadded_page_size_bytes
 
     @property
     def kept(self) -> str:
-        """All tokens, unless a subclass says otherwise."""
         return "all tokens"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
@@ -219,20 +215,14 @@ class FullAttentionSpec(AttentionSpec):
                 f"{self.sliding_window} and {self.attention_chunk_size}"
             )
 
-    @property
-    def kind(self) -> str:
-        """Full attention."""
-        return "full_attention"
+    kind = "full_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
     """Multi-head latent attention: one latent vector for each head and token, no separate V."""
 
-    @property
-    def kind(self) -> str:
-        """Latent attention."""
-        return "mla_attention"
+    kind = "mla_attention"
 
     @property
     def unpadded_page_size_bytes(self) -> int:
@@ -256,14 +246,10 @@ class SlidingWindowSpec(AttentionSpec):
             "a layer that sees all tokens has a FullAttentionSpec",
         )
 
-    @property
-    def kind(self) -> str:
-        """A sliding window."""
-        return "sliding_window"
+    kind = "sliding_window"
 
     @property
     def kept(self) -> str:
-        """The window."""
         return f"a window of {self.sliding_window} tokens"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
@@ -292,14 +278,10 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
             "a layer that sees all tokens has a FullAttentionSpec",
         )
 
-    @property
-    def kind(self) -> str:
-        """Chunks."""
-        return "chunked_local_attention"
+    kind = "chunked_local_attention"
 
     @property
     def kept(self) -> str:
-        """The chunk."""
         return f"chunks of {self.attention_chunk_size} tokens"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
@@ -360,7 +342,6 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def unpadded_page_size_bytes(self) -> int:
-        """Bytes of all state tensors."""
         return sum(
             math.prod(shape) * DTYPE_NBYTES[dtype]
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -368,17 +349,12 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer on one rank, padding included."""
         return self.page_size_padded or self.unpadded_page_size_bytes
 
-    @property
-    def kind(self) -> str:
-        """A state."""
-        return "mamba"
+    kind = "mamba"
 
     @property
     def kept(self) -> str:
-        """The state."""
         return f"the last state and {self.num_speculative_blocks} speculative ones"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:

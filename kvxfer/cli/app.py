@@ -136,7 +136,6 @@ def _top(
 
 
 def main() -> None:
-    """The command ``kvxfer``."""
     app(prog_name="kvxfer")
 
 

@@ -57,7 +57,7 @@ def result_table(results: Sequence[Result]) -> Table:
 
 
 def yes_no(value: bool | None) -> str:
-    """``-``: not compared."""
+    """In the table; ``-``: not compared."""
     return {True: "[green]yes[/]", False: "[bold red]NO[/]", None: "-"}[value]
 
 
@@ -145,7 +145,6 @@ def _verdict(summary: Summary) -> str:
 
 
 def show(console: Console, results: Sequence[Result], summary: Summary) -> None:
-    """Table, then summary."""
     console.print(result_table(results))
     console.print()
     for line in summary_lines(results, summary):

@@ -148,7 +148,6 @@ class HndBackend(PagedBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Name of the backend."""
         return "HND"
 
     @staticmethod
@@ -158,7 +157,6 @@ class HndBackend(PagedBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> Sequence[int | MultipleOf]:
-        """Any multiple of 8."""
         return (MultipleOf(8),)
 
     @classmethod
@@ -184,7 +182,6 @@ class NhdBackend(PagedBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Name of the backend."""
         return "NHD"
 
     @staticmethod
@@ -194,7 +191,6 @@ class NhdBackend(PagedBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> Sequence[int | MultipleOf]:
-        """Four sizes."""
         return (8, 16, 32, 64)
 
     @classmethod
@@ -316,5 +312,4 @@ class ForwardContext:
 
     @property
     def compilation_config(self) -> ForwardContext:
-        """Itself."""
         return self

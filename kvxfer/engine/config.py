@@ -125,10 +125,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def num_gpu_blocks_override(self) -> int | None:
-        """``num_blocks``; None where the memory decides."""
         return self.num_blocks if self.kv_cache_memory_nbytes is None else None
 
     @property
     def tensor_parallel_size(self) -> int:
-        """``tp_size``."""
         return self.tp_size

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 
@@ -35,13 +34,6 @@ class _Asker:
 
     client: bytes
     request_id: str
-
-
-class StopSignal(Protocol):
-    """What the parent says: readable when this engine's life is over."""
-
-    def fileno(self) -> int:
-        """For polling."""
 
 
 class Driver:
@@ -88,10 +80,10 @@ class Driver:
         if self._connector is not None:
             self._connector.set_xfer_handshake_metadata_pp_aware(manifests)
 
-    def run(self, stop: StopSignal) -> None:
-        """Serve until ``stop`` is readable."""
+    def run(self, stop: int) -> None:
+        """Serve until the file descriptor ``stop`` is readable."""
         poller = zmq.Poller()
-        poller.register(stop.fileno(), zmq.POLLIN)
+        poller.register(stop, zmq.POLLIN)
         poller.register(self._rpc.socket, zmq.POLLIN)
         own = self._runner.connector
         if own is not None:
@@ -100,7 +92,7 @@ class Driver:
             poller.register(link.socket, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(0 if self._scheduler.has_work() else None))
-            if stop.fileno() in ready:
+            if stop in ready:
                 return
             for client, message in self._rpc.receive():
                 self._handle(client, message)

@@ -119,7 +119,6 @@ class DriverLink:
         self.socket.bind(address)
 
     def send(self, step: SchedulerOutput) -> None:
-        """One step."""
         self.socket.send(_encoder.encode(step))
 
     def receive(self) -> FromRank:
@@ -144,7 +143,6 @@ class RankLink:
         self.socket.connect(address)
 
     def send(self, message: FromRank) -> None:
-        """Tell rank 0."""
         self.socket.send(_encoder.encode(message))
 
     def receive(self) -> SchedulerOutput | None:
@@ -153,5 +151,4 @@ class RankLink:
         return None if frame == END else _step.decode(frame)
 
     def close(self) -> None:
-        """Drop the link."""
         self.socket.close()

@@ -92,18 +92,15 @@ class _Orders:
     def __init__(self, parent: Connection) -> None:
         self._parent = parent
         self._lives: deque[Life | None] = deque()
-        self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        # For polling: readable when the present life is over.
+        self.fileno = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self.is_last = False  # nothing follows: this process is to end
         self.is_orphan = False  # the parent ended without saying so
         Thread(target=self._listen, name="orders", daemon=True).start()
 
-    def fileno(self) -> int:
-        """For polling: readable when the present life is over."""
-        return self._signal
-
     def next(self) -> Life | None:
         """Wait for the next life; None: there is none."""
-        os.eventfd_read(self._signal)
+        os.eventfd_read(self.fileno)
         return self._lives.popleft()
 
     def _listen(self) -> None:
@@ -123,7 +120,7 @@ class _Orders:
 
     def _say(self, life: Life | None) -> None:
         self._lives.append(life)
-        os.eventfd_write(self._signal, 1)
+        os.eventfd_write(self.fileno, 1)
 
 
 def _end_late() -> None:
@@ -215,7 +212,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
     manifest = runner.manifest
     ready = Ready(rpc.endpoint, manifest.control_endpoint if manifest else "")
     process.parent.send_bytes(msgspec.msgpack.encode(ready))
-    return lambda: driver.run(process.orders)
+    return lambda: driver.run(process.orders.fileno)
 
 
 def _follow(runner: Runner, link: RankLink) -> None:

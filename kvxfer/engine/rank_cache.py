@@ -106,7 +106,6 @@ def step_tables(
 
 
 def _new_slots(request: RequestStep, blocks: Sequence[int], block_size: int) -> list[int]:
-    """Slots of the new tokens, in order."""
     slots: list[int] = []
     token = request.num_computed_tokens
     while token < request.seq_len:
@@ -263,7 +262,6 @@ class _Memory:
         self.shared: SharedPool | None = None
 
     def allocate(self, nbytes: int) -> Tensor:
-        """All buffers of the cache; zeroed."""
         if self._is_shared:
             self.shared = SharedPool.create(nbytes)
             self._tensor = self.shared.tensor
@@ -272,7 +270,6 @@ class _Memory:
         return self._tensor
 
     def local(self) -> LocalMemory:
-        """What was allocated."""
         if self._tensor is None:
             raise ValueError("KV cache: expected layers that keep KV, got none")
         info = self.shared.info if self.shared else plain_info(self._tensor)

@@ -13,8 +13,6 @@ from kvxfer.engine.digest import KVDigest
 
 
 class Status(enum.Enum):
-    """Where a request stands."""
-
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()

@@ -153,7 +153,6 @@ class RpcServer:
         self.socket.send_multipart([client, _encoder.encode(message)])
 
     def close(self) -> None:
-        """Stop listening."""
         self.socket.close()
 
 
@@ -191,7 +190,6 @@ class RpcClient:
             raise
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message."""
         self._socket.send(_encoder.encode(message))
 
     @property
@@ -234,7 +232,6 @@ class RpcClient:
         )
 
     def close(self) -> None:
-        """Disconnect; idempotent."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close()

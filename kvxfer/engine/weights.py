@@ -11,7 +11,7 @@ import importlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -65,13 +65,6 @@ class Part:
     hi: int = 0
 
 
-class WeightSource(Protocol):
-    """Where parts come from."""
-
-    def read(self, part: Part) -> Tensor:
-        """The part, contiguous, in the source's own dtype."""
-
-
 class RandomWeights:
     """Seeded weights: norms of one, the rest normal with standard deviation ``RANDOM_STD``."""
 
@@ -88,7 +81,7 @@ class RandomWeights:
         return full if part.dim is None else full.narrow(part.dim, part.lo, part.hi - part.lo)
 
 
-class SafetensorsWeights:
+class _Safetensors:
     """The ``*.safetensors`` files of a folder, with or without an index; a context manager."""
 
     def __init__(self, folder: Path) -> None:
@@ -101,7 +94,7 @@ class SafetensorsWeights:
             self.close()
             raise
 
-    def __enter__(self) -> SafetensorsWeights:
+    def __enter__(self) -> _Safetensors:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,11 +102,9 @@ class SafetensorsWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor in the files."""
         return frozenset(self._handles)
 
     def close(self) -> None:
-        """Close the files."""
         self._handles.clear()
         self._stack.close()
 
@@ -168,7 +159,7 @@ def load_weights(
     """
     if config.weights is None:
         return _assemble(config, shard, RandomWeights(seed), device)
-    with SafetensorsWeights(config.weights) as source:
+    with _Safetensors(config.weights) as source:
         _refuse_unknown(config, source.names)
         return _assemble(config, shard, source, device)
 
@@ -242,7 +233,10 @@ _LAYER_TENSORS = _KV_TENSORS | {
 
 
 def _assemble(
-    config: ModelConfig, shard: TpShard, source: WeightSource, device: torch.device | str
+    config: ModelConfig,
+    shard: TpShard,
+    source: RandomWeights | _Safetensors,
+    device: torch.device | str,
 ) -> LlamaWeights:
     dtype = getattr(torch, config.dtype)
     hidden, head = config.hidden_size, config.head_size

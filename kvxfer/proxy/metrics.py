@@ -60,13 +60,10 @@ class Metrics:
                 self.without_kv.labels(reason.value)
 
     def see(self, engine: Engine, is_up: bool) -> None:
-        """Remember whether the engine is up."""
         self._up.labels(engine.side.value, engine.url).set(is_up)
 
     def fail(self, reason: Reason) -> None:
-        """Count one failure."""
         self.failures.labels(reason.value).inc()
 
     def text(self) -> bytes:
-        """The whole page, of content type ``CONTENT_TYPE``."""
         return generate_latest(self._registry)

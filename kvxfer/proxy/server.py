@@ -102,7 +102,6 @@ class Proxy:
         await asyncio.gather(*self._abandoned, return_exceptions=True)
 
     def app(self) -> web.Application:
-        """What a server runs."""
         app = web.Application(middlewares=[self._answer_refusals])
         app.router.add_routes(web.post(path, self.generate) for path in PATHS)
         app.router.add_get(MODELS, self.models, allow_head=False)
@@ -164,7 +163,6 @@ class Proxy:
             log.warning("decoding without KV (%d requests since the last such line): %s", num, e)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """The models of a decode engine."""
         request_id = find(request.headers.items(), REQUEST_ID) or uuid.uuid4().hex
         return await self._relay("GET", request, request_id, None)
 
@@ -177,7 +175,6 @@ class Proxy:
         )
 
     async def show_metrics(self, _request: web.Request) -> web.Response:
-        """Prometheus text."""
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def watch(self, engine: Engine) -> None:

@@ -186,7 +186,6 @@ class SchedulerSide:
         return must_keep, params
 
     def loaded_group_ids(self) -> tuple[int, ...]:
-        """Every group is transferred."""
         return self._group_ids
 
     # -------------------------------------------------- steps

@@ -61,11 +61,9 @@ class KvxferStats(VllmStats):  # type: ignore[misc]  # vLLM has no types where i
     data: dict[str, dict[str, Any]]
 
     def reset(self) -> None:
-        """Forget everything."""
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Nothing to report."""
         return not any(self.data.values())
 
     def aggregate(self, other: object) -> KvxferStats:

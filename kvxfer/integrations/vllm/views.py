@@ -43,7 +43,6 @@ class RequestView:
 
 
 def view_request(request: Any) -> RequestView:
-    """``request`` as it is now."""
     token_ids = request.prompt_token_ids
     return RequestView(
         request_id=request.request_id,
@@ -65,7 +64,6 @@ class BlocksView:
     blocks: Any
 
     def get_block_ids(self) -> Tables:
-        """By group, positional."""
         return without_null(self.blocks.get_block_ids())
 
 
@@ -107,7 +105,6 @@ class StepView:
 
     @property
     def scheduled_new_reqs(self) -> Sequence[_NewRequest]:
-        """Requests in their first step."""
         return [
             _NewRequest(new.req_id, without_null(new.block_ids), new.num_computed_tokens)
             for new in self.step.scheduled_new_reqs
@@ -115,12 +112,10 @@ class StepView:
 
     @property
     def scheduled_cached_reqs(self) -> _CachedRequests:
-        """Requests that were scheduled before."""
         return _CachedRequests(self.step.scheduled_cached_reqs)
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:
-        """By request."""
         return self.step.num_scheduled_tokens  # type: ignore[no-any-return]
 
     @property
@@ -188,7 +183,6 @@ class Pins:
         return unpinned
 
     def unpin_all(self) -> None:
-        """Give back everything."""
         self.unpin(list(self._tables))
 
     def _blocks(self, tables: Tables) -> list[Any]:

@@ -118,7 +118,6 @@ class WorkerSide:
             self._running().bind_connector_metadata(metadata.orders)
 
     def start_load_kv(self) -> None:
-        """Begin this step's loads."""
         if self._has_orders:
             self._running().start_load_kv()
 
@@ -128,7 +127,6 @@ class WorkerSide:
             self._running().wait_for_save()
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
         if self._has_orders and self._core is not None:
             self._core.clear_connector_metadata()
         self._has_orders = False
@@ -165,7 +163,6 @@ class WorkerSide:
     def get_finished(
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """The older call."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
@@ -182,7 +179,6 @@ class WorkerSide:
         return said
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
-        """What was counted since the last call."""
         if self._core is None:
             return None
         stats = self._core.get_kv_connector_stats()
@@ -222,14 +218,12 @@ class InFlight:
         return self._busy_s > 0 and not self._loads
 
     def begin(self, loads: Iterable[NewLoad]) -> None:
-        """These were ordered."""
         for load in loads:
             if not self._loads:
                 self._since_s = self._now()
             self._loads[load.request_id] = load
 
     def end(self, request_ids: Iterable[str]) -> list[NewLoad]:
-        """These are over: their orders."""
         ended = [self._loads.pop(i) for i in request_ids if i in self._loads]
         if ended and not self._loads:
             self._busy_s += self._now() - self._since_s
