@@ -68,7 +68,7 @@ def need_extra_keys(request: HashableRequest) -> bool:
         getattr(request, "mm_features", None)
         or getattr(request, "lora_request", None) is not None
         or getattr(request, "cache_salt", None)
-        or num_embedded_tokens(request)
+        or _num_embedded_tokens(request)
     )
 
 
@@ -152,14 +152,14 @@ def gen_prompt_embeds_extra_hash_keys(
     The bytes are those of the elements, row after row, as they lie in memory: equal numbers of
     another element type are another name.
     """
-    if start_token_idx >= num_embedded_tokens(request):
+    if start_token_idx >= _num_embedded_tokens(request):
         return []
     embeds: Any = getattr(request, "prompt_embeds", None)
     content = _element_bytes(embeds[start_token_idx:end_token_idx])
     return [("prompt_embeds", hashlib.sha256(content).digest())]
 
 
-def num_embedded_tokens(request: object) -> int:
+def _num_embedded_tokens(request: object) -> int:
     """Tokens from the first one on whose embedding was given."""
     embeds: Any = getattr(request, "prompt_embeds", None)
     return 0 if embeds is None else len(embeds)
@@ -248,9 +248,9 @@ BlockHashType: TypeAlias = bytes
 HashFunction: TypeAlias = Callable[[bytes], bytes] | ObjectHash
 """Any bytes to 32 bytes, or one of vLLM's algorithms."""
 
-HASH_NBYTES = 32
+_HASH_NBYTES = 32
 TOKEN_NBYTES = 4
-MAX_TOKEN_ID = (1 << 32) - 1
+_MAX_TOKEN_ID = (1 << 32) - 1
 
 
 def sha256(data: bytes) -> bytes:
@@ -260,7 +260,7 @@ def sha256(data: bytes) -> bytes:
 
 def none_hash(seed: bytes | None) -> BlockHashType:
     """The root of a chain: sha256 of ``seed``, or of 32 random bytes when there is no seed."""
-    return sha256(os.urandom(HASH_NBYTES) if seed is None else seed)
+    return sha256(os.urandom(_HASH_NBYTES) if seed is None else seed)
 
 
 NONE_HASH: BlockHashType
@@ -351,7 +351,7 @@ def _first_bad_token(token_ids: Sequence[int], first_position: int) -> str:
             array.array("I", [token])
         except (OverflowError, TypeError):
             return (
-                f"token_ids[{position}]: expected an integer from 0 to {MAX_TOKEN_ID}, "
+                f"token_ids[{position}]: expected an integer from 0 to {_MAX_TOKEN_ID}, "
                 f"got {token!r}; pass the tokenizer's ids, without padding"
             )
     return f"token_ids: expected a sequence of integers, got {type(token_ids).__name__}"
@@ -503,7 +503,7 @@ def _hash_with_extra_keys(
 ) -> list[BlockHashType]:
     hashes: list[BlockHashType] = []
     mm_idx, num_mm = 0, len(getattr(request, "mm_features", None) or ())
-    num_embedded = num_embedded_tokens(request)
+    num_embedded = _num_embedded_tokens(request)
     for block, piece in enumerate(pieces, start=first_block):
         start, end = block * block_size, (block + 1) * block_size
         keys, mm_idx = generate_block_hash_extra_keys(request, start, end, mm_idx)
@@ -522,6 +522,6 @@ def _pack_keys(keys: Sequence[ExtraKey] | None) -> bytes:
 
 
 def _check_hash(name: str, block_hash: bytes, hash_function: HashFunction) -> None:
-    expected = hash_function.nbytes if isinstance(hash_function, ObjectHash) else HASH_NBYTES
+    expected = hash_function.nbytes if isinstance(hash_function, ObjectHash) else _HASH_NBYTES
     if len(block_hash) != expected:
         raise ValueError(f"{name}: expected {expected} bytes, got {len(block_hash)}")

@@ -44,7 +44,7 @@ class CacheHit:
     num_tokens: int
 
 
-def longest_common_hit(
+def _longest_common_hit(
     groups: Sequence[GroupManager],
     block_hashes: Sequence[BlockHashType],
     max_tokens: int,
@@ -188,7 +188,7 @@ class KVCacheManager:
             raise ValueError(f"max_tokens: expected at least 0, got {max_tokens}")
         if not self.enable_caching:
             return self._no_hit
-        return longest_common_hit(self.groups, block_hashes, max_tokens, self.alignment_tokens)
+        return _longest_common_hit(self.groups, block_hashes, max_tokens, self.alignment_tokens)
 
     # ------------------------------------------------------------------ a request's life
 

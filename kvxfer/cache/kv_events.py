@@ -20,10 +20,10 @@ from kvxfer.cache.hashing import (
 )
 from kvxfer.cache.specs import KVCacheSpec, SlidingWindowSpec
 
-ExternalBlockHash: TypeAlias = bytes | int
+_ExternalBlockHash: TypeAlias = bytes | int
 """A name as it leaves the process: whole, or its last 64 bits as an unsigned integer."""
 
-MEDIUM_GPU = "GPU"
+_MEDIUM_GPU = "GPU"
 
 _LAST_64_BITS = (1 << 64) - 1
 
@@ -53,8 +53,8 @@ class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
         session_id: the request's, where it has one.
     """
 
-    block_hashes: list[ExternalBlockHash]
-    parent_block_hash: ExternalBlockHash | None
+    block_hashes: list[_ExternalBlockHash]
+    parent_block_hash: _ExternalBlockHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -72,7 +72,7 @@ class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
 class BlockRemoved(KVCacheEvent, frozen=True, kw_only=True):
     """Blocks of a group have lost these names. A name that two blocks had is removed twice."""
 
-    block_hashes: list[ExternalBlockHash]
+    block_hashes: list[_ExternalBlockHash]
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
@@ -100,7 +100,7 @@ class KVEventLog:
             ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` is 0.
     """
 
-    def __init__(self, medium: str = MEDIUM_GPU, *, int_block_hashes: bool = True) -> None:
+    def __init__(self, medium: str = _MEDIUM_GPU, *, int_block_hashes: bool = True) -> None:
         self.medium = medium
         self.int_block_hashes = int_block_hashes
         self._events: list[KVCacheEvent] = []
@@ -160,7 +160,7 @@ class KVEventLog:
         """Note that no block has a name any more."""
         self._events.append(AllBlocksCleared())
 
-    def _external(self, block_hash: BlockHashType) -> ExternalBlockHash:
+    def _external(self, block_hash: BlockHashType) -> _ExternalBlockHash:
         if self.int_block_hashes:
             return int.from_bytes(block_hash, "big") & _LAST_64_BITS
         return block_hash

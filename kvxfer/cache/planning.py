@@ -45,7 +45,7 @@ def check_enough_kv_cache_memory(
         ValueError: it does not fit; the message says what is needed and available, the longest
             request that fits, and the settings to change. Or layers that cannot be grouped.
     """
-    check_groups_fit(config, get_kv_cache_groups(config, kv_cache_spec), available_memory)
+    _check_groups_fit(config, get_kv_cache_groups(config, kv_cache_spec), available_memory)
 
 
 def estimate_max_model_len(
@@ -58,10 +58,10 @@ def estimate_max_model_len(
     """
     groups = get_kv_cache_groups(config, kv_cache_spec)
     _check_settings(config)
-    return _longest_request(config, groups, num_blocks_for(config, groups, available_memory))
+    return _longest_request(config, groups, _num_blocks_for(config, groups, available_memory))
 
 
-def pool_block_nbytes(groups: Sequence[KVCacheGroupSpec]) -> int:
+def _pool_block_nbytes(groups: Sequence[KVCacheGroupSpec]) -> int:
     """Bytes of one block of the pool: of all layers of the largest group; 0 without groups."""
     of_groups = (
         sum(group.spec_of(name).page_size_bytes for name in group.layer_names) for group in groups
@@ -69,7 +69,7 @@ def pool_block_nbytes(groups: Sequence[KVCacheGroupSpec]) -> int:
     return max(of_groups, default=0)
 
 
-def num_blocks_for(
+def _num_blocks_for(
     config: PlanningConfig, groups: Sequence[KVCacheGroupSpec], available_memory: int
 ) -> int:
     """Blocks of the pool, the null block among them: as many as fit, or the override.
@@ -87,10 +87,12 @@ def num_blocks_for(
     if override is not None:
         check_positive("num_gpu_blocks_override", override)
         return override
-    return max(0, available_memory) // pool_block_nbytes(groups)
+    return max(0, available_memory) // _pool_block_nbytes(groups)
 
 
-def num_blocks_needed(groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_tokens: int) -> int:
+def _num_blocks_needed(
+    groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_tokens: int
+) -> int:
     """Blocks of a pool in which one request of ``num_tokens`` tokens fits, computed in steps of up
     to ``step_tokens``; the null block is among them.
     """
@@ -99,18 +101,18 @@ def num_blocks_needed(groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_
     )
 
 
-def check_groups_fit(
+def _check_groups_fit(
     config: PlanningConfig, groups: Sequence[KVCacheGroupSpec], available_memory: int
 ) -> int:
     """As :func:`check_enough_kv_cache_memory`; returns the pool's number of blocks."""
     max_model_len = config.model_config.max_model_len
     step_tokens = config.scheduler_config.max_num_batched_tokens
     _check_settings(config)
-    num_blocks = num_blocks_for(config, groups, available_memory)
-    num_needed = num_blocks_needed(groups, max_model_len, step_tokens)
+    num_blocks = _num_blocks_for(config, groups, available_memory)
+    num_needed = _num_blocks_needed(groups, max_model_len, step_tokens)
     if not groups or num_needed <= num_blocks:
         return num_blocks
-    block_nbytes = pool_block_nbytes(groups)
+    block_nbytes = _pool_block_nbytes(groups)
     longest = _longest_request(config, groups, num_blocks)
     shorter = f"lower max_model_len to {longest} or less, or " if longest else ""
     if getattr(config.cache_config, "num_gpu_blocks_override", None) is not None:
@@ -140,7 +142,7 @@ def _longest_request(
     fits, too_long = 0, config.model_config.max_model_len + 1
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        if num_blocks_needed(groups, middle, step_tokens) <= num_blocks:
+        if _num_blocks_needed(groups, middle, step_tokens) <= num_blocks:
             fits = middle
         else:
             too_long = middle
@@ -167,7 +169,7 @@ def get_kv_cache_config(
             (:func:`~kvxfer.cache.grouping.get_kv_cache_groups`).
     """
     groups = get_kv_cache_groups(config, kv_cache_spec)
-    kv_cache_config = _config_for(groups, check_groups_fit(config, groups, available_memory))
+    kv_cache_config = _config_for(groups, _check_groups_fit(config, groups, available_memory))
     _log_plan(kv_cache_config)
     return kv_cache_config
 
@@ -183,7 +185,7 @@ def get_kv_cache_config_uniform_type(
             (:func:`~kvxfer.cache.grouping.is_kv_cache_type_uniform`), or too little memory.
     """
     groups = [uniform_type_group(kv_cache_spec)]
-    return _config_for(groups, check_groups_fit(config, groups, available_memory))
+    return _config_for(groups, _check_groups_fit(config, groups, available_memory))
 
 
 def get_kv_cache_configs(
@@ -216,7 +218,7 @@ def get_kv_cache_configs(
     groups = get_kv_cache_groups(config, merged)
     of_workers = [[_part(group, specs) for group in groups] for specs in kv_cache_specs]
     num_blocks = [
-        check_groups_fit(config, own, nbytes)
+        _check_groups_fit(config, own, nbytes)
         for own, nbytes in zip(of_workers, available_memory, strict=True)
         if any(group.layer_names for group in own)
     ]

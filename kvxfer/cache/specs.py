@@ -125,13 +125,13 @@ def check_positive(name: str, value: int, advice: str = "") -> None:
         raise ValueError(f"{name}: expected at least 1, got {value}{advice and f'; {advice}'}")
 
 
-def check_dtype(dtype: str) -> None:
+def _check_dtype(dtype: str) -> None:
     """ValueError unless ``dtype`` is a key of :data:`DTYPE_NBYTES`."""
     if dtype not in DTYPE_NBYTES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NBYTES)}, got {dtype!r}")
 
 
-def check_padding(padded: int | None, unpadded: int) -> None:
+def _check_padding(padded: int | None, unpadded: int) -> None:
     """TypeError unless ``padded`` is an int or None, ValueError when it is fewer bytes than a block
     has.
     """
@@ -171,8 +171,8 @@ class AttentionSpec(KVCacheSpec):
         KVCacheSpec.__post_init__(self)
         check_positive("num_kv_heads", self.num_kv_heads)
         check_positive("head_size", self.head_size)
-        check_dtype(self.dtype)
-        check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
+        _check_dtype(self.dtype)
+        _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
 
     @property
     def unpadded_page_size_bytes(self) -> int:
@@ -332,13 +332,13 @@ class MambaSpec(KVCacheSpec):
             for size in shape:
                 check_positive("shapes", size)
         for dtype in self.dtypes:
-            check_dtype(dtype)
+            _check_dtype(dtype)
         check_int("num_speculative_blocks", self.num_speculative_blocks)
         if self.num_speculative_blocks < 0:
             raise ValueError(
                 f"num_speculative_blocks: expected at least 0, got {self.num_speculative_blocks}"
             )
-        check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
+        _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
 
     @property
     def unpadded_page_size_bytes(self) -> int:

@@ -42,9 +42,9 @@ from kvxfer.engine.model_config import ModelConfig
 from kvxfer.engine.rpc import Info, RpcClient
 from kvxfer.errors import PeerLost
 
-INFO_S = 10.0
+_INFO_S = 10.0
 """An engine answers between its steps; its longest step takes a few seconds at most."""
-SERVER_BLOCKS = 2048
+_SERVER_BLOCKS = 2048
 """Blocks of an engine that does not know its work: 32,768 tokens in blocks of 16."""
 
 log = logging.getLogger("kvxfer.cli")
@@ -71,7 +71,7 @@ def run_prefill(options: PrefillOptions) -> None:
     side = options.side
     model = read_model(options, (side.tp_size,))
     (side,) = place_sides((side,), count_cuda_devices)
-    num_blocks = side.num_blocks or SERVER_BLOCKS
+    num_blocks = side.num_blocks or _SERVER_BLOCKS
     host = {"host": listen.host.strip("[]")}
     kv = settings(options, side, given={"port": options.kv_port}, defaults=host)
     config = msgspec.structs.replace(
@@ -163,7 +163,7 @@ def _run(
         return summary.is_good
 
 
-def _client(stack: ExitStack, endpoint: str, timeout_s: float = INFO_S) -> RpcClient:
+def _client(stack: ExitStack, endpoint: str, timeout_s: float = _INFO_S) -> RpcClient:
     return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s))
 
 
@@ -177,7 +177,7 @@ def _info(link: Link) -> Info | None:
     if link.lost_at_s is not None:
         return None
     try:
-        return link.client.ask(INFO_S)
+        return link.client.ask(_INFO_S)
     except PeerLost as e:
         log.warning("%s", e)
         return None

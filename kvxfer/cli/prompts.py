@@ -19,7 +19,7 @@ import msgspec
 
 from kvxfer.errors import ConfigError
 
-EncodeText = Callable[[str], Sequence[int]]
+_EncodeText = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class _BuiltIn:
 # Shorter than any block, exactly a block of either default side, long. The last two come when
 # others are through: one shares a beginning whose length is a multiple of no block size, one is a
 # repetition, fully cached by then.
-BUILT_IN = (
+_BUILT_IN = (
     _BuiltIn("tiny", 5),
     _BuiltIn("shared-a", 300, shared_tokens=270),
     _BuiltIn("block-16", 16),
@@ -65,7 +65,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 def built_in_prompts(vocab_size: int, max_new_tokens: int) -> list[Prompt]:
     """Ten prompts of mixed lengths, the same in every run; some share their beginning."""
-    shared = _random_ids("shared", max(each.shared_tokens for each in BUILT_IN), vocab_size)
+    shared = _random_ids("shared", max(each.shared_tokens for each in _BUILT_IN), vocab_size)
     return [
         Prompt(
             each.name,
@@ -73,7 +73,7 @@ def built_in_prompts(vocab_size: int, max_new_tokens: int) -> list[Prompt]:
             + _random_ids(each.name, each.num_tokens - each.shared_tokens, vocab_size),
             max_new_tokens,
         )
-        for each in BUILT_IN
+        for each in _BUILT_IN
     ]
 
 
@@ -83,7 +83,7 @@ def _random_ids(seed: str, num_tokens: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def load_prompts(
-    path: Path, *, encode: EncodeText, vocab_size: int, max_new_tokens: int
+    path: Path, *, encode: _EncodeText, vocab_size: int, max_new_tokens: int
 ) -> list[Prompt]:
     """Prompts of a file.
 
@@ -93,7 +93,7 @@ def load_prompts(
     """
     read = _read_json_line if path.suffix == ".jsonl" else _read_text_line
     prompts: list[Prompt] = []
-    for number, line in enumerate(read_lines(path, "--prompts"), start=1):
+    for number, line in enumerate(_read_lines(path, "--prompts"), start=1):
         if not line.strip():
             continue
         try:
@@ -107,7 +107,7 @@ def load_prompts(
     return prompts
 
 
-def read_lines(path: Path, option: str) -> list[str]:
+def _read_lines(path: Path, option: str) -> list[str]:
     """The lines of a UTF-8 file; ConfigError naming the option when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").split("\n")
@@ -116,7 +116,7 @@ def read_lines(path: Path, option: str) -> list[str]:
         raise ConfigError(f"{option}: {path} cannot be read ({why})") from e
 
 
-def _read_json_line(line: str, encode: EncodeText) -> Sequence[int]:
+def _read_json_line(line: str, encode: _EncodeText) -> Sequence[int]:
     parsed = msgspec.json.decode(line, type=_Line)
     if (parsed.prompt is None) == (parsed.prompt_token_ids is None):
         raise ValueError('expected either "prompt" or "prompt_token_ids", got both or none')
@@ -125,7 +125,7 @@ def _read_json_line(line: str, encode: EncodeText) -> Sequence[int]:
     return encode(parsed.prompt or "")
 
 
-def _read_text_line(line: str, encode: EncodeText) -> Sequence[int]:
+def _read_text_line(line: str, encode: _EncodeText) -> Sequence[int]:
     return encode(line)
 
 
@@ -138,7 +138,7 @@ def _check(token_ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"expected token ids in [0, {vocab_size}), got {wrong}")
 
 
-def text_encoder(model: str | None) -> EncodeText:
+def text_encoder(model: str | None) -> _EncodeText:
     """How text becomes token ids: by the model folder's tokenizer.json, else its UTF-8 bytes.
 
     Raises ConfigError when the file cannot be read, or the package for it is missing.
@@ -165,13 +165,13 @@ def text_encoder(model: str | None) -> EncodeText:
     return encode
 
 
-UNIT_TOKENS = 512
+_UNIT_TOKENS = 512
 """Tokens of the traced input that one hash id stands for."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class TraceLine(msgspec.Struct, frozen=True):
+class _TraceLine(msgspec.Struct, frozen=True):
     """One traced request; other fields of the line are passed over."""
 
     timestamp: float
@@ -195,8 +195,8 @@ def load_trace(
     ``max_new_tokens``. One second of the trace takes ``time_scale`` seconds; 0: all at once. Raises
     ConfigError naming file and line.
     """
-    if not 1 <= scale <= UNIT_TOKENS:
-        raise ConfigError(f"--trace-scale: expected 1 to {UNIT_TOKENS}, got {scale}")
+    if not 1 <= scale <= _UNIT_TOKENS:
+        raise ConfigError(f"--trace-scale: expected 1 to {_UNIT_TOKENS}, got {scale}")
     if not time_scale >= 0:
         raise ConfigError(f"--time-scale: expected at least 0, got {time_scale:g}")
     lines = _numbered(path)[:limit]
@@ -215,9 +215,9 @@ def load_trace(
     return sorted(prompts, key=lambda prompt: prompt.arrival_s)
 
 
-def _numbered(path: Path) -> list[tuple[int, TraceLine]]:
-    lines: list[tuple[int, TraceLine]] = []
-    for number, text in enumerate(read_lines(path, "--trace"), start=1):
+def _numbered(path: Path) -> list[tuple[int, _TraceLine]]:
+    lines: list[tuple[int, _TraceLine]] = []
+    for number, text in enumerate(_read_lines(path, "--trace"), start=1):
         if text.strip():
             try:
                 lines.append((number, _parse(text)))
@@ -226,9 +226,9 @@ def _numbered(path: Path) -> list[tuple[int, TraceLine]]:
     return lines
 
 
-def _parse(text: str) -> TraceLine:
-    line = msgspec.json.decode(text, type=TraceLine)
-    num_units = -(-line.input_length // UNIT_TOKENS)
+def _parse(text: str) -> _TraceLine:
+    line = msgspec.json.decode(text, type=_TraceLine)
+    num_units = -(-line.input_length // _UNIT_TOKENS)
     if len(line.hash_ids) != num_units:
         raise ValueError(
             f"hash_ids: expected {num_units} for {line.input_length} tokens, "
@@ -237,8 +237,8 @@ def _parse(text: str) -> TraceLine:
     return line
 
 
-def _tokens(line: TraceLine, scale: int, vocab_size: int) -> Iterable[int]:
-    unit_tokens = UNIT_TOKENS // scale
+def _tokens(line: _TraceLine, scale: int, vocab_size: int) -> Iterable[int]:
+    unit_tokens = _UNIT_TOKENS // scale
     whole = [token for i in line.hash_ids for token in unit(i, unit_tokens, vocab_size)]
     # An empty input, or one that the scale makes empty, still is a request: one token.
     return whole[: line.input_length // scale] or unit(0, 1, vocab_size)

@@ -27,12 +27,12 @@ log = logging.getLogger("kvxfer.cli")
 
 STALLED_S = 300.0
 """When no engine says anything for this long while requests are in flight, the run ends."""
-RECONNECT_TRY_S = 1.0
+_RECONNECT_TRY_S = 1.0
 """One attempt to reach an engine that has gone: answers come between its steps, and the largest
 step of the reference engine takes less than this."""
-PREFILL_LOST = "prefill_lost"
+_PREFILL_LOST = "prefill_lost"
 """The prefill engine went away before it had answered."""
-NO_OFFER = "no_offer"
+_NO_OFFER = "no_offer"
 """The prefill engine answered without kv_transfer_params."""
 
 Progress = Callable[[int, int], None]
@@ -128,7 +128,7 @@ class Replay:
     def _ask_prefill(self, request_id: str) -> None:
         job = self._jobs[request_id]
         if self._prefill.lost_at_s is not None:
-            self._without_prefill(request_id, PREFILL_LOST)
+            self._without_prefill(request_id, _PREFILL_LOST)
             return
         job.is_at_prefill = True
         params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -230,7 +230,7 @@ class Replay:
             return
         job.answers.prefill = message
         if message.kv_transfer_params is None:
-            self._without_prefill(message.request_id, message.failure or NO_OFFER)
+            self._without_prefill(message.request_id, message.failure or _NO_OFFER)
         else:
             job.is_at_prefill = False
             self._ask_decode(message.request_id)
@@ -270,11 +270,11 @@ class Replay:
         )
         for request_id in sorted(self._open):
             if self._jobs[request_id].is_at_prefill:
-                self._without_prefill(request_id, PREFILL_LOST)
+                self._without_prefill(request_id, _PREFILL_LOST)
 
     def _try_to_reconnect(self, link: Link) -> None:
         try:
-            client = RpcClient(link.client.endpoint, connect_timeout_s=RECONNECT_TRY_S)
+            client = RpcClient(link.client.endpoint, connect_timeout_s=_RECONNECT_TRY_S)
         except PeerLost:
             return
         link.client, link.lost_at_s = client, None

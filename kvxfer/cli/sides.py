@@ -18,7 +18,7 @@ from kvxfer.engine.devices import CPU
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.model_config import ModelConfig, load_model_config, shard_for
 
-KEPT_NBYTES = 512 << 20
+_KEPT_NBYTES = 512 << 20
 """How much KV a rank's pool may hold beyond what is in flight, so that prefixes stay cached."""
 SERVER_SEQS = 64
 """Requests at once, of an engine that does not know its work; more where the run has more."""
@@ -185,7 +185,7 @@ def pool_blocks(side: SideOptions, model: ModelConfig, work: Work) -> int:
         role=Role.BOTH, engine_id="sizing", tp_size=side.tp_size, block_size=side.block_size
     )
     sizing, block_nbytes = _sizing(config, model)
-    return work.num_blocks(sizing, KEPT_NBYTES // block_nbytes)
+    return work.num_blocks(sizing, _KEPT_NBYTES // block_nbytes)
 
 
 def _sizing(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheManager, int]:

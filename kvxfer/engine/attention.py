@@ -143,7 +143,7 @@ class PagedBackend(abc.ABC):
         return output
 
 
-class HndBackend(PagedBackend):
+class _HndBackend(PagedBackend):
     """Physical order [2, blocks, heads, block tokens, head_size]; a kernel block is a block."""
 
     @staticmethod
@@ -175,7 +175,7 @@ class HndBackend(PagedBackend):
         return key, value
 
 
-class NhdBackend(PagedBackend):
+class _NhdBackend(PagedBackend):
     """Physical order [kernel blocks, 2, kernel tokens, heads, head_size]; a block is consecutive
     kernel blocks of the largest size that divides it (24 is three of 8).
     """
@@ -202,14 +202,14 @@ class NhdBackend(PagedBackend):
         return key, value
 
 
-BACKENDS: dict[str, type[PagedBackend]] = {"HND": HndBackend, "NHD": NhdBackend}
+_BACKENDS: dict[str, type[PagedBackend]] = {"HND": _HndBackend, "NHD": _NhdBackend}
 
 
 def attention_backend(name: str) -> type[PagedBackend]:
     """The backend of a layout, "HND" or "NHD"; raises ModelError for another name."""
-    if name not in BACKENDS:
-        raise ModelError(f"layout: expected {' or '.join(BACKENDS)}, got {name!r}")
-    return BACKENDS[name]
+    if name not in _BACKENDS:
+        raise ModelError(f"layout: expected {' or '.join(_BACKENDS)}, got {name!r}")
+    return _BACKENDS[name]
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:

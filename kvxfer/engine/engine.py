@@ -22,7 +22,7 @@ from kvxfer.engine.rpc import (
 )
 from kvxfer.errors import KvxferError, PeerLost
 
-CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Engine:
         if self._client is None:
             self.group.ready()
             self.group.check()
-            self._client = RpcClient(self.group.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
+            self._client = RpcClient(self.group.endpoint, connect_timeout_s=_CONNECT_TIMEOUT_S)
         return self._client
 
     def reconfigure(self, config: EngineConfig) -> None:
@@ -125,7 +125,7 @@ class Engine:
 
     def info(self) -> Info:
         """The engine as it stands; for use while no request is in flight."""
-        return self.client.ask(CONNECT_TIMEOUT_S)
+        return self.client.ask(_CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
         """End every rank; idempotent."""

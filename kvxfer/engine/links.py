@@ -94,14 +94,14 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
     output: StepOutput
 
 
-FromRank = Started | Activity | Output
+_FromRank = Started | Activity | Output
 
-END = b""
-LAST_WORD_MS = 500
-"""How long END may take to leave; a rank that is gone does not hold rank 0 longer."""
+_END = b""
+_LAST_WORD_MS = 500
+"""How long _END may take to leave; a rank that is gone does not hold rank 0 longer."""
 
 _encoder = msgspec.msgpack.Encoder()
-_from_rank = msgspec.msgpack.Decoder(FromRank)
+_from_rank = msgspec.msgpack.Decoder(_FromRank)
 _step = msgspec.msgpack.Decoder(SchedulerOutput)
 
 
@@ -115,22 +115,22 @@ class DriverLink:
 
     def __init__(self, context: Context, address: str) -> None:
         self.socket = context.socket(zmq.PAIR)
-        self.socket.setsockopt(zmq.LINGER, LAST_WORD_MS)
+        self.socket.setsockopt(zmq.LINGER, _LAST_WORD_MS)
         self.socket.bind(address)
 
     def send(self, step: SchedulerOutput) -> None:
         self.socket.send(_encoder.encode(step))
 
-    def receive(self) -> FromRank:
+    def receive(self) -> _FromRank:
         """The next message; waits for it. The parent process ends this one when a rank dies."""
-        message: FromRank = _from_rank.decode(self.socket.recv())
+        message: _FromRank = _from_rank.decode(self.socket.recv())
         return message
 
     def close(self) -> None:
         """Tell the rank to end, between steps, and drop the link."""
         # Only from here: a rank that left by itself could leave rank 0 in a step, waiting for it.
         with suppress(zmq.Again):  # it never connected
-            self.socket.send(END, zmq.NOBLOCK)
+            self.socket.send(_END, zmq.NOBLOCK)
         self.socket.close()
 
 
@@ -142,13 +142,13 @@ class RankLink:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.connect(address)
 
-    def send(self, message: FromRank) -> None:
+    def send(self, message: _FromRank) -> None:
         self.socket.send(_encoder.encode(message))
 
     def receive(self) -> SchedulerOutput | None:
         """The next step; waits for it. None: there is no next one."""
         frame = self.socket.recv()
-        return None if frame == END else _step.decode(frame)
+        return None if frame == _END else _step.decode(frame)
 
     def close(self) -> None:
         self.socket.close()

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from kvxfer.errors import ModelError
 
-DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Llama3Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,10 +212,10 @@ def shard_for(config: ModelConfig, tp_rank: int, tp_size: int) -> TpShard:
     )
 
 
-def check_model(config: ModelConfig) -> None:
+def _check_model(config: ModelConfig) -> None:
     """What holds for every model, wherever its numbers came from. Raises ModelError."""
-    if config.dtype not in DTYPES:
-        raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    if config.dtype not in _DTYPES:
+        raise ModelError(f"dtype: expected one of {', '.join(_DTYPES)}, got {config.dtype!r}")
     for name in (
         "vocab_size",
         "hidden_size",
@@ -246,7 +246,7 @@ def _kind(window: int | None) -> str:
 
 
 _T = TypeVar("_T")
-MODEL_TYPES = ("llama", "mistral", "ministral")
+_MODEL_TYPES = ("llama", "mistral", "ministral")
 FULL, SLIDING = "full_attention", "sliding_attention"  # as in layer_types
 
 
@@ -314,7 +314,7 @@ def load_model_config(
                 "other head counts need seeded random weights (a bare config.json)"
             )
         config = msgspec.structs.replace(config, num_kv_heads=num_kv_heads)
-    check_model(config)
+    _check_model(config)
     return config
 
 
@@ -380,9 +380,9 @@ def _decode(file: Path, kind: type[_T]) -> _T:
 
 
 def _refuse_unsupported(raw: _HfConfig, file: Path) -> None:
-    if raw.model_type not in MODEL_TYPES:
+    if raw.model_type not in _MODEL_TYPES:
         raise ModelError(
-            f"{file}: model_type: expected one of {', '.join(MODEL_TYPES)}, got "
+            f"{file}: model_type: expected one of {', '.join(_MODEL_TYPES)}, got "
             f"{raw.model_type!r}; it is not supported"
         )
     expected: tuple[tuple[str, object], ...] = (

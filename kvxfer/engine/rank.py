@@ -50,7 +50,7 @@ _life = msgspec.msgpack.Decoder(Life)
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the interpreter while another waits. With Python's 5 ms an IO thread
 beside a busy engine thread answers in 10 ms, with this in 45 us (measured)."""
-LAST_GRACE_S = 8.0
+_LAST_GRACE_S = 8.0
 """A rank that was told to end, lost its parent or failed, and still hangs after this (in a
 collective with a dead rank, say) ends itself. Below the parent's own STOP_TIMEOUT_S."""
 
@@ -124,7 +124,7 @@ class _Orders:
 
 
 def _end_late() -> None:
-    time.sleep(LAST_GRACE_S)
+    time.sleep(_LAST_GRACE_S)
     os._exit(1)
 
 

@@ -23,7 +23,7 @@ from kvxfer.errors import ConfigError, PeerLost, ProtocolError
 
 log = logging.getLogger("kvxfer.engine")
 
-MAX_FRAME_NBYTES = 64 << 20
+_MAX_FRAME_NBYTES = 64 << 20
 """A million token ids are 5 MB; digests of a 10,000-token prompt on 8 ranks about 10 MB."""
 HEARTBEAT_S = 1.0
 """ZMQ's own heartbeats: a peer whose process or host is gone is noticed without traffic."""
@@ -107,7 +107,7 @@ _to_client = msgspec.msgpack.Decoder(ToClient)
 
 def _tune(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_NBYTES)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))

@@ -23,8 +23,8 @@ from kvxfer.errors import ModelError
 # The order of float32 summation (TP 1 against 2 and 4) moved the tiny model's logits by at most
 # 1e-5
 # and flipped none of 4,096 greedy tokens; the smallest gap between the best two was 8e-5.
-RANDOM_STD = 0.08
-INDEX_NAME = "model.safetensors.index.json"
+_RANDOM_STD = 0.08
+_INDEX_NAME = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Part:
 
 
 class RandomWeights:
-    """Seeded weights: norms of one, the rest normal with standard deviation ``RANDOM_STD``."""
+    """Seeded weights: norms of one, the rest normal with a small standard deviation."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -77,7 +77,7 @@ class RandomWeights:
             return torch.ones(part.shape)
         digest = hashlib.blake2b(f"{self._seed}:{part.name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        full = torch.empty(part.shape).normal_(std=RANDOM_STD, generator=generator)
+        full = torch.empty(part.shape).normal_(std=_RANDOM_STD, generator=generator)
         return full if part.dim is None else full.narrow(part.dim, part.lo, part.hi - part.lo)
 
 
@@ -173,7 +173,7 @@ def weights_identity(config: ModelConfig, *, seed: int = 0) -> str:
     model = msgspec.structs.replace(config, weights=None, dtype="float32")
     digest = hashlib.blake2b(msgspec.json.encode(model), digest_size=16)
     if config.weights is None:
-        digest.update(f"seed {seed} std {RANDOM_STD}".encode())
+        digest.update(f"seed {seed} std {_RANDOM_STD}".encode())
         return f"random-{digest.hexdigest()}"
     for file in _weight_files(config.weights):
         nbytes = file.stat().st_size
@@ -187,7 +187,7 @@ def weights_identity(config: ModelConfig, *, seed: int = 0) -> str:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files named by the index, or every safetensors file of the folder."""
-    index = folder / INDEX_NAME
+    index = folder / _INDEX_NAME
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     try:

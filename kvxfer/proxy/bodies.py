@@ -73,8 +73,8 @@ class ErrorReply(KvxferError):
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 
-KV_PARAMS: Final = "kv_transfer_params"
-PREFILL_PARAMS: Final[Mapping[str, bool | None]] = MappingProxyType(
+_KV_PARAMS: Final = "kv_transfer_params"
+_PREFILL_PARAMS: Final[Mapping[str, bool | None]] = MappingProxyType(
     {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -126,7 +126,7 @@ class ClientBody:
         fields: dict[str, object] = {
             name: value for name, value in self.fields.items() if name not in _DROPPED_FOR_PREFILL
         }
-        fields |= {"max_tokens": 1, "stream": False, KV_PARAMS: dict(PREFILL_PARAMS)}
+        fields |= {"max_tokens": 1, "stream": False, _KV_PARAMS: dict(_PREFILL_PARAMS)}
         if self.path == CHAT and "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = 1
         return msgspec.json.encode(fields)
@@ -135,7 +135,7 @@ class ClientBody:
         """The client's request with the prefill engine's params, byte for byte; None: without."""
         fields = dict(self.fields)
         if params is not None:
-            fields[KV_PARAMS] = params
+            fields[_KV_PARAMS] = params
         return msgspec.json.encode(fields)
 
 
@@ -151,7 +151,7 @@ def parse_body(path: str, raw: bytes) -> ClientBody:
         if is_in_the_way(asked):
             raise ErrorReply(400, Reason.NOT_TRANSFERABLE, f"{field}: {what}", param=field)
     # A null of the client's own says nothing and would be a second value of the key.
-    return ClientBody(path, {name: v for name, v in fields.items() if name != KV_PARAMS})
+    return ClientBody(path, {name: v for name, v in fields.items() if name != _KV_PARAMS})
 
 
 def _num_prompts(asked: _Asked) -> int:
@@ -174,7 +174,7 @@ _PROMPT_LOGPROBS = (
 )
 _FOR_BOTH: tuple[_Rule, ...] = (
     (
-        KV_PARAMS,
+        _KV_PARAMS,
         lambda a: a.kv_transfer_params is not None,
         "expected none, got some; the proxy sets them: leave them out, or talk to an engine itself",
     ),
@@ -256,16 +256,16 @@ def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
         raise ErrorReply(
             502,
             Reason.PREFILL_UNREADABLE,
-            f"{engine}: expected a JSON object with {KV_PARAMS}, got one that cannot be read: {e}",
+            f"{engine}: expected a JSON object with {_KV_PARAMS}, got one that cannot be read: {e}",
         ) from e
     if marks is None:
         raise NoKv(
-            f"{engine}: answered without {KV_PARAMS}; its log or its metrics say why. If it always "
-            "does, is it running with a KV connector whose role can send?"
+            f"{engine}: answered without {_KV_PARAMS}; its log or its metrics say why. If it "
+            "always does, is it running with a KV connector whose role can send?"
         )
     if not marks.do_remote_prefill:
         raise NoKv(
-            f"{engine}: answered with {KV_PARAMS} without do_remote_prefill: true, "
+            f"{engine}: answered with {_KV_PARAMS} without do_remote_prefill: true, "
             "which a decode engine runs as a plain request"
         )
     # A copy: Raw is a view that would keep the whole answer.

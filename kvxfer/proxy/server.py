@@ -43,7 +43,7 @@ from kvxfer.proxy.metrics import CONTENT_TYPE, Metrics
 from kvxfer.proxy.pool import UP, EnginePool, Seen, State
 from kvxfer.proxy.settings import Engine, OnMissingKv, ProxySettings, Side
 
-EVERY_S: Final = 60.0
+_EVERY_S: Final = 60.0
 
 
 class Repeats:
@@ -59,7 +59,7 @@ class Repeats:
         Returns the number to say now, all times since it was said last; 0: it is too soon.
         """
         num = self._unsaid.get(what, 0) + 1
-        if now_s - self._said_s.get(what, -EVERY_S) < EVERY_S:
+        if now_s - self._said_s.get(what, -_EVERY_S) < _EVERY_S:
             self._unsaid[what] = num
             return 0
         self._said_s[what], self._unsaid[what] = now_s, 0
@@ -67,12 +67,12 @@ class Repeats:
 
 
 MODELS = "/v1/models"
-HEALTH = "/health"
-METRICS = "/metrics"
-SERVED = (*(f"POST {path}" for path in PATHS), *(f"GET {p}" for p in (MODELS, HEALTH, METRICS)))
+_HEALTH = "/health"
+_METRICS = "/metrics"
+_SERVED = (*(f"POST {path}" for path in PATHS), *(f"GET {p}" for p in (MODELS, _HEALTH, _METRICS)))
 """Every path, for the answer to an unknown one."""
 
-PROBE_TIMEOUT_S = 30.0
+_PROBE_TIMEOUT_S = 30.0
 """A busy engine is not a dead one: on a host with 26 processes for 2 cores a vLLM server that went
 on serving took over 5 s for /health. Who does not even connect is found by the connect timeout."""
 ABANDONED_S = 1.0
@@ -105,8 +105,8 @@ class Proxy:
         app = web.Application(middlewares=[self._answer_refusals])
         app.router.add_routes(web.post(path, self.generate) for path in PATHS)
         app.router.add_get(MODELS, self.models, allow_head=False)
-        app.router.add_get(HEALTH, self.health, allow_head=False)
-        app.router.add_get(METRICS, self.show_metrics, allow_head=False)
+        app.router.add_get(_HEALTH, self.health, allow_head=False)
+        app.router.add_get(_METRICS, self.show_metrics, allow_head=False)
         return app
 
     @web.middleware
@@ -118,7 +118,7 @@ class Proxy:
         try:
             return await handler(request)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as e:
-            served = ", ".join(SERVED)
+            served = ", ".join(_SERVED)
             refused = ErrorReply(
                 e.status,
                 Reason.UNKNOWN_PATH,
@@ -187,12 +187,12 @@ class Proxy:
         """Ask the engine once and remember what it says."""
         try:
             async with (
-                asyncio.timeout(PROBE_TIMEOUT_S),
-                self._session.get(engine.url + HEALTH, allow_redirects=False) as answer,
+                asyncio.timeout(_PROBE_TIMEOUT_S),
+                self._session.get(engine.url + _HEALTH, allow_redirects=False) as answer,
             ):
                 seen = UP
                 if answer.status != 200:
-                    seen = Seen(State.DOWN, f"answers {HEALTH} with {answer.status}")
+                    seen = Seen(State.DOWN, f"answers {_HEALTH} with {answer.status}")
         except (aiohttp.ClientError, OSError) as e:
             seen = Seen(State.DOWN, _said(e))
         self._see(engine, seen)
@@ -378,7 +378,7 @@ def _said(e: BaseException) -> str:
     return str(e) or ("no answer in time" if isinstance(e, TimeoutError) else type(e).__name__)
 
 
-SHUTDOWN_S = 1.0
+_SHUTDOWN_S = 1.0
 """What requests in flight get to end when the proxy does."""
 
 log = logging.getLogger("kvxfer.proxy")
@@ -396,7 +396,7 @@ async def serving(settings: ProxySettings) -> AsyncIterator[str]:
         await asyncio.gather(*(proxy.probe(engine) for engine in settings.engines))
         # handler_cancellation: a client that goes away cancels what is being done for it.
         runner = web.AppRunner(
-            proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+            proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
         )
         await runner.setup()
         stack.push_async_callback(proxy.end)

@@ -33,9 +33,9 @@ class _Nothing(ABC):  # noqa: B024  # a base class that asks for nothing
     """In the place of a base class that this version does not have."""
 
 
-KVConnectorHandshakeMetadata: Any = getattr(base, "KVConnectorHandshakeMetadata", _Nothing)
+_KVConnectorHandshakeMetadata: Any = getattr(base, "KVConnectorHandshakeMetadata", _Nothing)
 KVConnectorTransferResults: Any = getattr(base, "KVConnectorTransferResults", _TransferResults)
-KVConnectorWorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", _Nothing)
+_KVConnectorWorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", _Nothing)
 SupportsHMA: Any = getattr(base, "SupportsHMA", _Nothing)
 
 REPORTS_FAILED_REQUESTS: bool = hasattr(base, "KVConnectorTransferResults")
@@ -70,7 +70,7 @@ class KvxferMetadata(KVConnectorMetadata):  # type: ignore[misc]  # as in stats.
 
 
 @dataclass(frozen=True)
-class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+class KvxferHandshake(_KVConnectorHandshakeMetadata):  # type: ignore[misc]
     """What one rank says of itself and of its engine, whose ranks all say the same.
 
     ``incarnation``: 16 random bytes that the ranks agreed on, one registration of their pools.
@@ -82,7 +82,7 @@ class KvxferHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class KvxferWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Why loads failed on a rank in this step, by request; empty where an answer was wanted.
     ``details``: the same requests, why in words.
     """

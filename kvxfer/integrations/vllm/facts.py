@@ -58,7 +58,7 @@ def weights_identity(
     hf_config = model_config.hf_config
     load_format = getattr(load_config, "load_format", "auto")
     if getattr(load_format, "value", load_format) == "dummy":
-        name = f"dummy-{config_digest(hf_config.to_dict())}"
+        name = f"dummy-{_config_digest(hf_config.to_dict())}"
     elif found := _SNAPSHOT.search(model):
         name = f"{found['repo'].replace('--', '/')}@{found['commit']}"
     elif Path(model).exists():
@@ -69,7 +69,7 @@ def weights_identity(
     return name + _online_quantisation(model_config)
 
 
-def config_digest(config: Mapping[str, Any]) -> str:
+def _config_digest(config: Mapping[str, Any]) -> str:
     """A digest of a model's config, of what describes the model."""
     kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
     text = json.dumps(kept, sort_keys=True, default=str)
@@ -99,7 +99,7 @@ def _files_identity(model: str) -> str:
     digest = hashlib.blake2b(digest_size=16)
     config = path / "config.json"
     if config.is_file():
-        digest.update(config_digest(json.loads(config.read_text("utf-8"))).encode())
+        digest.update(_config_digest(json.loads(config.read_text("utf-8"))).encode())
     num_samples = max(8, _NUM_SAMPLES // len(files))
     for file in files:
         nbytes = file.stat().st_size

@@ -34,7 +34,7 @@ from kvxfer.transfer.wire import Reason
 
 LAYOUT = "vllm"
 """What the manifest calls the layout; the regions say it exactly."""
-EMBEDDINGS = "prompt_embeds"
+_EMBEDDINGS = "prompt_embeds"
 """Why a request runs plain whose prompt is not only tokens: nothing could bind its KV to them."""
 PIN_AFTER_S = 0.1
 """How long an engine that computes nothing steps for a request's blocks before they are pinned and
@@ -148,7 +148,7 @@ class SchedulerSide:
         if view.is_rejected:
             self._core.reject_request(view)
         elif view.has_embeddings:
-            self._core.refuse_request(view, EMBEDDINGS, "its prompt is not only tokens")
+            self._core.refuse_request(view, _EMBEDDINGS, "its prompt is not only tokens")
         else:
             try:
                 self._core.on_new_request(view)

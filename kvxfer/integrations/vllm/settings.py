@@ -17,7 +17,7 @@ import msgspec
 from kvxfer.config import ENV_PREFIX, Config, LoadedConfig, load_config, variables_of
 from kvxfer.errors import ConfigError
 
-NIXL_KEYS: Final[Mapping[str, str]] = {
+_NIXL_KEYS: Final[Mapping[str, str]] = {
     "backends": "set transport",
     "num_threads": "there is nothing to set",
     "kv_lease_duration": "set lease_s",
@@ -36,18 +36,18 @@ _SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_"  # followed by HOST or PORT
 _log = logging.getLogger("kvxfer.integrations")
 
 
-def without_nixl_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nixl_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The extra config without NIXL's keys, each of which is a warning."""
-    for key in extra.keys() & NIXL_KEYS.keys():
+    for key in extra.keys() & _NIXL_KEYS.keys():
         _log.warning(
             "kv_connector_extra_config: %s is a setting of NixlConnector, ignored: %s",
             key,
-            NIXL_KEYS[key],
+            _NIXL_KEYS[key],
         )
-    return {key: value for key, value in extra.items() if key not in NIXL_KEYS}
+    return {key: value for key, value in extra.items() if key not in _NIXL_KEYS}
 
 
-def mention_nixl_variables(loaded: LoadedConfig) -> None:
+def _mention_nixl_variables(loaded: LoadedConfig) -> None:
     """Warn of NIXL's side channel where ours has its default: its values are not taken over."""
     unread = {
         variable: name
@@ -117,8 +117,8 @@ def read_settings(vllm_config: Any) -> Settings:
         refuse(vllm_config)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     plugin, extra = _split(_extra_config(transfer))
-    loaded = load_config({}, without_nixl_keys(extra))
-    mention_nixl_variables(loaded)
+    loaded = load_config({}, _without_nixl_keys(extra))
+    _mention_nixl_variables(loaded)
     can_send = transfer.kv_role in _SENDERS
     return Settings(
         config=loaded.config,

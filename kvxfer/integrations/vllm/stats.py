@@ -40,7 +40,7 @@ def middle_of(bucket: int) -> float:
     return float(_FIRST_S * 2 ** ((bucket + 0.5) / _STEPS_PER_OCTAVE))
 
 
-def phases_of(report: LoadReport, collected_s: float) -> dict[str, float]:
+def _phases_of(report: LoadReport, collected_s: float) -> dict[str, float]:
     """Seconds of each phase of a load that succeeded. A load that read nothing has no read."""
     placed_s = report.placed_s or report.started_s or report.finished_s
     started_s = report.started_s or report.finished_s
@@ -122,7 +122,7 @@ def of_worker(
             counts["loads.nbytes"] = sum(report.nbytes for report in loaded)
         tables["counts"] = counts
         tables["broken"] = _without_loads(stats)
-        _add_times(tables, (phases_of(report, collected_s) for report in loaded))
+        _add_times(tables, (_phases_of(report, collected_s) for report in loaded))
     return _stats(tables)
 
 
@@ -183,7 +183,7 @@ def _add_times(tables: dict[str, dict[str, float]], loads: Iterable[Mapping[str,
             buckets[name] = buckets.get(name, 0) + 1
 
 
-def bounds_s() -> Sequence[float]:
+def _bounds_s() -> Sequence[float]:
     """Bucket bounds for histograms of seconds, 0.1 ms to 100 s."""
     return tuple(10.0 ** (power / 3) for power in range(-12, 7))
 
@@ -251,7 +251,7 @@ class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as in 
         self._times = self._histogram_cls(
             name="vllm:kvxfer_load_seconds",
             documentation="Time of loads from the engine's order to its next step, by phase, in s.",
-            buckets=list(bounds_s()),
+            buckets=list(_bounds_s()),
             labelnames=[*names, "phase"],
         )
 

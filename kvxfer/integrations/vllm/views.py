@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-NULL_BLOCK = 0
+_NULL_BLOCK = 0
 """vLLM's block that stands for none: out of a window, or never there."""
 
 Tables = tuple[tuple[int, ...], ...]
@@ -19,12 +19,12 @@ Tables = tuple[tuple[int, ...], ...]
 def without_null(block_ids: Sequence[Sequence[int]]) -> Tables:
     """Block tables by group, -1 where vLLM has its null block."""
     return tuple(
-        tuple(-1 if block_id == NULL_BLOCK else block_id for block_id in ids) for ids in block_ids
+        tuple(-1 if block_id == _NULL_BLOCK else block_id for block_id in ids) for ids in block_ids
     )
 
 
 @dataclass(frozen=True, slots=True)
-class RequestView:
+class _RequestView:
     """What is read of a vLLM request, at one moment.
 
     ``has_embeddings``: some of its prompt is not tokens. ``is_rejected``: it was turned away before
@@ -42,9 +42,9 @@ class RequestView:
     is_rejected: bool
 
 
-def view_request(request: Any) -> RequestView:
+def view_request(request: Any) -> _RequestView:
     token_ids = request.prompt_token_ids
-    return RequestView(
+    return _RequestView(
         request_id=request.request_id,
         kv_transfer_params=request.kv_transfer_params,
         prompt_token_ids=() if token_ids is None else token_ids,
@@ -124,7 +124,7 @@ class StepView:
         return getattr(self.step, "preempted_req_ids", None)
 
 
-NEEDED = ("blocks", "touch", "free_blocks")
+_NEEDED = ("blocks", "touch", "free_blocks")
 """What is used of vLLM's block pool: the list of its blocks by id, one reference more, one less."""
 
 _log = logging.getLogger("kvxfer.integrations")
@@ -132,7 +132,7 @@ _log = logging.getLogger("kvxfer.integrations")
 
 def pins_of(pool: Any) -> Pins | None:
     """Pins in vLLM's block pool; None, with a line in the log, if it is not as we know it."""
-    missing = [name for name in NEEDED if not hasattr(pool, name)]
+    missing = [name for name in _NEEDED if not hasattr(pool, name)]
     if missing:
         _log.info(
             "vLLM's block pool: expected %s; without them the engine steps while it holds blocks, "

@@ -26,16 +26,16 @@ from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
 from kvxfer.transfer.manifest import CacheFacts, RankId
 
-IDLE_WAIT_S = (0.0002, 0.02)
+_IDLE_WAIT_S = (0.0002, 0.02)
 """How long a step that computes nothing waits for a transfer to end, at least and at most."""
-STILL_SHARE = 0.02
+_STILL_SHARE = 0.02
 """In between, this share of the time for which nothing has ended. An engine whose load stands still
 makes 50 steps a second after one second, not thousands, and a new request waits 20 ms for it at
 worst; behind a load of 50 ms, 1 ms. Ranks in step do not wait: every other rank's step would take
 that much longer, and the pace is a forward pass anyway.
 """
 
-Locate = Callable[[Mapping[str, Tensor]], Located]
+_Locate = Callable[[Mapping[str, Tensor]], Located]
 
 
 class WorkerSide:
@@ -53,7 +53,7 @@ class WorkerSide:
         facts: CacheFacts,
         rank: RankId,
         incarnation: bytes,
-        locate: Locate,
+        locate: _Locate,
     ) -> None:
         self._settings = settings
         self._facts = facts
@@ -155,8 +155,8 @@ class WorkerSide:
         now_s = time.monotonic()
         if self._still_since_s is None:
             self._still_since_s = now_s
-        least_s, most_s = IDLE_WAIT_S
-        wait_s = STILL_SHARE * (now_s - self._still_since_s)
+        least_s, most_s = _IDLE_WAIT_S
+        wait_s = _STILL_SHARE * (now_s - self._still_since_s)
         if core.wait_for_activity(min(max(wait_s, least_s), most_s)):
             self._still_since_s = None
 
