@@ -1,6 +1,4 @@
-"""The cache that is being transferred: what layers keep, how memory is planned, which blocks hold
-what. Pure.
-"""
+"""The cache that is being transferred: specs, plans of memory, blocks and their names. Pure."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that :meth:`get_new_blocks` can give out now, those with reusable content
-        included.
-        """
+        """Blocks that :meth:`get_new_blocks` can give out now, with and without content."""
         return self._free.num_free_blocks
 
     @property
@@ -71,9 +69,7 @@ class BlockPool:
         return 1.0 - self.num_free_blocks / (self.num_blocks - 1)
 
     def get_free_blocks(self) -> list[KVCacheBlock]:
-        """Free blocks, next to be given out first, for tests and reports: O(number of free
-        blocks).
-        """
+        """Free blocks, next to be given out first, for tests and reports: O(free blocks)."""
         return self._free.get_all_free_blocks()
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:

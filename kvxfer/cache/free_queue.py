@@ -59,9 +59,7 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks, next to be given out first: a list linked through the blocks, with O(1) removal
-    from its middle.
-    """
+    """Free blocks, next to be given out first; O(1) removal from the middle."""
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Take ``blocks``, in this order; RuntimeError when one is in a queue already."""
@@ -214,9 +212,7 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def _append_named(self, last: KVCacheBlock) -> None:
-        """Put the list of named blocks, which ends with ``last``, at the end; they are counted
-        elsewhere.
-        """
+        """Put the list of named blocks, which ends with ``last``, at the end, not counted."""
         before, first = self._last(), self._named.next_free_block
         assert first is not None
         before.next_free_block = first

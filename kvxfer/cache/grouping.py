@@ -271,9 +271,7 @@ def _layers_by_spec(kv_cache_spec: Mapping[str, KVCacheSpec]) -> list[list[str]]
 
 
 def _cut_evenly(alike: list[list[str]]) -> list[list[str]]:
-    """The lists cut into groups of as many layers as the shortest has, or, where they are about
-    equally long, not cut.
-    """
+    """Groups of as many layers as the shortest list; uncut where all are about equally long."""
     sizes = [len(names) for names in alike]
     fewest, most = min(sizes), max(sizes)
     group_size = most if most < fewest * _MOST_GROUP_SIZE_RATIO else fewest

@@ -308,9 +308,7 @@ class KVCacheManager:
         admitted.num_tokens = num_computed_tokens
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of the request and what it was promised. ValueError when it is not
-        admitted.
-        """
+        """Give back all blocks of the request and its promise. ValueError when not admitted."""
         admitted = self._get(request_id)
         del self._admitted[request_id]
         self._num_promised_blocks -= admitted.num_promised_blocks

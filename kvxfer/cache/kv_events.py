@@ -181,7 +181,5 @@ def _runs(blocks: Sequence[KVCacheBlock], new: slice) -> Iterator[tuple[int, int
 
 
 def _untagged(keys: tuple[ExtraKey, ...]) -> tuple[Any, ...]:
-    """Keys as events have them: without their kinds, and of an adapter and a salt the word
-    alone.
-    """
+    """Keys as events have them: without kinds, of an adapter and a salt the word alone."""
     return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)

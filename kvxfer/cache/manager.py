@@ -82,9 +82,7 @@ class GroupManager:
     # ------------------------------------------------------------------ what the kind decides
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """How many leading tokens no later token looks at, once ``num_computed_tokens`` are
-        computed.
-        """
+        """How many leading tokens no later token looks at, after ``num_computed_tokens``."""
         raise NotImplementedError
 
     def blocks_needed(self, num_tokens: int) -> int:
@@ -132,9 +130,7 @@ class GroupManager:
         return self.num_skipped_tokens(num_computed_tokens) // self.block_size
 
     def block_ids(self, request_id: str) -> list[int]:
-        """The request's block ids in token order, -1 where it has none; ValueError when it has no
-        table.
-        """
+        """The request's block ids in token order, -1 for none; ValueError without a table."""
         return [_id(block) for block in self._table(request_id).blocks]
 
     def num_held_blocks(self, request_id: str) -> int:
@@ -354,9 +350,7 @@ class GroupManager:
     def check_hit(
         self, request_id: str, num_tokens: int, hit_blocks: Sequence[KVCacheBlock]
     ) -> None:
-        """ValueError unless ``hit_blocks`` can begin the table of a new request of ``num_tokens``
-        tokens.
-        """
+        """ValueError unless ``hit_blocks`` can begin a new request's table of ``num_tokens``."""
         if request_id in self._tables:
             raise ValueError(
                 f"request {request_id}: expected hit_blocks for a new request only, "

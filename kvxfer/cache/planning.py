@@ -10,12 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from kvxfer.cache.grouping import (
-    get_kv_cache_groups,
-    table_key,
-    table_words,
-    uniform_type_group,
-)
+from kvxfer.cache.grouping import get_kv_cache_groups, table_key, table_words, uniform_type_group
 from kvxfer.cache.specs import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -313,9 +308,7 @@ def _check_whole_blocks(worker: int, kv_cache_config: KVCacheConfig) -> None:
 def _groups_in_order(
     worker: int, own: list[KVCacheGroupSpec], earlier: list[list[KVCacheGroupSpec]]
 ) -> list[KVCacheGroupSpec]:
-    """The worker's groups in the order of those of the workers before it; ValueError when they do
-    not agree.
-    """
+    """The groups in the order of the workers before; ValueError when they do not agree."""
     layers = {name for group in own for name in group.layer_names}
     for of, groups in enumerate(earlier):
         if any(name in layers for group in groups for name in group.layer_names):
@@ -363,9 +356,7 @@ def _in_order(
     wanted: list[KVCacheGroupSpec],
     key: Callable[[KVCacheGroupSpec], Hashable],
 ) -> list[KVCacheGroupSpec] | None:
-    """``own`` in the order of ``wanted``, group by group with equal keys; None when they do not
-    have the same keys.
-    """
+    """``own`` in the order of ``wanted``, by equal keys; None where the keys are not the same."""
     left, in_order = list(own), []
     for group in wanted:
         at = next((at for at, other in enumerate(left) if key(other) == key(group)), None)

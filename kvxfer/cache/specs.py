@@ -132,9 +132,7 @@ def _check_dtype(dtype: str) -> None:
 
 
 def _check_padding(padded: int | None, unpadded: int) -> None:
-    """TypeError unless ``padded`` is an int or None, ValueError when it is fewer bytes than a block
-    has.
-    """
+    """TypeError unless ``padded`` is an int or None, ValueError for less than a block has."""
     if padded is None:
         return
     check_int("page_size_padded", padded)
@@ -232,9 +230,7 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """A token sees the ``sliding_window`` last tokens, itself among them; older blocks are
-    dropped.
-    """
+    """A token sees the ``sliding_window`` last tokens, itself among them; older ones go."""
 
     sliding_window: int
 
@@ -264,9 +260,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """A token sees the tokens of its own chunk of ``attention_chunk_size``; older chunks are
-    dropped.
-    """
+    """A token sees its own chunk of ``attention_chunk_size`` tokens; older chunks go."""
 
     attention_chunk_size: int
 
@@ -401,9 +395,7 @@ class KVCacheGroupSpec:
 
 @dataclass(slots=True)
 class KVCacheConfig:
-    """The cache of one rank: ``num_blocks`` includes the null block and counts for all groups
-    together.
-    """
+    """The cache of one rank: ``num_blocks`` of all groups together, with the null block."""
 
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]

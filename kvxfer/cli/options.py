@@ -1,6 +1,4 @@
-"""The options of each command as one frozen record: its fields are the options. Free of torch and
-sockets.
-"""
+"""The options of each command as one frozen record. Free of torch and sockets."""
 
 from __future__ import annotations
 

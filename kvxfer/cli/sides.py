@@ -189,9 +189,7 @@ def pool_blocks(side: SideOptions, model: ModelConfig, work: Work) -> int:
 
 
 def _sizing(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheManager, int]:
-    """An empty cache with the engine's groups, to ask it what requests need, and the bytes of one
-    of its blocks on a rank.
-    """
+    """An empty cache with the engine's groups, to size requests, and a block's bytes on a rank."""
     plan = plan_kv_caches(msgspec.structs.replace(config, num_blocks=_SIZING_BLOCKS), model)[0]
     manager = KVCacheManager(
         plan, enable_caching=False, max_step_tokens=config.max_num_batched_tokens

@@ -10,16 +10,7 @@ from typing import Any
 
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import (
-    Abort,
-    Done,
-    Generate,
-    Info,
-    Refused,
-    RpcClient,
-    Token,
-    wait_for,
-)
+from kvxfer.engine.rpc import Abort, Done, Generate, Info, Refused, RpcClient, Token, wait_for
 from kvxfer.errors import KvxferError, PeerLost
 
 _CONNECT_TIMEOUT_S = 10.0

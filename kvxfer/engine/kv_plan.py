@@ -17,12 +17,7 @@ from kvxfer.cache.planning import (
 )
 from kvxfer.cache.specs import KVCacheConfig, KVCacheSpec, attention_layer_spec
 from kvxfer.engine.config import EngineConfig
-from kvxfer.engine.model_config import (
-    ModelConfig,
-    TpShard,
-    attention_layers,
-    shard_for,
-)
+from kvxfer.engine.model_config import ModelConfig, TpShard, attention_layers, shard_for
 from kvxfer.errors import ConfigError
 
 
@@ -86,9 +81,7 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
 def kv_cache_specs(
     config: EngineConfig, model: ModelConfig, shard: TpShard
 ) -> dict[str, KVCacheSpec]:
-    """What each layer of one rank keeps, by layer name in order of depth; a layer that reads
-    another one's KV keeps nothing.
-    """
+    """What each layer of a rank keeps, in order of depth; without those that read another's."""
     return {
         layer.name: attention_layer_spec(
             layer.name,

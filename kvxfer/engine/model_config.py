@@ -70,9 +70,7 @@ class LayerAttention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TpShard(msgspec.Struct, frozen=True, kw_only=True):
-    """Which heads and which part of the MLP one tensor-parallel rank owns; global ranges ``[lo,
-    hi)``.
-    """
+    """What one tensor-parallel rank owns of heads and MLP: global ranges ``[lo, hi)``."""
 
     tp_rank: int
     tp_size: int

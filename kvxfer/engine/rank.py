@@ -56,9 +56,7 @@ collective with a dead rank, say) ends itself. Below the parent's own STOP_TIMEO
 
 
 def rank_main(spec: RankSpec, parent: Connection) -> None:
-    """A process's whole life: serve one configuration after the other, until the pipe to the parent
-    closes or says stop.
-    """
+    """A process's life: one configuration after the other, until the parent says stop or goes."""
     # Ctrl-C reaches the whole foreground group: the parent decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -1,6 +1,4 @@
-"""One rank's KV cache: planned, allocated in one piece, bound to the layers, and described for the
-wires.
-"""
+"""One rank's KV cache: planned, allocated, bound to the layers, described for the wires."""
 
 from __future__ import annotations
 

@@ -39,9 +39,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End a request now; its Done follows, unless it had ended: then its KV is not offered any
-    more.
-    """
+    """End a request now; its Done follows, unless it had ended: then its offer is withdrawn."""
 
     request_id: str
 
@@ -170,9 +168,7 @@ class RpcClient:
     """The other end; used by one thread. Works as a context manager."""
 
     def __init__(self, endpoint: str, *, connect_timeout_s: float) -> None:
-        """Connect to ``tcp://host:port`` and wait for its Info. PeerLost when none comes in
-        time.
-        """
+        """Connect to ``tcp://host:port`` and wait for its Info; PeerLost without it in time."""
         self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -218,9 +214,7 @@ class RpcClient:
         return message
 
     def ask(self, timeout_s: float) -> Info:
-        """The engine as it stands; for use while no request is in flight. PeerLost without an
-        answer in time.
-        """
+        """The engine as it stands, while no request is in flight; PeerLost without an answer."""
         deadline_s = time.monotonic() + timeout_s
         self.send(Ask())
         while (left_s := deadline_s - time.monotonic()) > 0:

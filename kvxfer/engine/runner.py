@@ -1,6 +1,4 @@
-"""One rank's half of a step: zero, digest, load, compute, save, report. Owns the cache and the
-worker connector.
-"""
+"""One rank's half of a step: zero, digest, load, compute, save, report."""
 
 from __future__ import annotations
 

@@ -119,9 +119,7 @@ class Scheduler:
         )
 
     def add(self, request: Request) -> None:
-        """A new request. Raises OutOfBlocks when it can never fit, ValueError for an id that is in
-        use.
-        """
+        """A new request. Raises OutOfBlocks if it can never fit, ValueError for an id in use."""
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id}: expected a new id, got one in use")
         self._blocks.add(request)
@@ -178,9 +176,7 @@ class Scheduler:
         return msgspec.structs.replace(output, kv_connector_metadata=metadata)
 
     def update(self, step: SchedulerOutput, outputs: Sequence[StepOutput]) -> list[Event]:
-        """What the ranks returned; ``outputs[0]`` carries the samples and the aggregated connector
-        output.
-        """
+        """What the ranks returned; ``outputs[0]`` has samples and aggregated connector output."""
         events: list[Event] = []
         self._take_digests(outputs, events)
         if outputs[0].kv_connector_output is not None:
@@ -265,9 +261,7 @@ class Scheduler:
         return hit, self._num_external_tokens(request, hit.num_tokens)
 
     def _num_external_tokens(self, request: Request, num_hit_tokens: int) -> int | None:
-        """How many tokens after the hit the connector can load. The last number asked with is the
-        one it goes by.
-        """
+        """Tokens after the hit that the connector can load; it goes by the last question."""
         if self._connector is None:
             return 0
         return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)[0]

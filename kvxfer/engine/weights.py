@@ -54,9 +54,7 @@ class LlamaWeights:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``[lo, hi)`` along dimension ``dim`` of the tensor ``name`` whose full shape is ``shape``;
-    dim None: all of it.
-    """
+    """``[lo, hi)`` along ``dim`` of the tensor ``name`` of this shape; dim None: all of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -109,9 +107,7 @@ class _Safetensors:
         self._stack.close()
 
     def read(self, part: Part) -> Tensor:
-        """Read only the bytes of the part. Raises ModelError for a tensor that is missing or has
-        another shape.
-        """
+        """Read only the part's bytes. ModelError if it is missing or has another shape."""
         handle = self._handles.get(part.name)
         if handle is None:
             raise ModelError(f"{self._folder}: expected a tensor {part.name}, found none")

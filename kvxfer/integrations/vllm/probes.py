@@ -164,9 +164,7 @@ def _writer(layer: str, modules: Mapping[str, Any]) -> Write | None:
 
 
 def _scratch(view: Tensor) -> Tensor:
-    """Three blocks on the view's device; the order of the dimensions in memory is the view's, and
-    there are no gaps.
-    """
+    """Three blocks on the view's device, in its order of dimensions, without gaps."""
     shape = (3, *view.shape[1:])
     order = sorted(range(view.dim()), key=view.stride, reverse=True)
     dense = torch.empty([shape[i] for i in order], dtype=view.dtype, device=view.device)

@@ -205,9 +205,7 @@ class SchedulerSide:
         return KvxferMetadata(orders, is_idle=self._is_idle, wants_answer=bool(self._due()))
 
     def update_connector_output(self, output: Any) -> None:
-        """What the ranks reported, aggregated. Changes what vLLM reads of it next: the requests
-        whose blocks it frees.
-        """
+        """What the ranks reported, aggregated; sets whose blocks vLLM frees next."""
         if self._core is None:
             return
         self._last_step_s = self._now()

@@ -166,9 +166,7 @@ class Pins:
         return self._tables.get(request_id, ())
 
     def pin(self, request_id: str, tables: Tables) -> None:
-        """Keep these blocks, which somebody else holds now; -1 is none. Raises ValueError for a
-        request that has a pin.
-        """
+        """Keep these blocks, in use now (-1: none). ValueError for a request with a pin."""
         if request_id in self._tables:
             raise ValueError(f"request {request_id}: expected no pin, got a second one")
         self._pool.touch(self._blocks(tables))

@@ -1,6 +1,4 @@
-"""The connector in one of vLLM's workers: a door in front of
-:class:`~kvxfer.connector.worker_side.WorkerConnector`, which acts.
-"""
+"""The connector in one of vLLM's workers: a door in front of ``WorkerConnector``."""
 
 from __future__ import annotations
 
