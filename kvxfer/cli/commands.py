@@ -21,7 +21,7 @@ from kvxfer.cli.options import (
     place_sides,
 )
 from kvxfer.cli.outcome import Result, summarise
-from kvxfer.cli.replay import Link, Replay
+from kvxfer.cli.replay import Replay, RunEngine
 from kvxfer.cli.report import facts, make_console, show, write_json
 from kvxfer.cli.sides import (
     SERVER_SEQS,
@@ -34,8 +34,7 @@ from kvxfer.cli.sides import (
     single_engine,
     transfer_engine,
 )
-from kvxfer.engine.config import EngineConfig, Role
-from kvxfer.engine.devices import CPU, count_cuda_devices
+from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.kv_plan import longest_request
 from kvxfer.engine.model_config import ModelConfig
@@ -123,13 +122,13 @@ def _run(
         device = configs["decode"].rank_devices[0]
         configs["single"] = single_engine(options, model, work, device=device)
     console = make_console()
-    links: dict[str, Link] = {}
+    engines: dict[str, RunEngine] = {}
     with ExitStack() as stack:
         groups = {name: stack.enter_context(EngineGroup(c)) for name, c in configs.items()}
         if prefill_at is not None:
-            remote = Link(_client(stack, prefill_at, wait_s), come_back_s=wait_s)
+            remote = RunEngine(_client(stack, prefill_at, wait_s), come_back_s=wait_s)
             stack.callback(lambda: remote.client.close())  # it may be another one by then
-            links["prefill"] = remote
+            engines["prefill"] = remote
         sides = [
             f"{name} TP {c.tp_size} block {c.block_size} {c.layout}{_where(c)}"
             for name, c in configs.items()
@@ -139,14 +138,14 @@ def _run(
             soft_wrap=True,
         )
         for name, group in groups.items():
-            links[name] = Link(_client(stack, group.endpoint), group)
+            engines[name] = RunEngine(_client(stack, group.endpoint), group)
         started_s = time.monotonic()
         with _progress(console) as progress:
             results: list[Result] = Replay(
                 work,
-                prefill=links["prefill"],
-                decode=links["decode"],
-                single=links.get("single"),
+                prefill=engines["prefill"],
+                decode=engines["decode"],
+                single=engines.get("single"),
                 on_load_failure=options.on_load_failure,
                 progress=progress,
             ).run()
@@ -158,7 +157,7 @@ def _run(
         )
         show(console, results, summary)
         if options.json is not None:
-            infos = {name: info for name, link in links.items() if (info := _info(link))}
+            infos = {name: info for name, engine in engines.items() if (info := _info(engine))}
             write_json(options.json, facts(results, summary, engines=configs, infos=infos))
         return summary.is_good
 
@@ -172,12 +171,12 @@ def _where(config: EngineConfig) -> str:
     return "" if config.device == CPU else f" on {', '.join(config.rank_devices)}"
 
 
-def _info(link: Link) -> Info | None:
+def _info(engine: RunEngine) -> Info | None:
     """The engine as it stands after the run; None when it has gone meanwhile."""
-    if link.lost_at_s is not None:
+    if engine.lost_at_s is not None:
         return None
     try:
-        return link.client.ask(_INFO_S)
+        return engine.client.ask(_INFO_S)
     except PeerLost as e:
         log.warning("%s", e)
         return None

@@ -12,8 +12,7 @@ from urllib.parse import urlsplit
 
 from typer import Option
 
-from kvxfer.engine.config import OnLoadFailure
-from kvxfer.engine.devices import CPU, CUDA, check_device, place_ranks
+from kvxfer.engine.config import CPU, CUDA, OnLoadFailure, check_device, place_ranks
 from kvxfer.errors import ConfigError
 from kvxfer.proxy.settings import MAX_BODY_NBYTES, OnMissingKv
 

@@ -13,8 +13,7 @@ from kvxfer.cache.kv_cache_manager import KVCacheManager
 from kvxfer.cli.options import EngineOptions, RunOptions, SideOptions
 from kvxfer.cli.prompts import Prompt, built_in_prompts, load_prompts, load_trace, text_encoder
 from kvxfer.config import Config, load_config
-from kvxfer.engine.config import EngineConfig, Role
-from kvxfer.engine.devices import CPU
+from kvxfer.engine.config import CPU, EngineConfig, Role
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.model_config import ModelConfig, load_model_config, shard_for
 

@@ -18,7 +18,17 @@ from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.links import Activity, DriverLink, Output, Started
 from kvxfer.engine.model_config import ModelConfig
 from kvxfer.engine.request import Event, NewToken, Request
-from kvxfer.engine.rpc import Abort, Ask, Done, Generate, Info, Refused, RpcServer, ToEngine, Token
+from kvxfer.engine.rpc import (
+    Abort,
+    Ask,
+    Done,
+    Generate,
+    Info,
+    RequestRefused,
+    RpcServer,
+    ToEngine,
+    Token,
+)
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import StepOutput
@@ -164,7 +174,7 @@ class Driver:
                 )
             )
         except (KvxferError, ValueError) as e:
-            self._rpc.send(client, Refused(message.request_id, str(e)))
+            self._rpc.send(client, RequestRefused(message.request_id, str(e)))
         else:
             self._askers[own_id] = asker
             self._own_ids[asker] = own_id

@@ -10,7 +10,16 @@ from typing import Any
 
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import Abort, Done, Generate, Info, Refused, RpcClient, Token, wait_for
+from kvxfer.engine.rpc import (
+    Abort,
+    Done,
+    Generate,
+    Info,
+    RequestRefused,
+    RpcClient,
+    Token,
+    wait_for,
+)
 from kvxfer.errors import KvxferError, PeerLost
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -47,7 +56,7 @@ class Engine:
         self._client: RpcClient | None = None
         self._ids = itertools.count()
         self._tokens: dict[str, list[int]] = {}
-        self._results: dict[str, Result | Refused] = {}
+        self._results: dict[str, Result | RequestRefused] = {}
 
     @property
     def client(self) -> RpcClient:
@@ -99,7 +108,7 @@ class Engine:
                 raise PeerLost(f"request {request_id}: no end within {timeout_s:g} s")
             self._hear(left_s)
         result = self._results.pop(request_id)
-        if isinstance(result, Refused):
+        if isinstance(result, RequestRefused):
             raise KvxferError(f"engine {self.config.engine_id} refused: {result.error}")
         return result
 
@@ -148,6 +157,6 @@ class Engine:
                 case Done(request_id=request_id):
                     tokens = tuple(self._tokens.pop(request_id))
                     self._results[request_id] = Result(message, tokens)
-                case Refused(request_id=request_id):
+                case RequestRefused(request_id=request_id):
                     self._tokens.pop(request_id, None)
                     self._results[request_id] = message

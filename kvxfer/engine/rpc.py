@@ -73,7 +73,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     detail: str = ""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The request was not started, or the frame not understood (then ``request_id`` is empty)."""
 
     request_id: str
@@ -96,7 +96,7 @@ class Info(msgspec.Struct, frozen=True, tag="info", kw_only=True):
 
 
 ToEngine = Generate | Abort | Ask
-ToClient = Token | Done | Refused | Info
+ToClient = Token | Done | RequestRefused | Info
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -144,7 +144,7 @@ class RpcServer:
                 messages.append((client, _to_engine.decode(frames[0])))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
                 self.num_malformed += 1
-                self.send(client, Refused("", f"request frame: {e}"))
+                self.send(client, RequestRefused("", f"request frame: {e}"))
 
     def send(self, client: bytes, message: ToClient) -> None:
         """Answer; a client that has gone is forgotten by the socket."""

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from kvxfer.engine.collectives import claim_device
-from kvxfer.engine.config import EngineConfig, Role
-from kvxfer.engine.devices import place_ranks
+from kvxfer.engine.config import EngineConfig, Role, place_ranks
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.steps import (

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm import plugin
 from kvxfer.integrations.vllm.compat import (
     KVConnectorBase,
     KVConnectorRole,
@@ -25,7 +24,7 @@ from kvxfer.integrations.vllm.compat import (
     peer_hit_source,
 )
 from kvxfer.integrations.vllm.facts import cache_facts, cache_model
-from kvxfer.integrations.vllm.plugin import show_logs
+from kvxfer.integrations.vllm.plugin import register, show_logs
 from kvxfer.integrations.vllm.regions import locate
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.integrations.vllm.settings import Settings, read_settings
@@ -33,7 +32,7 @@ from kvxfer.integrations.vllm.stats import KvxferPromMetrics, KvxferStats, rebui
 from kvxfer.integrations.vllm.worker import WorkerSide
 from kvxfer.transfer.manifest import RankId
 
-plugin.register()  # MultiConnector finds its children's statistics by name, in the front end too
+register()  # MultiConnector finds its children's statistics by name, in the front end too
 
 
 class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vLLM has no types here
