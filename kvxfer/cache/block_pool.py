@@ -106,17 +106,11 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> int:
-        """One user less for each block; those left without users become free.
+        """One user less for each block; those left without users become free: returns how many.
 
         They are evicted in the order of this list: those with a name after what was freed before,
-        those without one next.
-
-        Returns:
-            How many became free.
-
-        Raises:
-            ValueError: a block without users. The blocks before it in the list have been freed,
-                those after it not.
+        those without one next. ValueError for a block without users: those before it in the list
+        have been freed, those after it not.
         """
         return self._free.release_n(ordered_blocks)
 
@@ -187,11 +181,8 @@ class BlockPool:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take the names of these blocks away, so that nothing finds them; users and queue stay as
-        they are.
-
-        Raises:
-            TypeError: an id that is no integer; no block has changed.
-            ValueError: an id outside the pool; no block has changed.
+        they are. TypeError for an id that is no integer, ValueError for one outside the pool; no
+        block has changed then.
         """
         ids = check_ids("block_ids", block_ids)
         for block_id in ids:

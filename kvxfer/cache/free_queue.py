@@ -78,11 +78,7 @@ class FreeKVCacheBlockQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the first ``num_blocks`` blocks.
-
-        Raises:
-            ValueError: fewer are free; nothing was taken.
-        """
+        """Take the first ``num_blocks`` blocks; ValueError, nothing taken, if fewer are free."""
         taken = self._cut(num_blocks)
         for block in taken:
             block.prev_free_block = block.next_free_block = None
@@ -137,17 +133,13 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += num_blocks
 
     def release_n(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """One user less for each block. Of those left without users the named ones go to the end;
-        those without a name, which nothing can find again, go to the front. Both in this order.
+        """One user less for each block; returns how many became free. Of these the named ones go to
+        the end; those without a name, which nothing can find again, go to the front. Both in this
+        order.
 
         One pass instead of a list for :meth:`append_n`: 50 ns a block instead of 90. Null blocks
-        are skipped.
-
-        Returns:
-            How many blocks became free.
-
-        Raises:
-            ValueError: a block without users. Those before it are released, those after it not.
+        are skipped. ValueError for a block without users: those before it are released, those after
+        it not.
         """
         released = list(blocks)
         rest = iter(released)

@@ -79,21 +79,11 @@ def generate_block_hash_extra_keys(
     next block's.
 
     Order: LoRA, multimodal items by position, cache salt, prompt embeddings. The salt is in the
-    first block only: the chain carries it on.
+    first block only: the chain carries it on. Without keys they are None.
 
-    Args:
-        request: see :class:`HashableRequest`.
-        start_token_idx: first token of the block.
-        end_token_idx: the token after its last.
-        start_mm_idx: first multimodal item that can matter: 0, or what the call for the block
-            before returned. Negative counts from the end.
-
-    Returns:
-        The keys, None when there are none, and the ``start_mm_idx`` of the block that follows.
-
-    Raises:
-        ValueError: ``start_mm_idx`` before the first item.
-        TypeError: ``prompt_embeds`` that are neither a tensor nor an array.
+    ``start_mm_idx`` is the first multimodal item that can matter: 0, or what the call for the block
+    before returned; negative counts from the end. ValueError when it is before the first item,
+    TypeError for ``prompt_embeds`` that are neither a tensor nor an array.
     """
     mm_keys, next_mm_idx = gen_mm_extra_hash_keys(
         request, start_token_idx, end_token_idx, start_mm_idx
@@ -272,13 +262,8 @@ def init_none_hash(seed: bytes | None) -> BlockHashType:
     """Choose :data:`NONE_HASH`, normally with ``Config.hash_seed_bytes``; returns it.
 
     Without this call the first use takes the seed that ``config.py`` reads from the environment:
-    ``KVXFER_HASH_SEED``, else ``PYTHONHASHSEED``, else none.
-
-    Args:
-        seed: None chooses nothing: the root that there is stays, else it is random.
-
-    Raises:
-        ValueError: another root has been chosen or used before.
+    ``KVXFER_HASH_SEED``, else ``PYTHONHASHSEED``, else none. None chooses nothing: the root that
+    there is stays, else it is random. ValueError where another root was chosen or used before.
     """
     # setdefault is one step for all threads.
     root: BlockHashType = globals().setdefault("NONE_HASH", none_hash(seed))
@@ -321,13 +306,8 @@ if not TYPE_CHECKING:  # or a type checker would find every name in this module
 def pack_token_ids(token_ids: Sequence[int], first_position: int = 0) -> bytes:
     """Token ids as uint32 little-endian, 4 bytes each.
 
-    Args:
-        token_ids: a list converts fastest.
-        first_position: position of the first one in its request, for the message only.
-
-    Raises:
-        TypeError: an id is no integer; the message names its position.
-        ValueError: an id is not in 0 to 2**32 - 1; the message names its position.
+    A list converts fastest. Raises TypeError for an id that is no integer and ValueError for one
+    outside 0 to 2**32 - 1; the message counts from ``first_position``.
     """
     if isinstance(token_ids, (bytes, bytearray)):
         # array() would take them for ready-made words.

@@ -172,17 +172,11 @@ class KVCacheManager:
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHashType], max_tokens: int
     ) -> CacheHit:
-        """The longest prefix of at most ``max_tokens`` tokens that every group can continue.
+        """The longest prefix of at most ``max_tokens`` tokens that every group can continue, by the
+        request's hashes, one for every :attr:`hash_block_size` tokens.
 
         Ask again for a shorter one; do not cut it: a group with a window needs other blocks then,
-        which may be gone. Without caching the hit is empty.
-
-        Args:
-            block_hashes: the request's, one for every :attr:`hash_block_size` tokens.
-            max_tokens: the hit's most tokens.
-
-        Raises:
-            ValueError: ``max_tokens`` below 0.
+        which may be gone. Without caching the hit is empty. ValueError below 0 tokens.
         """
         if max_tokens < 0:
             raise ValueError(f"max_tokens: expected at least 0, got {max_tokens}")
@@ -353,10 +347,8 @@ class KVCacheManager:
 
     def leave_unhashed(self, request_id: str, group_id: int, positions: Iterable[int]) -> None:
         """Never let others find these blocks of the request, given by position in its table of the
-        group: they were filled in part only. Call it before :meth:`cache_blocks`.
-
-        Raises:
-            ValueError: an unknown group, a position outside the table or named already.
+        group: they were filled in part only. Call it before :meth:`cache_blocks`. ValueError for an
+        unknown group, a position outside the table or named already.
         """
         self._get(request_id)
         if not 0 <= group_id < len(self.groups):

@@ -35,22 +35,10 @@ class KVCacheEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, ta
 class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     """Blocks of one request, next to each other, have got names.
 
-    Args:
-        block_hashes: their names.
-        parent_block_hash: the name of the block before the first, None for a request's first.
-        token_ids: their tokens, ``block_size`` for each.
-        block_size: tokens of a block.
-        lora_id: number of the request's adapter, where it has one.
-        medium: where the blocks are.
-        lora_name: name of the adapter.
-        extra_keys: for each block, what else is in its name, without the kinds: adapter name,
-            (item, offset), salt, digest of embeddings.
-        group_idx: group of layers.
-        kv_cache_spec_kind: what its layers keep, in vLLM's words.
-        kv_cache_spec_sliding_window: tokens of their window.
-        locality: unused here, as is ``ownership``.
-        ownership: unused here.
-        session_id: the request's, where it has one.
+    ``parent_block_hash``: the name of the block before the first, None for a request's first.
+    ``token_ids``: ``block_size`` for each block. ``extra_keys``: for each block, what else is in
+    its name, without the kinds: adapter name, (item, offset), salt, digest of embeddings.
+    ``locality`` and ``ownership`` are not used here.
     """
 
     block_hashes: list[_ExternalBlockHash]

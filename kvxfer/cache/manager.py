@@ -238,13 +238,8 @@ class GroupManager:
 
     def extend(self, request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> list[int]:
         """Append blocks until the table holds ``num_tokens`` tokens; null ones where nothing will
-        be written, or what is written is not needed after ``num_computed_tokens``.
-
-        Returns:
-            The appended ids, -1 for null.
-
-        Raises:
-            ValueError: too few free blocks; the table is as it was.
+        be written, or what is written is not needed after ``num_computed_tokens``. Returns their
+        ids, -1 for null. ValueError, and the table as it was, when too few blocks are free.
         """
         blocks = self._table(request_id).blocks
         num_blocks = self.blocks_needed(num_tokens)
@@ -278,10 +273,7 @@ class GroupManager:
 
     def free(self, request_id: str) -> None:
         """Give the request's blocks back, tail first, so that the start of its prefix is evicted
-        last.
-
-        Raises:
-            ValueError: the request holds no table (freed twice, or never allocated).
+        last. ValueError when it holds no table (freed twice, or never allocated).
         """
         table = self._table(request_id)
         del self._tables[request_id]
@@ -330,11 +322,8 @@ class GroupManager:
 
     def leave_unhashed(self, request_id: str, positions: Iterable[int]) -> None:
         """Never name the request's blocks at these positions of its table: what they hold is not
-        complete.
-
-        Raises:
-            TypeError: a position that is no integer.
-            ValueError: a position outside the table, or one whose block may have a name already.
+        complete. TypeError for a position that is no integer, ValueError for one outside the table
+        or whose block may have a name already.
         """
         table, wanted = self._table(request_id), frozenset(check_ids("positions", positions))
         for position in wanted:
@@ -382,7 +371,6 @@ class FullAttentionManager(GroupManager):
     keeps_every_token = True
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """None."""
         return 0
 
     def max_blocks(
@@ -392,7 +380,6 @@ class FullAttentionManager(GroupManager):
         return self.blocks_needed(num_tokens)
 
     def extend(self, request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> list[int]:
-        """Append blocks until the table holds ``num_tokens`` tokens; see the base class."""
         blocks = self._table(request_id).blocks
         num_new = self.blocks_needed(num_tokens) - len(blocks)
         if num_new <= 0:

@@ -8,16 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
-    """One observation, normally one scheduler step.
-
-    Args:
-        requests: requests that asked for a prefix.
-        queries: tokens they asked for.
-        hits: tokens they found.
-        reset: the cache was emptied before; what was observed earlier no longer counts.
-
-    Raises:
-        ValueError: a negative count, or more hits than queries.
+    """One observation, normally one scheduler step: ``requests`` asked for ``queries`` tokens and
+    found ``hits``. ``reset``: the cache was emptied before, and what was observed earlier no longer
+    counts. ValueError for a negative count, or more hits than queries.
     """
 
     requests: int = 0

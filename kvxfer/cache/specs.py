@@ -414,18 +414,9 @@ def attention_layer_spec(
 ) -> AttentionSpec:
     """What a layer with a cache of its own keeps on this rank: its window, or everything.
 
-    Args:
-        layer_name: for errors.
-        block_size: tokens of a block.
-        num_kv_heads: KV heads on this rank.
-        head_size: elements of one head of one token.
-        dtype: name of the element type, without ``torch.``.
-        sliding_window: tokens that a token sees, itself among them; None for all.
-        use_mla: latent attention, which keeps one vector for each token.
-
-    Raises:
-        ValueError, TypeError: sizes or a dtype that have no spec, or a window in latent attention;
-            the message names the layer.
+    ``sliding_window``: tokens that a token sees, itself among them; None for all. ``use_mla``:
+    latent attention, which keeps one vector for each token. Raises ValueError or TypeError, naming
+    the layer, for sizes or a dtype that have no spec, and for a window in latent attention.
     """
     if use_mla and sliding_window is not None:
         raise ValueError(
