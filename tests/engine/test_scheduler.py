@@ -170,6 +170,7 @@ def test_prompt_then_one_token_a_step_then_blocks_come_back() -> None:
     assert step.scheduled_cached_reqs.new_token_ids == ((1,),)
     assert step.scheduled_cached_reqs.num_computed_tokens == (10,)
     step, events = rig.step()
+    assert step.scheduled_cached_reqs.new_token_ids == ((2,),)  # each token is told once
     assert events[0] == NewToken("a", 3, 0.5)
     assert finished(events) == ["a"]
     assert rig.requests["a"].status is Status.FINISHED_LENGTH_CAPPED
