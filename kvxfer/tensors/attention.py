@@ -15,13 +15,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from kvxfer.cache.layer_spec import attention_layer_spec
 from kvxfer.cache.specs import (
     AttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    attention_layer_spec,
 )
 
 # Of the field's kinds of attention, those whose K and V are gone after the step.
@@ -262,7 +262,7 @@ def get_kv_cache_spec(
 ) -> dict[str, KVCacheSpec]:
     """What each attention layer of a model keeps, by layer name.
 
-    :func:`~kvxfer.cache.layer_spec.attention_layer_spec` says what that is; layers that read
+    :func:`~kvxfer.cache.specs.attention_layer_spec` says what that is; layers that read
     another layer's cache, and encoder layers, have no spec.
 
     Args:

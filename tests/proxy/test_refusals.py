@@ -10,8 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvxfer.errors import ConfigError
-from kvxfer.proxy.repeats import Repeats
-from kvxfer.proxy.server import serving
+from kvxfer.proxy.server import Repeats, serving
 from kvxfer.proxy.settings import OnMissingKv, ProxySettings, Side, parse_engines
 from tests.helpers import free_port
 from tests.proxy.fakes import (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvxfer.cache.planning import (
+from kvxfer.cache import (
     check_enough_kv_cache_memory,
     estimate_max_model_len,
     get_kv_cache_config,
