@@ -14,9 +14,14 @@ from functools import partial
 
 import zmq
 
-from kvxfer.connector.access import check_host, check_owners
+from kvxfer.connector.access import (
+    check_host,
+    check_introduction,
+    check_owners,
+    check_partner,
+    check_rank,
+)
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.introduction import check_introduction, check_partner, check_rank
 from kvxfer.connector.io_thread import Call, Timer
 from kvxfer.connector.peer_links import PeerLinks
 from kvxfer.connector.peer_records import Failure, Moments, PeerState, Surroundings, Waiter

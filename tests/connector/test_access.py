@@ -12,8 +12,7 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.access import check_host, check_owners, server_key_of
-from kvxfer.connector.listeners import Listeners
+from kvxfer.connector.access import Listeners, check_host, check_owners, server_key_of
 from kvxfer.transports.zmq_listeners import why_refused
 from tests.helpers import free_port, needs_root, process_of_another_user
 

@@ -12,7 +12,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.connector import peers as peers_module
-from kvxfer.connector.introduction import check_introduction
+from kvxfer.connector.access import check_introduction
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import PeerState
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
