@@ -78,12 +78,14 @@ def server_key_of(config: Config, engine_id: str) -> str | None:
     """The public key that an engine must have. Without a table all engines share this one's key
     pair.
 
-    Raises KeyError for an engine that the table does not name. None: CURVE is off.
+    Raises PermissionError for an engine that the table does not name. None: CURVE is off.
     """
     if config.curve_public_key is None:
         return None
     if config.curve_server_keys is None:
         return config.curve_public_key
+    if engine_id not in config.curve_server_keys:
+        raise PermissionError(f"curve_server_keys: expected a key of engine {engine_id}, got none")
     return config.curve_server_keys[engine_id]
 
 
@@ -135,15 +137,9 @@ def check_rank(manifest: EngineManifest, entry: RankManifest, said: EngineManife
 
 
 def check_partner(
-    config: Config,
-    manifest: EngineManifest,
-    own: EngineManifest | None,
-    *,
-    can_leave_unhashed: bool,
+    config: Config, manifest: EngineManifest, own: EngineManifest, *, can_leave_unhashed: bool
 ) -> None:
     """Whether KV of that engine may be used here. Raises IncompatiblePeer."""
-    if own is None:
-        raise IncompatiblePeer("this engine does not know its own ranks yet")
     if config.bind_tokens and BIND_TOKENS not in manifest.capabilities:
         raise IncompatiblePeer(
             f"bind_tokens: engine {manifest.engine_id} has it off, this engine has it on; "

@@ -15,7 +15,7 @@ from functools import partial
 from kvxfer.config import Config
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import BACK_OFF_S, Peers
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.manifest import RankId

@@ -13,7 +13,7 @@ from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing, RouteRun
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.sink_load import SinkLoad, StepLoad
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.manifest import RankId

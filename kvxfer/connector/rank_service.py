@@ -22,7 +22,8 @@ from kvxfer.connector.io_thread import Call, IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
-from kvxfer.connector.peer_records import Failure, Surroundings
+from kvxfer.connector.peer import Surroundings
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import NewLoad
 from kvxfer.connector.sink import Sink
@@ -92,7 +93,6 @@ class RankService:
         make_room()
         self._ledger = ledger
         self._identity = identity
-        self._engine: EngineManifest | None = None
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
@@ -190,7 +190,6 @@ class RankService:
                 rank=identity.rank,
                 transports=transports,
                 can_leave_unhashed=can_leave_unhashed,
-                manifest=lambda: self._engine,
                 on_message=self.sink.on_message,
                 on_over=self.sink.on_over,
             )
@@ -204,9 +203,7 @@ class RankService:
         """All ranks of this engine, as its scheduler knows them. Peers that were matched with
         others are met anew.
         """
-        if self._engine is not None and self._engine != manifest:
-            self._peers.close(Failure(Reason.PEER_LOST, "this engine's manifest changed"))
-        self._engine = manifest
+        self._peers.set_own(manifest)
         # The front door speaks for all ranks, any other for itself: who met the engine asks it.
         if self._identity.rank != RankId(0, 0):
             manifest = msgspec.structs.replace(manifest, ranks=(self.manifest,))

@@ -30,7 +30,7 @@ from kvxfer.connector.load_routes import (
 )
 from kvxfer.connector.loads import AskedOffers
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import AbortLoad, NewLoad
 from kvxfer.connector.sink_load import Loads, SinkLoad, span_failure

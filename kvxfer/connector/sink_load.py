@@ -9,8 +9,8 @@ import torch
 
 from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.load_routes import RouteRun
-from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Failure, Waiter
+from kvxfer.connector.peer import Peer, Waiter
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.records import BlockPlaces, LoadReport, NewLoad
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.session import SinkEvent

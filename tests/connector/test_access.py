@@ -193,5 +193,5 @@ def test_keys_by_engine() -> None:
     assert server_key_of(Config(**CURVE), "e") == PUBLIC  # type: ignore[arg-type]
     pinned = Config(**CURVE, curve_server_keys={"e": other})  # type: ignore[arg-type]
     assert server_key_of(pinned, "e") == other
-    with pytest.raises(KeyError):
+    with pytest.raises(PermissionError, match="expected a key of engine f"):
         server_key_of(pinned, "f")
