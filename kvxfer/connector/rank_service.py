@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,17 +15,17 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.connector.board import Board
+from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
 from kvxfer.connector.ends import Ends
-from kvxfer.connector.io_thread import Call, IoThread, ZmqSocket
+from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
 from kvxfer.connector.peer import Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import NewLoad
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
@@ -43,7 +43,7 @@ from kvxfer.transfer.wire import (
     encode,
 )
 from kvxfer.transports.backlog import LOOK_S
-from kvxfer.transports.base import LocalMemory, SinkCompletion, SinkTransport, SourceTransport
+from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.zmq_listeners import Guard
@@ -103,14 +103,14 @@ class RankService:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
-        self._closers: list[Callable[[], object]] = []
+        self._parts: list[ControlServer | SourceTransport | SinkTransport | Board] = []
         try:
             Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
                 self.io, self._context, config, ledger, port, self._dispatch, self._on_gone
             )
-            self._closers.append(self._server.close)
-            sources, sinks = self._wires(config, memory)
+            self._parts.append(self._server)
+            sources, sinks = self._make_wires(config, memory)
             board = self._make_board(config, sources)
             self.manifest = RankManifest(
                 rank=identity.rank,
@@ -139,28 +139,23 @@ class RankService:
             self.io.stop(0)
             self._end_context()
             raise
-        self._quick = [sink for sink in sinks.values() if sink.is_quick]
+        self.borrower = Borrower(self.io, ledger, self.sink, sinks.values())
         # Direct wires first: what they have read is reported before sockets of the others are read.
         for sink in sorted(sinks.values(), key=lambda sink: sink.is_stream):
-            self.io.watch_group(sink, partial(self._poll_sink, sink))
+            self.io.watch_group(sink, self._poll_sink)
         for source in sources.values():
-            self.io.watch_group(source, partial(self._poll_source, source))
-        self._inspects = [
-            self._server.inspect,
-            *(source.inspect for source in sources.values()),
-            *(sink.inspect for sink in sinks.values()),
-        ]
+            self.io.watch_group(source, self._poll_source)
         self.io.after(LOOK_S, self._inspect)
         self.io.start()
 
-    def _wires(
+    def _make_wires(
         self, config: Config, memory: LocalMemory
     ) -> tuple[dict[str, SourceTransport], dict[str, SinkTransport]]:
         args = (memory, config, self._copy_thread, self.io.wake, self._context)
         sources = make_sources(*args)
-        self._closers += [source.close for source in sources.values()]
+        self._parts += sources.values()
         sinks = make_sinks(*args)
-        self._closers += [sink.close for sink in sinks.values()]
+        self._parts += sinks.values()
         return sources, sinks
 
     def _make_board(self, config: Config, sources: Mapping[str, SourceTransport]) -> Board | None:
@@ -169,7 +164,7 @@ class RankService:
             return None
         board = Board.make()
         if board is not None:
-            self._closers.append(board.close)
+            self._parts.append(board)
         return board
 
     def _make_sink(
@@ -227,69 +222,29 @@ class RankService:
 
     def _poll_source(self, transport: SourceTransport) -> None:
         for completion in transport.poll():
-            self.io.guard(partial(self.source.on_completion, transport, completion))
-        self._count(transport)
+            self.io.guard(self.source.on_completion, transport, completion)
+        self._ledger.take_counts(transport.name, transport.counts)
 
     def _poll_sink(self, transport: SinkTransport) -> None:
-        self._on_completions(transport, transport.poll())
-
-    def _on_completions(
-        self, transport: SinkTransport, completions: Sequence[SinkCompletion]
-    ) -> None:
-        for completion in completions:
-            self.io.guard(partial(self.sink.on_completion, completion))
-        self._count(transport)
+        for completion in transport.poll():
+            self.io.guard(self.sink.on_completion, completion)
+        self._ledger.take_counts(transport.name, transport.counts)
 
     def _inspect(self) -> None:
         """What others hold."""
         self.io.after(LOOK_S, self._inspect)
-        for inspect in self._inspects:
-            self.io.guard(inspect)
-
-    def _count(self, transport: SourceTransport | SinkTransport) -> None:
-        """What the wire dropped or refused."""
-        if transport.counts:
-            for name, number in transport.counts.items():
-                self._ledger.count(f"{transport.name}.{name}", number)
-            transport.counts.clear()
+        for part in self._parts:
+            if not isinstance(part, Board):
+                self.io.guard(part.inspect)
 
     def _close_all(self) -> None:
         self.io.unwatch_groups()
-        closers, self._closers = self._closers, []
-        for close in reversed(closers):
+        parts, self._parts = self._parts, []
+        for part in reversed(parts):
             try:
-                close()
+                part.close()
             except Exception:  # noqa: BLE001  # the others are closed all the same
                 _log.exception("shutdown: something did not close")
-
-    # -------------------------------------------------- in its place, on the engine thread
-
-    def begin(self, loads: Sequence[NewLoad], orders: Sequence[Call]) -> None:
-        """Carry out orders, of which these loads are a part and which touch no socket: at once and
-        here, where the IO thread sleeps and they are quick.
-        """
-        if self._quick and self.io.borrow():
-            try:
-                if self.sink.begins_quickly(loads):
-                    for order in orders:
-                        self.io.guard(order)
-                    return
-            finally:
-                self.io.give_back()
-        self.io.post(*orders)
-
-    def look(self) -> None:
-        """Take note of loads that are over, if the IO thread sleeps."""
-        if all(sink.is_idle for sink in self._quick) or not self.io.borrow():
-            return
-        try:
-            for sink in self._quick:
-                self.io.guard(partial(self._look_at, sink))
-        finally:
-            self.io.give_back()
-
-    def _look_at(self, sink: SinkTransport) -> None:
-        self._on_completions(sink, sink.look())
 
     # -------------------------------------------------- the end, on the engine thread
 
@@ -299,12 +254,12 @@ class RankService:
         """
         self.ends.end_all(Reason.SHUTDOWN)  # whatever the IO thread does
         drained = [threading.Event(), threading.Event()]
-        self.io.post(lambda: self.sink.shutdown(Reason.SHUTDOWN, drained[0].set))
-        self.io.post(lambda: self.source.shutdown(drained[1].set))
+        self.io.post(partial(self.sink.shutdown, Reason.SHUTDOWN, drained[0].set))
+        self.io.post(partial(self.source.shutdown, drained[1].set))
         if not all(event.wait(DRAIN_S) for event in drained):
             _log.error("shutdown: transfers did not end within %s s", DRAIN_S)
-        self.io.post(lambda: self._peers.shutdown(Failure(Reason.SHUTDOWN, "this engine ends")))
-        self.io.post(self._close_all)
+        ended = Failure(Reason.SHUTDOWN, "this engine ends")
+        self.io.post(partial(self._peers.shutdown, ended), self._close_all)
         if not self.io.stop(2 * DRAIN_S):
             _log.error("shutdown: the IO thread did not end; its sockets are left open")
             return

@@ -196,9 +196,7 @@ class WorkerConnector:
             self._loading.add(load.request_id)
             orders.append(partial(service.sink.load, load, now_s, self._written))
         orders += [partial(service.sink.abort, abort) for abort in metadata.aborts]
-        if metadata.has_only_loads:
-            service.begin(metadata.loads, orders)
-        else:
+        if not (metadata.has_only_loads and service.borrower.begin(metadata.loads, orders)):
             service.io.post(*orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -328,7 +326,7 @@ class WorkerConnector:
     def _look(self) -> None:
         """What is over, but not noted yet, is as good as noted."""
         if self._loading and self._service is not None:
-            self._service.look()
+            self._service.borrower.look()
 
     def _running(self) -> RankService:
         if self._service is None:
