@@ -57,6 +57,7 @@ class Way:
 class RouteRun:
     """One route of one load: the same Pull every time, the read, and how far it has come
     (``time.monotonic``). ``incomplete``: (group, position) of the blocks that it fills only partly.
+    ``owes_pull``: the board has answered the Pull, and it has not been sent yet.
     """
 
     pull: Pull
@@ -66,6 +67,7 @@ class RouteRun:
     asked_s: float = 0.0
     progressed_s: float = 0.0
     nbytes: int = 0
+    owes_pull: bool = False
 
 
 def ways_of(peer: Peer, addressing: Addressing) -> tuple[Way, ...]:

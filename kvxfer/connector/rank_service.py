@@ -22,6 +22,7 @@ from kvxfer.connector.io_thread import Call, IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
+from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import Failure, Surroundings
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import NewLoad
@@ -38,6 +39,7 @@ from kvxfer.transfer.wire import (
     Ping,
     Pong,
     Reason,
+    ToSink,
     ToSource,
     encode,
 )
@@ -178,7 +180,6 @@ class RankService:
         identity = self._identity
         consumer = Consumer(identity.incarnation, identity.rank)
         addressing = Addressing(consumer, transports, can_leave_unhashed)
-        self.sink = Sink(self.io, config, self._ledger, addressing)
         self._peers = Peers(
             Surroundings(
                 io=self.io,
@@ -191,12 +192,12 @@ class RankService:
                 transports=transports,
                 can_leave_unhashed=can_leave_unhashed,
                 manifest=lambda: self._engine,
-                on_message=self.sink.on_message,
-                on_over=self.sink.on_over,
+                on_message=self._on_answer,
+                on_over=self._on_over,
             )
         )
         self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
-        self.sink.bind(self._peers, self.keeper)
+        self.sink = Sink(self.io, config, self._ledger, addressing, self._peers, self.keeper)
 
     # -------------------------------------------------- on the IO thread
 
@@ -227,6 +228,12 @@ class RankService:
 
     def _on_gone(self, identity: bytes) -> None:
         self.source.gone(identity)
+
+    def _on_answer(self, peer: Peer, source: RankId, message: ToSink) -> None:
+        self.sink.on_message(peer, source, message)
+
+    def _on_over(self, peer: Peer, failure: Failure) -> None:
+        self.sink.on_over(peer, failure)
 
     def _poll_source(self, transport: SourceTransport) -> None:
         for completion in transport.poll():
