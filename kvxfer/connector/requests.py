@@ -11,7 +11,7 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import Side
 from kvxfer.transfer.pull import PullResolver, check_ids
 from kvxfer.transfer.session import Wire
-from kvxfer.transfer.windows import Keeping, held_ids
+from kvxfer.transfer.windows import Keeping
 from kvxfer.transfer.wire import Pull, Reason
 from kvxfer.transports.base import SourceTransport
 
@@ -24,19 +24,22 @@ class Refused(Exception):
         self.reason = reason
 
 
+def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
+    """How its consumer reads, on a wire that is served."""
+    is_stream = not pull.is_null and transports[pull.transport].is_stream
+    return Wire.STREAM if is_stream else Wire.DIRECT
+
+
 def read_pull(
     pull: Pull, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
 ) -> Wire:
     """How this Pull will be served by an offer of ``num_tokens``. Raises Refused."""
-    if pull.is_null:
-        return Wire.DIRECT
-    transport = transports.get(pull.transport)
-    if transport is None:
+    if not pull.is_null and pull.transport not in transports:
         raise Refused(
             Reason.TRANSPORT,
             f"transport: expected one of {sorted(transports)}, got {pull.transport}",
         )
-    if not transport.is_stream:
+    if wire_of(pull, transports) is Wire.DIRECT:
         return Wire.DIRECT
     beyond = [wanted.token_hi for wanted in pull.classes if wanted.token_hi > num_tokens]
     if beyond and not _is_padding(resolver.manifest, pull, num_tokens):
@@ -65,9 +68,9 @@ def _check_held(sides: Sequence[Side], pull: Pull, num_tokens: int) -> None:
             )
 
 
-def check_same(first: Pull | None, pull: Pull) -> None:
+def check_same(first: Pull, pull: Pull) -> None:
     """A consumer asks for one thing of an offer, however often. Raises Refused."""
-    if first is not None and first != pull:
+    if first != pull:
         raise Refused(Reason.PLAN, "pull: expected the first one again, got another")
 
 
@@ -106,23 +109,22 @@ def ids_of(block_ids: GroupBlockIds, group: int) -> Sequence[int]:
     return block_ids[group]
 
 
-def clip_ids(
+def own_ids(
     block_ids: GroupBlockIds, keepings: Mapping[int, Keeping], num_tokens: int
 ) -> GroupBlockIds:
-    """The block ids that hold the first ``num_tokens``, as far as they are kept; -1 for the others.
+    """Of a table that leaves out what windows let go of, the blocks of the first ``num_tokens`` in
+    the groups of one rank, whose ``keepings`` these are. Nothing is told of other groups.
 
-    Groups without an entry in ``keepings`` are another rank's: nothing of them is told. Raises
-    ValueError if some are missing.
+    Raises ValueError if some are missing.
     """
-    held = held_ids(block_ids, keepings, num_tokens)
-    clipped: list[tuple[int, ...]] = [()] * len(held)
+    own: list[tuple[int, ...]] = [()] * len(block_ids)
     for group, keeping in keepings.items():
         num_blocks = -(-num_tokens // keeping.block_tokens)
-        if group >= len(held) or len(held[group]) < num_blocks:
-            got = len(held[group]) if group < len(held) else "no such group"
+        if group >= len(block_ids) or len(block_ids[group]) < num_blocks:
+            got = len(block_ids[group]) if group < len(block_ids) else "no such group"
             raise ValueError(
                 f"block ids of group {group}: expected {num_blocks} for {num_tokens} tokens, "
                 f"got {got}"
             )
-        clipped[group] = held[group][:num_blocks]
-    return tuple(clipped)
+        own[group] = block_ids[group][:num_blocks]
+    return tuple(own)
