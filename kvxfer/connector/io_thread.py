@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol
 
 import zmq
 
@@ -36,6 +36,7 @@ from kvxfer.transports.wake_up import WakeUp
 ZmqSocket = zmq.Socket[bytes]
 Call = Callable[[], object]
 Now = Callable[[], float]
+_Args = ParamSpec("_Args")
 
 LATE_S = 0.25
 """A thread whose timers come this late was stopped or starved, and so was ZeroMQ: it may hold
@@ -239,10 +240,12 @@ class IoThread:
             self.guard(self._inbox.popleft())
         return num_posted
 
-    def guard(self, call: Call) -> None:
+    def guard(
+        self, call: Callable[_Args, object], *args: _Args.args, **kwargs: _Args.kwargs
+    ) -> None:
         """Run a handler. Whatever it raises is its own failure, not the loop's."""
         try:
-            call()
+            call(*args, **kwargs)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
             _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
             self._on_error()

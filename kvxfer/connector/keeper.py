@@ -102,7 +102,7 @@ class Keeper:
         """All at once: those of one engine wait for the same contact."""
         waiting, self._owed = self._owed, []
         for owed in waiting:
-            self._io.guard(partial(self._cancel, owed))
+            self._io.guard(self._cancel, owed)
 
     def _start(self) -> None:
         if not self._is_ticking:
@@ -119,12 +119,12 @@ class Keeper:
         for request_id, kept in list(self._kept.items()):
             peer = self._peers.known(kept.source)
             if peer is None:
-                self._io.guard(partial(self._tell_all, request_id, kept))
+                self._io.guard(self._tell_all, request_id, kept)
                 continue
             for rank in peer.ranks() if kept.ranks is None else kept.ranks:
                 held.setdefault((peer, rank), []).append(kept.source)
         for (peer, rank), sources in held.items():
-            self._io.guard(partial(self._tell, peer, rank, sources))
+            self._io.guard(self._tell, peer, rank, sources)
 
     def _tell(self, peer: Peer, rank: RankId, sources: Sequence[SourceRef]) -> None:
         num = max(1, min(MAX_KEPT, self._config.control_max_nbytes // OFFER_NBYTES))

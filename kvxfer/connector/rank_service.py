@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+import torch
 import zmq
 
 from kvxfer.config import Config
@@ -18,14 +19,14 @@ from kvxfer.connector.board import Board
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
 from kvxfer.connector.ends import Ends
-from kvxfer.connector.io_thread import Call, IoThread, ZmqSocket
+from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_records import Failure, Surroundings
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import NewLoad
+from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
@@ -72,11 +73,12 @@ class Identity:
 class RankService:
     """One rank's part in the protocol; listens from the moment it exists.
 
-    Methods are called by the engine thread; ``io.post`` carries orders to ``source``, ``sink`` and
-    ``keeper``, which belong to the IO thread.
+    Methods are called by the engine thread; :meth:`carry_out` brings orders to ``source``, ``sink``
+    and ``keeper``, which belong to the IO thread.
 
     Args:
-        port: where to listen; 0 takes any free port. Raises ConfigError if it cannot be had.
+        port: where the front door listens; 0 takes any free port. Raises ConfigError if it cannot
+            be had. None for the other ranks.
         can_leave_unhashed: as :class:`~kvxfer.connector.worker_side.WorkerConnector` has it.
     """
 
@@ -87,13 +89,14 @@ class RankService:
         identity: Identity,
         regions: tuple[Region, ...],
         memory: LocalMemory,
-        port: int,
+        port: int | None,
         *,
         can_leave_unhashed: bool,
     ) -> None:
         make_room()
         self._ledger = ledger
         self._identity = identity
+        self._is_front_door = port is not None
         self._engine: EngineManifest | None = None
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
@@ -109,7 +112,7 @@ class RankService:
         try:
             Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
-                self.io, self._context, config, ledger, port, self._dispatch, self._on_gone
+                self.io, self._context, config, ledger, port or 0, self._dispatch, self._on_gone
             )
             self._closers.append(self._server.close)
             sources, sinks = self._wires(config, memory)
@@ -201,7 +204,7 @@ class RankService:
 
     # -------------------------------------------------- on the IO thread
 
-    def set_engine(self, manifest: EngineManifest) -> None:
+    def _set_engine(self, manifest: EngineManifest) -> None:
         """All ranks of this engine, as its scheduler knows them. Peers that were matched with
         others are met anew.
         """
@@ -237,7 +240,7 @@ class RankService:
 
     def _poll_source(self, transport: SourceTransport) -> None:
         for completion in transport.poll():
-            self.io.guard(partial(self.source.on_completion, transport, completion))
+            self.io.guard(self.source.on_completion, transport, completion)
         self._count(transport)
 
     def _poll_sink(self, transport: SinkTransport) -> None:
@@ -247,7 +250,7 @@ class RankService:
         self, transport: SinkTransport, completions: Sequence[SinkCompletion]
     ) -> None:
         for completion in completions:
-            self.io.guard(partial(self.sink.on_completion, completion))
+            self.io.guard(self.sink.on_completion, completion)
         self._count(transport)
 
     def _inspect(self) -> None:
@@ -274,19 +277,46 @@ class RankService:
 
     # -------------------------------------------------- in its place, on the engine thread
 
-    def begin(self, loads: Sequence[NewLoad], orders: Sequence[Call]) -> None:
-        """Carry out orders, of which these loads are a part and which touch no socket: at once and
-        here, where the IO thread sleeps and they are quick.
+    def carry_out(self, orders: ConnectorMetadata, after: torch.cuda.Event | None = None) -> None:
+        """Have a step's orders carried out: by the IO thread, or at once and here, where it sleeps
+        and they are quick and touch no socket. ``after``: as :meth:`Sink.load` has it.
         """
-        if self._quick and self.io.borrow():
+        now_s = self.io.now()
+        if self._quick and orders.loads and orders.has_only_loads and self.io.borrow():
             try:
-                if self.sink.begins_quickly(loads):
-                    for order in orders:
-                        self.io.guard(order)
+                if self.sink.begins_quickly(orders.loads):
+                    self._take(orders, now_s, after)
                     return
             finally:
                 self.io.give_back()
-        self.io.post(*orders)
+        self.io.post(partial(self._take, orders, now_s, after))
+
+    def _take(
+        self, orders: ConnectorMetadata, handed_s: float, after: torch.cuda.Event | None
+    ) -> None:
+        """Each order, whatever becomes of the others. Aborts come last: they may name a load of
+        the same step.
+        """
+        guard = self.io.guard
+        if orders.manifest is not None:
+            guard(self._set_engine, orders.manifest)
+        for offer in orders.offers:
+            guard(self.source.add, offer)
+        for table in orders.blocks:
+            guard(self.source.set_blocks, table)
+        if orders.delayed:
+            guard(self.source.delay, orders.delayed)
+        if self._is_front_door:
+            for hold in orders.holds:
+                guard(self.keeper.hold, hold.request_id, hold.source)
+            for unhold in orders.unholds:
+                guard(self.keeper.release, unhold.request_id)
+                if unhold.reason is not None:
+                    guard(self.keeper.cancel, unhold.source, unhold.reason)
+        for load in orders.loads:
+            guard(self.sink.load, load, handed_s, after)
+        for abort in orders.aborts:
+            guard(self.sink.abort, abort)
 
     def look(self) -> None:
         """Take note of loads that are over, if the IO thread sleeps."""
@@ -294,7 +324,7 @@ class RankService:
             return
         try:
             for sink in self._quick:
-                self.io.guard(partial(self._look_at, sink))
+                self.io.guard(self._look_at, sink)
         finally:
             self.io.give_back()
 

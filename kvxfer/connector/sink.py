@@ -239,7 +239,7 @@ class Sink:
     def shutdown(self, reason: Reason, done: Callable[[], object]) -> None:
         """Abort every load; ``done`` is called when all were reported."""
         for request_id in list(self._by_request):
-            self._io.guard(partial(self.abort, AbortLoad(request_id, reason)))
+            self._io.guard(self.abort, AbortLoad(request_id, reason))
         self._on_idle = done
         self._tell_idle()
 

@@ -17,7 +17,6 @@ from functools import partial
 import torch
 
 from kvxfer.config import Config
-from kvxfer.connector.io_thread import Call
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
 from kvxfer.connector.opening import IsReady
 from kvxfer.connector.rank_service import Identity, RankService
@@ -103,7 +102,6 @@ class WorkerConnector:
         self._ledger = Ledger()
         self._service: RankService | None = None
         self._metadata = NO_ORDERS
-        self._orders: list[Call] = []
         self._written: torch.cuda.Event | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
@@ -129,7 +127,7 @@ class WorkerConnector:
             self._identity,
             regions,
             memory,
-            self._front_door_port or 0,
+            self._front_door_port,
             can_leave_unhashed=self._can_leave_unhashed,
         )
 
@@ -162,44 +160,18 @@ class WorkerConnector:
         self.handle_preemptions(metadata)
         if metadata is NO_ORDERS:
             return
-        orders, self._orders = self._orders, []
         if metadata.manifest is not None:
             self._check(metadata.manifest)
-            orders.append(partial(service.set_engine, metadata.manifest))
-        orders += [partial(service.source.add, offer) for offer in metadata.offers]
-        orders += [partial(service.source.set_blocks, table) for table in metadata.blocks]
-        if metadata.delayed:
-            self._sending.update(metadata.delayed)
-            orders.append(partial(service.source.delay, metadata.delayed))
-        if self._front_door_port is not None:
-            for hold in metadata.holds:
-                orders.append(partial(service.keeper.hold, hold.request_id, hold.source))
-            for unhold in metadata.unholds:
-                orders.append(partial(service.keeper.release, unhold.request_id))
-                if unhold.reason is not None:
-                    orders.append(partial(service.keeper.cancel, unhold.source, unhold.reason))
-        if metadata.loads:
-            self._orders = orders  # with the loads: to be woken twice would take longer
-        elif orders:
-            service.io.post(*orders)
+        self._sending.update(metadata.delayed)
+        if not (metadata.loads or metadata.aborts):  # else with them: woken twice takes longer
+            service.carry_out(metadata)
 
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
-        """Begin this step's loads; returns at once. Aborts follow: they may name a load of
-        the same step.
-        """
-        service, metadata = self._running(), self._metadata
-        if not (metadata.loads or metadata.aborts):
-            return
-        now_s = service.io.now()
-        orders, self._orders = self._orders, []
-        for load in metadata.loads:
-            self._loading.add(load.request_id)
-            orders.append(partial(service.sink.load, load, now_s, self._written))
-        orders += [partial(service.sink.abort, abort) for abort in metadata.aborts]
-        if metadata.has_only_loads:
-            service.begin(metadata.loads, orders)
-        else:
-            service.io.post(*orders)
+        """Begin this step's loads; returns at once."""
+        metadata = self._metadata
+        if metadata.loads or metadata.aborts:
+            self._loading.update(load.request_id for load in metadata.loads)
+            self._running().carry_out(metadata, self._written)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only after its load was reported."""
