@@ -552,7 +552,7 @@ class Sink:
             if event is not None:
                 self._step(load, event)
         session = load.session
-        if session is None or session.is_finished:
+        if session is None or session.snapshot.is_finished:
             return  # its report has stopped the clock
         ends_s = [
             run.progressed_s + self._timeout_s

@@ -400,7 +400,7 @@ class Source:
                 self._ledger.count(f"refused.{reason.value}")
                 detail = ""
                 if reason is Reason.ENDED:
-                    detail = f"the offer is over: {offer.session.reason or 'read'}"
+                    detail = f"the offer is over: {offer.session.snapshot.reason or 'read'}"
                 self._tell(offer, consumer, Refuse(ref, consumer, reason, detail))
             case SendVerdict(consumer, valid, reason):
                 self._ledger.count("verdict.valid" if reason is None else f"verdict.{reason.value}")

@@ -227,10 +227,7 @@ TABLE: Mapping[tuple[RouteState, type], Handler] = {
     (RouteState.VALID, RetryDue): _ignore,
     (RouteState.VALID, DeadlinePassed): _ignore,
     (RouteState.VALID, SourceLost): _ignore,
-    (
-        RouteState.VALID,
-        Abort,
-    ): _ignore,  # a route that is not over takes it, else the load has ended
+    (RouteState.VALID, Abort): _ignore,  # another route takes it, or the load has ended
     (RouteState.DRAINING, ReadDrained): _drained,
     (RouteState.DRAINING, ReadFailed): _drained,
     (RouteState.DRAINING, ReadCompleted): _drained,
@@ -261,7 +258,7 @@ _FOR_ALL = (Start, Abort)
 
 class LoadSession:
     """One load on one sink rank: ``routes`` are the source ranks it reads, ``null`` those it reads
-    nothing from.
+    nothing from. ``snapshot`` is all of it, immutable and hashable.
     """
 
     table: ClassVar[Mapping[tuple[RouteState, type], Handler]] = TABLE
@@ -273,36 +270,23 @@ class LoadSession:
         if not null <= set(routes):
             names = sorted(str(source) for source in null - set(routes))
             raise ValueError(f"null: expected source ranks among the routes, got {names}")
-        self._load = LoadSnapshot(tuple(RouteRecord(source, source in null) for source in routes))
+        self.snapshot = LoadSnapshot(
+            tuple(RouteRecord(source, source in null) for source in routes)
+        )
 
     @classmethod
     def restore(cls, snapshot: LoadSnapshot) -> LoadSession:
         """A session that goes on from a snapshot."""
         null = frozenset(route.source for route in snapshot.routes if route.is_null)
         session = cls([route.source for route in snapshot.routes], null)
-        session._load = snapshot
+        session.snapshot = snapshot
         return session
-
-    @property
-    def snapshot(self) -> LoadSnapshot:
-        """All of it, immutable and hashable."""
-        return self._load
-
-    @property
-    def is_finished(self) -> bool:
-        """FinishedRecving was returned: nothing of this load can write the destination blocks."""
-        return self._load.is_finished
-
-    @property
-    def failure(self) -> Reason | None:
-        """The first thing that failed the load; None as long as nothing has."""
-        return self._load.failure
 
     def state_of(self, source: RankId) -> RouteState:
         """The state of the route from this source rank. Raises ProtocolError for one that is not a
         route.
         """
-        return self._route(self._load, source).state
+        return self._route(self.snapshot, source).state
 
     def _route(self, load: LoadSnapshot, source: RankId) -> RouteRecord:
         for route in load.routes:
@@ -317,7 +301,7 @@ class LoadSession:
         ``Start`` and ``Abort`` are taken by every route in turn, all other events by the route that
         they name.
         """
-        load = self._load
+        load = self.snapshot
         if isinstance(event, _FOR_ALL):
             sources = [route.source for route in load.routes]
         else:
@@ -336,5 +320,5 @@ class LoadSession:
         if not load.is_finished and all(route.state in _FINAL for route in load.routes):
             load = replace(load, is_finished=True)
             actions.append(FinishedRecving(load.failure))
-        self._load = load
+        self.snapshot = load
         return actions

@@ -332,10 +332,8 @@ TABLE: Mapping[tuple[OfferState, type], Handler] = {
     (OfferState.DONE, ChunkPacked): _drop_chunk,
     (OfferState.DONE, StreamSent): _stream_over,
     (OfferState.DONE, StreamDrained): _stream_over,
-    (
-        OfferState.BROKEN,
-        ReadyCompleted,
-    ): _ignore,  # broken before the step ended; the event still completes
+    # Broken before the step ended; the event still completes
+    (OfferState.BROKEN, ReadyCompleted): _ignore,
     (OfferState.BROKEN, PullArrived): _pull_late,
     (OfferState.BROKEN, ReleaseArrived): _release_late,
     (OfferState.BROKEN, CancelArrived): _ignore,
@@ -365,52 +363,33 @@ def events_due(
 
 class OfferSession:
     """One offer at one source rank. ``digest`` None: the tokens are not bound, any digest is
-    served.
+    served. ``snapshot`` is all of it, immutable and hashable.
     """
 
     table: ClassVar[Mapping[tuple[OfferState, type], Handler]] = TABLE
 
     def __init__(self, nonce: bytes, digest: bytes | None) -> None:
-        self._offer = OfferSnapshot(nonce, digest)
+        self.snapshot = OfferSnapshot(nonce, digest)
 
     @classmethod
     def restore(cls, snapshot: OfferSnapshot) -> OfferSession:
         """A session that goes on from a snapshot."""
         session = cls(snapshot.nonce, snapshot.digest)
-        session._offer = snapshot
+        session.snapshot = snapshot
         return session
-
-    @property
-    def snapshot(self) -> OfferSnapshot:
-        """All of it, immutable and hashable."""
-        return self._offer
-
-    @property
-    def state(self) -> OfferState:
-        return self._offer.state
-
-    @property
-    def reason(self) -> Reason | None:
-        """Why the offer is BROKEN; None otherwise."""
-        return self._offer.reason
 
     @property
     def claimants(self) -> tuple[bytes, ...]:
         """The sink engine lives with a live claim that is not complete: whose silence matters."""
-        return tuple(c.incarnation for c in self._offer.claims if not c.is_complete)
+        return tuple(c.incarnation for c in self.snapshot.claims if not c.is_complete)
 
     def serves(self, consumer: Consumer) -> bool:
         """Its Pull was granted, or waits for the offer to open."""
-        return consumer in self._offer.parked or consumer in self._offer.shares
-
-    @property
-    def is_finished(self) -> bool:
-        """FinishedSending was returned: no stream touches the pool, the blocks may be reused."""
-        return self._offer.is_finished
+        return consumer in self.snapshot.parked or consumer in self.snapshot.shares
 
     def step(self, event: SourceEvent) -> list[SourceAction]:
         """Take one event; return what to do, in order. Raises ProtocolError, changing nothing."""
-        offer = self._offer
+        offer = self.snapshot
         handler = self.table.get((offer.state, type(event)))
         if handler is None:
             raise ProtocolError(
@@ -423,5 +402,5 @@ class OfferSession:
             if not is_busy:
                 offer = replace(offer, is_finished=True)
                 actions = [*actions, FinishedSending(offer.reason)]
-        self._offer = offer
+        self.snapshot = offer
         return actions
