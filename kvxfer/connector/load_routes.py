@@ -11,11 +11,10 @@ from msgspec.structs import replace
 
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
-from kvxfer.connector.requests import ids_of
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import PullClass, Route
-from kvxfer.transfer.pull import check_ids, pull_class, route_nbytes
+from kvxfer.transfer.pull import check_table, pull_class, route_nbytes
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull
 from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
@@ -127,8 +126,7 @@ def _make_run(
         )
         return RouteRun(pull, key, None, incomplete)
     for copied, asked in zip(route.classes, wanted, strict=True):
-        ids = ids_of(order.block_ids, copied.sink.group)
-        check_ids(copied.sink, ids, asked.token_lo, asked.token_hi)
+        check_table(copied.sink, order.block_ids, asked.token_lo, asked.token_hi)
     request = ReadRequest(
         key=key,
         source=way.source,
@@ -202,8 +200,7 @@ def with_granted_ids(run: RouteRun, block_ids: GroupBlockIds) -> ReadRequest | N
     if read is None or run.pull.classes:
         return read
     for copied, asked in zip(read.classes, read.pull_classes, strict=True):
-        ids = ids_of(block_ids, copied.source.group)
-        check_ids(copied.source, ids, asked.token_lo, asked.token_hi)
+        check_table(copied.source, block_ids, asked.token_lo, asked.token_hi)
     return replace(read, source_ids=block_ids)
 
 

@@ -15,10 +15,9 @@ import torch
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.board import Board
+from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.ends import Ends
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger

@@ -17,15 +17,9 @@ from functools import partial
 from typing import assert_never
 
 from kvxfer.config import Config
-from kvxfer.connector.board import Posted
-from kvxfer.connector.draining import Draining
-from kvxfer.connector.ends import Ends
-from kvxfer.connector.given_offer import GivenOffer
-from kvxfer.connector.io_thread import IoThread
-from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.opening import IsReady, Opening
-from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
-from kvxfer.connector.requests import (
+from kvxfer.connector.board import Ends, Posted
+from kvxfer.connector.given_offer import (
+    GivenOffer,
     Refused,
     check_same,
     checked_sides,
@@ -33,6 +27,9 @@ from kvxfer.connector.requests import (
     read_pull,
     wire_of,
 )
+from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.offer import MAX_LIVES, StreamState
@@ -89,6 +86,11 @@ from kvxfer.transports.base import (
 REMEMBERED = 4096
 """Offers that are over and still answer; about 1 KiB each."""
 
+READY_POLL_S = 0.001
+"""How often events that have not completed are asked again; only where work is asynchronous."""
+
+IsReady = Callable[[], bool]
+"""Whether the step that computes an offer's last token has completed."""
 Reply = Callable[[bytes, ToSink], None]
 
 _log = logging.getLogger("kvxfer.connector")
@@ -137,8 +139,8 @@ class Source:
         self._live: dict[bytes, GivenOffer] = {}
         self._over: OrderedDict[bytes, GivenOffer] = OrderedDict()
         self._by_request: dict[str, GivenOffer] = {}
-        self._opening = Opening(io, self._open, partial(self._break, reason=Reason.PLAN))
-        self._draining = Draining()
+        self._opening: list[tuple[GivenOffer, IsReady]] = []
+        self._on_drained: Callable[[], object] | None = None
 
     # -------------------------------------------------- orders of the engine
 
@@ -163,8 +165,11 @@ class Source:
 
     def computed(self, request_ids: Sequence[str], is_ready: IsReady) -> None:
         """The step that computes the last offered token was launched; open when ``is_ready()``."""
+        is_polling = bool(self._opening)
         offers = [self._by_request[i] for i in request_ids if i in self._by_request]
-        self._opening.add(offers, is_ready)
+        self._opening += [(offer, is_ready) for offer in offers]
+        if not is_polling:
+            self._open_ready()
 
     def delay(self, request_ids: Sequence[str]) -> None:
         """The engine keeps these requests' blocks until they are reported; at once if the offer is
@@ -190,7 +195,8 @@ class Source:
         """Break every offer, tell the consumers; ``done`` is called when all have drained."""
         for offer in list(self._live.values()):
             self._break(offer, Reason.SHUTDOWN)
-        self._draining.wait(set(self._live), done)
+        self._on_drained = done
+        self._tell_drained()
 
     # -------------------------------------------------- messages and completions
 
@@ -464,6 +470,21 @@ class Source:
 
     # -------------------------------------------------- from opening to the end
 
+    def _open_ready(self) -> None:
+        """Open the offers whose events have completed; look at the others again soon."""
+        waiting, self._opening = self._opening, []
+        for offer, is_ready in waiting:
+            try:
+                if is_ready():
+                    self._open(offer)
+                else:
+                    self._opening.append((offer, is_ready))
+            except Exception:  # noqa: BLE001  # whatever an event raises is about this offer only
+                _log.exception("request %s: its offer cannot open", offer.request_id)
+                self._break(offer, Reason.PLAN)
+        if self._opening:
+            self._io.after(READY_POLL_S, self._open_ready)
+
     def _open(self, offer: GivenOffer) -> None:
         """Raises ValueError where blocks are missing."""
         if offer.state is not OfferState.PENDING:
@@ -519,4 +540,9 @@ class Source:
             if offer.is_delayed:
                 self._ledger.sent(offer.request_id)
         finally:
-            self._draining.drained(offer.nonce)
+            self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        if self._on_drained is not None and not self._live:
+            done, self._on_drained = self._on_drained, None
+            done()

@@ -5,7 +5,7 @@ Method names and semantics are those of vLLM's V1 connector contract, so that th
 translation. Orders go to the IO thread; what has ended comes back through
 :class:`~kvxfer.connector.ledger.Ledger`. No call waits. An offer whose blocks are taken back is
 over at once, in memory that the IO thread and the sinks look at
-(:class:`~kvxfer.connector.ends.Ends`).
+(:class:`~kvxfer.connector.board.Ends`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
-from kvxfer.connector.opening import IsReady
 from kvxfer.connector.rank_service import Identity, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
@@ -27,6 +26,7 @@ from kvxfer.connector.records import (
     KVConnectorOutput,
     KVConnectorStats,
 )
+from kvxfer.connector.source import IsReady
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest

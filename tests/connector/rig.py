@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from kvxfer.config import Config
-from kvxfer.connector.opening import IsReady
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
@@ -28,6 +27,7 @@ from kvxfer.connector.records import (
     SourceRef,
     Unhold,
 )
+from kvxfer.connector.source import IsReady
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.testing_peer import DevicePool, make_pool

@@ -11,11 +11,9 @@ import pytest
 import zmq
 
 from kvxfer.connector import source as source_module
-from kvxfer.connector.given_offer import GivenOffer
-from kvxfer.connector.opening import IsReady
+from kvxfer.connector.given_offer import GivenOffer, read_pull
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
-from kvxfer.connector.requests import read_pull
-from kvxfer.connector.source import Source
+from kvxfer.connector.source import IsReady, Source
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
 from kvxfer.transfer.session import Break, FinishedSending, SendGrant, SourceAction, SourceEvent

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer.connector.given_offer import own_ids, read_pull
 from kvxfer.connector.load_routes import Addressing, make_routes, ways_of, with_granted_ids
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import NewLoad, SourceRef
-from kvxfer.connector.requests import own_ids, read_pull
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import check_compatible

@@ -15,8 +15,8 @@ import pytest
 from msgspec.structs import replace as with_fields
 
 from kvxfer.config import Config
+from kvxfer.connector.given_offer import own_ids
 from kvxfer.connector.records import KVConnectorOutput, OfferBlocks
-from kvxfer.connector.requests import own_ids
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.windows import Keeping, held_ids
