@@ -97,7 +97,7 @@ class GivenOffer:
 # ------------------------------------------------------------------ what a sink asks
 
 
-class Refused(Exception):
+class PullRefused(Exception):
     """A Pull that is answered with Refuse, whatever the state of its offer."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
@@ -114,9 +114,9 @@ def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
 def read_pull(
     pull: Pull, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
 ) -> Wire:
-    """How this Pull will be served by an offer of ``num_tokens``. Raises Refused."""
+    """How this Pull will be served by an offer of ``num_tokens``. Raises PullRefused."""
     if not pull.is_null and pull.transport not in transports:
-        raise Refused(
+        raise PullRefused(
             Reason.TRANSPORT,
             f"transport: expected one of {sorted(transports)}, got {pull.transport}",
         )
@@ -124,24 +124,24 @@ def read_pull(
         return Wire.DIRECT
     beyond = [wanted.token_hi for wanted in pull.classes if wanted.token_hi > num_tokens]
     if beyond and not _is_padding(resolver.manifest, pull, num_tokens):
-        raise Refused(
+        raise PullRefused(
             Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
         )
     try:
         _check_held(resolver.resolve(pull.classes), pull, num_tokens)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
-            raise Refused(Reason.PLAN, "classes: expected something to send, got nothing")
+            raise PullRefused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
-        raise Refused(Reason.PLAN, str(e)) from e
+        raise PullRefused(Reason.PLAN, str(e)) from e
     return Wire.STREAM
 
 
 def _check_held(sides: Sequence[Side], pull: Pull, num_tokens: int) -> None:
-    """Raises Refused for tokens that this source has let go of by the offer's end."""
+    """Raises PullRefused for tokens that this source has let go of by the offer's end."""
     for side, wanted in zip(sides, pull.classes, strict=True):
         held_start = side.keeping.held_start(num_tokens)
         if wanted.token_lo < min(held_start, wanted.token_hi):
-            raise Refused(
+            raise PullRefused(
                 Reason.PLAN,
                 f"{wanted.regions[0].layer}: tokens: expected from {held_start} on, got "
                 f"{wanted.token_lo}; of {num_tokens} offered tokens this source keeps "
@@ -150,9 +150,9 @@ def _check_held(sides: Sequence[Side], pull: Pull, num_tokens: int) -> None:
 
 
 def check_same(first: Pull, pull: Pull) -> None:
-    """A consumer asks for one thing of an offer, however often. Raises Refused."""
+    """A consumer asks for one thing of an offer, however often. Raises PullRefused."""
     if first != pull:
-        raise Refused(Reason.PLAN, "pull: expected the first one again, got another")
+        raise PullRefused(Reason.PLAN, "pull: expected the first one again, got another")
 
 
 def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:

@@ -20,7 +20,7 @@ from kvxfer.config import Config
 from kvxfer.connector.board import Ends, Posted
 from kvxfer.connector.given_offer import (
     GivenOffer,
-    Refused,
+    PullRefused,
     check_same,
     checked_sides,
     own_ids,
@@ -32,7 +32,6 @@ from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.errors import KvxferError
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transfer.offer import MAX_LIVES, StreamState
 from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
     Break,
@@ -58,7 +57,13 @@ from kvxfer.transfer.session import (
     StreamSent,
     Wire,
 )
-from kvxfer.transfer.source_session import OfferSession, events_due, knows_tokens
+from kvxfer.transfer.source_session import (
+    MAX_LIVES,
+    OfferSession,
+    StreamState,
+    events_due,
+    knows_tokens,
+)
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import (
     Broken,
@@ -268,7 +273,7 @@ class Source:
                 self._refuse(identity, pull, offer, "")
                 return
             wire = self._read(offer, pull)
-        except Refused as e:
+        except PullRefused as e:
             self._refuse(identity, pull, e.reason, str(e))
             return
         offer.identities[pull.consumer] = identity
@@ -280,7 +285,7 @@ class Source:
             offer.pulls.pop(pull.consumer, None)
 
     def _read(self, offer: GivenOffer, pull: Pull) -> Wire:
-        """How a Pull will be served; looked into once for each consumer. Raises Refused."""
+        """How a Pull will be served; looked into once for each consumer. Raises PullRefused."""
         first = offer.pulls.get(pull.consumer)
         if first is not None:
             check_same(first, pull)
