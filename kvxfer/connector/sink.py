@@ -424,15 +424,18 @@ class Sink:
         return actions
 
     def _perform(self, load: SinkLoad, action: SinkAction) -> SinkEvent | None:
-        """One action. What a wire does not take fails the load; whatever an action raises, the next
-        one still has its turn.
+        """One action, unless an earlier one of the same event has ended the load. What a wire does
+        not take fails the load; whatever an action raises, the next one still has its turn.
         """
         try:
             match action:
                 case SendPull(source):
                     return self._ask(load, source)
                 case StartRead(source):
-                    self._read(load, source)
+                    run = load.routes[source]
+                    if run.request is not None and load.is_in(source, RouteState.READING):
+                        self._wire(run).submit_read(run.request)
+                        self._send_owed(load, source)
                 case StopRead(source):
                     run = load.routes[source]
                     self._wire(run).stop_read(run.key)
@@ -454,8 +457,6 @@ class Sink:
             return Abort(Reason.READ_FAILED)
         return None
 
-    # An earlier action of the same event may have ended the load: these three look first.
-
     def _ask(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
         if not load.is_in(source, RouteState.ASKED):
             return None
@@ -472,12 +473,6 @@ class Sink:
         run.owes_pull = True
         grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
         return self._granted(load, source, grant)
-
-    def _read(self, load: SinkLoad, source: RankId) -> None:
-        run = load.routes[source]
-        if run.request is not None and load.is_in(source, RouteState.READING):
-            self._wire(run).submit_read(run.request)
-            self._send_owed(load, source)
 
     def _release(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
         if not load.is_in(source, RouteState.RELEASING):

@@ -206,25 +206,18 @@ class WorkerConnector:
         """
         self._look()
         finished = self._ledger.take_finished()
+        self._incomplete, self._details = {}, {}
         if finished is NONE_FINISHED:
-            self._incomplete, self._details = {}, {}
             return None, None, {}
-        received = {report.request_id for report in finished.loads}
-        failed = {
-            report.request_id: report.reason.value
-            for report in finished.loads
-            if report.reason is not None
-        }
-        self._incomplete = {
-            report.request_id: report.incomplete_blocks
-            for report in finished.loads
-            if report.incomplete_blocks
-        }
-        self._details = {
-            report.request_id: report.detail
-            for report in finished.loads
-            if report.reason is not None
-        }
+        received: set[str] = set()
+        failed: dict[str, str] = {}
+        for report in finished.loads:
+            received.add(report.request_id)
+            if report.reason is not None:
+                failed[report.request_id] = report.reason.value
+                self._details[report.request_id] = report.detail
+            elif report.incomplete_blocks:
+                self._incomplete[report.request_id] = report.incomplete_blocks
         self._sending -= finished.sent
         self._loading -= received
         return set(finished.sent) or None, received or None, failed

@@ -189,6 +189,12 @@ def _ignore(load: LoadSnapshot, _: RouteRecord, __: SinkEvent) -> Step:
 
 # ------------------------------------------------------------------ the table
 
+_LATE = (
+    *(GrantArrived, RefuseArrived, VerdictArrived, BrokenArrived),
+    *(RetryDue, DeadlinePassed, SourceLost, Abort),
+)
+"""What may still come to a route that is over, and changes nothing."""
+
 TABLE: Mapping[tuple[RouteState, type], Handler] = {
     (RouteState.IDLE, Start): _ask,
     (RouteState.IDLE, DeadlinePassed): _timed_out,
@@ -220,36 +226,14 @@ TABLE: Mapping[tuple[RouteState, type], Handler] = {
     (RouteState.RELEASING, DeadlinePassed): _timed_out,
     (RouteState.RELEASING, SourceLost): _source_lost,
     (RouteState.RELEASING, Abort): _answered_no,
-    (RouteState.VALID, GrantArrived): _ignore,
-    (RouteState.VALID, RefuseArrived): _ignore,
-    (RouteState.VALID, VerdictArrived): _ignore,
-    (RouteState.VALID, BrokenArrived): _ignore,
-    (RouteState.VALID, RetryDue): _ignore,
-    (RouteState.VALID, DeadlinePassed): _ignore,
-    (RouteState.VALID, SourceLost): _ignore,
-    (RouteState.VALID, Abort): _ignore,  # another route takes it, or the load has ended
     (RouteState.DRAINING, ReadDrained): _drained,
     (RouteState.DRAINING, ReadFailed): _drained,
     (RouteState.DRAINING, ReadCompleted): _drained,
-    (RouteState.DRAINING, GrantArrived): _ignore,
-    (RouteState.DRAINING, RefuseArrived): _ignore,
-    (RouteState.DRAINING, VerdictArrived): _ignore,
-    (RouteState.DRAINING, BrokenArrived): _ignore,
-    (RouteState.DRAINING, RetryDue): _ignore,
-    (RouteState.DRAINING, DeadlinePassed): _ignore,  # deadlines end waits, not drains
-    (RouteState.DRAINING, SourceLost): _ignore,
-    (RouteState.DRAINING, Abort): _ignore,
     (RouteState.FAILED, ReadDrained): _ignore,  # the read ended by itself before it saw the stop
     (RouteState.FAILED, ReadFailed): _ignore,
     (RouteState.FAILED, ReadCompleted): _ignore,
-    (RouteState.FAILED, GrantArrived): _ignore,
-    (RouteState.FAILED, RefuseArrived): _ignore,
-    (RouteState.FAILED, VerdictArrived): _ignore,
-    (RouteState.FAILED, BrokenArrived): _ignore,
-    (RouteState.FAILED, RetryDue): _ignore,
-    (RouteState.FAILED, DeadlinePassed): _ignore,
-    (RouteState.FAILED, SourceLost): _ignore,
-    (RouteState.FAILED, Abort): _ignore,
+    # Deadlines end waits, not drains. An Abort is another route's, or the load has ended.
+    **{(state, event): _ignore for state in _OVER for event in _LATE},
 }
 
 _FINAL = (RouteState.VALID, RouteState.FAILED)

@@ -425,6 +425,19 @@ def _ignore(offer: OfferSnapshot, _: SourceEvent) -> Step:
 
 # ------------------------------------------------------------------ the table
 
+_FINAL = (OfferState.DONE, OfferState.BROKEN)
+_LATE: Mapping[type, Handler] = {
+    PullArrived: _pull_late,
+    ReleaseArrived: _release_late,
+    CancelArrived: _ignore,
+    ClaimantLost: _ignore,
+    Break: _ignore,
+    ChunkPacked: _drop_chunk,
+    StreamSent: _stream_over,
+    StreamDrained: _stream_over,
+}
+"""What may still come to an offer that is over."""
+
 TABLE: Mapping[tuple[OfferState, type], Handler] = {
     (OfferState.PENDING, ReadyCompleted): _open,
     (OfferState.PENDING, PullArrived): _park,
@@ -440,27 +453,11 @@ TABLE: Mapping[tuple[OfferState, type], Handler] = {
     (OfferState.OPEN, ChunkPacked): _send_chunk,
     (OfferState.OPEN, StreamSent): _stream_sent,
     (OfferState.OPEN, StreamDrained): _stream_drained,
-    (OfferState.DONE, PullArrived): _pull_late,
-    (OfferState.DONE, ReleaseArrived): _release_late,
-    (OfferState.DONE, CancelArrived): _ignore,
-    (OfferState.DONE, ClaimantLost): _ignore,
-    (OfferState.DONE, Break): _ignore,
-    (OfferState.DONE, ChunkPacked): _drop_chunk,
-    (OfferState.DONE, StreamSent): _stream_over,
-    (OfferState.DONE, StreamDrained): _stream_over,
     # Broken before the step ended; the event still completes
     (OfferState.BROKEN, ReadyCompleted): _ignore,
-    (OfferState.BROKEN, PullArrived): _pull_late,
-    (OfferState.BROKEN, ReleaseArrived): _release_late,
-    (OfferState.BROKEN, CancelArrived): _ignore,
-    (OfferState.BROKEN, ClaimantLost): _ignore,
-    (OfferState.BROKEN, Break): _ignore,
-    (OfferState.BROKEN, ChunkPacked): _drop_chunk,
-    (OfferState.BROKEN, StreamSent): _stream_over,
-    (OfferState.BROKEN, StreamDrained): _stream_over,
+    **{(state, event): handler for state in _FINAL for event, handler in _LATE.items()},
 }
 
-_FINAL = (OfferState.DONE, OfferState.BROKEN)
 _BUSY = (StreamState.RUNNING, StreamState.STOPPING)
 
 
