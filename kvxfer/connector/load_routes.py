@@ -114,37 +114,30 @@ def _make_run(
     )
     wanted, incomplete = _wanted(order, route, addressing)
     nbytes = route_nbytes(wanted)
-    # A null route, or windows that need nothing of what is offered
-    if not nbytes or way.choice is None:
-        pull = Pull(
-            offer=order.source.offer,
-            consumer=consumer,
-            claim=way.claim,
-            digest=order.source.digest,
-            transport=NULL_TRANSPORT,
-            is_null=True,
+    choice = way.choice if nbytes else None  # windows may need nothing of what is offered
+    request: ReadRequest | None = None
+    if choice is not None:
+        for copied, asked in zip(route.classes, wanted, strict=True):
+            check_table(copied.sink, order.block_ids, asked.token_lo, asked.token_hi)
+        request = ReadRequest(
+            key=key,
+            source=way.source,
+            classes=route.classes,
+            pull_classes=wanted,
+            source_ids=(),
+            sink_ids=order.block_ids,
+            chunk_nbytes=choice.chunk_nbytes(nbytes),
+            after=after,
         )
-        return RouteRun(pull, key, None, incomplete)
-    for copied, asked in zip(route.classes, wanted, strict=True):
-        check_table(copied.sink, order.block_ids, asked.token_lo, asked.token_hi)
-    request = ReadRequest(
-        key=key,
-        source=way.source,
-        classes=route.classes,
-        pull_classes=wanted,
-        source_ids=(),
-        sink_ids=order.block_ids,
-        chunk_nbytes=way.choice.chunk_nbytes(nbytes),
-        after=after,
-    )
     pull = Pull(
         offer=order.source.offer,
         consumer=consumer,
         claim=way.claim,
         digest=order.source.digest,
-        transport=way.choice.transport,
-        classes=wanted if way.is_stream else (),
-        chunk_nbytes=request.chunk_nbytes,
+        transport=choice.transport if choice is not None else NULL_TRANSPORT,
+        is_null=choice is None,
+        classes=wanted if choice is not None and way.is_stream else (),
+        chunk_nbytes=request.chunk_nbytes if request is not None else 0,
     )
     return RouteRun(pull, key, request, incomplete)
 

@@ -250,7 +250,8 @@ class Sink:
         whatever goes wrong.
         """
         try:
-            peer = peer or self._peers.ready(load.order.source)
+            if peer is None:
+                peer = self._peers.ready(load.order.source)
             if peer is not None:
                 self._begin(load, peer)
                 return
