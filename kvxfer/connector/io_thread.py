@@ -27,7 +27,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVarTuple
 
 import zmq
 
@@ -35,8 +36,8 @@ from kvxfer.transports.wake_up import WakeUp
 
 ZmqSocket = zmq.Socket[bytes]
 Call = Callable[[], object]
+Args = TypeVarTuple("Args")
 Now = Callable[[], float]
-_Args = ParamSpec("_Args")
 
 LATE_S = 0.25
 """A thread whose timers come this late was stopped or starved, and so was ZeroMQ: it may hold
@@ -184,17 +185,17 @@ class IoThread:
 
     # -------------------------------------------------- on the thread or in its place (or before)
 
-    def after(self, delay_s: float, call: Call) -> Timer:
-        """Run ``call`` once, ``delay_s`` seconds from now."""
-        timer = Timer(call)
+    def after(self, delay_s: float, call: Callable[[*Args], object], *args: *Args) -> Timer:
+        """Run ``call(*args)`` once, ``delay_s`` seconds from now."""
+        timer = Timer(partial(call, *args))
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
         return timer
 
-    def defer(self, call: Call) -> None:
-        """Run ``call`` when everything else of this round has had its turn, in the order of
+    def defer(self, call: Callable[[*Args], object], *args: *Args) -> None:
+        """Run ``call(*args)`` when everything else of this round has had its turn, in the order of
         deferring. For messages that nobody waits for: others call :meth:`run_deferred` first.
         """
-        self._deferred.append(call)
+        self._deferred.append(partial(call, *args))
 
     def run_deferred(self) -> None:
         """Run what was deferred; within a deferred call nothing, because its turn has come, and in
@@ -240,12 +241,10 @@ class IoThread:
             self.guard(self._inbox.popleft())
         return num_posted
 
-    def guard(
-        self, call: Callable[_Args, object], *args: _Args.args, **kwargs: _Args.kwargs
-    ) -> None:
+    def guard(self, call: Callable[[*Args], object], *args: *Args) -> None:
         """Run a handler. Whatever it raises is its own failure, not the loop's."""
         try:
-            call(*args, **kwargs)
+            call(*args)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
             _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
             self._on_error()

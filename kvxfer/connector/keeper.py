@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvxfer.config import Config
 from kvxfer.connector.io_thread import IoThread
@@ -64,7 +63,7 @@ class Keeper:
         if peer is None:
             self._tell_all(request_id, kept)
         else:  # also if a load in this very round has ended before: other ranks may still read
-            self._io.defer(partial(self._tell_ranks, peer, source))
+            self._io.defer(self._tell_ranks, peer, source)
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
         """Keep an offer at these source ranks, unless it is held at all of them already."""

@@ -379,7 +379,7 @@ class Sink:
                 load.note(detail)
                 self._step(load, ReadFailed(source, reason))
                 if reason in _UNATTACHED and load.peer is not None:  # met anew, it will be right
-                    self._io.defer(partial(load.peer.end, Failure(Reason.PEER_LOST, detail)))
+                    self._io.defer(load.peer.end, Failure(Reason.PEER_LOST, detail))
             case ReadStopped():
                 self._step(load, ReadDrained(source))
             case _:
@@ -538,7 +538,7 @@ class Sink:
     def _look_in(self, load: SinkLoad, delay_s: float) -> None:
         if load.timer is not None:
             load.timer.cancel()
-        load.timer = self._io.after(max(delay_s, LEAST_S), partial(self._look, load))
+        load.timer = self._io.after(max(delay_s, LEAST_S), self._look, load)
 
     def _look(self, load: SinkLoad) -> None:
         """Take the retries and deadlines that are due, and look again in time."""

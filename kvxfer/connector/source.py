@@ -13,7 +13,6 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import assert_never
 
 from kvxfer.config import Config
@@ -230,7 +229,7 @@ class Source:
             for life in [life for life, last in offer.speakers.items() if last == identity]:
                 del offer.speakers[life]
                 grace_s = self._config.keep_s + self._config.peer_silent_s
-                self._io.after(grace_s, partial(self._left, offer, life))
+                self._io.after(grace_s, self._left, offer, life)
 
     def _left(self, offer: GivenOffer, life: bytes) -> None:
         if life in offer.speakers or offer.state is not OfferState.OPEN:
@@ -508,7 +507,7 @@ class Source:
     def _look_at(self, offer: GivenOffer, at_s: float) -> None:
         if offer.timer is not None:
             offer.timer.cancel()
-        offer.timer = self._io.after(at_s - self._io.now(), partial(self._look, offer))
+        offer.timer = self._io.after(at_s - self._io.now(), self._look, offer)
 
     def _look(self, offer: GivenOffer) -> None:
         """Drop the claims of silent engines, break the offer if its lease is over, and look again
