@@ -37,11 +37,11 @@ class Borrower:
         self._sink = sink
         self._wires = [wire for wire in wires if wire.is_quick]
 
-    def begin(self, loads: Sequence[NewLoad], orders: Sequence[Call]) -> bool:
+    def begin(self, loads: Sequence[NewLoad], *orders: Call) -> bool:
         """Carry out orders, of which these loads are a part and which touch no socket, if the IO
         thread sleeps and they are quick. False: nothing was done.
         """
-        if not self._wires or not self._io.borrow():
+        if not (self._wires and loads and self._io.borrow()):
             return False
         try:
             if not self._sink.begins_quickly(loads):

@@ -35,8 +35,8 @@ from kvxfer.transports.wake_up import WakeUp
 
 ZmqSocket = zmq.Socket[bytes]
 Call = Callable[[], object]
+Args = TypeVarTuple("Args")
 Now = Callable[[], float]
-_Args = TypeVarTuple("_Args")
 
 LATE_S = 0.25
 """A thread whose timers come this late was stopped or starved, and so was ZeroMQ: it may hold
@@ -187,14 +187,14 @@ class IoThread:
 
     # -------------------------------------------------- on the thread or in its place (or before)
 
-    def after(self, delay_s: float, call: Callable[[*_Args], object], *args: *_Args) -> Timer:
-        """Run ``call`` once, ``delay_s`` seconds from now."""
+    def after(self, delay_s: float, call: Callable[[*Args], object], *args: *Args) -> Timer:
+        """Run ``call(*args)`` once, ``delay_s`` seconds from now."""
         timer = Timer(partial(call, *args))
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
         return timer
 
-    def defer(self, call: Callable[[*_Args], object], *args: *_Args) -> None:
-        """Run ``call`` when everything else of this round has had its turn, in the order of
+    def defer(self, call: Callable[[*Args], object], *args: *Args) -> None:
+        """Run ``call(*args)`` when everything else of this round has had its turn, in the order of
         deferring. For messages that nobody waits for: others call :meth:`run_deferred` first.
         """
         self._deferred.append(partial(call, *args))
@@ -243,7 +243,7 @@ class IoThread:
             self.guard(self._inbox.popleft())
         return num_posted
 
-    def guard(self, call: Callable[[*_Args], object], *args: *_Args) -> None:
+    def guard(self, call: Callable[[*Args], object], *args: *Args) -> None:
         """Run a handler. Whatever it raises is its own failure, not the loop's."""
         try:
             call(*args)

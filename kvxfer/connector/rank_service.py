@@ -11,21 +11,22 @@ from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+import torch
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.board import Board
+from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.ends import Ends
 from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
-from kvxfer.connector.peer import Surroundings
+from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
+from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
@@ -39,6 +40,7 @@ from kvxfer.transfer.wire import (
     Ping,
     Pong,
     Reason,
+    ToSink,
     ToSource,
     encode,
 )
@@ -71,11 +73,12 @@ class Identity:
 class RankService:
     """One rank's part in the protocol; listens from the moment it exists.
 
-    Methods are called by the engine thread; ``io.post`` carries orders to ``source``, ``sink`` and
-    ``keeper``, which belong to the IO thread.
+    Methods are called by the engine thread; :meth:`carry_out` brings orders to ``source``, ``sink``
+    and ``keeper``, which belong to the IO thread.
 
     Args:
-        port: where to listen; 0 takes any free port. Raises ConfigError if it cannot be had.
+        port: where the front door listens; 0 takes any free port. Raises ConfigError if it cannot
+            be had. None for the other ranks.
         can_leave_unhashed: as :class:`~kvxfer.connector.worker_side.WorkerConnector` has it.
     """
 
@@ -86,13 +89,14 @@ class RankService:
         identity: Identity,
         regions: tuple[Region, ...],
         memory: LocalMemory,
-        port: int,
+        port: int | None,
         *,
         can_leave_unhashed: bool,
     ) -> None:
         make_room()
         self._ledger = ledger
         self._identity = identity
+        self._is_front_door = port is not None
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
@@ -107,7 +111,7 @@ class RankService:
         try:
             Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
-                self.io, self._context, config, ledger, port, self._dispatch, self._on_gone
+                self.io, self._context, config, ledger, port or 0, self._dispatch, self._on_gone
             )
             self._parts.append(self._server)
             sources, sinks = self._make_wires(config, memory)
@@ -173,7 +177,6 @@ class RankService:
         identity = self._identity
         consumer = Consumer(identity.incarnation, identity.rank)
         addressing = Addressing(consumer, transports, can_leave_unhashed)
-        self.sink = Sink(self.io, config, self._ledger, addressing)
         self._peers = Peers(
             Surroundings(
                 io=self.io,
@@ -185,16 +188,16 @@ class RankService:
                 rank=identity.rank,
                 transports=transports,
                 can_leave_unhashed=can_leave_unhashed,
-                on_message=self.sink.on_message,
-                on_over=self.sink.on_over,
+                on_message=self._on_answer,
+                on_over=self._on_over,
             )
         )
         self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
-        self.sink.bind(self._peers, self.keeper)
+        self.sink = Sink(self.io, config, self._ledger, addressing, self._peers, self.keeper)
 
     # -------------------------------------------------- on the IO thread
 
-    def set_engine(self, manifest: EngineManifest) -> None:
+    def _set_engine(self, manifest: EngineManifest) -> None:
         """All ranks of this engine, as its scheduler knows them. Peers that were matched with
         others are met anew.
         """
@@ -219,6 +222,12 @@ class RankService:
 
     def _on_gone(self, identity: bytes) -> None:
         self.source.gone(identity)
+
+    def _on_answer(self, peer: Peer, source: RankId, message: ToSink) -> None:
+        self.sink.on_message(peer, source, message)
+
+    def _on_over(self, peer: Peer, failure: Failure) -> None:
+        self.sink.on_over(peer, failure)
 
     def _poll_source(self, transport: SourceTransport) -> None:
         for completion in transport.poll():
@@ -245,6 +254,43 @@ class RankService:
                 part.close()
             except Exception:  # noqa: BLE001  # the others are closed all the same
                 _log.exception("shutdown: something did not close")
+
+    # -------------------------------------------------- orders, from the engine thread
+
+    def carry_out(self, orders: ConnectorMetadata, after: torch.cuda.Event | None = None) -> None:
+        """Have a step's orders carried out: by the IO thread, or at once and here, where it sleeps
+        and they are quick and touch no socket. ``after``: as :meth:`Sink.load` has it.
+        """
+        order = partial(self._take, orders, self.io.now(), after)
+        if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
+            self.io.post(order)
+
+    def _take(
+        self, orders: ConnectorMetadata, handed_s: float, after: torch.cuda.Event | None
+    ) -> None:
+        """Each order, whatever becomes of the others. Aborts come last: they may name a load of
+        the same step.
+        """
+        guard = self.io.guard
+        if orders.manifest is not None:
+            guard(self._set_engine, orders.manifest)
+        for offer in orders.offers:
+            guard(self.source.add, offer)
+        for table in orders.blocks:
+            guard(self.source.set_blocks, table)
+        if orders.delayed:
+            guard(self.source.delay, orders.delayed)
+        if self._is_front_door:
+            for hold in orders.holds:
+                guard(self.keeper.hold, hold.request_id, hold.source)
+            for unhold in orders.unholds:
+                guard(self.keeper.release, unhold.request_id)
+                if unhold.reason is not None:
+                    guard(self.keeper.cancel, unhold.source, unhold.reason)
+        for load in orders.loads:
+            guard(self.sink.load, load, handed_s, after)
+        for abort in orders.aborts:
+            guard(self.sink.abort, abort)
 
     # -------------------------------------------------- the end, on the engine thread
 
