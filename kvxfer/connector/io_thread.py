@@ -129,7 +129,6 @@ class IoThread:
     # -------------------------------------------------- from any thread
 
     def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     def post(self, *calls: Call) -> bool:
@@ -182,7 +181,6 @@ class IoThread:
         return True
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     # -------------------------------------------------- on the thread or in its place (or before)
@@ -211,7 +209,6 @@ class IoThread:
         self._is_leaving = False
 
     def watch(self, socket: ZmqSocket, handler: Call) -> None:
-        """Call ``handler`` whenever the socket can be read."""
         self._handlers[socket] = handler
         self._poller.register(socket, zmq.POLLIN)
 

@@ -43,7 +43,6 @@ class Ledger:
         self._signal: int | None = None
 
     def count(self, name: str, number: int = 1) -> None:
-        """Something happened, so many times."""
         with self._lock:
             self._counts[name] += number
 

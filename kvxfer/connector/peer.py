@@ -139,12 +139,10 @@ class Peer:
 
     @property
     def state(self) -> PeerState:
-        """How far the acquaintance has come."""
         return self.snapshot.state
 
     @property
     def manifest(self) -> EngineManifest | None:
-        """What its front door has said."""
         return self.snapshot.manifest
 
     @property
@@ -159,7 +157,6 @@ class Peer:
         return manifest is not None and manifest.incarnation == source.offer.incarnation
 
     def ranks(self) -> Iterator[RankId]:
-        """All its ranks, once it is known."""
         for entry in self.manifest.ranks if self.manifest is not None else ():
             yield entry.rank
 
@@ -168,7 +165,6 @@ class Peer:
         return self.plan.of_sink(self._around.rank)
 
     def source(self, rank: RankId) -> RankManifest:
-        """The manifest of one of its ranks."""
         manifest = self.snapshot.manifest
         if manifest is None:
             raise KeyError(f"engine {self.engine_id} is not known yet")
@@ -202,7 +198,6 @@ class Peer:
                 self.send(rank, message)
 
     def say_hello(self, endpoint: str) -> None:
-        """Ask who listens at one of its endpoints."""
         around = self._around
         names = (BIND_TOKENS,) if around.config.bind_tokens else ()
         versions = (PROTOCOL_MIN, PROTOCOL_MAX)
@@ -293,7 +288,6 @@ class Peer:
             self._around.io.guard(self._listen)
 
     def end_load(self) -> None:
-        """A load has ended."""
         if not self._is_closed:
             self._num_loads -= 1
 

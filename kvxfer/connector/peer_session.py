@@ -55,13 +55,17 @@ class Failure:
 # ------------------------------------------------------------------ events
 
 
+class PeerEvent:
+    """What has happened to the acquaintance."""
+
+
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(PeerEvent):
     """Somebody waits for this engine in a life that it is not known in."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(PeerEvent):
     """Who listens there says who it is: the front door for all ranks, another one for itself."""
 
     endpoint: str
@@ -69,61 +73,49 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class Examined(PeerEvent):
     """What it said was looked at and may be true."""
 
     manifest: EngineManifest
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class Matched(PeerEvent):
     """Its KV can be used here; ``ranks`` are those that will be asked for anything."""
 
     ranks: tuple[RankManifest, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LifeHeard:
+class LifeHeard(PeerEvent):
     """A rank says in which life its engine is."""
 
     incarnation: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class WiresTried:
+class WiresTried(PeerEvent):
     """There is a choice for each rank that is read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class Attached(PeerEvent):
     """All chosen wires can be read from."""
 
 
 @dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class DeadlinePassed(PeerEvent):
     """What is awaited has not come. ``failure``: what to say of a front door that is silent."""
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(PeerEvent):
     """The peer cannot be used any more, as somebody has found."""
 
     failure: Failure
 
-
-PeerEvent = (
-    Wanted
-    | Answered
-    | Examined
-    | Matched
-    | LifeHeard
-    | WiresTried
-    | Attached
-    | DeadlinePassed
-    | Ended
-)
 
 # ------------------------------------------------------------------ actions
 
