@@ -234,7 +234,9 @@ class Contact:
         return isinstance(outcome, Peer) and outcome.state is PeerState.READY
 
 
-def make_peers(world: World) -> Peers:
+def make_peers(
+    world: World, on_over: Callable[[Peer, Failure], None] = lambda peer, failure: None
+) -> Peers:
     peers = Peers(
         Surroundings(
             io=cast(Any, world),
@@ -247,7 +249,7 @@ def make_peers(world: World) -> Peers:
             transports=cast(Any, {"made up": world}),
             can_leave_unhashed=True,
             on_message=lambda peer, rank, message: None,
-            on_over=lambda peer, failure: None,
+            on_over=on_over,
         )
     )
     peers.set_own(OWN)
@@ -382,3 +384,48 @@ def test_one_engine_under_two_names_is_met_twice_and_read_once() -> None:
         assert all(contact.is_ready for contact in contacts)
 
     assert every_order(run) >= 30
+
+
+def test_who_wants_the_next_life_of_an_engine_meets_it() -> None:
+    """Though nothing has told of the end of the last one."""
+    anew = replace(HONEST, incarnation=NEXT_LIFE)
+
+    def run(choose: Callable[[list[object]], object]) -> None:
+        world = world_of(LIAR)
+        peers = make_peers(world)
+        before = Contact(peers, HONEST, HONEST.ranks[0].control_endpoint)
+        after = [Contact(peers, anew, HONEST.ranks[0].control_endpoint) for _ in range(2)]
+        before.want()
+        play(world, choose)
+        world.answers.update({entry.control_endpoint: anew for entry in anew.ranks})
+        for contact in after:
+            contact.want()
+        play(world, choose)
+        assert all(contact.is_ready for contact in after)
+        assert not before.is_ready
+        assert world.attached == {e.control_endpoint: e for e in anew.ranks}
+
+    every_order(run)
+
+
+def test_a_peer_that_is_over_is_attached_to_nothing() -> None:
+    """Who hears of the end of one in whose place it answers ends all others, too."""
+    other = with_stolen(LIAR, 1)  # it is its own by now
+
+    def run(choose: Callable[[list[object]], object]) -> None:
+        world = world_of(other)
+        peers = make_peers(world, lambda peer, failure: peers.set_own(HONEST))
+        before = Contact(peers, HONEST, HONEST.ranks[0].control_endpoint)
+        after = Contact(peers, other, DOOR)
+        before.want()
+        play(world, choose)
+        world.answers[HONEST.ranks[1].control_endpoint] = other
+        after.want()
+        play(world, choose)
+        assert isinstance(after.outcomes[0], Failure)
+        assert world.attached == {}
+        stats = peers._ledger.take_stats()
+        assert stats is not None
+        assert stats.counts["peers.ready"] == 1  # the one before
+
+    every_order(run)
