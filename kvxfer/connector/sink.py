@@ -398,8 +398,8 @@ class Sink:
     # -------------------------------------------------- event -> table -> actions -> perform
 
     def _step(self, load: SinkLoad, event: SinkEvent) -> None:
-        """Take one event and what comes of it. What an action yields goes before the actions that
-        are left: it may make them void.
+        """Take one event and what comes of it. The table takes what an action yields at once: the
+        actions that are left may be void then, and come after those of it.
         """
         todo = deque(self._actions(load, event))
         while todo:

@@ -347,9 +347,9 @@ class Source:
     # -------------------------------------------------- event -> table -> actions -> perform
 
     def _step(self, offer: GivenOffer, event: SourceEvent) -> None:
-        """Take one event and what comes of it. What an action yields goes before the actions that
-        are left: it may make them void. An action that fails breaks the offer; the others are
-        performed all the same.
+        """Take one event and what comes of it. The table takes what an action yields at once: the
+        actions that are left may be void then, and come after those of it. An action that fails
+        breaks the offer; the others are performed all the same.
 
         Raises ProtocolError for an event that the offer's state does not allow.
         """
