@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvxfer.cache.specs import KVCacheSpec
 from kvxfer.errors import ModelError
-from kvxfer.tensors.attention_contract import CommonAttentionMetadata, ForwardConfig, MultipleOf
+from kvxfer.tensors.attention import CommonAttentionMetadata, ForwardConfig, MultipleOf
 
 
 @dataclass(frozen=True, slots=True)

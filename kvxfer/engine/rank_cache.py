@@ -17,12 +17,14 @@ from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.layers import ForwardContext, PagedAttention, paged_layers, sharing_layers
 from kvxfer.engine.model_config import ModelConfig, TpShard
 from kvxfer.engine.step_tables import RequestStep, step_tables
-from kvxfer.tensors.attention_contract import AttentionGroup
-from kvxfer.tensors.attention_setup import build_attn_metadata, init_attn_backend
+from kvxfer.tensors.attention import (
+    AttentionGroup,
+    build_attn_metadata,
+    init_attn_backend,
+    prepare_kernel_block_sizes,
+)
 from kvxfer.tensors.block_zeroer import KVBlockZeroer
-from kvxfer.tensors.kernel_blocks import prepare_kernel_block_sizes
-from kvxfer.tensors.kv_cache import init_kv_cache
-from kvxfer.tensors.kv_sharing import add_kv_sharing_layers_to_kv_cache_groups
+from kvxfer.tensors.kv_cache import add_kv_sharing_layers_to_kv_cache_groups, init_kv_cache
 from kvxfer.tensors.regions import kv_regions
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.transfer.layout import Region

@@ -25,8 +25,7 @@ from kvxfer.engine.attention import (
 )
 from kvxfer.engine.step_tables import RequestStep, step_tables
 from kvxfer.errors import ModelError
-from kvxfer.tensors.attention_contract import MultipleOf
-from kvxfer.tensors.attention_setup import build_attn_metadata
+from kvxfer.tensors.attention import MultipleOf, build_attn_metadata
 
 HEAD_SIZE = 4
 

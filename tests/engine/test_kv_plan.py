@@ -16,7 +16,7 @@ from kvxfer.engine.layers import ForwardContext, paged_layers
 from kvxfer.engine.model_config import shard_for
 from kvxfer.engine.model_files import load_model_config
 from kvxfer.errors import ConfigError
-from kvxfer.tensors.attention_setup import get_kv_cache_spec
+from kvxfer.tensors.attention import get_kv_cache_spec
 
 
 def engine(**settings: Any) -> EngineConfig:
