@@ -1,20 +1,44 @@
-"""Whom this engine connects to: addresses, users, and CURVE keys pinned by engine id.
+"""Whom this engine connects to and what it believes of what that one says of itself.
 
 Who may connect to it is decided in :mod:`kvxfer.transports.zmq_listeners`.
 
 KV that was accepted is found by other requests too, so it is taken only from a source that somebody
 answers for: one whose host ``allowed_peers`` names, whose CURVE key is pinned, whose params are
 signed, or that is a process of this user on this host.
+
+A manifest comes from the network: every endpoint in it is a claim. Nothing in it is connected to
+or mapped before all of it was looked at, and nothing is read from a rank that has not said the same
+of itself.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import struct
 from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
 
 from kvxfer.config import Config, not_admitted
-from kvxfer.connector.listeners import Listeners
-from kvxfer.transfer.manifest import parse_endpoint
+from kvxfer.errors import IncompatiblePeer, UnknownEngine
+from kvxfer.transfer.compatibility import check_compatible
+from kvxfer.transfer.manifest import (
+    EngineManifest,
+    RankManifest,
+    parse_endpoint,
+    validate_manifest,
+)
+from kvxfer.transfer.wire import BIND_TOKENS
+
+NOBODY_KNOWN = frozenset({-1})
+"""Where it cannot be looked up: names but ``localhost``, and where there is no ``/proc``."""
+
+_PATHS = {4: Path("/proc/net/tcp"), 6: Path("/proc/net/tcp6")}
+_LISTEN = b"0A"
+Table = dict[bytes, frozenset[int]]
+"""Users by local address, written as in the table."""
 
 
 def check_host(config: Config, endpoint: str) -> None:
@@ -54,10 +78,118 @@ def server_key_of(config: Config, engine_id: str) -> str | None:
     """The public key that an engine must have. Without a table all engines share this one's key
     pair.
 
-    Raises KeyError for an engine that the table does not name. None: CURVE is off.
+    Raises PermissionError for an engine that the table does not name. None: CURVE is off.
     """
     if config.curve_public_key is None:
         return None
     if config.curve_server_keys is None:
         return config.curve_public_key
+    if engine_id not in config.curve_server_keys:
+        raise PermissionError(f"curve_server_keys: expected a key of engine {engine_id}, got none")
     return config.curve_server_keys[engine_id]
+
+
+# ------------------------------------------------------------------ what an engine says of itself
+
+
+def check_introduction(
+    config: Config, engine_id: str, endpoint: str, manifest: EngineManifest
+) -> None:
+    """Whether this manifest can be the one of ``engine_id``, whose front door is ``endpoint``.
+
+    Raises IncompatiblePeer for one that makes no sense, UnknownEngine for another engine's,
+    PermissionError for one that names places that this engine must not connect to.
+    """
+    validate_manifest(manifest)
+    if manifest.engine_id != engine_id:
+        raise UnknownEngine(
+            f"engine_id: expected {engine_id} at {endpoint}, got {manifest.engine_id}, which was "
+            "started there since; params of the one before are of no use any more"
+        )
+    stated = [endpoint]
+    for entry in manifest.ranks:
+        named = {"control": entry.control_endpoint, **entry.data_endpoints}
+        for use, named_endpoint in named.items():
+            try:
+                check_host(config, named_endpoint)
+            except PermissionError as e:
+                raise PermissionError(f"rank {entry.rank} of {engine_id} ({use}): {e}") from e
+            stated.append(named_endpoint)
+    check_owners(config, stated, are_up=True)
+
+
+def check_rank(manifest: EngineManifest, entry: RankManifest, said: EngineManifest) -> None:
+    """Whether a rank itself says what the front door's manifest has of it: ``said`` came from its
+    control endpoint. Raises PermissionError: it may be another engine's.
+    """
+    where = f"rank {entry.rank} of {manifest.engine_id}"
+    if said.engine_id != manifest.engine_id:
+        raise PermissionError(
+            f"{where}: expected a control endpoint of its own, got {entry.control_endpoint}, "
+            f"which is engine {said.engine_id}'s"
+        )
+    of_engine = msgspec.structs.replace(manifest, ranks=())
+    if msgspec.structs.replace(said, ranks=()) != of_engine or entry not in said.ranks:
+        raise PermissionError(
+            f"{where}: expected {entry.control_endpoint} to say the same of itself as the front "
+            "door, got something else"
+        )
+
+
+def check_partner(
+    config: Config, manifest: EngineManifest, own: EngineManifest, *, can_leave_unhashed: bool
+) -> None:
+    """Whether KV of that engine may be used here. Raises IncompatiblePeer."""
+    if config.bind_tokens and BIND_TOKENS not in manifest.capabilities:
+        raise IncompatiblePeer(
+            f"bind_tokens: engine {manifest.engine_id} has it off, this engine has it on; "
+            "configure it alike on both sides"
+        )
+    check_compatible(manifest, own, can_leave_unhashed=can_leave_unhashed)
+
+
+# ------------------------------------------------------------------ who listens on this host
+
+
+class Listeners:
+    """Which users listen at an address of this host at one moment, as Linux tells it.
+
+    Anybody on a host can listen on its loopback, so an address there says nothing of who answers.
+    Linux shows the owner of each TCP socket of this network namespace in ``/proc/net/tcp`` and
+    ``tcp6``; each table is read when it is first asked for.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[int, Table] = {}
+
+    def users(self, endpoint: str) -> frozenset[int]:
+        """The ids of the users that listen at exactly this ``tcp://host:port``; none if nobody
+        does.
+        """
+        try:
+            host, port = parse_endpoint(endpoint)
+            address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+            if address.version not in self._tables:
+                self._tables[address.version] = _read_table(_PATHS[address.version])
+        except (ValueError, OSError):
+            return NOBODY_KNOWN
+        words = struct.unpack(f"={len(address.packed) // 4}I", address.packed)
+        local = b"".join(b"%08X" % word for word in words) + b":%04X" % port
+        return self._tables[address.version].get(local, frozenset())
+
+
+def _read_table(path: Path) -> Table:
+    """Listeners come first; to find the connections behind them takes the kernel milliseconds,
+    however few there are.
+    """
+    table: Table = {}
+    with path.open("rb", buffering=0) as file:
+        while rows := file.read(4096):  # whole ones
+            for row in rows.splitlines():
+                # Number, local and remote address, state, queues, timer, retransmits, user, ...
+                _, local, _, state, _, _, _, user, *_ = row.split()
+                if state == _LISTEN:
+                    table[local] = table.get(local, frozenset()) | {int(user)}
+            if state not in (_LISTEN, b"st"):  # that of the table's head
+                break
+    return table

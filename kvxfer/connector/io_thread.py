@@ -9,8 +9,7 @@ arrived must not lose to a lease that ran out meanwhile.
 
 Each call that lets go of the interpreter may wait for it behind the engine's thread, 0.2 to 5 ms.
 So what nobody waits for comes last: messages that are only deferred, and clearing the wake. And the
-engine's thread may be the IO thread for a moment, while that one sleeps (:meth:`IoThread.borrow`):
-to hand a launch over takes about as long as to make it, and longer beside an engine that computes.
+engine's thread may take its place while it sleeps (:mod:`kvxfer.connector.borrower` says why).
 Whoever runs has ``_turn``; the thread lets go of it to poll. ZeroMQ may still look at its sockets
 then, so a borrower leaves them alone.
 """
@@ -27,7 +26,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import zmq
 
@@ -35,6 +35,7 @@ from kvxfer.transports.wake_up import WakeUp
 
 ZmqSocket = zmq.Socket[bytes]
 Call = Callable[[], object]
+Args = TypeVarTuple("Args")
 Now = Callable[[], float]
 
 LATE_S = 0.25
@@ -62,6 +63,9 @@ class Pollable(Protocol):
         """Whether nothing can have happened on it unless one of these can be read."""
 
 
+_Member = TypeVar("_Member", bound=Pollable)
+
+
 class Timer:
     """One call at one time; ``cancel`` may be called at any time on the IO thread."""
 
@@ -80,7 +84,7 @@ class _Group:
     """A transport, what to do when something may have happened on it, and what of it is polled."""
 
     member: Pollable
-    handler: Call
+    handler: Callable[[Any], object]
     polled: tuple[ZmqSocket | int, ...] = field(default=())
 
 
@@ -125,7 +129,6 @@ class IoThread:
     # -------------------------------------------------- from any thread
 
     def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     def post(self, *calls: Call) -> bool:
@@ -178,22 +181,21 @@ class IoThread:
         return True
 
     def is_current(self) -> bool:
-        """Whether the caller runs on this thread."""
         return threading.current_thread() is self._thread
 
     # -------------------------------------------------- on the thread or in its place (or before)
 
-    def after(self, delay_s: float, call: Call) -> Timer:
-        """Run ``call`` once, ``delay_s`` seconds from now."""
-        timer = Timer(call)
+    def after(self, delay_s: float, call: Callable[[*Args], object], *args: *Args) -> Timer:
+        """Run ``call(*args)`` once, ``delay_s`` seconds from now."""
+        timer = Timer(partial(call, *args))
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
         return timer
 
-    def defer(self, call: Call) -> None:
-        """Run ``call`` when everything else of this round has had its turn, in the order of
+    def defer(self, call: Callable[[*Args], object], *args: *Args) -> None:
+        """Run ``call(*args)`` when everything else of this round has had its turn, in the order of
         deferring. For messages that nobody waits for: others call :meth:`run_deferred` first.
         """
-        self._deferred.append(call)
+        self._deferred.append(partial(call, *args))
 
     def run_deferred(self) -> None:
         """Run what was deferred; within a deferred call nothing, because its turn has come, and in
@@ -207,7 +209,6 @@ class IoThread:
         self._is_leaving = False
 
     def watch(self, socket: ZmqSocket, handler: Call) -> None:
-        """Call ``handler`` whenever the socket can be read."""
         self._handlers[socket] = handler
         self._poller.register(socket, zmq.POLLIN)
 
@@ -216,9 +217,9 @@ class IoThread:
         if self._handlers.pop(socket, None) is not None:
             self._poller.unregister(socket)
 
-    def watch_group(self, member: Pollable, handler: Call) -> None:
-        """Call ``handler`` in every round, but for an idle member only where something of it can
-        be read; poll whatever ``member`` has at the time.
+    def watch_group(self, member: _Member, handler: Callable[[_Member], object]) -> None:
+        """Call ``handler(member)`` in every round, but for an idle one only where something of it
+        can be read; poll whatever ``member`` has at the time.
         """
         self._groups.append(_Group(member, handler))
 
@@ -239,10 +240,10 @@ class IoThread:
             self.guard(self._inbox.popleft())
         return num_posted
 
-    def guard(self, call: Call) -> None:
+    def guard(self, call: Callable[[*Args], object], *args: *Args) -> None:
         """Run a handler. Whatever it raises is its own failure, not the loop's."""
         try:
-            call()
+            call(*args)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
             _log.exception("%s: a handler failed; the loop goes on", self._thread.name)
             self._on_error()
@@ -309,7 +310,7 @@ class IoThread:
             # With auto most wires of a rank are idle, and each costs a round 10 us, 40 on a cold
             # processor
             if not (group.member.is_idle and readable.isdisjoint(group.polled)):
-                self.guard(group.handler)
+                self.guard(group.handler, group.member)
         self.run_deferred()
         return num_posted
 

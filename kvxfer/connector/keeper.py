@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from kvxfer.config import Config
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import BACK_OFF_S, Peers
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.manifest import RankId
@@ -64,7 +63,7 @@ class Keeper:
         if peer is None:
             self._tell_all(request_id, kept)
         else:  # also if a load in this very round has ended before: other ranks may still read
-            self._io.defer(partial(self._tell_ranks, peer, source))
+            self._io.defer(self._tell_ranks, peer, source)
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
         """Keep an offer at these source ranks, unless it is held at all of them already."""
@@ -102,7 +101,7 @@ class Keeper:
         """All at once: those of one engine wait for the same contact."""
         waiting, self._owed = self._owed, []
         for owed in waiting:
-            self._io.guard(partial(self._cancel, owed))
+            self._io.guard(self._cancel, owed)
 
     def _start(self) -> None:
         if not self._is_ticking:
@@ -119,12 +118,12 @@ class Keeper:
         for request_id, kept in list(self._kept.items()):
             peer = self._peers.known(kept.source)
             if peer is None:
-                self._io.guard(partial(self._tell_all, request_id, kept))
+                self._io.guard(self._tell_all, request_id, kept)
                 continue
             for rank in peer.ranks() if kept.ranks is None else kept.ranks:
                 held.setdefault((peer, rank), []).append(kept.source)
         for (peer, rank), sources in held.items():
-            self._io.guard(partial(self._tell, peer, rank, sources))
+            self._io.guard(self._tell, peer, rank, sources)
 
     def _tell(self, peer: Peer, rank: RankId, sources: Sequence[SourceRef]) -> None:
         num = max(1, min(MAX_KEPT, self._config.control_max_nbytes // OFFER_NBYTES))

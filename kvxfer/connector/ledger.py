@@ -43,9 +43,15 @@ class Ledger:
         self._signal: int | None = None
 
     def count(self, name: str, number: int = 1) -> None:
-        """Something happened, so many times."""
         with self._lock:
             self._counts[name] += number
+
+    def take_counts(self, name: str, counts: Counter[str]) -> None:
+        """What a wire of this name has dropped or refused since it was asked last."""
+        if counts:
+            for what, number in counts.items():
+                self.count(f"{name}.{what}", number)
+            counts.clear()
 
     def reason(self, reason: Reason) -> None:
         """KV was not used, or is no longer given, for this reason."""

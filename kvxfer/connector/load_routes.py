@@ -11,11 +11,10 @@ from msgspec.structs import replace
 
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
-from kvxfer.connector.requests import ids_of
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import PullClass, Route
-from kvxfer.transfer.pull import check_ids, pull_class, route_nbytes
+from kvxfer.transfer.pull import check_table, pull_class, route_nbytes
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull
 from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
@@ -57,6 +56,7 @@ class Way:
 class RouteRun:
     """One route of one load: the same Pull every time, the read, and how far it has come
     (``time.monotonic``). ``incomplete``: (group, position) of the blocks that it fills only partly.
+    ``owes_pull``: the board has answered the Pull, and it has not been sent yet.
     """
 
     pull: Pull
@@ -66,6 +66,7 @@ class RouteRun:
     asked_s: float = 0.0
     progressed_s: float = 0.0
     nbytes: int = 0
+    owes_pull: bool = False
 
 
 def ways_of(peer: Peer, addressing: Addressing) -> tuple[Way, ...]:
@@ -113,38 +114,30 @@ def _make_run(
     )
     wanted, incomplete = _wanted(order, route, addressing)
     nbytes = route_nbytes(wanted)
-    # A null route, or windows that need nothing of what is offered
-    if not nbytes or way.choice is None:
-        pull = Pull(
-            offer=order.source.offer,
-            consumer=consumer,
-            claim=way.claim,
-            digest=order.source.digest,
-            transport=NULL_TRANSPORT,
-            is_null=True,
+    choice = way.choice if nbytes else None  # windows may need nothing of what is offered
+    request: ReadRequest | None = None
+    if choice is not None:
+        for copied, asked in zip(route.classes, wanted, strict=True):
+            check_table(copied.sink, order.block_ids, asked.token_lo, asked.token_hi)
+        request = ReadRequest(
+            key=key,
+            source=way.source,
+            classes=route.classes,
+            pull_classes=wanted,
+            source_ids=(),
+            sink_ids=order.block_ids,
+            chunk_nbytes=choice.chunk_nbytes(nbytes),
+            after=after,
         )
-        return RouteRun(pull, key, None, incomplete)
-    for copied, asked in zip(route.classes, wanted, strict=True):
-        ids = ids_of(order.block_ids, copied.sink.group)
-        check_ids(copied.sink, ids, asked.token_lo, asked.token_hi)
-    request = ReadRequest(
-        key=key,
-        source=way.source,
-        classes=route.classes,
-        pull_classes=wanted,
-        source_ids=(),
-        sink_ids=order.block_ids,
-        chunk_nbytes=way.choice.chunk_nbytes(nbytes),
-        after=after,
-    )
     pull = Pull(
         offer=order.source.offer,
         consumer=consumer,
         claim=way.claim,
         digest=order.source.digest,
-        transport=way.choice.transport,
-        classes=wanted if way.is_stream else (),
-        chunk_nbytes=request.chunk_nbytes,
+        transport=choice.transport if choice is not None else NULL_TRANSPORT,
+        is_null=choice is None,
+        classes=wanted if choice is not None and way.is_stream else (),
+        chunk_nbytes=request.chunk_nbytes if request is not None else 0,
     )
     return RouteRun(pull, key, request, incomplete)
 
@@ -200,8 +193,7 @@ def with_granted_ids(run: RouteRun, block_ids: GroupBlockIds) -> ReadRequest | N
     if read is None or run.pull.classes:
         return read
     for copied, asked in zip(read.classes, read.pull_classes, strict=True):
-        ids = ids_of(block_ids, copied.source.group)
-        check_ids(copied.source, ids, asked.token_lo, asked.token_hi)
+        check_table(copied.source, block_ids, asked.token_lo, asked.token_hi)
     return replace(read, source_ids=block_ids)
 
 

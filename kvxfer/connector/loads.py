@@ -20,8 +20,15 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxfer.connector.contract import RequestLike
-from kvxfer.connector.offers import frozen_ids
-from kvxfer.connector.records import AbortLoad, Hold, NewLoad, SourceRef, Unhold
+from kvxfer.connector.records import (
+    NO_ORDERS,
+    AbortLoad,
+    ConnectorMetadata,
+    Hold,
+    NewLoad,
+    SourceRef,
+    Unhold,
+)
 from kvxfer.transfer.tokens import digest_keys, token_digest
 from kvxfer.transfer.wire import OfferRef, Reason
 
@@ -49,20 +56,6 @@ class Load:
     state: LoadState = LoadState.WANTED
     num_local_tokens: int = 0
     is_spent: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepLoads:
-    """What one step's metadata says of loads."""
-
-    loads: tuple[NewLoad, ...] = ()
-    aborts: tuple[AbortLoad, ...] = ()
-    holds: tuple[Hold, ...] = ()
-    unholds: tuple[Unhold, ...] = ()
-
-
-NO_LOADS = StepLoads()
-"""What most steps say of them."""
 
 
 class AskedOffers:
@@ -156,7 +149,7 @@ class LoadBook:
                 source=load.source,
                 token_lo=load.num_local_tokens,
                 token_hi=load.num_local_tokens + num_external_tokens,
-                block_ids=frozen_ids(block_ids),
+                block_ids=tuple(tuple(group) for group in block_ids),
             )
         )
         return None
@@ -220,12 +213,16 @@ class LoadBook:
         """Something waits for the next step's metadata."""
         return bool(self._loads or self._aborts or self._holds or self._unholds)
 
-    def step(self) -> StepLoads:
-        """What has come up since the last step."""
+    def step(self, orders: ConnectorMetadata = NO_ORDERS) -> ConnectorMetadata:
+        """A step's orders, with what has come up here since the last one."""
         if not self.has_orders():
-            return NO_LOADS
-        orders = StepLoads(
-            tuple(self._loads), tuple(self._aborts), tuple(self._holds), tuple(self._unholds)
+            return orders
+        orders = msgspec.structs.replace(
+            orders,
+            loads=tuple(self._loads),
+            aborts=tuple(self._aborts),
+            holds=tuple(self._holds),
+            unholds=tuple(self._unholds),
         )
         for queue in (self._loads, self._aborts, self._holds, self._unholds):
             queue.clear()

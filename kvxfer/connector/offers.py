@@ -8,12 +8,19 @@ the old nonce is dead for ever, the next step mints another.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvxfer.connector.contract import RequestLike, SchedulerOutputLike, status_name
 from kvxfer.connector.params import NONCE_NBYTES
-from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
+from kvxfer.connector.records import (
+    NO_ORDERS,
+    ConnectorMetadata,
+    EndOffer,
+    GroupBlockIds,
+    NewOffer,
+    OfferBlocks,
+)
 from kvxfer.transfer.tokens import digest_keys, token_digest
 from kvxfer.transfer.windows import Keeping, edge_ids, held_ids
 from kvxfer.transfer.wire import Reason
@@ -54,26 +61,10 @@ class Finish:
     reason: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepOffers:
-    """What one step's metadata says of offers."""
-
-    offers: tuple[NewOffer, ...] = ()
-    blocks: tuple[OfferBlocks, ...] = ()
-    computed: tuple[str, ...] = ()
-    ended: tuple[EndOffer, ...] = ()
-    delayed: tuple[str, ...] = ()
-
-
-NO_OFFERS = StepOffers()
-"""What most steps say of them."""
-
-
 class OfferBook:
     """All offered requests of an engine, in the scheduler's process."""
 
-    def __init__(self, random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> None:
-        self._random_bytes = random_bytes
+    def __init__(self) -> None:
         self._num_minted = 0
         self._keepings: Mapping[int, Keeping] = {}
         self._offers: dict[str, Offer] = {}
@@ -174,12 +165,14 @@ class OfferBook:
         """Something waits for the next step's metadata."""
         return bool(self._ended or self._delayed)
 
-    def step(self, scheduler_output: SchedulerOutputLike) -> StepOffers:
-        """What this step changes. Reads ``scheduler_output``, changes nothing in it."""
+    def step(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
+        """What this step changes, NO_ORDERS itself where that is nothing. ``scheduler_output`` is
+        only read.
+        """
         if self._offers:
             self._preempt(scheduler_output)
         if not self._computing and not self.has_orders():
-            return NO_OFFERS
+            return NO_ORDERS
         offers: tuple[NewOffer, ...] = ()
         blocks: tuple[OfferBlocks, ...] = ()
         computed: tuple[str, ...] = ()
@@ -193,7 +186,13 @@ class OfferBook:
             computed = self._computed(scheduler_output)
         ended, self._ended = self._ended, []
         delayed, self._delayed = self._delayed, []
-        return StepOffers(offers, blocks, computed, tuple(ended), tuple(delayed))
+        return ConnectorMetadata(
+            offers=offers,
+            blocks=blocks,
+            computed=computed,
+            ended=tuple(ended),
+            delayed=tuple(delayed),
+        )
 
     def _preempt(self, scheduler_output: SchedulerOutputLike) -> None:
         # An engine may tell of a preemption only when the request comes back.
@@ -208,7 +207,7 @@ class OfferBook:
     def _mint(self, request_id: str) -> NewOffer:
         self._num_minted += 1
         offer = self._offers[request_id]
-        offer.nonce = self._random_bytes(NONCE_NBYTES)
+        offer.nonce = secrets.token_bytes(NONCE_NBYTES)
         offer.number = self._num_minted
         return NewOffer(
             request_id=request_id,
@@ -257,8 +256,3 @@ class OfferBook:
                 done.append(request_id)
         self._computing.difference_update(done)
         return tuple(done)
-
-
-def frozen_ids(block_ids: Sequence[Sequence[int]]) -> GroupBlockIds:
-    """Block ids by group as they travel."""
-    return tuple(tuple(group) for group in block_ids)

@@ -1,31 +1,36 @@
-"""One source engine as this sink rank knows it: from the first Hello to the last word. Runs on the
-IO thread.
+"""One source engine as its users on this sink rank see it: its ranks, the wires to them, and the
+connections that messages take. Runs on the IO thread.
 
-    GREETING --Manifest--> KNOWN: Keep and Cancel can be sent
-    KNOWN --wires tried, and every rank that is read has said the same of itself--> READY: Pulls too
-    any of them --refused, silent, gone--> OVER, for ever: the next contact makes a new peer
+How it is met and how it ends is decided in :mod:`kvxfer.connector.peer_session` and done by
+:mod:`kvxfer.connector.peers`, which owns all peers.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 import zmq
 
-from kvxfer.connector.access import check_host, check_owners
+from kvxfer.config import Config
+from kvxfer.connector.access import server_key_of
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.introduction import check_introduction, check_partner, check_rank
-from kvxfer.connector.io_thread import Call, Timer
-from kvxfer.connector.peer_links import PeerLinks
-from kvxfer.connector.peer_records import Failure, Moments, PeerState, Surroundings, Waiter
-from kvxfer.connector.peer_trial import Choices, discard, start_trial
-from kvxfer.connector.peer_waiters import Waiters
+from kvxfer.connector.control_client import ControlClient
+from kvxfer.connector.io_thread import IoThread, Now, Timer, ZmqSocket
+from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.peer_session import (
+    Answered,
+    Ended,
+    Failure,
+    LifeHeard,
+    PeerEvent,
+    PeerSnapshot,
+    PeerState,
+)
 from kvxfer.connector.records import SourceRef
-from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
-from kvxfer.transfer.plan import Plan, Route, make_plan
+from kvxfer.transfer.plan import Plan, Route
 from kvxfer.transfer.wire import (
     BIND_TOKENS,
     PROTOCOL_MAX,
@@ -35,263 +40,110 @@ from kvxfer.transfer.wire import (
     Malformed,
     Manifest,
     NotReady,
+    Ping,
     Pong,
     Reason,
     ToSink,
     ToSource,
 )
 from kvxfer.transports.base import SinkTransport
+from kvxfer.transports.probe import Choice
 
 HELLO_AGAIN_S = 0.05
 """How soon an engine that does not know all its ranks yet is asked again."""
-TRIALS_S = 2.0
-"""What a first contact may take beyond connect_timeout_s, for the trials of all wires together."""
 
-_log = logging.getLogger("kvxfer.connector")
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What every peer of a sink rank shares.
+
+    ``can_leave_unhashed``: this engine can keep single blocks from prefix reuse. ``on_message``:
+    gets what a rank says of loads. ``on_over``: is told of each peer that is over.
+    """
+
+    io: IoThread
+    context: zmq.Context[ZmqSocket]
+    config: Config
+    ledger: Ledger
+    engine_id: str
+    incarnation: bytes
+    rank: RankId
+    transports: Mapping[str, SinkTransport]
+    can_leave_unhashed: bool
+    on_message: Callable[[Peer, RankId, ToSink], None]
+    on_over: Callable[[Peer, Failure], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiter:
+    """Somebody who wants a peer for one offer: called once, with the peer or with why not.
+
+    ``needs_wire``: wants to read; else it is enough that the peer is known.
+    """
+
+    source: SourceRef
+    needs_wire: bool
+    ready: Callable[[Peer], object]
+    failed: Callable[[Failure], object]
+
+
+class Moments:
+    """How long each part of a first contact took, one after the other."""
+
+    def __init__(self, now: Now) -> None:
+        self._now = now
+        self._started_s = self._ended_s = now()
+        self._parts_s: dict[str, float] = {}
+
+    def end(self, part: str) -> None:
+        """It ended now; of one that comes again the times are added."""
+        before_s, self._ended_s = self._ended_s, self._now()
+        self._parts_s[part] = self._parts_s.get(part, 0.0) + self._ended_s - before_s
+
+    def __str__(self) -> str:
+        """For the log: 27 ms (hello 3, plan 4, trials 15, attach 5)."""
+        parts = ", ".join(f"{part} {took_s * 1e3:.0f}" for part, took_s in self._parts_s.items())
+        return f"{(self._ended_s - self._started_s) * 1e3:.0f} ms ({parts})"
 
 
 class Peer:
-    """See the head of the file. ``manifest``, ``plan`` and ``choices`` are there from KNOWN and
-    READY on.
+    """One source engine. ``manifest``, ``plan`` and ``choices`` are there from TRYING and READY on.
+
+    ``step``: takes what happens to the acquaintance.
     """
 
-    def __init__(self, around: Surroundings, source: SourceRef) -> None:
+    def __init__(
+        self, around: Surroundings, source: SourceRef, step: Callable[[Peer, PeerEvent], None]
+    ) -> None:
         self.engine_id = source.engine_id
         self.endpoint = source.endpoint
-        self.state = PeerState.GREETING
-        self.manifest: EngineManifest | None = None
+        self.snapshot = PeerSnapshot(source.engine_id, source.endpoint)
+        self.asked_as = source.offer.incarnation
         self.plan = Plan(())
-        self.choices: Choices = {}
-        self.was_ready = False
+        self.tried: dict[RankId, Choice] = {}
+        """What trials have opened and no wire was attached to yet."""
+        self.choices: dict[RankId, Choice] = {}
+        self.boards: dict[RankId, BoardView] = {}
+        self.waiters: list[Waiter] = []
+        self.deadline: Timer | None = None
+        self.until_s = 0.0
+        self.moments = Moments(around.io.now)
         self._around = around
-        self._tried: Choices | None = None
-        self._unconfirmed: dict[str, RankManifest] = {}
-        self._confirmed: dict[str, RankManifest] = {}
-        self._boards: dict[RankId, BoardView] = {}
-        self._waiters = Waiters(around.io)
-        self._links: PeerLinks | None = None
-        self._deadline: Timer | None = None
-        self._greeted_s = 0.0
-        self._moments = Moments(around.io.now)
+        self._step = step
+        self._clients: dict[str, ControlClient] = {}
+        self._is_closed = False
+        self._num_loads = 0
+        self._watch: Timer | None = None
 
-    # -------------------------------------------------- getting acquainted
+    # -------------------------------------------------- what is known of it
 
-    def start(self) -> None:
-        """Say Hello; the rest follows from the answer, or from its absence."""
-        around = self._around
-        try:
-            check_host(around.config, self.endpoint)
-            check_owners(around.config, [self.endpoint], are_up=False)
-            self._links = PeerLinks(around, self.engine_id, self._on_message, self._lost)
-            self._greet()
-        except KeyError:
-            detail = f"curve_server_keys: expected a key of engine {self.engine_id}, got none"
-            self.end(Failure(Reason.NOT_ALLOWED, detail))
-        except PermissionError as e:
-            self.end(Failure(Reason.NOT_ALLOWED, str(e)))
-        except zmq.ZMQError as e:
-            self._lost(f"{self.endpoint}: expected a socket to connect with, got none: {e}")
+    @property
+    def state(self) -> PeerState:
+        return self.snapshot.state
 
-    def wait(self, waiter: Waiter) -> None:
-        """Call the waiter when the peer is as far as it needs; at once if it is."""
-        self._waiters.add(waiter)
-        self._waiters.serve(self)
-
-    def forget(self, waiter: Waiter) -> None:
-        """The waiter is not to be called any more."""
-        self._waiters.forget(waiter)
-
-    def recheck(self) -> None:
-        """An offer names another life of this engine: ask it who it is now."""
-        if self._deadline is None:
-            self._greet()
-
-    def _greet(self) -> None:
-        timeout_s = self._around.config.connect_timeout_s
-        self._greeted_s = self._around.io.now()
-        self._set_deadline(timeout_s, self._give_up)
-        self._hello(self.endpoint)
-
-    def _set_deadline(self, delay_s: float, call: Call) -> None:
-        self._clear_deadline()
-        self._deadline = self._around.io.after(delay_s, call)
-
-    def _clear_deadline(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _hello(self, endpoint: str) -> None:
-        if self._links is not None:
-            around = self._around
-            names = (BIND_TOKENS,) if around.config.bind_tokens else ()
-            versions = (PROTOCOL_MIN, PROTOCOL_MAX)
-            message = Hello(versions, names, around.engine_id, around.incarnation)
-            self._links.send(endpoint, message)
-
-    def _give_up(self) -> None:
-        problem = self._links.problem(self.endpoint) if self._links is not None else ""
-        timeout_s = self._around.config.connect_timeout_s
-        self._lost(
-            f"{self.endpoint} did not answer within {timeout_s} s"
-            + (f": {problem}" * bool(problem))
-        )
-
-    def _lost(self, detail: str) -> None:
-        is_refused = self._links is not None and self._links.is_refused
-        self.end(Failure(Reason.NOT_ALLOWED if is_refused else Reason.PEER_LOST, detail))
-
-    def _on_manifest(self, manifest: EngineManifest) -> None:
-        if self.state is PeerState.KNOWN:
-            return  # a second answer while the wires are tried
-        self._clear_deadline()
-        if self.state is PeerState.READY and self.manifest is not None:
-            if manifest.incarnation != self.manifest.incarnation:
-                waiters = self._waiters.take()
-                self._lost("the engine was started anew")
-                for waiter in waiters:
-                    self._around.again(waiter)
-            else:
-                self._waiters.refuse_other_lives(self)
-            return
-        try:
-            self._get_to_know(manifest)
-        except IncompatiblePeer as e:
-            self.end(Failure(Reason.INCOMPATIBLE, str(e)))
-        except UnknownEngine as e:
-            self.end(Failure(Reason.INCARNATION, str(e)))
-        except PermissionError as e:
-            self.end(Failure(Reason.NOT_ALLOWED, str(e)))
-        except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
-            _log.exception("engine %s cannot be met", self.engine_id)
-            self._lost(f"{type(e).__name__}: {e}")
-
-    def _get_to_know(self, manifest: EngineManifest) -> None:
-        around = self._around
-        self._moments.end("hello")
-        check_introduction(around.config, self.engine_id, self.endpoint, manifest)
-        self.manifest = manifest
-        self.state = PeerState.KNOWN
-        until_s = self._greeted_s + around.config.connect_timeout_s + TRIALS_S
-        self._set_deadline(until_s - around.io.now(), self._not_tried)
-        self._waiters.refuse_other_lives(self)
-        self._waiters.serve(self)
-        own = around.manifest()
-        check_partner(around.config, manifest, own, can_leave_unhashed=around.can_leave_unhashed)
-        if own is None or self.state is not PeerState.KNOWN:
-            return  # a waiter has ended it
-        self.plan = make_plan(manifest, own)
-        routes = [
-            (route, manifest.rank(route.source_rank))
-            for route in self.routes()
-            if not route.is_null
-        ]
-        self._moments.end("plan")
-        self._ask_ranks()
-        start_trial(around, routes, until_s, self._on_tried)
-
-    def _ask_ranks(self) -> None:
-        """Have every rank that will be asked for anything confirm what the front door says of it.
-        Trials go on meanwhile: they carry no KV.
-        """
-        read = [self.source(route.source_rank) for route in self.routes()]
-        self._unconfirmed = {entry.control_endpoint: entry for entry in read}
-        for endpoint in list(self._unconfirmed):
-            if endpoint == self.endpoint:
-                self._confirm(endpoint)  # it has just said so
-            else:
-                self._hello(endpoint)
-
-    def _on_said(self, endpoint: str, said: EngineManifest) -> None:
-        """A rank has answered for itself."""
-        entry = self._unconfirmed.get(endpoint)
-        if self.manifest is None or entry is None:
-            return
-        same_engine = said.engine_id == self.engine_id
-        if same_engine and said.incarnation != self.manifest.incarnation:
-            self._lost("the engine was started anew")
-            return
-        try:
-            check_rank(self.manifest, entry, said)
-        except PermissionError as e:
-            self.end(Failure(Reason.NOT_ALLOWED, str(e)))
-            return
-        self._confirm(endpoint)
-        self._complete()
-
-    def _confirm(self, endpoint: str) -> None:
-        entry = self._confirmed[endpoint] = self._unconfirmed.pop(endpoint)
-        self._around.confirmed(self, entry)
-
-    def is_replaced_by(self, peer: Peer, entry: RankManifest) -> bool:
-        """Whether this rank of the other peer listens where this peer has heard another, or the
-        same one say something else. Under two names of its host an engine says the same.
-        """
-        known = self._confirmed.get(entry.control_endpoint)
-        if known is None or self.manifest is None or peer.manifest is None:
-            return False
-        return known != entry or self.manifest.incarnation != peer.manifest.incarnation
-
-    def _not_tried(self) -> None:
-        if self._tried is None:
-            self.end(Failure(Reason.TRANSPORT, "the trials of its wires did not end in time"))
-            return
-        silent = ", ".join(self._unconfirmed)
-        self._lost(f"{silent}: expected its ranks to confirm what its front door says, got nothing")
-
-    def _on_tried(self, result: Choices | Failure) -> None:
-        if isinstance(result, Failure):
-            if self.state is PeerState.KNOWN:
-                self.end(result)
-            return
-        if self.state is not PeerState.KNOWN:
-            discard(result)
-            return
-        self._moments.end("trials")
-        self._tried = result
-        self._complete()
-
-    def _complete(self) -> None:
-        """READY, once nothing is missing."""
-        if self._tried is None or self._unconfirmed:
-            return
-        self._moments.end("ranks")
-        self.choices, self._tried = self._tried, None
-        unattached = dict(self.choices)
-        try:
-            for rank, choice in self.choices.items():
-                del unattached[rank]  # from here on the wire has what the trial has opened
-                self.transport(rank).attach(self.source(rank), choice.staging, choice.trial)
-            self._open_boards()
-        except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
-            _log.debug("engine %s: its wires", self.engine_id, exc_info=True)
-            discard(unattached)
-            self.end(Failure(Reason.TRANSPORT, str(e) or type(e).__name__))
-            return
-        self._clear_deadline()
-        self.state, self.was_ready = PeerState.READY, True
-        self._around.ledger.count("peers.ready")
-        self._moments.end("attach")
-        names = self.engine_id, self.endpoint
-        _log.info("engine %s at %s, met in %s: %s", *names, self._moments, self.wire)
-        self._waiters.serve(self)
-        if self._waiters:  # of offers that name another life
-            self.recheck()
-
-    def _open_boards(self) -> None:
-        """Of the ranks that this one reads by itself, or reads nothing of."""
-        if not self._around.config.offer_board:
-            return
-        for route in self.routes():
-            rank = route.source_rank
-            if rank in self.choices and self.transport(rank).is_stream:
-                continue
-            board = BoardView.open(self.source(rank).board)
-            if board is not None:
-                self._boards[rank] = board
-        self._around.ledger.count("boards.seen", len(self._boards))
-
-    # -------------------------------------------------- in use
+    @property
+    def manifest(self) -> EngineManifest | None:
+        return self.snapshot.manifest
 
     @property
     def wire(self) -> str:
@@ -299,15 +151,24 @@ class Peer:
         slowest = max(self.choices.values(), key=lambda choice: choice.duration_s, default=None)
         return str(slowest) if slowest is not None else "nothing to read"
 
+    def is_alive_as(self, source: SourceRef) -> bool:
+        """Whether the offer is of the life that this peer is known in."""
+        manifest = self.snapshot.manifest
+        return manifest is not None and manifest.incarnation == source.offer.incarnation
+
+    def ranks(self) -> Iterator[RankId]:
+        for entry in self.manifest.ranks if self.manifest is not None else ():
+            yield entry.rank
+
     def routes(self) -> tuple[Route, ...]:
         """The routes that end here, null routes too."""
         return self.plan.of_sink(self._around.rank)
 
     def source(self, rank: RankId) -> RankManifest:
-        """The manifest of one of its ranks."""
-        if self.manifest is None:
+        manifest = self.snapshot.manifest
+        if manifest is None:
             raise KeyError(f"engine {self.engine_id} is not known yet")
-        return self.manifest.rank(rank)
+        return manifest.rank(rank)
 
     def transport(self, rank: RankId) -> SinkTransport:
         """The chosen wire to one of its ranks."""
@@ -315,23 +176,19 @@ class Peer:
 
     def board(self, rank: RankId) -> BoardView | None:
         """Where one of its ranks shows its open offers, if it can be seen from here."""
-        return self._boards.get(rank)
+        return self.boards.get(rank)
+
+    # -------------------------------------------------- what is said to it
 
     def send(self, rank: RankId, message: ToSource) -> None:
         """To one of its ranks; a peer that is over gets nothing."""
-        if self._links is not None:
-            self._links.send(self.source(rank).control_endpoint, message)
+        self._send(self.source(rank).control_endpoint, message)
 
     def send_later(self, rank: RankId, message: ToSource) -> None:
         """The same for a message that nobody waits for: it leaves in its turn, when a load that is
         under way in this round has been reported.
         """
-        self._around.io.defer(partial(self.send, rank, message))
-
-    def ranks(self) -> Iterator[RankId]:
-        """All its ranks, once it is known."""
-        for entry in self.manifest.ranks if self.manifest is not None else ():
-            yield entry.rank
+        self._around.io.defer(self.send, rank, message)
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
         """Give an offer up at every rank."""
@@ -340,72 +197,114 @@ class Peer:
             for rank in self.ranks():
                 self.send(rank, message)
 
-    def is_alive_as(self, source: SourceRef) -> bool:
-        """Whether the offer is of the life that this peer is known in."""
-        return self.manifest is not None and self.manifest.incarnation == source.offer.incarnation
+    def say_hello(self, endpoint: str) -> None:
+        around = self._around
+        names = (BIND_TOKENS,) if around.config.bind_tokens else ()
+        versions = (PROTOCOL_MIN, PROTOCOL_MAX)
+        self._send(endpoint, Hello(versions, names, around.engine_id, around.incarnation))
 
-    def begin_load(self) -> None:
-        """A load waits for answers of this peer: from now on its silence is noticed."""
-        if self._links is not None:
-            self._links.begin_load()
+    def _send(self, endpoint: str, message: ToSource) -> None:
+        if self._around.io.is_lent:  # who has borrowed its turn touches no socket
+            self._around.io.defer(self._send, endpoint, message)
+        elif not self._is_closed:
+            client = self._clients.get(endpoint) or self._connect(endpoint)
+            client.send(message)
 
-    def end_load(self) -> None:
-        """A load has ended."""
-        if self._links is not None:
-            self._links.end_load()
+    def _connect(self, endpoint: str) -> ControlClient:
+        around = self._around
+        client = self._clients[endpoint] = ControlClient(
+            around.io,
+            around.context,
+            around.config,
+            around.ledger,
+            endpoint,
+            server_key_of(around.config, self.engine_id),
+            partial(self._heard, endpoint),
+            partial(self._gone, endpoint),
+        )
+        return client
 
-    # -------------------------------------------------- ends
+    def close(self) -> None:
+        """End all connections; what was sent may still leave."""
+        self._is_closed = True
+        self._num_loads = 0
+        if self._watch is not None:
+            self._watch.cancel()
+        for client in self._clients.values():
+            client.close()
+
+    # -------------------------------------------------- what comes from it
 
     def end(self, failure: Failure) -> None:
-        """The peer cannot be used any more: tell everybody, let its connections and mappings go.
-        Idempotent.
-        """
-        if self.state is PeerState.OVER:
-            return
-        if self.manifest is not None and failure.reason is not Reason.PEER_LOST:
-            for source in self._waiters.sources():  # it will never be read
-                self._around.io.guard(partial(self.cancel, source, failure.reason))
-        self.state = PeerState.OVER
-        self._clear_deadline()
-        tried, self._tried = self._tried, None
-        if tried is not None:
-            discard(tried)
-        guard = self._around.io.guard  # what fails here must not keep the rest from ending
-        guard(partial(self._around.on_over, self, failure))  # its Cancels still leave
-        for rank in self.choices:
-            if not self._around.is_shared(self, rank):
-                endpoint = self.source(rank).control_endpoint
-                guard(partial(self.transport(rank).detach, endpoint))
-        boards, self._boards = self._boards, {}
-        for board in boards.values():
-            guard(board.close)
-        self._around.io.run_deferred()
-        links, self._links = self._links, None
-        if links is not None:
-            guard(links.close)
-        self._waiters.fail(failure)
+        """It cannot be used any more. Idempotent."""
+        self._step(self, Ended(failure))
 
-    # -------------------------------------------------- messages
+    def lost(self, detail: str) -> None:
+        """A connection has ended, was refused or stayed silent."""
+        self.end(self.failure(detail))
 
-    def _on_message(self, endpoint: str, message: ToSink) -> None:
-        ledger = self._around.ledger
+    def failure(self, detail: str) -> Failure:
+        """Why it is lost: a listener does not let this engine in, or it does not answer."""
+        is_refused = any(client.is_refused for client in self._clients.values())
+        return Failure(Reason.NOT_ALLOWED if is_refused else Reason.PEER_LOST, detail)
+
+    @property
+    def problem(self) -> str:
+        """Why the connection to its front door does not stand, as far as anybody knows."""
+        client = self._clients.get(self.endpoint)
+        return client.problem if client is not None else ""
+
+    def _gone(self, endpoint: str, detail: str) -> None:
+        self.lost(f"{endpoint}: {detail}")
+
+    def _heard(self, endpoint: str, message: ToSink) -> None:
         match message:
-            case Manifest(manifest) if endpoint == self.endpoint:
-                self._on_manifest(manifest)
-            case Manifest(said):
-                self._on_said(endpoint, said)
+            case Manifest(manifest):
+                self._step(self, Answered(endpoint, manifest))
             case NotReady():
-                self._around.io.after(HELLO_AGAIN_S, partial(self._hello, endpoint))
+                self._around.io.after(HELLO_AGAIN_S, self.say_hello, endpoint)
             case Malformed(detail):
-                ledger.count("control.malformed_answers")
-                if self._links is not None:
-                    self._links.note(endpoint, detail)
+                self._around.ledger.count("control.malformed_answers")
+                self._clients[endpoint].problem = detail
             case Pong(incarnation):
-                if self.manifest is not None and incarnation != self.manifest.incarnation:
-                    self._lost("the engine was started anew")
+                self._step(self, LifeHeard(incarnation))
             case _:
                 for entry in self.manifest.ranks if self.manifest is not None else ():
                     if entry.control_endpoint == endpoint:
                         self._around.on_message(self, entry.rank, message)
                         return
-                ledger.count("control.unexpected")
+                self._around.ledger.count("control.unexpected")
+
+    # -------------------------------------------------- its silence
+
+    def begin_load(self) -> None:
+        """A load waits for answers of this peer: from now on its silence is noticed."""
+        if self._is_closed:
+            return
+        self._num_loads += 1
+        if self._watch is None:
+            for client in self._clients.values():
+                client.unanswered_s = None  # of an earlier load; nobody has listened since
+            self._around.io.guard(self._listen)
+
+    def end_load(self) -> None:
+        if not self._is_closed:
+            self._num_loads -= 1
+
+    def _listen(self) -> None:
+        """Ping a rank that has been silent; one that does not answer is lost."""
+        io, silent_s = self._around.io, self._around.config.peer_silent_s
+        self._watch = None
+        if not self._num_loads:
+            return
+        self._watch = io.after(silent_s / 8, self._listen)
+        now_s = io.now()
+        for client in self._clients.values():
+            if client.unanswered_s is None:
+                if now_s - client.heard_s >= silent_s / 4:
+                    client.unanswered_s = now_s
+                    io.defer(client.send, Ping())
+            elif now_s - client.unanswered_s >= silent_s / 2:
+                silence_s = now_s - client.heard_s
+                self.lost(f"{client.endpoint} was silent for {silence_s:.1f} s")
+                return

@@ -12,7 +12,8 @@ from functools import partial
 
 import zmq
 
-from kvxfer.connector.peer_records import Failure, Surroundings
+from kvxfer.connector.peer import Surroundings
+from kvxfer.connector.peer_session import Failure
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import REFERENCE_TOKENS, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest

@@ -1,5 +1,9 @@
 """All source engines that a sink rank knows, by engine id and front door. Runs on the IO thread.
 
+What happens to one is an event: of its connections, its trials, a clock, who wants it. The table
+(:mod:`kvxfer.connector.peer_session`) answers with actions; :meth:`Peers._step` performs them, and
+what performing yields is the next event.
+
 A contact that failed is remembered for a second and fails at once meanwhile, unless an offer of
 another life comes: that one proves that the engine lives. What was lost is forgotten, so that a
 restarted engine is met anew.
@@ -12,13 +16,45 @@ there. What nobody has confirmed keeps nobody out, and what was heard last holds
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import assert_never
 
-from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Failure, PeerState, Surroundings, Waiter
+import zmq
+
+from kvxfer.connector.access import check_host, check_introduction, check_owners, check_partner
+from kvxfer.connector.board import BoardView
+from kvxfer.connector.peer import Peer, Surroundings, Waiter
+from kvxfer.connector.peer_session import (
+    Attach,
+    Attached,
+    Awaited,
+    DeadlinePassed,
+    End,
+    Ended,
+    Examine,
+    Examined,
+    Failure,
+    Match,
+    Matched,
+    PeerAction,
+    PeerEvent,
+    PeerState,
+    Replace,
+    SayHello,
+    Serve,
+    TryWires,
+    Wanted,
+    WiresTried,
+    step,
+)
+from kvxfer.connector.peer_trial import Choices, discard, start_trial
 from kvxfer.connector.records import SourceRef
-from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.errors import IncompatiblePeer, UnknownEngine
+from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
+from kvxfer.transfer.plan import make_plan
 from kvxfer.transfer.wire import Reason
 
 BACK_OFF_S = 1.0
@@ -28,7 +64,11 @@ MAX_GREETED = 64
 """Engines that are being met at one time; each costs sockets and a thread before it has proved
 anything.
 """
-_MEETING = (PeerState.GREETING, PeerState.KNOWN)
+TRIALS_S = 2.0
+"""What a first contact may take beyond connect_timeout_s, for the trials of all wires together."""
+
+_MEETING = (PeerState.MEETING, PeerState.TRYING, PeerState.CHECKING)
+_log = logging.getLogger("kvxfer.connector")
 
 Key = tuple[str, str]
 
@@ -43,28 +83,22 @@ class _Failed:
 
 
 class Peers:
-    """Finds or makes the peer of an offer.
-
-    Args:
-        around: what every peer shares; ``again`` is set here, and ``on_over`` is called after the
-            peer was forgotten.
-    """
+    """Finds or makes the peer of an offer."""
 
     def __init__(self, around: Surroundings) -> None:
-        self._on_over = around.on_over
+        self._around = around
         self._io = around.io
         self._ledger = around.ledger
-        self._around = replace(
-            around,
-            on_over=self._over,
-            again=self._wait,
-            confirmed=self._confirmed,
-            is_shared=self._is_shared,
-        )
+        self._own: EngineManifest | None = None
         self._peers: dict[Key, Peer] = {}
         self._failed: dict[Key, _Failed] = {}
-        self._asked: dict[Key, bytes] = {}
         self._closed: Failure | None = None
+
+    def set_own(self, manifest: EngineManifest) -> None:
+        """All ranks of this engine. Peers that were matched with others are met anew."""
+        if self._own is not None and self._own != manifest:
+            self._close(Failure(Reason.PEER_LOST, "this engine's manifest changed"))
+        self._own = manifest
 
     def want(
         self,
@@ -75,7 +109,7 @@ class Peers:
         failed: Callable[[Failure], object],
     ) -> Waiter:
         """Get the peer that made this offer; ``ready`` or ``failed`` is called once, perhaps before
-        this returns.
+        this returns. What it raises is its own failure: others are called all the same.
         """
         waiter = Waiter(source, needs_wire, ready, failed)
         self._wait(waiter)
@@ -94,8 +128,8 @@ class Peers:
     def forget(self, waiter: Waiter) -> None:
         """The waiter is not to be called any more."""
         peer = self._peers.get((waiter.source.engine_id, waiter.source.endpoint))
-        if peer is not None:
-            peer.forget(waiter)
+        if peer is not None and waiter in peer.waiters:
+            peer.waiters.remove(waiter)
 
     def lost(self, control_endpoint: str, detail: str) -> None:
         """A wire says that the connection to this rank ended."""
@@ -104,53 +138,240 @@ class Peers:
             if any(entry.control_endpoint == control_endpoint for entry in ranks):
                 peer.end(Failure(Reason.PEER_LOST, f"{control_endpoint}: {detail}"))
 
-    def close(self, failure: Failure) -> None:
-        """End every acquaintance."""
-        for peer in list(self._peers.values()):
-            peer.end(failure)
-
     def shutdown(self, failure: Failure) -> None:
         """End every acquaintance and make no new one."""
         self._closed = failure
-        self.close(failure)
+        self._close(failure)
+
+    def _close(self, failure: Failure) -> None:
+        for peer in list(self._peers.values()):
+            peer.end(failure)
 
     def _wait(self, waiter: Waiter) -> None:
         source = waiter.source
-        if self._closed is not None:
-            waiter.failed(self._closed)
-            return
         key = (source.engine_id, source.endpoint)
+        failure = self._closed or self._failure_of(key, source)
+        if failure is not None:
+            waiter.failed(failure)
+            return
+        peer = self._peers.get(key)
+        if peer is not None:
+            peer.waiters.append(waiter)
+            self._perform(peer, [Serve(is_sure=False)])
+            return
+        if sum(other.state in _MEETING for other in self._peers.values()) >= MAX_GREETED:
+            self._ledger.count("peers.crowded")
+            detail = f"expected at most {MAX_GREETED} engines that are being met, got another"
+            waiter.failed(Failure(Reason.PEER_LOST, detail))
+            return
+        peer = self._peers[key] = Peer(self._around, source, self._step)
+        peer.waiters.append(waiter)
+        self._step(peer, Wanted())
+
+    def _failure_of(self, key: Key, source: SourceRef) -> Failure | None:
+        """Why a contact with the maker of this offer would fail, as was seen a moment ago."""
         known = self._failed.get(key)
         if known is not None and known.until_s <= self._io.now():
             del self._failed[key]
-            known = None
-        if known is not None and known.incarnation == source.offer.incarnation:
-            waiter.failed(known.failure)
-            return
-        peer = self._peers.get(key)
-        if peer is None:
-            if sum(other.state in _MEETING for other in self._peers.values()) >= MAX_GREETED:
-                self._ledger.count("peers.crowded")
-                detail = f"expected at most {MAX_GREETED} engines that are being met, got another"
-                waiter.failed(Failure(Reason.PEER_LOST, detail))
-                return
-            peer = self._peers[key] = Peer(self._around, source)
-            self._asked[key] = source.offer.incarnation
-            peer.wait(waiter)
-            peer.start()
-            return
-        peer.wait(waiter)
-        if peer.state is PeerState.READY and not peer.is_alive_as(source):
-            peer.recheck()
+        elif known is not None and known.incarnation == source.offer.incarnation:
+            return known.failure
+        return None
 
-    def _confirmed(self, peer: Peer, entry: RankManifest) -> None:
-        """This rank has answered: whoever was known where it listens is not there any more."""
+    # -------------------------------------------------- from event to action
+
+    def _step(self, peer: Peer, event: PeerEvent) -> None:
+        before = peer.snapshot
+        peer.snapshot, actions = step(before, event)
+        if peer.snapshot.awaited is not before.awaited:
+            self._set_deadline(peer)
+        self._perform(peer, actions)
+
+    def _perform(self, peer: Peer, actions: list[PeerAction]) -> None:
+        for action in actions:
+            if peer.state is PeerState.OVER and not isinstance(action, End):
+                return  # an earlier action has ended it
+            try:
+                after = self._do(peer, action)
+            except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
+                after = Ended(_failure_from(peer, e))
+            if after is not None:
+                self._step(peer, after)
+
+    def _do(self, peer: Peer, action: PeerAction) -> PeerEvent | None:
+        """One action; returns what has come of it at once."""
+        config = self._around.config
+        match action:
+            case SayHello(endpoint):
+                if peer.state is PeerState.MEETING:
+                    check_host(config, endpoint)
+                    check_owners(config, [endpoint], are_up=False)
+                peer.say_hello(endpoint)
+            case Examine(manifest):
+                peer.moments.end("hello")
+                check_introduction(config, peer.engine_id, peer.endpoint, manifest)
+                return Examined(manifest)
+            case Serve(is_sure):
+                return self._serve(peer, is_sure=is_sure)
+            case Match():
+                return self._match(peer)
+            case TryWires():
+                self._try_wires(peer)
+            case Replace(entry):
+                self._replace_others(peer, entry)
+            case Attach():
+                return self._attach(peer)
+            case End(failure, is_anew):
+                self._end(peer, failure, is_anew=is_anew)
+            case _:
+                assert_never(action)
+        return None
+
+    def _set_deadline(self, peer: Peer) -> None:
+        if peer.deadline is not None:
+            peer.deadline.cancel()
+            peer.deadline = None
+        now_s = self._io.now()
+        match peer.snapshot.awaited:
+            case Awaited.ANSWER:
+                peer.until_s = now_s + self._around.config.connect_timeout_s
+            case Awaited.REST:
+                peer.until_s += TRIALS_S
+            case Awaited.NOTHING:
+                return
+        peer.deadline = self._io.after(peer.until_s - now_s, self._late, peer)
+
+    def _late(self, peer: Peer) -> None:
+        timeout_s = self._around.config.connect_timeout_s
+        detail, problem = f"{peer.endpoint} did not answer within {timeout_s} s", peer.problem
+        self._step(
+            peer, DeadlinePassed(peer.failure(f"{detail}: {problem}" if problem else detail))
+        )
+
+    # -------------------------------------------------- getting acquainted
+
+    def _serve(self, peer: Peer, *, is_sure: bool) -> PeerEvent | None:
+        if is_sure:
+            detail = f"the offer is of another life of engine {peer.engine_id}"
+            for waiter in [w for w in peer.waiters if not peer.is_alive_as(w.source)]:
+                self.forget(waiter)
+                self._io.guard(waiter.failed, Failure(Reason.INCARNATION, detail))
+        served = [
+            waiter
+            for waiter in peer.waiters
+            if peer.is_alive_as(waiter.source)
+            and (peer.state is PeerState.READY or not waiter.needs_wire)
+        ]
+        for waiter in served:
+            if waiter in peer.waiters:  # an earlier one may have had it forgotten
+                peer.waiters.remove(waiter)
+                self._io.guard(waiter.ready, peer)
+        if peer.state is PeerState.READY and peer.waiters:
+            return Wanted()  # their offers name another life
+        return None
+
+    def _match(self, peer: Peer) -> PeerEvent | None:
+        around, own = self._around, self._own
+        if own is None:
+            raise IncompatiblePeer("this engine does not know its own ranks yet")
+        if peer.manifest is None:
+            return None
+        check_partner(
+            around.config, peer.manifest, own, can_leave_unhashed=around.can_leave_unhashed
+        )
+        peer.plan = make_plan(peer.manifest, own)
+        peer.moments.end("plan")
+        return Matched(tuple(peer.source(route.source_rank) for route in peer.routes()))
+
+    def _try_wires(self, peer: Peer) -> None:
+        routes = [
+            (route, peer.source(route.source_rank)) for route in peer.routes() if not route.is_null
+        ]
+        start_trial(self._around, routes, peer.until_s, partial(self._on_tried, peer))
+
+    def _on_tried(self, peer: Peer, result: Choices | Failure) -> None:
+        if isinstance(result, Failure):
+            peer.end(result)
+        elif peer.state is PeerState.OVER:
+            discard(result)
+        else:
+            peer.moments.end("trials")
+            peer.tried = dict(result)
+            self._step(peer, WiresTried())
+
+    def _replace_others(self, peer: Peer, entry: RankManifest) -> None:
         for other in list(self._peers.values()):
-            if other is not peer and other.is_replaced_by(peer, entry):
+            if other is not peer and other.snapshot.is_replaced_by(peer.snapshot, entry):
                 detail = f"engine {peer.engine_id} answers in its place"
                 other.end(Failure(Reason.PEER_LOST, detail))
 
+    def _attach(self, peer: Peer) -> PeerEvent:
+        peer.moments.end("ranks")
+        peer.choices = dict(peer.tried)
+        try:
+            for rank, choice in peer.choices.items():
+                del peer.tried[rank]  # from here on the wire has what the trial has opened
+                peer.transport(rank).attach(peer.source(rank), choice.staging, choice.trial)
+            self._open_boards(peer)
+        except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
+            _log.debug("engine %s: its wires", peer.engine_id, exc_info=True)
+            return Ended(Failure(Reason.TRANSPORT, str(e) or type(e).__name__))
+        self._ledger.count("peers.ready")
+        peer.moments.end("attach")
+        names = peer.engine_id, peer.endpoint
+        _log.info("engine %s at %s, met in %s: %s", *names, peer.moments, peer.wire)
+        return Attached()
+
+    def _open_boards(self, peer: Peer) -> None:
+        """Of the ranks that this one reads by itself, or reads nothing of."""
+        if not self._around.config.offer_board:
+            return
+        for route in peer.routes():
+            rank = route.source_rank
+            if rank in peer.choices and peer.transport(rank).is_stream:
+                continue
+            board = BoardView.open(peer.source(rank).board)
+            if board is not None:
+                peer.boards[rank] = board
+        self._ledger.count("boards.seen", len(peer.boards))
+
+    # -------------------------------------------------- the end
+
+    def _end(self, peer: Peer, failure: Failure, *, is_anew: bool) -> None:
+        guard = self._io.guard  # what fails here must not keep the rest from ending
+        if failure.reason is not Reason.PEER_LOST:
+            for waiter in peer.waiters:  # it will never be read
+                guard(peer.cancel, waiter.source, failure.reason)
+        tried, peer.tried = peer.tried, {}
+        discard(tried)
+        self._remember(peer, failure)
+        guard(self._around.on_over, peer, failure)  # its Cancels still leave
+        for rank in peer.choices:
+            if not self._is_shared(peer, rank):
+                guard(peer.transport(rank).detach, peer.source(rank).control_endpoint)
+        for board in peer.boards.values():
+            guard(board.close)
+        peer.boards = {}
+        self._io.run_deferred()
+        guard(peer.close)
+        waiters, peer.waiters = peer.waiters, []
+        for waiter in waiters:
+            if is_anew:
+                self._wait(waiter)
+            else:
+                guard(waiter.failed, failure)
+
+    def _remember(self, peer: Peer, failure: Failure) -> None:
+        key = (peer.engine_id, peer.endpoint)
+        self._ledger.count(f"peers.{failure.reason.value}")
+        if self._peers.get(key) is peer:
+            del self._peers[key]
+        if not peer.snapshot.was_ready:
+            if len(self._failed) >= MAX_FAILURES:
+                self._failed.clear()
+            self._failed[key] = _Failed(failure, peer.asked_as, self._io.now() + BACK_OFF_S)
+
     def _is_shared(self, peer: Peer, rank: RankId) -> bool:
+        """Whether another live peer uses the same attachment to this rank."""
         entry, wire = peer.source(rank), peer.transport(rank)
         return any(
             other is not peer
@@ -161,14 +382,19 @@ class Peers:
             for other in self._peers.values()
         )
 
-    def _over(self, peer: Peer, failure: Failure) -> None:
-        key = (peer.engine_id, peer.endpoint)
-        self._ledger.count(f"peers.{failure.reason.value}")
-        if self._peers.get(key) is peer:
-            del self._peers[key]
-        asked = self._asked.pop(key, b"")
-        if not peer.was_ready:
-            if len(self._failed) >= MAX_FAILURES:
-                self._failed.clear()
-            self._failed[key] = _Failed(failure, asked, self._io.now() + BACK_OFF_S)
-        self._on_over(peer, failure)
+
+def _failure_from(peer: Peer, exc: Exception) -> Failure:
+    """Why what was tried with a peer did not go."""
+    match exc:
+        case IncompatiblePeer():
+            return Failure(Reason.INCOMPATIBLE, str(exc))
+        case UnknownEngine():
+            return Failure(Reason.INCARNATION, str(exc))
+        case PermissionError():
+            return Failure(Reason.NOT_ALLOWED, str(exc))
+        case zmq.ZMQError():
+            detail = f"{peer.endpoint}: expected a socket to connect with, got none: {exc}"
+            return peer.failure(detail)
+        case _:
+            _log.exception("engine %s cannot be met", peer.engine_id)
+            return peer.failure(f"{type(exc).__name__}: {exc}")

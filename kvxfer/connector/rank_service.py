@@ -6,25 +6,27 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+import torch
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.board import Board
+from kvxfer.connector.board import Board, Ends
+from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.ends import Ends
-from kvxfer.connector.io_thread import Call, IoThread, ZmqSocket
+from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
-from kvxfer.connector.peer_records import Failure, Surroundings
+from kvxfer.connector.peer import Peer, Surroundings
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import NewLoad
+from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
@@ -38,11 +40,12 @@ from kvxfer.transfer.wire import (
     Ping,
     Pong,
     Reason,
+    ToSink,
     ToSource,
     encode,
 )
 from kvxfer.transports.backlog import LOOK_S
-from kvxfer.transports.base import LocalMemory, SinkCompletion, SinkTransport, SourceTransport
+from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.zmq_listeners import Guard
@@ -70,11 +73,12 @@ class Identity:
 class RankService:
     """One rank's part in the protocol; listens from the moment it exists.
 
-    Methods are called by the engine thread; ``io.post`` carries orders to ``source``, ``sink`` and
-    ``keeper``, which belong to the IO thread.
+    Methods are called by the engine thread; :meth:`carry_out` brings orders to ``source``, ``sink``
+    and ``keeper``, which belong to the IO thread.
 
     Args:
-        port: where to listen; 0 takes any free port. Raises ConfigError if it cannot be had.
+        port: where the front door listens; 0 takes any free port. Raises ConfigError if it cannot
+            be had. None for the other ranks.
         can_leave_unhashed: as :class:`~kvxfer.connector.worker_side.WorkerConnector` has it.
     """
 
@@ -85,14 +89,14 @@ class RankService:
         identity: Identity,
         regions: tuple[Region, ...],
         memory: LocalMemory,
-        port: int,
+        port: int | None,
         *,
         can_leave_unhashed: bool,
     ) -> None:
         make_room()
         self._ledger = ledger
         self._identity = identity
-        self._engine: EngineManifest | None = None
+        self._is_front_door = port is not None
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
@@ -103,14 +107,14 @@ class RankService:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
-        self._closers: list[Callable[[], object]] = []
+        self._parts: list[ControlServer | SourceTransport | SinkTransport | Board] = []
         try:
             Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
-                self.io, self._context, config, ledger, port, self._dispatch, self._on_gone
+                self.io, self._context, config, ledger, port or 0, self._dispatch, self._on_gone
             )
-            self._closers.append(self._server.close)
-            sources, sinks = self._wires(config, memory)
+            self._parts.append(self._server)
+            sources, sinks = self._make_wires(config, memory)
             board = self._make_board(config, sources)
             self.manifest = RankManifest(
                 rank=identity.rank,
@@ -139,28 +143,23 @@ class RankService:
             self.io.stop(0)
             self._end_context()
             raise
-        self._quick = [sink for sink in sinks.values() if sink.is_quick]
+        self.borrower = Borrower(self.io, ledger, self.sink, sinks.values())
         # Direct wires first: what they have read is reported before sockets of the others are read.
         for sink in sorted(sinks.values(), key=lambda sink: sink.is_stream):
-            self.io.watch_group(sink, partial(self._poll_sink, sink))
+            self.io.watch_group(sink, self._poll_sink)
         for source in sources.values():
-            self.io.watch_group(source, partial(self._poll_source, source))
-        self._inspects = [
-            self._server.inspect,
-            *(source.inspect for source in sources.values()),
-            *(sink.inspect for sink in sinks.values()),
-        ]
+            self.io.watch_group(source, self._poll_source)
         self.io.after(LOOK_S, self._inspect)
         self.io.start()
 
-    def _wires(
+    def _make_wires(
         self, config: Config, memory: LocalMemory
     ) -> tuple[dict[str, SourceTransport], dict[str, SinkTransport]]:
         args = (memory, config, self._copy_thread, self.io.wake, self._context)
         sources = make_sources(*args)
-        self._closers += [source.close for source in sources.values()]
+        self._parts += sources.values()
         sinks = make_sinks(*args)
-        self._closers += [sink.close for sink in sinks.values()]
+        self._parts += sinks.values()
         return sources, sinks
 
     def _make_board(self, config: Config, sources: Mapping[str, SourceTransport]) -> Board | None:
@@ -169,7 +168,7 @@ class RankService:
             return None
         board = Board.make()
         if board is not None:
-            self._closers.append(board.close)
+            self._parts.append(board)
         return board
 
     def _make_sink(
@@ -178,7 +177,6 @@ class RankService:
         identity = self._identity
         consumer = Consumer(identity.incarnation, identity.rank)
         addressing = Addressing(consumer, transports, can_leave_unhashed)
-        self.sink = Sink(self.io, config, self._ledger, addressing)
         self._peers = Peers(
             Surroundings(
                 io=self.io,
@@ -190,23 +188,20 @@ class RankService:
                 rank=identity.rank,
                 transports=transports,
                 can_leave_unhashed=can_leave_unhashed,
-                manifest=lambda: self._engine,
-                on_message=self.sink.on_message,
-                on_over=self.sink.on_over,
+                on_message=self._on_answer,
+                on_over=self._on_over,
             )
         )
         self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
-        self.sink.bind(self._peers, self.keeper)
+        self.sink = Sink(self.io, config, self._ledger, addressing, self._peers, self.keeper)
 
     # -------------------------------------------------- on the IO thread
 
-    def set_engine(self, manifest: EngineManifest) -> None:
+    def _set_engine(self, manifest: EngineManifest) -> None:
         """All ranks of this engine, as its scheduler knows them. Peers that were matched with
         others are met anew.
         """
-        if self._engine is not None and self._engine != manifest:
-            self._peers.close(Failure(Reason.PEER_LOST, "this engine's manifest changed"))
-        self._engine = manifest
+        self._peers.set_own(manifest)
         # The front door speaks for all ranks, any other for itself: who met the engine asks it.
         if self._identity.rank != RankId(0, 0):
             manifest = msgspec.structs.replace(manifest, ranks=(self.manifest,))
@@ -228,71 +223,74 @@ class RankService:
     def _on_gone(self, identity: bytes) -> None:
         self.source.gone(identity)
 
+    def _on_answer(self, peer: Peer, source: RankId, message: ToSink) -> None:
+        self.sink.on_message(peer, source, message)
+
+    def _on_over(self, peer: Peer, failure: Failure) -> None:
+        self.sink.on_over(peer, failure)
+
     def _poll_source(self, transport: SourceTransport) -> None:
         for completion in transport.poll():
-            self.io.guard(partial(self.source.on_completion, transport, completion))
-        self._count(transport)
+            self.io.guard(self.source.on_completion, transport, completion)
+        self._ledger.take_counts(transport.name, transport.counts)
 
     def _poll_sink(self, transport: SinkTransport) -> None:
-        self._on_completions(transport, transport.poll())
-
-    def _on_completions(
-        self, transport: SinkTransport, completions: Sequence[SinkCompletion]
-    ) -> None:
-        for completion in completions:
-            self.io.guard(partial(self.sink.on_completion, completion))
-        self._count(transport)
+        for completion in transport.poll():
+            self.io.guard(self.sink.on_completion, completion)
+        self._ledger.take_counts(transport.name, transport.counts)
 
     def _inspect(self) -> None:
         """What others hold."""
         self.io.after(LOOK_S, self._inspect)
-        for inspect in self._inspects:
-            self.io.guard(inspect)
-
-    def _count(self, transport: SourceTransport | SinkTransport) -> None:
-        """What the wire dropped or refused."""
-        if transport.counts:
-            for name, number in transport.counts.items():
-                self._ledger.count(f"{transport.name}.{name}", number)
-            transport.counts.clear()
+        for part in self._parts:
+            if not isinstance(part, Board):
+                self.io.guard(part.inspect)
 
     def _close_all(self) -> None:
         self.io.unwatch_groups()
-        closers, self._closers = self._closers, []
-        for close in reversed(closers):
+        parts, self._parts = self._parts, []
+        for part in reversed(parts):
             try:
-                close()
+                part.close()
             except Exception:  # noqa: BLE001  # the others are closed all the same
                 _log.exception("shutdown: something did not close")
 
-    # -------------------------------------------------- in its place, on the engine thread
+    # -------------------------------------------------- orders, from the engine thread
 
-    def begin(self, loads: Sequence[NewLoad], orders: Sequence[Call]) -> None:
-        """Carry out orders, of which these loads are a part and which touch no socket: at once and
-        here, where the IO thread sleeps and they are quick.
+    def carry_out(self, orders: ConnectorMetadata, after: torch.cuda.Event | None = None) -> None:
+        """Have a step's orders carried out: by the IO thread, or at once and here, where it sleeps
+        and they are quick and touch no socket. ``after``: as :meth:`Sink.load` has it.
         """
-        if self._quick and self.io.borrow():
-            try:
-                if self.sink.begins_quickly(loads):
-                    for order in orders:
-                        self.io.guard(order)
-                    return
-            finally:
-                self.io.give_back()
-        self.io.post(*orders)
+        order = partial(self._take, orders, self.io.now(), after)
+        if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
+            self.io.post(order)
 
-    def look(self) -> None:
-        """Take note of loads that are over, if the IO thread sleeps."""
-        if all(sink.is_idle for sink in self._quick) or not self.io.borrow():
-            return
-        try:
-            for sink in self._quick:
-                self.io.guard(partial(self._look_at, sink))
-        finally:
-            self.io.give_back()
-
-    def _look_at(self, sink: SinkTransport) -> None:
-        self._on_completions(sink, sink.look())
+    def _take(
+        self, orders: ConnectorMetadata, handed_s: float, after: torch.cuda.Event | None
+    ) -> None:
+        """Each order, whatever becomes of the others. Aborts come last: they may name a load of
+        the same step.
+        """
+        guard = self.io.guard
+        if orders.manifest is not None:
+            guard(self._set_engine, orders.manifest)
+        for offer in orders.offers:
+            guard(self.source.add, offer)
+        for table in orders.blocks:
+            guard(self.source.set_blocks, table)
+        if orders.delayed:
+            guard(self.source.delay, orders.delayed)
+        if self._is_front_door:
+            for hold in orders.holds:
+                guard(self.keeper.hold, hold.request_id, hold.source)
+            for unhold in orders.unholds:
+                guard(self.keeper.release, unhold.request_id)
+                if unhold.reason is not None:
+                    guard(self.keeper.cancel, unhold.source, unhold.reason)
+        for load in orders.loads:
+            guard(self.sink.load, load, handed_s, after)
+        for abort in orders.aborts:
+            guard(self.sink.abort, abort)
 
     # -------------------------------------------------- the end, on the engine thread
 
@@ -302,12 +300,12 @@ class RankService:
         """
         self.ends.end_all(Reason.SHUTDOWN)  # whatever the IO thread does
         drained = [threading.Event(), threading.Event()]
-        self.io.post(lambda: self.sink.shutdown(Reason.SHUTDOWN, drained[0].set))
-        self.io.post(lambda: self.source.shutdown(drained[1].set))
+        self.io.post(partial(self.sink.shutdown, Reason.SHUTDOWN, drained[0].set))
+        self.io.post(partial(self.source.shutdown, drained[1].set))
         if not all(event.wait(DRAIN_S) for event in drained):
             _log.error("shutdown: transfers did not end within %s s", DRAIN_S)
-        self.io.post(lambda: self._peers.shutdown(Failure(Reason.SHUTDOWN, "this engine ends")))
-        self.io.post(self._close_all)
+        ended = Failure(Reason.SHUTDOWN, "this engine ends")
+        self.io.post(partial(self._peers.shutdown, ended), self._close_all)
         if not self.io.stop(2 * DRAIN_S):
             _log.error("shutdown: the IO thread did not end; its sockets are left open")
             return

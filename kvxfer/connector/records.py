@@ -16,7 +16,6 @@ GroupBlockIds = tuple[tuple[int, ...], ...]
 block.
 """
 
-
 BlockPlaces = tuple[tuple[int, int], ...]
 """Blocks of a request by (group, position in the group's table)."""
 
@@ -102,14 +101,12 @@ class ConnectorMetadata(msgspec.Struct, frozen=True):
     """One step's orders for all ranks of one engine. Everything is empty in most steps. Not
     ``kw_only``, which would take twice as long to pickle.
 
-    ``manifest`` comes with the first step, and again when it changes. ``computed`` names the
-    offered requests whose
-    last offered token is computed by this very step: their ready event is recorded at its end.
-    ``delayed`` names the
-    finished requests whose blocks the engine keeps until finished_sending: only for these it is
-    reported, at once when
-    the offer is already over (an offer may end while its request still runs, and a running request
-    must not be freed).
+    ``manifest`` comes with the first step, and again when it changes. ``blocks`` leave out what
+    windows let go of: nothing behind them does that again. ``computed`` names the offered requests
+    whose last offered token is computed by this very step: their ready event is recorded at its
+    end. ``delayed`` names the finished requests whose blocks the engine keeps until
+    finished_sending: only for these it is reported, at once when the offer is already over. An
+    offer may end while its request still runs, and a running request must not be freed.
     """
 
     manifest: EngineManifest | None = None

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
-from kvxfer.connector.loads import NO_LOADS, LoadBook, LoadState
-from kvxfer.connector.offers import NO_OFFERS, Offer, OfferBook
+from kvxfer.connector.loads import LoadBook, LoadState
+from kvxfer.connector.offers import Offer, OfferBook
 from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params, parse_params
 from kvxfer.connector.records import (
-    NO_ORDERS,
     ConnectorMetadata,
     GroupBlockIds,
     KVConnectorOutput,
@@ -272,24 +273,11 @@ class SchedulerConnector:
         """This step's orders, NO_ORDERS itself where there are none. Reads ``scheduler_output``,
         changes nothing in it.
         """
-        offers = self._offers.step(scheduler_output)
-        loads = self._loads.step()
-        if offers is NO_OFFERS and loads is NO_LOADS and not self._manifest_is_new:
-            return NO_ORDERS
-        manifest = self._manifest if self._manifest_is_new else None
-        self._manifest_is_new = False
-        return ConnectorMetadata(
-            manifest=manifest,
-            offers=offers.offers,
-            blocks=offers.blocks,
-            computed=offers.computed,
-            ended=offers.ended,
-            delayed=offers.delayed,
-            loads=loads.loads,
-            aborts=loads.aborts,
-            holds=loads.holds,
-            unholds=loads.unholds,
-        )
+        orders = self._loads.step(self._offers.step(scheduler_output))
+        if self._manifest_is_new:
+            self._manifest_is_new = False
+            orders = msgspec.structs.replace(orders, manifest=self._manifest)
+        return orders
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """What the ranks reported, aggregated."""

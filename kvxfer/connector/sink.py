@@ -1,27 +1,33 @@
 """The taking side of one rank: its loads, from the order to the one report. Runs on the IO thread.
 
-Decisions are the session's (:mod:`kvxfer.transfer.sink_session`), performed by
-:mod:`kvxfer.connector.load_actions`. A load waits for its peer, then asks every source rank of its
-routes, reads, and is reported once: with its verdict, and never before everything that could write
-its blocks has ended.
+A load waits for its peer, then asks every source rank of its routes, reads, and is reported once:
+with its verdict, and never before everything that could write its blocks has ended.
+
+From its beginning on all that happens to it is an event: of the engine, a message, a wire, a clock.
+:meth:`Sink._step` gives it to the table of the load's session
+(:mod:`kvxfer.transfer.sink_session`) and performs the actions that come back; what performing
+yields is the next event.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
 
 import torch
 
 from kvxfer.config import Config
-from kvxfer.connector.io_thread import IoThread
+from kvxfer.connector.board import BoardView
+from kvxfer.connector.io_thread import IoThread, Timer
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.load_actions import LoadActions
 from kvxfer.connector.load_routes import (
     Addressing,
+    RouteRun,
     Way,
     check_granted,
     make_routes,
@@ -29,33 +35,44 @@ from kvxfer.connector.load_routes import (
     with_granted_ids,
 )
 from kvxfer.connector.loads import AskedOffers
-from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.peer import Peer, Waiter
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import AbortLoad, NewLoad
-from kvxfer.connector.sink_load import Loads, SinkLoad, span_failure
+from kvxfer.connector.records import AbortLoad, LoadReport, NewLoad
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.session import (
     Abort,
     BrokenArrived,
+    DeadlinePassed,
+    FinishedRecving,
     GrantArrived,
     ReadCompleted,
     ReadDrained,
     ReadFailed,
     RefuseArrived,
+    RetryDue,
     RouteState,
+    SendCancel,
+    SendPull,
+    SendRelease,
+    SinkAction,
     SinkEvent,
     SourceLost,
     Start,
+    StartRead,
+    StopRead,
     VerdictArrived,
 )
+from kvxfer.transfer.sink_session import LoadSession
 from kvxfer.transfer.wire import (
     Broken,
+    Cancel,
     Grant,
     OfferRef,
     Reason,
     Refuse,
+    Release,
     ToSink,
     Verdict,
     is_addressed_to,
@@ -67,46 +84,100 @@ from kvxfer.transports.base import (
     ReadDone,
     ReadStopped,
     SinkCompletion,
+    SinkTransport,
+    TransferKey,
 )
 
-_UNATTACHED = (Reason.PEER_LOST, Reason.INCARNATION)
-"""A wire that breaks a read for these does not know the source rank, or knows another there."""
+RETRY_S = 1.0
+"""An answer that is this late is asked for again: the connection may have been replaced."""
+LEAST_S = 0.001
+"""The shortest time to the next look at a load's clocks."""
 
 QUICK_LOADS, QUICK_IDS = 4, 4096
 """Of a step whose loads the engine's thread begins itself: 0.25 ms each, and 0.2 us an id, 65,000
 tokens in blocks of 16. 32,768 tokens that were handed over took 0.15 to 0.5 ms more, of 12.5.
 """
 
+_UNATTACHED = (Reason.PEER_LOST, Reason.INCARNATION)
+"""A wire that breaks a read for these does not know the source rank, or knows another there."""
+_ASKING = (RouteState.ASKED, RouteState.RELEASING)
+_WAITING = (RouteState.IDLE, *_ASKING, RouteState.READING)
+
 _log = logging.getLogger("kvxfer.connector")
 
 
+@dataclass(slots=True, eq=False)
+class SinkLoad:
+    """One load. ``waiter`` is there until its peer is ready; peer, session and routes are from then
+    on. ``detail``: the first thing that a person should read when it fails. ``is_begun``: the peer
+    counts it among those that wait for answers. ``after``: on a GPU, what must have run before the
+    blocks are written. The moments are the report's.
+    """
+
+    order: NewLoad
+    after: torch.cuda.Event | None = None
+    waiter: Waiter | None = None
+    peer: Peer | None = None
+    session: LoadSession | None = None
+    routes: Mapping[RankId, RouteRun] = field(default_factory=dict)
+    detail: str = ""
+    handed_s: float = 0.0
+    started_s: float = 0.0
+    placed_s: float = 0.0
+    timer: Timer | None = None
+    is_begun: bool = False
+    is_undrained: bool = False
+
+    def note(self, detail: str) -> None:
+        """Keep the first detail."""
+        self.detail = self.detail or detail
+
+    def is_in(self, source: RankId, *states: RouteState) -> bool:
+        """Whether the route from this source rank is in one of these states now."""
+        return self.session is not None and self.session.state_of(source) in states
+
+    def report(self, reason: Reason | None, finished_s: float) -> LoadReport:
+        """How it went."""
+        runs = self.routes.values()
+        places = {place for run in runs for place in run.incomplete} if reason is None else ()
+        return LoadReport(
+            request_id=self.order.request_id,
+            reason=reason,
+            detail="" if reason is None else self.detail,
+            nbytes=sum(run.nbytes for run in runs),
+            handed_s=self.handed_s,
+            started_s=self.started_s,
+            placed_s=self.placed_s,
+            finished_s=finished_s,
+            transports=tuple(sorted({r.pull.transport for r in runs if not r.pull.is_null})),
+            incomplete_blocks=tuple(sorted(places)),
+        )
+
+
 class Sink:
-    """All loads of this rank."""
+    """All loads of this rank, by what the engine, messages and wires call them."""
 
     def __init__(
-        self, io: IoThread, config: Config, ledger: Ledger, addressing: Addressing
+        self,
+        io: IoThread,
+        config: Config,
+        ledger: Ledger,
+        addressing: Addressing,
+        peers: Peers,
+        keeper: Keeper,
     ) -> None:
         self._io = io
+        self._timeout_s = config.pull_timeout_s
         self._ledger = ledger
         self._addressing = addressing
-        self._actions = LoadActions(
-            io,
-            config,
-            ledger,
-            addressing=addressing,
-            step=self._step,
-            granted=self._on_grant,
-            report=self._report,
-        )
-        self._loads = Loads()
+        self._peers = peers
+        self._keeper = keeper
+        self._by_request: dict[str, SinkLoad] = {}
+        self._by_offer: dict[OfferRef, SinkLoad] = {}
+        self._by_key: dict[TransferKey, tuple[SinkLoad, RankId]] = {}
         self._asked = AskedOffers()
         self._ways: dict[Peer, tuple[Way, ...]] = {}
         self._on_idle: Callable[[], object] | None = None
-
-    def bind(self, peers: Peers, keeper: Keeper) -> None:
-        """The source engines, which tell this sink of their messages and their ends."""
-        self._peers = peers
-        self._keeper = keeper
 
     # -------------------------------------------------- orders of the engine
 
@@ -127,36 +198,37 @@ class Sink:
         """Begin a load that the engine ordered at ``handed_s``; it will be reported once, whatever
         happens. ``after``: as :class:`~kvxfer.transports.base.ReadRequest` has it.
         """
-        if order.request_id in self._loads.by_request:
+        if order.request_id in self._by_request:
             raise ValueError(f"request {order.request_id}: expected one load, got another")
-        load = self._loads.by_request[order.request_id] = SinkLoad(
-            order, handed_s=handed_s, after=after
-        )
-        wrong = span_failure(order) or self._offer_failure(order.source.offer)
+        load = SinkLoad(order, handed_s=handed_s, after=after)
+        self._by_request[order.request_id] = load
+        wrong = self._order_failure(order)
         if wrong is not None:
             self._fail(load, wrong, cancel=wrong.reason is Reason.PLAN)
             return
-        self._loads.by_offer[order.source.offer] = load
-        self._try(load, partial(self._want, load))
+        self._by_offer[order.source.offer] = load
+        self._start(load)
 
-    def _want(self, load: SinkLoad) -> None:
-        peer = self._peers.ready(load.order.source)
-        if peer is not None:
-            self._begin(load, peer)
-            return
-        # ``want`` may call back before it returns; then there is nothing left to wait for.
-        waiter = self._peers.want(
-            load.order.source,
-            needs_wire=True,
-            ready=lambda peer: self._try(load, lambda: self._begin(load, peer)),
-            failed=lambda failure: self._fail(load, failure, cancel=False),
-        )
-        if load.session is None:
-            load.waiter = waiter
+    def _order_failure(self, order: NewLoad) -> Failure | None:
+        offer, num_tokens = order.source.offer, order.source.num_tokens
+        if not 0 <= order.token_lo < order.token_hi <= num_tokens:
+            return Failure(
+                Reason.PLAN,
+                f"tokens: expected a span within the offered {num_tokens}, "
+                f"got [{order.token_lo}, {order.token_hi})",
+            )
+        if offer in self._by_offer:
+            detail = "expected an offer that is not being loaded, got one that is"
+            return Failure(Reason.BAD_PARAMS, detail)
+        if offer in self._asked:
+            # One read per rank: to the source a second load would be the first one's Pull again.
+            detail = "expected an offer that was not asked for before, got one that was"
+            return Failure(Reason.ENDED, detail)
+        return None
 
     def abort(self, order: AbortLoad) -> None:
         """The engine does not want a load any more; the source hears of it at once."""
-        load = self._loads.by_request.get(order.request_id)
+        load = self._by_request.get(order.request_id)
         if load is None:
             self._ledger.count("aborts.late")
         elif load.session is None:
@@ -166,17 +238,32 @@ class Sink:
 
     def shutdown(self, reason: Reason, done: Callable[[], object]) -> None:
         """Abort every load; ``done`` is called when all were reported."""
-        for request_id in list(self._loads.by_request):
-            self._io.guard(partial(self.abort, AbortLoad(request_id, reason)))
+        for request_id in list(self._by_request):
+            self._io.guard(self.abort, AbortLoad(request_id, reason))
         self._on_idle = done
         self._tell_idle()
 
     # -------------------------------------------------- from order to session
 
-    def _try(self, load: SinkLoad, call: Callable[[], object]) -> None:
-        """A load is reported whatever goes wrong while it begins."""
+    def _start(self, load: SinkLoad, peer: Peer | None = None) -> None:
+        """Begin with the peer that has become ready, or is; else wait for it. The load is reported
+        whatever goes wrong.
+        """
         try:
-            call()
+            if peer is None:
+                peer = self._peers.ready(load.order.source)
+            if peer is not None:
+                self._begin(load, peer)
+                return
+            # ``want`` may call back before it returns; then there is nothing left to wait for.
+            waiter = self._peers.want(
+                load.order.source,
+                needs_wire=True,
+                ready=partial(self._start, load),
+                failed=partial(self._fail, load, cancel=False),
+            )
+            if load.session is None:
+                load.waiter = waiter
         except Exception as e:  # noqa: BLE001  # the engine waits for the report
             _log.exception("request %s: its load cannot begin", load.order.request_id)
             self._ledger.count("loads.unforeseen")
@@ -189,12 +276,12 @@ class Sink:
                 self._keeper.cancel(load.order.source, Reason.READ_FAILED)
 
     def _begin(self, load: SinkLoad, peer: Peer) -> None:
-        load.waiter = None
+        order, load.waiter = load.order, None
         try:
             ways = self._ways.get(peer)
             if ways is None:
                 ways = self._ways[peer] = ways_of(peer, self._addressing)
-            routes = make_routes(load.order, ways, self._addressing, after=load.after)
+            routes = make_routes(order, ways, self._addressing, after=load.after)
         except (KvxferError, ValueError) as e:
             self._fail(load, Failure(Reason.PLAN, str(e)), cancel=True)
             return
@@ -202,15 +289,21 @@ class Sink:
             self._report(load, None)
             return
         load.started_s = self._io.now()
-        self._loads.begin(load, peer, routes)
-        self._asked.add(load.order.source.offer)
-        self._actions.watch(load)  # first: from here on it ends, whatever fails
-        self._keeper.hold_at(load.order.request_id, load.order.source, frozenset(routes))
+        load.session = LoadSession(
+            list(routes), frozenset(rank for rank, run in routes.items() if run.pull.is_null)
+        )
+        load.peer, load.routes = peer, routes
+        for rank, run in routes.items():
+            run.progressed_s = load.started_s
+            self._by_key[run.key] = (load, rank)
+        self._asked.add(order.source.offer)
+        # First: from here on it ends, whatever fails
+        self._look_in(load, min(RETRY_S, self._timeout_s))
+        self._keeper.hold_at(order.request_id, order.source, frozenset(routes))
         peer.begin_load()
         load.is_begun = True
-        if self._loads.by_request.get(load.order.request_id) is not load:
-            return  # the peer has just been found silent
-        self._step(load, Start())
+        if self._by_request.get(order.request_id) is load:  # else the peer was just found silent
+            self._step(load, Start())
 
     def _fail(self, load: SinkLoad, failure: Failure, *, cancel: bool) -> None:
         """A load that never got a session. ``cancel``: its source has to hear that it will not be
@@ -224,16 +317,6 @@ class Sink:
         if cancel:
             self._keeper.cancel(load.order.source, failure.reason)
 
-    def _offer_failure(self, offer: OfferRef) -> Failure | None:
-        if offer in self._loads.by_offer:
-            detail = "expected an offer that is not being loaded, got one that is"
-            return Failure(Reason.BAD_PARAMS, detail)
-        if offer in self._asked:
-            # One read per rank: to the source a second load would be the first one's Pull again.
-            detail = "expected an offer that was not asked for before, got one that was"
-            return Failure(Reason.ENDED, detail)
-        return None
-
     # -------------------------------------------------- what happens
 
     def on_message(self, peer: Peer, source: RankId, message: ToSink) -> None:
@@ -244,13 +327,13 @@ class Sink:
         if not is_addressed_to(message, self._addressing.consumer):
             self._ledger.count("control.misaddressed")
             return
-        load = self._loads.by_offer.get(message.offer)
+        load = self._by_offer.get(message.offer)
         if load is None or load.peer is not peer or source not in load.routes:
             self._ledger.count("control.late")
             return
         match message:
             case Grant():
-                self._on_grant(load, source, message)
+                self._step(load, self._granted(load, source, message))
             case Refuse():
                 load.note(message.detail)
                 self._step(load, RefuseArrived(source, message.reason))
@@ -261,24 +344,24 @@ class Sink:
             case _:
                 assert_never(message)
 
-    def _on_grant(self, load: SinkLoad, source: RankId, grant: Grant) -> None:
+    def _granted(self, load: SinkLoad, source: RankId, grant: Grant) -> SinkEvent:
+        """What a Grant is to the load: the first one says what to read, if that can be."""
         run = load.routes[source]
-        if load.session is not None and load.session.state_of(source) is RouteState.ASKED:
+        if load.is_in(source, RouteState.ASKED):
             try:
                 check_granted(load.order, grant)
                 run.request = with_granted_ids(run, grant.block_ids)
             except (KvxferError, ValueError) as e:
                 load.note(str(e))
-                self._step(load, Abort(Reason.PLAN))
-                return
-        self._step(load, GrantArrived(source))
+                return Abort(Reason.PLAN)
+        return GrantArrived(source)
 
     def on_completion(self, completion: SinkCompletion) -> None:
         """Something happened on a wire."""
         if isinstance(completion, PeerGone):
             self._peers.lost(completion.control_endpoint, "the data connection ended")
             return
-        found = self._loads.by_key.get(completion.key)
+        found = self._by_key.get(completion.key)
         if found is None:
             return  # stopped after its load had ended
         load, source = found
@@ -296,7 +379,7 @@ class Sink:
                 load.note(detail)
                 self._step(load, ReadFailed(source, reason))
                 if reason in _UNATTACHED and load.peer is not None:  # met anew, it will be right
-                    self._io.defer(partial(load.peer.end, Failure(Reason.PEER_LOST, detail)))
+                    self._io.defer(load.peer.end, Failure(Reason.PEER_LOST, detail))
             case ReadStopped():
                 self._step(load, ReadDrained(source))
             case _:
@@ -307,35 +390,124 @@ class Sink:
         drained.
         """
         self._ways.pop(peer, None)
-        for load in [load for load in self._loads.by_request.values() if load.peer is peer]:
+        for load in [load for load in self._by_request.values() if load.peer is peer]:
             load.note(failure.detail)
             for source in load.routes:
                 self._step(load, SourceLost(source))
 
-    # -------------------------------------------------- sessions
+    # -------------------------------------------------- event -> table -> actions -> perform
 
     def _step(self, load: SinkLoad, event: SinkEvent) -> None:
-        if load.session is None or load.peer is None:
-            return
+        """Take one event and what comes of it. The table takes what an action yields at once: the
+        actions that are left may be void then, and come after those of it.
+        """
+        todo = deque(self._actions(load, event))
+        while todo:
+            outcome = self._perform(load, todo.popleft())
+            if outcome is not None:
+                todo.extendleft(reversed(self._actions(load, outcome)))
+
+    def _actions(self, load: SinkLoad, event: SinkEvent) -> list[SinkAction]:
+        """What the table says to an event; nothing where it is not allowed."""
+        if load.session is None:
+            return []
         before = load.session.snapshot.routes
         try:
             actions = load.session.step(event)
         except ProtocolError:
             self._ledger.count("control.out_of_state")
             _log.debug("request %s: %s", load.order.request_id, event, exc_info=True)
-            return
+            return []
         now_s = self._io.now()
         for old, new in zip(before, load.session.snapshot.routes, strict=True):
             if new.state is not old.state:  # a repeated answer is no progress
                 load.routes[new.source].progressed_s = now_s
-        for action in actions:
-            self._actions.perform(load, load.peer, action)
+        return actions
+
+    def _perform(self, load: SinkLoad, action: SinkAction) -> SinkEvent | None:
+        """One action, unless an earlier one of the same event has ended the load. What a wire does
+        not take fails the load; whatever an action raises, the next one still has its turn.
+        """
+        try:
+            match action:
+                case SendPull(source):
+                    return self._ask(load, source)
+                case StartRead(source):
+                    run = load.routes[source]
+                    if run.request is not None and load.is_in(source, RouteState.READING):
+                        self._wire(run).submit_read(run.request)
+                        self._send_owed(load, source)
+                case StopRead(source):
+                    run = load.routes[source]
+                    self._wire(run).stop_read(run.key)
+                case SendRelease(source):
+                    return self._release(load, source)
+                case SendCancel(source, reason):
+                    life, wanted = self._addressing.consumer.incarnation, load.order.source
+                    cancel = Cancel(wanted.offer, life, reason, wanted.digest)
+                    self._peer(load).send(source, cancel)
+                case FinishedRecving(reason):
+                    self._report(load, reason)
+                case _:
+                    assert_never(action)
+        except Exception as e:  # noqa: BLE001  # a load must end whatever fails
+            if not isinstance(e, KvxferError | ValueError):
+                self._ledger.count("loads.unforeseen")
+                _log.exception("request %s: %s failed", load.order.request_id, action)
+            load.note(str(e) or type(e).__name__)
+            return Abort(Reason.READ_FAILED)
+        return None
+
+    def _ask(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
+        if not load.is_in(source, RouteState.ASKED):
+            return None
+        run, peer = load.routes[source], self._peer(load)
+        is_first, run.asked_s = not run.asked_s, self._io.now()
+        if is_first and run.request is not None and self._wire(run).is_stream:
+            # Before the Pull: the first chunks may overtake the Grant.
+            self._wire(run).submit_expect(run.request)
+        board = _board(run, peer, source)
+        posted = board.find(run.pull.offer.nonce) if board is not None else None
+        if posted is None or posted.digest not in (None, run.pull.digest):
+            peer.send(source, run.pull)  # its answer will say what is to be done
+            return None
+        run.owes_pull = True
+        grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
+        return self._granted(load, source, grant)
+
+    def _release(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
+        if not load.is_in(source, RouteState.RELEASING):
+            return None
+        self._send_owed(load, source)  # of a null route
+        run, peer = load.routes[source], self._peer(load)
+        run.asked_s = self._io.now()
+        board = _board(run, peer, source)
+        release = Release(run.pull.offer, run.pull.consumer)
+        if board is None or not board.is_open(run.pull.offer.nonce):
+            peer.send(source, release)
+            return None
+        peer.send_later(source, release)
+        self._ledger.count("board.verdicts")
+        return VerdictArrived(source, True, None)
+
+    def _send_owed(self, load: SinkLoad, source: RankId) -> None:
+        """The Pull that the board has answered: behind the read, which need not wait for it."""
+        run = load.routes[source]
+        if run.owes_pull:
+            run.owes_pull = False
+            self._peer(load).send_later(source, run.pull)
+            self._ledger.count("board.grants")
 
     def _report(self, load: SinkLoad, reason: Reason | None) -> None:
         """The one report of a load."""
         order = load.order
-        if not self._loads.remove(load):
+        if self._by_request.get(order.request_id) is not load:
             return
+        del self._by_request[order.request_id]
+        if self._by_offer.get(order.source.offer) is load:
+            del self._by_offer[order.source.offer]
+        for run in load.routes.values():
+            self._by_key.pop(run.key, None)
         if reason is Reason.TOKENS:
             # The offer belongs to another request, which may still come.
             self._asked.forget(order.source.offer)
@@ -350,6 +522,68 @@ class Sink:
         self._tell_idle()
 
     def _tell_idle(self) -> None:
-        if self._on_idle is not None and not self._loads.by_request:
+        if self._on_idle is not None and not self._by_request:
             done, self._on_idle = self._on_idle, None
             done()
+
+    def _wire(self, run: RouteRun) -> SinkTransport:
+        return self._addressing.transports[run.pull.transport]
+
+    def _peer(self, load: SinkLoad) -> Peer:
+        assert load.peer is not None  # there since the session is
+        return load.peer
+
+    # -------------------------------------------------- clocks
+
+    def _look_in(self, load: SinkLoad, delay_s: float) -> None:
+        if load.timer is not None:
+            load.timer.cancel()
+        load.timer = self._io.after(max(delay_s, LEAST_S), self._look, load)
+
+    def _look(self, load: SinkLoad) -> None:
+        """Take the retries and deadlines that are due, and look again in time."""
+        self._look_in(load, RETRY_S)  # whatever happens below
+        for source in load.routes:
+            event = self._due(load, source)
+            if event is not None:
+                self._step(load, event)
+        session = load.session
+        if session is None or session.snapshot.is_finished:
+            return  # its report has stopped the clock
+        ends_s = [
+            run.progressed_s + self._timeout_s
+            for source, run in load.routes.items()
+            if session.state_of(source) in _WAITING
+        ]
+        self._look_in(load, min([RETRY_S, *(end_s - self._io.now() for end_s in ends_s)]))
+
+    def _due(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
+        """What a route's clocks say of it; nothing where it is over."""
+        run, now_s = load.routes[source], self._io.now()
+        quiet_s = now_s - run.progressed_s
+        if quiet_s >= self._timeout_s:
+            if load.is_in(source, *_WAITING):
+                load.note(f"rank {source}: nothing for {quiet_s:.1f} s")
+                return DeadlinePassed(source)
+            if load.is_in(source, RouteState.DRAINING):
+                self._complain(load)
+        elif load.is_in(source, *_ASKING) and now_s - run.asked_s >= RETRY_S:
+            self._ledger.count("control.retries")
+            return RetryDue(source)
+        return None
+
+    def _complain(self, load: SinkLoad) -> None:
+        """A read does not end. Its blocks stay with the wire that may still write them; the peer is
+        marked down.
+        """
+        if load.is_undrained:
+            return
+        load.is_undrained = True
+        self._ledger.count("loads.undrained")
+        _log.error("request %s: expected its read to end, and it does not", load.order.request_id)
+        self._peer(load).end(Failure(Reason.PEER_LOST, "a read from it does not end"))
+
+
+def _board(run: RouteRun, peer: Peer, source: RankId) -> BoardView | None:
+    """Where to see whether the offer is open; a stream is sent, and certified, by its source."""
+    return None if run.pull.classes else peer.board(source)

@@ -1,63 +1,112 @@
 """The giving side of one rank: its offers, and what it answers to sinks. Runs on the IO thread.
 
-Decisions are the session's (:mod:`kvxfer.transfer.source_session`), performed by
-:mod:`kvxfer.connector.offer_actions`; the clocks are in :mod:`kvxfer.connector.leases`. An offer
-that is over is remembered, so that a repeated question gets its first answer, until
-:data:`REMEMBERED` others have ended.
+All that happens to an offer is an event: of the engine, a message, a wire, a clock.
+:meth:`Source._step` gives it to the table of the offer's session
+(:mod:`kvxfer.transfer.source_session`) and performs the actions that come back; what performing
+yields is the next event. An offer that is over is remembered, so that a repeated question gets its
+first answer, until :data:`REMEMBERED` others have ended.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import assert_never
 
 from kvxfer.config import Config
-from kvxfer.connector.board import Posted
-from kvxfer.connector.draining import Draining
-from kvxfer.connector.ends import Ends
-from kvxfer.connector.given_offer import AskedPull, GivenOffer
+from kvxfer.connector.board import Ends, Posted
+from kvxfer.connector.given_offer import (
+    GivenOffer,
+    PullRefused,
+    check_same,
+    checked_sides,
+    own_ids,
+    read_pull,
+    wire_of,
+)
 from kvxfer.connector.io_thread import IoThread
-from kvxfer.connector.leases import Leases
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.offer_actions import OfferActions, Reply
-from kvxfer.connector.opening import IsReady, Opening
-from kvxfer.connector.records import EndOffer, NewOffer, OfferBlocks
-from kvxfer.connector.requests import Refused, check_same, clip_ids, read_pull
+from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
+from kvxfer.errors import KvxferError
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transfer.offer import MAX_LIVES
 from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
     Break,
     CancelArrived,
+    ChunkPacked,
     ClaimantLost,
+    DropChunk,
+    FinishedSending,
     OfferState,
     PullArrived,
     ReadyCompleted,
     ReleaseArrived,
+    SendBroken,
+    SendChunk,
+    SendGrant,
+    SendRefuse,
+    SendVerdict,
+    SourceAction,
     SourceEvent,
+    StartStream,
+    StopStream,
+    StreamDrained,
+    StreamSent,
     Wire,
 )
-from kvxfer.transfer.source_session import OfferSession, events_due, knows_tokens
-from kvxfer.transfer.windows import group_keepings, held_ids
+from kvxfer.transfer.source_session import (
+    MAX_LIVES,
+    OfferSession,
+    StreamState,
+    events_due,
+    knows_tokens,
+)
+from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import (
+    Broken,
     Cancel,
+    Consumer,
+    Grant,
     Keep,
     OfferRef,
     Pull,
     Reason,
     Refuse,
     Release,
+    ToSink,
     Verdict,
 )
-from kvxfer.transports.base import SourceCompletion, SourceTransport
+from kvxfer.transports.base import (
+    Packed,
+    SendRequest,
+    Sent,
+    SourceCompletion,
+    SourceTransport,
+    TransferKey,
+)
 
 REMEMBERED = 4096
 """Offers that are over and still answer; about 1 KiB each."""
 
+READY_POLL_S = 0.001
+"""How often events that have not completed are asked again; only where work is asynchronous."""
+
+IsReady = Callable[[], bool]
+"""Whether the step that computes an offer's last token has completed."""
+Reply = Callable[[bytes, ToSink], None]
+
 _log = logging.getLogger("kvxfer.connector")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """One that has begun and not ended: whose it is, and on which wire."""
+
+    offer: GivenOffer
+    consumer: Consumer
+    transport: SourceTransport
 
 
 class Source:
@@ -90,21 +139,12 @@ class Source:
         self._transports = transports
         self._reply = reply
         self._keepings = group_keepings(manifest.regions)
-        self._leases = Leases(io, config, ledger, self._step)
-        self._actions = OfferActions(
-            ledger,
-            incarnation=incarnation,
-            resolver=self._resolver,
-            transports=transports,
-            reply=reply,
-            step=self._step,
-            finish=self._finish,
-        )
+        self._streams: dict[TransferKey, _Stream] = {}
         self._live: dict[bytes, GivenOffer] = {}
         self._over: OrderedDict[bytes, GivenOffer] = OrderedDict()
         self._by_request: dict[str, GivenOffer] = {}
-        self._opening = Opening(io, self._open, partial(self._break, reason=Reason.PLAN))
-        self._draining = Draining()
+        self._opening: list[tuple[GivenOffer, IsReady]] = []
+        self._on_drained: Callable[[], object] | None = None
 
     # -------------------------------------------------- orders of the engine
 
@@ -125,13 +165,15 @@ class Source:
         """The block table of an offered request, as of this step; final once it has opened."""
         offer = self._by_request.get(order.request_id)
         if offer is not None and offer.state is OfferState.PENDING:
-            # A block that its window has left may be another request's by the next step.
-            offer.block_ids = held_ids(order.block_ids, self._keepings, offer.num_tokens)
+            offer.block_ids = order.block_ids
 
     def computed(self, request_ids: Sequence[str], is_ready: IsReady) -> None:
         """The step that computes the last offered token was launched; open when ``is_ready()``."""
+        is_polling = bool(self._opening)
         offers = [self._by_request[i] for i in request_ids if i in self._by_request]
-        self._opening.add(offers, is_ready)
+        self._opening += [(offer, is_ready) for offer in offers]
+        if not is_polling:
+            self._open_ready()
 
     def delay(self, request_ids: Sequence[str]) -> None:
         """The engine keeps these requests' blocks until they are reported; at once if the offer is
@@ -143,7 +185,7 @@ class Source:
                 self._ledger.sent(request_id)
             else:
                 offer.is_delayed = True
-                self._leases.restart(offer)
+                self._extend(offer, self._config.lease_s)  # only now a sink can hear of it
 
     def end(self, orders: Sequence[EndOffer]) -> None:
         """Take in what the engine has ended (:class:`Ends`)."""
@@ -157,7 +199,8 @@ class Source:
         """Break every offer, tell the consumers; ``done`` is called when all have drained."""
         for offer in list(self._live.values()):
             self._break(offer, Reason.SHUTDOWN)
-        self._draining.wait(set(self._live), done)
+        self._on_drained = done
+        self._tell_drained()
 
     # -------------------------------------------------- messages and completions
 
@@ -186,7 +229,7 @@ class Source:
             for life in [life for life, last in offer.speakers.items() if last == identity]:
                 del offer.speakers[life]
                 grace_s = self._config.keep_s + self._config.peer_silent_s
-                self._io.after(grace_s, partial(self._left, offer, life))
+                self._io.after(grace_s, self._left, offer, life)
 
     def _left(self, offer: GivenOffer, life: bytes) -> None:
         if life in offer.speakers or offer.state is not OfferState.OPEN:
@@ -197,8 +240,24 @@ class Source:
             self._break(offer, Reason.PEER_LOST)
 
     def on_completion(self, transport: SourceTransport, completion: SourceCompletion) -> None:
-        """Something happened on a stream wire."""
-        self._actions.on_completion(transport, completion)
+        """A chunk was packed, a stream was sent or has stopped."""
+        stream = self._streams.get(completion.key)
+        if isinstance(completion, Packed):
+            if stream is None:
+                transport.drop_packed(completion.key, completion.sequence)
+            else:
+                self._step(stream.offer, ChunkPacked(stream.consumer, completion.sequence))
+            return
+        if stream is None:
+            return  # stopped after it was sent
+        del self._streams[completion.key]
+        if isinstance(completion, Sent):
+            self._ledger.count("sent.nbytes", completion.nbytes)
+            self._step(stream.offer, StreamSent(stream.consumer))
+        else:
+            if completion.reason is not None:
+                self._ledger.count(f"send_stopped.{completion.reason.value}")
+            self._step(stream.offer, StreamDrained(stream.consumer))
 
     def _find(self, ref: OfferRef) -> GivenOffer | Reason:
         """The offer, or why there is none."""
@@ -213,27 +272,23 @@ class Source:
                 self._refuse(identity, pull, offer, "")
                 return
             wire = self._read(offer, pull)
-        except Refused as e:
+        except PullRefused as e:
             self._refuse(identity, pull, e.reason, str(e))
             return
         offer.identities[pull.consumer] = identity
         if offer.nonce in self._live:
-            offer.pulls[pull.consumer] = AskedPull(pull, wire)
+            offer.pulls[pull.consumer] = pull
         self._step(offer, PullArrived(pull.consumer, frozenset(pull.claim), pull.digest, wire))
-        if offer.session.serves(pull.consumer):
-            self._leases.heard(offer, pull.consumer.incarnation)
-            offer.speakers[pull.consumer.incarnation] = identity
-        else:
+        if not self._hears(offer, pull.consumer, identity):
             # Refused: the next one from this rank may be another request's, and may be right.
             offer.pulls.pop(pull.consumer, None)
-            del offer.identities[pull.consumer]
 
     def _read(self, offer: GivenOffer, pull: Pull) -> Wire:
-        """How a Pull will be served; looked into once for each consumer. Raises Refused."""
+        """How a Pull will be served; looked into once for each consumer. Raises PullRefused."""
         first = offer.pulls.get(pull.consumer)
         if first is not None:
-            check_same(first.pull, pull)
-            return first.wire
+            check_same(first, pull)
+            return wire_of(pull, self._transports)
         if offer.refuses(pull):
             return Wire.DIRECT
         return read_pull(pull, self._resolver, self._transports, offer.num_tokens)
@@ -246,11 +301,18 @@ class Source:
             return
         offer.identities[release.consumer] = identity
         self._step(offer, ReleaseArrived(release.consumer))
-        if offer.session.serves(release.consumer):
-            self._leases.heard(offer, release.consumer.incarnation)
-            offer.speakers[release.consumer.incarnation] = identity
-        else:  # whoever knows the nonce can invent consumers: nothing is kept of them
-            del offer.identities[release.consumer]
+        self._hears(offer, release.consumer, identity)
+
+    def _hears(self, offer: GivenOffer, consumer: Consumer, identity: bytes) -> bool:
+        """Note that this consumer has spoken, if the offer serves it. Nothing is kept of others:
+        whoever knows the nonce can invent consumers.
+        """
+        if offer.session.serves(consumer):
+            offer.heard(consumer.incarnation, self._io.now())
+            offer.speakers[consumer.incarnation] = identity
+            return True
+        del offer.identities[consumer]
+        return False
 
     def _on_cancel(self, cancel: Cancel) -> None:
         offer = self._find(cancel.offer)
@@ -271,8 +333,8 @@ class Source:
         elif knows_tokens(
             offer.session.snapshot, keep.incarnation, keep.digests.get(ref.nonce, b"")
         ):
-            self._leases.heard(offer, keep.incarnation)
-            self._leases.extend(offer, keep.lease_s)
+            offer.heard(keep.incarnation, self._io.now())
+            self._extend(offer, keep.lease_s)
             if len(offer.speakers) < MAX_LIVES:
                 offer.speakers[keep.incarnation] = identity
         else:
@@ -282,36 +344,45 @@ class Source:
         self._ledger.count(f"refused.{reason.value}")
         self._reply(identity, Refuse(pull.offer, pull.consumer, reason, detail))
 
-    # -------------------------------------------------- sessions
+    # -------------------------------------------------- event -> table -> actions -> perform
 
-    def _step(self, offer: GivenOffer, event: SourceEvent, posted: Posted | None = None) -> None:
-        """``posted``: what to show of an offer that opens. Raises ProtocolError for an event that
-        the offer's state does not allow. An action that fails breaks the offer; the others are
-        performed all the same.
+    def _step(self, offer: GivenOffer, event: SourceEvent) -> None:
+        """Take one event and what comes of it. The table takes what an action yields at once: the
+        actions that are left may be void then, and come after those of it. An action that fails
+        breaks the offer; the others are performed all the same.
+
+        Raises ProtocolError for an event that the offer's state does not allow.
         """
-        ended = self._ends.reason(offer.nonce)
-        for due in events_due(offer.session.snapshot, event, ended):
-            has_failed = False
-            actions = offer.session.step(due)
-            self._show(offer, posted)
-            for action in actions:
+        has_failed = False
+        for due in events_due(offer.session.snapshot, event, self._ends.reason(offer.nonce)):
+            todo = deque(self._actions(offer, due))
+            while todo:
+                action = todo.popleft()
                 try:
-                    self._actions.perform(offer, action)
+                    outcome = self._perform(offer, action)
+                    if outcome is not None:
+                        todo.extendleft(reversed(self._actions(offer, outcome)))
                 except Exception:  # noqa: BLE001  # the last action gives the blocks back
                     _log.exception("request %s: %s failed", offer.request_id, action)
                     self._ledger.count("offers.unforeseen")
                     has_failed = True
-            if has_failed:
-                self._break(offer, Reason.PLAN)
+        if has_failed:
+            self._break(offer, Reason.PLAN)
 
-    def _show(self, offer: GivenOffer, posted: Posted | None) -> None:
-        """On the board, before anybody is told of its opening, and anything freed at its end."""
+    def _actions(self, offer: GivenOffer, event: SourceEvent) -> list[SourceAction]:
+        """What the table says to an event. The board knows of it before anybody is told that the
+        offer is open, and before anything of it is freed.
+        """
+        actions = offer.session.step(event)
         if offer.state is not OfferState.OPEN:
             self._ends.hide(offer.nonce)
-        elif posted is not None:
+        elif isinstance(event, ReadyCompleted):
+            digest = offer.session.snapshot.digest
+            posted = Posted(digest, offer.num_tokens, offer.block_ids)
             is_shown = self._ends.show(offer.nonce, posted)
             if is_shown is not None:
                 self._ledger.count("board.posted" if is_shown else "board.full")
+        return actions
 
     def _break(self, offer: GivenOffer, reason: Reason) -> None:
         """Whatever state it is in, it is not valid after this."""
@@ -324,16 +395,134 @@ class Source:
             if offer.state in (OfferState.PENDING, OfferState.OPEN):
                 self._live.pop(offer.nonce, None)  # unknown from now on: no verdict is valid
 
+    def _perform(self, offer: GivenOffer, action: SourceAction) -> SourceEvent | None:
+        ref = OfferRef(offer.nonce, self._incarnation)
+        match action:
+            case SendGrant(consumer):
+                pull = offer.pulls.get(consumer)
+                ids: GroupBlockIds = ()
+                if pull is not None and not pull.is_null:
+                    # To those who read the pool themselves
+                    is_direct = wire_of(pull, self._transports) is Wire.DIRECT
+                    ids = offer.block_ids if is_direct else ()
+                self._tell(offer, consumer, Grant(ref, consumer, ids, offer.num_tokens))
+            case SendRefuse(consumer, reason):
+                self._ledger.count(f"refused.{reason.value}")
+                detail = ""
+                if reason is Reason.ENDED:
+                    detail = f"the offer is over: {offer.session.snapshot.reason or 'read'}"
+                self._tell(offer, consumer, Refuse(ref, consumer, reason, detail))
+            case SendVerdict(consumer, valid, reason):
+                self._ledger.count("verdict.valid" if reason is None else f"verdict.{reason.value}")
+                self._tell(offer, consumer, Verdict(ref, consumer, valid, reason))
+            case SendBroken(consumer, reason):
+                self._tell(offer, consumer, Broken(ref, reason, consumer))
+            case StartStream(consumer):
+                return self._start_stream(offer, consumer)
+            case StopStream(consumer):
+                key = self._key(offer, consumer)
+                if key not in self._streams:  # it has not started, and will not
+                    return StreamDrained(consumer)
+                self._streams[key].transport.stop_send(key)
+            case SendChunk(consumer, sequence):
+                key = self._key(offer, consumer)
+                self._streams[key].transport.send_packed(key, sequence)
+            case DropChunk(consumer, sequence):
+                key = self._key(offer, consumer)
+                self._streams[key].transport.drop_packed(key, sequence)
+            case FinishedSending(reason):
+                self._finish(offer, reason)
+            case _:
+                assert_never(action)
+        return None
+
+    def _tell(self, offer: GivenOffer, consumer: Consumer, message: ToSink) -> None:
+        identity = offer.identities.get(consumer)
+        if identity is not None:
+            self._reply(identity, message)
+
+    def _start_stream(self, offer: GivenOffer, consumer: Consumer) -> SourceEvent | None:
+        share = offer.session.snapshot.shares.get(consumer)
+        if share is None or share.stream is not StreamState.RUNNING:
+            return None  # an earlier stream of this claim failed to start, and took this one along
+        key = self._key(offer, consumer)
+        try:
+            pull = offer.pulls[consumer]
+            transport = self._transports[pull.transport]
+            request = SendRequest(
+                key=key,
+                classes=pull.classes,
+                sides=checked_sides(self._resolver, pull, offer.block_ids),
+                block_ids=offer.block_ids,
+                chunk_nbytes=pull.chunk_nbytes,
+            )
+            self._streams[key] = _Stream(offer, consumer, transport)
+            transport.submit_send(request)
+        except Exception as e:  # noqa: BLE001  # a stream that has not begun must be over
+            if not isinstance(e, KvxferError | ValueError):
+                _log.exception("request %s: a stream cannot start", offer.request_id)
+            self._streams.pop(key, None)
+            self._ledger.count("refused.plan")
+            ref = OfferRef(offer.nonce, self._incarnation)
+            self._tell(offer, consumer, Refuse(ref, consumer, Reason.PLAN, str(e)))
+            return StreamDrained(consumer)
+        return None
+
+    def _key(self, offer: GivenOffer, consumer: Consumer) -> TransferKey:
+        own = str(self._resolver.manifest.rank)
+        return TransferKey(offer.nonce, consumer.incarnation, str(consumer.rank), own)
+
+    # -------------------------------------------------- from opening to the end
+
+    def _open_ready(self) -> None:
+        """Open the offers whose events have completed; look at the others again soon."""
+        waiting, self._opening = self._opening, []
+        for offer, is_ready in waiting:
+            try:
+                if is_ready():
+                    self._open(offer)
+                else:
+                    self._opening.append((offer, is_ready))
+            except Exception:  # noqa: BLE001  # whatever an event raises is about this offer only
+                _log.exception("request %s: its offer cannot open", offer.request_id)
+                self._break(offer, Reason.PLAN)
+        if self._opening:
+            self._io.after(READY_POLL_S, self._open_ready)
+
     def _open(self, offer: GivenOffer) -> None:
         """Raises ValueError where blocks are missing."""
         if offer.state is not OfferState.PENDING:
             return
-        block_ids = clip_ids(offer.block_ids, self._keepings, offer.num_tokens)
+        offer.block_ids = own_ids(offer.block_ids, self._keepings, offer.num_tokens)
         self._ledger.count("offers.opened")
-        self._leases.begin(offer)
-        posted = Posted(offer.session.snapshot.digest, offer.num_tokens, block_ids)
-        self._step(offer, ReadyCompleted(), posted)
-        self._leases.watch(offer)
+        now_s = self._io.now()
+        offer.opened_s, offer.lease_until_s = now_s, now_s + self._config.lease_s
+        self._look_at(offer, offer.lease_until_s)  # from now on it ends, whatever fails
+        self._step(offer, ReadyCompleted())
+        self._look(offer)
+
+    def _extend(self, offer: GivenOffer, lease_s: float) -> None:
+        offer.extend(self._io.now(), min(lease_s, self._config.lease_s), self._config.max_hold_s)
+
+    def _look_at(self, offer: GivenOffer, at_s: float) -> None:
+        if offer.timer is not None:
+            offer.timer.cancel()
+        offer.timer = self._io.after(at_s - self._io.now(), self._look, offer)
+
+    def _look(self, offer: GivenOffer) -> None:
+        """Drop the claims of silent engines, break the offer if its lease is over, and look again
+        in time.
+        """
+        now_s, lease_s = self._io.now(), self._config.lease_s
+        self._look_at(offer, now_s + lease_s)  # first: what fails below must not stop the clock
+        for event in offer.due(now_s, lease_s):
+            if isinstance(event, ClaimantLost):
+                self._ledger.count("claims.lost")
+            self._step(offer, event)
+        if offer.state is OfferState.OPEN:
+            self._look_at(offer, offer.next_due_s(now_s, lease_s))
+        elif offer.timer is not None:
+            offer.timer.cancel()
 
     def _finish(self, offer: GivenOffer, reason: Reason | None) -> None:
         """Over and drained: report it if its blocks are kept for it, remember how it answers."""
@@ -355,4 +544,9 @@ class Source:
             if offer.is_delayed:
                 self._ledger.sent(offer.request_id)
         finally:
-            self._draining.drained(offer.nonce)
+            self._tell_drained()
+
+    def _tell_drained(self) -> None:
+        if self._on_drained is not None and not self._live:
+            done, self._on_drained = self._on_drained, None
+            done()

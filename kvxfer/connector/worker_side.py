@@ -5,7 +5,7 @@ Method names and semantics are those of vLLM's V1 connector contract, so that th
 translation. Orders go to the IO thread; what has ended comes back through
 :class:`~kvxfer.connector.ledger.Ledger`. No call waits. An offer whose blocks are taken back is
 over at once, in memory that the IO thread and the sinks look at
-(:class:`~kvxfer.connector.ends.Ends`).
+(:class:`~kvxfer.connector.board.Ends`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from functools import partial
 import torch
 
 from kvxfer.config import Config
-from kvxfer.connector.io_thread import Call
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
-from kvxfer.connector.opening import IsReady
 from kvxfer.connector.rank_service import Identity, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
@@ -28,6 +26,7 @@ from kvxfer.connector.records import (
     KVConnectorOutput,
     KVConnectorStats,
 )
+from kvxfer.connector.source import IsReady
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
@@ -103,7 +102,6 @@ class WorkerConnector:
         self._ledger = Ledger()
         self._service: RankService | None = None
         self._metadata = NO_ORDERS
-        self._orders: list[Call] = []
         self._written: torch.cuda.Event | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
@@ -129,7 +127,7 @@ class WorkerConnector:
             self._identity,
             regions,
             memory,
-            self._front_door_port or 0,
+            self._front_door_port,
             can_leave_unhashed=self._can_leave_unhashed,
         )
 
@@ -162,44 +160,18 @@ class WorkerConnector:
         self.handle_preemptions(metadata)
         if metadata is NO_ORDERS:
             return
-        orders, self._orders = self._orders, []
         if metadata.manifest is not None:
             self._check(metadata.manifest)
-            orders.append(partial(service.set_engine, metadata.manifest))
-        orders += [partial(service.source.add, offer) for offer in metadata.offers]
-        orders += [partial(service.source.set_blocks, table) for table in metadata.blocks]
-        if metadata.delayed:
-            self._sending.update(metadata.delayed)
-            orders.append(partial(service.source.delay, metadata.delayed))
-        if self._front_door_port is not None:
-            for hold in metadata.holds:
-                orders.append(partial(service.keeper.hold, hold.request_id, hold.source))
-            for unhold in metadata.unholds:
-                orders.append(partial(service.keeper.release, unhold.request_id))
-                if unhold.reason is not None:
-                    orders.append(partial(service.keeper.cancel, unhold.source, unhold.reason))
-        if metadata.loads:
-            self._orders = orders  # with the loads: to be woken twice would take longer
-        elif orders:
-            service.io.post(*orders)
+        self._sending.update(metadata.delayed)
+        if not (metadata.loads or metadata.aborts):  # else with them: woken twice takes longer
+            service.carry_out(metadata)
 
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
-        """Begin this step's loads; returns at once. Aborts follow: they may name a load of
-        the same step.
-        """
-        service, metadata = self._running(), self._metadata
-        if not (metadata.loads or metadata.aborts):
-            return
-        now_s = service.io.now()
-        orders, self._orders = self._orders, []
-        for load in metadata.loads:
-            self._loading.add(load.request_id)
-            orders.append(partial(service.sink.load, load, now_s, self._written))
-        orders += [partial(service.sink.abort, abort) for abort in metadata.aborts]
-        if metadata.has_only_loads:
-            service.begin(metadata.loads, orders)
-        else:
-            service.io.post(*orders)
+        """Begin this step's loads; returns at once."""
+        metadata = self._metadata
+        if metadata.loads or metadata.aborts:
+            self._loading.update(load.request_id for load in metadata.loads)
+            self._running().carry_out(metadata, self._written)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: a request runs only after its load was reported."""
@@ -234,25 +206,18 @@ class WorkerConnector:
         """
         self._look()
         finished = self._ledger.take_finished()
+        self._incomplete, self._details = {}, {}
         if finished is NONE_FINISHED:
-            self._incomplete, self._details = {}, {}
             return None, None, {}
-        received = {report.request_id for report in finished.loads}
-        failed = {
-            report.request_id: report.reason.value
-            for report in finished.loads
-            if report.reason is not None
-        }
-        self._incomplete = {
-            report.request_id: report.incomplete_blocks
-            for report in finished.loads
-            if report.incomplete_blocks
-        }
-        self._details = {
-            report.request_id: report.detail
-            for report in finished.loads
-            if report.reason is not None
-        }
+        received: set[str] = set()
+        failed: dict[str, str] = {}
+        for report in finished.loads:
+            received.add(report.request_id)
+            if report.reason is not None:
+                failed[report.request_id] = report.reason.value
+                self._details[report.request_id] = report.detail
+            elif report.incomplete_blocks:
+                self._incomplete[report.request_id] = report.incomplete_blocks
         self._sending -= finished.sent
         self._loading -= received
         return set(finished.sent) or None, received or None, failed
@@ -328,7 +293,7 @@ class WorkerConnector:
     def _look(self) -> None:
         """What is over, but not noted yet, is as good as noted."""
         if self._loading and self._service is not None:
-            self._service.look()
+            self._service.borrower.look()
 
     def _running(self) -> RankService:
         if self._service is None:

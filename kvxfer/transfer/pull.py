@@ -135,6 +135,17 @@ def check_ids(side: Side, block_ids: Sequence[int], token_lo: int, token_hi: int
     )
 
 
+def check_table(
+    side: Side, block_ids: Sequence[Sequence[int]], token_lo: int, token_hi: int
+) -> None:
+    """The same for a block table, of which the side's group is looked at. Raises ProtocolError."""
+    if not 0 <= side.group < len(block_ids):
+        raise ProtocolError(
+            f"block ids: expected {side.group + 1} groups or more, got {len(block_ids)}"
+        )
+    check_ids(side, block_ids[side.group], token_lo, token_hi)
+
+
 def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
     """What to ask for of one class: request tokens ``[lo, hi)``, as :func:`pull_classes` has it."""
     tile, group = copy_class.sink.tile, copy_class.sink.group

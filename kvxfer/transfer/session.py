@@ -9,7 +9,8 @@ nothing by itself.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
 
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.wire import Consumer, Reason
@@ -31,26 +32,22 @@ class Wire(enum.Enum):
     STREAM = "stream"
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyCompleted:
+class ReadyCompleted(msgspec.Struct, frozen=True):
     """The ready event has completed: the offered KV is whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class PullArrived:
+class PullArrived(msgspec.Struct, frozen=True):
     consumer: Consumer
     claim: frozenset[RankId]
     digest: bytes
     wire: Wire
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseArrived:
+class ReleaseArrived(msgspec.Struct, frozen=True):
     consumer: Consumer
 
 
-@dataclass(frozen=True, slots=True)
-class CancelArrived:
+class CancelArrived(msgspec.Struct, frozen=True):
     """A sink engine gave up; ``reason`` is counted. ``digest``: of the offered tokens, as it knows
     them.
     """
@@ -60,23 +57,20 @@ class CancelArrived:
     digest: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkPacked:
+class ChunkPacked(msgspec.Struct, frozen=True):
     """The transport packed a chunk into staging and asks whether it may go."""
 
     consumer: Consumer
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class StreamSent:
+class StreamSent(msgspec.Struct, frozen=True):
     """Every chunk of this consumer has been handed to the wire: it needs the pool no more."""
 
     consumer: Consumer
 
 
-@dataclass(frozen=True, slots=True)
-class StreamDrained:
+class StreamDrained(msgspec.Struct, frozen=True):
     """After StopStream, or after a failure of the wire: nothing of this consumer touches the pool
     any more.
     """
@@ -84,15 +78,13 @@ class StreamDrained:
     consumer: Consumer
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimantLost:
+class ClaimantLost(msgspec.Struct, frozen=True):
     """A sink engine has been silent for too long; its claim is dropped."""
 
     incarnation: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Break:
+class Break(msgspec.Struct, frozen=True):
     """Lease expired, preempted, aborted, reset, shutdown: this side ends the offer."""
 
     reason: Reason
@@ -111,56 +103,47 @@ SourceEvent = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SendGrant:
+class SendGrant(msgspec.Struct, frozen=True):
     consumer: Consumer
 
 
-@dataclass(frozen=True, slots=True)
-class SendRefuse:
+class SendRefuse(msgspec.Struct, frozen=True):
     consumer: Consumer
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class SendVerdict:
+class SendVerdict(msgspec.Struct, frozen=True):
     consumer: Consumer
     valid: bool
     reason: Reason | None
 
 
-@dataclass(frozen=True, slots=True)
-class SendBroken:
+class SendBroken(msgspec.Struct, frozen=True):
     consumer: Consumer
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class StartStream:
+class StartStream(msgspec.Struct, frozen=True):
     consumer: Consumer
 
 
-@dataclass(frozen=True, slots=True)
-class StopStream:
+class StopStream(msgspec.Struct, frozen=True):
     """Stop packing and sending for this consumer; answer with StreamDrained."""
 
     consumer: Consumer
 
 
-@dataclass(frozen=True, slots=True)
-class SendChunk:
+class SendChunk(msgspec.Struct, frozen=True):
     consumer: Consumer
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropChunk:
+class DropChunk(msgspec.Struct, frozen=True):
     consumer: Consumer
     sequence: int
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedSending:
+class FinishedSending(msgspec.Struct, frozen=True):
     """Report the request once: the engine may reuse its blocks. ``reason`` None: done; else why it
     broke.
     """
@@ -197,24 +180,20 @@ class RouteState(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
+class Start(msgspec.Struct, frozen=True):
     """Send the Pulls."""
 
 
-@dataclass(frozen=True, slots=True)
-class GrantArrived:
+class GrantArrived(msgspec.Struct, frozen=True):
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class RefuseArrived:
+class RefuseArrived(msgspec.Struct, frozen=True):
     source: RankId
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCompleted:
+class ReadCompleted(msgspec.Struct, frozen=True):
     """The read of a route is seen complete on the host. ``certified``: every chunk came from an
     open offer (streams).
     """
@@ -223,53 +202,45 @@ class ReadCompleted:
     certified: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ReadFailed:
+class ReadFailed(msgspec.Struct, frozen=True):
     """The read broke off; nothing of it is in flight any more."""
 
     source: RankId
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class ReadDrained:
+class ReadDrained(msgspec.Struct, frozen=True):
     """After StopRead: nothing of this route can write the destination blocks any more."""
 
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class VerdictArrived:
+class VerdictArrived(msgspec.Struct, frozen=True):
     source: RankId
     valid: bool
     reason: Reason | None
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenArrived:
+class BrokenArrived(msgspec.Struct, frozen=True):
     source: RankId
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class RetryDue:
+class RetryDue(msgspec.Struct, frozen=True):
     """Send the last message of this route again (the connection may have lost it)."""
 
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class DeadlinePassed(msgspec.Struct, frozen=True):
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class SourceLost:
+class SourceLost(msgspec.Struct, frozen=True):
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(msgspec.Struct, frozen=True):
     """The engine no longer wants the load (aborted, or another route failed it)."""
 
     reason: Reason
@@ -291,34 +262,28 @@ SinkEvent = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SendPull:
+class SendPull(msgspec.Struct, frozen=True):
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class StartRead:
+class StartRead(msgspec.Struct, frozen=True):
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class StopRead:
+class StopRead(msgspec.Struct, frozen=True):
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class SendRelease:
+class SendRelease(msgspec.Struct, frozen=True):
     source: RankId
 
 
-@dataclass(frozen=True, slots=True)
-class SendCancel:
+class SendCancel(msgspec.Struct, frozen=True):
     source: RankId
     reason: Reason
 
 
-@dataclass(frozen=True, slots=True)
-class FinishedRecving:
+class FinishedRecving(msgspec.Struct, frozen=True):
     """Report the load once. ``reason`` None: all routes valid; else what failed it first."""
 
     reason: Reason | None

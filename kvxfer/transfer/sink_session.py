@@ -189,6 +189,12 @@ def _ignore(load: LoadSnapshot, _: RouteRecord, __: SinkEvent) -> Step:
 
 # ------------------------------------------------------------------ the table
 
+_LATE = (
+    *(GrantArrived, RefuseArrived, VerdictArrived, BrokenArrived),
+    *(RetryDue, DeadlinePassed, SourceLost, Abort),
+)
+"""What may still come to a route that is over, and changes nothing."""
+
 TABLE: Mapping[tuple[RouteState, type], Handler] = {
     (RouteState.IDLE, Start): _ask,
     (RouteState.IDLE, DeadlinePassed): _timed_out,
@@ -220,39 +226,14 @@ TABLE: Mapping[tuple[RouteState, type], Handler] = {
     (RouteState.RELEASING, DeadlinePassed): _timed_out,
     (RouteState.RELEASING, SourceLost): _source_lost,
     (RouteState.RELEASING, Abort): _answered_no,
-    (RouteState.VALID, GrantArrived): _ignore,
-    (RouteState.VALID, RefuseArrived): _ignore,
-    (RouteState.VALID, VerdictArrived): _ignore,
-    (RouteState.VALID, BrokenArrived): _ignore,
-    (RouteState.VALID, RetryDue): _ignore,
-    (RouteState.VALID, DeadlinePassed): _ignore,
-    (RouteState.VALID, SourceLost): _ignore,
-    (
-        RouteState.VALID,
-        Abort,
-    ): _ignore,  # a route that is not over takes it, else the load has ended
     (RouteState.DRAINING, ReadDrained): _drained,
     (RouteState.DRAINING, ReadFailed): _drained,
     (RouteState.DRAINING, ReadCompleted): _drained,
-    (RouteState.DRAINING, GrantArrived): _ignore,
-    (RouteState.DRAINING, RefuseArrived): _ignore,
-    (RouteState.DRAINING, VerdictArrived): _ignore,
-    (RouteState.DRAINING, BrokenArrived): _ignore,
-    (RouteState.DRAINING, RetryDue): _ignore,
-    (RouteState.DRAINING, DeadlinePassed): _ignore,  # deadlines end waits, not drains
-    (RouteState.DRAINING, SourceLost): _ignore,
-    (RouteState.DRAINING, Abort): _ignore,
     (RouteState.FAILED, ReadDrained): _ignore,  # the read ended by itself before it saw the stop
     (RouteState.FAILED, ReadFailed): _ignore,
     (RouteState.FAILED, ReadCompleted): _ignore,
-    (RouteState.FAILED, GrantArrived): _ignore,
-    (RouteState.FAILED, RefuseArrived): _ignore,
-    (RouteState.FAILED, VerdictArrived): _ignore,
-    (RouteState.FAILED, BrokenArrived): _ignore,
-    (RouteState.FAILED, RetryDue): _ignore,
-    (RouteState.FAILED, DeadlinePassed): _ignore,
-    (RouteState.FAILED, SourceLost): _ignore,
-    (RouteState.FAILED, Abort): _ignore,
+    # Deadlines end waits, not drains. An Abort is another route's, or the load has ended.
+    **{(state, event): _ignore for state in _OVER for event in _LATE},
 }
 
 _FINAL = (RouteState.VALID, RouteState.FAILED)
@@ -261,7 +242,7 @@ _FOR_ALL = (Start, Abort)
 
 class LoadSession:
     """One load on one sink rank: ``routes`` are the source ranks it reads, ``null`` those it reads
-    nothing from.
+    nothing from. ``snapshot`` is all of it, immutable and hashable.
     """
 
     table: ClassVar[Mapping[tuple[RouteState, type], Handler]] = TABLE
@@ -273,36 +254,23 @@ class LoadSession:
         if not null <= set(routes):
             names = sorted(str(source) for source in null - set(routes))
             raise ValueError(f"null: expected source ranks among the routes, got {names}")
-        self._load = LoadSnapshot(tuple(RouteRecord(source, source in null) for source in routes))
+        self.snapshot = LoadSnapshot(
+            tuple(RouteRecord(source, source in null) for source in routes)
+        )
 
     @classmethod
     def restore(cls, snapshot: LoadSnapshot) -> LoadSession:
         """A session that goes on from a snapshot."""
         null = frozenset(route.source for route in snapshot.routes if route.is_null)
         session = cls([route.source for route in snapshot.routes], null)
-        session._load = snapshot
+        session.snapshot = snapshot
         return session
-
-    @property
-    def snapshot(self) -> LoadSnapshot:
-        """All of it, immutable and hashable."""
-        return self._load
-
-    @property
-    def is_finished(self) -> bool:
-        """FinishedRecving was returned: nothing of this load can write the destination blocks."""
-        return self._load.is_finished
-
-    @property
-    def failure(self) -> Reason | None:
-        """The first thing that failed the load; None as long as nothing has."""
-        return self._load.failure
 
     def state_of(self, source: RankId) -> RouteState:
         """The state of the route from this source rank. Raises ProtocolError for one that is not a
         route.
         """
-        return self._route(self._load, source).state
+        return self._route(self.snapshot, source).state
 
     def _route(self, load: LoadSnapshot, source: RankId) -> RouteRecord:
         for route in load.routes:
@@ -317,7 +285,7 @@ class LoadSession:
         ``Start`` and ``Abort`` are taken by every route in turn, all other events by the route that
         they name.
         """
-        load = self._load
+        load = self.snapshot
         if isinstance(event, _FOR_ALL):
             sources = [route.source for route in load.routes]
         else:
@@ -336,5 +304,5 @@ class LoadSession:
         if not load.is_finished and all(route.state in _FINAL for route in load.routes):
             load = replace(load, is_finished=True)
             actions.append(FinishedRecving(load.failure))
-        self._load = load
+        self.snapshot = load
         return actions

@@ -32,18 +32,24 @@ final, nothing re-opens a nonce::
 5. ``FinishedSending`` comes once, in a final state, when no stream of this offer touches the pool.
    A direct read may still run then: it is harmless, because it cannot become valid any more.
 
+What a peer can make an offer remember is bounded by ``MAX_LIVES`` and ``MAX_CONSUMERS``, and looked
+up by name: one hostile message costs no more than an honest one.
+
 Everything that changes an offer's state is in this file, and every step goes through ``TABLE``: a
 missing key is a :class:`ProtocolError` that changes nothing.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import msgspec
+
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.offer import Claim, Gone, OfferSnapshot, Share, StreamState
+from kvxfer.transfer.manifest import MAX_RANKS, RankId
 from kvxfer.transfer.session import (
     Break,
     CancelArrived,
@@ -69,6 +75,116 @@ from kvxfer.transfer.session import (
     Wire,
 )
 from kvxfer.transfer.wire import Consumer, Reason
+
+MAX_LIVES = 64
+"""Sink engine lives that one offer hears of: those that claimed it, and those that cancelled."""
+MAX_CONSUMERS = MAX_RANKS
+"""Consumers that one offer serves: as many as the largest engine has ranks."""
+
+
+class StreamState(enum.Enum):
+    """What the transport does for one consumer. RUNNING and STOPPING may touch the pool."""
+
+    NONE = "none"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part in an offer of one consumer whose Pull was granted.
+
+    ``is_valid``: it has its valid verdict, for ever. Invalid ones follow from what is final (the
+    offer's end, the engine's being gone), so they are not kept.
+    """
+
+    consumer: Consumer
+    stream: StreamState = StreamState.NONE
+    is_valid: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """The ranks of one sink engine life that read this source rank.
+
+    ``waiting``: those of them without a valid verdict; none are left when the claim is complete.
+    """
+
+    incarnation: bytes
+    ranks: frozenset[RankId]
+    waiting: frozenset[RankId]
+
+    @property
+    def is_complete(self) -> bool:
+        """Every rank of the claim has a valid verdict."""
+        return not self.waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A sink engine life whose claim was dropped, or that cancelled before it had one."""
+
+    incarnation: bytes
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class OfferSnapshot:
+    """Everything an :class:`OfferSession` knows; immutable and hashable. ``reason``: why it is
+    BROKEN.
+
+    The mappings are never changed, only replaced; what they hold is compared, and left out of the
+    hash.
+    """
+
+    nonce: bytes
+    digest: bytes | None
+    state: OfferState = OfferState.PENDING
+    reason: Reason | None = None
+    parked: Mapping[Consumer, PullArrived] = field(default_factory=dict, hash=False)
+    claims: tuple[Claim, ...] = ()
+    gone: tuple[Gone, ...] = ()
+    shares: Mapping[Consumer, Share] = field(default_factory=dict, hash=False)
+    is_finished: bool = False
+
+    def claim(self, incarnation: bytes) -> Claim | None:
+        """The live claim of a sink engine."""
+        return next((c for c in self.claims if c.incarnation == incarnation), None)
+
+    def gone_reason(self, incarnation: bytes) -> Reason | None:
+        """Why this sink engine may not read any more; None if it may."""
+        return next((g.reason for g in self.gone if g.incarnation == incarnation), None)
+
+    @property
+    def has_room_for_life(self) -> bool:
+        """One more sink engine may claim, or cancel. Once False it stays so: a claim that is
+        dropped is gone, and still counts.
+        """
+        return len(self.claims) + len(self.gone) < MAX_LIVES
+
+    def has_room_for_ranks(self, num_ranks: int) -> bool:
+        """So many consumers may be added. A rank that was granted and whose claim lives is counted
+        twice, which only makes the room smaller.
+        """
+        num_claimed = sum(len(claim.ranks) for claim in self.claims)
+        return len(self.shares) + num_claimed + num_ranks <= MAX_CONSUMERS
+
+    def with_share(self, share: Share) -> OfferSnapshot:
+        """A copy in which this share replaces its consumer's, or is added."""
+        return replace(self, shares={**self.shares, share.consumer: share})
+
+    def with_valid(self, consumer: Consumer) -> OfferSnapshot:
+        """A copy in which a consumer that has a share has its valid verdict."""
+        claims = tuple(
+            replace(claim, waiting=claim.waiting - {consumer.rank})
+            if claim.incarnation == consumer.incarnation
+            else claim
+            for claim in self.claims
+        )
+        share = replace(self.shares[consumer], is_valid=True)
+        return replace(self.with_share(share), claims=claims)
+
 
 Step = tuple[OfferSnapshot, list[SourceAction]]
 Handler = Callable[[OfferSnapshot, Any], Step]
@@ -111,7 +227,7 @@ def _park(offer: OfferSnapshot, pull: PullArrived) -> Step:
     offer = _with_claim(offer, pull)
     claim = offer.claim(pull.consumer.incarnation)
     if claim is not None:  # one set for all its ranks: 4096 sets of 4096 would be a gigabyte
-        pull = replace(pull, claim=claim.ranks)
+        pull = msgspec.structs.replace(pull, claim=claim.ranks)
     return replace(offer, parked={**offer.parked, pull.consumer: pull}), []
 
 
@@ -309,6 +425,19 @@ def _ignore(offer: OfferSnapshot, _: SourceEvent) -> Step:
 
 # ------------------------------------------------------------------ the table
 
+_FINAL = (OfferState.DONE, OfferState.BROKEN)
+_LATE: Mapping[type, Handler] = {
+    PullArrived: _pull_late,
+    ReleaseArrived: _release_late,
+    CancelArrived: _ignore,
+    ClaimantLost: _ignore,
+    Break: _ignore,
+    ChunkPacked: _drop_chunk,
+    StreamSent: _stream_over,
+    StreamDrained: _stream_over,
+}
+"""What may still come to an offer that is over."""
+
 TABLE: Mapping[tuple[OfferState, type], Handler] = {
     (OfferState.PENDING, ReadyCompleted): _open,
     (OfferState.PENDING, PullArrived): _park,
@@ -324,29 +453,11 @@ TABLE: Mapping[tuple[OfferState, type], Handler] = {
     (OfferState.OPEN, ChunkPacked): _send_chunk,
     (OfferState.OPEN, StreamSent): _stream_sent,
     (OfferState.OPEN, StreamDrained): _stream_drained,
-    (OfferState.DONE, PullArrived): _pull_late,
-    (OfferState.DONE, ReleaseArrived): _release_late,
-    (OfferState.DONE, CancelArrived): _ignore,
-    (OfferState.DONE, ClaimantLost): _ignore,
-    (OfferState.DONE, Break): _ignore,
-    (OfferState.DONE, ChunkPacked): _drop_chunk,
-    (OfferState.DONE, StreamSent): _stream_over,
-    (OfferState.DONE, StreamDrained): _stream_over,
-    (
-        OfferState.BROKEN,
-        ReadyCompleted,
-    ): _ignore,  # broken before the step ended; the event still completes
-    (OfferState.BROKEN, PullArrived): _pull_late,
-    (OfferState.BROKEN, ReleaseArrived): _release_late,
-    (OfferState.BROKEN, CancelArrived): _ignore,
-    (OfferState.BROKEN, ClaimantLost): _ignore,
-    (OfferState.BROKEN, Break): _ignore,
-    (OfferState.BROKEN, ChunkPacked): _drop_chunk,
-    (OfferState.BROKEN, StreamSent): _stream_over,
-    (OfferState.BROKEN, StreamDrained): _stream_over,
+    # Broken before the step ended; the event still completes
+    (OfferState.BROKEN, ReadyCompleted): _ignore,
+    **{(state, event): handler for state in _FINAL for event, handler in _LATE.items()},
 }
 
-_FINAL = (OfferState.DONE, OfferState.BROKEN)
 _BUSY = (StreamState.RUNNING, StreamState.STOPPING)
 
 
@@ -365,52 +476,33 @@ def events_due(
 
 class OfferSession:
     """One offer at one source rank. ``digest`` None: the tokens are not bound, any digest is
-    served.
+    served. ``snapshot`` is all of it, immutable and hashable.
     """
 
     table: ClassVar[Mapping[tuple[OfferState, type], Handler]] = TABLE
 
     def __init__(self, nonce: bytes, digest: bytes | None) -> None:
-        self._offer = OfferSnapshot(nonce, digest)
+        self.snapshot = OfferSnapshot(nonce, digest)
 
     @classmethod
     def restore(cls, snapshot: OfferSnapshot) -> OfferSession:
         """A session that goes on from a snapshot."""
         session = cls(snapshot.nonce, snapshot.digest)
-        session._offer = snapshot
+        session.snapshot = snapshot
         return session
-
-    @property
-    def snapshot(self) -> OfferSnapshot:
-        """All of it, immutable and hashable."""
-        return self._offer
-
-    @property
-    def state(self) -> OfferState:
-        return self._offer.state
-
-    @property
-    def reason(self) -> Reason | None:
-        """Why the offer is BROKEN; None otherwise."""
-        return self._offer.reason
 
     @property
     def claimants(self) -> tuple[bytes, ...]:
         """The sink engine lives with a live claim that is not complete: whose silence matters."""
-        return tuple(c.incarnation for c in self._offer.claims if not c.is_complete)
+        return tuple(c.incarnation for c in self.snapshot.claims if not c.is_complete)
 
     def serves(self, consumer: Consumer) -> bool:
         """Its Pull was granted, or waits for the offer to open."""
-        return consumer in self._offer.parked or consumer in self._offer.shares
-
-    @property
-    def is_finished(self) -> bool:
-        """FinishedSending was returned: no stream touches the pool, the blocks may be reused."""
-        return self._offer.is_finished
+        return consumer in self.snapshot.parked or consumer in self.snapshot.shares
 
     def step(self, event: SourceEvent) -> list[SourceAction]:
         """Take one event; return what to do, in order. Raises ProtocolError, changing nothing."""
-        offer = self._offer
+        offer = self.snapshot
         handler = self.table.get((offer.state, type(event)))
         if handler is None:
             raise ProtocolError(
@@ -423,5 +515,5 @@ class OfferSession:
             if not is_busy:
                 offer = replace(offer, is_finished=True)
                 actions = [*actions, FinishedSending(offer.reason)]
-        self._offer = offer
+        self.snapshot = offer
         return actions

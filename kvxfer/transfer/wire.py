@@ -168,8 +168,8 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True):
 class Keep(msgspec.Struct, frozen=True, tag="keep", omit_defaults=True):
     """Extend the leases of these offers by a duration from now; a sign of life of the sink engine.
 
-    Sent to the front door for many offers at once, perhaps of more than one life of the source: the
-    receiver looks each one up by its whole reference. ``digests``: by nonce, as in a Pull; without
+    One names many offers of a source rank, perhaps of more than one life of it: the receiver looks
+    each one up by its whole reference. ``digests``: by nonce, as in a Pull; without
     a claim a Keep counts only with it.
     """
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from kvxfer.config import Config
-from kvxfer.connector.opening import IsReady
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
@@ -28,10 +27,12 @@ from kvxfer.connector.records import (
     SourceRef,
     Unhold,
 )
+from kvxfer.connector.source import IsReady
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.testing_peer import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory
 from tests.builders import EngineShape, build_manifest, build_regions
@@ -194,7 +195,11 @@ class Engine:
     def offer_groups(
         self, request_id: str, num_tokens: int, table: Table, digest: bytes = DIGEST
     ) -> SourceRef:
-        """The same with a block table of several groups."""
+        """The same with a block table of several groups, of which the scheduler side lets out what
+        windows hold.
+        """
+        keepings = group_keepings(r for rank in self.manifest.ranks for r in rank.regions)
+        table = held_ids(table, keepings, num_tokens)
         order = NewOffer(
             request_id=request_id,
             nonce=secrets.token_bytes(16),

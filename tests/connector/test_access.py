@@ -12,8 +12,7 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.access import check_host, check_owners, server_key_of
-from kvxfer.connector.listeners import Listeners
+from kvxfer.connector.access import Listeners, check_host, check_owners, server_key_of
 from kvxfer.transports.zmq_listeners import why_refused
 from tests.helpers import free_port, needs_root, process_of_another_user
 
@@ -194,5 +193,5 @@ def test_keys_by_engine() -> None:
     assert server_key_of(Config(**CURVE), "e") == PUBLIC  # type: ignore[arg-type]
     pinned = Config(**CURVE, curve_server_keys={"e": other})  # type: ignore[arg-type]
     assert server_key_of(pinned, "e") == other
-    with pytest.raises(KeyError):
+    with pytest.raises(PermissionError, match="expected a key of engine f"):
         server_key_of(pinned, "f")

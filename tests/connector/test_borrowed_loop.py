@@ -53,7 +53,7 @@ def test_what_is_asked_for_while_it_is_lent_is_not_lost(io: IoThread, asked: str
         def pollables(self) -> tuple[int, ...]:
             return ()
 
-    io.watch_group(Member(), lambda: rounds.append(1))
+    io.watch_group(Member(), lambda _: rounds.append(1))
     io.start()
     asleep(io)
     before = len(rounds)

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connector import rank_service
-from kvxfer.connector.board import Board, BoardView, Posted
-from kvxfer.connector.ends import Ends
+from kvxfer.connector.board import Board, BoardView, Ends, Posted
 from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.transfer.wire import Reason

@@ -1,5 +1,6 @@
 """Every order in which the messages of two first contacts can come, where one engine states what is
-the other's. The sink's own code decides (Peers, Peer); links, trials and wires are made up here.
+the other's. The sink's own code decides (Peers, Peer); connections, trials and wires are made up
+here.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from msgspec.structs import replace
 
 from kvxfer.config import Config
 from kvxfer.connector import peer as peer_module
+from kvxfer.connector import peers as peers_module
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.peer import HELLO_AGAIN_S, Peer
-from kvxfer.connector.peer_records import Failure, PeerState, Surroundings
+from kvxfer.connector.peer import HELLO_AGAIN_S, Peer, Surroundings
+from kvxfer.connector.peer_session import Failure, PeerState
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
@@ -89,7 +91,7 @@ class World:
     attached: dict[str, RankManifest] = field(default_factory=dict)
     said: list[RankManifest] = field(default_factory=list)
     events: dict[object, deque[Call]] = field(default_factory=dict)
-    links: list[Links] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
     keys: Iterator[int] = field(default_factory=itertools.count)
 
     # ---- the part of an IoThread that a peer uses
@@ -99,17 +101,17 @@ class World:
     def now(self) -> float:
         return 0.0
 
-    def guard(self, call: Call) -> None:
-        call()
+    def guard(self, call: Callable[..., object], *args: object) -> None:
+        call(*args)
 
     defer = guard
 
     def run_deferred(self) -> None:
         """Nothing is ever deferred."""
 
-    def after(self, delay_s: float, call: Call) -> Any:
+    def after(self, delay_s: float, call: Callable[..., object], *args: object) -> Any:
         if delay_s == HELLO_AGAIN_S:  # deadlines do not come
-            self.may_happen(next(self.keys), call)
+            self.may_happen(next(self.keys), partial(call, *args))
         return SimpleNamespace(cancel=lambda: None)
 
     # ---- the part of a transport
@@ -138,57 +140,57 @@ class World:
             link.lose({entry.control_endpoint for entry in manifest.ranks})
 
 
-class Links:
-    """Connections of one peer: what is said at an endpoint is answered in order."""
+class Link:
+    """A connection: what is said over it is answered in order."""
+
+    problem, is_refused, unanswered_s, heard_s = "", False, None, 0.0
 
     def __init__(
         self,
-        around: Surroundings,
-        engine_id: str,
-        on_message: Callable[[str, Any], None],
-        on_lost: Callable[[str], None],
+        io: World,
+        context: object,
+        config: Config,
+        ledger: Ledger,
+        endpoint: str,
+        server_key: str | None,
+        on_message: Callable[[Any], None],
+        on_gone: Callable[[str], None],
     ) -> None:
-        self.world = cast(World, around.io)
+        self.world = io
         self.world.links.append(self)
-        self.on_message, self.on_lost = on_message, on_lost
-        self.is_refused = False
-        self.opened: set[str] = set()
+        self.endpoint = endpoint
+        self.on_message, self.on_gone = on_message, on_gone
         self.is_closed = False
 
-    def send(self, endpoint: str, message: object) -> None:
-        self.opened.add(endpoint)
+    def send(self, message: object) -> None:
         if isinstance(message, Hello):
-            self.world.may_happen((self, endpoint), partial(self._answer, endpoint))
+            self.world.may_happen(self, self._answer)
 
     def lose(self, endpoints: set[str]) -> None:
-        for endpoint in sorted(self.opened & endpoints):
-            key = (self, endpoint)
-            self.world.events.pop(key, None)  # what was not answered before is not any more
-            self.world.may_happen(key, partial(self._lose, endpoint))
+        if self.endpoint in endpoints:
+            self.world.events.pop(self, None)  # what was not answered before is not any more
+            self.world.may_happen(self, self._lose)
 
     def close(self) -> None:
         self.is_closed = True
 
-    def _lose(self, endpoint: str) -> None:
+    def _lose(self) -> None:
         if not self.is_closed:
-            self.on_lost(endpoint)
+            self.on_gone("")
 
-    def _answer(self, endpoint: str) -> None:
+    def _answer(self) -> None:
         if self.is_closed:
             return
-        if endpoint in self.world.unready:
-            self.world.unready.remove(endpoint)
-            self.on_message(endpoint, NotReady())
+        if self.endpoint in self.world.unready:
+            self.world.unready.remove(self.endpoint)
+            self.on_message(NotReady())
             return
-        manifest = self.world.answers[endpoint]
-        own = tuple(e for e in manifest.ranks if e.control_endpoint == endpoint)
+        manifest = self.world.answers[self.endpoint]
+        own = tuple(e for e in manifest.ranks if e.control_endpoint == self.endpoint)
         self.world.said += own
-        if endpoint not in self.world.doors:
+        if self.endpoint not in self.world.doors:
             manifest = replace(manifest, ranks=own)
-        self.on_message(endpoint, Manifest(manifest))
-
-    def problem(self, endpoint: str) -> str:
-        return ""
+        self.on_message(Manifest(manifest))
 
 
 def trial(
@@ -232,8 +234,10 @@ class Contact:
         return isinstance(outcome, Peer) and outcome.state is PeerState.READY
 
 
-def make_peers(world: World) -> Peers:
-    return Peers(
+def make_peers(
+    world: World, on_over: Callable[[Peer, Failure], None] = lambda peer, failure: None
+) -> Peers:
+    peers = Peers(
         Surroundings(
             io=cast(Any, world),
             context=cast(Any, None),
@@ -244,11 +248,12 @@ def make_peers(world: World) -> Peers:
             rank=RankId(0, 0),
             transports=cast(Any, {"made up": world}),
             can_leave_unhashed=True,
-            manifest=lambda: OWN,
             on_message=lambda peer, rank, message: None,
-            on_over=lambda peer, failure: None,
+            on_over=on_over,
         )
     )
+    peers.set_own(OWN)
+    return peers
 
 
 def every_order(run: Callable[[Callable[[list[object]], object]], None]) -> int:
@@ -280,8 +285,8 @@ def play(world: World, choose: Callable[[list[object]], object]) -> None:
 
 @pytest.fixture(autouse=True)
 def _made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_module, "PeerLinks", Links)
-    monkeypatch.setattr(peer_module, "start_trial", trial)
+    monkeypatch.setattr(peer_module, "ControlClient", Link)
+    monkeypatch.setattr(peers_module, "start_trial", trial)
 
 
 def world_of(lie: EngineManifest) -> World:
@@ -379,3 +384,48 @@ def test_one_engine_under_two_names_is_met_twice_and_read_once() -> None:
         assert all(contact.is_ready for contact in contacts)
 
     assert every_order(run) >= 30
+
+
+def test_who_wants_the_next_life_of_an_engine_meets_it() -> None:
+    """Though nothing has told of the end of the last one."""
+    anew = replace(HONEST, incarnation=NEXT_LIFE)
+
+    def run(choose: Callable[[list[object]], object]) -> None:
+        world = world_of(LIAR)
+        peers = make_peers(world)
+        before = Contact(peers, HONEST, HONEST.ranks[0].control_endpoint)
+        after = [Contact(peers, anew, HONEST.ranks[0].control_endpoint) for _ in range(2)]
+        before.want()
+        play(world, choose)
+        world.answers.update({entry.control_endpoint: anew for entry in anew.ranks})
+        for contact in after:
+            contact.want()
+        play(world, choose)
+        assert all(contact.is_ready for contact in after)
+        assert not before.is_ready
+        assert world.attached == {e.control_endpoint: e for e in anew.ranks}
+
+    every_order(run)
+
+
+def test_a_peer_that_is_over_is_attached_to_nothing() -> None:
+    """Who hears of the end of one in whose place it answers ends all others, too."""
+    other = with_stolen(LIAR, 1)  # it is its own by now
+
+    def run(choose: Callable[[list[object]], object]) -> None:
+        world = world_of(other)
+        peers = make_peers(world, lambda peer, failure: peers.set_own(HONEST))
+        before = Contact(peers, HONEST, HONEST.ranks[0].control_endpoint)
+        after = Contact(peers, other, DOOR)
+        before.want()
+        play(world, choose)
+        world.answers[HONEST.ranks[1].control_endpoint] = other
+        after.want()
+        play(world, choose)
+        assert isinstance(after.outcomes[0], Failure)
+        assert world.attached == {}
+        stats = peers._ledger.take_stats()
+        assert stats is not None
+        assert stats.counts["peers.ready"] == 1  # the one before
+
+    every_order(run)

@@ -215,7 +215,7 @@ def test_descriptors_of_a_transport_wake_the_thread_and_are_not_taken_for_its_ow
     with near, far, other, pair_of_others[1]:
         member, seen = _Descriptors(near.fileno()), []
 
-        def handle() -> None:
+        def handle(_: _Descriptors) -> None:
             if member.fds and select.select([near], [], [], 0)[0]:
                 seen.append(near.recv(10))
 
@@ -245,7 +245,7 @@ def test_an_idle_transport_is_asked_where_it_can_be_read_and_when_it_is_idle_no_
     with near, far:
         member, asked = _Descriptors(near.fileno(), is_idle=True), []
 
-        def handle() -> None:
+        def handle(_: _Descriptors) -> None:
             asked.append(select.select([near], [], [], 0)[0] and near.recv(10))
 
         def go_round() -> None:
@@ -294,7 +294,7 @@ def test_deferred_calls_run_after_all_else_of_the_round_and_in_order(
         note("message")
 
     io.watch(near, read)
-    io.watch_group(_Quiet(), lambda: note("transport") if len(order) == 2 else None)
+    io.watch_group(_Quiet(), lambda _: note("transport") if len(order) == 2 else None)
     far.send(b"")
     io.post(lambda: note("posted"))
     time.sleep(0.05)
@@ -350,7 +350,7 @@ def test_no_wake_is_lost_whatever_the_loop_is_doing(io: IoThread) -> None:
     mail: list[int] = []
     seen: list[int] = []
 
-    def collect() -> None:
+    def collect(_: _Quiet) -> None:
         time.sleep(0.0003)
         while mail:
             seen.append(mail.pop())

@@ -14,7 +14,7 @@ import pytest
 from kvxfer.connector.control_client import ControlClient
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import Failure
+from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.records import (
     AbortLoad,

@@ -12,9 +12,9 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.connector import peers as peers_module
-from kvxfer.connector.introduction import check_introduction
+from kvxfer.connector.access import check_introduction
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_records import PeerState
+from kvxfer.connector.peer_session import PeerState
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import RankManifest
@@ -181,7 +181,10 @@ def test_a_rank_that_does_not_know_its_engine_yet_is_asked_again() -> None:
         ref = _offered(source, "p")
         sink.load("d", ref, range(4), SPAN)
         until(
-            lambda: (peer := _peers(sink).get(("a", source.endpoint))) and peer._tried is not None
+            lambda: (
+                (peer := _peers(sink).get(("a", source.endpoint)))
+                and peer.state is PeerState.CHECKING
+            )
         )
         assert not sink.received("d")
         source.workers[1].bind_connector_metadata(told)
@@ -263,7 +266,7 @@ def test_one_engine_under_two_names_is_detached_with_the_last(wire: str) -> None
         service = sink.workers[0]._service
         assert service is not None
         first = _peers(sink)["a", source.endpoint]
-        service.io.post(lambda: first._lost("the test says so"))
+        service.io.post(lambda: first.lost("the test says so"))
         until(lambda: first.state is PeerState.OVER)
         assert _load(sink, "d2", _offered(source, "p2", alias)) == {None}
 
@@ -406,7 +409,7 @@ def test_no_socket_for_a_contact_fails_it_at_once(monkeypatch: pytest.MonkeyPatc
     def no_socket(*args: object) -> None:
         raise zmq.ZMQError(24)
 
-    monkeypatch.setattr("kvxfer.connector.peer_links.ControlClient", no_socket)
+    monkeypatch.setattr("kvxfer.connector.peer.ControlClient", no_socket)
     with Engine(ONE, "a", fill=1) as source, Engine(ONE, "decode", fill=POISON) as sink:
         started_s = time.perf_counter()
         assert _load(sink, "d", _offered(source, "p")) == {"peer_lost"}

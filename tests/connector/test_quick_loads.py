@@ -302,7 +302,7 @@ def test_wires_without_loads_are_not_looked_at(watch: Watch) -> None:
         vars(two.io)["borrow"] = lambda: pytest.fail("nothing is on its way")
         service = sink.workers[0]._service
         assert service is not None
-        service.look()
+        service.borrower.look()
 
 
 def test_an_offer_that_no_board_shows_is_asked_for_by_the_io_thread(watch: Watch) -> None:

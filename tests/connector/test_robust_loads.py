@@ -12,7 +12,6 @@ import zmq
 from kvxfer.connector import keeper as keeper_module
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.peer_links import PeerLinks
 from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.records import SourceRef
 from kvxfer.connector.source import Source
@@ -99,10 +98,10 @@ def test_what_a_link_raises_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> N
         _meet(source, sink)
         with monkeypatch.context() as patch:
 
-            def no_send(self: PeerLinks, endpoint: str, message: ToSource) -> None:
+            def no_send(self: Peer, rank: RankId, message: ToSource) -> None:
                 raise zmq.ZMQError(24)
 
-            patch.setattr(PeerLinks, "send", no_send)
+            patch.setattr(Peer, "send", no_send)
             sink.load("d", _offered(source, "p"), range(4), SPAN)
             until(lambda: sink.received("d"), 0.8)
         assert sink.reasons("d") == {"read_failed"}
@@ -132,8 +131,7 @@ def test_what_is_raised_before_a_load_begins_fails_it(
         assert sink.reasons("d") == {"read_failed"}
         until(lambda: source.sent("p"), 1.0)  # cancelled
         assert not service.keeper._kept
-        assert peer._links is not None
-        assert peer._links._num_loads == 0
+        assert peer._num_loads == 0
 
 
 def test_silence_from_before_a_load_is_not_held_against_it() -> None:
@@ -143,9 +141,7 @@ def test_silence_from_before_a_load_is_not_held_against_it() -> None:
     ):
         _meet(source, sink)
         time.sleep(0.5)  # the watch over the first load has ended
-        links = _peer(sink)._links
-        assert links is not None
-        for client in links._clients.values():
+        for client in _peer(sink)._clients.values():
             client.unanswered_s = time.monotonic() - 100
         sink.load("d", _offered(source, "p"), range(4), SPAN)
         until(lambda: sink.received("d"))
@@ -161,7 +157,7 @@ def test_no_keep_stays_behind_for_a_load_that_ends_as_it_begins(
     ):
         _meet(source, sink)
         peer = _peer(sink)
-        monkeypatch.setattr(peer, "begin_load", lambda: peer._lost("silent"))
+        monkeypatch.setattr(peer, "begin_load", lambda: peer.lost("silent"))
         sink.load("d", _offered(source, "p"), range(4), SPAN)
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"peer_lost"}
@@ -224,16 +220,16 @@ def test_keeps_of_many_offers_come_in_slices_and_go_on_after_a_failure(
 ) -> None:
     monkeypatch.setattr(keeper_module, "MAX_KEPT", 2)
     sizes: list[int] = []
-    send = PeerLinks.send
+    send = Peer.send
 
-    def record(self: PeerLinks, endpoint: str, message: ToSource) -> None:
+    def record(self: Peer, rank: RankId, message: ToSource) -> None:
         if isinstance(message, Keep):
             sizes.append(len(message.offers))
             if len(sizes) == 6:
                 raise RuntimeError("unforeseen")
-        send(self, endpoint, message)
+        send(self, rank, message)
 
-    monkeypatch.setattr(PeerLinks, "send", record)
+    monkeypatch.setattr(Peer, "send", record)
     with (
         Engine(ONE, "prefill", fill=1, lease_s=1.5, keep_s=0.5) as source,
         Engine(ONE, "decode", fill=POISON, lease_s=1.5, keep_s=0.5) as sink,

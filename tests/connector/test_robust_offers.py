@@ -11,11 +11,9 @@ import pytest
 import zmq
 
 from kvxfer.connector import source as source_module
-from kvxfer.connector.given_offer import GivenOffer
-from kvxfer.connector.offer_actions import OfferActions
-from kvxfer.connector.opening import IsReady
+from kvxfer.connector.given_offer import GivenOffer, read_pull
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
-from kvxfer.connector.requests import read_pull
+from kvxfer.connector.source import IsReady, Source
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
 from kvxfer.transfer.session import Break, FinishedSending, SendGrant, SourceAction, SourceEvent
@@ -116,14 +114,14 @@ def test_an_event_that_raises_breaks_its_offer_and_no_other() -> None:
 def test_an_answer_that_fails_when_an_offer_opens_breaks_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    perform = OfferActions.perform
+    perform = Source._perform
 
-    def fail_grants(self: OfferActions, offer: GivenOffer, action: SourceAction) -> None:
+    def fail_grants(self: Source, offer: GivenOffer, action: SourceAction) -> SourceEvent | None:
         if isinstance(action, SendGrant):
             raise OSError("unforeseen")
-        perform(self, offer, action)
+        return perform(self, offer, action)
 
-    monkeypatch.setattr(OfferActions, "perform", fail_grants)
+    monkeypatch.setattr(Source, "_perform", fail_grants)
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
         ref = source.offer("p", 16, [1])
         dealer.send(encode(_pull(source, ref, wire="shm")))
@@ -193,17 +191,17 @@ def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
 def test_the_engine_goes_on_when_an_offer_cannot_be_broken(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    step, perform = OfferSession.step, OfferActions.perform
+    step, perform = OfferSession.step, Source._perform
 
     def fail_step(self: OfferSession, event: SourceEvent) -> list[Any]:
         if isinstance(event, Break):
             raise OSError("unforeseen")
         return step(self, event)
 
-    def fail_perform(self: OfferActions, offer: GivenOffer, action: SourceAction) -> None:
+    def fail_perform(self: Source, offer: GivenOffer, action: SourceAction) -> SourceEvent | None:
         if not isinstance(action, FinishedSending):
             raise OSError("unforeseen")
-        perform(self, offer, action)
+        return perform(self, offer, action)
 
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
         ref = source.offer("p", 16, [1])
@@ -214,7 +212,7 @@ def test_the_engine_goes_on_when_an_offer_cannot_be_broken(
             if where == "step":
                 patch.setattr(OfferSession, "step", fail_step)
             else:
-                patch.setattr(OfferActions, "perform", fail_perform)
+                patch.setattr(Source, "_perform", fail_perform)
             source.end("p")
             until(lambda: source.count("offers.unforeseen"))
         dealer.send(encode(_pull(source, ref, wire="shm")))

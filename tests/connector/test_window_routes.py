@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvxfer.connector.given_offer import own_ids, read_pull
 from kvxfer.connector.load_routes import Addressing, make_routes, ways_of, with_granted_ids
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import NewLoad, SourceRef
-from kvxfer.connector.requests import clip_ids, read_pull
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import check_compatible
@@ -121,7 +121,7 @@ def moved(
         incomplete |= run.incomplete
         entry, pool = source.rank(source_rank), given[1][source_rank]
         served = read_pull(run.pull, PullResolver(entry), TRANSPORTS, order.source.num_tokens)
-        ids = clip_ids(given[0], group_keepings(entry.regions), order.source.num_tokens)
+        ids = own_ids(given[0], group_keepings(entry.regions), order.source.num_tokens)
         if run.request is None:
             assert run.pull.is_null
         elif served is Wire.DIRECT:

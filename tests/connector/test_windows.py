@@ -15,11 +15,11 @@ import pytest
 from msgspec.structs import replace as with_fields
 
 from kvxfer.config import Config
+from kvxfer.connector.given_offer import own_ids
 from kvxfer.connector.records import KVConnectorOutput, OfferBlocks
-from kvxfer.connector.requests import clip_ids
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
-from kvxfer.transfer.windows import Keeping
+from kvxfer.transfer.windows import Keeping, held_ids
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
 from tests.builders import EngineShape, build_manifest, build_regions
@@ -354,12 +354,17 @@ def test_layers_of_one_group_keep_one_thing() -> None:
 def test_no_id_of_a_dropped_block_is_granted() -> None:
     stale: Table = ((3, 1, 4, 15, 9, 2, 6), (5, 35, 8, 97, 93, 23, 84), (7, 7))
     keepings = {0: Keeping(16, 48), 1: Keeping(16)}
-    assert clip_ids(stale, keepings, 81) == ((-1, -1, 4, 15, 9, 2), (5, 35, 8, 97, 93, 23), ())
-    assert clip_ids(stale, {0: Keeping(32, 48)}, 200) == ((-1, -1, -1, -1, 9, 2, 6), (), ())
+    assert granted(stale, keepings, 81) == ((-1, -1, 4, 15, 9, 2), (5, 35, 8, 97, 93, 23), ())
+    assert granted(stale, {0: Keeping(32, 48)}, 200) == ((-1, -1, -1, -1, 9, 2, 6), (), ())
     with pytest.raises(ValueError, match="group 0: expected 8 for 120 tokens, got 7"):
-        clip_ids(stale, keepings, 120)
+        granted(stale, keepings, 120)
     with pytest.raises(ValueError, match="group 3: expected 1 for 9 tokens, got no such group"):
-        clip_ids(stale, {3: Keeping(16, 4)}, 9)
+        granted(stale, {3: Keeping(16, 4)}, 9)
+
+
+def granted(table: Table, keepings: dict[int, Keeping], num_tokens: int) -> Table:
+    """What the scheduler lets out, and of that what a rank tells."""
+    return own_ids(held_ids(table, keepings, num_tokens), keepings, num_tokens)
 
 
 def scheduler(shape: EngineShape) -> SchedulerConnector:

@@ -131,5 +131,5 @@ def test_a_load_is_shown_from_both_sides(options: list[str]) -> None:
     assert sink.startswith("-- sink:")
     assert "StreamSink.submit_expect" in sink
     assert "StreamSource.submit_send" in source
-    assert ("Peer._on_manifest" in sink) is bool(options)
+    assert ("Peers._match" in sink) is bool(options)
     assert "128 tokens over zmq, 0.1 MB: " in source.splitlines()[-1]

@@ -15,7 +15,6 @@ import msgspec
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.offer import Gone, OfferSnapshot
 from kvxfer.transfer.session import (
     BrokenArrived,
     CancelArrived,
@@ -45,7 +44,7 @@ from kvxfer.transfer.session import (
     Wire,
 )
 from kvxfer.transfer.sink_session import LoadSession, LoadSnapshot
-from kvxfer.transfer.source_session import OfferSession, events_due
+from kvxfer.transfer.source_session import Gone, OfferSession, OfferSnapshot, events_due
 from kvxfer.transfer.wire import (
     Broken,
     Cancel,

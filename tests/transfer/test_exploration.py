@@ -15,7 +15,6 @@ import pytest
 
 from kvxfer.transfer import sink_session, source_session
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.offer import OfferSnapshot, StreamState
 from kvxfer.transfer.session import (
     Break,
     ChunkPacked,
@@ -36,7 +35,7 @@ from kvxfer.transfer.session import (
     Wire,
 )
 from kvxfer.transfer.sink_session import LoadSession, LoadSnapshot, RouteRecord
-from kvxfer.transfer.source_session import OfferSession
+from kvxfer.transfer.source_session import OfferSession, OfferSnapshot, StreamState
 from kvxfer.transfer.wire import Consumer
 from tests.transfer.explore import explore
 from tests.transfer.explore_sessions import Scenario, SinkSpec

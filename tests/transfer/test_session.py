@@ -324,9 +324,9 @@ OFFER_PATHS: dict[str, OfferPath] = {
 def test_offer(name: str) -> None:
     session = OfferSession(b"nonce", DIGEST)
     for event, actions, state in OFFER_PATHS[name]:
-        assert (session.step(event), session.state) == (actions, state), event
+        assert (session.step(event), session.snapshot.state) == (actions, state), event
     ended = [a for _, actions, _ in OFFER_PATHS[name] for a in actions]
-    assert session.is_finished == any(isinstance(a, FinishedSending) for a in ended)
+    assert session.snapshot.is_finished == any(isinstance(a, FinishedSending) for a in ended)
 
 
 def test_tokens_that_are_not_bound_are_not_compared() -> None:
@@ -384,7 +384,7 @@ def test_offer_refuses_what_is_not_allowed(state: OfferState, event: SourceEvent
     session = OfferSession(b"\xab\xcd", None)
     for earlier in OFFER_STATES[state]:
         session.step(earlier)
-    assert session.state is state
+    assert session.snapshot.state is state
     before = session.snapshot
     if (state, event) in NOT_ALLOWED_AT_SOURCE:
         with pytest.raises(ProtocolError, match="offer abcd"):
@@ -462,7 +462,7 @@ def test_an_offer_hears_of_64_engine_lives(earlier: list[SourceEvent]) -> None:
     first = invented(0)
     assert session.step(pull(first, ALONE)) == [SendRefuse(first, Reason.CANCELLED)]
     assert session.step(CANCEL_A)[-1] == FinishedSending(Reason.CANCELLED)
-    assert session.state is BROKEN
+    assert session.snapshot.state is BROKEN
 
 
 def test_a_cancel_without_any_claim_ends_an_offer_that_has_no_room() -> None:
@@ -471,9 +471,9 @@ def test_a_cancel_without_any_claim_ends_an_offer_that_has_no_room() -> None:
         session.step(pull(invented(number), ALONE))
     for number in range(64):
         session.step(ClaimantLost(invented(number).incarnation))
-    assert (session.state, session.claimants) == (PENDING, ())
+    assert (session.snapshot.state, session.claimants) == (PENDING, ())
     end = session.step(CancelArrived(b"b", Reason.LOCAL_HIT, DIGEST))
-    assert (end, session.state) == ([FinishedSending(Reason.LOCAL_HIT)], BROKEN)
+    assert (end, session.snapshot.state) == ([FinishedSending(Reason.LOCAL_HIT)], BROKEN)
     assert len(session.snapshot.gone) == 64
 
 
@@ -522,7 +522,7 @@ def test_the_largest_engine_is_served_in_time() -> None:
     granted = session.step(READY)
     actions = [action for c in consumers for action in session.step(ReleaseArrived(c))]
     assert time.thread_time() - start < 10
-    assert (len(granted), len(actions), session.state) == (4096, 4097, DONE)
+    assert (len(granted), len(actions), session.snapshot.state) == (4096, 4097, DONE)
 
 
 # ------------------------------------------------------------ sink
@@ -673,7 +673,7 @@ def test_load(name: str) -> None:
     for event, actions, state in LOAD_PATHS[name]:
         assert (session.step(event), session.state_of(R0)) == (actions, state), event
     asked = [a for _, actions, _ in LOAD_PATHS[name] for a in actions]
-    assert session.is_finished == any(isinstance(a, FinishedRecving) for a in asked)
+    assert session.snapshot.is_finished == any(isinstance(a, FinishedRecving) for a in asked)
 
 
 def test_a_null_route_reads_nothing() -> None:
@@ -699,7 +699,7 @@ def test_the_load_ends_with_its_last_route() -> None:
     assert session.step(VerdictArrived(R1, True, None)) == []
     assert session.step(READ) == [SendRelease(R0)]
     assert session.step(GOOD) == [FinishedRecving(None)]
-    assert session.failure is None
+    assert session.snapshot.failure is None
 
 
 def test_the_first_failure_fails_every_route_and_cancels_once() -> None:
@@ -719,9 +719,9 @@ def test_the_first_failure_fails_every_route_and_cancels_once() -> None:
     assert [session.state_of(r) for r in (R0, R1, r2)] == [DRAINING, DRAINING, VALID]
     assert session.step(ABORT) == []
     assert session.step(DRAINED) == []
-    assert not session.is_finished
+    assert not session.snapshot.is_finished
     assert session.step(ReadFailed(R1, Reason.PEER_LOST)) == [FinishedRecving(TIMEOUT)]
-    assert session.failure is TIMEOUT
+    assert session.snapshot.failure is TIMEOUT
 
 
 def test_an_abort_leaves_finished_routes_alone() -> None:
