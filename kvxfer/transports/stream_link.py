@@ -1,4 +1,4 @@
-"""A sink's connection to one source rank: its sockets, and what each slot of its staging holds."""
+"""A sink's connection to one source rank: its sockets, its end of the pipe, and its slots."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import zmq
 
@@ -17,6 +16,8 @@ from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.backlog import EVENT, WORD_S, Backlog
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import Pipe, PipeBroken, SinkLane, Slots
+from kvxfer.transports.stream_machine import Reads, SinkSlot, SinkSlots
+from kvxfer.transports.stream_packing import ChunkJob
 from kvxfer.transports.stream_wire import (
     STREAM_VERSION,
     Attach,
@@ -47,18 +48,13 @@ _EVENTS = (
 BEYOND_NBYTES = 1 << 20
 """What a source may have sent beyond its chunks: announcements have 100 bytes each."""
 
-T = TypeVar("T")
 _log = logging.getLogger("kvxfer.transports")
 
 
 @dataclass(slots=True, eq=False)
-class Link(Generic[T]):
+class Link:
     """One connection. ``control_endpoint``: of the source rank; ``endpoint``: its data endpoint;
-    ``path``: what carries the announcements.
-
-    A slot is the source's, or announced (``awaited``: its payload is on the way, for whom), or
-    being unpacked (``num_unpacking`` are), or dealt with: then its number is in ``credits`` until
-    the source is told. ``generations``: how many chunks were announced in each slot.
+    ``path``: what carries the announcements. ``jobs``: what unpacks a slot, by slot.
     ``only_own_user``: see ``native_peers``.
     """
 
@@ -69,20 +65,20 @@ class Link(Generic[T]):
     socket: Socket
     monitor: Socket
     lane: SinkLane
-    generations: list[int]
     only_own_user: bool
-    held: set[int] = field(default_factory=set)
-    awaited: dict[int, T] = field(default_factory=dict)
-    credits: list[int] = field(default_factory=list)
-    num_unpacking: int = 0
+    jobs: dict[int, ChunkJob] = field(default_factory=dict)
     num_unreadable: int = 0
     is_connected: bool = False
     is_lost: bool = False
+    table: SinkSlots = field(init=False)
+    reads: Reads = field(init=False)
     _inbox: Inbox = field(init=False)
     _said_s: float = field(default_factory=time.monotonic)
     _backlog: Backlog = field(default_factory=lambda: Backlog(-1))
 
     def __post_init__(self) -> None:
+        self.table = SinkSlots(self.slots.num_slots, self.slots.slot_nbytes)
+        self.reads = Reads(self.table)
         self._inbox = Inbox(self.socket)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
@@ -120,6 +116,11 @@ class Link(Generic[T]):
         """Whether so many announcements could not be read that no slot may be left."""
         return self.num_unreadable >= self.slots.num_slots
 
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a payload was announced and is not there yet."""
+        return self.table.num[SinkSlot.AWAITED] > 0
+
     def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
         """The source's end is open. ``frame``: what ZeroMQ brought it in. Raises ProtocolError,
         PipeBroken.
@@ -132,47 +133,18 @@ class Link(Generic[T]):
         self.lane.connected(message.address)
         self.is_connected = True
 
-    def is_repeated(self, header: Header) -> bool:
-        """Whether this chunk was announced before."""
-        in_range = 0 <= header.slot < self.slots.num_slots
-        return in_range and 0 <= header.generation < self.generations[header.slot]
-
-    def announce(self, header: Header, parts: Sequence[zmq.Frame], wanted: T) -> None:
-        """The payload of a slot will come. Raises ProtocolError, PipeBroken."""
-        slot, nbytes = header.slot, header.nbytes
+    def announce(self, header: Header, parts: Sequence[zmq.Frame]) -> None:
+        """The pipe is told of a payload that will come, before the slots are. Raises ProtocolError,
+        PipeBroken.
+        """
         if not self.is_connected:
             raise ProtocolError("chunk: expected attached first")
-        if not 0 <= slot < self.slots.num_slots or not 0 <= nbytes <= self.slots.slot_nbytes:
-            raise ProtocolError(f"chunk: expected one that fits {self.slots}, got {header}")
-        if slot in self.held or header.generation != self.generations[slot]:
-            raise ProtocolError(
-                f"chunk: expected generation {self.generations[slot]} of slot {slot} after its "
-                f"credit, got {header.generation}"
-            )
-        self.lane.announced(slot, header.generation, nbytes, parts)
-        self.generations[slot] += 1
-        self.held.add(slot)
-        self.awaited[slot] = wanted
+        self.table.check(header)
+        self.lane.announced(header.slot, header.generation, header.nbytes, parts)
 
-    def free(self, slot: int) -> None:
-        """A slot whose payload was there is the source's again. Raises PipeBroken."""
-        if self.is_lost:
-            return
-        self.lane.free(slot)
-        self.held.discard(slot)
-        self.credits.append(slot)
-
-    def take_credits(self) -> Credit | None:
-        """In batches, because each credit wakes the source; but never the last ones late."""
-        if not self.credits:
-            return None
-        if self.num_unpacking and len(self.credits) < max(1, self.slots.num_slots // 4):
-            return None
-        taken, self.credits = self.credits, []
-        return Credit(tuple(taken))
-
-    def give_back(self, credit: Credit) -> bool:
-        """By the pipe, if it carries messages. Raises PipeBroken."""
+    def give_back(self, slots: Sequence[int]) -> bool:
+        """Credits, by the pipe if it carries messages. Raises PipeBroken."""
+        credit = Credit(tuple(slots))
         return self.lane.tell(encode(credit)) or self.send(credit)
 
     def send(self, message: ToSource) -> bool:
@@ -189,13 +161,12 @@ class Link(Generic[T]):
         """The connection ends now, the lane when nobody reads its slots any more."""
         if not self.is_lost:
             self.is_lost = True
-            self.awaited.clear()
             _close(self.socket, self.monitor)
             self.close_lane()
 
     def close_lane(self) -> None:
         """Once the link is lost and nobody reads its slots any more."""
-        if self.is_lost and not self.num_unpacking:
+        if self.is_lost and not self.jobs:
             self.lane.close()
 
 
@@ -209,7 +180,7 @@ def open_link(
     uses_unix_sockets: bool,
     is_trial: bool = False,
     way: str = "",
-) -> Link[T]:
+) -> Link:
     """Attach; the connection is made in the background. ``way``: of the pipe's.
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
@@ -237,17 +208,14 @@ def open_link(
     except BaseException:
         _close(socket, monitor)
         raise
-    path = lane.path("TCP" if nearest == endpoint else "a Unix socket")
-    generations = [0] * slots.num_slots
-    link: Link[T] = Link(
+    link = Link(
         source.control_endpoint,
         endpoint,
-        path,
+        lane.path("TCP" if nearest == endpoint else "a Unix socket"),
         slots,
         socket,
         monitor,
         lane,
-        generations,
         only_own_user=needs_own_user(pipe, config),
     )
     sizes = (slots.num_slots, slots.slot_nbytes)

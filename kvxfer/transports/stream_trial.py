@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,7 @@ from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connection
 from kvxfer.transports.stream_link import Link
+from kvxfer.transports.stream_machine import SlotEvent
 from kvxfer.transports.stream_wire import (
     AskTrial,
     Attached,
@@ -73,28 +74,26 @@ def trial_rows(nbytes: int) -> Tensor:
 class _Fill(CopyJob):
     """Writes the pattern into a slot."""
 
-    __slots__ = ("_filled", "_staging", "connection", "header")
+    __slots__ = ("_filled", "connection", "header")
 
-    def __init__(
-        self,
-        connection: Connection,
-        header: TrialHeader,
-        staging: Callable[[int, int], Tensor],
-        filled: Mailbox[_Fill],
-    ) -> None:
+    def __init__(self, connection: Connection, header: TrialHeader, filled: Mailbox[_Fill]) -> None:
         super().__init__(connection)
         self.connection = connection
         self.header = header
-        self._staging = staging
         self._filled = filled
 
     def run(self) -> bool:
-        rows = trial_rows(self.header.nbytes)
-        self._staging(self.header.slot, self.header.nbytes).view_as(rows).copy_(rows)
+        rows, lane = trial_rows(self.header.nbytes), self.connection.lane
+        assert lane is not None  # it is open as long as a slot is being filled
+        lane.staging(self.header.slot, self.header.nbytes).view_as(rows).copy_(rows)
         return False
 
     def on_end(self) -> None:
         self._filled.put(self)
+
+
+Filled = tuple[Connection, TrialHeader | None]
+"""A slot that is full now; without a header: one that cannot be written."""
 
 
 class TrialGiver:
@@ -103,7 +102,7 @@ class TrialGiver:
     def __init__(self, copy_thread: Copier, wake: Wake) -> None:
         self._copy_thread = copy_thread
         self._filled: Mailbox[_Fill] = Mailbox(wake)
-        self._ready: list[tuple[Connection, TrialHeader | None]] = []
+        self._ready: list[Filled] = []
         self._num_filling = 0
 
     @property
@@ -124,44 +123,47 @@ class TrialGiver:
             )
         if connection.num_trials >= MAX_TRIALS:
             return None
-        if not connection.free:
+        if not connection.table.free:
             raise ProtocolError("trial: expected a slot to be credited first")
         held = connection.trial_slots  # what need not be filled again, then what holds nothing
         return min(
-            connection.free, key=lambda slot: (held.get(slot) != message.nbytes, slot in held, slot)
+            connection.table.free,
+            key=lambda slot: (held.get(slot) != message.nbytes, slot in held, slot),
         )
 
     def fill(self, connection: Connection, slot: int, nbytes: int) -> None:
         """On the copy thread, unless the slot still has what is asked for."""
-        assert connection.lane is not None
         connection.num_trials += 1
-        connection.num_filling += 1
-        connection.free.remove(slot)
-        header = TrialHeader(nbytes, slot, connection.generations[slot])
+        connection.table.fill(slot)
+        header = TrialHeader(nbytes, slot, connection.table.generations[slot])
         if connection.trial_slots.get(slot) == nbytes:
+            connection.table.move(slot, SlotEvent.FILLED)
             self._ready.append((connection, header))
             return
         connection.trial_slots[slot] = nbytes
         self._num_filling += 1
-        self._copy_thread.submit(_Fill(connection, header, connection.lane.staging, self._filled))
+        self._copy_thread.submit(_Fill(connection, header, self._filled))
 
-    def drain(self) -> Iterator[tuple[Connection, TrialHeader | None]]:
-        """Slots that are full now; without a header: one that cannot be written."""
+    def drain(self) -> Iterator[Filled]:
+        """What was filled since."""
         ready, self._ready = self._ready, []
         yield from ready
         for job in self._filled.drain():
             yield self._take(job)
 
-    def close(self) -> Iterator[tuple[Connection, TrialHeader | None]]:
+    def close(self) -> Iterator[Filled]:
         """The last ones, waited for."""
-        ready, self._ready = self._ready, []
-        yield from ready
+        yield from self.drain()
         while self._num_filling:
             yield self._take(self._filled.take())
 
-    def _take(self, job: _Fill) -> tuple[Connection, TrialHeader | None]:
+    def _take(self, job: _Fill) -> Filled:
         self._num_filling -= 1
-        return job.connection, job.header if job.end is CopyEnd.DONE else None
+        if job.end is CopyEnd.DONE:
+            job.connection.table.move(job.header.slot, SlotEvent.FILLED)
+            return job.connection, job.header
+        job.connection.table.empty(job.header.slot)
+        return job.connection, None
 
 
 # ------------------------------------------------------------------ the taking side
@@ -183,7 +185,7 @@ class TrialTaker:
     else is done only once.
     """
 
-    def __init__(self, pipe: Pipe, link: Link[TrialHeader], wake: WakeUp, timeout_s: float) -> None:
+    def __init__(self, pipe: Pipe, link: Link, wake: WakeUp, timeout_s: float) -> None:
         self._pipe = pipe
         self._link = link
         self._wake = wake
@@ -237,15 +239,16 @@ class TrialTaker:
                     rows = trial_rows(nbytes)
                     is_equal &= torch.equal(payload.cpu().view_as(rows), rows)
                     del payload
-                link.free(slot)
+                link.table.free(slot)
+                link.lane.free(slot)
         except (PipeBroken, ProtocolError) as exc:
             raise TransportUnavailable(f"{name}: trial with {link.endpoint}: {exc}") from exc
         if not is_equal:
             raise TransportUnavailable(
                 f"{name}: the trial bytes from {link.endpoint} differ from what was asked for"
             )
-        link.send(Credit(tuple(link.credits)))  # before the next is asked for, so not by the pipe
-        link.credits.clear()
+        credit = Credit(link.table.take_credits())
+        link.send(credit)  # before the next is asked for, so not by the pipe
         return duration_s
 
     def _wait(self, nbytes: int) -> int:
@@ -259,10 +262,10 @@ class TrialTaker:
                 self._arrived.extend(link.lane.poll())
             if self._arrived:
                 slot = self._arrived.pop()
-                header = link.awaited.pop(slot)
-                if header.nbytes == nbytes:
+                header = link.table.headers[slot]
+                if header is not None and header.nbytes == nbytes:
                     return slot
-                raise ProtocolError(f"trial: expected {nbytes} bytes, got {header.nbytes}")
+                raise ProtocolError(f"trial: expected {nbytes} bytes, got {header}")
             left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TransportUnavailable(
@@ -302,6 +305,7 @@ class TrialTaker:
                     f"{self._pipe.name}: {self._link.endpoint} refuses: {detail[:300]}"
                 )
             case TrialHeader() as header:
-                self._link.announce(header, parts, header)
+                self._link.announce(header, parts)
+                self._link.table.announced(header)
             case other:
                 raise ProtocolError(f"expected a trial, got {type(other).__name__}")

@@ -20,7 +20,6 @@ from kvxfer.transports.base import Trial
 from kvxfer.transports.pipe import Pipe, Slots
 from kvxfer.transports.stream_link import Link
 from kvxfer.transports.stream_trial import TrialTaker
-from kvxfer.transports.stream_wire import TrialHeader
 from kvxfer.transports.wake_up import WakeUp
 
 WAY_MARGIN = 0.8
@@ -36,7 +35,7 @@ NIXL's READ between two processes on two busy cores, one of them over TCP, where
 and READ 8.
 """
 
-MakeLink: TypeAlias = Callable[[Slots, str], Link[TrialHeader]]
+MakeLink: TypeAlias = Callable[[Slots, str], Link]
 """A connection for one way's trial. Raises TransportUnavailable."""
 
 _log = logging.getLogger("kvxfer.transports")

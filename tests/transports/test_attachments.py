@@ -28,6 +28,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connections
+from kvxfer.transports.stream_machine import SourceSlot
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -452,7 +453,7 @@ def test_staging_that_is_never_credited_comes_back_for_others(
         pair.source.submit_send(send_request(key_of(1), a_move()))
         pair.until(lambda: clients[0].chunks() > 0)
         (silent,) = _connections(pair).all()
-        pair.until(lambda: len(silent.in_flight) == ATTACH.num_slots)
+        pair.until(lambda: silent.table.num[SourceSlot.IN_FLIGHT] == ATTACH.num_slots)
         _rest(pair, 0.3)
         pair.sink.attach(pair.manifest)
         pair.start(key_of(2), a_move())

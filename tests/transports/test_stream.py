@@ -102,7 +102,7 @@ def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(p
         staging=lambda slot, nbytes: torch.zeros(nbytes, dtype=torch.uint8),
         close=lambda: closed.append(1),
     )
-    connection = Connection(b"", Slots(1, TRIAL_NBYTES), lane=lane, free=[0], generations=[0])
+    connection = Connection(b"", Slots(1, TRIAL_NBYTES), lane=lane)
     source._trials.fill(connection, 0, TRIAL_NBYTES)
     connection.is_lost = True
     assert not source.is_idle

@@ -20,7 +20,6 @@ from kvxfer.transfer.costs import Staging, WireCosts
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import (
     registry,
-    stream_contact,
     stream_link,
     stream_packing,
     stream_sink,
@@ -39,7 +38,7 @@ from kvxfer.transports.base import (
     Trial,
 )
 from kvxfer.transports.stream_link import Link
-from kvxfer.transports.stream_reads import ReadLink
+from kvxfer.transports.stream_machine import SinkSlot
 from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
@@ -93,15 +92,15 @@ def test_every_byte_comes_and_slots_come_back(pair: Pair, world: World) -> None:
     assert bool(world.num_told) == world.carries
 
 
-def _awaited(pair: Pair) -> dict[int, object]:
+def _num_awaited(pair: Pair) -> int:
     """Slots of the pair's connection that were announced."""
-    return {**_link(pair).awaited}
+    return _link(pair).table.num[SinkSlot.AWAITED]
 
 
-def _link(pair: Pair) -> ReadLink:
+def _link(pair: Pair) -> Link:
     """The pair's connection."""
     assert isinstance(pair.sink, StreamSink)
-    (link,) = pair.sink._links.all()
+    (link,) = pair.sink._links.values()
     return link
 
 
@@ -134,7 +133,7 @@ def _all_announced(pair: Pair, world: World, *numbers: int) -> int:
     world.is_held = True
     for number in numbers:
         pair.start(key_of(number), move)
-    pair.until(lambda: len(_awaited(pair)) == len(numbers) * num_chunks)
+    pair.until(lambda: _num_awaited(pair) == len(numbers) * num_chunks)
     return num_chunks
 
 
@@ -312,7 +311,7 @@ def test_what_came_before_the_end_of_the_connection_counts(
     world.is_held = True
     pair.start(key, move)
     link = _link(pair)
-    pair.until(lambda: bool(link.awaited))
+    pair.until(lambda: link.is_awaiting)
     world.is_held = not comes
     sink._lose_link(link, "gone")
     end = pair.end(key)
@@ -389,8 +388,8 @@ def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, kinds: set[str]
 ) -> None:
     measured = Trial(WireCosts(1e-5, CHUNK_S, 2e11), "a path", "a way")
-    monkeypatch.setattr(stream_contact, "try_ways", lambda *_: measured)
-    monkeypatch.setattr(stream_contact.Contact, "_device_types", lambda *_: kinds)
+    monkeypatch.setattr(stream_sink, "try_ways", lambda *_: measured)
+    monkeypatch.setattr(stream_sink.StreamSink, "_device_types", lambda *_: kinds)
     trial = pair.trial()
     assert (trial.path, trial.way, trial.costs.bytes_per_s) == ("a path", "a way", 2e11)
     if kinds == {"cpu"}:
@@ -402,7 +401,7 @@ def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(
     assert trial.costs.chunk_nbytes(nbytes, 1, 64 << 20) >= nbytes
     assert trial.costs.chunk_nbytes(8 * nbytes, 1, 64 << 20) == 64 << 20
     dear = Trial(WireCosts(1e-5, 1e-3, 2e11))
-    monkeypatch.setattr(stream_contact, "try_ways", lambda *_: dear)
+    monkeypatch.setattr(stream_sink, "try_ways", lambda *_: dear)
     assert pair.trial() == dear
 
 
@@ -448,13 +447,13 @@ def test_the_end_of_a_read_is_told_before_its_last_slot_is_freed(
 ) -> None:
     """To post another receive takes longer than to tell."""
     freed: list[int] = []
-    inner = Link.free
+    inner = MemorySinkLane.free
 
-    def free(link: Link[Any], slot: int) -> None:
+    def free(lane: MemorySinkLane, slot: int) -> None:
         freed.append(slot)
-        inner(link, slot)
+        inner(lane, slot)
 
-    monkeypatch.setattr(Link, "free", free)
+    monkeypatch.setattr(MemorySinkLane, "free", free)
     pair.start(key_of(1), a_move())
     pair.until(lambda: any(isinstance(each, ReadDone) for each in pair.seen))
     num_chunks = sum(isinstance(each, Packed) for each in pair.said)

@@ -315,7 +315,7 @@ def test_nixl_reads_or_writes_as_its_trial_says(
         assert nixl.content() == nixl.expected(a_move(number))
     sink = nixl.sink
     assert isinstance(sink, StreamSink)
-    assert [link.path for link in sink._links.all()] == [way]
+    assert [link.path for link in sink._links.values()] == [way]
 
 
 def _slow_but(way: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
