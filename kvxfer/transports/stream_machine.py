@@ -118,19 +118,18 @@ class SlotTable(Generic[S]):
     each has carried.
     """
 
-    def __init__(
-        self, num_slots: int, table: Mapping[tuple[S, SlotEvent], S], states: type[S], first: S
-    ) -> None:
+    TABLE: Mapping[tuple[S, SlotEvent], S]
+
+    def __init__(self, num_slots: int, first: S) -> None:
         self.states = [first] * num_slots
-        self.num = dict.fromkeys(states, 0)
+        self.num = dict.fromkeys(type(first), 0)
         self.num[first] = num_slots
         self.generations = [0] * num_slots
-        self._table = table
 
     def move(self, slot: int, event: SlotEvent) -> None:
         """Raises ProtocolError where this cannot happen."""
         state = self.states[slot]
-        following = self._table.get((state, event))
+        following = self.TABLE.get((state, event))
         if following is None:
             raise ProtocolError(f"slot {slot}: {event.value} is not allowed in {state.value}")
         self.states[slot] = following
@@ -151,8 +150,10 @@ class Cancel:
 class SourceSlots(SlotTable[SourceSlot]):
     """``free``: granted slots, the next one last."""
 
+    TABLE = SOURCE_SLOT
+
     def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots, SOURCE_SLOT, SourceSlot, SourceSlot.FREE)
+        super().__init__(num_slots, SourceSlot.FREE)
         self.free = list(range(num_slots))
 
     @property
@@ -333,8 +334,10 @@ class Sends:
 class SinkSlots(SlotTable[SinkSlot]):
     """``headers``: what each slot was last announced to hold."""
 
+    TABLE = SINK_SLOT
+
     def __init__(self, num_slots: int, slot_nbytes: int) -> None:
-        super().__init__(num_slots, SINK_SLOT, SinkSlot, SinkSlot.GRANTED)
+        super().__init__(num_slots, SinkSlot.GRANTED)
         self.slot_nbytes = slot_nbytes
         self.headers: list[Header | None] = [None] * num_slots
         self._due: list[int] = []

@@ -348,6 +348,12 @@ def test_a_pipe_that_breaks_ends_the_connection_and_no_more(
     assert world.num_open == 2  # the first connection's lanes are closed
 
 
+def test_a_pipe_that_breaks_when_all_is_announced_ends_the_read(pair: Pair, world: World) -> None:
+    world.breaks.add("sink poll")
+    pair.start(key_of(1), make_move(next(case for case in CASES if case.name == "one token"), 1))
+    assert pair.end(key_of(1)) == ReadBroke(key_of(1), Reason.PEER_LOST, "no sink poll")
+
+
 def test_a_source_that_cannot_open_its_end_says_why(pair: Pair, world: World) -> None:
     world.breaks.add("open_source")
     pair.start(key_of(1), a_move())
