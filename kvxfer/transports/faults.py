@@ -242,7 +242,6 @@ class FaultySink(SinkTransport):
 
     def __init__(self, inner: SinkTransport, faults: Sequence[Fault], wake: Wake) -> None:
         self.name, self.is_stream, self.counts = inner.name, inner.is_stream, inner.counts
-        self.is_dear = inner.is_dear
         self._inner = inner
         self._faults = tuple(faults)
         self._wake = wake

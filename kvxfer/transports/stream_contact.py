@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 
 from kvxfer.config import Config
 from kvxfer.transfer.costs import StagingBounds
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import LocalMemory, Trial, kind_of
-from kvxfer.transports.pipe import MakePipe, Pipe, Slots
-from kvxfer.transports.stream_link import Link, open_link
-from kvxfer.transports.stream_trial import DEVICE_CHUNK_S, trial_slots
-from kvxfer.transports.stream_ways import try_ways
-from kvxfer.transports.stream_wire import Context, TrialHeader
+from kvxfer.transports.pipe import MakePipe, Pipe
+from kvxfer.transports.stream_trial import take_trial
+from kvxfer.transports.stream_wire import Context
 from kvxfer.transports.wake_up import WakeUp
 
 
@@ -34,25 +31,16 @@ class Contact:
             closing(WakeUp()) as wake,
             closing(self._make_pipe(self._memory, self._config, wake)) as pipe,
         ):
-
-            def make_link(slots: Slots, way: str) -> Link[TrialHeader]:
-                return open_link(
-                    pipe,
-                    slots,
-                    source,
-                    self._config,
-                    self._context,
-                    uses_unix_sockets=uses_unix_sockets,
-                    is_trial=True,
-                    way=way,
-                )
-
-            kinds = self._device_types(source)
-            trial = try_ways(pipe, make_link, trial_slots(*kinds), wake, timeout_s)
-        if kinds == {"cpu"}:
-            return trial
-        message_s = max(trial.costs.message_s, DEVICE_CHUNK_S)
-        return replace(trial, costs=replace(trial.costs, message_s=message_s))
+            return take_trial(
+                pipe,
+                source,
+                self._device_types(source),
+                self._config,
+                self._context,
+                wake,
+                timeout_s,
+                uses_unix_sockets=uses_unix_sockets,
+            )
 
     def staging_bounds(self, source: RankManifest, pipe: Pipe) -> StagingBounds:
         """Settings, and what is usual for the memory of both sides."""

@@ -100,7 +100,7 @@ class StreamSink(SinkTransport):
             undo.pop_all()
         self._completions: Completions[SinkCompletion] = Completions(wake)
         self._reads = Unpacking(self._packer, self._free, self._completions, wake)
-        self.name, self.is_dear = self._pipe.name, self._pipe.is_dear
+        self.name = self._pipe.name
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """Ask for a few messages over a pipe of its own, in each of its ways."""

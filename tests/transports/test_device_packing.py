@@ -196,7 +196,7 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
         )
         pair.manifest = msgspec.structs.replace(pair.manifest, memories=memories)
         assert pair.trial(10.0).costs.bytes_per_s > 0
-    assert attached == [(5, large_nbytes)]
+    assert attached == [(2, large_nbytes)]
     assert set(asked) == {large_nbytes, 64 << 10}
 
 

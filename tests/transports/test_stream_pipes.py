@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
 from kvxfer.testing_cases import CASES, make_move
 from kvxfer.transfer.chunks import chunk_list
-from kvxfer.transfer.costs import Staging, WireCosts
+from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import (
     registry,
@@ -25,8 +26,10 @@ from kvxfer.transports import (
     stream_packing,
     stream_sink,
     stream_source,
+    stream_trial,
 )
 from kvxfer.transports.base import (
+    TRIAL_NBYTES,
     LocalMemory,
     Packed,
     PeerGone,
@@ -36,7 +39,6 @@ from kvxfer.transports.base import (
     ReadStopped,
     SendStopped,
     Sent,
-    Trial,
 )
 from kvxfer.transports.stream_link import Link
 from kvxfer.transports.stream_reads import ReadLink
@@ -378,7 +380,7 @@ def test_a_trial_measures_costs_and_leaves_nothing_open(pair: Pair, world: World
     trial = pair.trial()
     assert trial.costs.bytes_per_s > 1e6
     assert 0 < trial.costs.latency_s < 1
-    assert CHUNK_S <= trial.costs.message_s < 1
+    assert trial.costs.message_s == CHUNK_S
     assert trial.path == "memory"
     pair.until(lambda: world.num_open == 2)
     assert world.num_pipes == 2
@@ -388,22 +390,15 @@ def test_a_trial_measures_costs_and_leaves_nothing_open(pair: Pair, world: World
 def test_a_chunk_costs_more_where_a_gpu_packs_or_unpacks(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, kinds: set[str]
 ) -> None:
-    measured = Trial(WireCosts(1e-5, CHUNK_S, 2e11), "a path", "a way")
-    monkeypatch.setattr(stream_contact, "try_ways", lambda *_: measured)
     monkeypatch.setattr(stream_contact.Contact, "_device_types", lambda *_: kinds)
-    trial = pair.trial()
-    assert (trial.path, trial.way, trial.costs.bytes_per_s) == ("a path", "a way", 2e11)
-    if kinds == {"cpu"}:
-        assert trial == measured
-        return
-    assert trial.costs.message_s == 4 * CHUNK_S
-    # 128 tokens of Llama-3-8B, and 1024: chunks of 16 MiB and more
-    nbytes = 128 << 17
-    assert trial.costs.chunk_nbytes(nbytes, 1, 64 << 20) >= nbytes
-    assert trial.costs.chunk_nbytes(8 * nbytes, 1, 64 << 20) == 64 << 20
-    dear = Trial(WireCosts(1e-5, 1e-3, 2e11))
-    monkeypatch.setattr(stream_contact, "try_ways", lambda *_: dear)
-    assert pair.trial() == dear
+    monkeypatch.setattr(stream_trial, "DEVICE_TRIAL_NBYTES", TRIAL_NBYTES)  # the source has no GPU
+    costs = replace(pair.trial().costs, latency_s=1e-5, bytes_per_s=2e11)
+    assert costs.message_s == CHUNK_S * (1 if kinds == {"cpu"} else 4)
+    if kinds != {"cpu"}:
+        # 128 tokens of Llama-3-8B, and 1024: chunks of 16 MiB and more
+        nbytes = 128 << 17
+        assert costs.chunk_nbytes(nbytes, 1, 64 << 20) >= nbytes
+        assert costs.chunk_nbytes(8 * nbytes, 1, 64 << 20) == 64 << 20
 
 
 def test_a_trial_over_a_pipe_that_breaks_says_so(pair: Pair, world: World) -> None:
