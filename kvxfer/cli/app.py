@@ -181,18 +181,19 @@ def pair(
             ModelOptions(model, kv_heads, dtype),
             SideOptions(
                 *(prefill_tp, prefill_block_size, prefill_layout),
-                *(prefill_blocks, prefill_prefix_caching, prefill_faults),
+                *(prefill_blocks, prefill_prefix_caching),
                 *(device, prefill_numbers),
             ),
             SideOptions(
                 *(decode_tp, decode_block_size, decode_layout),
-                *(decode_blocks, decode_prefix_caching, decode_faults),
+                *(decode_blocks, decode_prefix_caching),
                 *(device, decode_numbers),
             ),
             work,
             wire=transport,
             on_load_failure=on_load_failure,
             log_level=log_level,
+            faults={"prefill": prefill_faults, "decode": decode_faults},
         )
         _end(is_good)
 
@@ -214,7 +215,6 @@ def prefill(
     kv_port: KvPort = None,
     num_blocks: NumBlocks = None,
     prefix_caching: PrefixCaching = True,
-    faults: Faults = "",
     digests: Annotated[
         bool, typer.Option(help="Digest every request's KV, so that decode --verify can compare.")
     ] = False,
@@ -231,7 +231,7 @@ def prefill(
             address,
             ModelOptions(model, kv_heads, dtype),
             SideOptions(
-                *(tp, block_size, layout, num_blocks, prefix_caching, faults),
+                *(tp, block_size, layout, num_blocks, prefix_caching),
                 *(device, numbers),
             ),
             wire=transport,
@@ -275,7 +275,6 @@ def decode(
     json: Json = None,
     num_blocks: NumBlocks = None,
     prefix_caching: PrefixCaching = True,
-    faults: Faults = "",
     wait_s: Annotated[
         float,
         typer.Option("--wait", min=0.1, help="Seconds to wait for prefill to be there, or back."),
@@ -301,7 +300,7 @@ def decode(
             address,
             ModelOptions(model, kv_heads, dtype),
             SideOptions(
-                *(tp, block_size, layout, num_blocks, prefix_caching, faults),
+                *(tp, block_size, layout, num_blocks, prefix_caching),
                 *(device, numbers),
             ),
             work,

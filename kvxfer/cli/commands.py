@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -70,8 +71,12 @@ def run_pair(
     wire: Wire | None,
     on_load_failure: OnLoadFailure,
     log_level: str | None,
+    faults: Mapping[str, str],
 ) -> bool:
-    """Both groups on this host, and the single engine beside them. Returns whether all is well."""
+    """Both groups on this host, and the single engine beside them. Returns whether all is well.
+
+    ``faults``: what the wires of a side do wrong, see ``kvxfer.testing.faults``.
+    """
     model = read_model(model_options, (prefill.tp_size, decode.tp_size, 1))
     work = read_work(work_options, model, model_options.model)
     prefill, decode = place_sides((prefill, decode), count_cuda_devices)
@@ -82,7 +87,7 @@ def run_pair(
             model_options,
             model,
             # Free ports: the two front doors are on one host, and nobody else needs to find them.
-            kv=_settings({"port": 0}, wire, side, log_level, quiet=True),
+            kv=_settings({"port": 0}, wire, log_level, quiet=True),
             num_blocks=pool_blocks(side, model, work),
             max_model_len=work.max_tokens(),
             max_num_seqs=max(SERVER_SEQS, work.in_flight),
@@ -96,12 +101,25 @@ def run_pair(
         configs["single"] = single_engine(model_options, model, work, device=device)
     console = make_console()
     with ExitStack() as stack:
-        groups = {name: stack.enter_context(EngineGroup(c)) for name, c in configs.items()}
+        groups = {
+            name: stack.enter_context(EngineGroup(config, set_up=_faulty(faults.get(name, ""))))
+            for name, config in configs.items()
+        }
         _say_start(console, model_options, work, configs)
         links = {
             name: Link(_client(stack, group.endpoint), group) for name, group in groups.items()
         }
         return _replay(console, work, work_options, _Run(links, configs), model, on_load_failure)
+
+
+def _faulty(faults: str) -> Callable[[], None] | None:
+    """What a rank's process does first. Raises ConfigError for faults that nobody knows."""
+    if not faults:
+        return None
+    from kvxfer.testing.faults import install, parse_faults
+
+    parse_faults(faults)
+    return partial(install, faults)
 
 
 def run_prefill(
@@ -119,7 +137,7 @@ def run_prefill(
     (side,) = place_sides((side,), count_cuda_devices)
     num_blocks = side.num_blocks or SERVER_BLOCKS
     given: dict[str, Any] = {} if kv_port is None else {"port": kv_port}
-    kv = _settings(given, wire, side, log_level, {"host": listen.host.strip("[]")})
+    kv = _settings(given, wire, log_level, {"host": listen.host.strip("[]")})
     config = transfer_engine(
         Role.PREFILL,
         side,
@@ -161,7 +179,7 @@ def run_decode(
     model = read_model(model_options, (side.tp_size, 1))
     work = read_work(work_options, model, model_options.model)
     (side,) = place_sides((side,), count_cuda_devices)
-    kv = _settings({"port": kv_port}, wire, side, log_level)
+    kv = _settings({"port": kv_port}, wire, log_level)
     configs = {
         "decode": transfer_engine(
             Role.DECODE,
@@ -195,7 +213,6 @@ def run_decode(
 def _settings(
     given: dict[str, Any],
     wire: Wire | None,
-    side: SideOptions,
     log_level: str | None,
     defaults: dict[str, Any] | None = None,
     *,
@@ -203,7 +220,6 @@ def _settings(
 ) -> Config:
     options = {
         "transport": wire.value if wire else None,
-        "faults": side.faults or None,
         "log_level": log_level,
     }
     usual = {"log_level": "WARNING"} if quiet else {}

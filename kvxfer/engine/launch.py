@@ -5,6 +5,7 @@ Free of torch, so that the parent starts its ranks a second or two earlier.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -67,8 +68,12 @@ def keeps_store(collectives: str) -> bool:
     return collectives == "nccl"
 
 
-def run_rank(spec: RankSpec, parent: Connection) -> None:
-    """The entry of a rank's process."""
+def run_rank(
+    spec: RankSpec, parent: Connection, set_up: Callable[[], object] | None = None
+) -> None:
+    """The entry of a rank's process. ``set_up`` is called first, for tests."""
     from kvxfer.engine.rank import rank_main  # loaded with torch in the fork server, not here
 
+    if set_up is not None:
+        set_up()
     rank_main(spec, parent)

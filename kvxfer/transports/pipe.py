@@ -174,15 +174,11 @@ class Pipe(ABC):
     name: str
     ways: tuple[str, ...] = ("",)
     """In which it can move bytes, the usual one first; a sink takes one for each connection, by
-    trial (``stream_ways``). Ends on the source's side are made for any of them.
+    trial (``stream_trial``). Ends on the source's side are made for any of them.
     """
     reads_peers: bool = False
     """Whether its library reads what peers send, in ways that kvxfer cannot check before; see
     ``native_peers``.
-    """
-    is_dear: bool = False
-    """Whether to make and connect a pipe takes much longer than a first load may wait; a trial does
-    both. See ``SinkTransport.is_dear``.
     """
 
     def staging_size(self, device_type: str) -> StagingSize:

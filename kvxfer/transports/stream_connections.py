@@ -21,7 +21,7 @@ MAX_STAGING_NBYTES = 4 << 30
 needs more takes the places of others as above.
 """
 MAX_TRIAL_NBYTES = 512 << 20
-"""Staging for trials, of that: one has 20 MiB (160 between GPUs), and takes milliseconds. One that
+"""Staging for trials, of that: one has 8 MiB (64 between GPUs), and takes milliseconds. One that
 needs more takes the place of the trial that has waited longest for a credit.
 """
 TRIAL_S = 30.0
@@ -32,7 +32,7 @@ MAX_PROBES = 32
 """Empty frames that wait for one sink at most: fewer than its queue has room for beyond chunks."""
 MAX_TRIALS = 32
 """Messages of a trial for one connection: a sink makes one of its own for each trial, which takes
-at most 27.
+at most 12.
 """
 
 ReadName = tuple[bytes, bytes, str]

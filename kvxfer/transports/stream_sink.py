@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import zmq
@@ -43,12 +43,11 @@ from kvxfer.transports.base import (
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.native_peers import needs_own_user, refusal
-from kvxfer.transports.pipe import MakePipe, Pipe, PipeBroken, Slots
+from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots
 from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_machine import Cancel, Free, SinkAction, SinkSlot, Unpack
 from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
-from kvxfer.transports.stream_trial import DEVICE_CHUNK_S, trial_slots
-from kvxfer.transports.stream_ways import try_ways
+from kvxfer.transports.stream_trial import take_trial
 from kvxfer.transports.stream_wire import (
     Attached,
     ChunkHeader,
@@ -120,27 +119,27 @@ class StreamSink(SinkTransport):
         self._reading: dict[TransferKey, _Reading] = {}
         self._unfreed: set[Link] = set()
         """Those that have slots of reads whose ends are told now."""
-        self.name, self.is_dear = self._pipe.name, self._pipe.is_dear
+        self.name = self._pipe.name
 
     # -- meeting a source rank
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """Ask for a few messages over a pipe of its own, in each of its ways."""
         self._check_may_meet(data_endpoint_of(source, self._config, self.name))  # before a pipe
-        kinds = self._device_types(source)
         with (
             closing(WakeUp()) as wake,
             closing(self._make_pipe(self._memory, self._config, wake)) as pipe,
         ):
-
-            def make_link(slots: Slots, way: str) -> Link:
-                return self._open_link(pipe, slots, source, way, is_trial=True)
-
-            trial = try_ways(pipe, make_link, trial_slots(*kinds), wake, timeout_s)
-        if kinds == {"cpu"}:
-            return trial
-        message_s = max(trial.costs.message_s, DEVICE_CHUNK_S)
-        return replace(trial, costs=replace(trial.costs, message_s=message_s))
+            return take_trial(
+                pipe,
+                source,
+                self._device_types(source),
+                self._config,
+                self._context,
+                wake,
+                timeout_s,
+                uses_unix_sockets=self.uses_unix_sockets,
+            )
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """What unpacks them."""
@@ -185,24 +184,18 @@ class StreamSink(SinkTransport):
             config.chunk_nbytes,
         )
         slots = Slots(staging.num_slots, staging.slot_nbytes)
-        link = self._open_link(self._pipe, slots, source, staging.way)
-        self._links[link.control_endpoint] = link
-        self._watch()
-        self._pipe.progress()
-
-    def _open_link(
-        self, pipe: Pipe, slots: Slots, source: RankManifest, way: str, *, is_trial: bool = False
-    ) -> Link:
-        return open_link(
-            pipe,
+        link = open_link(
+            self._pipe,
             slots,
             source,
             self._config,
             self._context,
             uses_unix_sockets=self.uses_unix_sockets,
-            is_trial=is_trial,
-            way=way,
+            way=staging.way,
         )
+        self._links[link.control_endpoint] = link
+        self._watch()
+        self._pipe.progress()
 
     def _check_may_meet(self, endpoint: str) -> None:
         """Raises TransportUnavailable for a source that the pipe's library may not read."""

@@ -46,7 +46,6 @@ class UcxPipe(Pipe):
 
     name = "ucx"
     reads_peers = True
-    is_dear = True  # 0.5 s to load the library, 20 ms and more to connect
 
     def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
         """Staging lies on ``device``. Raises TransportUnavailable: what is missing, and what to

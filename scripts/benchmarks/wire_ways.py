@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvxfer.config import Config, load_config
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transports.base import (

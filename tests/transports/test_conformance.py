@@ -10,7 +10,7 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.testing import MakeSink, MakeSource, check_transport
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transports.base import (
     LocalMemory,
     Progress,

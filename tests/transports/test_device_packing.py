@@ -19,7 +19,7 @@ from kvxfer.tensors.device_work import BoundSide
 from kvxfer.tensors.job_ring import HostEvent
 from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.testing import check_transport
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import launches, registry
@@ -197,7 +197,7 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
         )
         pair.manifest = msgspec.structs.replace(pair.manifest, memories=memories)
         assert pair.trial(10.0).costs.bytes_per_s > 0
-    assert attached == [(5, large_nbytes)]
+    assert attached == [(2, large_nbytes)]
     assert set(asked) == {large_nbytes, 64 << 10}
 
 
@@ -221,8 +221,8 @@ def kernel_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @contextmanager
 def _pair(packer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     makers: tuple[tuple[dict[str, Any], Any], ...] = (
-        (registry._SOURCES, StreamSource),
-        (registry._SINKS, StreamSink),
+        (registry.SOURCES, StreamSource),
+        (registry.SINKS, StreamSink),
     )
     for known, side in makers:
         monkeypatch.setitem(known, "zmq", partial(_made, side, packer))
