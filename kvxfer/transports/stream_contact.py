@@ -9,11 +9,12 @@ from kvxfer.config import Config
 from kvxfer.transfer.costs import StagingBounds
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import LocalMemory, Trial, kind_of
+from kvxfer.transports.channel import Context
 from kvxfer.transports.pipe import MakePipe, Pipe, Slots
 from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_trial import DEVICE_CHUNK_S, trial_slots
 from kvxfer.transports.stream_ways import try_ways
-from kvxfer.transports.stream_wire import Context, TrialHeader
+from kvxfer.transports.stream_wire import TrialHeader
 from kvxfer.transports.wake_up import WakeUp
 
 

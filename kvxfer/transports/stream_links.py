@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from kvxfer.transports.channel import Socket
 from kvxfer.transports.stream_reads import ReadLink
-from kvxfer.transports.stream_wire import Socket, make_poller, readable
+from kvxfer.transports.stream_wire import make_poller, readable
 
 
 class Links:
@@ -50,6 +51,8 @@ class Links:
 
     def _watch(self) -> None:
         self._by_socket = {
-            socket: link for link in self._links.values() for socket in (link.socket, link.monitor)
+            socket: link
+            for link in self._links.values()
+            for socket in (link.dealer.socket, link.dealer.monitor)
         }
         self._poller = make_poller(tuple(self._by_socket))

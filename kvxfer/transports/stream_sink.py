@@ -37,8 +37,10 @@ from kvxfer.transports.base import (
     Trial,
     Wake,
 )
+from kvxfer.transports.channel import Context
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier
+from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots
 from kvxfer.transports.stream_contact import Contact
@@ -50,7 +52,6 @@ from kvxfer.transports.stream_unpacking import Unpacking
 from kvxfer.transports.stream_wire import (
     Attached,
     ChunkHeader,
-    Context,
     Credit,
     Expect,
     Header,
@@ -58,7 +59,6 @@ from kvxfer.transports.stream_wire import (
     data_endpoint_of,
     decode_to_sink,
 )
-from kvxfer.transports.zmq_same_host import nearest_endpoint
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -213,9 +213,9 @@ class StreamSink(SinkTransport):
         self._reads.take_unpacked()
         self._send_credits()
         for socket, link in self._links.readable():
-            if socket is link.socket:
+            if socket is link.dealer.socket:
                 self._receive(link)
-            elif link.has_ended():
+            elif link.dealer.why_ended() is not None:
                 self._lose_link(link, "the connection to the source rank ended")
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
@@ -237,7 +237,7 @@ class StreamSink(SinkTransport):
         """Drop connections whose source sends more than it was granted."""
         for link in self._links.all():
             try:
-                link.inspect()
+                link.dealer.inspect()
             except ProtocolError as exc:
                 self._lose_link(link, str(exc))
 

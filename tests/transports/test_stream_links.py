@@ -9,9 +9,9 @@ from typing import cast
 import pytest
 import zmq
 
+from kvxfer.transports.channel import Context, Socket
 from kvxfer.transports.stream_links import Links
 from kvxfer.transports.stream_reads import ReadLink
-from kvxfer.transports.stream_wire import Context, Socket
 
 
 @dataclass(eq=False)
@@ -22,6 +22,10 @@ class Ends:
     socket: Socket
     monitor: Socket
     far: tuple[Socket, Socket]
+
+    @property
+    def dealer(self) -> Ends:
+        return self
 
 
 NewLink = Callable[[str], tuple[ReadLink, Ends]]
@@ -59,18 +63,23 @@ def test_links_are_found_by_rank_and_by_what_has_come(new_link: NewLink) -> None
     links.add(second)
     assert (links.get("a"), links.get("b"), links.get("c")) == (first, second, None)
     assert (len(links), links.all()) == (2, [first, second])
-    assert list(links.sockets()) == [first.socket, first.monitor, second.socket, second.monitor]
+    assert list(links.sockets()) == [
+        first.dealer.socket,
+        first.dealer.monitor,
+        second.dealer.socket,
+        second.dealer.monitor,
+    ]
     assert not list(links.readable())
     ends.far[1].send(b"x")
-    assert second.monitor.poll(5000)
-    assert list(links.readable()) == [(second.monitor, second)]
+    assert second.dealer.monitor.poll(5000)
+    assert list(links.readable()) == [(second.dealer.monitor, second)]
 
 
 def test_what_is_dropped_on_the_way_is_not_looked_at_again(new_link: NewLink) -> None:
     links = Links()
     link, ends = new_link("a")
     links.add(link)
-    for far, near in zip(ends.far, (link.socket, link.monitor), strict=True):
+    for far, near in zip(ends.far, (link.dealer.socket, link.dealer.monitor), strict=True):
         far.send(b"x")
         assert near.poll(5000)
     seen = []
