@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvxfer.connector.access import server_key_of
-from kvxfer.connector.control_client import ControlClient
+from kvxfer.connector.control import ControlClient
 from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.peer_records import Surroundings
 from kvxfer.transfer.wire import Ping, ToSink, ToSource
@@ -55,17 +55,17 @@ class PeerLinks:
     def problem(self, endpoint: str) -> str:
         """Why the connection to an endpoint does not stand, as far as anybody knows."""
         client = self._clients.get(endpoint)
-        return client.problem if client is not None else ""
+        return client.dealer.problem if client is not None else ""
 
     @property
     def is_refused(self) -> bool:
         """A listener does not let this engine in."""
-        return any(client.is_refused for client in self._clients.values())
+        return any(client.dealer.is_refused for client in self._clients.values())
 
     def note(self, endpoint: str, problem: str) -> None:
         """The other side says what is wrong."""
         if endpoint in self._clients:
-            self._clients[endpoint].problem = problem
+            self._clients[endpoint].dealer.problem = problem
 
     def send(self, endpoint: str, message: ToSource) -> None:
         """Queue a message."""

@@ -41,11 +41,11 @@ from kvxfer.transfer.wire import (
     ToSource,
     encode,
 )
-from kvxfer.transports.backlog import LOOK_S
 from kvxfer.transports.base import LocalMemory, SinkCompletion, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
+from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
-from kvxfer.transports.zmq_listeners import Guard
+from kvxfer.transports.visitors import LOOK_S
 
 DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
@@ -146,7 +146,7 @@ class RankService:
         for source in sources.values():
             self.io.watch_group(source, partial(self._poll_source, source))
         self._inspects = [
-            self._server.inspect,
+            self._server.router.inspect,
             *(source.inspect for source in sources.values()),
             *(sink.inspect for sink in sinks.values()),
         ]

@@ -21,11 +21,11 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from kvxfer.log_limit import LogLimit
 from kvxfer.proxy.bodies import PATHS, ClientBody, parse_body, read_params
 from kvxfer.proxy.headers import REQUEST_ID, find, to_client, to_decode, to_prefill
 from kvxfer.proxy.metrics import CONTENT_TYPE, Metrics
 from kvxfer.proxy.pool import UP, EnginePool, Seen, State
-from kvxfer.proxy.repeats import Repeats
 from kvxfer.proxy.replies import NoKv, Reason, Refused
 from kvxfer.proxy.settings import Engine, OnMissingKv, ProxySettings, Side
 
@@ -55,7 +55,7 @@ class Proxy:
         self._session = session
         self.pool = EnginePool(settings.engines)
         self.metrics = Metrics()
-        self._without_kv = Repeats()
+        self._without_kv: LogLimit[tuple[Engine, Reason]] = LogLimit()
         self._abandoned: set[asyncio.Task[None]] = set()
         for engine in settings.engines:
             self.metrics.see(engine, is_up=False)

@@ -53,11 +53,12 @@ from kvxfer.transports.base import (
     Trial,
     Wake,
 )
+from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyJob
 from kvxfer.transports.pipe import MakePipe, Parts
 from kvxfer.transports.stream_connections import Connection
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import ChunkHeader, Context, Header, encode
+from kvxfer.transports.stream_wire import ChunkHeader, Header, encode
 
 _OF_COPIES = frozenset({"read:slow", "read:blank"})
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
@@ -425,6 +426,6 @@ class FaultyStreamSource(StreamSource):
                 packed = encode(msgspec.structs.replace(header, nonce=b"", sequence=-1))
             elif fault.name == "chunk:corrupt_header":
                 packed = b"\xc1" + packed[1:]  # 0xc1 is never used in msgpack
-            elif not self._router.tell(connection, packed, *parts):
+            elif not self._tell(connection.identity, packed, *parts):
                 return False
-        return self._router.tell(connection, packed, *parts)
+        return self._tell(connection.identity, packed, *parts)

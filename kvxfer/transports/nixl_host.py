@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from kvxfer.config import Config
-from kvxfer.transports.alarm import Alarm
 from kvxfer.transports.base import Wake
 from kvxfer.transports.native_peers import net_devices
 from kvxfer.transports.nixl_agent import Area, NixlAgent
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.staging import make_staging
+from kvxfer.transports.wake_up import Alarm
 
 
 class Staging:

@@ -15,13 +15,13 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport, Wake
+from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.native_peers import RDMA_DEVICES
 from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import Context
 from kvxfer.transports.zmq_pipe import ZmqPipe
 
 AUTO = {"cuda": ("cuda_ipc", "zmq", "ucx", "nixl"), "cpu": ("shm", "zmq", "ucx", "nixl")}

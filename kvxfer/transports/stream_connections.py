@@ -28,8 +28,6 @@ TRIAL_S = 30.0
 """After which a trial is over: a sink gives one up after 7 s at most."""
 MAX_EXPECTED = 512
 """Reads that one connection has announced and that have not ended; about 0.5 KB each."""
-MAX_PROBES = 32
-"""Empty frames that wait for one sink at most: fewer than its queue has room for beyond chunks."""
 MAX_TRIALS = 32
 """Messages of a trial for one connection: a sink makes one of its own for each trial, which takes
 at most 12.
@@ -44,10 +42,8 @@ class Connection:
     """One DEALER of a sink, and the slots of its staging. ``is_trial``: it carries no transfers.
 
     ``leaving``: what the pipe still sends, by slot; ``jobs``: what packs a slot. ``trial_slots``:
-    bytes of the trial's pattern that a slot still holds. ``num_probes``: empty frames sent since it
-    was last heard of. ``is_gone``: ZeroMQ does not know it any more; ``is_lost``: nothing more is
-    sent to it. ``attached_s``, ``moved_s``: when it attached, and since when it owes a credit
-    (monotonic clock).
+    bytes of the trial's pattern that a slot still holds. ``is_lost``: nothing more is sent to it.
+    ``attached_s``, ``moved_s``: when it attached, and since when it owes a credit (monotonic).
     """
 
     identity: bytes
@@ -62,8 +58,6 @@ class Connection:
     expected: dict[ReadName, None] = field(default_factory=dict)
     trial_slots: dict[int, int] = field(default_factory=dict)
     num_trials: int = 0
-    num_probes: int = 0
-    is_gone: bool = False
     is_lost: bool = False
     attached_s: float = field(default_factory=time.monotonic)
     moved_s: float = field(default_factory=time.monotonic)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,36 +11,23 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.backlog import EVENT, WORD_S, Backlog
+from kvxfer.transports.channel import MANY_PARTS, Bounds, Context, Dealer
+from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import Pipe, PipeBroken, SinkLane, Slots
 from kvxfer.transports.stream_machine import Reads, SinkSlot, SinkSlots
 from kvxfer.transports.stream_packing import ChunkJob
 from kvxfer.transports.stream_wire import (
+    FRAME_MAX_NBYTES,
     STREAM_VERSION,
     Attach,
     Attached,
-    Context,
     Credit,
     Header,
-    Socket,
     ToSource,
     data_endpoint_of,
     encode,
-    make_dealer,
-)
-from kvxfer.transports.zmq_inbox import Inbox
-from kvxfer.transports.zmq_listeners import secure_client
-from kvxfer.transports.zmq_same_host import nearest_endpoint
-
-# That it stands, and every way in which one that never reconnects can end, or fail to begin.
-_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    num_queued,
 )
 
 BEYOND_NBYTES = 1 << 20
@@ -62,8 +47,7 @@ class Link:
     endpoint: str
     path: str
     slots: Slots
-    socket: Socket
-    monitor: Socket
+    dealer: Dealer
     lane: SinkLane
     only_own_user: bool
     jobs: dict[int, ChunkJob] = field(default_factory=dict)
@@ -72,44 +56,20 @@ class Link:
     is_lost: bool = False
     table: SinkSlots = field(init=False)
     reads: Reads = field(init=False)
-    _inbox: Inbox = field(init=False)
-    _said_s: float = field(default_factory=time.monotonic)
-    _backlog: Backlog = field(default_factory=lambda: Backlog(-1))
 
     def __post_init__(self) -> None:
         self.table = SinkSlots(self.slots.num_slots, self.slots.slot_nbytes)
         self.reads = Reads(self.table)
-        self._inbox = Inbox(self.socket)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """Messages of the source: an announcement, and what a pipe sends along.
 
         Raises ProtocolError for one of many parts: the connection is of no use any more.
         """
-        for frames in self._inbox.receive():
-            self._backlog.note(frames)
+        for frames in self.dealer.receive():
             if frames[-1].more:
-                raise ProtocolError("message: expected a few parts, got many")
+                raise ProtocolError(MANY_PARTS)
             yield frames
-
-    def has_ended(self) -> bool:
-        """What the monitor has to say: that the connection stands, or that it has ended."""
-        while self.monitor.poll(0):
-            kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
-            if kind != zmq.EVENT_CONNECTED:
-                return True
-            self._backlog = Backlog(value)
-        return False
-
-    def inspect(self) -> None:
-        """Raises ProtocolError if more has come than the slots hold that was not read."""
-        if time.monotonic() - self._said_s >= WORD_S:
-            self.send(Credit(()))
-        nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
-        if nbytes > self.slots.nbytes + BEYOND_NBYTES:
-            raise ProtocolError(
-                f"messages: expected at most {self.slots.nbytes} bytes of chunks, got {nbytes}"
-            )
 
     @property
     def is_spent(self) -> bool:
@@ -149,19 +109,13 @@ class Link:
 
     def send(self, message: ToSource) -> bool:
         """By ZeroMQ. False if it does not take it; the monitor tells the rest."""
-        self._said_s = time.monotonic()
-        try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as exc:
-            _log.debug("data connection to %s takes nothing: %s", self.endpoint, exc)
-            return False
-        return True
+        return self.dealer.send(encode(message))
 
     def close(self) -> None:
         """The connection ends now, the lane when nobody reads its slots any more."""
         if not self.is_lost:
             self.is_lost = True
-            _close(self.socket, self.monitor)
+            self.dealer.close()
             self.close_lane()
 
     def close_lane(self) -> None:
@@ -188,43 +142,38 @@ def open_link(
     endpoint = data_endpoint_of(source, config, pipe.name)
     nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
     _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
-    socket = make_dealer(context, config)
+    bounds = Bounds(FRAME_MAX_NBYTES, slots.nbytes + BEYOND_NBYTES, num_queued(config))
     try:
-        socket.setsockopt(zmq.IPV6, int("[" in nearest))
-        if nearest == endpoint:  # a Unix socket's ends know each other's user
-            secure_client(socket, config, source.curve_public_key)
-        monitor: Socket = socket.get_monitor_socket(_EVENTS)
-    except BaseException:  # the engine ends while a trial begins
-        socket.close(linger=0)
+        # Never connected again by itself: a new connection is a new attach
+        dealer = Dealer(
+            context,
+            config,
+            bounds,
+            nearest,
+            source.curve_public_key,
+            word=encode(Credit(())),
+            reconnects=False,
+        )
+    except zmq.ContextTerminated:  # the engine ends while a trial begins
         raise
-    try:
-        socket.connect(nearest)
-        lane = pipe.open_sink(slots, way)
     except zmq.ZMQError as exc:
-        _close(socket, monitor)
         raise TransportUnavailable(
             f"{pipe.name}: {endpoint} cannot be connected to: {exc.strerror}"
         ) from exc
+    try:
+        lane = pipe.open_sink(slots, way)
     except BaseException:
-        _close(socket, monitor)
+        dealer.close()
         raise
     link = Link(
         source.control_endpoint,
         endpoint,
         lane.path("TCP" if nearest == endpoint else "a Unix socket"),
         slots,
-        socket,
-        monitor,
+        dealer,
         lane,
         only_own_user=needs_own_user(pipe, config),
     )
     sizes = (slots.num_slots, slots.slot_nbytes)
     link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, is_trial))
     return link
-
-
-def _close(socket: Socket, monitor: Socket) -> None:
-    with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends while a trial runs
-        socket.disable_monitor()
-    monitor.close(linger=0)
-    socket.close(linger=0)

@@ -40,8 +40,10 @@ from kvxfer.transports.base import (
     Wake,
     kind_of,
 )
+from kvxfer.transports.channel import Context, Socket
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
+from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots
 from kvxfer.transports.stream_link import Link, open_link
@@ -51,19 +53,16 @@ from kvxfer.transports.stream_trial import take_trial
 from kvxfer.transports.stream_wire import (
     Attached,
     ChunkHeader,
-    Context,
     Credit,
     Expect,
     Header,
     Refused,
-    Socket,
     data_endpoint_of,
     decode_to_sink,
     make_poller,
     readable,
 )
 from kvxfer.transports.wake_up import WakeUp
-from kvxfer.transports.zmq_same_host import nearest_endpoint
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -274,9 +273,9 @@ class StreamSink(SinkTransport):
             found = self._by_socket.get(socket)
             if found is None:  # dropped on the way
                 continue
-            if socket is found.socket:
+            if socket is found.dealer.socket:
                 self._receive(found)
-            elif found.has_ended():
+            elif found.dealer.why_ended() is not None:
                 self._lose_link(found, "the connection to the source rank ended")
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
@@ -298,7 +297,7 @@ class StreamSink(SinkTransport):
         """Drop connections whose source sends more than it was granted."""
         for link in list(self._links.values()):
             try:
-                link.inspect()
+                link.dealer.inspect()
             except ProtocolError as exc:
                 self._lose_link(link, str(exc))
 
@@ -315,7 +314,9 @@ class StreamSink(SinkTransport):
 
     def _watch(self) -> None:
         self._by_socket = {
-            socket: link for link in self._links.values() for socket in (link.socket, link.monitor)
+            socket: link
+            for link in self._links.values()
+            for socket in (link.dealer.socket, link.dealer.monitor)
         }
         self._poller = make_poller(tuple(self._by_socket))
 

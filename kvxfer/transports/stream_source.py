@@ -16,11 +16,10 @@ import numpy as np
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import ProtocolError, TransportUnavailable
+from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Chunk
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.alarm import Reminder
 from kvxfer.transports.base import (
     LocalMemory,
     Packed,
@@ -33,6 +32,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
+from kvxfer.transports.channel import Bounds, Context, Router
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
@@ -40,7 +40,6 @@ from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
 from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
-    MAX_PROBES,
     MAX_STAGING_NBYTES,
     MAX_TRIAL_NBYTES,
     TRIAL_S,
@@ -50,32 +49,30 @@ from kvxfer.transports.stream_connections import (
 )
 from kvxfer.transports.stream_machine import Cancel, Fill, SlotEvent, SourceAction, SourceSlot
 from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
-from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_trial import TrialGiver
 from kvxfer.transports.stream_wire import (
+    CONTROL_MAX_NBYTES,
     FRAME_MAX_NBYTES,
     AskTrial,
     Attach,
     Attached,
-    Context,
     Credit,
     Expect,
     Header,
+    Refused,
     ToSource,
     decode_credit,
     decode_to_source,
     encode,
+    num_queued,
 )
 
 _log = logging.getLogger("kvxfer.transports")
 
 LARGE_CHUNK_NBYTES = 8 << 20
 """Chunks that any sink may ask for; larger ones only where no smaller ``chunk_nbytes`` is set."""
-
-ASK_AGAIN_S = 0.05
-"""After which a sink is asked for again where one has gone: ZeroMQ tells of that a moment before it
-refuses to send there. On two busy cores that moment was long enough for the question to be lost.
-"""
+BEHIND_NBYTES = 1 << 20
+"""What a sink may have sent that was not read: its longest message has 20 KB."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +110,6 @@ class StreamSource(SourceTransport):
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._config, self._wake = config, wake
-        self._ask_again = Reminder(wake)
         self._connections = Connections()
         self._completions: Completions[SourceCompletion] = Completions(wake)
         self._trials = TrialGiver(copy_thread, wake)
@@ -124,7 +120,7 @@ class StreamSource(SourceTransport):
             undo.callback(self._pipe.close)
             self.name = self._pipe.name
             self._admission = Admission(self._pipe, config, memory.device.type)
-            self._router = Router(self.name, config, context, self.counts)
+            self._router = self._listen(config, context)
             undo.pop_all()
         self._transfers: dict[TransferKey, _Transfer] = {}
         self._leaving: dict[Connection, None] = {}
@@ -133,13 +129,25 @@ class StreamSource(SourceTransport):
         """Those that may have room for more than was begun in this turn, in their order."""
         self._num_begun = 0
 
+    def _listen(self, config: Config, context: Context) -> Router:
+        # Twice what we take, so that what is a little too long is counted before it ends a
+        # connection
+        bounds = Bounds(2 * CONTROL_MAX_NBYTES, BEHIND_NBYTES, num_queued(config))
+        try:
+            return Router(context, config, bounds, has_unix_socket=True)
+        except (ConfigError, zmq.ZMQError) as exc:
+            raise TransportUnavailable(
+                f"{self.name}: {config.host} cannot be listened on: {exc}; "
+                "set host to an address of this machine"
+            ) from exc
+
     def data_endpoint(self) -> str | None:
         """``tcp://host:port`` of the ROUTER."""
         return self._router.endpoint
 
     def pollables(self) -> Sequence[Readable]:
         """The ROUTER and its monitor, and what the pipe has."""
-        return (*self._router.pollables(), *self._pipe.fds())
+        return (self._router.socket, self._router.monitor, *self._pipe.fds())
 
     @property
     def is_idle(self) -> bool:
@@ -328,16 +336,16 @@ class StreamSource(SourceTransport):
         frame, lane = encode(header), connection.lane
         if not parts and lane is not None and lane.tell(frame):
             return True
-        return self._router.tell(connection, frame, *parts)
+        return self._tell(connection.identity, frame, *parts)
 
     # -- the IO thread's turn
 
     def poll(self) -> list[SourceCompletion]:
         """Credits and attaches of the sinks, chunks that are packed now."""
-        messages, has_gone = self._router.receive()
-        for frames in messages:
+        self._lose_gone()
+        for frames in self._router.receive():
             self._on_message(frames)
-        self._find_gone(has_gone)
+        self._lose_gone()
         self._take_packed()
         for connection, header in self._trials.drain():
             self._on_trial_filled(connection, header)
@@ -349,7 +357,7 @@ class StreamSource(SourceTransport):
 
     def inspect(self) -> None:
         """Close connections that send what is no message, and end trials that have no end."""
-        self._router.look()
+        self._router.inspect()
         ended_s = time.monotonic() - TRIAL_S
         for connection in self._connections.all():
             if connection.is_trial and connection.attached_s < ended_s:
@@ -368,22 +376,19 @@ class StreamSource(SourceTransport):
         self._packer.close()
         self._pipe.close()
         self._router.close()
-        self._ask_again.close()
 
     # -- messages of the sinks
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         identity = bytes(frames[0].buffer)
         connection = self._connections.get(identity)
-        if connection is not None:
-            connection.num_probes = 0
         try:
             match _decode(frames):
                 case Attach() as message:
                     self._on_attach(identity, connection, message, frames[-1])
                 case message if connection is None:
                     self.counts["not_attached"] += 1
-                    self._router.refuse(identity, "expected an attach first; attach anew")
+                    self._refuse(identity, "expected an attach first; attach anew")
                 case AskTrial() as message:
                     self._on_trial(connection, message)
                 case Expect() as message:
@@ -420,16 +425,16 @@ class StreamSource(SourceTransport):
             raise ProtocolError("attach: expected one on a connection, got another")
         if needs_own_user(self._pipe, self._config) and not is_own_user(frame):
             self.counts["not_trusted"] += 1
-            self._router.refuse(identity, refusal(self.name))
+            self._refuse(identity, refusal(self.name))
             return
         try:
             slots = self._admission.admit(message)
         except ProtocolError as exc:
-            self._router.refuse(identity, str(exc))
+            self._refuse(identity, str(exc))
             raise
         if len(self._connections) >= MAX_CONNECTIONS and not self._make_room():
             self.counts["too_many_sinks"] += 1
-            self._router.refuse(identity, f"expected at most {MAX_CONNECTIONS} sinks at once")
+            self._refuse(identity, f"expected at most {MAX_CONNECTIONS} sinks at once")
             return
         self._connections.add(identity, slots, message.address, is_trial=message.is_trial)
 
@@ -470,7 +475,7 @@ class StreamSource(SourceTransport):
             raise ProtocolError("expect: expected a connection that is not a trial's")
         name = (message.nonce, message.incarnation, message.rank)
         owner = self._connections.of_read(name)
-        if owner is not None and owner is not connection and self._probe(owner):
+        if owner is not None and owner is not connection:
             self.counts["expected_twice"] += 1
             return
         if not self._connections.expect(connection, name):
@@ -506,6 +511,17 @@ class StreamSource(SourceTransport):
             connection.table.leave(header.slot)
             self._give(connection, header)
 
+    def _tell(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
+        """One message to a sink; False if it has gone, or its queue is full."""
+        is_sent = self._router.send(identity, *frames)
+        if not is_sent:
+            self.counts["send_failed"] += 1
+        return is_sent
+
+    def _refuse(self, identity: bytes, detail: str) -> None:
+        """Tell a sink that it is not served, or not any more."""
+        self._tell(identity, encode(Refused(detail)))
+
     # -- staging
 
     def _open_lane(self, connection: Connection) -> bool:
@@ -524,12 +540,12 @@ class StreamSource(SourceTransport):
             _log.warning("%s: a sink cannot be reached: %s", self.name, exc)
             self._send_away(connection, str(exc))
             return False
-        return self._router.tell(connection, encode(Attached(lane.address)))
+        return self._tell(connection.identity, encode(Attached(lane.address)))
 
     # -- ends
 
     def _send_away(self, connection: Connection, detail: str) -> None:
-        self._router.refuse(connection.identity, detail)
+        self._refuse(connection.identity, detail)
         self._lose(connection)
 
     def _lose_pipe(self, connection: Connection, error: PipeBroken) -> None:
@@ -549,26 +565,11 @@ class StreamSource(SourceTransport):
         self._perform(connection, connection.sends.lose())
         connection.close_lane()
 
-    def _find_gone(self, has_gone: bool) -> None:
-        """Ask for all sinks now, and once more, where one has gone."""
-        if has_gone:
-            self._ask_again.set(ASK_AGAIN_S)
-        if has_gone or self._ask_again.take():
-            for connection in self._connections.all():
-                self._probe(connection)
-
-    def _probe(self, connection: Connection) -> bool:
-        """Is it still there? An empty frame finds out; a full queue does not mean that it is gone.
-
-        A sink answers. One that does not is not asked again, so that its queue keeps room for its
-        chunks; the next of these finds out.
-        """
-        if connection.num_probes < MAX_PROBES:
-            connection.num_probes += 1
-            if not self._router.tell(connection, b"") and connection.is_gone:
+    def _lose_gone(self) -> None:
+        for identity in self._router.take_gone():
+            connection = self._connections.get(identity)
+            if connection is not None:
                 self._lose(connection)
-                return False
-        return True
 
 
 def _decode(frames: list[zmq.Frame]) -> ToSource:

@@ -20,8 +20,8 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, fit_costs
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.backlog import LOOK_S
 from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Trial, Wake
+from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connection
@@ -30,7 +30,6 @@ from kvxfer.transports.stream_machine import SlotEvent
 from kvxfer.transports.stream_wire import (
     AskTrial,
     Attached,
-    Context,
     Credit,
     Refused,
     TrialHeader,
@@ -38,6 +37,7 @@ from kvxfer.transports.stream_wire import (
     make_poller,
     readable,
 )
+from kvxfer.transports.visitors import LOOK_S
 from kvxfer.transports.wake_up import WakeUp
 
 DEVICE_TRIAL_NBYTES = 32 << 20
@@ -286,7 +286,7 @@ class TrialTaker:
         self._link = link
         self._wake = wake
         self._timeout_s = self._deadline_s = 0.0
-        self._poller = make_poller((link.socket, link.monitor))
+        self._poller = make_poller((link.dealer.socket, link.dealer.monitor))
         self._arrived: list[int] = []
 
     def begin(self, timeout_s: float) -> None:
@@ -360,18 +360,19 @@ class TrialTaker:
             self._sleep(min(left_s, LOOK_S))
             ready = readable(self._poller)
             if not ready:
-                link.inspect()
+                link.dealer.inspect()
             for socket in ready:
-                if socket is link.monitor:
-                    if link.has_ended():
+                if socket is link.dealer.monitor:
+                    if link.dealer.why_ended() is not None:
                         raise ProtocolError("expected an answer, got the end of the connection")
                     continue
                 for first, *parts in link.receive():
                     self._on_message(first.buffer, parts, first)
 
     def _sleep(self, most_s: float) -> None:
+        link = self._link
         poller = make_poller(
-            (self._link.socket, self._link.monitor, self._wake.fd, *self._pipe.fds())
+            (link.dealer.socket, link.dealer.monitor, self._wake.fd, *self._pipe.fds())
         )
         poller.poll(max(1, round(most_s * 1000)))
         self._wake.clear()

@@ -26,9 +26,9 @@ from kvxfer.transports.base import (
     TransferKey,
 )
 from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.wake_up import WakeUp
-from kvxfer.transports.zmq_listeners import Guard
 from scripts.benchmarks.devices import Devices, MatrixLoop, finish
 from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, timed
 from scripts.benchmarks.pools import Request

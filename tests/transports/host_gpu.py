@@ -22,9 +22,9 @@ from kvxfer.tensors.shared_memory import open_shared
 from kvxfer.transfer.manifest import CudaIpcHandle, MemfdHandle
 from kvxfer.transports import registry
 from kvxfer.transports.base import LocalMemory, Wake
+from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
-from kvxfer.transports.stream_wire import Context
 from tests.conftest import HAS_CUDA
 
 _PACKED = struct.Struct("<16si44x")

@@ -38,10 +38,10 @@ from kvxfer.transports.base import (
     Trial,
 )
 from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_wire import STREAM_VERSION, Attach, Expect
 from kvxfer.transports.wake_up import WakeUp
-from kvxfer.transports.zmq_listeners import Guard
 
 ATTACH = Attach(STREAM_VERSION, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""

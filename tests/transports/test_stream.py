@@ -35,10 +35,10 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
+from kvxfer.transports.channel import Router
 from kvxfer.transports.copy_thread import PiecesJob
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.stream_connections import Connection
-from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -309,13 +309,13 @@ def test_a_chunk_that_is_packed_at_once_leaves_before_the_next_is_begun(
         strided_copy.gather(*args)
 
     monkeypatch.setattr(stream_packing, "gather", noted)
-    tell = Router.tell
+    send = Router.send
 
-    def sent(router: Router, connection: Connection, *frames: Any) -> bool:
+    def sent(router: Router, identity: bytes, *frames: Any) -> bool:
         order.extend(["send"] * (len(frames) - 1))
-        return tell(router, connection, *frames)
+        return send(router, identity, *frames)
 
-    monkeypatch.setattr(Router, "tell", sent)
+    monkeypatch.setattr(Router, "send", sent)
     pair = Pair(ZMQ, small_nbytes=64 << 20)
     try:
         pair.sink.attach(pair.manifest)
