@@ -32,11 +32,12 @@ from kvxfer.transports.nixl_ends import (
     Address,
     End,
     Mover,
+    NixlHost,
     Reached,
+    Staging,
     Writer,
     WrittenTo,
 )
-from kvxfer.transports.nixl_host import NixlHost, Staging
 from kvxfer.transports.pipe import (
     Parts,
     Pipe,

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -84,56 +84,16 @@ class ChunkJob:
         return chunk.region_lo, chunk.region_hi, chunk.token_lo, chunk.token_hi
 
 
-class Packer(Protocol):
-    """Copies chunks between a pool and staging. For the IO thread, but for ``prepare``.
-
-    ``num_at_once``: after so many submissions, or one that has ended when ``submit`` returns, the
-    IO thread has other work to look at.
-    """
-
-    num_at_once: int
-
-    def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """Get ready to unpack these, where that takes long; from any thread."""
-
-    def submit(self, job: ChunkJob) -> None:
-        """Begin; never blocks."""
-
-    def cancel(self, job: ChunkJob) -> None:
-        """What it does is not wanted any more: it ends at once, or when the copy is over."""
-
-    def drain(self) -> Iterator[ChunkJob]:
-        """Jobs that have ended: nothing of them runs."""
-
-    def take(self) -> ChunkJob:
-        """Wait for one of them, at shutdown."""
-
-    def close(self) -> None:
-        """After the end of the last job."""
-
-
-def make_packer(memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake) -> Packer:
-    """What copies in this memory. Raises TransportUnavailable."""
-    devices = {tensor.device.type for tensor in memory.tensors}
-    if devices <= {"cpu"}:
-        return HostPacker(memory, copy_thread, wake)
-    if devices != {"cuda"}:
-        raise TransportUnavailable(
-            f"packing: expected memory of a CPU or of a CUDA device, got {sorted(devices)}"
-        )
-    try:
-        return DevicePacker(memory, config, copy_thread, wake)
-    except ImportError as exc:
-        raise TransportUnavailable(
-            f"packing on a GPU: expected Triton, got {exc}; install kvxfer[cuda]"
-        ) from exc
-
-
 # ------------------------------------------------------------------ host memory
 
 
 class HostPacker:
-    """Chunks are copied on the copy thread, small ones at once."""
+    """Chunks are copied on the copy thread, small ones at once. For the IO thread, but for
+    ``prepare``.
+
+    ``num_at_once``: after so many submissions, or one that has ended when ``submit`` returns, the
+    IO thread has other work to look at.
+    """
 
     num_at_once = sys.maxsize  # a queue takes them all
 
@@ -147,24 +107,24 @@ class HostPacker:
         """Nothing takes long."""
 
     def submit(self, job: ChunkJob) -> None:
-        """Queue it, or copy it now."""
+        """Queue it, or copy it now; never blocks."""
         running = self._running[job] = _HostCopy(job, self._tensors, self._ended)
         self._copy_thread.submit(running)
 
     def cancel(self, job: ChunkJob) -> None:
-        """A job that waits ends now, one that runs when it is through."""
+        """What it does is not wanted any more: it ends now, or when the copy is through."""
         running = self._running.get(job)
         if running is not None:
             self._copy_thread.cancel(running)
 
     def drain(self) -> Iterator[ChunkJob]:
-        """Jobs that have ended."""
+        """Jobs that have ended: nothing of them runs."""
         for job in self._ended.drain():
             del self._running[job]
             yield job
 
     def take(self) -> ChunkJob:
-        """Wait for one of them."""
+        """Wait for one of them, at shutdown."""
         job = self._ended.take()
         del self._running[job]
         return job
@@ -230,7 +190,9 @@ class _Step:
 
 
 class DevicePacker:
-    """Launches on one GPU. Raises RuntimeError, PyTorch's, where that cannot be had."""
+    """Launches on one GPU, with the same methods. Raises RuntimeError, PyTorch's, where that cannot
+    be had.
+    """
 
     num_at_once = 2  # a launch takes the IO thread 0.1 ms, in which 30 MB could be on the wire
 
@@ -469,3 +431,25 @@ class _BounceJob(CopyJob):
         """What was unpacked is freed here and not on the IO thread."""
         self.step.dense = None
         self._copied.put(self, more_follows=self.has_successor)
+
+
+# ------------------------------------------------------------------ which of the two
+
+Packer = HostPacker | DevicePacker
+
+
+def make_packer(memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake) -> Packer:
+    """What copies in this memory. Raises TransportUnavailable."""
+    devices = {tensor.device.type for tensor in memory.tensors}
+    if devices <= {"cpu"}:
+        return HostPacker(memory, copy_thread, wake)
+    if devices != {"cuda"}:
+        raise TransportUnavailable(
+            f"packing: expected memory of a CPU or of a CUDA device, got {sorted(devices)}"
+        )
+    try:
+        return DevicePacker(memory, config, copy_thread, wake)
+    except ImportError as exc:
+        raise TransportUnavailable(
+            f"packing on a GPU: expected Triton, got {exc}; install kvxfer[cuda]"
+        ) from exc

@@ -328,7 +328,7 @@ class StreamSink(SinkTransport):
 
     def _send_credits(self) -> None:
         for link in list(self._links.values()):
-            slots = link.reads.take_credits()
+            slots = link.reads.take_credits() if link.table.num[SinkSlot.DUE] else ()
             try:
                 if slots and not link.give_back(slots):
                     self.counts["send_failed"] += 1
@@ -432,7 +432,9 @@ class StreamSink(SinkTransport):
         error = str(job.error) if job.end is CopyEnd.FAILED else None
         is_placed = job.end is CopyEnd.DONE
         self._perform(link, link.reads.unpacked(job.slot, is_placed=is_placed, error=error))
-        if link.table.num[SinkSlot.PLACED]:  # to post another receive takes 0.1 ms
+        if (
+            link.table.num[SinkSlot.PLACED] and link not in self._unfreed
+        ):  # to post another receive takes 0.1 ms
             self._unfreed.add(link)
             self._wake()
 

@@ -290,7 +290,8 @@ class StreamSource(SourceTransport):
         actions = connection.sends.filled(job.key, sequence, is_packed=is_packed)
         connection.close_lane()
         self._perform(connection, actions)
-        self._pump(connection)
+        if connection.table.states[job.slot] is SourceSlot.FREE:
+            self._pump(connection)
 
     # -- sending
 
