@@ -104,12 +104,11 @@ class ControlServer:
         io.watch(self.router.monitor, self._tell_gone)
         io.watch(self.router.socket, self._read)
 
-    def send(self, identity: bytes, message: ToSink) -> None:
-        """Hand an answer to ZeroMQ; a peer that is gone or does not read gets nothing."""
-        self.send_frame(identity, encode(message))
-
-    def send_frame(self, identity: bytes, frame: bytes | zmq.Frame) -> None:
-        """The same with an encoded answer."""
+    def send(self, identity: bytes, answer: ToSink | zmq.Frame) -> None:
+        """An answer, which may be encoded already; a peer that is gone or does not read gets
+        nothing.
+        """
+        frame = answer if isinstance(answer, zmq.Frame) else encode(answer)
         if not self.router.send(identity, frame):
             self._ledger.count("control.dropped")
 
@@ -128,30 +127,18 @@ class ControlServer:
             self._io.run_posted()
             if self.router.socket.closed:
                 return
-            identity = frames[0].bytes
+            identity, *parts = frames
+            problem = "control.oversized"
             try:
-                message = self._decode(frames)
+                _check_size(parts, self._config)
+                problem = "control.malformed"
+                message = decode_to_source(_only(parts).buffer)
+                problem = "control.out_of_state"
+                self._handle(identity.bytes, message)
             except ProtocolError as e:
-                self.send(identity, Malformed(str(e)[:MAX_DETAIL]))
-                continue
-            try:
-                self._handle(identity, message)
-            except ProtocolError as e:
-                self._ledger.count("control.out_of_state")
-                self.send(identity, Malformed(str(e)[:MAX_DETAIL]))
+                self._ledger.count(problem)
+                self.send(identity.bytes, Malformed(str(e)[:MAX_DETAIL]))
         self._tell_gone()  # whose last words these were
-
-    def _decode(self, frames: list[zmq.Frame]) -> ToSource:
-        try:
-            _check_size(frames[1:], self._config)
-        except ProtocolError:
-            self._ledger.count("control.oversized")
-            raise
-        try:
-            return decode_to_source(_only(frames[1:]).buffer)
-        except ProtocolError:
-            self._ledger.count("control.malformed")
-            raise
 
 
 class ControlClient:

@@ -219,7 +219,7 @@ class RankService:
                 if self._introduction is None:
                     self._server.send(identity, NotReady())
                 else:
-                    self._server.send_frame(identity, self._introduction)
+                    self._server.send(identity, self._introduction)
             case Ping():
                 self._server.send(identity, Pong(self._identity.incarnation))
             case _:

@@ -178,10 +178,15 @@ class Dealer:
         word: bytes,
         reconnects: bool,
     ) -> None:
+        is_unix = endpoint.startswith("ipc:")
+        self._has_keys = config.curve_public_key is not None
+        if self._has_keys and not is_unix and server_key not in pinned_keys(config):
+            raise TransportUnavailable(
+                "CURVE: expected a peer whose key is pinned, got another; see curve_server_keys"
+            )
         self.endpoint = endpoint
         self.problem = ""
         self.is_refused = False
-        self._has_keys = config.curve_public_key is not None
         self._bounds, self._word, self._reconnects = bounds, word, reconnects
         self._stood = False
         self._said_s = time.monotonic()
@@ -194,8 +199,9 @@ class Dealer:
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, longest_ms)
             if not reconnects:
                 self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
-            if endpoint.startswith("tcp:"):  # a Unix socket's ends know each other's user
-                _secure(self.socket, config, server_key)
+            # A Unix socket's ends know each other's user
+            if server_key is not None and not is_unix and _set_keys(self.socket, config):
+                self.socket.curve_serverkey = server_key.encode()
             self.monitor: Socket = self.socket.get_monitor_socket(_EVENTS)
             self.socket.connect(endpoint)
         except BaseException:
@@ -320,25 +326,19 @@ def _bind(socket: Socket, config: Config, port: int) -> str:
     socket.setsockopt(zmq.IPV6, int(":" in address))
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard nobody comes in
-    if config.curve_public_key is not None and config.curve_secret_key is not None:
-        socket.curve_publickey = config.curve_public_key.encode()
-        socket.curve_secretkey = config.curve_secret_key.encode()
+    if _set_keys(socket, config):
         socket.curve_server = True
     socket.bind(f"tcp://{host}:{port or '*'}")
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
-def _secure(socket: Socket, config: Config, server_key: str | None) -> None:
-    """This engine's key pair, and the key that the other side must have."""
+def _set_keys(socket: Socket, config: Config) -> bool:
+    """This engine's key pair; False if it has none."""
     if config.curve_public_key is None or config.curve_secret_key is None:
-        return
-    if server_key not in pinned_keys(config):
-        raise TransportUnavailable(
-            "CURVE: expected a peer whose key is pinned, got another; see curve_server_keys"
-        )
+        return False
     socket.curve_publickey = config.curve_public_key.encode()
     socket.curve_secretkey = config.curve_secret_key.encode()
-    socket.curve_serverkey = server_key.encode()
+    return True
 
 
 def _set_options(socket: Socket, config: Config, bounds: Bounds) -> None:
