@@ -101,7 +101,7 @@ class ControlServer:
                 "end the process that listens there, or choose another port (0 takes a free one)"
             ) from e
         self.endpoint = self.router.endpoint
-        io.watch(self.router.monitor, self._tell_gone)
+        io.watch(self.router.monitor, self._meet)
         io.watch(self.router.socket, self._read)
 
     def send(self, identity: bytes, answer: ToSink | zmq.Frame) -> None:
@@ -117,6 +117,10 @@ class ControlServer:
         self._io.unwatch(self.router.monitor)
         self._io.unwatch(self.router.socket)
         self.router.close()
+
+    def _meet(self) -> None:
+        self.router.meet()
+        self._tell_gone()
 
     def _tell_gone(self) -> None:
         for identity in self.router.take_gone():

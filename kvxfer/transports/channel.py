@@ -108,9 +108,26 @@ class Router:
             self.socket.close(linger=0)
             raise
         self._inbox = Inbox(self.socket, self._visitors)
+        self._poller = zmq.Poller()
+        self._poller.register(self.monitor, zmq.POLLIN)  # first: who has ended, then who speaks
+        self._poller.register(self.socket, zmq.POLLIN)
 
     def __len__(self) -> int:
         return len(self._visitors)
+
+    def poll(self) -> Iterator[list[zmq.Frame]]:
+        """Both, for who has not polled them: one call where nothing is there, because to read from
+        an empty socket costs twice as much.
+        """
+        for socket, _ in self._poller.poll(0):
+            if socket is self.monitor:
+                self.meet()
+            else:
+                yield from self.receive()
+
+    def meet(self) -> None:
+        """Who has come and gone, when ``monitor`` can be read."""
+        self._visitors.meet()
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """What came, the peer's identity first, for one turn. Of a message of too many parts come
@@ -125,7 +142,6 @@ class Router:
         """The identities of connections that have ended since the last call, and had sent a
         message. One whose last words are read later is named once more then.
         """
-        self._visitors.meet()
         return self._visitors.take_gone()
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:

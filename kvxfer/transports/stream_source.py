@@ -343,8 +343,7 @@ class StreamSource(SourceTransport):
 
     def poll(self) -> list[SourceCompletion]:
         """Credits and attaches of the sinks, chunks that are packed now."""
-        self._lose_gone()
-        for frames in self._router.receive():
+        for frames in self._router.poll():
             self._on_message(frames)
         self._lose_gone()
         self._take_packed()
@@ -476,6 +475,9 @@ class StreamSource(SourceTransport):
             raise ProtocolError("expect: expected a connection that is not a trial's")
         name = (message.nonce, message.incarnation, message.rank)
         owner = self._connections.of_read(name)
+        if owner is not None and owner is not connection:
+            self._lose_gone()  # perhaps it has ended: that is told before another can have come
+            owner = self._connections.of_read(name)
         if owner is not None and owner is not connection:
             self.counts["expected_twice"] += 1
             return

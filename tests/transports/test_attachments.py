@@ -230,6 +230,22 @@ def test_a_sink_that_comes_back_is_served_and_takes_over_what_died(
     assert pair.source.counts["expected_twice"] == 0
 
 
+def test_who_comes_back_before_anybody_looked_takes_over_what_died(
+    pair: Pair, clients: list[Client]
+) -> None:
+    """The end of the first and the word of the second are found by one poll."""
+    first = Client(pair, ATTACH, expect_of(key_of(1)))
+    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    (owner,) = _connections(pair).all()
+    first.socket.close()
+    time.sleep(0.2)
+    clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
+    time.sleep(0.2)
+    pair.until(lambda: owner.is_lost)
+    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    assert pair.source.counts["expected_twice"] == 0
+
+
 def _name(number: int) -> tuple[bytes, bytes, str]:
     key = key_of(number)
     return key.nonce, key.incarnation, key.sink_rank
