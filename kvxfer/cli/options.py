@@ -88,7 +88,6 @@ class SideOptions:
     layout: Layout
     num_blocks: int | None
     prefix_caching: bool
-    faults: str
     device: str = CPU
     devices: tuple[int, ...] = ()
 

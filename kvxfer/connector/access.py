@@ -1,6 +1,6 @@
 """Whom this engine connects to and what it believes of what that one says of itself.
 
-Who may connect to it is decided in :mod:`kvxfer.transports.zmq_listeners`.
+Who may connect to it is decided in :mod:`kvxfer.transports.guard`.
 
 KV that was accepted is found by other requests too, so it is taken only from a source that somebody
 answers for: one whose host ``allowed_peers`` names, whose CURVE key is pinned, whose params are

@@ -1,14 +1,15 @@
-"""Control messages over ZeroMQ, the side that listens: a ROUTER for each rank. The other side is in
-:mod:`kvxfer.connector.control_client`.
+"""Control messages over a channel: :class:`ControlServer` listens for a rank, and a
+:class:`ControlClient` is a connection to a source rank.
 
-What comes in is size-checked, decoded by one typed decoder, and handed on as a record. What cannot
-be understood is answered with Malformed and counted; nothing that a peer sends ends a listener.
+What comes in is size-checked, decoded by one typed decoder, and handed on as a record. What a
+server cannot understand is answered with Malformed and counted; nothing that a peer sends ends a
+listener.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -18,14 +19,15 @@ from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
 from kvxfer.transfer.wire import (
     Malformed,
+    Ping,
     ToSink,
     ToSource,
+    decode_to_sink,
     decode_to_source,
     encode,
 )
-from kvxfer.transports.visitors import Visitors
-from kvxfer.transports.zmq_inbox import Inbox
-from kvxfer.transports.zmq_listeners import bind_tcp
+from kvxfer.transports.channel import MANY_PARTS, Bounds, Dealer, Router
+from kvxfer.transports.visitors import LOOK_S
 
 HARD_LIMIT_NBYTES = 64 << 20
 """ZeroMQ itself drops a connection that sends a larger frame; smaller ones are answered by us."""
@@ -43,15 +45,24 @@ MAX_DETAIL = 300
 _IN_USE = (errno.EADDRINUSE, errno.EACCES)
 
 
-def common_options(socket: ZmqSocket, config: Config) -> None:
-    """What both ends have alike: bounds, heartbeats, how long last words may take."""
-    silent_ms = max(1, int(config.peer_silent_s * 1000))
-    socket.linger = LINGER_MS
-    socket.sndhwm, socket.rcvhwm = HIGH_WATER, 0  # see kvxfer.transports.backlog
-    socket.setsockopt(zmq.MAXMSGSIZE, HARD_LIMIT_NBYTES)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(config.connect_timeout_s * 1000)))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, silent_ms // 3))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent_ms)
+def _bounds(config: Config, num_queued: int) -> Bounds:
+    unread_nbytes = config.control_max_nbytes + BEYOND_NBYTES
+    return Bounds(HARD_LIMIT_NBYTES, unread_nbytes, num_queued, LINGER_MS)
+
+
+def _check_size(frames: Sequence[zmq.Frame], config: Config) -> None:
+    nbytes, limit_nbytes = sum(len(frame) for frame in frames), config.control_max_nbytes
+    if nbytes > limit_nbytes:
+        raise ProtocolError(
+            f"control frame: expected at most {limit_nbytes} bytes, got {nbytes}; "
+            "raise control_max_nbytes on both sides if this is right"
+        )
+
+
+def _only(frames: Sequence[zmq.Frame]) -> zmq.Frame:
+    if len(frames) != 1:
+        raise ProtocolError(f"control frame: expected one part, got {len(frames)}")
+    return frames[0]
 
 
 class ControlServer:
@@ -75,100 +86,158 @@ class ControlServer:
         self._config = config
         self._ledger = ledger
         self._handle, self._gone = handle, gone
-        self._socket: ZmqSocket = context.socket(zmq.ROUTER)
-        most_nbytes = config.control_max_nbytes + BEYOND_NBYTES
-        self._visitors = Visitors(context, self._socket, most_nbytes)
         try:
-            common_options(self._socket, config)
-            self._socket.sndhwm = ANSWERS_HIGH_WATER
-            # Or what does not fit would be dropped without a word.
-            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._visitors.endpoint = self.endpoint = bind_tcp(self._socket, config, port)
-        except BaseException as e:
-            self._visitors.close()
-            self._socket.close(linger=0)
-            if isinstance(e, zmq.ZMQError) and e.errno == errno.EADDRNOTAVAIL:
+            self.router = Router(context, config, _bounds(config, ANSWERS_HIGH_WATER), port)
+        except zmq.ZMQError as e:
+            if e.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
                     f"host: expected an address of this machine, got {config.host}; "
                     "name the address of one of its interfaces"
                 ) from e
-            if not isinstance(e, zmq.ZMQError) or e.errno not in _IN_USE:
+            if e.errno not in _IN_USE:
                 raise
             raise ConfigError(
                 f"port: expected a free one on {config.host}, got {port}: {e.strerror}; "
                 "end the process that listens there, or choose another port (0 takes a free one)"
             ) from e
-        self._inbox = Inbox(self._socket, self._visitors.names)
-        io.watch(self._visitors.monitor, self._meet)
-        io.watch(self._socket, self._read)
+        self.endpoint = self.router.endpoint
+        io.watch(self.router.monitor, self._meet)
+        io.watch(self.router.socket, self._read)
 
-    def send(self, identity: bytes, message: ToSink) -> None:
-        """Hand an answer to ZeroMQ; a peer that is gone or does not read gets nothing."""
-        self.send_frame(identity, encode(message))
-
-    def send_frame(self, identity: bytes, frame: bytes | zmq.Frame) -> None:
-        """The same with an encoded answer. A :class:`zmq.Frame` is not copied: however many peers
-        it is on its way to, it is there once.
+    def send(self, identity: bytes, answer: ToSink | zmq.Frame) -> None:
+        """An answer, which may be encoded already; a peer that is gone or does not read gets
+        nothing.
         """
-        try:
-            self._socket.send_multipart([identity, frame], zmq.NOBLOCK)
-        except zmq.ZMQError:
+        frame = answer if isinstance(answer, zmq.Frame) else encode(answer)
+        if not self.router.send(identity, frame):
             self._ledger.count("control.dropped")
-
-    def inspect(self) -> None:
-        """Close connections that have sent too much that was not read."""
-        self._visitors.look(was_empty=self._inbox.take_empty())
 
     def close(self) -> None:
         """Stop listening."""
-        self._io.unwatch(self._visitors.monitor)
-        self._io.unwatch(self._socket)
-        self._visitors.close()
-        self._socket.close()
+        self._io.unwatch(self.router.monitor)
+        self._io.unwatch(self.router.socket)
+        self.router.close()
 
     def _meet(self) -> None:
-        self._visitors.meet()
+        self.router.meet()
         self._tell_gone()
 
     def _tell_gone(self) -> None:
-        for identity in self._visitors.take_gone():
+        for identity in self.router.take_gone():
             self._gone(identity)
 
     def _read(self) -> None:
-        for frames in self._inbox.receive():
+        for frames in self.router.receive():
             self._io.run_posted()
-            if self._socket.closed:
+            if self.router.socket.closed:
                 return
-            self._visitors.heard(frames)
-            identity = frames[0].bytes
+            identity, *parts = frames
+            problem = "control.oversized"
             try:
-                message = self._decode(frames)
+                _check_size(parts, self._config)
+                problem = "control.malformed"
+                message = decode_to_source(_only(parts).buffer)
+                problem = "control.out_of_state"
+                self._handle(identity.bytes, message)
             except ProtocolError as e:
-                self.send(identity, Malformed(str(e)[:MAX_DETAIL]))
-                continue
-            try:
-                self._handle(identity, message)
-            except ProtocolError as e:
-                self._ledger.count("control.out_of_state")
-                self.send(identity, Malformed(str(e)[:MAX_DETAIL]))
+                self._ledger.count(problem)
+                self.send(identity.bytes, Malformed(str(e)[:MAX_DETAIL]))
         self._tell_gone()  # whose last words these were
 
-    def _decode(self, frames: list[zmq.Frame]) -> ToSource:
-        limit_nbytes = self._config.control_max_nbytes
-        nbytes = sum(len(frame) for frame in frames[1:])
-        if nbytes > limit_nbytes:
-            self._ledger.count("control.oversized")
+
+class ControlClient:
+    """The connection to one source rank; ``dealer`` knows why it does not stand.
+
+    ``on_message(message)`` gets every message that could be understood; ``on_gone(detail)`` is
+    called at most once, when a connection that stood has ended, or the other side has said that it
+    does not let this engine in. One that never stood is tried again until it is closed.
+
+    Raises zmq.ZMQError where no socket can be had.
+    """
+
+    def __init__(
+        self,
+        io: IoThread,
+        context: zmq.Context[ZmqSocket],
+        config: Config,
+        ledger: Ledger,
+        endpoint: str,
+        server_key: str | None,
+        on_message: Callable[[ToSink], None],
+        on_gone: Callable[[str], None],
+    ) -> None:
+        self.endpoint = endpoint
+        self.heard_s = io.now()
+        self.unanswered_s: float | None = None
+        self._io = io
+        self._config = config
+        self._ledger = ledger
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._closed = False
+        bounds = _bounds(config, HIGH_WATER)
+        self.dealer = Dealer(
+            context, config, bounds, endpoint, server_key, word=encode(Ping()), reconnects=True
+        )
+        self._inspecting = io.after(LOOK_S, self._inspect)
+        io.watch(self.dealer.socket, self._read)
+        io.watch(self.dealer.monitor, self._look)
+
+    def send(self, message: ToSource) -> None:
+        """Queue a message; it leaves when the connection stands, after what was deferred before.
+
+        Raises ProtocolError for one that the other side would refuse unread.
+        """
+        self._io.run_deferred()
+        if self._closed:
+            return
+        frame, limit_nbytes = encode(message), self._config.control_max_nbytes
+        if len(frame) > limit_nbytes:
             raise ProtocolError(
-                f"control frame: expected at most {limit_nbytes} bytes, got {nbytes}; "
-                "raise control_max_nbytes on both sides if this is right"
+                f"{type(message).__name__}: expected at most {limit_nbytes} bytes, "
+                f"got {len(frame)}; raise control_max_nbytes on both sides"
             )
-        if len(frames) != 2:
-            self._ledger.count("control.malformed")
+        if not self.dealer.send(frame):
+            self._ledger.count("control.dropped")
+
+    def close(self) -> None:
+        """End the connection; what was sent may still leave. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._inspecting.cancel()
+            self._io.unwatch(self.dealer.socket)
+            self._io.unwatch(self.dealer.monitor)
+            self.dealer.close()
+
+    def _read(self) -> None:
+        for frames in self.dealer.receive():
+            self.heard_s, self.unanswered_s = self._io.now(), None
             if frames[-1].more:
-                self._visitors.send_away(frames[0], "it sent a message of many parts")
-            raise ProtocolError(f"control frame: expected one part, got {len(frames) - 1}")
+                self._on_gone(MANY_PARTS)
+                return
+            try:
+                _check_size(frames, self._config)
+                message = decode_to_sink(_only(frames).buffer)
+            except ProtocolError as e:
+                self._ledger.count("control.malformed")
+                self.dealer.problem = str(e)[:MAX_DETAIL]
+                continue
+            self._on_message(message)
+            if self._closed:
+                return
+
+    def _inspect(self) -> None:
+        """A source that sends more than anybody reads is none."""
+        self._inspecting = self._io.after(LOOK_S, self._inspect)
         try:
-            return decode_to_source(frames[1].buffer)
-        except ProtocolError:
-            self._ledger.count("control.malformed")
-            raise
+            self.dealer.inspect()
+        except ProtocolError as e:
+            self._on_gone(str(e))
+
+    def _look(self) -> None:
+        """What the monitor has seen."""
+        why = self.dealer.why_ended()
+        if why is not None:
+            self._read()  # what it said before it went still counts
+            if not self._closed:
+                self._on_gone(why)

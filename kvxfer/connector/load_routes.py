@@ -18,7 +18,7 @@ from kvxfer.transfer.pull import check_table, pull_class, route_nbytes
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull
 from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
-from kvxfer.transports.probe import Choice
+from kvxfer.transports.choice import Choice
 
 NULL_TRANSPORT = "null"
 """What the Pull of a null route names: nothing is read."""

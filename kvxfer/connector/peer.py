@@ -16,7 +16,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.connector.access import server_key_of
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.control_client import ControlClient
+from kvxfer.connector.control import ControlClient
 from kvxfer.connector.io_thread import IoThread, Now, Timer, ZmqSocket
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.peer_session import (
@@ -47,7 +47,7 @@ from kvxfer.transfer.wire import (
     ToSource,
 )
 from kvxfer.transports.base import SinkTransport
-from kvxfer.transports.probe import Choice
+from kvxfer.transports.choice import Choice
 
 HELLO_AGAIN_S = 0.05
 """How soon an engine that does not know all its ranks yet is asked again."""
@@ -245,14 +245,14 @@ class Peer:
 
     def failure(self, detail: str) -> Failure:
         """Why it is lost: a listener does not let this engine in, or it does not answer."""
-        is_refused = any(client.is_refused for client in self._clients.values())
+        is_refused = any(client.dealer.is_refused for client in self._clients.values())
         return Failure(Reason.NOT_ALLOWED if is_refused else Reason.PEER_LOST, detail)
 
     @property
     def problem(self) -> str:
         """Why the connection to its front door does not stand, as far as anybody knows."""
         client = self._clients.get(self.endpoint)
-        return client.problem if client is not None else ""
+        return client.dealer.problem if client is not None else ""
 
     def _gone(self, endpoint: str, detail: str) -> None:
         self.lost(f"{endpoint}: {detail}")
@@ -265,7 +265,7 @@ class Peer:
                 self._around.io.after(HELLO_AGAIN_S, self.say_hello, endpoint)
             case Malformed(detail):
                 self._around.ledger.count("control.malformed_answers")
-                self._clients[endpoint].problem = detail
+                self._clients[endpoint].dealer.problem = detail
             case Pong(incarnation):
                 self._step(self, LifeHeard(incarnation))
             case _:

@@ -20,7 +20,7 @@ from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import Route
 from kvxfer.transfer.pull import block_chunk_nbytes, pull_class, route_nbytes
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.probe import TRIAL_TIMEOUT_S, Choice, probe
+from kvxfer.transports.choice import Choice, choose
 
 Choices = dict[RankId, Choice]
 
@@ -87,13 +87,12 @@ def _try_all(
                     f"the wires of {len(routes)} ranks: expected their trials to end in time, "
                     f"{len(choices)} have",
                 )
-            choice = choices[source.rank] = probe(
+            choice = choices[source.rank] = choose(
                 around.transports,
                 source,
                 workload_of(route),
                 min_gbps=around.config.min_gbps,
-                timeout_s=min(TRIAL_TIMEOUT_S, left_s),
-                last_timeout_s=left_s,
+                timeout_s=left_s,
             )
             around.transports[choice.transport].prepare(route.classes)
     except TransportUnavailable as e:

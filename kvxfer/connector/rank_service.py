@@ -44,11 +44,11 @@ from kvxfer.transfer.wire import (
     ToSource,
     encode,
 )
-from kvxfer.transports.backlog import LOOK_S
 from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
+from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
-from kvxfer.transports.zmq_listeners import Guard
+from kvxfer.transports.visitors import LOOK_S
 
 DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
@@ -149,6 +149,11 @@ class RankService:
             self.io.watch_group(sink, self._poll_sink)
         for source in sources.values():
             self.io.watch_group(source, self._poll_source)
+        self._inspects = [
+            self._server.router.inspect,
+            *(source.inspect for source in sources.values()),
+            *(sink.inspect for sink in sinks.values()),
+        ]
         self.io.after(LOOK_S, self._inspect)
         self.io.start()
 
@@ -214,7 +219,7 @@ class RankService:
                 if self._introduction is None:
                     self._server.send(identity, NotReady())
                 else:
-                    self._server.send_frame(identity, self._introduction)
+                    self._server.send(identity, self._introduction)
             case Ping():
                 self._server.send(identity, Pong(self._identity.incarnation))
             case _:
@@ -242,9 +247,8 @@ class RankService:
     def _inspect(self) -> None:
         """What others hold."""
         self.io.after(LOOK_S, self._inspect)
-        for part in self._parts:
-            if not isinstance(part, Board):
-                self.io.guard(part.inspect)
+        for inspect in self._inspects:
+            self.io.guard(inspect)
 
     def _close_all(self) -> None:
         self.io.unwatch_groups()

@@ -8,14 +8,14 @@ error, once until a load from it works.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvxfer.connector.records import SourceRef
+from kvxfer.log_limit import LogLimit
 from kvxfer.transfer.wire import Reason
 
-SUMMARY_S = 60.0
-"""How long the lines of one kind are counted instead of written."""
 MAX_KINDS = 256
 """Told apart at a time: clients may name engines that do not exist. All others of a reason are one
 kind; about 500 bytes each.
@@ -51,14 +51,6 @@ class Line:
     text: str
 
 
-@dataclass(slots=True)
-class _Told:
-    """A kind that has a line already. Until ``until_s`` others are only counted."""
-
-    until_s: float
-    num_left_out: int = 0
-
-
 class _Kind(NamedTuple):
     what: str
     reason: str
@@ -69,9 +61,8 @@ class UnusedKV:
     """One per engine. ``now_s`` is any clock that does not go back, always the same one."""
 
     def __init__(self) -> None:
-        self._told: dict[_Kind, _Told] = {}
+        self._limit: LogLimit[_Kind] = LogLimit()
         self._never_works: set[Peer] = set()
-        self._next_s = float("inf")
         self._num_new_pairs = 0
 
     def note(
@@ -93,14 +84,10 @@ class UnusedKV:
             self._num_new_pairs += 1
             sentence += "; no load from it can work until one of the two is configured differently"
             lines.append(_line(logging.ERROR, sentence))
-            self._tell(now_s, kind)
-            return lines
-        told = self._told.get(kind)
-        if told is None:
+            if kind not in self._limit:
+                self._limit.note(kind, now_s)
+        elif self._limit.note(kind, now_s):
             lines.append(_line(logging.WARNING, sentence))
-            self._tell(now_s, kind)
-        else:
-            told.num_left_out += 1
         return lines
 
     def works(self, source: SourceRef) -> None:
@@ -109,12 +96,15 @@ class UnusedKV:
             self._never_works.discard(Peer(source.engine_id, source.endpoint))
 
     def due(self, now_s: float) -> list[Line]:
-        """The summaries that are due; almost always none, which costs one comparison."""
-        return [] if now_s < self._next_s else self._summaries(now_s)
+        """The summaries that are due."""
+        return [
+            _line(logging.WARNING, f"{kind.what}: {kind.reason}: {num} more like this{kind.peer}")
+            for kind, num in self._limit.due(now_s)
+        ]
 
     def rest(self) -> list[Line]:
         """All that was counted and not told yet."""
-        return self._summaries(float("inf"))
+        return self.due(math.inf)
 
     def take_new_pairs(self) -> int:
         """Engines that were told as an error since the last call."""
@@ -134,28 +124,9 @@ class UnusedKV:
 
     def _kind(self, what: str, reason: str, peer: Peer) -> _Kind:
         kind = _Kind(what, reason, peer)
-        if kind in self._told or len(self._told) < MAX_KINDS:
+        if kind in self._limit or len(self._limit) < MAX_KINDS:
             return kind
         return _Kind(what, reason, ANY_PEER)
-
-    def _tell(self, now_s: float, kind: _Kind) -> None:
-        self._told[kind] = _Told(now_s + SUMMARY_S)
-        self._next_s = min(self._next_s, now_s + SUMMARY_S)
-
-    def _summaries(self, now_s: float) -> list[Line]:
-        lines: list[Line] = []
-        for kind, told in list(self._told.items()):
-            if now_s < told.until_s:
-                continue
-            if not told.num_left_out:
-                del self._told[kind]  # the next one is told at length again
-                continue
-            more = f"{told.num_left_out} more like this"
-            sentence = f"{kind.what}: {kind.reason}: {more}{kind.peer}"
-            lines.append(_line(logging.WARNING, sentence))
-            self._told[kind] = _Told(now_s + SUMMARY_S)
-        self._next_s = min((told.until_s for told in self._told.values()), default=float("inf"))
-        return lines
 
 
 def _line(level: int, sentence: str) -> Line:

@@ -47,7 +47,8 @@ _LARGE = 16  # slots are for transfers so many times as large as the reference
 @dataclass(frozen=True, slots=True)
 class WireCosts:
     """``latency_s``: from the question for a message to its first byte. ``message_s``: what each
-    message takes beside its bytes when they follow one another. ``bytes_per_s``: of a large one.
+    chunk takes of both sides beside its bytes, by the kind of their memory; 0 on a direct wire.
+    ``bytes_per_s``: of a large message.
 
     Raises ValueError for a rate that is none.
     """
@@ -174,10 +175,13 @@ def plan_staging(costs: WireCosts, workload: Workload, bounds: StagingBounds) ->
     return replace(staging, num_slots=costs.num_slots(used_nbytes, most_slots))
 
 
-def fit_direct_costs(small: tuple[int, float], large: tuple[int, float]) -> WireCosts:
-    """The costs of a wire on which a transfer is one message: bytes and seconds of a small and of a
-    large one. They may be the same, of a memory that is small itself; the rate is then that of the
-    large one alone. Raises ValueError for what is no measurement.
+def fit_costs(small: tuple[int, float], large: tuple[int, float]) -> WireCosts:
+    """The costs of a wire, but for ``message_s``: bytes and seconds of a small message and of a
+    large one, each from the question to the last byte.
+
+    They may be the same, of a memory that is small itself; the rate is then that of the large one
+    alone. So it is where noise makes a large message faster than a small one. Raises ValueError for
+    what is no measurement.
     """
     (small_nbytes, small_s), (large_nbytes, large_s) = small, large
     if not 0 < small_nbytes <= large_nbytes or min(small_s, large_s) <= 0:
@@ -186,35 +190,6 @@ def fit_direct_costs(small: tuple[int, float], large: tuple[int, float]) -> Wire
         )
     bytes_per_s = _rate(small, large)
     return WireCosts(max(small_s - small_nbytes / bytes_per_s, 0.0), 0.0, bytes_per_s)
-
-
-def fit_costs(
-    small: tuple[int, float], burst: tuple[int, float], large: tuple[int, float]
-) -> WireCosts:
-    """The costs of a wire from three measurements, each from the question to the last byte.
-
-    Args:
-        small: bytes of one small message, and its duration in seconds.
-        burst: how many such messages were asked for at once, and the duration of all.
-        large: bytes of one large message, and its duration.
-
-    Noise may make a large message faster than a small one; what comes out is then the rate of the
-    large one alone. Raises ValueError for what is no measurement.
-    """
-    (small_nbytes, small_s), (num_messages, burst_s), (large_nbytes, large_s) = small, burst, large
-    if (
-        not 0 < small_nbytes < large_nbytes
-        or num_messages < 2
-        or min(small_s, burst_s, large_s) <= 0
-    ):
-        raise ValueError(
-            "measurement: expected a small message, two or more of them and a larger one, "
-            f"got {small}, {burst}, {large}"
-        )
-    bytes_per_s = _rate((small_nbytes, small_s), (large_nbytes, large_s))
-    bytes_s = small_nbytes / bytes_per_s
-    message_s = max((burst_s - small_s) / (num_messages - 1) - bytes_s, 0.0)
-    return WireCosts(max(small_s - bytes_s, 0.0), message_s, bytes_per_s)
 
 
 def _rate(small: tuple[int, float], large: tuple[int, float]) -> float:

@@ -306,10 +306,6 @@ class SinkTransport(Polled, ABC):
 
     name: str
     is_stream: bool
-    is_dear: bool = False
-    """Whether a trial takes much longer than a first load may wait: it is made only where no
-    direct wire works.
-    """
     is_quick: bool = False
     """Whether ``submit_read`` and ``look`` take microseconds and wait for nothing, so that the
     engine's thread may call them in the IO thread's place.

@@ -20,7 +20,7 @@ import torch
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched, flat_copy
 from kvxfer.tensors.device_launch import Event, Stamp
 from kvxfer.tensors.device_memory import DeviceMemory, Gpu
-from kvxfer.transfer.costs import WireCosts, fit_direct_costs
+from kvxfer.transfer.costs import WireCosts, fit_costs
 from kvxfer.transports.base import TRIAL_SMALL_NBYTES
 
 TRIAL_NBYTES = 32 << 20
@@ -67,7 +67,7 @@ def measure_copies(gpu: Gpu, memory: DeviceMemory) -> WireCosts:
 
 def costs_of(large: Timing, small: Timing) -> WireCosts:
     """The rate by the GPU's clock, the latency by the host's."""
-    costs = fit_direct_costs((small.nbytes, small.copied_s), (large.nbytes, large.copied_s))
+    costs = fit_costs((small.nbytes, small.copied_s), (large.nbytes, large.copied_s))
     latency_s = max(small.seen_s - small.nbytes / costs.bytes_per_s, 0.0)
     return replace(costs, latency_s=latency_s)
 

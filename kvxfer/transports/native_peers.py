@@ -31,8 +31,8 @@ import zmq
 
 from kvxfer.config import Config, variables_of
 from kvxfer.errors import TransportUnavailable
+from kvxfer.transports.guard import user_of
 from kvxfer.transports.pipe import Pipe, PipeBroken
-from kvxfer.transports.zmq_same_host import user_of
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 LOOPBACK = ("lo",)

@@ -2,7 +2,7 @@
 
 With READ the sink fetches a chunk when it is announced. With WRITE the source puts it into the
 sink's staging, and announces it when it lies there. Which of the two is the sink's to say, by what
-its trial has measured (``stream_ways``); ends on both sides are made for the other one's choice.
+its trial has measured (``stream_trial``); ends on both sides are made for the other one's choice.
 
 NIXL has no descriptor that tells when a transfer is over. Where it copies by itself (on one host)
 it is over when it has been posted; else an alarm wakes the IO thread after 50 us, 100, 200 and so
@@ -32,11 +32,12 @@ from kvxfer.transports.nixl_ends import (
     Address,
     End,
     Mover,
+    NixlHost,
     Reached,
+    Staging,
     Writer,
     WrittenTo,
 )
-from kvxfer.transports.nixl_host import NixlHost, Staging
 from kvxfer.transports.pipe import (
     Parts,
     Pipe,
@@ -48,7 +49,6 @@ from kvxfer.transports.pipe import (
     check_no_parts,
 )
 from kvxfer.transports.stream_trial import trial_slots
-from kvxfer.transports.stream_ways import further_slots
 
 WAYS: tuple[Operation, ...] = ("WRITE", "READ")
 """WRITE is the usual one. WRITE over READ in GB/s, NIXL 1.5.1: between two processes of a busy host
@@ -175,7 +175,6 @@ class NixlPipe(Pipe):
     name = "nixl"
     reads_peers = True
     ways = WAYS
-    is_dear = True  # 0.5 s for the first agent, 0.1 s for each that follows
 
     def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
         self._host = NixlHost(device, config, wake)
@@ -197,7 +196,7 @@ class NixlPipe(Pipe):
         usual = super().staging_size(device_type)
         if device_type == "cpu":
             return usual
-        kept_nbytes = further_slots(trial_slots(device_type)).nbytes
+        kept_nbytes = trial_slots(device_type).nbytes
         return replace(usual, nbytes=usual.nbytes - kept_nbytes)
 
     @property

@@ -18,15 +18,19 @@ may still touch is not freed and not used for anything else, even after ``close`
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError, ProtocolError
+from kvxfer.tensors.device_memory import allocate
 from kvxfer.transfer.costs import BUSY_SLOTS
 from kvxfer.transports.base import LocalMemory, Wake
 
@@ -174,15 +178,11 @@ class Pipe(ABC):
     name: str
     ways: tuple[str, ...] = ("",)
     """In which it can move bytes, the usual one first; a sink takes one for each connection, by
-    trial (``stream_ways``). Ends on the source's side are made for any of them.
+    trial (``stream_trial``). Ends on the source's side are made for any of them.
     """
     reads_peers: bool = False
     """Whether its library reads what peers send, in ways that kvxfer cannot check before; see
     ``native_peers``.
-    """
-    is_dear: bool = False
-    """Whether to make and connect a pipe takes much longer than a first load may wait; a trial does
-    both. See ``SinkTransport.is_dear``.
     """
 
     def staging_size(self, device_type: str) -> StagingSize:
@@ -232,3 +232,30 @@ class Pipe(ABC):
 
 MakePipe = Callable[[LocalMemory, Config, Wake], Pipe]
 """One end of a pipe for this rank's memory. Raises TransportUnavailable."""
+
+
+def make_staging(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Flat uint8, zeroed. Raises TransportUnavailable, or what the device says when it is full.
+
+    Memory of its own, and none of an allocator's: what a peer might still write to must never
+    become another tensor's. A mapping of its own is taken from the process when the last tensor of
+    it goes.
+    """
+    if device.type == "cpu":
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    return torch.as_tensor(_OwnedMemory(nbytes, device), device=device).zero_()
+
+
+class _OwnedMemory:
+    """Memory of a GPU, as tensors take it over; freed with the last of them."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        mapped = allocate(nbytes, device)
+        # Not at exit: the driver may be gone by then, and the memory goes with the process.
+        weakref.finalize(self, mapped.close).atexit = False
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (mapped.memory.address, False),
+            "version": 3,
+        }

@@ -23,7 +23,7 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import MappedPool, open_shared
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from kvxfer.transfer.costs import Staging, fit_direct_costs
+from kvxfer.transfer.costs import Staging, fit_costs
 from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transfer.pull import route_nbytes
@@ -158,7 +158,7 @@ class ShmSink(SinkTransport):
                 np.copyto(landing[:small], first[:small])
                 large_s = min(large_s, max(middle_s - begins_s, 1e-9))
                 small_s = min(small_s, max(time.perf_counter() - middle_s, 1e-9))
-            return Trial(fit_direct_costs((small, small_s), (first.size, large_s)))
+            return Trial(fit_costs((small, small_s), (first.size, large_s)))
         finally:
             mapping.close()
 

@@ -6,7 +6,7 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.costs import LEAST_SLOTS, MOST_SLOTS
 from kvxfer.transports.pipe import Pipe, Slots
-from kvxfer.transports.stream_trial import trial_slots
+from kvxfer.transports.stream_trial import MOST_TRIAL_SLOTS, trial_slots
 from kvxfer.transports.stream_wire import FRAME_MAX_NBYTES, MAX_SLOTS, STREAM_VERSION, Attach
 
 
@@ -36,7 +36,7 @@ class Admission:
                 raise ProtocolError(f"attach: {what}: expected {expected}, got {got}")
         slots = Slots(message.num_slots, message.slot_nbytes)
         if message.is_trial:
-            most = trial_slots(self._device_type)
+            most = Slots(MOST_TRIAL_SLOTS, trial_slots(self._device_type).slot_nbytes)
             if slots.num_slots <= most.num_slots and slots.slot_nbytes <= most.slot_nbytes:
                 return slots
             raise ProtocolError(f"attach: expected at most {most} of a trial, got {slots}")

@@ -7,11 +7,11 @@ has not named its nonce: it goes over the control channel, to those who may read
 from __future__ import annotations
 
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
-from kvxfer.transports.base import TransferKey
 from kvxfer.transports.pipe import Parts, Slots, SourceLane
+from kvxfer.transports.stream_machine import Sends, SourceSlot, SourceSlots
+from kvxfer.transports.stream_packing import ChunkJob
 from kvxfer.transports.stream_wire import Header
 
 MAX_CONNECTIONS = 1024
@@ -21,18 +21,16 @@ MAX_STAGING_NBYTES = 4 << 30
 needs more takes the places of others as above.
 """
 MAX_TRIAL_NBYTES = 512 << 20
-"""Staging for trials, of that: one has 20 MiB (160 between GPUs), and takes milliseconds. One that
+"""Staging for trials, of that: one has 8 MiB (64 between GPUs), and takes milliseconds. One that
 needs more takes the place of the trial that has waited longest for a credit.
 """
 TRIAL_S = 30.0
 """After which a trial is over: a sink gives one up after 7 s at most."""
 MAX_EXPECTED = 512
 """Reads that one connection has announced and that have not ended; about 0.5 KB each."""
-MAX_PROBES = 32
-"""Empty frames that wait for one sink at most: fewer than its queue has room for beyond chunks."""
 MAX_TRIALS = 32
 """Messages of a trial for one connection: a sink makes one of its own for each trial, which takes
-at most 27.
+at most 12.
 """
 
 ReadName = tuple[bytes, bytes, str]
@@ -43,13 +41,9 @@ ReadName = tuple[bytes, bytes, str]
 class Connection:
     """One DEALER of a sink, and the slots of its staging. ``is_trial``: it carries no transfers.
 
-    A slot is ``free`` (the sink has granted it), being packed, ``leaving`` (given to the pipe, not
-    announced yet) or ``in_flight`` (until the sink's credit). ``generations``: how many chunks each
-    has carried. ``turns``: transfers that have chunks left to pack, next one first.
-    ``trial_slots``: bytes of the trial's pattern that a slot still holds. ``num_filling``: slots
-    that are written now. ``num_probes``: empty frames sent since it was last heard of. ``is_gone``:
-    ZeroMQ does not know it any more; ``is_lost``: nothing more is sent to it. ``attached_s``,
-    ``moved_s``: when it attached, and since when it owes a credit (monotonic clock).
+    ``leaving``: what the pipe still sends, by slot; ``jobs``: what packs a slot. ``trial_slots``:
+    bytes of the trial's pattern that a slot still holds. ``is_lost``: nothing more is sent to it.
+    ``attached_s``, ``moved_s``: when it attached, and since when it owes a credit (monotonic).
     """
 
     identity: bytes
@@ -57,29 +51,29 @@ class Connection:
     address: bytes = b""
     is_trial: bool = False
     lane: SourceLane | None = None
-    free: list[int] = field(default_factory=list)
-    generations: list[int] = field(default_factory=list)
+    table: SourceSlots = field(init=False)
+    sends: Sends = field(init=False)
+    jobs: dict[int, ChunkJob] = field(default_factory=dict)
     leaving: dict[int, tuple[Header, Parts]] = field(default_factory=dict)
-    in_flight: set[int] = field(default_factory=set)
     expected: dict[ReadName, None] = field(default_factory=dict)
-    turns: deque[TransferKey] = field(default_factory=deque)
     trial_slots: dict[int, int] = field(default_factory=dict)
-    num_filling: int = 0
     num_trials: int = 0
-    num_probes: int = 0
-    is_gone: bool = False
     is_lost: bool = False
     attached_s: float = field(default_factory=time.monotonic)
     moved_s: float = field(default_factory=time.monotonic)
 
+    def __post_init__(self) -> None:
+        self.table = SourceSlots(self.slots.num_slots)
+        self.sends = Sends(self.table)
+
     @property
     def is_idle(self) -> bool:
-        """Whether none of its slots is in use."""
-        return not (self.num_filling or self.leaving or self.in_flight)
+        """Whether it has no transfer, and none of its slots is in use."""
+        return self.table.is_idle and not len(self.sends)
 
     def close_lane(self) -> None:
         """Once it is lost and nobody writes its slots any more."""
-        if self.is_lost and not self.num_filling and self.lane is not None:
+        if self.is_lost and not self.table.num[SourceSlot.FILLING] and self.lane is not None:
             self.lane.close()
             self.lane = None
 
@@ -118,10 +112,7 @@ class Connections:
         self, identity: bytes, slots: Slots, address: bytes, *, is_trial: bool = False
     ) -> Connection:
         """A new one, all of whose slots are granted."""
-        connection = Connection(identity, slots, address, is_trial)
-        connection.free.extend(range(slots.num_slots))
-        connection.generations.extend([0] * slots.num_slots)
-        self._by_identity[identity] = connection
+        connection = self._by_identity[identity] = Connection(identity, slots, address, is_trial)
         return connection
 
     def remove(self, connection: Connection) -> None:

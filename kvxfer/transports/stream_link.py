@@ -1,64 +1,45 @@
-"""A sink's connection to one source rank: its sockets, and what each slot of its staging holds."""
+"""A sink's connection to one source rank: its sockets, its end of the pipe, and its slots."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.backlog import EVENT, WORD_S, Backlog
+from kvxfer.transports.channel import MANY_PARTS, Bounds, Context, Dealer
+from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import Pipe, PipeBroken, SinkLane, Slots
+from kvxfer.transports.stream_machine import Reads, SinkSlot, SinkSlots
+from kvxfer.transports.stream_packing import ChunkJob
 from kvxfer.transports.stream_wire import (
+    FRAME_MAX_NBYTES,
     STREAM_VERSION,
     Attach,
     Attached,
-    Context,
     Credit,
     Header,
-    Socket,
     ToSource,
     data_endpoint_of,
     encode,
-    make_dealer,
-)
-from kvxfer.transports.zmq_inbox import Inbox
-from kvxfer.transports.zmq_listeners import secure_client
-from kvxfer.transports.zmq_same_host import nearest_endpoint
-
-# That it stands, and every way in which one that never reconnects can end, or fail to begin.
-_EVENTS = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    num_queued,
 )
 
 BEYOND_NBYTES = 1 << 20
 """What a source may have sent beyond its chunks: announcements have 100 bytes each."""
 
-T = TypeVar("T")
 _log = logging.getLogger("kvxfer.transports")
 
 
 @dataclass(slots=True, eq=False)
-class Link(Generic[T]):
+class Link:
     """One connection. ``control_endpoint``: of the source rank; ``endpoint``: its data endpoint;
-    ``path``: what carries the announcements.
-
-    A slot is the source's, or announced (``awaited``: its payload is on the way, for whom), or
-    being unpacked (``num_unpacking`` are), or dealt with: then its number is in ``credits`` until
-    the source is told. ``generations``: how many chunks were announced in each slot.
+    ``path``: what carries the announcements. ``jobs``: what unpacks a slot, by slot.
     ``only_own_user``: see ``native_peers``.
     """
 
@@ -66,59 +47,39 @@ class Link(Generic[T]):
     endpoint: str
     path: str
     slots: Slots
-    socket: Socket
-    monitor: Socket
+    dealer: Dealer
     lane: SinkLane
-    generations: list[int]
     only_own_user: bool
-    held: set[int] = field(default_factory=set)
-    awaited: dict[int, T] = field(default_factory=dict)
-    credits: list[int] = field(default_factory=list)
-    num_unpacking: int = 0
+    jobs: dict[int, ChunkJob] = field(default_factory=dict)
     num_unreadable: int = 0
     is_connected: bool = False
     is_lost: bool = False
-    _inbox: Inbox = field(init=False)
-    _said_s: float = field(default_factory=time.monotonic)
-    _backlog: Backlog = field(default_factory=lambda: Backlog(-1))
+    table: SinkSlots = field(init=False)
+    reads: Reads = field(init=False)
 
     def __post_init__(self) -> None:
-        self._inbox = Inbox(self.socket)
+        self.table = SinkSlots(self.slots.num_slots, self.slots.slot_nbytes)
+        self.reads = Reads(self.table)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
         """Messages of the source: an announcement, and what a pipe sends along.
 
         Raises ProtocolError for one of many parts: the connection is of no use any more.
         """
-        for frames in self._inbox.receive():
-            self._backlog.note(frames)
+        for frames in self.dealer.receive():
             if frames[-1].more:
-                raise ProtocolError("message: expected a few parts, got many")
+                raise ProtocolError(MANY_PARTS)
             yield frames
-
-    def has_ended(self) -> bool:
-        """What the monitor has to say: that the connection stands, or that it has ended."""
-        while self.monitor.poll(0):
-            kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
-            if kind != zmq.EVENT_CONNECTED:
-                return True
-            self._backlog = Backlog(value)
-        return False
-
-    def inspect(self) -> None:
-        """Raises ProtocolError if more has come than the slots hold that was not read."""
-        if time.monotonic() - self._said_s >= WORD_S:
-            self.send(Credit(()))
-        nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
-        if nbytes > self.slots.nbytes + BEYOND_NBYTES:
-            raise ProtocolError(
-                f"messages: expected at most {self.slots.nbytes} bytes of chunks, got {nbytes}"
-            )
 
     @property
     def is_spent(self) -> bool:
         """Whether so many announcements could not be read that no slot may be left."""
         return self.num_unreadable >= self.slots.num_slots
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether a payload was announced and is not there yet."""
+        return self.table.num[SinkSlot.AWAITED] > 0
 
     def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
         """The source's end is open. ``frame``: what ZeroMQ brought it in. Raises ProtocolError,
@@ -132,70 +93,34 @@ class Link(Generic[T]):
         self.lane.connected(message.address)
         self.is_connected = True
 
-    def is_repeated(self, header: Header) -> bool:
-        """Whether this chunk was announced before."""
-        in_range = 0 <= header.slot < self.slots.num_slots
-        return in_range and 0 <= header.generation < self.generations[header.slot]
-
-    def announce(self, header: Header, parts: Sequence[zmq.Frame], wanted: T) -> None:
-        """The payload of a slot will come. Raises ProtocolError, PipeBroken."""
-        slot, nbytes = header.slot, header.nbytes
+    def announce(self, header: Header, parts: Sequence[zmq.Frame]) -> None:
+        """The pipe is told of a payload that will come, before the slots are. Raises ProtocolError,
+        PipeBroken.
+        """
         if not self.is_connected:
             raise ProtocolError("chunk: expected attached first")
-        if not 0 <= slot < self.slots.num_slots or not 0 <= nbytes <= self.slots.slot_nbytes:
-            raise ProtocolError(f"chunk: expected one that fits {self.slots}, got {header}")
-        if slot in self.held or header.generation != self.generations[slot]:
-            raise ProtocolError(
-                f"chunk: expected generation {self.generations[slot]} of slot {slot} after its "
-                f"credit, got {header.generation}"
-            )
-        self.lane.announced(slot, header.generation, nbytes, parts)
-        self.generations[slot] += 1
-        self.held.add(slot)
-        self.awaited[slot] = wanted
+        self.table.check(header)
+        self.lane.announced(header.slot, header.generation, header.nbytes, parts)
 
-    def free(self, slot: int) -> None:
-        """A slot whose payload was there is the source's again. Raises PipeBroken."""
-        if self.is_lost:
-            return
-        self.lane.free(slot)
-        self.held.discard(slot)
-        self.credits.append(slot)
-
-    def take_credits(self) -> Credit | None:
-        """In batches, because each credit wakes the source; but never the last ones late."""
-        if not self.credits:
-            return None
-        if self.num_unpacking and len(self.credits) < max(1, self.slots.num_slots // 4):
-            return None
-        taken, self.credits = self.credits, []
-        return Credit(tuple(taken))
-
-    def give_back(self, credit: Credit) -> bool:
-        """By the pipe, if it carries messages. Raises PipeBroken."""
+    def give_back(self, slots: Sequence[int]) -> bool:
+        """Credits, by the pipe if it carries messages. Raises PipeBroken."""
+        credit = Credit(tuple(slots))
         return self.lane.tell(encode(credit)) or self.send(credit)
 
     def send(self, message: ToSource) -> bool:
         """By ZeroMQ. False if it does not take it; the monitor tells the rest."""
-        self._said_s = time.monotonic()
-        try:
-            self.socket.send(encode(message), zmq.NOBLOCK)
-        except zmq.ZMQError as exc:
-            _log.debug("data connection to %s takes nothing: %s", self.endpoint, exc)
-            return False
-        return True
+        return self.dealer.send(encode(message))
 
     def close(self) -> None:
         """The connection ends now, the lane when nobody reads its slots any more."""
         if not self.is_lost:
             self.is_lost = True
-            self.awaited.clear()
-            _close(self.socket, self.monitor)
+            self.dealer.close()
             self.close_lane()
 
     def close_lane(self) -> None:
         """Once the link is lost and nobody reads its slots any more."""
-        if self.is_lost and not self.num_unpacking:
+        if self.is_lost and not self.jobs:
             self.lane.close()
 
 
@@ -209,7 +134,7 @@ def open_link(
     uses_unix_sockets: bool,
     is_trial: bool = False,
     way: str = "",
-) -> Link[T]:
+) -> Link:
     """Attach; the connection is made in the background. ``way``: of the pipe's.
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
@@ -217,46 +142,38 @@ def open_link(
     endpoint = data_endpoint_of(source, config, pipe.name)
     nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
     _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
-    socket = make_dealer(context, config)
+    bounds = Bounds(FRAME_MAX_NBYTES, slots.nbytes + BEYOND_NBYTES, num_queued(config))
     try:
-        socket.setsockopt(zmq.IPV6, int("[" in nearest))
-        if nearest == endpoint:  # a Unix socket's ends know each other's user
-            secure_client(socket, config, source.curve_public_key)
-        monitor: Socket = socket.get_monitor_socket(_EVENTS)
-    except BaseException:  # the engine ends while a trial begins
-        socket.close(linger=0)
+        # Never connected again by itself: a new connection is a new attach
+        dealer = Dealer(
+            context,
+            config,
+            bounds,
+            nearest,
+            source.curve_public_key,
+            word=encode(Credit(())),
+            reconnects=False,
+        )
+    except zmq.ContextTerminated:  # the engine ends while a trial begins
         raise
-    try:
-        socket.connect(nearest)
-        lane = pipe.open_sink(slots, way)
     except zmq.ZMQError as exc:
-        _close(socket, monitor)
         raise TransportUnavailable(
             f"{pipe.name}: {endpoint} cannot be connected to: {exc.strerror}"
         ) from exc
+    try:
+        lane = pipe.open_sink(slots, way)
     except BaseException:
-        _close(socket, monitor)
+        dealer.close()
         raise
-    path = lane.path("TCP" if nearest == endpoint else "a Unix socket")
-    generations = [0] * slots.num_slots
-    link: Link[T] = Link(
+    link = Link(
         source.control_endpoint,
         endpoint,
-        path,
+        lane.path("TCP" if nearest == endpoint else "a Unix socket"),
         slots,
-        socket,
-        monitor,
+        dealer,
         lane,
-        generations,
         only_own_user=needs_own_user(pipe, config),
     )
     sizes = (slots.num_slots, slots.slot_nbytes)
     link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, is_trial))
     return link
-
-
-def _close(socket: Socket, monitor: Socket) -> None:
-    with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends while a trial runs
-        socket.disable_monitor()
-    monitor.close(linger=0)
-    socket.close(linger=0)

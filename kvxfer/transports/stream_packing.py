@@ -1,10 +1,19 @@
-"""Between a pool and the staging of a stream wire: who copies a chunk, and how it ends."""
+"""Between a pool and the staging of a stream wire: who copies a chunk, and how it ends.
+
+In host memory the copy thread does. On a GPU kernels do, which the IO thread launches on a stream
+of their own; it sees what is over (:mod:`~kvxfer.transports.launches`). Kernels reach the memory of
+their GPU and pinned memory of the host. Staging that is neither, like ZeroMQ's frames, lies behind
+a few pinned buffers: between these and the staging the copy thread copies, so that a chunk is on
+its way to the host or back while another is copied there and a third is on the wire.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,124 +22,108 @@ from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
+from kvxfer.kernels.strided_work import WHOLE_GPU
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu
 from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.transfer.plan import Chunk, CopyClass, DenseOrder, Side
 from kvxfer.transports.base import LocalMemory, TransferKey, Wake
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
+from kvxfer.transports.launches import Launches
+from kvxfer.transports.pipe import SourceLane
+
+if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
+    from kvxfer.tensors.device_copy import BoundSide, DeviceCopier
+
+MAX_BOUNCES = 4
+"""Pinned buffers of one packer, each as large as the largest chunk: one for the kernel, one for the
+copy thread, and one each that waits for them.
+"""
+RING_NBYTES = 1 << 20
+"""For ids and addresses on their way to the GPU; a chunk has a few KB of them."""
+MAX_BOUND = 1024
+"""Sides whose addresses are kept; a plan has a handful."""
 
 Ids = NDArray[np.int64]
-Staging = Callable[[], Tensor]
 
 
+@dataclass(slots=True, eq=False)
 class ChunkJob:
     """One chunk of a transfer, from this rank's pool to staging or back, in one piece.
 
-    ``order``: of the packed bytes; None where they are unpacked, for they come in the order of
-    ``side``. ``staging`` is called once, by who copies, and says where the chunk lies or is to lie.
-    ``after``: what a GPU must have done before the pool is written. ``end`` and ``error`` say how
-    it ended.
+    ``owner``: the connection whose slot it is. ``order``: of the packed bytes; None where they are
+    unpacked, for they come in the order of ``side``. ``dense``: where they lie; a lane, where they
+    are to lie. ``after``: what a GPU must have done before the pool is written. ``end`` and
+    ``error`` say how it ended.
     """
 
-    __slots__ = (
-        *("after", "block_ids", "chunk", "end", "error", "key", "order", "side", "slot"),
-        "staging",
-    )
+    owner: object
+    key: TransferKey
+    chunk: Chunk
+    slot: int
+    side: Side
+    block_ids: Ids
+    dense: Tensor | SourceLane | None
+    order: DenseOrder | None = None
+    after: torch.cuda.Event | None = None
+    end: CopyEnd | None = None
+    error: BaseException | None = None
 
-    def __init__(
-        self,
-        key: TransferKey,
-        chunk: Chunk,
-        side: Side,
-        block_ids: Ids,
-        order: DenseOrder | None,
-        slot: int,
-        staging: Staging,
-        after: torch.cuda.Event | None = None,
-    ) -> None:
-        self.key = key
-        self.chunk = chunk
-        self.side = side
-        self.block_ids = block_ids
-        self.order = order
-        self.slot = slot
-        self.staging: Staging | None = staging
-        self.after = after
-        self.end: CopyEnd | None = None
-        self.error: BaseException | None = None
+    def take_dense(self) -> Tensor:
+        """The chunk's memory, for who copies; once, so that it is freed with the copy."""
+        dense, self.dense = self.dense, None
+        assert dense is not None
+        if isinstance(dense, SourceLane):
+            return dense.staging(self.slot, self.chunk.nbytes)
+        return dense
 
-
-J = TypeVar("J", bound=ChunkJob)
+    @property
+    def span(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Regions and tokens, each from and to."""
+        chunk = self.chunk
+        return (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)
 
 
-class Packer(Protocol[J]):
-    """Copies chunks between a pool and staging. For the IO thread, but for ``prepare``.
+# ------------------------------------------------------------------ host memory
+
+
+class HostPacker:
+    """Chunks are copied on the copy thread, small ones at once. For the IO thread, but for
+    ``prepare``.
 
     ``num_at_once``: after so many submissions, or one that has ended when ``submit`` returns, the
     IO thread has other work to look at.
     """
-
-    num_at_once: int
-
-    def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """Get ready to unpack these, where that takes long; from any thread."""
-
-    def submit(self, job: J) -> None:
-        """Begin; never blocks."""
-
-    def cancel(self, job: J) -> None:
-        """What it does is not wanted any more: it ends at once, or when the copy is over."""
-
-    def drain(self) -> Iterator[J]:
-        """Jobs that have ended: nothing of them runs."""
-
-    def take(self) -> J:
-        """Wait for one of them, at shutdown."""
-
-    def close(self) -> None:
-        """After the end of the last job."""
-
-
-class MakePacker(Protocol[J]):
-    """Makes a packer for a memory. Raises TransportUnavailable."""
-
-    def __call__(
-        self, memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake
-    ) -> Packer[J]: ...
-
-
-class HostPacker(Generic[J]):
-    """Pools in host memory: chunks are copied on the copy thread, small ones at once."""
 
     num_at_once = sys.maxsize  # a queue takes them all
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
         self._tensors = memory.tensors
         self._copy_thread = copy_thread
-        self._running: dict[J, _HostJob[J]] = {}
-        self._ended: Mailbox[J] = Mailbox(wake)
+        self._running: dict[ChunkJob, _HostCopy] = {}
+        self._ended: Mailbox[ChunkJob] = Mailbox(wake)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Nothing takes long."""
 
-    def submit(self, job: J) -> None:
-        """Queue it, or copy it now."""
-        running = self._running[job] = _HostJob(job, self._tensors, self._ended)
+    def submit(self, job: ChunkJob) -> None:
+        """Queue it, or copy it now; never blocks."""
+        running = self._running[job] = _HostCopy(job, self._tensors, self._ended)
         self._copy_thread.submit(running)
 
-    def cancel(self, job: J) -> None:
-        """A job that waits ends now, one that runs when it is through."""
+    def cancel(self, job: ChunkJob) -> None:
+        """What it does is not wanted any more: it ends now, or when the copy is through."""
         running = self._running.get(job)
         if running is not None:
             self._copy_thread.cancel(running)
 
-    def drain(self) -> Iterator[J]:
-        """Jobs that have ended."""
+    def drain(self) -> Iterator[ChunkJob]:
+        """Jobs that have ended: nothing of them runs."""
         for job in self._ended.drain():
             del self._running[job]
             yield job
 
-    def take(self) -> J:
-        """Wait for one of them."""
+    def take(self) -> ChunkJob:
+        """Wait for one of them, at shutdown."""
         job = self._ended.take()
         del self._running[job]
         return job
@@ -139,7 +132,318 @@ class HostPacker(Generic[J]):
         """The copy thread is the worker's."""
 
 
-def make_packer(memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake) -> Packer[J]:
+class _HostCopy(CopyJob):
+    """A chunk as it is copied, straight from or into the pool."""
+
+    __slots__ = ("_ended", "_job", "_tensors")
+
+    def __init__(self, job: ChunkJob, tensors: Sequence[Tensor], ended: Mailbox[ChunkJob]) -> None:
+        chunk = job.chunk
+        super().__init__(job.key, work_of(chunk.nbytes, chunk.region_hi - chunk.region_lo))
+        self._job = job
+        self._tensors = tensors
+        self._ended = ended
+
+    def run(self) -> bool:
+        job, dense = self._job, self._job.take_dense()
+        if job.order is not None:
+            gather(self._tensors, job.side, job.block_ids, job.order, *job.span, dense)
+        else:
+            scatter(self._tensors, job.side, job.block_ids, *job.span, dense)
+        return False
+
+    def on_end(self) -> None:
+        self._job.dense = None  # also of a job that never ran
+        self._job.end, self._job.error = self.end, self.error
+        self._ended.put(self._job, more_follows=self.has_successor)
+
+
+# ------------------------------------------------------------------ memory of a GPU
+
+
+def _make_copier(gpu: Gpu, config: Config | None = None) -> DeviceCopier:
+    """For one thread; without a config, for kernels that are only compiled."""
+    from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
+
+    if config is None:
+        return DeviceCopier(gpu.device, CopySettings(ring_nbytes=RING_NBYTES))
+    settings = CopySettings(config.launch_programs, ring_nbytes=RING_NBYTES)
+    return DeviceCopier(gpu.device, settings)
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A job, and where its chunk lies. ``bounce``: its pinned buffer, if it needs one."""
+
+    job: ChunkJob
+    dense: Tensor | None
+    nbytes: int
+    bounce: Tensor | None = None
+    copying: CopyJob | None = None
+    error: BaseException | None = None
+    is_cancelled: bool = False
+
+    @property
+    def is_pack(self) -> bool:
+        return self.job.order is not None
+
+
+class DevicePacker:
+    """Launches on one GPU, with the same methods. Raises RuntimeError, PyTorch's, where that cannot
+    be had.
+    """
+
+    num_at_once = 2  # a launch takes the IO thread 0.1 ms, in which 30 MB could be on the wire
+
+    def __init__(
+        self,
+        memory: LocalMemory,
+        config: Config,
+        copy_thread: Copier,
+        wake: Wake,
+        gpu: Gpu | None = None,
+    ) -> None:
+        from kvxfer.tensors.device_copy import flat_copy
+
+        self._gpu = gpu = gpu or Gpu(memory.device)
+        self._tensors = memory.tensors  # so that the addresses stay good
+        self._memories = tuple(
+            DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in memory.tensors
+        )
+        self._copier = _make_copier(gpu, config)
+        self._stream = gpu.make_stream()
+        self._copy_thread = copy_thread
+        self._wake = wake
+        self._steps: dict[ChunkJob, _Step] = {}
+        self._waiting: deque[_Step] = deque()
+        self._in_flight: Launches[_Step] = Launches(wake)
+        self._copied: Mailbox[_BounceJob] = Mailbox(wake)
+        self._ended: deque[ChunkJob] = deque()
+        self._bound: dict[int, tuple[Side, BoundSide]] = {}
+        self._bounces: list[Tensor] = []
+        self._num_bounces = 0
+        self._waited: torch.cuda.Event | None = None
+        self._broken = ""
+        # What nearly all engines need is compiled now: the first time it takes a second
+        self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream, WHOLE_GPU).synchronize()
+
+    def prepare(self, classes: Sequence[CopyClass]) -> None:
+        """Compile what unpacks these classes."""
+        from kvxfer.tensors.device_copy import bind_side
+
+        copier = _make_copier(self._gpu)  # this thread's
+        stream = self._gpu.make_stream()
+        for each in classes:
+            side = bind_side(each.sink, self._memories)
+            copier.warm_unpack(side, stream).synchronize()
+
+    def submit(self, job: ChunkJob) -> None:
+        """Launch it, or let it wait for a pinned buffer."""
+        dense = job.take_dense()
+        step = self._steps[job] = _Step(job, dense, dense.numel())
+        if self._gpu.reaches(dense):
+            self._launch(step, dense)
+        else:
+            self._waiting.append(step)
+            self._start_waiting()
+        self._wake()  # ``drain`` follows, which waits for it
+
+    def cancel(self, job: ChunkJob) -> None:
+        """A job that waits ends now, others when the step is over that runs."""
+        step = self._steps.get(job)
+        if step is None:
+            return
+        step.is_cancelled = True
+        if step in self._waiting:
+            self._waiting.remove(step)
+            self._end(step, CopyEnd.CANCELLED)
+        elif step.copying is not None:
+            self._copy_thread.cancel(step.copying)
+        if self._ended:
+            self._wake()
+
+    def drain(self) -> Iterator[ChunkJob]:
+        """Jobs that have ended."""
+        for copied in self._copied.drain():
+            self._on_copied(copied)
+        self._advance()
+        ended, self._ended = self._ended, deque()
+        yield from ended
+
+    def take(self) -> ChunkJob:
+        """Wait for one of them."""
+        while not self._ended:
+            if len(self._in_flight):
+                try:
+                    self._in_flight.synchronize()
+                except RuntimeError as exc:
+                    self._break(exc)
+            else:
+                self._on_copied(self._copied.take())
+            self._advance()
+        return self._ended.popleft()
+
+    def close(self) -> None:
+        """End the thread that waits for the GPU."""
+        self._in_flight.close()
+
+    # -- kernels
+
+    def _launch(self, step: _Step, dense: Tensor) -> None:
+        """The chunk lies, or is to lie, in ``dense``."""
+        job = step.job
+        if self._broken:
+            self._end(step, CopyEnd.FAILED, RuntimeError(self._broken))
+            return
+        try:
+            side, ids, stream = self._bind(job.side), job.block_ids, self._stream
+            if job.after is not None and job.after is not self._waited:
+                self._copier.wait(stream, job.after)
+                self._waited = job.after  # for all that comes behind it on the stream
+            if job.order is not None:
+                launched = self._copier.pack(side, ids, job.order, *job.span, dense, stream=stream)
+            else:
+                launched = self._copier.unpack(side, ids, *job.span, dense, stream=stream)
+            event = launched.event
+        except (RuntimeError, ValueError) as exc:
+            step.error, event = exc, None
+        try:
+            # Also where something failed: a part of it may run
+            self._in_flight.add(step, event or self._copier.mark(self._stream), step.nbytes)
+        except RuntimeError as exc:
+            self._break(exc)
+
+    def _bind(self, side: Side) -> BoundSide:
+        known = self._bound.get(id(side))
+        if known is None:
+            from kvxfer.tensors.device_copy import bind_side
+
+            if len(self._bound) >= MAX_BOUND:
+                self._bound.clear()
+            # The side is kept with it: its id is another's once it is gone
+            known = self._bound[id(side)] = (side, bind_side(side, self._memories))
+        return known[1]
+
+    def _advance(self) -> None:
+        """See what is over, and begin what waits for it."""
+        try:
+            landed = self._in_flight.land()
+            while landed:
+                for flight in landed:
+                    self._on_landed(flight.owner)
+                self._start_waiting()
+                landed = self._in_flight.land_close()
+        except RuntimeError as exc:
+            self._break(exc)
+        self._start_waiting()
+        self._in_flight.expect()  # what is soon over needs no thread that waits
+
+    def _on_landed(self, step: _Step) -> None:
+        if step.error is not None:
+            self._end(step, CopyEnd.FAILED, step.error)
+        elif step.is_cancelled:
+            self._end(step, CopyEnd.CANCELLED)
+        elif step.is_pack and step.bounce is not None:
+            self._copy(step)
+        else:
+            self._end(step, CopyEnd.DONE)
+
+    def _break(self, error: RuntimeError) -> None:
+        """A CUDA error is for ever: nothing runs in this process's context any more."""
+        self._broken = str(error)  # not the error, whose frames hold chunks
+        self._in_flight.forget()
+        for step in list(self._steps.values()):
+            if step.copying is None:
+                self._end(step, CopyEnd.FAILED, error)
+        self._waiting.clear()
+
+    # -- pinned buffers
+
+    def _start_waiting(self) -> None:
+        """Those that wait for a buffer, as far as there are any."""
+        while self._waiting and self._has_bounce():
+            step = self._waiting.popleft()
+            step.bounce = self._take_bounce(step.nbytes)
+            if step.is_pack:
+                self._launch(step, step.bounce[: step.nbytes])
+            else:
+                self._copy(step)
+
+    def _has_bounce(self) -> bool:
+        return bool(self._bounces) or self._num_bounces < MAX_BOUNCES
+
+    def _take_bounce(self, nbytes: int) -> Tensor:
+        """One that is free and large enough, or a new one (in the place of a smaller one)."""
+        if self._bounces:
+            bounce = self._bounces.pop()
+            if bounce.numel() >= nbytes:
+                return bounce
+        else:
+            self._num_bounces += 1
+        return self._gpu.pinned(nbytes)
+
+    def _copy(self, step: _Step) -> None:
+        """On the copy thread: from the buffer to the staging, or back."""
+        step.copying = _BounceJob(step, self._copied)
+        self._copy_thread.submit(step.copying)
+
+    def _on_copied(self, copied: _BounceJob) -> None:
+        step = copied.step
+        step.copying = None
+        if copied.end is not CopyEnd.DONE or step.is_cancelled:
+            end = CopyEnd.FAILED if copied.end is CopyEnd.FAILED else CopyEnd.CANCELLED
+            self._end(step, end, copied.error)
+        elif step.is_pack:
+            self._end(step, CopyEnd.DONE)
+        else:
+            assert step.bounce is not None
+            self._launch(step, step.bounce[: step.nbytes])
+
+    # -- ends
+
+    def _end(self, step: _Step, end: CopyEnd, error: BaseException | None = None) -> None:
+        del self._steps[step.job]
+        step.dense = None
+        if step.bounce is not None:
+            self._bounces.append(step.bounce)
+            step.bounce = None
+        step.job.end, step.job.error = end, error
+        self._ended.append(step.job)
+
+
+class _BounceJob(CopyJob):
+    """Copies a chunk between its pinned buffer and its staging."""
+
+    __slots__ = ("_copied", "step")
+
+    def __init__(self, step: _Step, copied: Mailbox[_BounceJob]) -> None:
+        super().__init__(step.job.key)
+        self.step = step
+        self._copied = copied
+
+    def run(self) -> bool:
+        step = self.step
+        assert step.bounce is not None
+        assert step.dense is not None
+        bounce = step.bounce[: step.nbytes]
+        if step.is_pack:
+            step.dense.copy_(bounce)
+        else:
+            bounce.copy_(step.dense)
+        return False
+
+    def on_end(self) -> None:
+        """What was unpacked is freed here and not on the IO thread."""
+        self.step.dense = None
+        self._copied.put(self, more_follows=self.has_successor)
+
+
+# ------------------------------------------------------------------ which of the two
+
+Packer = HostPacker | DevicePacker
+
+
+def make_packer(memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake) -> Packer:
     """What copies in this memory. Raises TransportUnavailable."""
     devices = {tensor.device.type for tensor in memory.tensors}
     if devices <= {"cpu"}:
@@ -149,40 +453,8 @@ def make_packer(memory: LocalMemory, config: Config, copy_thread: Copier, wake: 
             f"packing: expected memory of a CPU or of a CUDA device, got {sorted(devices)}"
         )
     try:
-        from kvxfer.transports.stream_device_packing import DevicePacker
+        return DevicePacker(memory, config, copy_thread, wake)
     except ImportError as exc:
         raise TransportUnavailable(
             f"packing on a GPU: expected Triton, got {exc}; install kvxfer[cuda]"
         ) from exc
-    return DevicePacker(memory, config, copy_thread, wake)
-
-
-class _HostJob(CopyJob, Generic[J]):
-    """A chunk as it is copied."""
-
-    __slots__ = ("_ended", "_job", "_tensors")
-
-    def __init__(self, job: J, tensors: Sequence[Tensor], ended: Mailbox[J]) -> None:
-        chunk = job.chunk
-        super().__init__(job.key, work_of(chunk.nbytes, chunk.region_hi - chunk.region_lo))
-        self._job = job
-        self._tensors = tensors
-        self._ended = ended
-
-    def run(self) -> bool:
-        """Straight from or into the pool."""
-        job, chunk = self._job, self._job.chunk
-        assert job.staging is not None
-        regions, tokens = (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)
-        ids, dense = job.block_ids, job.staging()
-        if job.order is not None:
-            gather(self._tensors, job.side, ids, job.order, regions, tokens, dense)
-        else:
-            scatter(self._tensors, job.side, ids, regions, tokens, dense)
-        return False
-
-    def on_end(self) -> None:
-        """What was unpacked is freed here and not on the IO thread."""
-        self._job.staging = None
-        self._job.end, self._job.error = self.end, self.error
-        self._ended.put(self._job, more_follows=self.has_successor)

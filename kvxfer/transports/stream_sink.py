@@ -11,7 +11,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
 import numpy as np
 import zmq
@@ -31,34 +32,37 @@ from kvxfer.transports.base import (
     ReadBroke,
     ReadDone,
     ReadRequest,
+    ReadStopped,
     SinkCompletion,
     SinkTransport,
     TransferKey,
     Trial,
     Wake,
+    kind_of,
 )
+from kvxfer.transports.channel import Context, Socket
 from kvxfer.transports.completions import Completions
-from kvxfer.transports.copy_thread import Copier
+from kvxfer.transports.copy_thread import Copier, CopyEnd
+from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots
-from kvxfer.transports.stream_contact import Contact
-from kvxfer.transports.stream_link import open_link
-from kvxfer.transports.stream_links import Links
-from kvxfer.transports.stream_packing import MakePacker, make_packer
-from kvxfer.transports.stream_reads import Read, ReadLink, UnpackJob, why_not
-from kvxfer.transports.stream_unpacking import Unpacking
+from kvxfer.transports.stream_link import Link, open_link
+from kvxfer.transports.stream_machine import Cancel, Free, SinkAction, SinkSlot, Unpack
+from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
+from kvxfer.transports.stream_trial import take_trial
 from kvxfer.transports.stream_wire import (
     Attached,
     ChunkHeader,
-    Context,
     Credit,
     Expect,
     Header,
     Refused,
     data_endpoint_of,
     decode_to_sink,
+    make_poller,
+    readable,
 )
-from kvxfer.transports.zmq_same_host import nearest_endpoint
+from kvxfer.transports.wake_up import WakeUp
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -71,8 +75,19 @@ round takes 0.1 ms, and a chunk of 64 MiB between two GPUs 0.2.
 _MAX_DETAIL = 300
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A read that has not ended."""
+
+    request: ReadRequest
+    link: Link
+    sink_ids: Sequence[Ids]
+
+
 class StreamSink(SinkTransport):
-    """Takes chunks from the sources that it is attached to."""
+    """Takes chunks from the sources that it is attached to. ``packer``: what unpacks them, where
+    it is not what the memory asks for.
+    """
 
     is_stream = True
     uses_unix_sockets = True
@@ -86,26 +101,44 @@ class StreamSink(SinkTransport):
         copy_thread: Copier,
         wake: Wake,
         context: Context,
-        make_packer: MakePacker[UnpackJob] = make_packer,
+        packer: Packer | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._config = config
-        self._context = context
-        self._links = Links()
-        self._contact = Contact(make_pipe, memory, config, context)
+        self._make_pipe, self._memory, self._config = make_pipe, memory, config
+        self._context, self._wake = context, wake
+        self._links: dict[str, Link] = {}
+        self._by_socket: dict[Socket, Link] = {}
+        self._poller = make_poller(())
         with ExitStack() as undo:
-            self._packer = make_packer(memory, config, copy_thread, wake)
+            self._packer = packer or make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
             self._pipe = make_pipe(memory, config, wake)
             undo.pop_all()
         self._completions: Completions[SinkCompletion] = Completions(wake)
-        self._reads = Unpacking(self._packer, self._free, self._completions, wake)
-        self.name, self.is_dear = self._pipe.name, self._pipe.is_dear
+        self._reading: dict[TransferKey, _Reading] = {}
+        self._unfreed: set[Link] = set()
+        """Those that have slots of reads whose ends are told now."""
+        self.name = self._pipe.name
+
+    # -- meeting a source rank
 
     def trial(self, source: RankManifest, timeout_s: float) -> Trial:
         """Ask for a few messages over a pipe of its own, in each of its ways."""
         self._check_may_meet(data_endpoint_of(source, self._config, self.name))  # before a pipe
-        return self._contact.trial(source, timeout_s, uses_unix_sockets=self.uses_unix_sockets)
+        with (
+            closing(WakeUp()) as wake,
+            closing(self._make_pipe(self._memory, self._config, wake)) as pipe,
+        ):
+            return take_trial(
+                pipe,
+                source,
+                self._device_types(source),
+                self._config,
+                self._context,
+                wake,
+                timeout_s,
+                uses_unix_sockets=self.uses_unix_sockets,
+            )
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """What unpacks them."""
@@ -113,7 +146,20 @@ class StreamSink(SinkTransport):
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
         """Settings, and what is usual for the memory of both sides."""
-        return self._contact.staging_bounds(source, self._pipe)
+        config = self._config
+        sizes = [self._pipe.staging_size(each) for each in self._device_types(source)]
+        return StagingBounds(
+            nbytes=config.staging_nbytes or min(size.nbytes for size in sizes),
+            most_chunk_nbytes=min(size.most_slot_nbytes for size in sizes),
+            is_limit=config.staging_nbytes is not None,
+            chunk_nbytes=config.chunk_nbytes,
+            num_slots=config.staging_slots,
+            busy_slots=min(size.busy_slots for size in sizes),
+        )
+
+    def _device_types(self, source: RankManifest) -> set[str]:
+        """Of the memory of both sides."""
+        return {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}
 
     def attach(
         self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
@@ -136,17 +182,18 @@ class StreamSink(SinkTransport):
             config.chunk_nbytes or USUAL_SLOTS.slot_nbytes,
             config.chunk_nbytes,
         )
-        self._links.add(
-            open_link(
-                self._pipe,
-                Slots(staging.num_slots, staging.slot_nbytes),
-                source,
-                self._config,
-                self._context,
-                uses_unix_sockets=self.uses_unix_sockets,
-                way=staging.way,
-            )
+        slots = Slots(staging.num_slots, staging.slot_nbytes)
+        link = open_link(
+            self._pipe,
+            slots,
+            source,
+            self._config,
+            self._context,
+            uses_unix_sockets=self.uses_unix_sockets,
+            way=staging.way,
         )
+        self._links[link.control_endpoint] = link
+        self._watch()
         self._pipe.progress()
 
     def _check_may_meet(self, endpoint: str) -> None:
@@ -162,10 +209,12 @@ class StreamSink(SinkTransport):
         if link is not None:
             self._drop_link(link, "the source rank was detached")
 
+    # -- reads
+
     def submit_expect(self, request: ReadRequest) -> None:
         """Chunks of this transfer are taken from now on."""
         key = request.key
-        if self._reads.find(key) is not None:
+        if key in self._reading:
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
         link = self._links.get(request.source.control_endpoint)
         if link is None or link.endpoint != request.source.data_endpoints.get(self.name):
@@ -173,7 +222,7 @@ class StreamSink(SinkTransport):
                 ReadBroke(key, Reason.PEER_LOST, "the source rank is not attached")
             )
             return
-        chunks = tuple(chunk_list(request.pull_classes, request.chunk_nbytes))
+        chunks = chunk_list(request.pull_classes, request.chunk_nbytes)
         if not chunks:
             self._completions.tell(ReadDone(key, 0, certified=True))
             return
@@ -186,8 +235,8 @@ class StreamSink(SinkTransport):
             self._completions.tell(ReadBroke(key, Reason.PLAN, detail))
             return
         ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
-        size = len(chunks)
-        self._reads.begin(Read(request, link, chunks, ids, bytearray(size), bytearray(size)))
+        self._reading[key] = _Reading(request, link, ids)
+        link.reads.begin(key, chunks)
         self._say(link, Expect(key.nonce, key.incarnation, key.sink_rank))
 
     def submit_read(self, request: ReadRequest) -> None:
@@ -195,28 +244,39 @@ class StreamSink(SinkTransport):
 
     def stop_read(self, key: TransferKey) -> None:
         """No more chunks are taken; what is being unpacked is the last of it."""
-        self._reads.stop(key)
+        reading = self._reading.get(key)
+        if reading is None:
+            self._completions.tell(ReadStopped(key))
+        else:
+            self._perform(reading.link, reading.link.reads.stop(key))
+
+    # -- the IO thread's turn
 
     def pollables(self) -> Sequence[Readable]:
         """A DEALER and its monitor for each source rank, and what the pipe has."""
-        return (*self._links.sockets(), *self._pipe.fds())
+        return (*self._by_socket, *self._pipe.fds())
 
     @property
     def is_idle(self) -> bool:
         """Nothing is attached, and nothing has been left behind."""
-        has_work = self._links or self._completions or not self._reads.is_idle
+        has_work = self._links or self._completions or self._reading or self._unfreed
         return not has_work and self._pipe.is_idle
 
     def poll(self) -> list[SinkCompletion]:
         """Chunks that came and were unpacked, connections that broke."""
-        self._reads.free_told()  # of the poll before: what ends a read now has to be told first
-        self._reads.take_unpacked()
+        unfreed, self._unfreed = self._unfreed, set()
+        for link in unfreed:  # of the poll before: what ends a read now has to be told first
+            self._perform(link, link.reads.free_placed())
+        self._take_unpacked()
         self._send_credits()
-        for socket, link in self._links.readable():
-            if socket is link.socket:
-                self._receive(link)
-            elif link.has_ended():
-                self._lose_link(link, "the connection to the source rank ended")
+        for socket in readable(self._poller):
+            found = self._by_socket.get(socket)
+            if found is None:  # dropped on the way
+                continue
+            if socket is found.dealer.socket:
+                self._receive(found)
+            elif found.dealer.why_ended() is not None:
+                self._lose_link(found, "the connection to the source rank ended")
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
             pass
@@ -228,43 +288,54 @@ class StreamSink(SinkTransport):
         """
         num_before = len(self._completions)
         self._progress()
-        self._reads.take_unpacked()
+        self._take_unpacked()
         self._send_credits()
         told = self._completions.since(num_before)
         return bool(told) and all(isinstance(each, Progress) for each in told)
 
     def inspect(self) -> None:
         """Drop connections whose source sends more than it was granted."""
-        for link in self._links.all():
+        for link in list(self._links.values()):
             try:
-                link.inspect()
+                link.dealer.inspect()
             except ProtocolError as exc:
                 self._lose_link(link, str(exc))
 
     def close(self) -> None:
         """Stop all reads, wait for what is being unpacked, close connections and pipe."""
-        self._reads.close()
-        for link in self._links.all():
+        for key in list(self._reading):
+            self.stop_read(key)
+        while self._reading:
+            self._on_unpacked(self._packer.take())
+        for link in list(self._links.values()):
             self._drop_link(link, "closed")
         self._packer.close()
         self._pipe.close()
 
-    def _say(self, link: ReadLink, message: Expect | Credit) -> None:
+    def _watch(self) -> None:
+        self._by_socket = {
+            socket: link
+            for link in self._links.values()
+            for socket in (link.dealer.socket, link.dealer.monitor)
+        }
+        self._poller = make_poller(tuple(self._by_socket))
+
+    # -- messages
+
+    def _say(self, link: Link, message: Expect | Credit) -> None:
         if not link.send(message):
             self.counts["send_failed"] += 1
 
     def _send_credits(self) -> None:
-        for link in self._links.all():
-            credit = link.take_credits()
+        for link in list(self._links.values()):
+            slots = link.reads.take_credits() if link.table.num[SinkSlot.DUE] else ()
             try:
-                if credit is not None and not link.give_back(credit):
+                if slots and not link.give_back(slots):
                     self.counts["send_failed"] += 1
             except PipeBroken as exc:
                 self._lose_pipe(link, exc)
 
-    # -- chunks
-
-    def _receive(self, link: ReadLink) -> None:
+    def _receive(self, link: Link) -> None:
         try:
             for first, *parts in link.receive():
                 self._on_message(link, first.buffer, parts, first)
@@ -274,7 +345,7 @@ class StreamSink(SinkTransport):
 
     def _on_message(
         self,
-        link: ReadLink,
+        link: Link,
         message: memoryview,
         parts: Sequence[zmq.Frame],
         frame: zmq.Frame | None = None,
@@ -301,20 +372,18 @@ class StreamSink(SinkTransport):
         except PipeBroken as exc:
             self._lose_pipe(link, exc)
 
-    def _on_announced(self, link: ReadLink, header: Header, parts: Sequence[zmq.Frame]) -> None:
-        if link.is_repeated(header):
+    def _on_announced(self, link: Link, header: Header, parts: Sequence[zmq.Frame]) -> None:
+        if link.table.is_repeated(header):
             self.counts["duplicate"] += 1
             return
-        read = self._reads.find(header.key) if isinstance(header, ChunkHeader) else None
-        reason = why_not(link, read, header)
-        wanted = None
-        if read is not None and reason is None and isinstance(header, ChunkHeader):
-            wanted = (read, header.sequence)
-        link.announce(header, parts, wanted)
-        if wanted is not None:
-            wanted[0].arrived[wanted[1]] = 1
-        elif reason is not None:
-            self.counts[reason] += 1
+        link.announce(header, parts)
+        unwanted = link.reads.announced(header)
+        if unwanted is not None:
+            owner = self._reading.get(header.key) if isinstance(header, ChunkHeader) else None
+            is_foreign = owner is not None and owner.link is not link
+            self.counts["foreign_source" if is_foreign else unwanted] += 1
+
+    # -- payloads
 
     def _progress(self) -> None:
         """Let the pipe go on, and unpack what it has brought."""
@@ -322,12 +391,12 @@ class StreamSink(SinkTransport):
         while has_freed:  # what is freed is posted again, which is progress, too
             self._pipe.progress()
             has_freed = False
-            for link in self._links.all():
+            for link in list(self._links.values()):
                 self._hear(link)
-                if link.awaited:
+                if link.is_awaiting:
                     has_freed |= self._collect(link)
 
-    def _hear(self, link: ReadLink) -> None:
+    def _hear(self, link: Link) -> None:
         """What the pipe has carried of a connection's messages."""
         try:
             for message in link.lane.heard():
@@ -336,52 +405,97 @@ class StreamSink(SinkTransport):
         except PipeBroken as exc:
             self._lose_pipe(link, exc)
 
-    def _collect(self, link: ReadLink) -> bool:
+    def _collect(self, link: Link) -> bool:
         """Take what lies in staging now; True if slots were given back."""
         has_freed = False
         try:
-            for slot in link.lane.poll():
-                wanted = link.awaited.pop(slot)
-                if wanted is not None and not wanted[0].is_over:
-                    self._reads.unpack(*wanted, slot)
-                else:
-                    self.counts["unwanted"] += wanted is not None
-                    link.free(slot)
-                    has_freed = True
+            came = () if link.is_lost else link.lane.poll()
         except PipeBroken as exc:
             self._lose_pipe(link, exc)
+            return False
+        for slot in came:
+            if not link.is_lost:
+                action = link.reads.came(slot)
+                has_freed |= isinstance(action, Free)
+                self._perform(link, (action,))
         return has_freed
 
-    def _free(self, job: UnpackJob) -> None:
+    def _take_unpacked(self) -> None:
+        for job in self._packer.drain():
+            self._on_unpacked(job)
+
+    def _on_unpacked(self, job: ChunkJob) -> None:
+        link = job.owner
+        assert isinstance(link, Link)
+        del link.jobs[job.slot]
+        link.close_lane()
+        error = str(job.error) if job.end is CopyEnd.FAILED else None
+        is_placed = job.end is CopyEnd.DONE
+        self._perform(link, link.reads.unpacked(job.slot, is_placed=is_placed, error=error))
+        if (
+            link.table.num[SinkSlot.PLACED] and link not in self._unfreed
+        ):  # to post another receive takes 0.1 ms
+            self._unfreed.add(link)
+            self._wake()
+
+    def _perform(self, link: Link, actions: Sequence[SinkAction]) -> None:
+        for action in actions:
+            match action:
+                case Unpack():
+                    self._unpack(link, action)
+                case Free(slot, is_late):
+                    if is_late:
+                        self.counts["unwanted"] += 1
+                    self._free(link, slot)
+                case Cancel(slot):
+                    self._packer.cancel(link.jobs[slot])
+                case Progress():
+                    self._completions.note(action)
+                case _:
+                    del self._reading[action.key]
+                    self._completions.tell(action)
+
+    def _unpack(self, link: Link, action: Unpack) -> None:
+        reading, slot = self._reading[action.key], action.slot
+        side = reading.request.classes[action.chunk.class_index].sink
+        job = link.jobs[slot] = ChunkJob(
+            *(link, action.key, action.chunk, slot, side, reading.sink_ids[side.group]),
+            dense=link.lane.payload(slot),
+            after=reading.request.after,
+        )
+        self._packer.submit(job)
+
+    def _free(self, link: Link, slot: int) -> None:
+        if link.is_lost:
+            return
         try:
-            job.link.free(job.slot)
+            link.lane.free(slot)
         except PipeBroken as exc:
-            self._lose_pipe(job.link, exc)
+            self._lose_pipe(link, exc)
 
     # -- ends
 
-    def _lose_pipe(self, link: ReadLink, error: PipeBroken) -> None:
+    def _lose_pipe(self, link: Link, error: PipeBroken) -> None:
         if not link.is_lost:
             self.counts["pipe_broken"] += 1
-            link.awaited.clear()
             self._end_link(link, str(error))
 
-    def _lose_link(self, link: ReadLink, detail: str) -> None:
+    def _lose_link(self, link: Link, detail: str) -> None:
         if link.is_lost:
             return
         self._pipe.progress()  # what has come before the end still counts
         self._hear(link)
-        if link.awaited:
+        if link.is_awaiting:
             self._collect(link)
         self._end_link(link, detail)
 
-    def _end_link(self, link: ReadLink, detail: str) -> None:
+    def _end_link(self, link: Link, detail: str) -> None:
         if not link.is_lost:
             self._drop_link(link, detail)
             self._completions.note(PeerGone(link.control_endpoint))
 
-    def _drop_link(self, link: ReadLink, detail: str) -> None:
-        self._links.drop(link)
-        awaited = {wanted[0] for wanted in link.awaited.values() if wanted is not None}
+    def _drop_link(self, link: Link, detail: str) -> None:
+        del self._links[link.control_endpoint]
+        self._watch()
         link.close()
-        self._reads.lose(link, awaited, detail)
+        self._perform(link, link.reads.lose(detail))

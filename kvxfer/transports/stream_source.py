@@ -1,7 +1,6 @@
 """The giving end of a stream wire: sinks attach to it, and its transfers go to them over a pipe.
 
-slot:  free -> packing -> packed -> leaving (the pipe's) -> in flight (until the sink's credit)
-       -> free
+A transfer waits for a connection that names its nonce; from then on it is the connection's.
 """
 
 from __future__ import annotations
@@ -11,69 +10,91 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
+import numpy as np
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import ProtocolError, TransportUnavailable
-from kvxfer.transports.alarm import Reminder
+from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
+from kvxfer.transfer.chunks import chunk_list
+from kvxfer.transfer.plan import Chunk
+from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     LocalMemory,
+    Packed,
     Readable,
     SendRequest,
+    SendStopped,
+    Sent,
     SourceCompletion,
     SourceTransport,
     TransferKey,
     Wake,
 )
+from kvxfer.transports.channel import Bounds, Context, Router
 from kvxfer.transports.completions import Completions
-from kvxfer.transports.copy_thread import Copier
+from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
 from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
-    MAX_PROBES,
     MAX_STAGING_NBYTES,
     MAX_TRIAL_NBYTES,
     TRIAL_S,
     Connection,
     Connections,
+    ReadName,
 )
-from kvxfer.transports.stream_departures import Departures
-from kvxfer.transports.stream_packing import MakePacker, make_packer
-from kvxfer.transports.stream_router import Router
-from kvxfer.transports.stream_sends import PackJob
-from kvxfer.transports.stream_transfers import Transfers
+from kvxfer.transports.stream_machine import Cancel, Fill, SlotEvent, SourceAction, SourceSlot
+from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
 from kvxfer.transports.stream_trial import TrialGiver
 from kvxfer.transports.stream_wire import (
+    CONTROL_MAX_NBYTES,
     FRAME_MAX_NBYTES,
     AskTrial,
     Attach,
     Attached,
-    Context,
     Credit,
     Expect,
     Header,
+    Refused,
     ToSource,
     decode_credit,
     decode_to_source,
     encode,
+    num_queued,
 )
 
 _log = logging.getLogger("kvxfer.transports")
 
 LARGE_CHUNK_NBYTES = 8 << 20
 """Chunks that any sink may ask for; larger ones only where no smaller ``chunk_nbytes`` is set."""
+BEHIND_NBYTES = 1 << 20
+"""What a sink may have sent that was not read: its longest message has 20 KB."""
 
-ASK_AGAIN_S = 0.05
-"""After which a sink is asked for again where one has gone: ZeroMQ tells of that a moment before it
-refuses to send there. On two busy cores that moment was long enough for the question to be lost.
-"""
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """One that has not ended. ``connection``: whose sink has named it."""
+
+    request: SendRequest
+    chunks: Sequence[Chunk]
+    block_ids: Sequence[Ids]
+    connection: Connection | None = None
+
+    @property
+    def name(self) -> ReadName:
+        """By what the sink names it."""
+        key = self.request.key
+        return key.nonce, key.incarnation, key.sink_rank
 
 
 class StreamSource(SourceTransport):
-    """Sends chunks to the sinks that attach to its ROUTER socket."""
+    """Sends chunks to the sinks that attach to its ROUTER socket. ``packer``: what packs them,
+    where it is not what the memory asks for.
+    """
 
     is_stream = True
 
@@ -85,33 +106,40 @@ class StreamSource(SourceTransport):
         copy_thread: Copier,
         wake: Wake,
         context: Context,
-        make_packer: MakePacker[PackJob] = make_packer,
+        packer: Packer | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._config = config
-        self._ask_again = Reminder(wake)
+        self._config, self._wake = config, wake
         self._connections = Connections()
         self._completions: Completions[SourceCompletion] = Completions(wake)
         self._trials = TrialGiver(copy_thread, wake)
         with ExitStack() as undo:
-            self._packer = make_packer(memory, config, copy_thread, wake)
+            self._packer = packer or make_packer(memory, config, copy_thread, wake)
             undo.callback(self._packer.close)
             self._pipe = make_pipe(memory, config, wake)
             undo.callback(self._pipe.close)
             self.name = self._pipe.name
             self._admission = Admission(self._pipe, config, memory.device.type)
-            self._router = Router(self.name, config, context, self.counts)
+            self._router = self._listen(config, context)
             undo.pop_all()
-        self._departures = Departures(self._pipe, self._announce, self._lose, self._lose_pipe)
-        self._transfers = Transfers(
-            self._packer,
-            self._connections,
-            self._open_lane,
-            self._departures.give,
-            self._completions,
-            wake,
-            self.counts,
-        )
+        self._transfers: dict[TransferKey, _Transfer] = {}
+        self._leaving: dict[Connection, None] = {}
+        """Those that have slots which the pipe still sends."""
+        self._unpumped: dict[Connection, None] = {}
+        """Those that may have room for more than was begun in this turn, in their order."""
+        self._num_begun = 0
+
+    def _listen(self, config: Config, context: Context) -> Router:
+        # Twice what we take, so that what is a little too long is counted before it ends a
+        # connection
+        bounds = Bounds(2 * CONTROL_MAX_NBYTES, BEHIND_NBYTES, num_queued(config))
+        try:
+            return Router(context, config, bounds, has_unix_socket=True)
+        except (ConfigError, zmq.ZMQError) as exc:
+            raise TransportUnavailable(
+                f"{self.name}: {config.host} cannot be listened on: {exc}; "
+                "set host to an address of this machine"
+            ) from exc
 
     def data_endpoint(self) -> str | None:
         """``tcp://host:port`` of the ROUTER."""
@@ -119,14 +147,15 @@ class StreamSource(SourceTransport):
 
     def pollables(self) -> Sequence[Readable]:
         """The ROUTER and its monitor, and what the pipe has."""
-        return (*self._router.pollables(), *self._pipe.fds())
+        return (self._router.socket, self._router.monitor, *self._pipe.fds())
 
     @property
     def is_idle(self) -> bool:
         """No sink is attached, and none has left anything behind."""
-        is_busy = self._transfers.is_busy or self._trials.is_busy
-        has_work = len(self._connections) or self._completions or is_busy
-        return not has_work and self._pipe.is_idle
+        is_busy = self._transfers or self._completions or self._trials.is_busy
+        return not (is_busy or len(self._connections)) and self._pipe.is_idle
+
+    # -- transfers
 
     def submit_send(self, request: SendRequest) -> None:
         """Pack as soon as the sink is attached and has granted room."""
@@ -137,38 +166,198 @@ class StreamSource(SourceTransport):
                 f"chunk_nbytes: expected at most {most_nbytes}, got {request.chunk_nbytes}; "
                 "raise chunk_nbytes on this side too, or lower it on the other"
             )
-        self._transfers.submit(request)
+        if request.key in self._transfers:
+            raise ValueError(f"send: expected a key that is not in use, got {request.key} twice")
+        chunks = chunk_list(request.classes, request.chunk_nbytes)
+        if not chunks:
+            self._completions.tell(Sent(request.key, 0))
+            return
+        ids = [np.asarray(ids, dtype=np.int64) for ids in request.block_ids]
+        transfer = self._transfers[request.key] = _Transfer(request, chunks, ids)
+        connection = self._connections.of_read(transfer.name)
+        if connection is not None:
+            self._join(transfer, connection)
+            self._pump(connection)
 
     def send_packed(self, key: TransferKey, sequence: int) -> None:
         """Send it. The whole transfer stops with PEER_LOST where the sink has gone."""
-        self._transfers.send_packed(key, sequence)
+        connection = self._connection_of(key)
+        header = None if connection is None else connection.sends.leave(key, sequence)
+        if connection is None or header is None:
+            self.counts["unknown_packed"] += 1
+            return
+        self._give(connection, header)
+        if not connection.is_lost:
+            self._perform(connection, connection.sends.left(key, sequence))
 
     def drop_packed(self, key: TransferKey, sequence: int) -> None:
         """The slot is free again."""
-        self._transfers.drop_packed(key, sequence)
+        connection = self._connection_of(key)
+        if connection is None or not connection.sends.drop(key, sequence):
+            self.counts["unknown_packed"] += 1
+            return
+        self.counts["dropped_packed"] += 1
+        self._pump(connection)
 
     def stop_send(self, key: TransferKey) -> None:
         """Chunks that were sent stay sent; packing ends with the running job."""
-        self._transfers.stop(key)
+        self._stop(key, None)
+
+    def _connection_of(self, key: TransferKey) -> Connection | None:
+        transfer = self._transfers.get(key)
+        return None if transfer is None else transfer.connection
+
+    def _join(self, transfer: _Transfer, connection: Connection) -> None:
+        """The sink has named this transfer: it begins."""
+        transfer.connection = connection
+        connection.sends.begin(transfer.request.key, transfer.chunks)
+        if not self._open_lane(connection):
+            return  # it has stopped with the connection
+        if max(chunk.nbytes for chunk in transfer.chunks) > connection.slots.slot_nbytes:
+            self.counts["too_large"] += 1
+            self._stop(transfer.request.key, Reason.PLAN)
+
+    def _stop(self, key: TransferKey, reason: Reason | None) -> None:
+        connection = self._connection_of(key)
+        if connection is not None:
+            self._perform(connection, connection.sends.stop(key, reason))
+            self._pump(connection)
+            return
+        transfer = self._transfers.pop(key, None)
+        if transfer is not None:
+            self._connections.forget(transfer.name)
+        self._completions.tell(SendStopped(key, reason))
+
+    def _perform(self, connection: Connection, actions: Sequence[SourceAction]) -> None:
+        for action in actions:
+            match action:
+                case Cancel(slot):
+                    self._packer.cancel(connection.jobs[slot])
+                case Packed():
+                    self._completions.note(action)
+                case _:
+                    self._connections.forget(self._transfers.pop(action.key).name)
+                    self._completions.tell(action)
+
+    # -- packing
+
+    def _pump_more(self) -> None:
+        """A new turn, unless what is packed now leaves first."""
+        if self._completions:
+            if self._unpumped:
+                self._wake()
+            return
+        self._num_begun = 0
+        unpumped, self._unpumped = self._unpumped, {}
+        for connection in unpumped:
+            self._pump(connection)
+
+    def _pump(self, connection: Connection) -> None:
+        """Give free slots to the connection's transfers in turn, as many as the packer takes."""
+        while not connection.is_lost and connection.sends.has_more:
+            if self._num_begun >= self._packer.num_at_once:
+                self._unpumped[connection] = None
+                self._wake()
+                return
+            fill = connection.sends.next_fill()
+            if fill is not None:
+                self._pack(connection, fill)
+
+    def _pack(self, connection: Connection, fill: Fill) -> None:
+        transfer, chunk = self._transfers[fill.key], fill.chunk
+        side = transfer.request.sides[chunk.class_index]
+        connection.trial_slots.pop(fill.slot, None)
+        job = connection.jobs[fill.slot] = ChunkJob(
+            *(connection, fill.key, chunk, fill.slot, side, transfer.block_ids[side.group]),
+            dense=connection.lane,
+            order=transfer.request.classes[chunk.class_index].order,
+        )
+        self._packer.submit(job)
+        # What was packed at once leaves before the next one is begun.
+        self._num_begun = self._packer.num_at_once if job.end else self._num_begun + 1
+
+    def _take_packed(self) -> None:
+        for job in self._packer.drain():
+            self._on_packed(job)
+
+    def _on_packed(self, job: ChunkJob) -> None:
+        connection, sequence, is_packed = job.owner, job.chunk.sequence, job.end is CopyEnd.DONE
+        assert isinstance(connection, Connection)
+        del connection.jobs[job.slot]
+        if not is_packed and connection.sends.is_wanted(job.key):
+            self.counts["pack_failed"] += 1
+            _log.warning("packing chunk %d failed: %s", sequence, job.error)
+        actions = connection.sends.filled(job.key, sequence, is_packed=is_packed)
+        connection.close_lane()
+        self._perform(connection, actions)
+        if connection.table.states[job.slot] is SourceSlot.FREE:
+            self._pump(connection)
+
+    # -- sending
+
+    def _give(self, connection: Connection, header: Header) -> None:
+        """The slot of this header is full: the pipe sends it, and then it is announced."""
+        assert connection.lane is not None
+        try:
+            parts = connection.lane.send(header.slot, header.generation, header.nbytes)
+        except PipeBroken as exc:
+            self._lose_pipe(connection, exc)
+            return
+        connection.leaving[header.slot] = (header, parts)
+        self._leaving[connection] = None
+        self._announce_sent(connection)  # most pipes need not go on for that
+        if connection.leaving:
+            self._progress()
+
+    def _progress(self) -> None:
+        """Let the pipe go on, and announce what it has sent."""
+        self._pipe.progress()
+        for connection in list(self._leaving):
+            self._announce_sent(connection)
+
+    def _announce_sent(self, connection: Connection) -> None:
+        if connection.lane is None or connection.is_lost:
+            return
+        try:
+            for slot in connection.lane.poll():
+                if not self._announce(connection, *connection.leaving.pop(slot)):
+                    # Gone; or its queue is full, which credits rule out for who counts slots.
+                    self._lose(connection)
+                    return
+                if not connection.table.num[SourceSlot.IN_FLIGHT]:
+                    connection.moved_s = time.monotonic()
+                connection.table.move(slot, SlotEvent.ANNOUNCED)
+        except PipeBroken as exc:
+            self._lose_pipe(connection, exc)
+        if not connection.leaving:
+            self._leaving.pop(connection, None)
+
+    def _announce(self, connection: Connection, header: Header, parts: Parts) -> bool:
+        """Tell a sink what its slot holds; False if it takes nothing. Raises PipeBroken."""
+        frame, lane = encode(header), connection.lane
+        if not parts and lane is not None and lane.tell(frame):
+            return True
+        return self._tell(connection.identity, frame, *parts)
+
+    # -- the IO thread's turn
 
     def poll(self) -> list[SourceCompletion]:
         """Credits and attaches of the sinks, chunks that are packed now."""
-        messages, has_gone = self._router.receive()
-        for frames in messages:
+        for frames in self._router.poll():
             self._on_message(frames)
-        self._find_gone(has_gone)
-        self._transfers.take_packed()
+        self._lose_gone()
+        self._take_packed()
         for connection, header in self._trials.drain():
             self._on_trial_filled(connection, header)
-        self._departures.progress()
+        self._progress()
         self._hear()
-        self._transfers.pump_more()
-        self._transfers.take_packed()  # what was packed at once leaves in this very round
+        self._pump_more()
+        self._take_packed()  # what was packed at once leaves in this very round
         return self._completions.take()
 
     def inspect(self) -> None:
         """Close connections that send what is no message, and end trials that have no end."""
-        self._router.look()
+        self._router.inspect()
         ended_s = time.monotonic() - TRIAL_S
         for connection in self._connections.all():
             if connection.is_trial and connection.attached_s < ended_s:
@@ -176,7 +365,10 @@ class StreamSource(SourceTransport):
 
     def close(self) -> None:
         """Stop all transfers, wait for what is being packed, close pipe and sockets."""
-        self._transfers.close()
+        for key in list(self._transfers):
+            self._stop(key, None)
+        while self._transfers:
+            self._on_packed(self._packer.take())
         for connection, header in self._trials.close():
             self._on_trial_filled(connection, header)
         for connection in self._connections.all():
@@ -184,22 +376,19 @@ class StreamSource(SourceTransport):
         self._packer.close()
         self._pipe.close()
         self._router.close()
-        self._ask_again.close()
 
     # -- messages of the sinks
 
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         identity = bytes(frames[0].buffer)
         connection = self._connections.get(identity)
-        if connection is not None:
-            connection.num_probes = 0
         try:
             match _decode(frames):
                 case Attach() as message:
                     self._on_attach(identity, connection, message, frames[-1])
                 case message if connection is None:
                     self.counts["not_attached"] += 1
-                    self._router.refuse(identity, "expected an attach first; attach anew")
+                    self._refuse(identity, "expected an attach first; attach anew")
                 case AskTrial() as message:
                     self._on_trial(connection, message)
                 case Expect() as message:
@@ -236,24 +425,23 @@ class StreamSource(SourceTransport):
             raise ProtocolError("attach: expected one on a connection, got another")
         if needs_own_user(self._pipe, self._config) and not is_own_user(frame):
             self.counts["not_trusted"] += 1
-            self._router.refuse(identity, refusal(self.name))
+            self._refuse(identity, refusal(self.name))
             return
         try:
             slots = self._admission.admit(message)
         except ProtocolError as exc:
-            self._router.refuse(identity, str(exc))
+            self._refuse(identity, str(exc))
             raise
         if len(self._connections) >= MAX_CONNECTIONS and not self._make_room():
             self.counts["too_many_sinks"] += 1
-            self._router.refuse(identity, f"expected at most {MAX_CONNECTIONS} sinks at once")
+            self._refuse(identity, f"expected at most {MAX_CONNECTIONS} sinks at once")
             return
         self._connections.add(identity, slots, message.address, is_trial=message.is_trial)
 
     def _make_room(self) -> bool:
         """Send the oldest sink away that has no transfer; it attaches anew when it has one."""
-        busy = self._transfers.connections()
         for connection in self._connections.all():
-            if connection not in busy and connection.is_idle:
+            if connection.is_idle:
                 return self._end(connection, "idle, and too many others; attach anew")
         return False
 
@@ -266,12 +454,11 @@ class StreamSource(SourceTransport):
         left_nbytes = most_nbytes - nbytes - sum(each.slots.nbytes for each in having)
         if left_nbytes >= 0:
             return True
-        busy = self._transfers.connections()
         silent_s = time.monotonic() - self._config.pull_timeout_s
         for connection in having:
-            is_idle = connection.is_idle and connection not in busy
-            is_silent = connection.in_flight and connection.moved_s < silent_s
-            if is_idle or is_silent or connection.is_trial:
+            num_owed = connection.table.num[SourceSlot.IN_FLIGHT]
+            is_silent = num_owed and connection.moved_s < silent_s
+            if connection.is_idle or is_silent or connection.is_trial:
                 left_nbytes += connection.slots.nbytes
                 self._end(connection, "idle or silent, and too many others; attach anew")
             if left_nbytes >= 0:
@@ -288,22 +475,26 @@ class StreamSource(SourceTransport):
             raise ProtocolError("expect: expected a connection that is not a trial's")
         name = (message.nonce, message.incarnation, message.rank)
         owner = self._connections.of_read(name)
-        if owner is not None and owner is not connection and self._probe(owner):
+        if owner is not None and owner is not connection:
+            self._lose_gone()  # perhaps it has ended: that is told before another can have come
+            owner = self._connections.of_read(name)
+        if owner is not None and owner is not connection:
             self.counts["expected_twice"] += 1
             return
         if not self._connections.expect(connection, name):
             self.counts["expected_too_much"] += 1
-        self._transfers.join(name, connection)
+        for transfer in list(self._transfers.values()):
+            if transfer.name == name and transfer.connection is None and not connection.is_lost:
+                self._join(transfer, connection)
+        self._pump(connection)
 
     def _on_credit(self, connection: Connection, message: Credit) -> None:
-        for slot in message.slots:
-            if slot in connection.in_flight:
-                connection.moved_s = time.monotonic()
-                connection.in_flight.remove(slot)
-                connection.free.append(slot)
-            else:
-                self.counts["unknown_credit"] += 1
-        self._transfers.pump(connection)
+        num_unknown = connection.table.credited(message.slots)
+        if num_unknown < len(message.slots):
+            connection.moved_s = time.monotonic()
+        if num_unknown:
+            self.counts["unknown_credit"] += num_unknown
+        self._pump(connection)
 
     def _on_trial(self, connection: Connection, message: AskTrial) -> None:
         if not connection.is_trial:
@@ -315,13 +506,24 @@ class StreamSource(SourceTransport):
             self._trials.fill(connection, slot, message.nbytes)
 
     def _on_trial_filled(self, connection: Connection, header: Header | None) -> None:
-        connection.num_filling -= 1
         if connection.is_lost:
             connection.close_lane()
         elif header is None:
             self._send_away(connection, "the trial cannot be packed")
         else:
-            self._departures.give(connection, header)
+            connection.table.leave(header.slot)
+            self._give(connection, header)
+
+    def _tell(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
+        """One message to a sink; False if it has gone, or its queue is full."""
+        is_sent = self._router.send(identity, *frames)
+        if not is_sent:
+            self.counts["send_failed"] += 1
+        return is_sent
+
+    def _refuse(self, identity: bytes, detail: str) -> None:
+        """Tell a sink that it is not served, or not any more."""
+        self._tell(identity, encode(Refused(detail)))
 
     # -- staging
 
@@ -341,18 +543,12 @@ class StreamSource(SourceTransport):
             _log.warning("%s: a sink cannot be reached: %s", self.name, exc)
             self._send_away(connection, str(exc))
             return False
-        return self._router.tell(connection, encode(Attached(lane.address)))
-
-    def _announce(self, connection: Connection, header: Header, parts: Parts) -> bool:
-        frame, lane = encode(header), connection.lane
-        if not parts and lane is not None and lane.tell(frame):
-            return True
-        return self._router.tell(connection, frame, *parts)
+        return self._tell(connection.identity, encode(Attached(lane.address)))
 
     # -- ends
 
     def _send_away(self, connection: Connection, detail: str) -> None:
-        self._router.refuse(connection.identity, detail)
+        self._refuse(connection.identity, detail)
         self._lose(connection)
 
     def _lose_pipe(self, connection: Connection, error: PipeBroken) -> None:
@@ -365,31 +561,18 @@ class StreamSource(SourceTransport):
         if connection.is_lost:
             return
         connection.is_lost = True
-        self._departures.forget(connection)
+        connection.leaving.clear()
+        self._leaving.pop(connection, None)
+        self._unpumped.pop(connection, None)
         self._connections.remove(connection)
-        self._transfers.forget(connection)
+        self._perform(connection, connection.sends.lose())
         connection.close_lane()
 
-    def _find_gone(self, has_gone: bool) -> None:
-        """Ask for all sinks now, and once more, where one has gone."""
-        if has_gone:
-            self._ask_again.set(ASK_AGAIN_S)
-        if has_gone or self._ask_again.take():
-            for connection in self._connections.all():
-                self._probe(connection)
-
-    def _probe(self, connection: Connection) -> bool:
-        """Is it still there? An empty frame finds out; a full queue does not mean that it is gone.
-
-        A sink answers. One that does not is not asked again, so that its queue keeps room for its
-        chunks; the next of these finds out.
-        """
-        if connection.num_probes < MAX_PROBES:
-            connection.num_probes += 1
-            if not self._router.tell(connection, b"") and connection.is_gone:
+    def _lose_gone(self) -> None:
+        for identity in self._router.take_gone():
+            connection = self._connections.get(identity)
+            if connection is not None:
                 self._lose(connection)
-                return False
-        return True
 
 
 def _decode(frames: list[zmq.Frame]) -> ToSource:

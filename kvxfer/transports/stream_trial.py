@@ -1,24 +1,32 @@
-"""The trial of a stream wire: real bytes over a pipe and a connection of their own."""
+"""The trial of a stream wire: real bytes over a pipe and connections of their own.
+
+A pipe with several ways is tried in each, over a connection for each; the fastest way is taken.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import torch
 import zmq
 from torch import Tensor
 
+from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
-from kvxfer.transfer.costs import WireCosts, fit_costs, fit_direct_costs
-from kvxfer.transports.backlog import LOOK_S
-from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Wake
+from kvxfer.transfer.costs import WireCosts, fit_costs
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transports.base import TRIAL_NBYTES, TRIAL_SMALL_NBYTES, Trial, Wake
+from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connection
-from kvxfer.transports.stream_link import Link
+from kvxfer.transports.stream_link import Link, open_link
+from kvxfer.transports.stream_machine import SlotEvent
 from kvxfer.transports.stream_wire import (
     AskTrial,
     Attached,
@@ -29,15 +37,28 @@ from kvxfer.transports.stream_wire import (
     make_poller,
     readable,
 )
+from kvxfer.transports.visitors import LOOK_S
 from kvxfer.transports.wake_up import WakeUp
 
 DEVICE_TRIAL_NBYTES = 32 << 20
 """The large message between GPUs: a fast wire carries 4 MiB in less time than it takes to ask."""
-NUM_BURST = 4
-"""Small messages that are asked for at once: what each costs when they follow one another."""
+MOST_TRIAL_SLOTS = 5
+"""That a trial may have: earlier sinks ask for four small messages at once beside the large one."""
 SHORT_S = 0.008
 """A trial that takes less goes another round: on a quiet link once is not enough to measure."""
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
+WAY_MARGIN = 0.8
+"""Another way than the usual one is taken if its large message takes at most so much of the time:
+one of 4 MiB scatters by more than the rest from trial to trial on cores that are shared.
+"""
+NUM_TURNS = 5
+"""Rounds in which it must have been that much faster. With fewer 2 of 12 trials took NIXL's READ
+between two processes on two busy cores, one of them over TCP, where WRITE takes 4 ms and READ 8.
+"""
+LEAST_FURTHER_S = 0.25
+"""A further way may take as long to begin as the usual one, and at least this: ten times what one
+takes on a quiet machine.
+"""
 CHUNK_S = 100e-6
 """What a chunk costs each side at least, beside its bytes: jobs, credits, and threads that are
 woken for them. 64 MiB took 65 ms of processor time in chunks of 4 MiB and 81 ms in chunks of 1 MiB.
@@ -49,17 +70,17 @@ DEVICE_CHUNK_S = 400e-6
 _SIZES = (TRIAL_SMALL_NBYTES, TRIAL_NBYTES, DEVICE_TRIAL_NBYTES)
 
 
+_ROW_NBYTES = 256
+_log = logging.getLogger("kvxfer.transports")
+
+
 def trial_slots(*device_types: str) -> Slots:
-    """One for the large message and one for each of a burst, so that each is filled once.
+    """One for the large message and one for the small one, so that each is filled once.
 
     ``device_types``: of the memory of both sides, or of the one that says what it admits; between
     unlike ones the large message is the smaller one, which either admits.
     """
-    large_nbytes = TRIAL_NBYTES if "cpu" in device_types else DEVICE_TRIAL_NBYTES
-    return Slots(1 + NUM_BURST, large_nbytes)
-
-
-_ROW_NBYTES = 256
+    return Slots(2, TRIAL_NBYTES if "cpu" in device_types else DEVICE_TRIAL_NBYTES)
 
 
 def trial_rows(nbytes: int) -> Tensor:
@@ -73,28 +94,26 @@ def trial_rows(nbytes: int) -> Tensor:
 class _Fill(CopyJob):
     """Writes the pattern into a slot."""
 
-    __slots__ = ("_filled", "_staging", "connection", "header")
+    __slots__ = ("_filled", "connection", "header")
 
-    def __init__(
-        self,
-        connection: Connection,
-        header: TrialHeader,
-        staging: Callable[[int, int], Tensor],
-        filled: Mailbox[_Fill],
-    ) -> None:
+    def __init__(self, connection: Connection, header: TrialHeader, filled: Mailbox[_Fill]) -> None:
         super().__init__(connection)
         self.connection = connection
         self.header = header
-        self._staging = staging
         self._filled = filled
 
     def run(self) -> bool:
-        rows = trial_rows(self.header.nbytes)
-        self._staging(self.header.slot, self.header.nbytes).view_as(rows).copy_(rows)
+        rows, lane = trial_rows(self.header.nbytes), self.connection.lane
+        assert lane is not None  # it is open as long as a slot is being filled
+        lane.staging(self.header.slot, self.header.nbytes).view_as(rows).copy_(rows)
         return False
 
     def on_end(self) -> None:
         self._filled.put(self)
+
+
+Filled = tuple[Connection, TrialHeader | None]
+"""A slot that is full now; without a header: one that cannot be written."""
 
 
 class TrialGiver:
@@ -103,7 +122,7 @@ class TrialGiver:
     def __init__(self, copy_thread: Copier, wake: Wake) -> None:
         self._copy_thread = copy_thread
         self._filled: Mailbox[_Fill] = Mailbox(wake)
-        self._ready: list[tuple[Connection, TrialHeader | None]] = []
+        self._ready: list[Filled] = []
         self._num_filling = 0
 
     @property
@@ -124,129 +143,198 @@ class TrialGiver:
             )
         if connection.num_trials >= MAX_TRIALS:
             return None
-        if not connection.free:
+        if not connection.table.free:
             raise ProtocolError("trial: expected a slot to be credited first")
         held = connection.trial_slots  # what need not be filled again, then what holds nothing
         return min(
-            connection.free, key=lambda slot: (held.get(slot) != message.nbytes, slot in held, slot)
+            connection.table.free,
+            key=lambda slot: (held.get(slot) != message.nbytes, slot in held, slot),
         )
 
     def fill(self, connection: Connection, slot: int, nbytes: int) -> None:
         """On the copy thread, unless the slot still has what is asked for."""
-        assert connection.lane is not None
         connection.num_trials += 1
-        connection.num_filling += 1
-        connection.free.remove(slot)
-        header = TrialHeader(nbytes, slot, connection.generations[slot])
+        connection.table.fill(slot)
+        header = TrialHeader(nbytes, slot, connection.table.generations[slot])
         if connection.trial_slots.get(slot) == nbytes:
+            connection.table.move(slot, SlotEvent.FILLED)
             self._ready.append((connection, header))
             return
         connection.trial_slots[slot] = nbytes
         self._num_filling += 1
-        self._copy_thread.submit(_Fill(connection, header, connection.lane.staging, self._filled))
+        self._copy_thread.submit(_Fill(connection, header, self._filled))
 
-    def drain(self) -> Iterator[tuple[Connection, TrialHeader | None]]:
-        """Slots that are full now; without a header: one that cannot be written."""
+    def drain(self) -> Iterator[Filled]:
+        """What was filled since."""
         ready, self._ready = self._ready, []
         yield from ready
         for job in self._filled.drain():
             yield self._take(job)
 
-    def close(self) -> Iterator[tuple[Connection, TrialHeader | None]]:
+    def close(self) -> Iterator[Filled]:
         """The last ones, waited for."""
-        ready, self._ready = self._ready, []
-        yield from ready
+        yield from self.drain()
         while self._num_filling:
             yield self._take(self._filled.take())
 
-    def _take(self, job: _Fill) -> tuple[Connection, TrialHeader | None]:
+    def _take(self, job: _Fill) -> Filled:
         self._num_filling -= 1
-        return job.connection, job.header if job.end is CopyEnd.DONE else None
+        if job.end is CopyEnd.DONE:
+            job.connection.table.move(job.header.slot, SlotEvent.FILLED)
+            return job.connection, job.header
+        job.connection.table.empty(job.header.slot)
+        return job.connection, None
 
 
 # ------------------------------------------------------------------ the taking side
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a trial has found. ``large_s``: the least time that the large message took."""
+def take_trial(
+    pipe: Pipe,
+    source: RankManifest,
+    device_types: set[str],
+    config: Config,
+    context: Context,
+    wake: WakeUp,
+    timeout_s: float,
+    *,
+    uses_unix_sockets: bool,
+) -> Trial:
+    """Try each way of a pipe that was made for this. A way that fails is left out.
 
-    costs: WireCosts
-    large_s: float
+    ``device_types``: of the memory of both sides. Blocks for ``timeout_s`` at most, all ways
+    together. Raises TransportUnavailable if every way fails: why the usual one did.
+    """
+    slots = trial_slots(*device_types)
+    until_s = time.monotonic() + timeout_s
+    takers: list[TrialTaker] = []
+    errors: list[TransportUnavailable] = []
+    limit_s = timeout_s
+    with ExitStack() as links:
+        for way in pipe.ways:
+            began_s = time.monotonic()
+            try:
+                link = open_link(
+                    pipe,
+                    slots,
+                    source,
+                    config,
+                    context,
+                    uses_unix_sockets=uses_unix_sockets,
+                    is_trial=True,
+                    way=way,
+                )
+                links.enter_context(closing(link))
+                taker = TrialTaker(pipe, link, wake, way)
+                taker.begin(limit_s)
+                takers.append(taker)
+            except TransportUnavailable as exc:
+                errors.append(exc)
+                _log.debug("%s: no trial of %s: %s", pipe.name, way, exc)
+            now_s = time.monotonic()
+            limit_s = until_s - now_s
+            if takers:
+                limit_s = min(limit_s, max(now_s - began_s, LEAST_FURTHER_S))
+            if limit_s <= 0:
+                break
+        best = _time_in_turn(takers, until_s, errors)
+    if best is None:
+        raise errors[0]
+    message_s = CHUNK_S if device_types == {"cpu"} else DEVICE_CHUNK_S
+    return Trial(best.costs(message_s), best.path, best.way)
+
+
+def _time_in_turn(
+    takers: list[TrialTaker], until_s: float, errors: list[TransportUnavailable]
+) -> TrialTaker | None:
+    """The one whose way is to be taken, if one is left: those that fail are added to ``errors``."""
+    began_s = time.perf_counter()
+    for number in range(1, NUM_TURNS + 1):
+        for taker in list(takers):
+            try:
+                taker.time_round(until_s - time.monotonic())
+            except TransportUnavailable as exc:
+                errors.append(exc)
+                takers.remove(taker)
+        if not takers:
+            return None
+        is_measured = number >= NUM_ROUNDS or time.perf_counter() - began_s > SHORT_S
+        if is_measured and best_way(takers) is takers[0]:
+            break
+    best = best_way(takers)
+    if len(takers) > 1:
+        listed = ", ".join(f"{taker.way} {taker.large_s * 1e3:.3g} ms" for taker in takers)
+        _log.debug("large messages: %s: %s", listed, best.way)
+    return best
+
+
+def best_way(takers: Sequence[TrialTaker]) -> TrialTaker:
+    """The first, unless another one is so much faster that it was no accident."""
+    best = min(takers, key=lambda taker: taker.large_s)
+    return best if best.large_s <= WAY_MARGIN * takers[0].large_s else takers[0]
 
 
 class TrialTaker:
-    """Asks for a large message, a small one and, where the connection has slots for it, a burst of
-    small ones over a connection of its own, and times the answers.
-
-    The first round is not timed, but its bytes are compared: it opens TCP's window, and whatever
-    else is done only once.
+    """Asks for a large message and a small one over a connection of its own, and times the answers.
+    ``large_s``, ``small_s``: the least that they took.
     """
 
-    def __init__(self, pipe: Pipe, link: Link[TrialHeader], wake: WakeUp, timeout_s: float) -> None:
+    def __init__(self, pipe: Pipe, link: Link, wake: WakeUp, way: str) -> None:
+        self.way, self.path = way, link.path
+        self.large_s = self.small_s = math.inf
         self._pipe = pipe
         self._link = link
         self._wake = wake
-        self._timeout_s = timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
-        self._poller = make_poller((link.socket, link.monitor))
+        self._timeout_s = self._deadline_s = 0.0
+        self._poller = make_poller((link.dealer.socket, link.dealer.monitor))
         self._arrived: list[int] = []
 
-    def run(self) -> Measured:
-        """Blocks. Without a burst a message costs the least that it can.
-
-        Raises TransportUnavailable.
+    def begin(self, timeout_s: float) -> None:
+        """Without a look at the clock, but the bytes are compared: it opens TCP's window, and
+        whatever else is done only once. Raises TransportUnavailable.
         """
-        large, small = (self._link.slots.slot_nbytes, 1), (TRIAL_SMALL_NBYTES, 1)
-        burst = (TRIAL_SMALL_NBYTES, min(NUM_BURST, self._link.slots.num_slots - 1))
-        asked = (large, small) if burst == small else (large, burst, small)
-        best_s = dict.fromkeys(asked, math.inf)
-        began_s = time.perf_counter()
-        for num_round in range(NUM_ROUNDS):
-            for nbytes, count in asked if num_round else asked[:2]:
-                duration_s = self._time(nbytes, count, is_first=not num_round)
-                if num_round:
-                    best_s[nbytes, count] = min(best_s[nbytes, count], max(duration_s, 1e-9))
-            if num_round and time.perf_counter() - began_s > SHORT_S:
-                break
-        ends = ((small[0], best_s[small]), (large[0], best_s[large]))
-        if burst == small:
-            costs = fit_direct_costs(*ends)
-        else:
-            costs = fit_costs(ends[0], (burst[1], best_s[burst]), ends[1])
-        costs = replace(costs, message_s=max(costs.message_s, CHUNK_S))
-        return Measured(costs, best_s[large])
+        self._limit(timeout_s)
+        for nbytes in (self._link.slots.slot_nbytes, TRIAL_SMALL_NBYTES):
+            self._time(nbytes, is_first=True)
 
-    def time_large(self, timeout_s: float) -> float:
-        """The large message once more, after ``run``. Raises TransportUnavailable."""
+    def time_round(self, timeout_s: float) -> None:
+        """Both messages once more. Raises TransportUnavailable."""
+        self._limit(timeout_s)
+        self.large_s = min(self.large_s, self._time(self._link.slots.slot_nbytes))
+        self.small_s = min(self.small_s, self._time(TRIAL_SMALL_NBYTES))
+
+    def costs(self, message_s: float) -> WireCosts:
+        """As timed; ``message_s``: as :class:`WireCosts` has it."""
+        large, small = self._link.slots.slot_nbytes, TRIAL_SMALL_NBYTES
+        costs = fit_costs((small, self.small_s), (large, self.large_s))
+        return replace(costs, message_s=message_s)
+
+    def _limit(self, timeout_s: float) -> None:
         self._timeout_s, self._deadline_s = timeout_s, time.monotonic() + timeout_s
-        return max(self._time(self._link.slots.slot_nbytes, 1, is_first=False), 1e-9)
 
-    def _time(self, nbytes: int, count: int, *, is_first: bool) -> float:
+    def _time(self, nbytes: int, *, is_first: bool = False) -> float:
         link, name = self._link, self._pipe.name
         try:
             began_s = time.perf_counter()
-            for _ in range(count):
-                link.send(AskTrial(nbytes))
-            slots = [self._wait(nbytes) for _ in range(count)]
+            link.send(AskTrial(nbytes))
+            slot = self._wait(nbytes)
             duration_s = time.perf_counter() - began_s
             is_equal = True
-            for slot in slots:
-                if is_first:
-                    payload = link.lane.payload(slot)
-                    rows = trial_rows(nbytes)
-                    is_equal &= torch.equal(payload.cpu().view_as(rows), rows)
-                    del payload
-                link.free(slot)
+            if is_first:
+                payload, rows = link.lane.payload(slot), trial_rows(nbytes)
+                is_equal = torch.equal(payload.cpu().view_as(rows), rows)
+                del payload
+            link.table.free(slot)
+            link.lane.free(slot)
         except (PipeBroken, ProtocolError) as exc:
             raise TransportUnavailable(f"{name}: trial with {link.endpoint}: {exc}") from exc
         if not is_equal:
             raise TransportUnavailable(
                 f"{name}: the trial bytes from {link.endpoint} differ from what was asked for"
             )
-        link.send(Credit(tuple(link.credits)))  # before the next is asked for, so not by the pipe
-        link.credits.clear()
-        return duration_s
+        credit = Credit(link.table.take_credits())
+        link.send(credit)  # before the next is asked for, so not by the pipe
+        return max(duration_s, 1e-9)
 
     def _wait(self, nbytes: int) -> int:
         """The slot in which the answer lies."""
@@ -259,31 +347,32 @@ class TrialTaker:
                 self._arrived.extend(link.lane.poll())
             if self._arrived:
                 slot = self._arrived.pop()
-                header = link.awaited.pop(slot)
-                if header.nbytes == nbytes:
+                header = link.table.headers[slot]
+                if header is not None and header.nbytes == nbytes:
                     return slot
-                raise ProtocolError(f"trial: expected {nbytes} bytes, got {header.nbytes}")
+                raise ProtocolError(f"trial: expected {nbytes} bytes, got {header}")
             left_s = self._deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TransportUnavailable(
                     f"{self._pipe.name}: expected {nbytes} bytes from {link.endpoint} within "
-                    f"{self._timeout_s} s, got no answer"
+                    f"{self._timeout_s:.3g} s, got no answer"
                 )
             self._sleep(min(left_s, LOOK_S))
             ready = readable(self._poller)
             if not ready:
-                link.inspect()
+                link.dealer.inspect()
             for socket in ready:
-                if socket is link.monitor:
-                    if link.has_ended():
+                if socket is link.dealer.monitor:
+                    if link.dealer.why_ended() is not None:
                         raise ProtocolError("expected an answer, got the end of the connection")
                     continue
                 for first, *parts in link.receive():
                     self._on_message(first.buffer, parts, first)
 
     def _sleep(self, most_s: float) -> None:
+        link = self._link
         poller = make_poller(
-            (self._link.socket, self._link.monitor, self._wake.fd, *self._pipe.fds())
+            (link.dealer.socket, link.dealer.monitor, self._wake.fd, *self._pipe.fds())
         )
         poller.poll(max(1, round(most_s * 1000)))
         self._wake.clear()
@@ -302,6 +391,7 @@ class TrialTaker:
                     f"{self._pipe.name}: {self._link.endpoint} refuses: {detail[:300]}"
                 )
             case TrialHeader() as header:
-                self._link.announce(header, parts, header)
+                self._link.announce(header, parts)
+                self._link.table.announced(header)
             case other:
                 raise ProtocolError(f"expected a trial, got {type(other).__name__}")

@@ -12,16 +12,14 @@ connected to one ROUTER of each source rank. Sink to source, one frame each:
 
 Source to sink: ``Attached``, before the first chunk: how the source's end of the pipe is reached; a
 ``ChunkHeader`` (or ``TrialHeader``), which announces the chunk that a slot holds, and the frames
-that the pipe sends along; ``Refused``, after which the sink drops the connection; or an empty
-frame, which lets the source see whether the connection is still there and is answered with an empty
-Credit.
+that the pipe sends along; ``Refused``, after which the sink drops the connection; or, of earlier
+sources, an empty frame, which is answered with an empty Credit.
 
 Slots belong to the connection: when it ends, what they hold is worth nothing any more.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Annotated, TypeVar
 from urllib.parse import urlsplit
@@ -30,12 +28,11 @@ import msgspec
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
+from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transfer.costs import MOST_SLOTS
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports.base import Readable, TransferKey
-from kvxfer.transports.zmq_listeners import bind_tcp
-from kvxfer.transports.zmq_same_host import bind_unix
+from kvxfer.transports.channel import Socket
 
 STREAM_VERSION = 4
 """2 had all messages on ZeroMQ, 3 at most 512 tokens in a chunk."""
@@ -49,12 +46,7 @@ FRAME_MAX_NBYTES = 64 << 20
 """ZeroMQ closes a connection to a source that announces a larger frame, before it allocates it."""
 MAX_SLOTS = 1024
 
-_log = logging.getLogger("kvxfer.transports")
-
 T = TypeVar("T")
-Socket = zmq.Socket[bytes]
-Context = zmq.Context[Socket]
-
 
 _Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
 _RankText = Annotated[str, msgspec.Meta(max_length=32)]
@@ -175,11 +167,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: memoryview) -
         raise ProtocolError(f"{what}: {exc}") from exc
 
 
-# Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
-_NOBLOCK = int(zmq.NOBLOCK)
-_SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-
-
 def make_poller(sockets: Sequence[Readable]) -> zmq.Poller:
     """For :func:`readable`."""
     poller = zmq.Poller()
@@ -191,58 +178,6 @@ def make_poller(sockets: Sequence[Readable]) -> zmq.Poller:
 def readable(poller: zmq.Poller) -> list[Socket]:
     """The sockets that have something, without waiting: one call for all of them."""
     return [socket for socket, _ in poller.poll(0) if isinstance(socket, zmq.Socket)]
-
-
-def send_message(socket: Socket, identity: bytes, *frames: bytes | zmq.Frame) -> None:
-    """One message of a ROUTER; never waits. Raises ZMQError if the peer has gone."""
-    socket.send(identity, _SNDMORE)
-    for frame in frames[:-1]:
-        socket.send(frame, _SNDMORE, copy=False)
-    socket.send(frames[-1], _NOBLOCK, copy=False)
-
-
-def make_router(context: Context, config: Config) -> Socket:
-    """The source's socket; it listens nowhere yet."""
-    socket = context.socket(zmq.ROUTER)
-    _set_common(socket, config)
-    # Twice what we take, so that what is a little too long is counted before it ends a connection.
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * CONTROL_MAX_NBYTES)
-    # Without it a message to a sink that has gone vanishes without a word.
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    return socket
-
-
-def listen(socket: Socket, config: Config, name: str) -> str:
-    """On a free port, and on the Unix socket beside it; the endpoint.
-
-    Raises TransportUnavailable.
-    """
-    try:
-        endpoint = bind_tcp(socket, config, 0)
-    except (ConfigError, zmq.ZMQError) as exc:
-        raise TransportUnavailable(
-            f"{name}: {config.host} cannot be listened on: {exc}; "
-            "set host to an address of this machine"
-        ) from exc
-    if not bind_unix(socket, endpoint):
-        _log.debug("%s: no Unix socket beside %s: all sinks use TCP", name, endpoint)
-    return endpoint
-
-
-def make_dealer(context: Context, config: Config) -> Socket:
-    """A sink's socket, not connected yet.
-
-    It never reconnects by itself: a new connection is a new attach.
-    """
-    socket = context.socket(zmq.DEALER)
-    try:
-        _set_common(socket, config)
-        socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
-    except zmq.ZMQError:  # the engine ends while a trial begins
-        socket.close(linger=0)
-        raise
-    return socket
 
 
 def data_endpoint_of(source: RankManifest, config: Config, name: str) -> str:
@@ -265,21 +200,6 @@ def data_endpoint_of(source: RankManifest, config: Config, name: str) -> str:
     return endpoint
 
 
-def _set_common(socket: Socket, config: Config) -> None:
-    silent_ms = _ms(config.peer_silent_s)
-    # Room beyond every credit.
-    high_water = 2 * (config.staging_slots or MOST_SLOTS) + 64
-    for option, value in (
-        (zmq.LINGER, 0),
-        (zmq.SNDHWM, high_water),
-        (zmq.RCVHWM, 0),  # see kvxfer.transports.backlog
-        (zmq.MAXMSGSIZE, FRAME_MAX_NBYTES),
-        (zmq.HANDSHAKE_IVL, _ms(config.connect_timeout_s)),
-        (zmq.HEARTBEAT_IVL, max(1, silent_ms // 3)),
-        (zmq.HEARTBEAT_TIMEOUT, silent_ms),
-    ):
-        socket.setsockopt(option, value)
-
-
-def _ms(duration_s: float) -> int:
-    return max(1, round(duration_s * 1000))
+def num_queued(config: Config) -> int:
+    """Messages to one peer that may wait: room beyond every credit."""
+    return 2 * (config.staging_slots or MOST_SLOTS) + 64

@@ -1,8 +1,12 @@
-"""What a thread that polls for itself is woken by."""
+"""What a thread that polls for itself is woken by, at once or after a time."""
 
 from __future__ import annotations
 
 import os
+import threading
+import time
+
+from kvxfer.transports.base import Wake
 
 _ONCE = (1).to_bytes(8, "little")  # eventfd(2): eight bytes, added to a counter
 
@@ -31,3 +35,47 @@ class WakeUp:
     def close(self) -> None:
         """Later wakes do nothing."""
         self._file.close()
+
+
+class Alarm:
+    """Calls ``wake`` once after the shortest of the times that were asked for since: a thread, for
+    times that a poll loop is too coarse for. Exact to about 60 microseconds.
+    """
+
+    def __init__(self, wake: Wake) -> None:
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._due_s: float | None = None
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._main, name="kvxfer-alarm", daemon=True)
+        self._thread.start()
+
+    def after(self, delay_s: float) -> None:
+        """Wake after that long at the latest. From any thread."""
+        due_s = time.monotonic() + delay_s
+        with self._changed:
+            if self._is_closing or (self._due_s is not None and self._due_s <= due_s):
+                return
+            self._due_s = due_s
+            self._changed.notify()
+
+    def close(self) -> None:
+        """It wakes nobody any more. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _main(self) -> None:
+        while self._wait():
+            self._wake()
+
+    def _wait(self) -> bool:
+        with self._changed:
+            while not self._is_closing:
+                left_s = None if self._due_s is None else self._due_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    self._due_s = None
+                    return True
+                self._changed.wait(left_s)
+        return False

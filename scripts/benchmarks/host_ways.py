@@ -27,7 +27,7 @@ from kvxfer.transports.base import (
     SourceTransport,
     TransferKey,
 )
-from kvxfer.transports.probe import Choice, probe
+from kvxfer.transports.choice import Choice, choose
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.zmq_pipe import ZmqPipe
@@ -217,7 +217,7 @@ class HostTaking(Member):
         the source; what the trial says.
         """
         self._source = source
-        self._choice = probe({self._sink.name: self._sink}, source, workload_of(request))
+        self._choice = choose({self._sink.name: self._sink}, source, workload_of(request))
         self._sink.attach(source, self._choice.staging, self._choice.trial)
         self._control = connect(address)
         self._control.settimeout(CONNECT_S)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvxfer.config import Config, load_config
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transports.base import (
@@ -26,9 +26,9 @@ from kvxfer.transports.base import (
     TransferKey,
 )
 from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.wake_up import WakeUp
-from kvxfer.transports.zmq_listeners import Guard
 from scripts.benchmarks.devices import Devices, MatrixLoop, finish
 from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, timed
 from scripts.benchmarks.pools import Request

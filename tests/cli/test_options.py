@@ -51,7 +51,6 @@ def side(**changes: object) -> SideOptions:
         "layout": Layout.HND,
         "num_blocks": None,
         "prefix_caching": True,
-        "faults": "",
     }
     return SideOptions(**{**values, **changes})  # type: ignore[arg-type]
 

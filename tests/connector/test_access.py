@@ -13,7 +13,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.connector.access import Listeners, check_host, check_owners, server_key_of
-from kvxfer.transports.zmq_listeners import why_refused
+from kvxfer.transports.guard import why_refused
 from tests.helpers import free_port, needs_root, process_of_another_user
 
 PUBLIC, SECRET = (key.decode() for key in zmq.curve_keypair())

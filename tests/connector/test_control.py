@@ -11,13 +11,13 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector.control import ControlServer
-from kvxfer.connector.control_client import ControlClient
+from kvxfer.connector.control import ControlClient, ControlServer
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.errors import ConfigError, ProtocolError
 from kvxfer.transfer.wire import Keep, OfferRef, Ping, ToSource, encode
-from kvxfer.transports.zmq_listeners import Guard, bind_address
+from kvxfer.transports.channel import bind_address
+from kvxfer.transports.guard import Guard
 from tests import zmtp
 from tests.helpers import free_port
 
@@ -87,24 +87,25 @@ def test_last_words_are_followed_by_the_end_of_their_connection() -> None:
         has_ended.set()
 
     io = IoThread("io", lambda: None)
-    with zmq.Context() as context:
-        guard = Guard(context, Config())
-        server = ControlServer(io, context, Config(), Ledger(), 0, handle, gone)
-        io.start()
-        visitors = server._visitors
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    guard = Guard(context, Config())
+    server = ControlServer(io, context, Config(), Ledger(), 0, handle, gone)
+    io.start()
+    visitors = server.router._visitors
 
-        def both_are_there() -> None:  # the end is read first: its socket is watched first
-            visitors.meet()
-            has_met.set()
-            assert visitors.monitor.poll(30_000)
-            assert server._socket.poll(30_000)
+    def both_are_there() -> None:  # the end is read first: its socket is watched first
+        visitors.meet()
+        has_met.set()
+        assert visitors.monitor.poll(30_000)
+        assert server.router.socket.poll(30_000)
 
-        with closing(zmtp.connect(server.endpoint)) as peer:
-            io.post(both_are_there)
-            assert has_met.wait(30)
-            peer.sendall(zmtp.frame(encode(Ping())))
-        assert has_ended.wait(30)
-        assert told == [("heard", told[0][1]), ("gone", told[0][1])]
-        io.post(server.close)
-        assert io.stop(30)
+    with closing(zmtp.connect(server.endpoint)) as peer:
+        io.post(both_are_there)
+        assert has_met.wait(30)
+        peer.sendall(zmtp.frame(encode(Ping())))
+    assert has_ended.wait(30)
+    assert told == [("heard", told[0][1]), ("gone", told[0][1])]
+    io.post(server.close)
+    assert io.stop(30)
+    context.term()  # the guard closes its socket, on its own thread
     guard.join()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvxfer.connector.control_client import ControlClient
+from kvxfer.connector.control import ControlClient
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_session import Failure

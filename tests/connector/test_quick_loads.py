@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from kvxfer.connector import sink as sink_module
-from kvxfer.connector.control_client import ControlClient
+from kvxfer.connector.control import ControlClient
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.records import (
     AbortLoad,

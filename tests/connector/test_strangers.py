@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvxfer.connector import control_client
 from kvxfer.connector.records import SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import MAX_RANKS, RankId
@@ -31,7 +30,7 @@ from kvxfer.transfer.wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports import visitors, zmq_listeners
+from kvxfer.transports import channel, guard, visitors
 from kvxfer.transports.stream_sink import StreamSink
 from tests import zmtp
 from tests.builders import EngineShape
@@ -158,7 +157,7 @@ def test_a_source_that_sends_many_parts_is_lost(engine: Engine) -> None:
 
 def test_a_connection_that_has_nothing_to_say_says_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or its heartbeats would be taken for a message without an end, some day."""
-    monkeypatch.setattr(control_client, "WORD_S", 0.1)
+    monkeypatch.setattr(channel, "WORD_S", 0.1)
     with (
         zmq.Context() as context,
         context.socket(zmq.ROUTER) as router,
@@ -184,12 +183,12 @@ def test_who_is_not_admitted_is_refused_at_the_handshake(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    decide = zmq_listeners.why_refused
+    decide = guard.why_refused
 
     def from_afar(config: Any, address: str, key: str | None) -> str | None:
         return decide(config, "192.0.2.7" if address == "127.0.0.1" else address, key)
 
-    monkeypatch.setattr(zmq_listeners, "why_refused", from_afar)
+    monkeypatch.setattr(guard, "why_refused", from_afar)
     for _ in range(3):
         with pytest.raises(ConnectionError, match="400"):
             zmtp.connect(port_of(engine, port))
@@ -202,7 +201,7 @@ def test_who_is_not_admitted_is_refused_at_the_handshake(
 def test_both_sides_are_told_of_allowed_peers(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(zmq_listeners, "why_refused", lambda *_: "not you")
+    monkeypatch.setattr(guard, "why_refused", lambda *_: "not you")
     with Engine(ONE, "decode", fill=POISON, connect_timeout_s=1.0) as sink:
         ref = engine.offer("p", 16, [1])
         sink.load("d", ref, [1], (0, 16))
@@ -281,7 +280,7 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
                     assert idle[-1].recv(1)
             server = source.workers[0]._service
             assert server is not None
-            until(lambda: len(server._server._visitors) <= 10)
+            until(lambda: len(server._server.router) <= 10)
             with Engine(ONE, "decode", fill=POISON, transport="zmq") as sink:
                 assert loads(source, sink, 2) == {None}
         finally:
@@ -298,7 +297,7 @@ def test_who_was_silent_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> N
         def say(peer: socket.socket) -> None:
             peer.sendall(zmtp.frame(encode(Ping())))
             assert peer.recv(1 << 16)
-            heard = server._server._visitors._visitors.values()
+            heard = server._server.router._visitors._visitors.values()
             until(lambda: not any(each.backlog.is_heard for each in heard))  # by a look
 
         first, second = (

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from kvxfer.errors import ConfigError
-from kvxfer.proxy.server import Repeats, serving
+from kvxfer.proxy.server import serving
 from kvxfer.proxy.settings import OnMissingKv, ProxySettings, Side, parse_engines
 from tests.helpers import free_port
 from tests.proxy.fakes import (
@@ -87,13 +87,6 @@ def test_what_prefill_offers_no_kv_for_is_computed_by_decode(
             assert s.prefill[0].url in line
 
     run(scenario())
-
-
-def test_repeats_are_said_once_a_minute_with_their_number() -> None:
-    repeats = Repeats()
-    said = [repeats.note("a", now_s) for now_s in (5.0, 5.0, 64.9, 65.0, 66.0, 1000.0)]
-    assert said == [1, 0, 0, 3, 0, 2]
-    assert repeats.note("b", 1000.0) == 1
 
 
 @pytest.mark.parametrize(("answer", "status", "reason"), FAILED)

@@ -15,7 +15,6 @@ from kvxfer.transfer.costs import (
     WireCosts,
     Workload,
     fit_costs,
-    fit_direct_costs,
     plan_staging,
 )
 
@@ -196,70 +195,52 @@ def test_staging_keeps_to_its_bounds(
         assert used <= staging.slot_nbytes
 
 
-def test_direct_costs() -> None:
-    found = fit_direct_costs((64 * KIB, 20e-6), (4 * MIB, 1e-3))
+def test_costs_by_hand() -> None:
+    found = fit_costs((64 * KIB, 20e-6), (4 * MIB, 1e-3))
     assert found.bytes_per_s == pytest.approx((4 * MIB - 64 * KIB) / 980e-6)
     assert found.latency_s == pytest.approx(20e-6 - 64 * KIB / found.bytes_per_s)
     assert found.message_s == 0
-    alike = fit_direct_costs((100, 1e-3), (100, 1e-3))  # a pool of 100 bytes
+    alike = fit_costs((100, 1e-3), (100, 1e-3))  # a pool of 100 bytes
     assert alike.bytes_per_s == pytest.approx(1e5)
     assert alike.latency_s == pytest.approx(0)
-    for small, large in (((0, 1.0), (1, 1.0)), ((2, 1.0), (1, 1.0)), ((1, 0.0), (2, 1.0))):
-        with pytest.raises(ValueError, match="measurement: expected"):
-            fit_direct_costs(small, large)
 
 
 @settings(max_examples=200, deadline=None)
-@given(
-    latency_us=st.floats(1, 2000),
-    message_us=st.floats(0, 500),
-    gb_per_s=st.floats(0.05, 400),
-)
-def test_the_model_is_found_again(latency_us: float, message_us: float, gb_per_s: float) -> None:
-    made = WireCosts(latency_us * 1e-6, message_us * 1e-6, gb_per_s * 1e9)
-    small_nbytes, large_nbytes, num_messages = 64 * KIB, 64 * MIB, 8
-
-    def asked_s(num: int, nbytes: int) -> float:
-        return made.latency_s + (num - 1) * made.message_s + num * nbytes / made.bytes_per_s
-
+@given(latency_us=st.floats(1, 2000), gb_per_s=st.floats(0.05, 400))
+def test_the_model_is_found_again(latency_us: float, gb_per_s: float) -> None:
+    made = WireCosts(latency_us * 1e-6, 0.0, gb_per_s * 1e9)
+    small_nbytes, large_nbytes = 64 * KIB, 64 * MIB
     found = fit_costs(
-        (small_nbytes, asked_s(1, small_nbytes)),
-        (num_messages, asked_s(num_messages, small_nbytes)),
-        (large_nbytes, asked_s(1, large_nbytes)),
+        (small_nbytes, made.direct_s(small_nbytes)), (large_nbytes, made.direct_s(large_nbytes))
     )
     # Where the latency is most of a large message, too, the rate is bounded to what was seen.
-    if asked_s(1, large_nbytes) < 4 * large_nbytes / made.bytes_per_s:
+    if made.direct_s(large_nbytes) < 4 * large_nbytes / made.bytes_per_s:
         assert found.bytes_per_s == pytest.approx(made.bytes_per_s, rel=1e-3)
         assert found.latency_s == pytest.approx(made.latency_s, rel=1e-3, abs=1e-9)
-        assert found.message_s == pytest.approx(made.message_s, rel=1e-2, abs=1e-8)
 
 
 def test_noise_gives_no_nonsense() -> None:
-    found = fit_costs((64 * KIB, 3e-3), (8, 1e-3), (4 * MIB, 2e-3))  # all the wrong way round
+    found = fit_costs((64 * KIB, 3e-3), (4 * MIB, 2e-3))  # the wrong way round
     assert found.bytes_per_s == 4 * MIB / 2e-3
-    assert found.message_s == 0
     assert 0 <= found.latency_s <= 3e-3
     # Nearly as fast as a small one: not faster than four times what was seen
-    assert fit_costs((64 * KIB, 1e-3), (8, 2e-3), (4 * MIB, 1.0001e-3)).bytes_per_s <= (
-        4 * 4 * MIB / 1e-3
-    )
+    assert fit_costs((64 * KIB, 1e-3), (4 * MIB, 1.0001e-3)).bytes_per_s <= 4 * 4 * MIB / 1e-3
 
 
 @pytest.mark.parametrize(
-    ("small", "burst", "large"),
+    ("small", "large"),
     [
-        ((0, 1.0), (8, 1.0), (10, 1.0)),
-        ((10, 1.0), (8, 1.0), (10, 1.0)),
-        ((1, 0.0), (8, 1.0), (10, 1.0)),
-        ((1, 1.0), (1, 1.0), (10, 1.0)),
-        ((1, 1.0), (8, 1.0), (10, -1.0)),
+        ((0, 1.0), (10, 1.0)),
+        ((11, 1.0), (10, 1.0)),
+        ((1, 0.0), (10, 1.0)),
+        ((1, 1.0), (10, -1.0)),
     ],
 )
 def test_what_was_not_measured_is_refused(
-    small: tuple[int, float], burst: tuple[int, float], large: tuple[int, float]
+    small: tuple[int, float], large: tuple[int, float]
 ) -> None:
     with pytest.raises(ValueError, match="measurement: expected"):
-        fit_costs(small, burst, large)
+        fit_costs(small, large)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("inf"), float("nan")])

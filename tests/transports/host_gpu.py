@@ -20,9 +20,9 @@ from kvxfer.tensors.shared_memory import open_shared
 from kvxfer.transfer.manifest import CudaIpcHandle, MemfdHandle
 from kvxfer.transports import registry
 from kvxfer.transports.base import LocalMemory, Wake
+from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
-from kvxfer.transports.stream_wire import Context
 from tests.conftest import HAS_CUDA
 
 _PACKED = struct.Struct("<16si44x")
@@ -123,7 +123,7 @@ def launch_alone(*arguments: Any) -> object:
 
 def serve_without_gpu() -> None:
     """In this process, ``cuda_ipc`` takes what stands in."""
-    registry._SOURCES["cuda_ipc"] = source_without_gpu
-    registry._SINKS["cuda_ipc"] = sink_without_gpu
+    registry.SOURCES["cuda_ipc"] = source_without_gpu
+    registry.SINKS["cuda_ipc"] = sink_without_gpu
     if not HAS_CUDA:
         vars(device_launch)["launch_copy"] = launch_alone

@@ -14,7 +14,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
-from kvxfer.testing_cases import (
+from kvxfer.testing.cases import (
     CASES,
     POISON,
     POOL_NBYTES,
@@ -23,7 +23,7 @@ from kvxfer.testing_cases import (
     naive_copy,
     source_bytes,
 )
-from kvxfer.testing_peer import Context, is_end
+from kvxfer.testing.peers import Context, is_end
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import (
     LocalMemory,
@@ -38,10 +38,10 @@ from kvxfer.transports.base import (
     Trial,
 )
 from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_wire import STREAM_VERSION, Attach, Expect
 from kvxfer.transports.wake_up import WakeUp
-from kvxfer.transports.zmq_listeners import Guard
 
 ATTACH = Attach(STREAM_VERSION, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""

@@ -12,9 +12,9 @@ import zmq
 
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
-from kvxfer.testing_cases import POOL_NBYTES
+from kvxfer.testing.cases import POOL_NBYTES
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import stream_connections, stream_router, stream_source
+from kvxfer.transports import stream_connections, stream_source
 from kvxfer.transports.base import (
     TRIAL_NBYTES,
     TRIAL_SMALL_NBYTES,
@@ -26,8 +26,10 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
+from kvxfer.transports.channel import Socket
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connections
+from kvxfer.transports.stream_machine import SourceSlot
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -36,7 +38,6 @@ from kvxfer.transports.stream_wire import (
     Credit,
     Expect,
     Refused,
-    Socket,
     ToSource,
     TrialHeader,
     decode_to_sink,
@@ -229,6 +230,22 @@ def test_a_sink_that_comes_back_is_served_and_takes_over_what_died(
     assert pair.source.counts["expected_twice"] == 0
 
 
+def test_who_comes_back_before_anybody_looked_takes_over_what_died(
+    pair: Pair, clients: list[Client]
+) -> None:
+    """The end of the first and the word of the second are found by one poll."""
+    first = Client(pair, ATTACH, expect_of(key_of(1)))
+    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    (owner,) = _connections(pair).all()
+    first.socket.close()
+    time.sleep(0.2)
+    clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
+    time.sleep(0.2)
+    pair.until(lambda: owner.is_lost)
+    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    assert pair.source.counts["expected_twice"] == 0
+
+
 def _name(number: int) -> tuple[bytes, bytes, str]:
     key = key_of(number)
     return key.nonce, key.incarnation, key.sink_rank
@@ -326,42 +343,55 @@ def test_a_full_queue_is_not_taken_for_a_lost_connection(
 ) -> None:
     clients.append(Client(pair, ATTACH))
     pair.until(lambda: len(_connections(pair)) == 1)
+    (connection,) = _connections(pair).all()
 
-    def full(*_: object) -> None:
-        raise zmq.Again
-
-    monkeypatch.setattr(stream_router, "send_message", full)
-    other = Client(pair, ATTACH)
-    pair.until(lambda: len(_connections(pair)) == 2)
-    other.socket.close()
+    monkeypatch.setattr(_source(pair)._router, "send", lambda *_: False)
+    other = Client(pair, Credit(()))  # it is told to attach first, if it can be
     pair.until(lambda: pair.source.counts["send_failed"] > 0)
-    assert len(_connections(pair)) >= 1
-    assert _connections(pair).all()[0].is_gone is False
-    monkeypatch.undo()
-
-
-def test_a_sink_that_does_not_read_is_probed_only_so_often(
-    pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stream_source, "MAX_PROBES", 3)
-    clients.append(Client(pair, ATTACH))
-    pair.until(lambda: len(_connections(pair)) == 1)
-    connection = _connections(pair).all()[0]
-    for _ in range(10):
-        assert _source(pair)._probe(connection)
+    other.socket.close()
     _rest(pair)
-    assert clients[0].heard() == [[b""]] * 3
-    clients[0].say(Credit(()))
-    pair.until(lambda: connection.num_probes == 0)
+    assert _connections(pair).all() == [connection]
+    assert not connection.is_lost
 
 
-def test_a_sink_answers_a_probe(pair: Pair) -> None:
+def test_each_sink_that_has_gone_is_lost_at_once_and_no_other(
+    pair: Pair, clients: list[Client]
+) -> None:
+    """None of them is asked for that: the listener knows which connection has ended."""
+    clients += [Client(pair, ATTACH) for _ in range(3)]
+    pair.until(lambda: len(_connections(pair)) == 3)
+    first, second, third = _connections(pair).all()
+    clients[1].socket.close()
+    pair.until(lambda: second.is_lost)
+    assert _connections(pair).all() == [first, third]
+    clients[0].socket.close()
+    pair.until(lambda: first.is_lost)
+    assert _connections(pair).all() == [third]
+    assert clients[2].heard() == []
+
+
+def test_an_attach_that_is_read_after_its_connection_has_ended_leaves_nothing(pair: Pair) -> None:
+    client = Client(pair, ATTACH)
+    time.sleep(0.1)
+    client.socket.close()
+    time.sleep(0.1)
+    _rest(pair)
+    assert not len(_connections(pair))
+    assert pair.source.is_idle
+
+
+def test_a_sink_answers_the_empty_frames_of_earlier_sources(pair: Pair) -> None:
     pair.sink.attach(pair.manifest)
     pair.until(lambda: len(_connections(pair)) == 1)
-    connection = _connections(pair).all()[0]
-    assert _source(pair)._probe(connection)
-    assert connection.num_probes == 1
-    pair.until(lambda: connection.num_probes == 0)
+    (connection,) = _connections(pair).all()
+    router = _source(pair)._router
+    assert router.send(connection.identity, b"")
+    poller = zmq.Poller()
+    poller.register(router.socket, zmq.POLLIN)
+    while not poller.poll(10):
+        pair.sink.poll()
+    ((identity, frame),) = router.receive()
+    assert (identity.bytes, frame.bytes) == (connection.identity, encode(Credit(())))
 
 
 @pytest.mark.parametrize("message", [Credit((0,)), expect_of(key_of(1))], ids=["credit", "expect"])
@@ -452,7 +482,7 @@ def test_staging_that_is_never_credited_comes_back_for_others(
         pair.source.submit_send(send_request(key_of(1), a_move()))
         pair.until(lambda: clients[0].chunks() > 0)
         (silent,) = _connections(pair).all()
-        pair.until(lambda: len(silent.in_flight) == ATTACH.num_slots)
+        pair.until(lambda: silent.table.num[SourceSlot.IN_FLIGHT] == ATTACH.num_slots)
         _rest(pair, 0.3)
         pair.sink.attach(pair.manifest)
         pair.start(key_of(2), a_move())

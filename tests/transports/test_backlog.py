@@ -9,8 +9,7 @@ from contextlib import closing
 import pytest
 import zmq
 
-from kvxfer.transports.backlog import Backlog
-from kvxfer.transports.zmq_inbox import SOURCE_FD, Inbox, Names
+from kvxfer.transports.visitors import Backlog, Inbox, Visitors
 from tests import zmtp
 
 Socket = zmq.Socket[bytes]
@@ -20,8 +19,15 @@ Socket = zmq.Socket[bytes]
 def router() -> Iterator[Socket]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = router.rcvhwm = 0
-        router.bind("tcp://127.0.0.1:*")
         yield router
+
+
+@pytest.fixture
+def inbox(router: Socket) -> Iterator[Inbox]:
+    visitors = Visitors(router.context, router, 1 << 20)
+    router.bind("tcp://127.0.0.1:*")
+    yield Inbox(router, visitors)
+    visitors.close()
 
 
 def until(wanted: Callable[[], bool]) -> None:
@@ -31,14 +37,13 @@ def until(wanted: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_what_was_not_read_is_counted_to_the_byte(router: Socket) -> None:
-    inbox = Inbox(router, Names())
+def test_what_was_not_read_is_counted_to_the_byte(router: Socket, inbox: Inbox) -> None:
     endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
     with closing(zmtp.connect(endpoint)) as peer:
         peer.sendall(zmtp.frame(b"x"))
         assert router.poll(10_000)
         ((_, frame),) = inbox.receive()
-        backlog = Backlog(frame.get(SOURCE_FD))
+        backlog = Backlog(int(frame.get(zmq.SRCFD)))
         backlog.note([frame])
         assert backlog.look(was_empty=True) == 0
         long = b"\x02" + (1000).to_bytes(8, "big") + bytes(1000)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
 from kvxfer.config import Config
 from kvxfer.testing import MakeSink, MakeSource, check_transport
-from kvxfer.testing_peer import Context
-from kvxfer.transfer.plan import Chunk
+from kvxfer.testing.peers import Context
 from kvxfer.transports.base import (
     LocalMemory,
     Progress,
@@ -28,6 +26,8 @@ from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
 from kvxfer.transports.stream_connections import Connection
+from kvxfer.transports.stream_link import Link
+from kvxfer.transports.stream_machine import Fill
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.ucx_pipe import UcxPipe
@@ -145,21 +145,16 @@ def test_cuda_ipc_keeps_every_promise(source_device: str, sink_device: str) -> N
 
 
 class LosesTheLastChunk(StreamSource):
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        inner = self._transfers._pack
-
-        def pack(send: Any, connection: Connection, chunk: Chunk, slot: int) -> None:
-            if len(send.chunks) == 1 or chunk.sequence < len(send.chunks) - 1:
-                inner(send, connection, chunk, slot)
-
-        vars(self._transfers)["_pack"] = pack
+    def _pack(self, connection: Connection, fill: Fill) -> None:
+        num_chunks = len(self._transfers[fill.key].chunks)
+        if num_chunks == 1 or fill.chunk.sequence < num_chunks - 1:
+            super()._pack(connection, fill)
 
 
 class WritesOneByteTooMuch(StreamSink):
-    def _free(self, job: Any) -> None:
-        super()._free(job)
-        self._contact._memory.tensors[0][-1] = 0
+    def _free(self, link: Link, slot: int) -> None:
+        super()._free(link, slot)
+        self._memory.tensors[0][-1] = 0
 
 
 class SaysDoneBeforeTheEnd(StreamSink):

@@ -25,7 +25,7 @@ from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched, flat_copy
 from kvxfer.tensors.device_memory import Gpu
 from kvxfer.tensors.shared_memory import boot_id
-from kvxfer.transfer.costs import fit_direct_costs
+from kvxfer.transfer.costs import fit_costs
 from kvxfer.transfer.manifest import CudaIpcHandle
 from kvxfer.transports import cuda_ipc_trial
 from kvxfer.transports.cuda_ipc_trial import Timing, costs_of
@@ -105,7 +105,7 @@ def test_a_gpu_that_others_use_makes_a_link_late_and_not_slow() -> None:
     large, small = (1 << 20, 12e-6), (1 << 16, 10e-6)
     timings = [Timing(nbytes, copied_s + 2e-3, copied_s) for nbytes, copied_s in (large, small)]
     costs = costs_of(*timings)
-    assert costs.bytes_per_s == fit_direct_costs(small, large).bytes_per_s > 1e11
+    assert costs.bytes_per_s == fit_costs(small, large).bytes_per_s > 1e11
     assert costs.latency_s == pytest.approx(2e-3, rel=0.01)
     quick = costs_of(Timing(*large, 1e-6), Timing(1 << 16, 1e-9, 1e-6))
     assert quick.latency_s == 0

@@ -21,10 +21,12 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports import native_peers, stream_sink
 from kvxfer.transports.base import PeerGone, ReadDone
+from kvxfer.transports.channel import bind_unix
+from kvxfer.transports.guard import nearest_endpoint, unix_endpoint
 from kvxfer.transports.native_peers import net_devices
 from kvxfer.transports.nixl_agent import Area
 from kvxfer.transports.nixl_ends import Address
@@ -39,7 +41,6 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     encode,
 )
-from kvxfer.transports.zmq_same_host import bind_unix, nearest_endpoint, unix_endpoint
 from tests.helpers import needs_nixl, needs_ucxx, run_pair
 from tests.transports.pair import CONFIG, Pair, a_move, key_of
 

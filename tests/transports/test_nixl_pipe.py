@@ -19,13 +19,13 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transports import nixl_pipe
-from kvxfer.transports.alarm import Alarm
 from kvxfer.transports.base import Wake
 from kvxfer.transports.native_peers import LOOPBACK
 from kvxfer.transports.nixl_agent import NixlAgent, Operation
 from kvxfer.transports.nixl_ends import GO, End
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import PipeBroken, SinkLane, Slots, SourceLane
+from kvxfer.transports.wake_up import Alarm
 from tests.helpers import needs_nixl, run_pair
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,

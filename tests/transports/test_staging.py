@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvxfer.transports.staging import make_staging
+from kvxfer.transports.pipe import make_staging
 from tests.helpers import assert_same_bytes, poisoned
 
 CPU = torch.device("cpu")

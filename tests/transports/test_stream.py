@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
-from kvxfer.testing_cases import CASES, make_move
+from kvxfer.testing.cases import CASES, make_move
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_packing, stream_source
@@ -35,10 +35,10 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
+from kvxfer.transports.channel import Router
 from kvxfer.transports.copy_thread import PiecesJob
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.stream_connections import Connection
-from kvxfer.transports.stream_router import Router
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -102,7 +102,7 @@ def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(p
         staging=lambda slot, nbytes: torch.zeros(nbytes, dtype=torch.uint8),
         close=lambda: closed.append(1),
     )
-    connection = Connection(b"", Slots(1, TRIAL_NBYTES), lane=lane, free=[0], generations=[0])
+    connection = Connection(b"", Slots(1, TRIAL_NBYTES), lane=lane)
     source._trials.fill(connection, 0, TRIAL_NBYTES)
     connection.is_lost = True
     assert not source.is_idle
@@ -309,13 +309,13 @@ def test_a_chunk_that_is_packed_at_once_leaves_before_the_next_is_begun(
         strided_copy.gather(*args)
 
     monkeypatch.setattr(stream_packing, "gather", noted)
-    tell = Router.tell
+    send = Router.send
 
-    def sent(router: Router, connection: Connection, *frames: Any) -> bool:
+    def sent(router: Router, identity: bytes, *frames: Any) -> bool:
         order.extend(["send"] * (len(frames) - 1))
-        return tell(router, connection, *frames)
+        return send(router, identity, *frames)
 
-    monkeypatch.setattr(Router, "tell", sent)
+    monkeypatch.setattr(Router, "send", sent)
     pair = Pair(ZMQ, small_nbytes=64 << 20)
     try:
         pair.sink.attach(pair.manifest)

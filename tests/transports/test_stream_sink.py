@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.tensors import strided_copy
-from kvxfer.testing_cases import Move
-from kvxfer.testing_peer import Context
+from kvxfer.testing.cases import Move
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transfer.wire import Reason
@@ -34,6 +34,7 @@ from kvxfer.transports.stream_wire import (
     ChunkHeader,
     Credit,
     Expect,
+    Refused,
     TrialHeader,
     decode_to_source,
     encode,
@@ -251,3 +252,19 @@ def test_chunk_of_another_source_is_not_taken(pair: Pair, fake: FakeSource) -> N
     pair.source.submit_send(send_request(key, move))
     assert isinstance(pair.end(key), ReadDone)
     assert pair.content() == pair.expected(move)
+
+
+def test_a_connection_that_is_dropped_on_the_way_is_not_looked_at_again(
+    pair: Pair, fake: FakeSource
+) -> None:
+    """Its last words, and what the monitor says of it, are there at once."""
+    pair.manifest = msgspec.structs.replace(pair.manifest, data_endpoints={"zmq": fake.endpoint})
+    pair.sink.attach(pair.manifest)
+    identity, _ = fake.receive()
+    fake.socket.send_multipart([identity, encode(Refused("go away"))])
+    for each in pair.sink.pollables():
+        assert isinstance(each, zmq.Socket)
+        assert each.poll(5000)
+    assert pair.sink.poll() == [PeerGone(pair.manifest.control_endpoint)]
+    assert pair.sink.poll() == []
+    assert not pair.sink.pollables()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,23 +15,21 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import Staging, WireCosts, Workload
-from kvxfer.transports import registry, stream_ways
+from kvxfer.transports import registry, stream_trial
 from kvxfer.transports.base import ReadDone, Trial
+from kvxfer.transports.choice import choose
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import DEVICE_STAGING, HOST_STAGING, Pipe, Slots, StagingSize
-from kvxfer.transports.probe import probe
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_trial import CHUNK_S, Measured, TrialTaker
-from kvxfer.transports.stream_ways import (
+from kvxfer.transports.stream_trial import (
+    CHUNK_S,
     LEAST_FURTHER_S,
-    NUM_AGAIN,
-    TriedWay,
+    NUM_TURNS,
+    TrialTaker,
     best_way,
-    further_slots,
-    try_ways,
+    take_trial,
 )
-from kvxfer.transports.wake_up import WakeUp
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.helpers import needs_nixl
 from tests.transports.memory_pipe import MemoryPipe, World
@@ -39,15 +37,15 @@ from tests.transports.pair import CONFIG, Pair, a_move, key_of
 
 MIB = 1 << 20
 COSTS = WireCosts(1e-4, 2e-4, 1e9)
-SLOTS = Slots(5, 4 * MIB)
+SLOTS = Slots(2, 4 * MIB)
 MOVES = 0.1
 """How much longer the slow way takes: several times what a busy machine scatters."""
 
 # ------------------------------------------------------------------ which one, by hand
 
 
-def tried(**large_ms: float) -> list[TriedWay]:
-    return [TriedWay(way, COSTS, ms / 1e3, f"by {way}") for way, ms in large_ms.items()]
+def tried(**large_ms: float) -> list[Any]:
+    return [SimpleNamespace(way=way, large_s=ms / 1e3) for way, ms in large_ms.items()]
 
 
 @pytest.mark.parametrize(
@@ -66,129 +64,136 @@ def test_another_way_has_to_be_faster_by_a_margin(large_ms: dict[str, float], be
     assert best_way(tried(**large_ms)).way == best
 
 
-def test_further_ways_take_little_staging() -> None:
-    assert further_slots(SLOTS) == Slots(2, 4 * MIB)
-    assert further_slots(Slots(1, 7)) == Slots(1, 7)
+Round = float | str
+"""What a large message takes, or why it does not come."""
 
 
 class Takers:
-    """Trials that take so long, or fail, on a clock that only they move. Their large messages take
-    a tenth, or later what is in ``again``.
+    """Of a trial whose ways begin within so long, or fail, and whose large messages then take so
+    long in each round, on a clock that only they move.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *runs: float | str) -> None:
-        self.again: list[float | str] = [1.0 for _ in range(2 * NUM_AGAIN)]
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, begins: dict[str, Round], *rounds: dict[str, Round]
+    ) -> None:
         self.now_s = 0.0
         self.limits_s: list[float] = []
         self.opened: list[tuple[Slots, str]] = []
-        self.num_open = 0
-        self._runs = list(runs)
-        monkeypatch.setattr(stream_ways, "TrialTaker", self._take)
-        clock = SimpleNamespace(monotonic=lambda: self.now_s)
-        monkeypatch.setattr(stream_ways, "time", clock)
+        self.num_open = self.num_rounds = 0
+        self._rounds = [begins, *rounds]
+        clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
+        monkeypatch.setattr(stream_trial, "time", clock)
+        monkeypatch.setattr(stream_trial, "open_link", self._open)
+        monkeypatch.setattr(TrialTaker, "__init__", self._make)
+        monkeypatch.setattr(TrialTaker, "begin", lambda taker, limit: self._begin(taker, limit))
+        monkeypatch.setattr(TrialTaker, "time_round", lambda taker, left: self._time(taker, left))
 
-    def _take(self, pipe: Pipe, link: object, wake: object, timeout_s: float) -> Any:
-        self.limits_s.append(timeout_s)
+    def _open(self, pipe: Pipe, slots: Slots, *_: object, way: str, **__: object) -> Any:
+        self.opened.append((slots, way))
+        self.num_open += 1
         return self
-
-    def run(self) -> Measured:
-        run = self._runs.pop(0)
-        if isinstance(run, str):
-            raise TransportUnavailable(run)
-        self.now_s += min(run, self.limits_s[-1])
-        if run >= self.limits_s[-1]:
-            raise TransportUnavailable("late")
-        costs = replace(COSTS, bytes_per_s=1e6 / run, message_s=0.003 / len(self.limits_s))
-        return Measured(costs, run / 10)
-
-    def time_large(self, timeout_s: float) -> float:
-        assert timeout_s == pytest.approx(2.0 - self.now_s)
-        again = self.again.pop(0)
-        if isinstance(again, str):
-            raise TransportUnavailable(again)
-        return again
-
-    def try_all(self, timeout_s: float) -> Trial:
-        def make_link(slots: Slots, way: str) -> Any:
-            self.opened.append((slots, way))
-            self.num_open += 1
-            return self
-
-        pipe = MemoryPipe(World(ways=("usual", "other")), lambda: None)
-        try:
-            return try_ways(pipe, make_link, SLOTS, cast("WakeUp", None), timeout_s)
-        finally:
-            assert self.num_open == 0
-
-    path = "a path"
 
     def close(self) -> None:
         self.num_open -= 1
 
+    def _make(self, pipe: Pipe, link: object, wake: object, way: str) -> None:
+        """In place of its own."""
 
-def test_the_other_way_is_tried_with_less_and_for_as_long_as_the_usual_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    takers = Takers(monkeypatch, 0.5, 0.25)
-    trial = takers.try_all(2.0)
-    # It has no burst: what a message costs is the usual way's
-    assert trial == Trial(WireCosts(COSTS.latency_s, 0.003, 4e6), "a path", "other")
-    assert takers.opened == [(SLOTS, "usual"), (Slots(2, 4 * MIB), "other")]
-    assert takers.limits_s == [2.0, 0.5]
+    def _begin(self, taker: Any, limit_s: float) -> None:
+        self.limits_s.append(limit_s)
+        taker.way, taker.path, taker.large_s, taker.num_rounds = self.opened[-1][1], "", 9.9, 0
+        took = self._rounds[0][taker.way]
+        if isinstance(took, str):
+            raise TransportUnavailable(took)
+        self.now_s += min(took, limit_s)
+        if took >= limit_s:
+            raise TransportUnavailable("late")
+
+    def _time(self, taker: Any, left_s: float) -> None:
+        assert left_s == pytest.approx(self.timeout_s - self.now_s)
+        taker.num_rounds += 1
+        took = self._rounds[taker.num_rounds][taker.way]
+        if isinstance(took, str):
+            raise TransportUnavailable(took)
+        self.now_s += took
+        taker.large_s = min(taker.large_s, took)
+        taker.costs = lambda message_s: replace(COSTS, message_s=message_s)
+        self.num_rounds = max(taker.num_rounds, self.num_rounds)
+
+    def try_all(self, timeout_s: float = 2.0) -> Trial:
+        pipe = MemoryPipe(World(ways=("usual", "other")), lambda: None)
+        nothing: Any = None
+        self.timeout_s = timeout_s
+        try:
+            return take_trial(
+                *(pipe, nothing, {"cpu"}, nothing, nothing, nothing, timeout_s),
+                uses_unix_sockets=True,
+            )
+        finally:
+            assert self.num_open == 0
+
+
+def both(usual: Round, other: Round) -> dict[str, Round]:
+    return {"usual": usual, "other": other}
 
 
 @pytest.mark.parametrize(
-    ("again", "way"),
+    ("rounds", "way", "num_rounds"),
     [
-        # the usual one, the other, and so on; before: 50 ms, 25 ms
-        ([1.0, 1.0] * NUM_AGAIN, "other"),
-        ([1.0, 1.0] * (NUM_AGAIN - 1) + [0.03, 1.0], "usual"),
-        ([0.03, 1.0, 1.0, 0.02] + [1.0, 1.0] * (NUM_AGAIN - 2), "other"),
-        ([1.0, "gone"], "usual"),
-        (["gone"], "usual"),
+        # Over after 8 ms, or three rounds, where the usual one is not behind
+        ([both(0.005, 0.005)], "usual", 1),
+        ([both(0.001, 0.001)] * 3, "usual", 3),
+        ([both(0.001, 0.00081)] * 3, "usual", 3),
+        ([both(0.5, 0.001)], "other", NUM_TURNS),
+        # Another one has to be ahead in each of five
+        ([both(0.05, 0.025)] * NUM_TURNS, "other", NUM_TURNS),
+        ([both(0.05, 0.025)] * (NUM_TURNS - 1) + [both(0.03, 0.1)], "usual", NUM_TURNS),
+        ([both(0.05, 0.025), both(0.03, 0.1)], "usual", 2),
+        ([both(0.05, 0.025), both(0.03, 0.02)] + [both(1e-1, 1e-1)] * 3, "other", NUM_TURNS),
+        # One that fails is left out
+        ([both(0.05, 0.025), both(0.05, "gone")], "usual", 2),
+        ([both(0.001, 0.05), both("gone", 0.05)], "usual", 1),
+        ([both(0.05, 0.025), both("gone", 0.025)], "other", 2),
     ],
 )
-def test_a_way_that_looks_faster_is_timed_again(
-    monkeypatch: pytest.MonkeyPatch, again: list[float | str], way: str
+def test_ways_are_timed_in_turn_until_the_faster_one_is_known(
+    monkeypatch: pytest.MonkeyPatch, rounds: list[dict[str, Round]], way: str, num_rounds: int
 ) -> None:
-    takers = Takers(monkeypatch, 0.5, 0.25)
-    takers.again = [*again]
-    assert takers.try_all(2.0).way == way
-    assert not takers.again
-
-
-def test_a_way_that_looks_slower_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    takers = Takers(monkeypatch, 0.25, 0.24)
-    assert takers.try_all(2.0).way == "usual"
-    assert len(takers.again) == 2 * NUM_AGAIN
+    more = [rounds[-1]] * (NUM_TURNS - len(rounds))
+    takers = Takers(monkeypatch, both(0.01, 0.01), *rounds, *more)
+    trial = takers.try_all()
+    assert (trial.way, takers.num_rounds) == (way, num_rounds)
+    assert takers.opened == [(SLOTS, "usual"), (SLOTS, "other")]
+    assert trial.costs == replace(COSTS, message_s=CHUNK_S)
 
 
 @pytest.mark.parametrize(
-    ("runs", "timeout_s", "limits_s", "end"),
+    ("begins", "timeout_s", "limits_s", "end"),
     [
-        ((0.01, 0.3), 2.0, [2.0, LEAST_FURTHER_S], "usual"),
-        ((0.6, 9.9), 1.0, [1.0, 0.4], "usual"),  # both together
-        (("no", 0.3), 2.0, [2.0, 2.0], "other"),
-        ((0.3, "no"), 2.0, [2.0, 0.3], "usual"),
-        (("no", "neither"), 2.0, [2.0, 2.0], TransportUnavailable("no")),
-        ((9.9, 0.1), 2.0, [2.0], TransportUnavailable("late")),  # nothing is left
+        (both(0.01, 0.3), 2.0, [2.0, LEAST_FURTHER_S], "usual"),
+        (both(0.5, 0.49), 2.0, [2.0, 0.5], "usual"),
+        (both(0.6, 9.9), 1.0, [1.0, 0.4], "usual"),  # both together
+        (both("no", 0.3), 2.0, [2.0, 2.0], "other"),
+        (both(0.3, "no"), 2.0, [2.0, 0.3], "usual"),
+        (both("no", "neither"), 2.0, [2.0, 2.0], TransportUnavailable("no")),
+        (both(9.9, 0.1), 2.0, [2.0], TransportUnavailable("late")),  # nothing is left
     ],
 )
 def test_ways_that_fail_and_times(
     monkeypatch: pytest.MonkeyPatch,
-    runs: tuple[float | str, ...],
+    begins: dict[str, Round],
     timeout_s: float,
     limits_s: list[float],
     end: str | TransportUnavailable,
 ) -> None:
-    takers = Takers(monkeypatch, *runs)
+    takers = Takers(monkeypatch, begins, both(0.01, 0.01))
     if isinstance(end, TransportUnavailable):
         with pytest.raises(TransportUnavailable, match=f"^{end}$"):
             takers.try_all(timeout_s)
     else:
         assert takers.try_all(timeout_s).way == end
     assert takers.limits_s == pytest.approx(limits_s)
-    assert takers.now_s <= timeout_s
+    assert takers.now_s <= timeout_s + 0.02
 
 
 # ------------------------------------------------------------------ over the stream engine
@@ -197,8 +202,8 @@ def test_ways_that_fail_and_times(
 @pytest.fixture(params=[False, True], ids=["sink sees the end", "source sees the end"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(is_write=request.param, ways=("usual", "other"))
-    monkeypatch.setitem(registry._SOURCES, "ucx", partial(StreamSource, world.make_pipe))
-    monkeypatch.setitem(registry._SINKS, "ucx", partial(StreamSink, world.make_pipe))
+    monkeypatch.setitem(registry.SOURCES, "ucx", partial(StreamSource, world.make_pipe))
+    monkeypatch.setitem(registry.SINKS, "ucx", partial(StreamSink, world.make_pipe))
     return world
 
 
@@ -216,9 +221,9 @@ def test_a_trial_takes_the_faster_way(pair: Pair, world: World, fast: str) -> No
     trial = pair.trial()
     assert trial.way == fast
     assert 4 * MIB / trial.costs.bytes_per_s < MOVES / 2  # its own costs, not the other one's
-    assert CHUNK_S <= trial.costs.message_s < 1
+    assert trial.costs.message_s == CHUNK_S
     lanes = list(world.sinks.values())
-    assert [(lane.way, len(lane.parts)) for lane in lanes] == [("usual", 5), ("other", 2)]
+    assert [(lane.way, len(lane.parts)) for lane in lanes] == [("usual", 2), ("other", 2)]
     pair.until(lambda: world.num_open == 0)
 
 
@@ -269,7 +274,7 @@ def test_transfers_go_the_way_of_the_staging(
 
 def test_the_choice_keeps_the_way_of_the_trial(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamSink, "trial", lambda *_: Trial(COSTS, "a path", "other"))
-    choice = probe(pair.sinks, pair.manifest, Workload(64 * MIB, 4096))
+    choice = choose(pair.sinks, pair.manifest, Workload(64 * MIB, 4096))
     assert choice.staging is not None
     assert (choice.staging.way, choice.trial.path) == ("other", "a path")
 
@@ -302,9 +307,8 @@ def nixl() -> Iterator[Pair]:
 def test_nixl_reads_or_writes_as_its_trial_says(
     nixl: Pair, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    seen = _slow_but(way, monkeypatch)
+    _slow_but(way, monkeypatch)
     trial = nixl.trial()
-    assert seen == ["WRITE", "READ"]
     assert (trial.way, trial.path) == (way, way)
     assert 1e6 < trial.costs.bytes_per_s < 1e12
     nixl.sink.attach(nixl.manifest, Staging(4, MIB, None, trial.way))
@@ -315,24 +319,16 @@ def test_nixl_reads_or_writes_as_its_trial_says(
         assert nixl.content() == nixl.expected(a_move(number))
     sink = nixl.sink
     assert isinstance(sink, StreamSink)
-    assert [link.path for link in sink._links.all()] == [way]
+    assert [link.path for link in sink._links.values()] == [way]
 
 
-def _slow_but(way: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every other way's trial finds a second for its large messages. The ways that are tried."""
-    run: Callable[[TrialTaker], Measured] = TrialTaker.run
-    again: Callable[[TrialTaker, float], float] = TrialTaker.time_large
-    seen: list[str] = []
+def _slow_but(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other way's large messages take a second."""
+    time_round: Callable[[TrialTaker, float], None] = TrialTaker.time_round
 
-    def slow(taker: TrialTaker) -> Measured:
-        measured = run(taker)
-        seen.append(taker._link.path)
-        return measured if seen[-1] == way else replace(measured, large_s=1.0)
+    def timed(taker: TrialTaker, timeout_s: float) -> None:
+        time_round(taker, timeout_s)
+        if taker.way != way:
+            taker.large_s = 1.0
 
-    def slow_again(taker: TrialTaker, timeout_s: float) -> float:
-        large_s = again(taker, timeout_s)
-        return large_s if taker._link.path == way else 1.0
-
-    monkeypatch.setattr(TrialTaker, "run", slow)
-    monkeypatch.setattr(TrialTaker, "time_large", slow_again)
-    return seen
+    monkeypatch.setattr(TrialTaker, "time_round", timed)

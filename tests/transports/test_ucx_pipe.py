@@ -21,11 +21,9 @@ from kvxfer.config import Config
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
-from kvxfer.transports.ucx_end import GENERATION_BITS, MAX_SLOTS, tag_of
-from kvxfer.transports.ucx_lanes import UcxLane, UcxSinkLane, UcxSourceLane
+from kvxfer.transports.ucx_end import GENERATION_BITS, MAX_SLOTS, MOST_NBYTES, tag_of
 from kvxfer.transports.ucx_library import Worker
-from kvxfer.transports.ucx_mail import MOST_NBYTES
-from kvxfer.transports.ucx_pipe import UcxPipe
+from kvxfer.transports.ucx_pipe import UcxLane, UcxPipe, UcxSinkLane, UcxSourceLane
 from tests.helpers import assert_same_bytes, needs_ucxx, run_pair
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,

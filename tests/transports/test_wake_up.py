@@ -1,12 +1,28 @@
-"""What a polling thread is woken by."""
+"""What a polling thread is woken by; an alarm wakes once, at the earliest of the times."""
 
 from __future__ import annotations
 
 import os
 import select
 import threading
+import time
 
-from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports.wake_up import Alarm, WakeUp
+
+
+class Bell:
+    """What is woken, and when."""
+
+    def __init__(self) -> None:
+        self.rung_s: list[float] = []
+        self._rung = threading.Semaphore(0)
+
+    def __call__(self) -> None:
+        self.rung_s.append(time.monotonic())
+        self._rung.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._rung.acquire(timeout=timeout_s)
 
 
 def is_awake(wake: WakeUp) -> bool:
@@ -43,3 +59,40 @@ def test_late_wakes_are_not_written_to_whoever_has_the_number_now() -> None:
     os.close(number)
     if other != number:
         os.close(other)
+
+
+def test_it_wakes_once() -> None:
+    bell = Bell()
+    alarm = Alarm(bell)
+    begin_s = time.monotonic()
+    alarm.after(0.02)
+    assert bell.wait(5.0)
+    assert bell.rung_s[0] >= begin_s + 0.02
+    assert not bell.wait(0.05)
+    alarm.after(0.0)
+    assert bell.wait(5.0)
+    alarm.close()
+
+
+def test_the_earliest_counts() -> None:
+    bell = Bell()
+    alarm = Alarm(bell)
+    begin_s = time.monotonic()
+    alarm.after(30.0)
+    alarm.after(0.01)
+    alarm.after(60.0)
+    assert bell.wait(5.0)
+    assert bell.rung_s[0] < begin_s + 5.0
+    alarm.close()
+
+
+def test_after_close_it_is_silent() -> None:
+    bell = Bell()
+    before = threading.active_count()
+    alarm = Alarm(bell)
+    alarm.after(0.05)
+    alarm.close()
+    alarm.close()
+    alarm.after(0.0)
+    assert not bell.wait(0.1)
+    assert threading.active_count() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,7 +10,13 @@ from contextlib import closing
 import pytest
 import zmq
 
-from kvxfer.transports.zmq_inbox import MESSAGES_PER_TURN, MOST_PARTS, TURN_S, Inbox, Names
+from kvxfer.transports.visitors import (
+    MESSAGES_PER_TURN,
+    MOST_PARTS,
+    TURN_S,
+    Inbox,
+    Visitors,
+)
 from tests import zmtp
 
 Socket = zmq.Socket[bytes]
@@ -19,8 +26,20 @@ Socket = zmq.Socket[bytes]
 def router() -> Iterator[Socket]:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.linger = router.rcvhwm = 0
-        router.bind("tcp://127.0.0.1:*")
         yield router
+
+
+@pytest.fixture
+def visitors(router: Socket) -> Iterator[Visitors]:
+    visitors = Visitors(router.context, router, 1 << 20)
+    router.bind("tcp://127.0.0.1:*")
+    yield visitors
+    visitors.close()
+
+
+@pytest.fixture
+def inbox(router: Socket, visitors: Visitors) -> Inbox:
+    return Inbox(router, visitors)
 
 
 def endpoint_of(router: Socket) -> str:
@@ -43,8 +62,8 @@ def all_of(inbox: Inbox, router: Socket) -> list[list[bytes]]:
     return messages
 
 
-def test_a_turn_ends_by_number_and_by_time(router: Socket) -> None:
-    inbox, count = Inbox(router, Names()), 2 * MESSAGES_PER_TURN
+def test_a_turn_ends_by_number_and_by_time(router: Socket, inbox: Inbox) -> None:
+    count = 2 * MESSAGES_PER_TURN
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.frame(b"x") * count + zmtp.EMPTY_PART + zmtp.frame(b"last"))
         time.sleep(0.3)
@@ -59,9 +78,9 @@ def test_a_turn_ends_by_number_and_by_time(router: Socket) -> None:
 
 @pytest.mark.parametrize("part", [zmtp.EMPTY_PART, b"\x01\x05\0abcd", b"\x01\x03xyz"])
 def test_of_a_message_of_many_parts_come_the_first_and_of_others_all(
-    router: Socket, part: bytes
+    router: Socket, inbox: Inbox, part: bytes
 ) -> None:
-    inbox, endpoint = Inbox(router, Names()), endpoint_of(router)
+    endpoint = endpoint_of(router)
     with closing(zmtp.connect(endpoint)) as peer, closing(zmtp.connect(endpoint)) as other:
         for _ in range(3):
             peer.sendall(part * 10_000 + part.replace(b"\x01", b"\x00", 1))
@@ -73,8 +92,7 @@ def test_of_a_message_of_many_parts_come_the_first_and_of_others_all(
     assert [each for each in messages if each not in long] == [[b"honest"], [b"again"]] * 3
 
 
-def test_what_follows_the_end_is_read_as_it_is(router: Socket) -> None:
-    inbox = Inbox(router, Names())
+def test_what_follows_the_end_is_read_as_it_is(router: Socket, inbox: Inbox) -> None:
     with closing(zmtp.connect(endpoint_of(router))) as peer:
         peer.sendall(zmtp.EMPTY_PART * 1000 + zmtp.EMPTY_END)
         assert [len(message) for message in all_of(inbox, router)] == [MOST_PARTS - 1]
@@ -82,9 +100,9 @@ def test_what_follows_the_end_is_read_as_it_is(router: Socket) -> None:
         assert all_of(inbox, router) == [[b"again"]]
 
 
-def test_nobody_speaks_in_the_name_of_another(router: Socket) -> None:
+def test_nobody_speaks_in_the_name_of_another(router: Socket, inbox: Inbox) -> None:
     """Neither behind parts of a message that is thrown away nor behind a name of his own."""
-    inbox, endpoint = Inbox(router, Names()), endpoint_of(router)
+    endpoint = endpoint_of(router)
     with (
         closing(zmtp.connect(endpoint)) as thrown,
         closing(zmtp.connect(endpoint)) as victim,
@@ -109,3 +127,38 @@ def test_nobody_speaks_in_the_name_of_another(router: Socket) -> None:
                 if frames[0].bytes == name:
                     heard.append([frame.bytes for frame in frames[1:]])
     assert heard == [[b"true"]] * 3
+
+
+def test_who_has_the_descriptor_of_one_that_has_ended_is_not_taken_for_it(
+    router: Socket, visitors: Visitors, inbox: Inbox
+) -> None:
+    """Its message may be read before what the monitor says of both."""
+    with closing(zmtp.connect(endpoint_of(router))):
+        assert visitors.monitor.poll(5000)
+        visitors.meet()
+    time.sleep(0.2)
+    for _ in range(2):
+        with closing(zmtp.connect(endpoint_of(router))) as peer:
+            peer.sendall(zmtp.frame(b"x"))
+            assert router.poll(5000)
+            ((name, _),) = inbox.receive()
+            visitors.meet()
+            assert visitors.take_gone() == []
+            assert len(visitors) == 1
+        time.sleep(0.2)
+        visitors.meet()
+        assert visitors.take_gone() == [name.bytes]
+
+
+def test_who_came_behind_many_others_is_not_taken_for_gone(
+    router: Socket, visitors: Visitors, inbox: Inbox
+) -> None:
+    for _ in range(MESSAGES_PER_TURN // 2 + 1):  # two events each
+        socket.create_connection(("127.0.0.1", int(endpoint_of(router).rsplit(":")[-1]))).close()
+    with closing(zmtp.connect(endpoint_of(router))) as peer:
+        peer.sendall(zmtp.frame(b"x"))
+        assert router.poll(5000)
+        assert len(turn(inbox)) == 1
+        while not visitors.meet():
+            pass
+        assert (visitors.take_gone(), len(visitors)) == ([], 1)

@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from contextlib import closing
 from urllib.parse import urlsplit
 
 import pytest
 
 from kvxfer.config import Config
 from kvxfer.testing import check_transport
-from kvxfer.testing_peer import Context
-from kvxfer.transports import zmq_listeners, zmq_same_host
-from kvxfer.transports.base import LocalMemory, ReadDone, Trial, Wake
+from kvxfer.testing.peers import Context
+from kvxfer.transports import guard
+from kvxfer.transports.base import LocalMemory, PeerGone, ReadDone, Trial, Wake
+from kvxfer.transports.channel import Bounds, Router, bind_unix
 from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.guard import nearest_endpoint, unix_endpoint, user_of
 from kvxfer.transports.pipe import Pipe
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import listen, make_router
 from kvxfer.transports.zmq_pipe import ZmqPipe
-from kvxfer.transports.zmq_same_host import nearest_endpoint, unix_endpoint, user_of
 from tests.transports.pair import ZMQ, Pair, a_move, key_of
 
 
@@ -52,13 +53,13 @@ def test_the_wire_keeps_every_promise_over_tcp() -> None:
 def addresses(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where the connections came from that the guard was asked about."""
     asked: list[str] = []
-    decide = zmq_listeners.why_refused
+    decide = guard.why_refused
 
     def record(config: Config, address: str, key: str | None) -> str | None:
         asked.append(address)
         return decide(config, address, key)
 
-    monkeypatch.setattr(zmq_listeners, "why_refused", record)
+    monkeypatch.setattr(guard, "why_refused", record)
     return asked
 
 
@@ -122,16 +123,13 @@ def test_a_trial_takes_the_same_path_and_says_which(
 
 def test_sinks_that_look_for_it_disturb_nobody(pair: Pair) -> None:
     pair.sink.attach(pair.manifest)
-    asked: list[object] = []
-    source = pair.source
-    assert isinstance(source, StreamSource)
-    source._probe = asked.append  # type: ignore[method-assign, assignment]
     for _ in range(3):
         assert nearest_endpoint(endpoint_of(pair)).startswith("ipc:")
     read_all(pair)
-    assert asked == []
+    assert not pair.source.is_idle
+    assert not any(isinstance(each, PeerGone) for each in pair.seen)
     pair.sink.detach(pair.manifest.control_endpoint)
-    pair.until(lambda: len(asked) == 1)
+    pair.until(lambda: pair.source.is_idle)
 
 
 def test_a_source_that_has_gone_leaves_no_name(pair: Pair) -> None:
@@ -152,13 +150,12 @@ def test_a_name_that_another_user_has_is_not_used(
 
 def test_a_source_whose_name_is_taken_serves_tcp(pair: Pair) -> None:
     port = urlsplit(endpoint_of(pair)).port
-    router = make_router(pair.context, ZMQ)
-    endpoint = listen(router, ZMQ, "zmq")
-    with router, socket.socket(socket.AF_UNIX) as squatter:
-        assert not zmq_same_host.bind_unix(router, f"tcp://127.0.0.1:{port}")
+    router = Router(pair.context, ZMQ, Bounds(1 << 20, 1 << 20, 10))
+    with closing(router), socket.socket(socket.AF_UNIX) as squatter:
+        assert not bind_unix(router.socket, f"tcp://127.0.0.1:{port}")
         squatter.bind("\0kvxfer-zmq-127.0.0.1:1")
-        assert not zmq_same_host.bind_unix(router, "tcp://127.0.0.1:1")
-        assert endpoint.startswith("tcp://127.0.0.1:")
+        assert not bind_unix(router.socket, "tcp://127.0.0.1:1")
+        assert router.endpoint.startswith("tcp://127.0.0.1:")
 
 
 def test_without_unix_sockets_sinks_use_tcp(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
-from kvxfer.testing_cases import POISON, POOL_NBYTES, source_bytes
+from kvxfer.testing.cases import POISON, POOL_NBYTES, source_bytes
 from kvxfer.transfer.manifest import MemoryInfo, RankId, RankManifest
 from kvxfer.transports.base import (
     LocalMemory,
@@ -35,9 +35,9 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import CopyThread, PiecesJob
+from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import published_infos
 from kvxfer.transports.wake_up import WakeUp
-from kvxfer.transports.zmq_listeners import Guard
 
 Context = zmq.Context[zmq.Socket[bytes]]
 C = TypeVar("C", bound=SinkCompletion)

@@ -1,0 +1,375 @@
+"""Frames between two ranks, for control and for stream data alike: a ROUTER that listens, and a
+DEALER that connects to it.
+
+Both ends have bounds, CURVE where keys are configured, and sends that never wait. There is one
+scheme of liveness: ZeroMQ's heartbeats. Its own thread answers them, so they say that a connection
+stands, whatever its owner is busy with, at no cost to the thread that moves KV. A peer that is
+stopped, or behind a cut cable, is gone after ``peer_silent_s`` and a third of it, one that was
+killed at once; the monitor says so, and at a ROUTER which connection it was. Whether the thread
+behind a connection still works is another question: who waits for an answer asks it (``Ping``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import socket as sockets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
+from kvxfer.transports.guard import pinned_keys, unix_endpoint
+from kvxfer.transports.visitors import EVENT, Backlog, Inbox, Visitors
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+WORD_S = 600.0
+"""How often a DEALER says a word that has nothing to say. Heartbeats are no messages, and so count
+as backlog: 16 bytes a second, 80 with CURVE.
+"""
+MANY_PARTS = "it sent a message of many parts"
+RECONNECT_MS = (20, 500)
+"""First and longest wait before a connection is tried again."""
+
+_ZAP_DOMAIN = b"kvxfer"
+"""Any name: without one ZeroMQ asks nobody about a connection without CURVE."""
+# Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
+_NOBLOCK = int(zmq.NOBLOCK)
+_SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+# That a connection stands, and every way in which one can end, or fail to begin.
+_EVENTS = (
+    zmq.EVENT_CONNECTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+)
+_OTHER_MECHANISM = zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
+"""One side has CURVE on, the other has not."""
+
+_log = logging.getLogger("kvxfer.transports")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of one socket.
+
+    frame_nbytes: ZeroMQ ends a connection that announces a larger frame, before it allocates it.
+    unread_nbytes: what a connection may have sent that was not read.
+    num_queued: messages to one peer that wait for it to read.
+    linger_ms: how long last words may take to leave after the socket was closed.
+    """
+
+    frame_nbytes: int
+    unread_nbytes: int
+    num_queued: int
+    linger_ms: int = 0
+
+
+class Router:
+    """A socket that listens on ``host``, and whoever is connected to it.
+
+    Args:
+        port: 0 takes a free one.
+        has_unix_socket: whether it answers the Unix socket beside it, too, if that can be had.
+
+    Raises ConfigError for a host that cannot be used, zmq.ZMQError where the port cannot be had.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: Config,
+        bounds: Bounds,
+        port: int = 0,
+        *,
+        has_unix_socket: bool = False,
+    ) -> None:
+        self.socket: Socket = context.socket(zmq.ROUTER)
+        self._visitors = Visitors(context, self.socket, bounds.unread_nbytes)
+        self.monitor = self._visitors.monitor
+        try:
+            _set_options(self.socket, config, bounds)
+            # Or a message to a peer that has gone, or does not read, would vanish without a word
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._visitors.endpoint = self.endpoint = _bind(self.socket, config, port)
+            if has_unix_socket and not bind_unix(self.socket, self.endpoint):
+                _log.debug("no Unix socket beside %s: everybody uses TCP", self.endpoint)
+        except BaseException:
+            self._visitors.close()
+            self.socket.close(linger=0)
+            raise
+        self._inbox = Inbox(self.socket, self._visitors)
+        self._poller = zmq.Poller()
+        self._poller.register(self.monitor, zmq.POLLIN)  # first: who has ended, then who speaks
+        self._poller.register(self.socket, zmq.POLLIN)
+
+    def __len__(self) -> int:
+        return len(self._visitors)
+
+    def poll(self) -> Iterator[list[zmq.Frame]]:
+        """Both, for who has not polled them: one call where nothing is there, because to read from
+        an empty socket costs twice as much.
+        """
+        for socket, _ in self._poller.poll(0):
+            if socket is self.monitor:
+                self.meet()
+            else:
+                yield from self.receive()
+
+    def meet(self) -> None:
+        """Who has come and gone, when ``monitor`` can be read."""
+        self._visitors.meet()
+
+    def receive(self) -> Iterator[list[zmq.Frame]]:
+        """What came, the peer's identity first, for one turn. Of a message of too many parts come
+        the first (``visitors.MOST_PARTS``); whoever sent it is sent away.
+        """
+        for frames in self._inbox.receive():
+            if frames[-1].more:
+                self._visitors.send_away(frames[0], MANY_PARTS)
+            yield frames
+
+    def take_gone(self) -> list[bytes]:
+        """The identities of connections that have ended since the last call, and had sent a
+        message. One whose last words are read later is named once more then.
+        """
+        return self._visitors.take_gone()
+
+    def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
+        """One message. False if the peer has gone, or its queue is full. A :class:`zmq.Frame` is
+        not copied: however many peers it is on its way to, it is there once.
+        """
+        try:
+            self.socket.send(identity, _SNDMORE)
+            for frame in frames[:-1]:
+                self.socket.send(frame, _SNDMORE, copy=False)
+            self.socket.send(frames[-1], _NOBLOCK, copy=False)
+        except zmq.ZMQError as exc:
+            _log.debug("%s: a connection takes nothing: %s", self.endpoint, exc)
+            return False
+        return True
+
+    def inspect(self) -> None:
+        """Close connections that have sent too much that was not read."""
+        self._visitors.look(was_empty=self._inbox.take_empty())
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._visitors.close()
+        self.socket.close()
+
+
+class Dealer:
+    """A connection to a ROUTER; it is made in the background.
+
+    ``problem`` says why it does not stand, and ``is_refused`` whether that is a matter of who may
+    come in.
+
+    Args:
+        server_key: the CURVE key that the other side must have. A Unix socket goes without.
+        word: what is said every WORD_S where nothing else is.
+        reconnects: whether one that fails before it stood is tried again.
+
+    Raises TransportUnavailable where keys are configured and the other side's is not pinned,
+    zmq.ZMQError where no socket can be had.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        config: Config,
+        bounds: Bounds,
+        endpoint: str,
+        server_key: str | None,
+        *,
+        word: bytes,
+        reconnects: bool,
+    ) -> None:
+        is_unix = endpoint.startswith("ipc:")
+        self._has_keys = config.curve_public_key is not None
+        if self._has_keys and not is_unix and server_key not in pinned_keys(config):
+            raise TransportUnavailable(
+                "CURVE: expected a peer whose key is pinned, got another; see curve_server_keys"
+            )
+        self.endpoint = endpoint
+        self.problem = ""
+        self.is_refused = False
+        self._bounds, self._word, self._reconnects = bounds, word, reconnects
+        self._stood = False
+        self._said_s = time.monotonic()
+        self.socket: Socket = context.socket(zmq.DEALER)
+        try:
+            _set_options(self.socket, config, bounds)
+            self.socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+            first_ms, longest_ms = RECONNECT_MS if reconnects else (-1, 0)
+            self.socket.setsockopt(zmq.RECONNECT_IVL, first_ms)
+            self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, longest_ms)
+            if not reconnects:
+                self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
+            # A Unix socket's ends know each other's user
+            if server_key is not None and not is_unix and _set_keys(self.socket, config):
+                self.socket.curve_serverkey = server_key.encode()
+            self.monitor: Socket = self.socket.get_monitor_socket(_EVENTS)
+            self.socket.connect(endpoint)
+        except BaseException:
+            monitor: Socket | None = self.socket._monitor_socket
+            if monitor is not None:
+                monitor.close(linger=0)
+            self.socket.close(linger=0)
+            raise
+        self._inbox, self._backlog = Inbox(self.socket), Backlog(-1)
+
+    def receive(self) -> Iterator[list[zmq.Frame]]:
+        """What came, for one turn. After the first parts of one with too many (the last has
+        ``more``) the connection is of no use any more.
+        """
+        for frames in self._inbox.receive():
+            self._backlog.note(frames)
+            yield frames
+
+    def why_ended(self) -> str | None:
+        """What the monitor has to say: why the connection has ended for good. None: it stands, or
+        may come to stand.
+        """
+        while not self.monitor.closed and self.monitor.poll(0):
+            kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
+            if kind == zmq.EVENT_CONNECTED:
+                self._backlog = Backlog(value)
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stood, self.is_refused = True, False
+            elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
+                if self._stood or not self._reconnects:
+                    return "the connection ended"
+            elif self._is_refused_for_good(kind, value) or not self._reconnects:
+                return self.problem
+        return None
+
+    def send(self, frame: bytes) -> bool:
+        """One message, which leaves when the connection stands. False if it is not taken; the
+        monitor tells the rest.
+        """
+        self._said_s = time.monotonic()
+        try:
+            self.socket.send(frame, _NOBLOCK)
+        except zmq.ZMQError as exc:
+            _log.debug("%s: the connection takes nothing: %s", self.endpoint, exc)
+            return False
+        return True
+
+    def inspect(self) -> None:
+        """Say a word if it is time. Raises ProtocolError if more has come than anybody reads."""
+        if time.monotonic() - self._said_s >= WORD_S:
+            self.send(self._word)
+        nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
+        if nbytes > self._bounds.unread_nbytes:
+            raise ProtocolError(f"it has sent {nbytes} bytes that are no messages, or too many")
+
+    def close(self) -> None:
+        """What was sent may still leave, for as long as the bounds say. Idempotent."""
+        if not self.monitor.closed:
+            with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends at that moment
+                self.socket.disable_monitor()
+            self.monitor.close(linger=0)
+            self.socket.close()
+
+    def _is_refused_for_good(self, kind: int, value: int) -> bool:
+        """Note why a handshake failed. False: the next one may go better."""
+        is_answer = kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        is_other = kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _OTHER_MECHANISM
+        self.is_refused = self._has_keys or is_answer or is_other
+        if is_answer:
+            what = "CURVE key; name it in curve_server_keys there"
+            if not self._has_keys:
+                what = "address; name it in allowed_peers there, or set CURVE keys on both sides"
+            self.problem = f"it does not admit this engine's {what}"
+        elif self._has_keys:
+            self.problem = (
+                "the handshake failed; it has no CURVE keys, or another one than "
+                "curve_server_keys of this engine says"
+            )
+        elif is_other:
+            self.problem = "it has CURVE keys, and this engine has none; set them on both sides"
+        else:
+            self.problem = "the handshake failed; is it a kvxfer engine?"
+        return is_answer or is_other
+
+
+def bind_address(host: str) -> str:
+    """The address that a listener binds and announces. Raises ConfigError for one that peers cannot
+    use.
+    """
+    try:
+        found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
+    except OSError as e:
+        raise ConfigError(
+            f"host: expected a name or an address of this machine, got {host!r}: {e}"
+        ) from e
+    # IPv4 first: "localhost" is both, and most configurations name 127.0.0.1.
+    address = str(min(found, key=lambda entry: entry[0] != sockets.AF_INET)[4][0])
+    if ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        raise ConfigError(
+            f"host: expected an address that peers can connect to, got {host}; "
+            "name the address of one interface"
+        )
+    return address
+
+
+def bind_unix(socket: Socket, endpoint: str) -> bool:
+    """Answer the Unix socket beside ``endpoint``, without CURVE; False where that cannot be had,
+    which costs nothing but speed.
+    """
+    socket.curve_server = False  # for this listener; those that stand keep what they have
+    try:
+        socket.bind(unix_endpoint(endpoint))
+    except zmq.ZMQError:
+        return False
+    return True
+
+
+def _bind(socket: Socket, config: Config, port: int) -> str:
+    """Listen with the guard at the door; the endpoint."""
+    address = bind_address(config.host)
+    host = f"[{address}]" if ":" in address else address
+    socket.setsockopt(zmq.IPV6, int(":" in address))
+    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard nobody comes in
+    if _set_keys(socket, config):
+        socket.curve_server = True
+    socket.bind(f"tcp://{host}:{port or '*'}")
+    return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+
+
+def _set_keys(socket: Socket, config: Config) -> bool:
+    """This engine's key pair; False if it has none."""
+    if config.curve_public_key is None or config.curve_secret_key is None:
+        return False
+    socket.curve_publickey = config.curve_public_key.encode()
+    socket.curve_secretkey = config.curve_secret_key.encode()
+    return True
+
+
+def _set_options(socket: Socket, config: Config, bounds: Bounds) -> None:
+    silent_ms = _ms(config.peer_silent_s)
+    for option, value in (
+        (zmq.LINGER, bounds.linger_ms),
+        (zmq.SNDHWM, bounds.num_queued),
+        (zmq.RCVHWM, 0),  # see kvxfer.transports.visitors
+        (zmq.MAXMSGSIZE, bounds.frame_nbytes),
+        (zmq.HANDSHAKE_IVL, _ms(config.connect_timeout_s)),
+        (zmq.HEARTBEAT_IVL, max(1, silent_ms // 3)),
+        (zmq.HEARTBEAT_TIMEOUT, silent_ms),
+    ):
+        socket.setsockopt(option, value)
+
+
+def _ms(duration_s: float) -> int:
+    return max(1, round(duration_s * 1000))

@@ -1,0 +1,158 @@
+"""Which wire to take to a source rank, by what moves real bytes, and why not another.
+
+A direct wire that works is taken: it costs the source neither staging nor copies nor processor
+time. Where none works each stream wire is timed, and the one is taken over which a long prompt is
+there first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from kvxfer.errors import TransportUnavailable
+from kvxfer.transfer.costs import (
+    REFERENCE_TOKENS,
+    Staging,
+    StagingBounds,
+    WireCosts,
+    Workload,
+    plan_staging,
+)
+from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transports.base import SinkTransport, Trial
+
+TRIAL_TIMEOUT_S = 2.0
+"""For each wire's trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The wire to one source rank.
+
+    Its name, its trial, which who has the choice closes, how long a transfer of ``workload`` takes
+    by that, why each other wire was not taken, and of a stream wire the staging of its connection.
+    """
+
+    transport: str
+    trial: Trial
+    workload: Workload
+    duration_s: float
+    staging: Staging | None = None
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def costs(self) -> WireCosts:
+        """What the trial measured."""
+        return self.trial.costs
+
+    def chunk_nbytes(self, nbytes: int) -> int:
+        """Of the Pull of a transfer of so many bytes; 0 on a direct wire."""
+        return self.staging.chunk_nbytes(self.costs, nbytes) if self.staging is not None else 0
+
+    def __str__(self) -> str:
+        """For the one log line of a peer."""
+        path = f" over {self.trial.path}" if self.trial.path else ""
+        cut = ""
+        if (staging := self.staging) is not None:
+            chunk = _size(self.chunk_nbytes(self.workload.nbytes))
+            cut = (
+                f" in chunks of {chunk}, {staging.num_slots} slots of {_size(staging.slot_nbytes)}"
+            )
+        return (
+            f"{self.transport}{path} at {self.costs.gb_per_s:.2f} GB/s, "
+            f"{self.costs.latency_s * 1e6:.0f} us: {REFERENCE_TOKENS} tokens "
+            f"({_size(self.workload.nbytes)}) in {_ms(self.duration_s)} ms{cut}"
+            + "".join(f"; not {name}: {reason}" for name, reason in self.reasons.items())
+        )
+
+
+def choose(
+    candidates: Mapping[str, SinkTransport],
+    source: RankManifest,
+    workload: Workload,
+    *,
+    min_gbps: float | None = None,
+    timeout_s: float = TRIAL_TIMEOUT_S,
+) -> Choice:
+    """Try the candidates, in the order of preference: direct wires first. The first direct one that
+    moves bytes, at ``min_gbps`` or more, is taken, and no other is tried then. Of streams the one
+    is taken over which a transfer of ``workload`` is over first.
+
+    Blocks for ``timeout_s`` at most, and for TRIAL_TIMEOUT_S for each candidate; but the last one
+    has all that is left if none works until then: on a host with many times more work than cores a
+    trial that takes 10 ms alone was seen to take 4 s. May be called from any thread. The trial of
+    what is returned is to be closed.
+
+    Raises TransportUnavailable with every reason when none is left: with one candidate, a wire
+    asked for by name, that is its own reason.
+    """
+    until_s = time.monotonic() + timeout_s
+    working: list[Choice] = []
+    reasons: dict[str, str] = {}
+    for number, (name, transport) in enumerate(candidates.items(), 1):
+        if working and working[0].staging is None:
+            reasons[name] = f"not tried, because {working[0].transport} works"
+            continue
+        limit_s = max(until_s - time.monotonic(), 0.0)
+        if working or number < len(candidates):
+            limit_s = min(limit_s, TRIAL_TIMEOUT_S)
+        try:
+            trial = _trial(transport, source, min_gbps, limit_s)
+            working.append(_choice(name, transport.staging_bounds(source), trial, workload))
+        except TransportUnavailable as exc:
+            reasons[name] = str(exc).removeprefix(f"{name}: ")
+    if not working:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise TransportUnavailable(
+            f"{source.control_endpoint}: expected a wire that works, got none: "
+            f"{listed or 'no candidates'}"
+        )
+    best = min(working, key=lambda choice: choice.duration_s)  # alike: the one preferred
+    for other in working:
+        if other is not best:
+            durations = f"{_ms(other.duration_s)} ms instead of {_ms(best.duration_s)}"
+            reasons[other.transport] = f"{durations} for {REFERENCE_TOKENS} tokens"
+    return replace(best, reasons=reasons)
+
+
+def _trial(
+    transport: SinkTransport, source: RankManifest, min_gbps: float | None, limit_s: float
+) -> Trial:
+    """Of a wire that is fast enough. Raises TransportUnavailable."""
+    trial = transport.trial(source, limit_s)
+    gbps = trial.costs.gb_per_s
+    if min_gbps is not None and gbps < min_gbps:
+        trial.close()
+        raise TransportUnavailable(f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}")
+    return trial
+
+
+def _choice(name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload) -> Choice:
+    """What a transfer would take, in which staging. Raises TransportUnavailable where what was set
+    leaves no room for it.
+    """
+    costs = trial.costs
+    if bounds is None:
+        return Choice(name, trial, workload, costs.direct_s(workload.nbytes))
+    try:
+        staging = replace(plan_staging(costs, workload, bounds), way=trial.way)
+    except ValueError as exc:
+        raise TransportUnavailable(str(exc)) from exc
+    chunk_nbytes = staging.chunk_nbytes(costs, workload.nbytes)
+    duration_s = costs.stream_s(workload.nbytes, chunk_nbytes)
+    return Choice(name, trial, workload, duration_s, staging)
+
+
+def _ms(duration_s: float) -> str:
+    """Three digits."""
+    return f"{duration_s * 1e3:.3g}" if duration_s < 1 else f"{duration_s * 1e3:.0f}"
+
+
+def _size(nbytes: int) -> str:
+    """In the largest unit of which there is one."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.3g} {name}"
+    return f"{nbytes} bytes"

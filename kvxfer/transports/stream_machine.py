@@ -1,0 +1,527 @@
+"""Slots, chunks and their ends on both sides of a stream wire: no sockets, no clocks, no tensors.
+
+Theory of operation
+-------------------
+A connection has as many slots on the source as on the sink. A chunk goes through one of the
+source's and the sink's of the same number::
+
+    source:  FREE --fill--> FILLING --filled--> FULL --leave--> LEAVING --announced--> IN_FLIGHT
+             FREE <--empty-- FILLING, FULL                      FREE <--credited-- IN_FLIGHT
+    sink:    GRANTED --announced--> AWAITED --unpack--> UNPACKING --placed--> PLACED --free--> DUE
+             AWAITED, UNPACKING --free--> DUE           GRANTED <--credit-- DUE
+
+1. A slot is the source's from the credit (at first: from the attach) until it is announced, and the
+   sink's from then on. Each side counts how many chunks it has carried, its generation: so an
+   announcement that comes twice is known.
+2. A read takes each of its chunks once. It is done when all of them lie in place, and what is not
+   wanted is dropped, and its slot credited all the same.
+3. A read or transfer has one end, and it is told when nothing of it touches the pool any more: when
+   it is stopped or fails, jobs that run are cancelled and waited for.
+4. The end of the connection breaks a read unless all of its chunks are here already. Slots are
+   nobody's then, and are neither freed nor credited; the lane closes when no job uses it.
+5. Transfers of one connection are packed in turns, a chunk each.
+
+A method is an event. It returns what is to be done about it, as data, and does nothing by itself.
+Every slot goes from state to state through ``SOURCE_SLOT`` or ``SINK_SLOT``: a missing key is a
+:class:`ProtocolError` that changes nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvxfer.errors import ProtocolError
+from kvxfer.transfer.plan import Chunk
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports.base import (
+    Packed,
+    Progress,
+    ReadBroke,
+    ReadDone,
+    ReadStopped,
+    SendStopped,
+    Sent,
+    TransferKey,
+)
+from kvxfer.transports.stream_wire import ChunkHeader, Header
+
+
+class SourceSlot(enum.Enum):
+    """A slot of the source's staging."""
+
+    __hash__ = object.__hash__  # each is there once; Enum's own is written in Python
+
+    FREE = "free"  # granted by the sink
+    FILLING = "filling"  # being packed
+    FULL = "full"  # packed; the offer decides whether it is sent
+    LEAVING = "leaving"  # the pipe's
+    IN_FLIGHT = "in flight"  # announced
+
+
+class SinkSlot(enum.Enum):
+    """A slot of the sink's staging."""
+
+    __hash__ = object.__hash__
+
+    GRANTED = "granted"  # the source's
+    AWAITED = "awaited"  # announced; its payload is on the way
+    UNPACKING = "unpacking"
+    PLACED = "placed"  # unpacked, as the last of its read
+    DUE = "due"  # dealt with; the source is to be told
+
+
+class SlotEvent(enum.Enum):
+    """What happens to a slot."""
+
+    __hash__ = object.__hash__
+
+    FILL = "fill"
+    FILLED = "filled"
+    EMPTY = "empty"  # what it holds is not sent
+    LEAVE = "leave"
+    ANNOUNCED = "announced"
+    CREDITED = "credited"
+    UNPACK = "unpack"
+    PLACED = "placed"
+    FREE = "free"
+    CREDIT = "credit"
+
+
+S = TypeVar("S", bound=enum.Enum)
+
+SOURCE_SLOT: Mapping[tuple[SourceSlot, SlotEvent], SourceSlot] = {
+    (SourceSlot.FREE, SlotEvent.FILL): SourceSlot.FILLING,
+    (SourceSlot.FILLING, SlotEvent.FILLED): SourceSlot.FULL,
+    (SourceSlot.FILLING, SlotEvent.EMPTY): SourceSlot.FREE,
+    (SourceSlot.FULL, SlotEvent.EMPTY): SourceSlot.FREE,
+    (SourceSlot.FULL, SlotEvent.LEAVE): SourceSlot.LEAVING,
+    (SourceSlot.LEAVING, SlotEvent.ANNOUNCED): SourceSlot.IN_FLIGHT,
+    (SourceSlot.IN_FLIGHT, SlotEvent.CREDITED): SourceSlot.FREE,
+}
+SINK_SLOT: Mapping[tuple[SinkSlot, SlotEvent], SinkSlot] = {
+    (SinkSlot.GRANTED, SlotEvent.ANNOUNCED): SinkSlot.AWAITED,
+    (SinkSlot.AWAITED, SlotEvent.UNPACK): SinkSlot.UNPACKING,
+    (SinkSlot.AWAITED, SlotEvent.FREE): SinkSlot.DUE,
+    (SinkSlot.UNPACKING, SlotEvent.PLACED): SinkSlot.PLACED,
+    (SinkSlot.UNPACKING, SlotEvent.FREE): SinkSlot.DUE,
+    (SinkSlot.PLACED, SlotEvent.FREE): SinkSlot.DUE,
+    (SinkSlot.DUE, SlotEvent.CREDIT): SinkSlot.GRANTED,
+}
+
+
+class SlotTable(Generic[S]):
+    """The slots of one side. ``num``: how many are in each state; ``generations``: how many chunks
+    each has carried.
+    """
+
+    TABLE: Mapping[tuple[S, SlotEvent], S]
+
+    def __init__(self, num_slots: int, first: S) -> None:
+        self.states = [first] * num_slots
+        self.num = dict.fromkeys(type(first), 0)
+        self.num[first] = num_slots
+        self.generations = [0] * num_slots
+
+    def move(self, slot: int, event: SlotEvent) -> None:
+        """Raises ProtocolError where this cannot happen."""
+        state = self.states[slot]
+        following = self.TABLE.get((state, event))
+        if following is None:
+            raise ProtocolError(f"slot {slot}: {event.value} is not allowed in {state.value}")
+        self.states[slot] = following
+        self.num[state] -= 1
+        self.num[following] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """What packs or unpacks this slot is not wanted any more; its end is awaited all the same."""
+
+    slot: int
+
+
+# ------------------------------------------------------------------ the source's side
+
+
+class SourceSlots(SlotTable[SourceSlot]):
+    """``free``: granted slots, the next one last."""
+
+    TABLE = SOURCE_SLOT
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots, SourceSlot.FREE)
+        self.free = list(range(num_slots))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job, pipe or sink has one of them."""
+        return self.num[SourceSlot.FREE] + self.num[SourceSlot.FULL] == len(self.states)
+
+    def fill(self, slot: int) -> None:
+        """A job will write a free one."""
+        self.move(slot, SlotEvent.FILL)
+        self.free.remove(slot)
+
+    def empty(self, slot: int) -> None:
+        """What it holds, or was to hold, is not sent."""
+        self.move(slot, SlotEvent.EMPTY)
+        self.free.append(slot)
+
+    def leave(self, slot: int) -> int:
+        """It is given to the pipe. Returns its generation."""
+        self.move(slot, SlotEvent.LEAVE)
+        self.generations[slot] += 1
+        return self.generations[slot] - 1
+
+    def credited(self, slots: Sequence[int]) -> int:
+        """The sink has dealt with these; how many of them it did not have."""
+        num_unknown = 0
+        for slot in slots:
+            if 0 <= slot < len(self.states) and self.states[slot] is SourceSlot.IN_FLIGHT:
+                self.move(slot, SlotEvent.CREDITED)
+                self.free.append(slot)
+            else:
+                num_unknown += 1
+        return num_unknown
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Pack this chunk into the slot."""
+
+    key: TransferKey
+    chunk: Chunk
+    slot: int
+
+
+SourceAction = Cancel | Packed | Sent | SendStopped
+
+
+@dataclass(slots=True, eq=False)
+class Send:
+    """One transfer. ``filling`` and ``packed``: slots, by sequence. ``stopped``: how it ends as
+    soon as nothing is being filled.
+    """
+
+    key: TransferKey
+    chunks: Sequence[Chunk]
+    num_started: int = 0
+    num_sent: int = 0
+    nbytes: int = 0
+    filling: dict[int, int] = field(default_factory=dict)
+    packed: dict[int, int] = field(default_factory=dict)
+    stopped: SendStopped | None = None
+
+
+class Sends:
+    """The transfers of one connection."""
+
+    def __init__(self, slots: SourceSlots) -> None:
+        self.slots = slots
+        self._sends: dict[TransferKey, Send] = {}
+        self._turns: deque[Send] = deque()
+        """Those that have chunks left to pack, next one first."""
+
+    def __len__(self) -> int:
+        return len(self._sends)
+
+    def begin(self, key: TransferKey, chunks: Sequence[Chunk]) -> None:
+        """The sink expects this one."""
+        send = self._sends[key] = Send(key, chunks)
+        self._turns.append(send)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a slot is free and a transfer may have a chunk for it."""
+        return bool(self.slots.free and self._turns)
+
+    def next_fill(self) -> Fill | None:
+        """The next chunk to pack, and the slot that it has from now on."""
+        while self.slots.free and self._turns:
+            send = self._turns.popleft()
+            if send.stopped is not None or send.num_started == len(send.chunks):
+                continue
+            chunk, slot = send.chunks[send.num_started], self.slots.free[-1]
+            self.slots.fill(slot)
+            send.filling[chunk.sequence] = slot
+            send.num_started += 1
+            if send.num_started < len(send.chunks):
+                self._turns.append(send)
+            return Fill(send.key, chunk, slot)
+        return None
+
+    def filled(self, key: TransferKey, sequence: int, *, is_packed: bool) -> list[SourceAction]:
+        """The job has ended."""
+        send = self._sends[key]
+        slot = send.filling.pop(sequence)
+        if is_packed and send.stopped is None:
+            self.slots.move(slot, SlotEvent.FILLED)
+            send.packed[sequence] = slot
+            return [Packed(key, sequence)]
+        self.slots.empty(slot)
+        return self._stop(send, Reason.READ_FAILED)
+
+    def is_wanted(self, key: TransferKey) -> bool:
+        """Whether it has not been stopped."""
+        send = self._sends.get(key)
+        return send is not None and send.stopped is None
+
+    def leave(self, key: TransferKey, sequence: int) -> ChunkHeader | None:
+        """The offer is open: a packed chunk is the pipe's. None if there is no such chunk."""
+        send = self._sends.get(key)
+        slot = None if send is None else send.packed.pop(sequence, None)
+        if send is None or slot is None:
+            return None
+        return ChunkHeader(
+            *(key.nonce, key.incarnation, key.sink_rank, key.source_rank),
+            *(sequence, send.chunks[sequence].nbytes, slot, self.slots.leave(slot)),
+        )
+
+    def left(self, key: TransferKey, sequence: int) -> list[SourceAction]:
+        """The pipe has it. With the last chunk the transfer has ended."""
+        send = self._sends[key]
+        send.num_sent += 1
+        send.nbytes += send.chunks[sequence].nbytes
+        if send.num_sent < len(send.chunks):
+            return []
+        del self._sends[key]
+        return [Sent(key, send.nbytes)]
+
+    def drop(self, key: TransferKey, sequence: int) -> bool:
+        """The offer is over, so the chunk is not sent, and nothing more of this transfer is packed:
+        it cannot complete. False if there is no such chunk.
+        """
+        send = self._sends.get(key)
+        slot = None if send is None else send.packed.pop(sequence, None)
+        if send is None or slot is None:
+            return False
+        self.slots.empty(slot)
+        send.num_started = len(send.chunks)
+        return True
+
+    def stop(self, key: TransferKey, reason: Reason | None) -> list[SourceAction]:
+        """It is not wanted any more, or cannot go on; one that is known."""
+        return self._stop(self._sends[key], reason)
+
+    def lose(self) -> list[SourceAction]:
+        """The connection has ended, and with it what its slots hold."""
+        actions: list[SourceAction] = []
+        for send in list(self._sends.values()):
+            actions += self._stop(send, Reason.PEER_LOST)
+        return actions
+
+    def _stop(self, send: Send, reason: Reason | None) -> list[SourceAction]:
+        actions: list[SourceAction] = []
+        if send.stopped is None:
+            send.stopped = SendStopped(send.key, reason)
+            actions += [Cancel(slot) for slot in send.filling.values()]
+            for slot in send.packed.values():
+                self.slots.empty(slot)
+            send.packed.clear()
+        if not send.filling:
+            del self._sends[send.key]
+            actions.append(send.stopped)
+        return actions
+
+
+# ------------------------------------------------------------------ the sink's side
+
+
+class SinkSlots(SlotTable[SinkSlot]):
+    """``headers``: what each slot was last announced to hold."""
+
+    TABLE = SINK_SLOT
+
+    def __init__(self, num_slots: int, slot_nbytes: int) -> None:
+        super().__init__(num_slots, SinkSlot.GRANTED)
+        self.slot_nbytes = slot_nbytes
+        self.headers: list[Header | None] = [None] * num_slots
+        self._due: list[int] = []
+
+    def is_repeated(self, header: Header) -> bool:
+        """Whether this chunk was announced before."""
+        in_range = 0 <= header.slot < len(self.states)
+        return in_range and 0 <= header.generation < self.generations[header.slot]
+
+    def check(self, header: Header) -> None:
+        """Raises ProtocolError for what cannot be announced now."""
+        slot, nbytes = header.slot, header.nbytes
+        if not 0 <= slot < len(self.states) or not 0 <= nbytes <= self.slot_nbytes:
+            raise ProtocolError(
+                f"chunk: expected one that fits {len(self.states)} slots of {self.slot_nbytes} "
+                f"bytes, got {header}"
+            )
+        is_granted = self.states[slot] is SinkSlot.GRANTED
+        if not is_granted or header.generation != self.generations[slot]:
+            raise ProtocolError(
+                f"chunk: expected generation {self.generations[slot]} of slot {slot} after its "
+                f"credit, got {header.generation}"
+            )
+
+    def announced(self, header: Header) -> None:
+        """The payload of a slot will come; it was checked."""
+        self.move(header.slot, SlotEvent.ANNOUNCED)
+        self.generations[header.slot] += 1
+        self.headers[header.slot] = header
+
+    def free(self, slot: int) -> None:
+        """Its chunk was dealt with."""
+        self.move(slot, SlotEvent.FREE)
+        self._due.append(slot)
+
+    def take_credits(self, *, least: int = 1) -> tuple[int, ...]:
+        """Slots that are the source's again, once it is told; none if they are fewer than that."""
+        if len(self._due) < least:
+            return ()
+        taken, self._due = tuple(self._due), []
+        for slot in taken:
+            self.move(slot, SlotEvent.CREDIT)
+        return taken
+
+
+@dataclass(frozen=True, slots=True)
+class Unpack:
+    """The payload in this slot is this chunk: put it in place."""
+
+    key: TransferKey
+    chunk: Chunk
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """The slot is not read any more: the pipe may get it ready for the next chunk, whose credit
+    leaves after that. ``is_late``: its read ended while the payload was on its way.
+    """
+
+    slot: int
+    is_late: bool = False
+
+
+ReadEnd = ReadDone | ReadBroke | ReadStopped
+SinkAction = Unpack | Cancel | Free | Progress | ReadEnd
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """One read. ``arrived``: which chunks were announced; ``unpacking``: slots. ``end``: how it
+    ends as soon as nothing is being unpacked.
+    """
+
+    key: TransferKey
+    chunks: Sequence[Chunk]
+    arrived: bytearray
+    num_arrived: int = 0
+    num_placed: int = 0
+    nbytes: int = 0
+    unpacking: set[int] = field(default_factory=set)
+    end: ReadBroke | ReadStopped | None = None
+
+
+class Reads:
+    """The reads of one connection."""
+
+    def __init__(self, slots: SinkSlots) -> None:
+        self.slots = slots
+        self.is_lost = False
+        self._reads: dict[TransferKey, Read] = {}
+        self._wanted: dict[int, Read] = {}
+        """By slot: whose chunk was announced there."""
+
+    def begin(self, key: TransferKey, chunks: Sequence[Chunk]) -> None:
+        """From now on its chunks may come."""
+        self._reads[key] = Read(key, chunks, bytearray(len(chunks)))
+
+    def announced(self, header: Header) -> str | None:
+        """The payload of a slot will come. Why nobody wants it; None if somebody does."""
+        self.slots.announced(header)
+        read = self._reads.get(header.key) if isinstance(header, ChunkHeader) else None
+        if read is None or read.end is not None or not isinstance(header, ChunkHeader):
+            return "unknown_key"
+        if not 0 <= header.sequence < len(read.chunks):
+            return "unknown_sequence"
+        if read.arrived[header.sequence]:
+            return "duplicate"
+        if header.nbytes != read.chunks[header.sequence].nbytes:
+            return "wrong_nbytes"
+        read.arrived[header.sequence] = 1
+        read.num_arrived += 1
+        self._wanted[header.slot] = read
+        return None
+
+    def came(self, slot: int) -> Unpack | Free:
+        """The payload of an announced slot lies there."""
+        read, header = self._wanted.get(slot), self.slots.headers[slot]
+        if read is None or read.end is not None or not isinstance(header, ChunkHeader):
+            self._wanted.pop(slot, None)
+            self.slots.free(slot)
+            return Free(slot, is_late=read is not None)
+        self.slots.move(slot, SlotEvent.UNPACK)
+        read.unpacking.add(slot)
+        return Unpack(read.key, read.chunks[header.sequence], slot)
+
+    def unpacked(self, slot: int, *, is_placed: bool, error: str | None = None) -> list[SinkAction]:
+        """The job has ended: the chunk lies in place, or it was cancelled or failed."""
+        read, header = self._wanted.pop(slot), self.slots.headers[slot]
+        assert header is not None
+        read.unpacking.remove(slot)
+        if is_placed:
+            read.num_placed += 1
+            read.nbytes += header.nbytes
+        if error is not None and read.end is None:
+            failed = ReadBroke(read.key, Reason.READ_FAILED, f"unpacking failed: {error}")
+            actions = self._end(read, failed)
+        else:
+            actions = self._settle(read)
+        if read.num_placed == len(read.chunks):
+            self.slots.move(slot, SlotEvent.PLACED)  # somebody waits for the end: it is told first
+        else:
+            self.slots.free(slot)
+            actions += () if self.is_lost else (Free(slot),)
+        return actions
+
+    def free_placed(self) -> list[SinkAction]:
+        """The ends of reads were told: their last slots are free, too."""
+        placed = [n for n, state in enumerate(self.slots.states) if state is SinkSlot.PLACED]
+        for slot in placed:
+            self.slots.free(slot)
+        return [] if self.is_lost else [Free(slot) for slot in placed]
+
+    def take_credits(self) -> tuple[int, ...]:
+        """In batches, because each credit wakes the source; but never the last ones late."""
+        is_busy = self.slots.num[SinkSlot.UNPACKING]
+        return self.slots.take_credits(least=len(self.slots.states) // 4 if is_busy else 1)
+
+    def stop(self, key: TransferKey) -> list[SinkAction]:
+        """No more chunks are taken of one that is known."""
+        return self._end(self._reads[key], ReadStopped(key))
+
+    def lose(self, detail: str) -> list[SinkAction]:
+        """The connection has ended, and with it what did not come before."""
+        self.is_lost = True
+        awaited = {read for slot, read in self._wanted.items() if slot not in read.unpacking}
+        actions: list[SinkAction] = []
+        for read in list(self._reads.values()):
+            if read in awaited or read.num_arrived < len(read.chunks):
+                actions += self._end(
+                    read, read.end or ReadBroke(read.key, Reason.PEER_LOST, detail)
+                )
+            # else everything is here and only has to be put in place
+        return actions
+
+    def _end(self, read: Read, end: ReadBroke | ReadStopped) -> list[SinkAction]:
+        read.end = end
+        return [*(Cancel(slot) for slot in read.unpacking), *self._settle(read)]
+
+    def _settle(self, read: Read) -> list[SinkAction]:
+        """What has become of a read: progress, or its one end once no job of it is left."""
+        if read.end is None and read.num_placed < len(read.chunks):
+            return [Progress(read.key, read.nbytes)]
+        if read.unpacking:
+            return []
+        del self._reads[read.key]
+        return [read.end or ReadDone(read.key, read.nbytes, certified=True)]
