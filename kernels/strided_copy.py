@@ -18,16 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from kvxfer.kernels.elements import ELEMENTS
 from kvxfer.kernels.strided_work import (
     HEAD_PARAMS,
     NUM_PARAMS,
     SIDE_PARAMS,
-    CopySide,
-    CopyWork,
     Launch,
-    plan_launch,
 )
+
+# What is loaded and stored at once, by its bytes; 16 are two elements side by side
+ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 _SOURCE = tl.constexpr(HEAD_PARAMS)
 _SINK = tl.constexpr(HEAD_PARAMS + SIDE_PARAMS)
@@ -200,25 +199,6 @@ def _copy_kernel(
                 )
 
 
-def strided_copy(
-    source_table: torch.Tensor,
-    sink_table: torch.Tensor,
-    source_ids: torch.Tensor,
-    sink_ids: torch.Tensor,
-    work: CopyWork,
-    num_programs: int,
-) -> None:
-    """Copy ``work`` for all regions on the current stream; nothing else is written.
-    ``num_programs``: at most, or WHOLE_GPU.
-
-    All tensors int64 on the GPU that copies. Neither ids nor addresses are checked: the GPU cannot.
-    The numbers of the launch go there first, which waits; :func:`launch_copy` takes them ready.
-    """
-    launch = plan_launch(work, source_table.numel(), num_programs)
-    params = torch.tensor(launch.params, dtype=torch.int64, device=source_table.device)
-    launch_copy(params, source_table, sink_table, source_ids, sink_ids, launch)
-
-
 def launch_copy(
     params: torch.Tensor,
     source_table: torch.Tensor,
@@ -227,10 +207,11 @@ def launch_copy(
     sink_ids: torch.Tensor,
     launch: Launch,
 ) -> object:
-    """The launch alone.
+    """Copy for all regions on the current stream; nothing else is written.
 
-    ``params``: ``launch.params`` on the GPU, where other tensors are. Returns the compiled kernel.
-    A launch without tokens copies nothing and compiles what others need.
+    All tensors int64 on the GPU that copies; ``params``: ``launch.params`` there. Neither ids nor
+    addresses are checked: the GPU cannot. Returns the compiled kernel. A launch without tokens
+    copies nothing and compiles what others need.
     """
     _check(params, source_table, sink_table, source_ids, sink_ids)
     grid = (launch.num_programs,)
@@ -254,37 +235,6 @@ def launch_copy(
             num_stages=1,  # the loop needs no shared memory: other warps load while one waits
         )
     return compiled
-
-
-def strided_copy_ref(
-    source: torch.Tensor,
-    sink: torch.Tensor,
-    source_bases: torch.Tensor,
-    sink_bases: torch.Tensor,
-    source_ids: torch.Tensor,
-    sink_ids: torch.Tensor,
-    work: CopyWork,
-) -> None:
-    """The same in plain torch on two flat uint8 memories; bases [num_regions] are byte offsets."""
-    given = _byte_offsets(work.source, source_ids, work)
-    taken = _byte_offsets(work.sink, sink_ids, work)
-    for given_base, taken_base in zip(source_bases.tolist(), sink_bases.tolist(), strict=True):
-        sink[taken + taken_base] = source[given + given_base]
-
-
-def _byte_offsets(side: CopySide, ids: torch.Tensor, work: CopyWork) -> torch.Tensor:
-    """[tokens, heads, inner bytes] from a region's base."""
-    token = torch.arange(work.num_tokens, device=ids.device) + side.first_token
-    slot = token % side.block_tokens
-    kernel_block = ids[token // side.block_tokens] * (side.block_tokens // side.kernel_tokens)
-    kernel_block += slot // side.kernel_tokens
-    tokens = kernel_block * side.stride_block + slot % side.kernel_tokens * side.stride_token
-    heads = torch.arange(work.num_heads, device=ids.device) * side.stride_head
-    inner = torch.arange(work.inner_nbytes, device=ids.device)
-    if work.channel_nbytes:
-        channel = inner // work.channel_nbytes
-        inner = inner % work.channel_nbytes + channel * side.stride_channel
-    return tokens[:, None, None] + heads[:, None] + inner
 
 
 def _check(

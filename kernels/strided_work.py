@@ -1,4 +1,5 @@
-"""What one launch of the strided copy does, as numbers: geometry, width of an access, division.
+"""The geometry of a strided copy, and what one launch of it does, as numbers: width of an access,
+division. The copy on the CPU goes by the same geometry.
 
 Pure: plain integers, no tensor. A *pair* is one region and one head: source and sink address of its
 token 0. All pairs of a launch share the offsets of their tokens, which are worked out once.
@@ -97,13 +98,6 @@ class CopyWork:
                 f"channel_nbytes: expected a divisor of {self.inner_nbytes} inner bytes, "
                 f"got {self.channel_nbytes}"
             )
-        region_nbytes = self.num_tokens * self.num_heads * self.inner_nbytes
-        last_token = self.num_tokens + max(self.source.first_token, self.sink.first_token)
-        if max(region_nbytes, last_token) > MAX_REGION_NBYTES:
-            raise ValueError(
-                f"num_tokens: expected at most {MAX_REGION_NBYTES} bytes of a region, got "
-                f"{self.num_tokens} tokens of {self.num_heads} x {self.inner_nbytes}; cut the copy"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +133,17 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
     """The launch for ``num_regions`` regions of one geometry, with the widest access there is.
 
     ``num_programs``: at most, which is how many SMs it may keep busy; or WHOLE_GPU. Raises
-    ValueError below 0.
+    ValueError below 0, and for more bytes of a region than its numbers hold.
     """
     if num_programs < 0:
         raise ValueError(f"num_programs: expected {WHOLE_GPU} or more, got {num_programs}")
+    region_nbytes = work.num_tokens * work.num_heads * work.inner_nbytes
+    last_token = work.num_tokens + max(work.source.first_token, work.sink.first_token)
+    if max(region_nbytes, last_token) > MAX_REGION_NBYTES:
+        raise ValueError(
+            f"num_tokens: expected at most {MAX_REGION_NBYTES} bytes of a region, got "
+            f"{work.num_tokens} tokens of {work.num_heads} x {work.inner_nbytes}; cut the copy"
+        )
     joined = widest(work)
     word = word_nbytes(joined)
     inner_words = joined.inner_nbytes // word

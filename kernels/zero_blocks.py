@@ -84,25 +84,6 @@ def zero_blocks(
         _zero_kernel[grid](table, block_ids, TILE=tile_nbytes, WORD=_WORDS[word_nbytes])
 
 
-def segment_table(pieces: torch.Tensor) -> torch.Tensor:
-    """The table of ``pieces`` [num_segments, num_blocks, n]: views whose last dimension is
-    contiguous.
-    """
-    if pieces.stride(-1) != 1:
-        raise ValueError(f"pieces: expected a contiguous last dimension, got {pieces.stride()}")
-    itemsize = pieces.element_size()
-    rows = [
-        (segment.data_ptr(), pieces.stride(1) * itemsize, pieces.shape[2] * itemsize)
-        for segment in pieces
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device=pieces.device).reshape(len(rows), 3)
-
-
-def zero_blocks_ref(pieces: torch.Tensor, block_ids: torch.Tensor) -> None:
-    """The same in plain torch on ``pieces`` [num_segments, num_blocks, n]."""
-    pieces[:, block_ids] = 0
-
-
 def _check(table: torch.Tensor, block_ids: torch.Tensor, max_nbytes: int, word_nbytes: int) -> None:
     if table.dim() != 2 or table.shape[1] != 3:
         raise ValueError(f"table: expected shape (num_segments, 3), got {tuple(table.shape)}")

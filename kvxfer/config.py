@@ -30,14 +30,14 @@ log = logging.getLogger("kvxfer.config")
 
 _environment_lock = threading.RLock()
 ENV_PREFIX: Final = "KVXFER_"
-FRONT_DOOR_PORT: Final = 5700
+_FRONT_DOOR_PORT: Final = 5700
 # What Kubernetes sets in every pod for a Service named kvxfer or kvxfer-*: <SERVICE>_PORT with a
 # URL, and these names with <SERVICE> before them. The rest are the ports and their parts.
 _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
 _SERVICE_NAME = re.compile(
     r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
-MIN_PARAMS_KEY: Final = 16
+_MIN_PARAMS_KEY: Final = 16
 SECRETS: Final = ("curve_secret_key", "params_key")
 """Never shown."""
 # A CURVE key is 32 bytes; ZeroMQ writes them as 40 characters of Z85.
@@ -149,7 +149,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def front_door_port(self, *, gives_kv: bool) -> int:
         """Where an engine listens that gives KV, or only takes it; 0 is any free port."""
         if self.port is None:
-            return FRONT_DOOR_PORT if gives_kv else 0
+            return _FRONT_DOOR_PORT if gives_kv else 0
         return self.port
 
     def peer_allowed(self, host: str) -> bool:
@@ -419,9 +419,9 @@ def _check_curve(config: Config) -> None:
 
 
 def _check_params_key(config: Config) -> None:
-    if config.params_key is not None and len(config.params_key) < MIN_PARAMS_KEY:
+    if config.params_key is not None and len(config.params_key) < _MIN_PARAMS_KEY:
         raise ConfigError(
-            f"params_key: expected at least {MIN_PARAMS_KEY} characters, got "
+            f"params_key: expected at least {_MIN_PARAMS_KEY} characters, got "
             f"{len(config.params_key)}; take random ones"
         )
 

@@ -1,17 +1,4 @@
-"""Every error that kvxfer raises on purpose.
-
-KvxferError
-  ConfigError              the user's settings are wrong; nothing was started
-    TransportUnavailable   a wire that was asked for cannot work here
-  PeerError                the other engine is the reason
-    IncompatiblePeer       its cache or protocol cannot be served; lists every differing field
-    UnknownEngine          an engine id that was never registered
-    PeerLost               it stopped answering
-  TransferFailed           one request failed; other requests go on
-  ProtocolError            a message came in a state that does not allow it, or could not be decoded
-  OutOfBlocks              a request can never fit into the cache
-  ModelError               model files are missing or describe something that is not supported
-"""
+"""Every error that kvxfer raises on purpose."""
 
 
 class KvxferError(Exception):

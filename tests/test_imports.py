@@ -43,7 +43,7 @@ ENVIRONMENT = {"kvxfer/config.py": "the one reader"}
 # Who sets up logging besides cli, and why.
 LOG_SETUP = {
     "kvxfer/engine/rank.py": "the entry of a rank's process",
-    "kvxfer/integrations/vllm/logs.py": "vLLM has handlers for its own loggers only",
+    "kvxfer/integrations/vllm/plugin.py": "vLLM has handlers for its own loggers only",
 }
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 

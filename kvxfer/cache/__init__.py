@@ -1,30 +1,34 @@
-"""The cache that is being transferred: what layers keep, how memory is planned, which blocks hold
-what. Pure.
-"""
+"""The cache that is being transferred: specs, plans of memory, blocks and their names. Pure."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kvxfer.cache.block_pool import BlockPool
-from kvxfer.cache.cache_hit import CacheHit
-from kvxfer.cache.extra_keys import (
+from kvxfer.cache.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
+from kvxfer.cache.grouping import (
+    create_kv_cache_group_specs,
+    get_kv_cache_groups,
+    is_kv_cache_type_uniform,
+    unify_hybrid_kv_cache_specs,
+    unify_kv_cache_spec_page_size,
+)
+from kvxfer.cache.hashing import (
+    BlockHashType,
+    ObjectHash,
     gen_lora_extra_hash_keys,
     gen_mm_extra_hash_keys,
     gen_prompt_embeds_extra_hash_keys,
     generate_block_hash_extra_keys,
-    need_extra_keys,
-)
-from kvxfer.cache.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
-from kvxfer.cache.hashing import (
-    BlockHashType,
+    get_hash_fn_by_name,
     hash_block_tokens,
     hash_request_tokens,
     init_none_hash,
+    need_extra_keys,
     none_hash,
     sha256,
 )
-from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.kv_cache_manager import CacheHit, KVCacheManager
 from kvxfer.cache.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -33,22 +37,21 @@ from kvxfer.cache.kv_events import (
     KVEventBatch,
     KVEventLog,
 )
-from kvxfer.cache.layer_spec import attention_layer_spec
-from kvxfer.cache.manager import FullAttentionManager
+from kvxfer.cache.manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    MambaManager,
+    SlidingWindowManager,
+    manager_for,
+)
 from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
-from kvxfer.cache.object_hash import ObjectHash, get_hash_fn_by_name
 from kvxfer.cache.planning import (
     check_enough_kv_cache_memory,
-    create_kv_cache_group_specs,
     estimate_max_model_len,
     get_kv_cache_config,
     get_kv_cache_config_uniform_type,
     get_kv_cache_configs,
-    get_kv_cache_groups,
-    is_kv_cache_type_uniform,
-    unify_hybrid_kv_cache_specs,
     unify_kv_cache_configs,
-    unify_kv_cache_spec_page_size,
 )
 from kvxfer.cache.specs import (
     AttentionSpec,
@@ -61,12 +64,7 @@ from kvxfer.cache.specs import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-)
-from kvxfer.cache.window_managers import (
-    ChunkedLocalAttentionManager,
-    MambaManager,
-    SlidingWindowManager,
-    manager_for,
+    attention_layer_spec,
 )
 
 if TYPE_CHECKING:

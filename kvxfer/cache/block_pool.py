@@ -18,13 +18,10 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from kvxfer.cache.extra_keys import HashableRequest
 from kvxfer.cache.free_queue import FreeKVCacheBlockQueue, KVCacheBlock
-from kvxfer.cache.hashing import BlockHashType
+from kvxfer.cache.hashing import BlockHashType, HashableRequest
 from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
-from kvxfer.cache.spec_base import KVCacheSpec, check_ids
-
-__all__ = ["BlockPool", "FreeKVCacheBlockQueue", "KVCacheBlock"]
+from kvxfer.cache.specs import KVCacheSpec, check_ids
 
 logger = logging.getLogger("kvxfer.cache")
 
@@ -61,9 +58,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that :meth:`get_new_blocks` can give out now, those with reusable content
-        included.
-        """
+        """Blocks that :meth:`get_new_blocks` can give out now, with and without content."""
         return self._free.num_free_blocks
 
     @property
@@ -74,9 +69,7 @@ class BlockPool:
         return 1.0 - self.num_free_blocks / (self.num_blocks - 1)
 
     def get_free_blocks(self) -> list[KVCacheBlock]:
-        """Free blocks, next to be given out first, for tests and reports: O(number of free
-        blocks).
-        """
+        """Free blocks, next to be given out first, for tests and reports: O(free blocks)."""
         return self._free.get_all_free_blocks()
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
@@ -113,17 +106,11 @@ class BlockPool:
             block.ref_cnt += 1
 
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> int:
-        """One user less for each block; those left without users become free.
+        """One user less for each block; those left without users become free: returns how many.
 
         They are evicted in the order of this list: those with a name after what was freed before,
-        those without one next.
-
-        Returns:
-            How many became free.
-
-        Raises:
-            ValueError: a block without users. The blocks before it in the list have been freed,
-                those after it not.
+        those without one next. ValueError for a block without users: those before it in the list
+        have been freed, those after it not.
         """
         return self._free.release_n(ordered_blocks)
 
@@ -194,11 +181,8 @@ class BlockPool:
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take the names of these blocks away, so that nothing finds them; users and queue stay as
-        they are.
-
-        Raises:
-            TypeError: an id that is no integer; no block has changed.
-            ValueError: an id outside the pool; no block has changed.
+        they are. TypeError for an id that is no integer, ValueError for one outside the pool; no
+        block has changed then.
         """
         ids = check_ids("block_ids", block_ids)
         for block_id in ids:

@@ -37,7 +37,6 @@ class KVCacheBlock:
     listed_hash: BlockHashType | None = None
 
     def incr_ref(self) -> None:
-        """One more user."""
         self.ref_cnt += 1
 
     def decr_ref(self) -> None:
@@ -60,9 +59,7 @@ class KVCacheBlock:
 
 
 class FreeKVCacheBlockQueue:
-    """Free blocks, next to be given out first: a list linked through the blocks, with O(1) removal
-    from its middle.
-    """
+    """Free blocks, next to be given out first; O(1) removal from the middle."""
 
     def __init__(self, blocks: Iterable[KVCacheBlock]) -> None:
         """Take ``blocks``, in this order; RuntimeError when one is in a queue already."""
@@ -81,11 +78,7 @@ class FreeKVCacheBlockQueue:
         return self.popleft_n(1)[0]
 
     def popleft_n(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Take the first ``num_blocks`` blocks.
-
-        Raises:
-            ValueError: fewer are free; nothing was taken.
-        """
+        """Take the first ``num_blocks`` blocks; ValueError, nothing taken, if fewer are free."""
         taken = self._cut(num_blocks)
         for block in taken:
             block.prev_free_block = block.next_free_block = None
@@ -140,17 +133,13 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks += num_blocks
 
     def release_n(self, blocks: Iterable[KVCacheBlock]) -> int:
-        """One user less for each block. Of those left without users the named ones go to the end;
-        those without a name, which nothing can find again, go to the front. Both in this order.
+        """One user less for each block; returns how many became free. Of these the named ones go to
+        the end; those without a name, which nothing can find again, go to the front. Both in this
+        order.
 
         One pass instead of a list for :meth:`append_n`: 50 ns a block instead of 90. Null blocks
-        are skipped.
-
-        Returns:
-            How many blocks became free.
-
-        Raises:
-            ValueError: a block without users. Those before it are released, those after it not.
+        are skipped. ValueError for a block without users: those before it are released, those after
+        it not.
         """
         released = list(blocks)
         rest = iter(released)
@@ -215,9 +204,7 @@ class FreeKVCacheBlockQueue:
         return taken
 
     def _append_named(self, last: KVCacheBlock) -> None:
-        """Put the list of named blocks, which ends with ``last``, at the end; they are counted
-        elsewhere.
-        """
+        """Put the list of named blocks, which ends with ``last``, at the end, not counted."""
         before, first = self._last(), self._named.next_free_block
         assert first is not None
         before.next_free_block = first

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Protocol
 
-from kvxfer.cache.spec_base import KVCacheSpec, ceil_div
 from kvxfer.cache.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    PlanningConfig,
     SlidingWindowSpec,
+    ceil_div,
 )
 
 _MOST_GROUP_SIZE_RATIO = 1.5
@@ -34,15 +35,8 @@ _MOST_GROUP_SIZE_RATIO = 1.5
 """
 
 
-class GroupingConfig(Protocol):
-    """What the groups depend on beside the specs."""
-
-    @property
-    def scheduler_config(self) -> object: ...
-
-
 def get_kv_cache_groups(
-    config: GroupingConfig, kv_cache_spec: Mapping[str, KVCacheSpec]
+    config: PlanningConfig, kv_cache_spec: Mapping[str, KVCacheSpec]
 ) -> list[KVCacheGroupSpec]:
     """The groups of a model's layers; none for a model without a cache.
 
@@ -87,7 +81,7 @@ def uniform_type_group(kv_cache_spec: Mapping[str, KVCacheSpec]) -> KVCacheGroup
                 f"layer {name}: expected {table_words(first)}, as layer {first_name} has, got "
                 f"{table_words(spec)}; plan layers of several kinds with get_kv_cache_config"
             )
-    return _group(kv_cache_spec, list(kv_cache_spec), merge_specs(list(kv_cache_spec.values())))
+    return _group(kv_cache_spec, list(kv_cache_spec), _merge_specs(list(kv_cache_spec.values())))
 
 
 def create_kv_cache_group_specs(
@@ -118,14 +112,14 @@ def create_kv_cache_group_specs(
                     f"{group_id}"
                 )
             group_of[name] = group_id
-        merged = merge_specs([kv_cache_spec[name] for name in layer_names])
+        merged = _merge_specs([kv_cache_spec[name] for name in layer_names])
         if merged is None:
             raise ValueError(f"group {group_id}: {_first_difference(kv_cache_spec, layer_names)}")
         groups.append(_group(kv_cache_spec, list(layer_names), merged))
     return groups
 
 
-def merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
+def _merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
     """The one spec that stands for all of ``specs``, or None.
 
     Layers that keep everything may differ in the window that they compute, if there is only one
@@ -248,14 +242,14 @@ def _group(
 def _first_difference(kv_cache_spec: Mapping[str, KVCacheSpec], layer_names: Sequence[str]) -> str:
     """Two layers that cannot share a spec, in words."""
     for end in range(2, len(layer_names) + 1):
-        if merge_specs([kv_cache_spec[name] for name in layer_names[:end]]) is None:
+        if _merge_specs([kv_cache_spec[name] for name in layer_names[:end]]) is None:
             break
     *others, name = layer_names[:end]
     # The first that it differs from: with three windows it may agree with the very first layer.
     other = next(
         other
         for other in others
-        if merge_specs([kv_cache_spec[other], kv_cache_spec[name]]) is None
+        if _merge_specs([kv_cache_spec[other], kv_cache_spec[name]]) is None
     )
     return (
         f"layer {name}: expected a spec that agrees with layer {other}'s {kv_cache_spec[other]}, "
@@ -268,7 +262,7 @@ def _layers_by_spec(kv_cache_spec: Mapping[str, KVCacheSpec]) -> list[list[str]]
     alike: list[list[str]] = []
     for name, spec in kv_cache_spec.items():
         for names in alike:
-            if merge_specs([*(kv_cache_spec[other] for other in names), spec]) is not None:
+            if _merge_specs([*(kv_cache_spec[other] for other in names), spec]) is not None:
                 names.append(name)
                 break
         else:
@@ -277,9 +271,7 @@ def _layers_by_spec(kv_cache_spec: Mapping[str, KVCacheSpec]) -> list[list[str]]
 
 
 def _cut_evenly(alike: list[list[str]]) -> list[list[str]]:
-    """The lists cut into groups of as many layers as the shortest has, or, where they are about
-    equally long, not cut.
-    """
+    """Groups of as many layers as the shortest list; uncut where all are about equally long."""
     sizes = [len(names) for names in alike]
     fewest, most = min(sizes), max(sizes)
     group_size = most if most < fewest * _MOST_GROUP_SIZE_RATIO else fewest

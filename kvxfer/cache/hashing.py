@@ -11,58 +11,226 @@ block, the request's cache salt, embeddings given instead of tokens. The root is
 none. All chains that meet in one table are cut into blocks of as many tokens. ``NONE_HASH`` is the
 root of this process: see :func:`init_none_hash`.
 
-The bytes under the hash are the same on every machine. With an
-:class:`~kvxfer.cache.object_hash.ObjectHash` the names are vLLM's instead.
+The bytes under the hash are the same on every machine. With an :class:`ObjectHash` the names are
+those of vLLM 0.32 instead: hashes of the tuple ``(parent's name, token ids, extra keys or None)``
+and a root that is the hash of a seed. Its four algorithms differ in how the tuple becomes bytes
+(pickle or canonical CBOR) and which digest follows. Pickled names depend on the Python version's
+newest pickle protocol, and on whether equal strings of the extra keys are one object; names from
+CBOR depend on neither.
 """
 
 from __future__ import annotations
 
 import array
+import ctypes
 import hashlib
 import os
+import pickle
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import msgspec
 
-from kvxfer.cache.extra_keys import (
-    ExtraKey,
-    HashableRequest,
-    gen_lora_extra_hash_keys,
-    gen_mm_extra_hash_keys,
-    gen_prompt_embeds_extra_hash_keys,
-    generate_block_hash_extra_keys,
-    need_extra_keys,
-    num_embedded_tokens,
-)
-from kvxfer.cache.object_hash import ObjectHash
-from kvxfer.cache.spec_base import check_positive
+from kvxfer.cache.specs import check_positive
 from kvxfer.config import load_config
 
-__all__ = [
-    "HASH_NBYTES",
-    "MAX_TOKEN_ID",
-    "NONE_HASH",
-    "TOKEN_NBYTES",
-    "BlockHashType",
-    "ExtraKey",
-    "HashFunction",
-    "HashableRequest",
-    "gen_lora_extra_hash_keys",
-    "gen_mm_extra_hash_keys",
-    "gen_prompt_embeds_extra_hash_keys",
-    "generate_block_hash_extra_keys",
-    "hash_block_tokens",
-    "hash_request_tokens",
-    "init_none_hash",
-    "need_extra_keys",
-    "none_hash",
-    "pack_token_ids",
-    "sha256",
-]
+ExtraKey: TypeAlias = tuple[str | int | bytes, ...]
+"""One fact besides the tokens, its kind first: ("lora", name, path), ("mm", identifier, offset),
+("cache_salt", salt), ("prompt_embeds", sha256 of the block's rows).
+"""
+
+
+class HashableRequest(Protocol):
+    """What hashing reads of a request.
+
+    Four more attributes are read where a request has them; one that is missing, None or empty adds
+    no key:
+    ``lora_request`` (with ``lora_name`` and ``lora_path``), ``mm_features`` (in token order, each
+    with ``identifier`` and ``mm_position.offset``, ``mm_position.length``, both in tokens),
+    ``cache_salt`` (a string) and ``prompt_embeds`` (a tensor or array, one row for each token from
+    the first one on; the ids of these tokens say nothing).
+    """
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and output token ids so far."""
+
+
+def need_extra_keys(request: HashableRequest) -> bool:
+    """Whether anything besides the tokens decides the KV of this request."""
+    return bool(
+        getattr(request, "mm_features", None)
+        or getattr(request, "lora_request", None) is not None
+        or getattr(request, "cache_salt", None)
+        or _num_embedded_tokens(request)
+    )
+
+
+def generate_block_hash_extra_keys(
+    request: HashableRequest, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+) -> tuple[tuple[ExtraKey, ...] | None, int]:
+    """The extra keys of the tokens ``[start_token_idx, end_token_idx)``, and where to look for the
+    next block's.
+
+    Order: LoRA, multimodal items by position, cache salt, prompt embeddings. The salt is in the
+    first block only: the chain carries it on. Without keys they are None.
+
+    ``start_mm_idx`` is the first multimodal item that can matter: 0, or what the call for the block
+    before returned; negative counts from the end. ValueError when it is before the first item,
+    TypeError for ``prompt_embeds`` that are neither a tensor nor an array.
+    """
+    mm_keys, next_mm_idx = gen_mm_extra_hash_keys(
+        request, start_token_idx, end_token_idx, start_mm_idx
+    )
+    keys = gen_lora_extra_hash_keys(request) + mm_keys
+    cache_salt = getattr(request, "cache_salt", None)
+    if cache_salt and start_token_idx == 0:
+        keys.append(("cache_salt", cache_salt))
+    keys += gen_prompt_embeds_extra_hash_keys(request, start_token_idx, end_token_idx)
+    return (tuple(keys) or None), next_mm_idx
+
+
+def gen_lora_extra_hash_keys(request: object) -> list[ExtraKey]:
+    """``[("lora", name, path)]`` for a request with an adapter, else ``[]``."""
+    lora: Any = getattr(request, "lora_request", None)
+    return [] if lora is None else [("lora", lora.lora_name, lora.lora_path)]
+
+
+def gen_mm_extra_hash_keys(
+    request: object, start_token_idx: int, end_token_idx: int, start_mm_idx: int
+) -> tuple[list[ExtraKey], int]:
+    """``("mm", identifier, item's offset - start_token_idx)`` for every multimodal item with a
+    token in the block.
+
+    The offset is negative for an item that began in an earlier block: two blocks in the middle of
+    one item differ. Returns the keys and the index of the first item that reaches past this block
+    (``start_mm_idx`` of the next). ValueError when ``start_mm_idx`` is before the first item.
+    """
+    features: Sequence[Any] = getattr(request, "mm_features", None) or ()
+    mm_idx = start_mm_idx + len(features) if start_mm_idx < 0 else start_mm_idx
+    if mm_idx < 0:
+        raise ValueError(
+            f"start_mm_idx: expected at least {-len(features)}, the first of {len(features)} items "
+            f"counted from the end, got {start_mm_idx}; pass 0 or what the last call returned"
+        )
+    keys: list[ExtraKey] = []
+    while mm_idx < len(features):
+        position = features[mm_idx].mm_position
+        item_end = position.offset + position.length
+        if position.offset >= end_token_idx:
+            break
+        if item_end > start_token_idx and position.length:
+            keys.append(("mm", features[mm_idx].identifier, position.offset - start_token_idx))
+        if item_end > end_token_idx:
+            break
+        mm_idx += 1
+    return keys, mm_idx
+
+
+def gen_prompt_embeds_extra_hash_keys(
+    request: object, start_token_idx: int, end_token_idx: int
+) -> list[ExtraKey]:
+    """``[("prompt_embeds", sha256 of the rows' bytes)]`` for a block with a token whose embedding
+    was given, else ``[]``. TypeError when they are neither a tensor nor an array.
+
+    The bytes are those of the elements, row after row, as they lie in memory: equal numbers of
+    another element type are another name.
+    """
+    if start_token_idx >= _num_embedded_tokens(request):
+        return []
+    embeds: Any = getattr(request, "prompt_embeds", None)
+    content = _element_bytes(embeds[start_token_idx:end_token_idx])
+    return [("prompt_embeds", hashlib.sha256(content).digest())]
+
+
+def _num_embedded_tokens(request: object) -> int:
+    """Tokens from the first one on whose embedding was given."""
+    embeds: Any = getattr(request, "prompt_embeds", None)
+    return 0 if embeds is None else len(embeds)
+
+
+def _element_bytes(rows: object) -> bytes:
+    if hasattr(rows, "tobytes"):  # a NumPy array
+        return bytes(rows.tobytes())
+    tensor: Any = rows
+    if not hasattr(tensor, "data_ptr"):
+        raise TypeError(
+            f"prompt_embeds: expected a tensor or an array [tokens, D], got {type(rows).__name__}; "
+            "stack the rows"
+        )
+    # Without importing torch: its own way to bytes, numpy(), knows no bfloat16.
+    host = tensor.detach().cpu().contiguous()
+    return ctypes.string_at(host.data_ptr(), host.nbytes)
+
+
+_DEFAULT_SEED = "vllm-none-hash"
+"""Seed of the algorithms that resist collisions, where none is chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHash:
+    """One algorithm: ``encode`` makes bytes of an object, ``digest`` makes ``nbytes`` of these."""
+
+    name: str
+    encode: Callable[[Any], bytes]
+    digest: Callable[[Any], bytes]
+    nbytes: int
+    resists_collisions: bool
+
+    def __call__(self, value: object) -> bytes:
+        return self.digest(self.encode(value))
+
+    def block(
+        self, parent: bytes, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] | None
+    ) -> bytes:
+        """The name of a block after ``parent``."""
+        return self.digest(self.encode((parent, tuple(token_ids), extra_keys or None)))
+
+    def none_hash(self, seed: str | None) -> bytes:
+        """The root of a chain. Without a seed it is vLLM's default, and random where names that
+        can be foreseen could be made to collide.
+        """
+        if seed is None:
+            seed = _DEFAULT_SEED if self.resists_collisions else os.urandom(32).hex()
+        return self(seed)
+
+
+def get_hash_fn_by_name(name: str) -> ObjectHash:
+    """The algorithm of this name in ``--prefix-caching-hash-algo``: ``sha256``, ``sha256_cbor``,
+    ``xxhash`` or ``xxhash_cbor``.
+
+    Raises:
+        ValueError: another name.
+        ModuleNotFoundError: the package that it needs is not installed.
+    """
+    if name not in {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}:
+        raise ValueError(
+            f"hash function: expected sha256, sha256_cbor, xxhash or xxhash_cbor, got {name!r}"
+        )
+    encode: Callable[[Any], bytes] = partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+    if name.endswith("_cbor"):
+        encode = partial(_needed("cbor2", name).dumps, canonical=True)
+    if name.startswith("sha256"):
+        return ObjectHash(name, encode, sha256, 32, resists_collisions=True)
+    digest = _needed("xxhash", name).xxh3_128_digest
+    return ObjectHash(name, encode, digest, 16, resists_collisions=False)
+
+
+def _needed(package: str, name: str) -> Any:  # noqa: ANN401 - a module
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as exc:
+        raise ModuleNotFoundError(
+            f"hash function {name}: expected the package {package}, got none; "
+            "install kvxfer[vllm-names]"
+        ) from exc
+
 
 BlockHashType: TypeAlias = bytes
 """The name of a full block: 32 bytes, 16 of vLLM's xxhash."""
@@ -70,9 +238,9 @@ BlockHashType: TypeAlias = bytes
 HashFunction: TypeAlias = Callable[[bytes], bytes] | ObjectHash
 """Any bytes to 32 bytes, or one of vLLM's algorithms."""
 
-HASH_NBYTES = 32
+_HASH_NBYTES = 32
 TOKEN_NBYTES = 4
-MAX_TOKEN_ID = (1 << 32) - 1
+_MAX_TOKEN_ID = (1 << 32) - 1
 
 
 def sha256(data: bytes) -> bytes:
@@ -82,7 +250,7 @@ def sha256(data: bytes) -> bytes:
 
 def none_hash(seed: bytes | None) -> BlockHashType:
     """The root of a chain: sha256 of ``seed``, or of 32 random bytes when there is no seed."""
-    return sha256(os.urandom(HASH_NBYTES) if seed is None else seed)
+    return sha256(os.urandom(_HASH_NBYTES) if seed is None else seed)
 
 
 NONE_HASH: BlockHashType
@@ -94,13 +262,8 @@ def init_none_hash(seed: bytes | None) -> BlockHashType:
     """Choose :data:`NONE_HASH`, normally with ``Config.hash_seed_bytes``; returns it.
 
     Without this call the first use takes the seed that ``config.py`` reads from the environment:
-    ``KVXFER_HASH_SEED``, else ``PYTHONHASHSEED``, else none.
-
-    Args:
-        seed: None chooses nothing: the root that there is stays, else it is random.
-
-    Raises:
-        ValueError: another root has been chosen or used before.
+    ``KVXFER_HASH_SEED``, else ``PYTHONHASHSEED``, else none. None chooses nothing: the root that
+    there is stays, else it is random. ValueError where another root was chosen or used before.
     """
     # setdefault is one step for all threads.
     root: BlockHashType = globals().setdefault("NONE_HASH", none_hash(seed))
@@ -143,13 +306,8 @@ if not TYPE_CHECKING:  # or a type checker would find every name in this module
 def pack_token_ids(token_ids: Sequence[int], first_position: int = 0) -> bytes:
     """Token ids as uint32 little-endian, 4 bytes each.
 
-    Args:
-        token_ids: a list converts fastest.
-        first_position: position of the first one in its request, for the message only.
-
-    Raises:
-        TypeError: an id is no integer; the message names its position.
-        ValueError: an id is not in 0 to 2**32 - 1; the message names its position.
+    A list converts fastest. Raises TypeError for an id that is no integer and ValueError for one
+    outside 0 to 2**32 - 1; the message counts from ``first_position``.
     """
     if isinstance(token_ids, (bytes, bytearray)):
         # array() would take them for ready-made words.
@@ -173,7 +331,7 @@ def _first_bad_token(token_ids: Sequence[int], first_position: int) -> str:
             array.array("I", [token])
         except (OverflowError, TypeError):
             return (
-                f"token_ids[{position}]: expected an integer from 0 to {MAX_TOKEN_ID}, "
+                f"token_ids[{position}]: expected an integer from 0 to {_MAX_TOKEN_ID}, "
                 f"got {token!r}; pass the tokenizer's ids, without padding"
             )
     return f"token_ids: expected a sequence of integers, got {type(token_ids).__name__}"
@@ -189,7 +347,7 @@ def hash_block_tokens(
 
     Args:
         hash_function: normally :func:`sha256`; for vLLM's names one of
-            :func:`~kvxfer.cache.object_hash.get_hash_fn_by_name`.
+            :func:`~kvxfer.cache.hashing.get_hash_fn_by_name`.
         parent_block_hash: name of the block before, the root of the chain, or None for the root of
             this process (:data:`NONE_HASH`, or vLLM's).
         curr_block_token_ids: every token id of the block.
@@ -325,7 +483,7 @@ def _hash_with_extra_keys(
 ) -> list[BlockHashType]:
     hashes: list[BlockHashType] = []
     mm_idx, num_mm = 0, len(getattr(request, "mm_features", None) or ())
-    num_embedded = num_embedded_tokens(request)
+    num_embedded = _num_embedded_tokens(request)
     for block, piece in enumerate(pieces, start=first_block):
         start, end = block * block_size, (block + 1) * block_size
         keys, mm_idx = generate_block_hash_extra_keys(request, start, end, mm_idx)
@@ -344,6 +502,6 @@ def _pack_keys(keys: Sequence[ExtraKey] | None) -> bytes:
 
 
 def _check_hash(name: str, block_hash: bytes, hash_function: HashFunction) -> None:
-    expected = hash_function.nbytes if isinstance(hash_function, ObjectHash) else HASH_NBYTES
+    expected = hash_function.nbytes if isinstance(hash_function, ObjectHash) else _HASH_NBYTES
     if len(block_hash) != expected:
         raise ValueError(f"{name}: expected {expected} bytes, got {len(block_hash)}")

@@ -25,14 +25,55 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvxfer.cache.block_pool import BlockPool
-from kvxfer.cache.cache_hit import CacheHit, longest_common_hit
-from kvxfer.cache.extra_keys import HashableRequest
-from kvxfer.cache.hashing import BlockHashType
+from kvxfer.cache.free_queue import KVCacheBlock
+from kvxfer.cache.hashing import BlockHashType, HashableRequest
 from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
-from kvxfer.cache.manager import GroupManager
-from kvxfer.cache.spec_base import check_positive
-from kvxfer.cache.specs import KVCacheConfig
-from kvxfer.cache.window_managers import manager_for
+from kvxfer.cache.manager import GroupManager, manager_for
+from kvxfer.cache.specs import KVCacheConfig, check_positive
+
+
+@dataclass(frozen=True, slots=True)
+class CacheHit:
+    """A prefix that every group knows: its blocks by group (null where a group does not look any
+    more) and its length, a multiple of every group's block size.
+
+    The blocks may be free: admit the request before anything else is allocated.
+    """
+
+    blocks: tuple[tuple[KVCacheBlock, ...], ...]
+    num_tokens: int
+
+
+def _longest_common_hit(
+    groups: Sequence[GroupManager],
+    block_hashes: Sequence[BlockHashType],
+    max_tokens: int,
+    alignment_tokens: int,
+) -> CacheHit:
+    """The longest prefix of at most ``max_tokens`` tokens that every one of ``groups`` can
+    continue, a multiple of ``alignment_tokens``, where blocks of all groups end. ValueError when
+    ``max_tokens`` is negative.
+
+    Each group answers with its longest length up to the one asked for, in turn, until nobody
+    shortens it any more. A length that all can continue is never passed over: so it is the longest.
+    """
+    hits: dict[int, list[KVCacheBlock]] = {}
+    num_tokens = max_tokens // alignment_tokens * alignment_tokens
+    dropping = [group for group in groups if not group.keeps_every_token]
+    # Groups that keep every token are asked once, first: any part of what they find is a hit.
+    to_ask = dropping + [group for group in groups if group.keeps_every_token]
+    while to_ask:
+        group = to_ask.pop()
+        hit = group.find_longest_cache_hit(block_hashes, num_tokens, alignment_tokens)
+        hits[group.group_id] = hit
+        num_found_tokens = len(hit) * group.block_size
+        if num_found_tokens < num_tokens and not group.keeps_every_token:
+            to_ask = [other for other in dropping if other is not group]
+        num_tokens = num_found_tokens
+    return CacheHit(
+        tuple(tuple(hits[group.group_id][: num_tokens // group.block_size]) for group in groups),
+        num_tokens,
+    )
 
 
 @dataclass(slots=True)
@@ -97,7 +138,6 @@ class KVCacheManager:
 
     @property
     def num_usable_blocks(self) -> int:
-        """All blocks but the null block."""
         return self.pool.num_blocks - 1
 
     @property
@@ -132,28 +172,21 @@ class KVCacheManager:
     def find_longest_cache_hit(
         self, block_hashes: Sequence[BlockHashType], max_tokens: int
     ) -> CacheHit:
-        """The longest prefix of at most ``max_tokens`` tokens that every group can continue.
+        """The longest prefix of at most ``max_tokens`` tokens that every group can continue, by the
+        request's hashes, one for every :attr:`hash_block_size` tokens.
 
         Ask again for a shorter one; do not cut it: a group with a window needs other blocks then,
-        which may be gone. Without caching the hit is empty.
-
-        Args:
-            block_hashes: the request's, one for every :attr:`hash_block_size` tokens.
-            max_tokens: the hit's most tokens.
-
-        Raises:
-            ValueError: ``max_tokens`` below 0.
+        which may be gone. Without caching the hit is empty. ValueError below 0 tokens.
         """
         if max_tokens < 0:
             raise ValueError(f"max_tokens: expected at least 0, got {max_tokens}")
         if not self.enable_caching:
             return self._no_hit
-        return longest_common_hit(self.groups, block_hashes, max_tokens, self.alignment_tokens)
+        return _longest_common_hit(self.groups, block_hashes, max_tokens, self.alignment_tokens)
 
     # ------------------------------------------------------------------ a request's life
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request is admitted."""
         return request_id in self._admitted
 
     def admit(
@@ -269,9 +302,7 @@ class KVCacheManager:
         admitted.num_tokens = num_computed_tokens
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of the request and what it was promised. ValueError when it is not
-        admitted.
-        """
+        """Give back all blocks of the request and its promise. ValueError when not admitted."""
         admitted = self._get(request_id)
         del self._admitted[request_id]
         self._num_promised_blocks -= admitted.num_promised_blocks
@@ -316,10 +347,8 @@ class KVCacheManager:
 
     def leave_unhashed(self, request_id: str, group_id: int, positions: Iterable[int]) -> None:
         """Never let others find these blocks of the request, given by position in its table of the
-        group: they were filled in part only. Call it before :meth:`cache_blocks`.
-
-        Raises:
-            ValueError: an unknown group, a position outside the table or named already.
+        group: they were filled in part only. Call it before :meth:`cache_blocks`. ValueError for an
+        unknown group, a position outside the table or named already.
         """
         self._get(request_id)
         if not 0 <= group_id < len(self.groups):

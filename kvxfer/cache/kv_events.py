@@ -11,16 +11,19 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvxfer.cache.extra_keys import ExtraKey, HashableRequest, generate_block_hash_extra_keys
 from kvxfer.cache.free_queue import KVCacheBlock
-from kvxfer.cache.hashing import BlockHashType
-from kvxfer.cache.spec_base import KVCacheSpec
-from kvxfer.cache.specs import SlidingWindowSpec
+from kvxfer.cache.hashing import (
+    BlockHashType,
+    ExtraKey,
+    HashableRequest,
+    generate_block_hash_extra_keys,
+)
+from kvxfer.cache.specs import KVCacheSpec, SlidingWindowSpec
 
-ExternalBlockHash: TypeAlias = bytes | int
+_ExternalBlockHash: TypeAlias = bytes | int
 """A name as it leaves the process: whole, or its last 64 bits as an unsigned integer."""
 
-MEDIUM_GPU = "GPU"
+_MEDIUM_GPU = "GPU"
 
 _LAST_64_BITS = (1 << 64) - 1
 
@@ -32,26 +35,14 @@ class KVCacheEvent(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, ta
 class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
     """Blocks of one request, next to each other, have got names.
 
-    Args:
-        block_hashes: their names.
-        parent_block_hash: the name of the block before the first, None for a request's first.
-        token_ids: their tokens, ``block_size`` for each.
-        block_size: tokens of a block.
-        lora_id: number of the request's adapter, where it has one.
-        medium: where the blocks are.
-        lora_name: name of the adapter.
-        extra_keys: for each block, what else is in its name, without the kinds: adapter name,
-            (item, offset), salt, digest of embeddings.
-        group_idx: group of layers.
-        kv_cache_spec_kind: what its layers keep, in vLLM's words.
-        kv_cache_spec_sliding_window: tokens of their window.
-        locality: unused here, as is ``ownership``.
-        ownership: unused here.
-        session_id: the request's, where it has one.
+    ``parent_block_hash``: the name of the block before the first, None for a request's first.
+    ``token_ids``: ``block_size`` for each block. ``extra_keys``: for each block, what else is in
+    its name, without the kinds: adapter name, (item, offset), salt, digest of embeddings.
+    ``locality`` and ``ownership`` are not used here.
     """
 
-    block_hashes: list[ExternalBlockHash]
-    parent_block_hash: ExternalBlockHash | None
+    block_hashes: list[_ExternalBlockHash]
+    parent_block_hash: _ExternalBlockHash | None
     token_ids: list[int]
     block_size: int
     lora_id: int | None
@@ -69,7 +60,7 @@ class BlockStored(KVCacheEvent, frozen=True, kw_only=True):
 class BlockRemoved(KVCacheEvent, frozen=True, kw_only=True):
     """Blocks of a group have lost these names. A name that two blocks had is removed twice."""
 
-    block_hashes: list[ExternalBlockHash]
+    block_hashes: list[_ExternalBlockHash]
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None
@@ -97,7 +88,7 @@ class KVEventLog:
             ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` is 0.
     """
 
-    def __init__(self, medium: str = MEDIUM_GPU, *, int_block_hashes: bool = True) -> None:
+    def __init__(self, medium: str = _MEDIUM_GPU, *, int_block_hashes: bool = True) -> None:
         self.medium = medium
         self.int_block_hashes = int_block_hashes
         self._events: list[KVCacheEvent] = []
@@ -157,7 +148,7 @@ class KVEventLog:
         """Note that no block has a name any more."""
         self._events.append(AllBlocksCleared())
 
-    def _external(self, block_hash: BlockHashType) -> ExternalBlockHash:
+    def _external(self, block_hash: BlockHashType) -> _ExternalBlockHash:
         if self.int_block_hashes:
             return int.from_bytes(block_hash, "big") & _LAST_64_BITS
         return block_hash
@@ -178,7 +169,5 @@ def _runs(blocks: Sequence[KVCacheBlock], new: slice) -> Iterator[tuple[int, int
 
 
 def _untagged(keys: tuple[ExtraKey, ...]) -> tuple[Any, ...]:
-    """Keys as events have them: without their kinds, and of an adapter and a salt the word
-    alone.
-    """
+    """Keys as events have them: without kinds, of an adapter and a salt the word alone."""
     return tuple(key[1:] if key[0] == "mm" else key[1] for key in keys)

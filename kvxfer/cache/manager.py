@@ -14,11 +14,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvxfer.cache.block_pool import BlockPool, KVCacheBlock
-from kvxfer.cache.extra_keys import HashableRequest
-from kvxfer.cache.hashing import BlockHashType
-from kvxfer.cache.spec_base import check_ids
-from kvxfer.cache.specs import KVCacheSpec
+from kvxfer.cache.block_pool import BlockPool
+from kvxfer.cache.free_queue import KVCacheBlock
+from kvxfer.cache.hashing import BlockHashType, HashableRequest
+from kvxfer.cache.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    check_ids,
+)
 
 NO_BLOCK = -1
 """Stands in tables of ids where a request has no block: dropped, or never allocated."""
@@ -76,9 +82,7 @@ class GroupManager:
     # ------------------------------------------------------------------ what the kind decides
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """How many leading tokens no later token looks at, once ``num_computed_tokens`` are
-        computed.
-        """
+        """How many leading tokens no later token looks at, after ``num_computed_tokens``."""
         raise NotImplementedError
 
     def blocks_needed(self, num_tokens: int) -> int:
@@ -116,11 +120,9 @@ class GroupManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Free blocks of the pool."""
         return self.pool.num_free_blocks
 
     def __contains__(self, request_id: str) -> bool:
-        """Whether the request holds a table."""
         return request_id in self._tables
 
     def first_kept_block(self, num_computed_tokens: int) -> int:
@@ -128,9 +130,7 @@ class GroupManager:
         return self.num_skipped_tokens(num_computed_tokens) // self.block_size
 
     def block_ids(self, request_id: str) -> list[int]:
-        """The request's block ids in token order, -1 where it has none; ValueError when it has no
-        table.
-        """
+        """The request's block ids in token order, -1 for none; ValueError without a table."""
         return [_id(block) for block in self._table(request_id).blocks]
 
     def num_held_blocks(self, request_id: str) -> int:
@@ -238,13 +238,8 @@ class GroupManager:
 
     def extend(self, request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> list[int]:
         """Append blocks until the table holds ``num_tokens`` tokens; null ones where nothing will
-        be written, or what is written is not needed after ``num_computed_tokens``.
-
-        Returns:
-            The appended ids, -1 for null.
-
-        Raises:
-            ValueError: too few free blocks; the table is as it was.
+        be written, or what is written is not needed after ``num_computed_tokens``. Returns their
+        ids, -1 for null. ValueError, and the table as it was, when too few blocks are free.
         """
         blocks = self._table(request_id).blocks
         num_blocks = self.blocks_needed(num_tokens)
@@ -278,10 +273,7 @@ class GroupManager:
 
     def free(self, request_id: str) -> None:
         """Give the request's blocks back, tail first, so that the start of its prefix is evicted
-        last.
-
-        Raises:
-            ValueError: the request holds no table (freed twice, or never allocated).
+        last. ValueError when it holds no table (freed twice, or never allocated).
         """
         table = self._table(request_id)
         del self._tables[request_id]
@@ -330,11 +322,8 @@ class GroupManager:
 
     def leave_unhashed(self, request_id: str, positions: Iterable[int]) -> None:
         """Never name the request's blocks at these positions of its table: what they hold is not
-        complete.
-
-        Raises:
-            TypeError: a position that is no integer.
-            ValueError: a position outside the table, or one whose block may have a name already.
+        complete. TypeError for a position that is no integer, ValueError for one outside the table
+        or whose block may have a name already.
         """
         table, wanted = self._table(request_id), frozenset(check_ids("positions", positions))
         for position in wanted:
@@ -350,9 +339,7 @@ class GroupManager:
     def check_hit(
         self, request_id: str, num_tokens: int, hit_blocks: Sequence[KVCacheBlock]
     ) -> None:
-        """ValueError unless ``hit_blocks`` can begin the table of a new request of ``num_tokens``
-        tokens.
-        """
+        """ValueError unless ``hit_blocks`` can begin a new request's table of ``num_tokens``."""
         if request_id in self._tables:
             raise ValueError(
                 f"request {request_id}: expected hit_blocks for a new request only, "
@@ -384,7 +371,6 @@ class FullAttentionManager(GroupManager):
     keeps_every_token = True
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
-        """None."""
         return 0
 
     def max_blocks(
@@ -394,7 +380,6 @@ class FullAttentionManager(GroupManager):
         return self.blocks_needed(num_tokens)
 
     def extend(self, request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> list[int]:
-        """Append blocks until the table holds ``num_tokens`` tokens; see the base class."""
         blocks = self._table(request_id).blocks
         num_new = self.blocks_needed(num_tokens) - len(blocks)
         if num_new <= 0:
@@ -425,3 +410,88 @@ class FullAttentionManager(GroupManager):
 
 def _id(block: KVCacheBlock) -> int:
     return NO_BLOCK if block.is_null else block.block_id
+
+
+class SlidingWindowManager(GroupManager):
+    """Layers whose tokens see the ``sliding_window`` last tokens, themselves among them.
+
+    A hit needs the ``cdiv(sliding_window - 1, block_size)`` blocks before its end, or all blocks
+    where it is shorter than that.
+    """
+
+    spec: SlidingWindowSpec
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """The next token, number ``num_computed_tokens``, sees ``sliding_window - 1`` before it."""
+        return max(0, num_computed_tokens - self.spec.sliding_window + 1)
+
+
+class ChunkedLocalAttentionManager(GroupManager):
+    """Layers whose tokens see their own chunk of ``attention_chunk_size`` tokens up to themselves.
+
+    A hit needs the blocks from the start of the chunk that it ends in; one that ends with a chunk
+    needs none.
+    """
+
+    spec: ChunkedLocalAttentionSpec
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """All chunks before the one of the next token."""
+        return num_computed_tokens - num_computed_tokens % self.spec.attention_chunk_size
+
+
+class MambaManager(GroupManager):
+    """Layers that keep a state. The state after n tokens is in block ``(n - 1) // block_size``.
+
+    A step reads the state before it and writes the one after it, in the same block or in a later
+    one; between the two the table is null. Behind the last state follow ``num_speculative_blocks``
+    for tokens that may be rejected. A hit needs its last block only.
+    """
+
+    spec: MambaSpec
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """All but the last, whose block has the state."""
+        return max(0, num_computed_tokens - 1)
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        """Length of a table for ``num_tokens`` tokens; ValueError when negative."""
+        return super().blocks_needed(num_tokens) + self.spec.num_speculative_blocks
+
+    def _first_written_block(self, num_tokens: int) -> int:
+        return max(0, num_tokens - 1) // self.block_size
+
+    def cache_blocks(
+        self,
+        request_id: str,
+        block_hashes: Sequence[BlockHashType],
+        num_computed_tokens: int,
+        request: HashableRequest | None = None,
+    ) -> None:
+        """Name the block of the state after ``num_computed_tokens`` tokens, if that is a block's
+        end. Call it after every step: a state that was passed by a longer step was never written.
+        """
+        table = self._table(request_id)
+        num_blocks, rest = divmod(num_computed_tokens, self.block_size)
+        num_passed = num_blocks if rest else num_blocks - 1
+        table.num_cached_blocks = max(table.num_cached_blocks, num_passed)
+        super().cache_blocks(request_id, block_hashes, num_computed_tokens, request)
+
+
+def manager_for(
+    spec: KVCacheSpec, pool: BlockPool, group_id: int = 0, hash_block_size: int | None = None
+) -> GroupManager:
+    """The manager of a group whose layers have ``spec``; ValueError for a kind without one."""
+    match spec:
+        case FullAttentionSpec():
+            return FullAttentionManager(spec, pool, group_id, hash_block_size)
+        case SlidingWindowSpec():
+            return SlidingWindowManager(spec, pool, group_id, hash_block_size)
+        case ChunkedLocalAttentionSpec():
+            return ChunkedLocalAttentionManager(spec, pool, group_id, hash_block_size)
+        case MambaSpec():
+            return MambaManager(spec, pool, group_id, hash_block_size)
+    raise ValueError(
+        f"kv_cache_spec of group {group_id}: expected full, sliding-window or chunked attention or "
+        f"a state, got {type(spec).__name__}"
+    )

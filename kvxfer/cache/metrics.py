@@ -8,16 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixCacheStats:
-    """One observation, normally one scheduler step.
-
-    Args:
-        requests: requests that asked for a prefix.
-        queries: tokens they asked for.
-        hits: tokens they found.
-        reset: the cache was emptied before; what was observed earlier no longer counts.
-
-    Raises:
-        ValueError: a negative count, or more hits than queries.
+    """One observation, normally one scheduler step: ``requests`` asked for ``queries`` tokens and
+    found ``hits``. ``reset``: the cache was emptied before, and what was observed earlier no longer
+    counts. ValueError for a negative count, or more hits than queries.
     """
 
     requests: int = 0
@@ -63,7 +56,6 @@ class PrefixCachingMetrics:
             self._add(self._recent.popleft(), -1)
 
     def reset(self) -> None:
-        """Forget everything."""
         self._recent.clear()
         self._num_requests = self._num_queries = self._num_hits = 0
 

@@ -1,7 +1,8 @@
 """From a model's layers and the bytes for its cache to groups, buffers and a number of blocks.
 
 Layer i of every group lies in buffer i: a block id belongs to one group at a time, so groups do not
-meet in the same bytes.
+meet in the same bytes. One pool serves all groups: a request needs the sum over the groups of the
+most blocks that it holds in each at a time, and the pool has the null block beside them.
 """
 
 from __future__ import annotations
@@ -9,41 +10,139 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-from kvxfer.cache.grouping import (
-    GroupingConfig,
-    create_kv_cache_group_specs,
-    get_kv_cache_groups,
-    is_kv_cache_type_uniform,
-    table_key,
-    table_words,
-    uniform_type_group,
-    unify_hybrid_kv_cache_specs,
-    unify_kv_cache_spec_page_size,
-)
-from kvxfer.cache.memory import (
+from kvxfer.cache.grouping import get_kv_cache_groups, table_key, table_words, uniform_type_group
+from kvxfer.cache.specs import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
     PlanningConfig,
-    check_enough_kv_cache_memory,
-    check_groups_fit,
-    estimate_max_model_len,
+    check_int,
+    check_positive,
 )
-from kvxfer.cache.spec_base import KVCacheSpec
-from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
-__all__ = [
-    "GroupingConfig",
-    "PlanningConfig",
-    "check_enough_kv_cache_memory",
-    "create_kv_cache_group_specs",
-    "estimate_max_model_len",
-    "get_kv_cache_config",
-    "get_kv_cache_config_uniform_type",
-    "get_kv_cache_configs",
-    "get_kv_cache_groups",
-    "is_kv_cache_type_uniform",
-    "unify_hybrid_kv_cache_specs",
-    "unify_kv_cache_configs",
-    "unify_kv_cache_spec_page_size",
-]
+_NUM_NULL_BLOCKS = 1
+
+
+def check_enough_kv_cache_memory(
+    config: PlanningConfig, kv_cache_spec: Mapping[str, KVCacheSpec], available_memory: int
+) -> None:
+    """Check that one request of ``max_model_len`` tokens fits, the null block counted.
+
+    Args:
+        config: see :class:`PlanningConfig`.
+        kv_cache_spec: what each layer keeps, by layer name; without layers everything fits.
+        available_memory: bytes for the cache on this rank; not looked at where
+            ``num_gpu_blocks_override`` is set.
+
+    Raises:
+        TypeError: a setting or ``available_memory`` that is no int.
+        ValueError: it does not fit; the message says what is needed and available, the longest
+            request that fits, and the settings to change. Or layers that cannot be grouped.
+    """
+    _check_groups_fit(config, get_kv_cache_groups(config, kv_cache_spec), available_memory)
+
+
+def estimate_max_model_len(
+    config: PlanningConfig, kv_cache_spec: Mapping[str, KVCacheSpec], available_memory: int
+) -> int:
+    """Tokens of the longest request, up to ``max_model_len``, with which
+    :func:`check_enough_kv_cache_memory` passes; 0 when not even one token fits.
+
+    Arguments and errors are those of :func:`check_enough_kv_cache_memory`. ``config`` is only read.
+    """
+    groups = get_kv_cache_groups(config, kv_cache_spec)
+    _check_settings(config)
+    return _longest_request(config, groups, _num_blocks_for(config, groups, available_memory))
+
+
+def _pool_block_nbytes(groups: Sequence[KVCacheGroupSpec]) -> int:
+    """Bytes of one block of the pool: of all layers of the largest group; 0 without groups."""
+    of_groups = (
+        sum(group.spec_of(name).page_size_bytes for name in group.layer_names) for group in groups
+    )
+    return max(of_groups, default=0)
+
+
+def _num_blocks_for(
+    config: PlanningConfig, groups: Sequence[KVCacheGroupSpec], available_memory: int
+) -> int:
+    """Blocks of the pool, the null block among them: as many as fit, or the override.
+
+    Without groups it is the null block alone.
+
+    Raises:
+        TypeError: memory or an override that is no int.
+        ValueError: an override below 1.
+    """
+    check_int("available_memory", available_memory)
+    if not groups:
+        return _NUM_NULL_BLOCKS
+    override: int | None = getattr(config.cache_config, "num_gpu_blocks_override", None)
+    if override is not None:
+        check_positive("num_gpu_blocks_override", override)
+        return override
+    return max(0, available_memory) // _pool_block_nbytes(groups)
+
+
+def _num_blocks_needed(
+    groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_tokens: int
+) -> int:
+    """Blocks of a pool in which one request of ``num_tokens`` tokens fits, computed in steps of up
+    to ``step_tokens``; the null block is among them.
+    """
+    return _NUM_NULL_BLOCKS + sum(
+        group.kv_cache_spec.max_blocks(num_tokens, step_tokens) for group in groups
+    )
+
+
+def _check_groups_fit(
+    config: PlanningConfig, groups: Sequence[KVCacheGroupSpec], available_memory: int
+) -> int:
+    """As :func:`check_enough_kv_cache_memory`; returns the pool's number of blocks."""
+    max_model_len = config.model_config.max_model_len
+    step_tokens = config.scheduler_config.max_num_batched_tokens
+    _check_settings(config)
+    num_blocks = _num_blocks_for(config, groups, available_memory)
+    num_needed = _num_blocks_needed(groups, max_model_len, step_tokens)
+    if not groups or num_needed <= num_blocks:
+        return num_blocks
+    block_nbytes = _pool_block_nbytes(groups)
+    longest = _longest_request(config, groups, num_blocks)
+    shorter = f"lower max_model_len to {longest} or less, or " if longest else ""
+    if getattr(config.cache_config, "num_gpu_blocks_override", None) is not None:
+        raise ValueError(
+            f"num_gpu_blocks_override: expected at least {num_needed} blocks for one request of "
+            f"max_model_len {max_model_len} tokens, the null block included, got {num_blocks}; "
+            f"{shorter}raise num_gpu_blocks_override"
+        )
+    raise ValueError(
+        f"memory for the KV cache: expected at least {num_needed * block_nbytes} bytes for one "
+        f"request of max_model_len {max_model_len} tokens ({num_needed} blocks of {block_nbytes} "
+        f"bytes, the null block included), got {available_memory}; {shorter}give the cache more "
+        "memory (kv_cache_memory_nbytes, or gpu_memory_utilization where it is a share)"
+    )
+
+
+def _check_settings(config: PlanningConfig) -> None:
+    check_positive("max_model_len", config.model_config.max_model_len)
+    check_positive("max_num_batched_tokens", config.scheduler_config.max_num_batched_tokens)
+
+
+def _longest_request(
+    config: PlanningConfig, groups: Sequence[KVCacheGroupSpec], num_blocks: int
+) -> int:
+    """Binary search for the most tokens, up to ``max_model_len``, that ``num_blocks`` hold."""
+    step_tokens = config.scheduler_config.max_num_batched_tokens
+    fits, too_long = 0, config.model_config.max_model_len + 1
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if _num_blocks_needed(groups, middle, step_tokens) <= num_blocks:
+            fits = middle
+        else:
+            too_long = middle
+    return fits
+
 
 logger = logging.getLogger("kvxfer.cache")
 
@@ -54,7 +153,7 @@ def get_kv_cache_config(
     """Plan the cache of one rank.
 
     Args:
-        config: see :class:`~kvxfer.cache.memory.PlanningConfig`; it is only read.
+        config: see :class:`~kvxfer.cache.specs.PlanningConfig`; it is only read.
         kv_cache_spec: what each layer keeps, by layer name. Layers that read another layer's cache
             are not in it. Without layers the pool is the null block alone.
         available_memory: bytes for the cache; the buffers take no more, unless
@@ -65,7 +164,7 @@ def get_kv_cache_config(
             (:func:`~kvxfer.cache.grouping.get_kv_cache_groups`).
     """
     groups = get_kv_cache_groups(config, kv_cache_spec)
-    kv_cache_config = _config_for(groups, check_groups_fit(config, groups, available_memory))
+    kv_cache_config = _config_for(groups, _check_groups_fit(config, groups, available_memory))
     _log_plan(kv_cache_config)
     return kv_cache_config
 
@@ -81,7 +180,7 @@ def get_kv_cache_config_uniform_type(
             (:func:`~kvxfer.cache.grouping.is_kv_cache_type_uniform`), or too little memory.
     """
     groups = [uniform_type_group(kv_cache_spec)]
-    return _config_for(groups, check_groups_fit(config, groups, available_memory))
+    return _config_for(groups, _check_groups_fit(config, groups, available_memory))
 
 
 def get_kv_cache_configs(
@@ -114,7 +213,7 @@ def get_kv_cache_configs(
     groups = get_kv_cache_groups(config, merged)
     of_workers = [[_part(group, specs) for group in groups] for specs in kv_cache_specs]
     num_blocks = [
-        check_groups_fit(config, own, nbytes)
+        _check_groups_fit(config, own, nbytes)
         for own, nbytes in zip(of_workers, available_memory, strict=True)
         if any(group.layer_names for group in own)
     ]
@@ -209,9 +308,7 @@ def _check_whole_blocks(worker: int, kv_cache_config: KVCacheConfig) -> None:
 def _groups_in_order(
     worker: int, own: list[KVCacheGroupSpec], earlier: list[list[KVCacheGroupSpec]]
 ) -> list[KVCacheGroupSpec]:
-    """The worker's groups in the order of those of the workers before it; ValueError when they do
-    not agree.
-    """
+    """The groups in the order of the workers before; ValueError when they do not agree."""
     layers = {name for group in own for name in group.layer_names}
     for of, groups in enumerate(earlier):
         if any(name in layers for group in groups for name in group.layer_names):
@@ -259,9 +356,7 @@ def _in_order(
     wanted: list[KVCacheGroupSpec],
     key: Callable[[KVCacheGroupSpec], Hashable],
 ) -> list[KVCacheGroupSpec] | None:
-    """``own`` in the order of ``wanted``, group by group with equal keys; None when they do not
-    have the same keys.
-    """
+    """``own`` in the order of ``wanted``, by equal keys; None where the keys are not the same."""
     left, in_order = list(own), []
     for group in wanted:
         at = next((at for at, other in enumerate(left) if key(other) == key(group)), None)

@@ -12,33 +12,134 @@ step's tokens. The most blocks after any such growth are :meth:`KVCacheSpec.max_
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import index
+from typing import Any, ClassVar, Protocol
 
-from kvxfer.cache.spec_base import (
-    DTYPE_NBYTES,
-    KVCacheSpec,
-    MemoryConfig,
-    ceil_div,
-    check_dtype,
-    check_int,
-    check_padding,
-    check_positive,
-)
+DTYPE_NBYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Bytes of one element, by dtype name (torch's names without ``torch.``)."""
 
-__all__ = [
-    "DTYPE_NBYTES",
-    "AttentionSpec",
-    "ChunkedLocalAttentionSpec",
-    "FullAttentionSpec",
-    "KVCacheConfig",
-    "KVCacheGroupSpec",
-    "KVCacheSpec",
-    "KVCacheTensor",
-    "MLAAttentionSpec",
-    "MambaSpec",
-    "MemoryConfig",
-    "SlidingWindowSpec",
-]
+
+class PlanningConfig(Protocol):
+    """What a cache's size depends on: settings of an engine, in its sections.
+
+    - ``model_config.max_model_len``: tokens of the longest request
+    - ``scheduler_config.max_num_batched_tokens``: tokens of the largest step
+    - ``scheduler_config.disable_hybrid_kv_cache_manager``: one group only (missing or None: False)
+    - ``cache_config.num_gpu_blocks_override``: blocks of the pool whatever the memory is (missing
+      or None: as many as fit)
+    """
+
+    @property
+    def model_config(self) -> Any: ...  # noqa: ANN401 - a section of whatever engine
+    @property
+    def scheduler_config(self) -> Any: ...  # noqa: ANN401
+    @property
+    def cache_config(self) -> Any: ...  # noqa: ANN401
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """What every kind of layer has: the tokens of its blocks.
+
+    Raises:
+        TypeError: a size that is not an int.
+        ValueError: a size below 1.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_positive("block_size", self.block_size, "set it to the tokens of a block, 16 say")
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Bytes of one block of one layer on one rank, padding included."""
+        raise NotImplementedError
+
+    kind: ClassVar[str]
+    """The kind of layer, in the words of vLLM's KV events."""
+
+    @property
+    def kept(self) -> str:
+        """What a request keeps of it, in words; layers that differ in it cannot share a table."""
+        raise NotImplementedError
+
+    def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
+        """The most blocks that a request holds at a time; it never falls when ``num_tokens`` grows.
+
+        Args:
+            num_tokens: all tokens it will ever have.
+            step_tokens: the most of them that are computed in one step.
+        """
+        raise NotImplementedError
+
+    def max_memory_usage_bytes(self, config: PlanningConfig) -> int:
+        """Bytes that one request of the longest length takes in one layer.
+
+        Reads ``config.model_config.max_model_len`` and
+        ``config.scheduler_config.max_num_batched_tokens``. The null block of the pool is not in it.
+        """
+        longest = config.model_config.max_model_len
+        step_tokens = config.scheduler_config.max_num_batched_tokens
+        return self.max_blocks(longest, step_tokens) * self.page_size_bytes
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    """``value / divisor``, rounded up."""
+    return -(-value // divisor)
+
+
+def check_int(name: str, value: object) -> None:
+    """TypeError unless ``value`` is an int."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name}: expected an int, got {value!r}")
+
+
+def check_ids(name: str, ids: Iterable[object]) -> list[int]:
+    """The ids as ints; TypeError for one that is no integer, never cut down to one."""
+    checked = []
+    for position, value in enumerate(ids):
+        try:
+            checked.append(index(value))  # type: ignore[arg-type]  # that is what it finds out
+        except TypeError as exc:
+            raise TypeError(f"{name}[{position}]: expected an integer, got {value!r}") from exc
+    return checked
+
+
+def check_positive(name: str, value: int, advice: str = "") -> None:
+    """TypeError unless ``value`` is an int, ValueError unless it is at least 1; ``advice`` says
+    what to change where the name alone does not.
+    """
+    check_int(name, value)
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}{advice and f'; {advice}'}")
+
+
+def _check_dtype(dtype: str) -> None:
+    """ValueError unless ``dtype`` is a key of :data:`DTYPE_NBYTES`."""
+    if dtype not in DTYPE_NBYTES:
+        raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NBYTES)}, got {dtype!r}")
+
+
+def _check_padding(padded: int | None, unpadded: int) -> None:
+    """TypeError unless ``padded`` is an int or None, ValueError for less than a block has."""
+    if padded is None:
+        return
+    check_int("page_size_padded", padded)
+    if padded < unpadded:
+        raise ValueError(
+            f"page_size_padded: expected at least {unpadded} bytes, got {padded}; None pads nothing"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +169,8 @@ class AttentionSpec(KVCacheSpec):
         KVCacheSpec.__post_init__(self)
         check_positive("num_kv_heads", self.num_kv_heads)
         check_positive("head_size", self.head_size)
-        check_dtype(self.dtype)
-        check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
+        _check_dtype(self.dtype)
+        _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
 
     @property
     def unpadded_page_size_bytes(self) -> int:
@@ -78,12 +179,10 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer on one rank, padding included."""
         return self.page_size_padded or self.unpadded_page_size_bytes
 
     @property
     def kept(self) -> str:
-        """All tokens, unless a subclass says otherwise."""
         return "all tokens"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
@@ -114,20 +213,14 @@ class FullAttentionSpec(AttentionSpec):
                 f"{self.sliding_window} and {self.attention_chunk_size}"
             )
 
-    @property
-    def kind(self) -> str:
-        """Full attention."""
-        return "full_attention"
+    kind = "full_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MLAAttentionSpec(FullAttentionSpec):
     """Multi-head latent attention: one latent vector for each head and token, no separate V."""
 
-    @property
-    def kind(self) -> str:
-        """Latent attention."""
-        return "mla_attention"
+    kind = "mla_attention"
 
     @property
     def unpadded_page_size_bytes(self) -> int:
@@ -137,9 +230,7 @@ class MLAAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindowSpec(AttentionSpec):
-    """A token sees the ``sliding_window`` last tokens, itself among them; older blocks are
-    dropped.
-    """
+    """A token sees the ``sliding_window`` last tokens, itself among them; older ones go."""
 
     sliding_window: int
 
@@ -151,14 +242,10 @@ class SlidingWindowSpec(AttentionSpec):
             "a layer that sees all tokens has a FullAttentionSpec",
         )
 
-    @property
-    def kind(self) -> str:
-        """A sliding window."""
-        return "sliding_window"
+    kind = "sliding_window"
 
     @property
     def kept(self) -> str:
-        """The window."""
         return f"a window of {self.sliding_window} tokens"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
@@ -173,9 +260,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """A token sees the tokens of its own chunk of ``attention_chunk_size``; older chunks are
-    dropped.
-    """
+    """A token sees its own chunk of ``attention_chunk_size`` tokens; older chunks go."""
 
     attention_chunk_size: int
 
@@ -187,14 +272,10 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
             "a layer that sees all tokens has a FullAttentionSpec",
         )
 
-    @property
-    def kind(self) -> str:
-        """Chunks."""
-        return "chunked_local_attention"
+    kind = "chunked_local_attention"
 
     @property
     def kept(self) -> str:
-        """The chunk."""
         return f"chunks of {self.attention_chunk_size} tokens"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
@@ -245,17 +326,16 @@ class MambaSpec(KVCacheSpec):
             for size in shape:
                 check_positive("shapes", size)
         for dtype in self.dtypes:
-            check_dtype(dtype)
+            _check_dtype(dtype)
         check_int("num_speculative_blocks", self.num_speculative_blocks)
         if self.num_speculative_blocks < 0:
             raise ValueError(
                 f"num_speculative_blocks: expected at least 0, got {self.num_speculative_blocks}"
             )
-        check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
+        _check_padding(self.page_size_padded, self.unpadded_page_size_bytes)
 
     @property
     def unpadded_page_size_bytes(self) -> int:
-        """Bytes of all state tensors."""
         return sum(
             math.prod(shape) * DTYPE_NBYTES[dtype]
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -263,17 +343,12 @@ class MambaSpec(KVCacheSpec):
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one block of one layer on one rank, padding included."""
         return self.page_size_padded or self.unpadded_page_size_bytes
 
-    @property
-    def kind(self) -> str:
-        """A state."""
-        return "mamba"
+    kind = "mamba"
 
     @property
     def kept(self) -> str:
-        """The state."""
         return f"the last state and {self.num_speculative_blocks} speculative ones"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
@@ -320,10 +395,46 @@ class KVCacheGroupSpec:
 
 @dataclass(slots=True)
 class KVCacheConfig:
-    """The cache of one rank: ``num_blocks`` includes the null block and counts for all groups
-    together.
-    """
+    """The cache of one rank: ``num_blocks`` of all groups together, with the null block."""
 
     num_blocks: int
     kv_cache_tensors: list[KVCacheTensor]
     kv_cache_groups: list[KVCacheGroupSpec]
+
+
+def attention_layer_spec(
+    layer_name: str,
+    *,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: str,
+    sliding_window: int | None,
+    use_mla: bool = False,
+) -> AttentionSpec:
+    """What a layer with a cache of its own keeps on this rank: its window, or everything.
+
+    ``sliding_window``: tokens that a token sees, itself among them; None for all. ``use_mla``:
+    latent attention, which keeps one vector for each token. Raises ValueError or TypeError, naming
+    the layer, for sizes or a dtype that have no spec, and for a window in latent attention.
+    """
+    if use_mla and sliding_window is not None:
+        raise ValueError(
+            f"layer {layer_name}: expected no sliding_window with use_mla, got {sliding_window}; "
+            "set it to None where the layer sees all tokens"
+        )
+    try:
+        if sliding_window is not None:
+            return SlidingWindowSpec(
+                block_size=block_size,
+                num_kv_heads=num_kv_heads,
+                head_size=head_size,
+                dtype=dtype,
+                sliding_window=sliding_window,
+            )
+        kind = MLAAttentionSpec if use_mla else FullAttentionSpec
+        return kind(
+            block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size, dtype=dtype
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"layer {layer_name}: {error}") from error

@@ -1,15 +1,25 @@
-"""What the commands were asked for, parsed: one record per thing. Free of torch and sockets."""
+"""The options of each command as one frozen record. Free of torch and sockets."""
 
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from kvxfer.engine.devices import CPU, CUDA, place_ranks
+from typer import Option
+
+from kvxfer.engine.config import CPU, CUDA, OnLoadFailure, check_device, place_ranks
 from kvxfer.errors import ConfigError
+from kvxfer.proxy.settings import MAX_BODY_NBYTES, OnMissingKv
+
+
+def own_version() -> str:
+    """As the package says itself. It stands above this room, and was loaded before it."""
+    return str(vars(sys.modules["kvxfer"])["__version__"])
 
 
 class Layout(enum.StrEnum):
@@ -39,13 +49,32 @@ class Wire(enum.StrEnum):
     NIXL = "nixl"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """Which model every engine of the run computes."""
+# ------------------------------------------------------------------ options of several commands
 
-    model: str | None
-    num_kv_heads: int | None
-    dtype: Dtype
+_Tp = Annotated[int, Option(min=1, help="Tensor-parallel ranks, one process each.")]
+_BlockSize = Annotated[int, Option(help="Tokens of a block, a multiple of 8.")]
+_Layout = Annotated[Layout, Option(help="Heads before tokens in a block, or after.")]
+_NumBlocks = Annotated[
+    int | None, Option(min=2, help="Blocks of each rank's pool; from the work if not given.")
+]
+_PrefixCaching = Annotated[bool, Option(help="Keep blocks for later requests to find.")]
+_Faults = Annotated[str, Option(help="Inject faults into this side's wire.", metavar="SPEC")]
+_Devices = Annotated[
+    str | None,
+    Option(
+        help="With --device cuda: the GPU of each rank, as in 0,1; those that are free of other "
+        "ranks first if not given.",
+        metavar="N,N,...",
+    ),
+]
+_KvPort = Annotated[
+    int | None,
+    Option(
+        min=0,
+        max=65535,
+        help="Port of the KV front door; 0: a free one. If not given, decode takes a free one.",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +91,228 @@ class SideOptions:
     faults: str
     device: str = CPU
     devices: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """What all engines of a command have in common. Raises ConfigError, as all of these records."""
+
+    device: Annotated[
+        str,
+        Option(
+            help="Where ranks compute: cpu; cuda: a GPU for each rank as far as they go; cuda:N: "
+            "all on that one.",
+            metavar="cpu|cuda|cuda:N",
+        ),
+    ] = CPU
+    kv_heads: Annotated[
+        int | None, Option(min=1, help="KV heads, for models with random weights.")
+    ] = None
+    model: Annotated[
+        str | None,
+        Option(
+            help="Hugging Face folder, or a bare config.json (seeded random weights), or a "
+            "built-in model: hybrid (sliding windows), kv-sharing; a tiny one if not given.",
+            metavar="CONFIG_OR_DIR",
+        ),
+    ] = None
+    dtype: Annotated[Dtype, Option(help="Of weights and KV; auto: the model's own.")] = (
+        Dtype.FLOAT32
+    )
+    transport: Annotated[Wire | None, Option(help="The wire; auto if not given.")] = None
+    log_level: Annotated[
+        str | None, Option(help="DEBUG, INFO, WARNING, ERROR or CRITICAL, on standard error.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_device("--device", self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(EngineOptions):
+    """What is sent, and what is done with the answers."""
+
+    prompts: Annotated[
+        Path | None,
+        Option(
+            help='JSONL of {"prompt_token_ids": [...]} or {"prompt": "text"}, or plain text, one '
+            "prompt a line. Built-in prompts if not given.",
+            metavar="FILE",
+        ),
+    ] = None
+    trace: Annotated[Path | None, Option(help="Replay a request trace.", metavar="FILE")] = None
+    trace_scale: Annotated[int, Option(help="Divide the trace's lengths by this.")] = 16
+    time_scale: Annotated[
+        float, Option(help="Seconds for one second of the trace; 0: as fast as possible.")
+    ] = 0.0
+    limit: Annotated[int | None, Option(help="Only the first so many prompts.")] = None
+    max_new_tokens: Annotated[int, Option(help="Tokens to decode for each prompt, at most.")] = 32
+    in_flight: Annotated[int, Option(help="Requests that run at once.")] = 8
+    on_load_failure: Annotated[
+        OnLoadFailure, Option(help="What happens to a request whose KV cannot be loaded.")
+    ] = OnLoadFailure.RECOMPUTE
+    allow_recompute: Annotated[
+        bool,
+        Option(
+            "--allow-recompute",
+            help="A request that computes what it could not load is as good as one that loads it.",
+        ),
+    ] = False
+    verify: bool = False
+    json: Annotated[Path | None, Option(help="Write the facts to this file.", metavar="FILE")] = (
+        None
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompts is not None and self.trace is not None:
+            raise ConfigError("--prompts: expected one source of prompts, got --trace as well")
+        for option, value in (
+            ("--limit", self.limit),
+            ("--max-new-tokens", self.max_new_tokens),
+            ("--in-flight", self.in_flight),
+        ):
+            if value is not None and value < 1:
+                raise ConfigError(f"{option}: expected at least 1, got {value}")
+        if self.json is not None and not self.json.absolute().parent.is_dir():
+            raise ConfigError(f"--json: {self.json.parent} is no folder; make it first")
+
+
+# ------------------------------------------------------------------ one record for each command
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairOptions(RunOptions):
+    """Of ``kvxfer pair``: two engines, each with options of its own."""
+
+    prefill_tp: _Tp = 2
+    decode_tp: _Tp = 1
+    prefill_block_size: _BlockSize = 16
+    decode_block_size: _BlockSize = 32
+    prefill_layout: _Layout = Layout.HND
+    decode_layout: _Layout = Layout.NHD
+    prefill_devices: _Devices = None
+    decode_devices: _Devices = None
+    prefill_blocks: _NumBlocks = None
+    decode_blocks: _NumBlocks = None
+    prefill_prefix_caching: _PrefixCaching = True
+    decode_prefix_caching: _PrefixCaching = True
+    prefill_faults: _Faults = ""
+    decode_faults: _Faults = ""
+    verify: Annotated[
+        bool, Option(help="Compare tokens with a single engine's, and KV with the source's.")
+    ] = True
+
+    @property
+    def prefill(self) -> SideOptions:
+        return SideOptions(
+            *(self.prefill_tp, self.prefill_block_size, self.prefill_layout, self.prefill_blocks),
+            *(self.prefill_prefix_caching, self.prefill_faults, self.device),
+            parse_devices("--prefill-devices", self.prefill_devices),
+        )
+
+    @property
+    def decode(self) -> SideOptions:
+        return SideOptions(
+            *(self.decode_tp, self.decode_block_size, self.decode_layout, self.decode_blocks),
+            *(self.decode_prefix_caching, self.decode_faults, self.device),
+            parse_devices("--decode-devices", self.decode_devices),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OneEngine(EngineOptions):
+    """Of a command with one engine that transfers KV."""
+
+    tp: _Tp
+    block_size: _BlockSize
+    layout: _Layout
+    devices: _Devices = None
+    num_blocks: _NumBlocks = None
+    prefix_caching: _PrefixCaching = True
+    faults: _Faults = ""
+    kv_port: _KvPort = None
+
+    @property
+    def side(self) -> SideOptions:
+        return SideOptions(
+            *(self.tp, self.block_size, self.layout, self.num_blocks),
+            *(self.prefix_caching, self.faults, self.device),
+            parse_devices("--devices", self.devices),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillOptions(_OneEngine):
+    """Of ``kvxfer prefill``."""
+
+    listen: Annotated[
+        str, Option(help="Where requests are taken; port 0: a free one.", metavar="HOST:PORT")
+    ]
+    tp: _Tp = 2
+    block_size: _BlockSize = 16
+    layout: _Layout = Layout.HND
+    digests: Annotated[
+        bool, Option(help="Digest every request's KV, so that decode --verify can compare.")
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(RunOptions, _OneEngine):
+    """Of ``kvxfer decode``."""
+
+    prefill: Annotated[str, Option(help="Where kvxfer prefill listens.", metavar="HOST:PORT")]
+    tp: _Tp = 1
+    block_size: _BlockSize = 32
+    layout: _Layout = Layout.NHD
+    verify: Annotated[
+        bool,
+        Option(
+            help="Compare tokens with a single engine's, and KV where the source has --digests."
+        ),
+    ] = False
+    wait_s: Annotated[
+        float,
+        Option("--wait", min=0.1, help="Seconds to wait for prefill to be there, or back."),
+    ] = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyOptions:
+    """Of ``kvxfer proxy``."""
+
+    prefill: Annotated[
+        list[str],
+        Option(help="A prefill engine; several: several times.", metavar="http://HOST:PORT"),
+    ]
+    decode: Annotated[
+        list[str],
+        Option(help="A decode engine; several: several times.", metavar="http://HOST:PORT"),
+    ]
+    listen: Annotated[
+        str, Option(help="Where clients connect; port 0: a free one.", metavar="HOST:PORT")
+    ] = "127.0.0.1:8000"
+    on_missing_kv: Annotated[
+        OnMissingKv,
+        Option(
+            help="What happens to a request whose prefill failed: answered with an error, or sent "
+            "to decode without KV and counted. One whose prefill offers no KV goes there always."
+        ),
+    ] = OnMissingKv.REFUSE
+    timeout_s: Annotated[float, Option(help="Seconds for a whole prefill.")] = 300.0
+    connect_timeout_s: Annotated[float, Option(help="Seconds to connect to an engine.")] = 5.0
+    health_interval_s: Annotated[
+        float, Option(help="Seconds between two health probes of an engine.")
+    ] = 2.0
+    max_body_nbytes: Annotated[int, Option(help="Bytes of a request's body, at most.")] = (
+        MAX_BODY_NBYTES
+    )
+    log_level: Annotated[
+        str, Option(help="DEBUG, INFO, WARNING, ERROR or CRITICAL, on standard error.")
+    ] = "INFO"
+
+
+# ------------------------------------------------------------------ what options say
 
 
 def parse_devices(option: str, text: str | None) -> tuple[int, ...]:
@@ -95,38 +346,7 @@ def place_sides(
 
 
 @dataclass(frozen=True, slots=True)
-class WorkOptions:
-    """What is sent, and what is done with the answers. ``allow_recompute``: KV that was asked for
-    and not used is no failure of the run.
-    """
-
-    prompts: Path | None
-    trace: Path | None
-    trace_scale: int
-    time_scale: float
-    limit: int | None
-    max_new_tokens: int
-    in_flight: int
-    verify: bool
-    json: Path | None
-    allow_recompute: bool = False
-
-    def __post_init__(self) -> None:
-        if self.prompts is not None and self.trace is not None:
-            raise ConfigError("--prompts: expected one source of prompts, got --trace as well")
-        for option, value in (
-            ("--limit", self.limit),
-            ("--max-new-tokens", self.max_new_tokens),
-            ("--in-flight", self.in_flight),
-        ):
-            if value is not None and value < 1:
-                raise ConfigError(f"{option}: expected at least 1, got {value}")
-        if self.json is not None and not self.json.absolute().parent.is_dir():
-            raise ConfigError(f"--json: {self.json.parent} is no folder; make it first")
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
+class HostPort:
     """``HOST:PORT``; IPv6 hosts in brackets."""
 
     host: str
@@ -139,7 +359,7 @@ class Address:
 _EVERYWHERE = {"*", "0.0.0.0", "[::]", "::"}  # noqa: S104 - refused, not bound
 
 
-def parse_address(option: str, text: str, *, everywhere: bool = False) -> Address:
+def parse_address(option: str, text: str, *, everywhere: bool = False) -> HostPort:
     """The address of an option. Raises ConfigError, also for one that nobody can connect to.
 
     ``everywhere`` allows those, for a server that only listens and tells nobody where.
@@ -156,4 +376,4 @@ def parse_address(option: str, text: str, *, everywhere: bool = False) -> Addres
             f"{option}: expected an address of this host that the other side can connect to, "
             f"got {host}"
         )
-    return Address(f"[{host}]" if ":" in host else host, port)
+    return HostPort(f"[{host}]" if ":" in host else host, port)

@@ -13,7 +13,7 @@ from kvxfer.connector.records import LoadReport
 from kvxfer.engine.digest import Difference, KVDigest, PlaneDigest, compare
 from kvxfer.engine.rpc import Done, Token
 
-GOOD_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
+_GOOD_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -85,14 +85,14 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_recomputed(self) -> bool:
         """It ended well without the KV that it asked for."""
-        return self.failure is not None and self.status in GOOD_STATUSES
+        return self.failure is not None and self.status in _GOOD_STATUSES
 
     def is_good(self, *, tokens_decide: bool, may_recompute: bool = False) -> bool:
         """It ended well, used the KV that it asked for unless it ``may_recompute``, and whatever
         was compared and decides is equal.
         """
         return (
-            self.status in GOOD_STATUSES
+            self.status in _GOOD_STATUSES
             and (may_recompute or not self.is_recomputed)
             and (self.kv is None or self.kv.is_equal)
             and not (tokens_decide and self.tokens_equal is False)
@@ -245,7 +245,7 @@ def summarise(
     checked_kv = [result.kv for result in results if result.kv is not None]
     return Summary(
         num_requests=len(results),
-        num_failed=sum(result.status not in GOOD_STATUSES for result in results),
+        num_failed=sum(result.status not in _GOOD_STATUSES for result in results),
         num_prompt_tokens=sum(result.num_prompt_tokens for result in results),
         num_new_tokens=sum(len(result.token_ids) for result in results),
         num_prefill_cached_tokens=sum(result.num_prefill_cached_tokens for result in results),

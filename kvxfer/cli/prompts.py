@@ -1,17 +1,25 @@
-"""The prompts that a run sends: built in, or from a file. Every error names file and line."""
+"""The prompts that a run sends: built in, from a file, or of a request trace. Every error names the
+file and the line.
+
+A trace has one JSON object a line with ``timestamp`` (ms), ``input_length`` and ``output_length``
+(tokens), and ``hash_ids``, one for each 512 tokens of input. Equal hash ids stand for equal text
+after an equal beginning, so each becomes the same tokens wherever it occurs: prefixes that the
+traced requests shared are shared here.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
 from kvxfer.errors import ConfigError
 
-EncodeText = Callable[[str], Sequence[int]]
+_EncodeText = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +44,7 @@ class _BuiltIn:
 # Shorter than any block, exactly a block of either default side, long. The last two come when
 # others are through: one shares a beginning whose length is a multiple of no block size, one is a
 # repetition, fully cached by then.
-BUILT_IN = (
+_BUILT_IN = (
     _BuiltIn("tiny", 5),
     _BuiltIn("shared-a", 300, shared_tokens=270),
     _BuiltIn("block-16", 16),
@@ -57,7 +65,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 def built_in_prompts(vocab_size: int, max_new_tokens: int) -> list[Prompt]:
     """Ten prompts of mixed lengths, the same in every run; some share their beginning."""
-    shared = _random_ids("shared", max(each.shared_tokens for each in BUILT_IN), vocab_size)
+    shared = _random_ids("shared", max(each.shared_tokens for each in _BUILT_IN), vocab_size)
     return [
         Prompt(
             each.name,
@@ -65,7 +73,7 @@ def built_in_prompts(vocab_size: int, max_new_tokens: int) -> list[Prompt]:
             + _random_ids(each.name, each.num_tokens - each.shared_tokens, vocab_size),
             max_new_tokens,
         )
-        for each in BUILT_IN
+        for each in _BUILT_IN
     ]
 
 
@@ -75,7 +83,7 @@ def _random_ids(seed: str, num_tokens: int, vocab_size: int) -> tuple[int, ...]:
 
 
 def load_prompts(
-    path: Path, *, encode: EncodeText, vocab_size: int, max_new_tokens: int
+    path: Path, *, encode: _EncodeText, vocab_size: int, max_new_tokens: int
 ) -> list[Prompt]:
     """Prompts of a file.
 
@@ -85,7 +93,7 @@ def load_prompts(
     """
     read = _read_json_line if path.suffix == ".jsonl" else _read_text_line
     prompts: list[Prompt] = []
-    for number, line in enumerate(read_lines(path, "--prompts"), start=1):
+    for number, line in enumerate(_read_lines(path, "--prompts"), start=1):
         if not line.strip():
             continue
         try:
@@ -99,7 +107,7 @@ def load_prompts(
     return prompts
 
 
-def read_lines(path: Path, option: str) -> list[str]:
+def _read_lines(path: Path, option: str) -> list[str]:
     """The lines of a UTF-8 file; ConfigError naming the option when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").split("\n")
@@ -108,7 +116,7 @@ def read_lines(path: Path, option: str) -> list[str]:
         raise ConfigError(f"{option}: {path} cannot be read ({why})") from e
 
 
-def _read_json_line(line: str, encode: EncodeText) -> Sequence[int]:
+def _read_json_line(line: str, encode: _EncodeText) -> Sequence[int]:
     parsed = msgspec.json.decode(line, type=_Line)
     if (parsed.prompt is None) == (parsed.prompt_token_ids is None):
         raise ValueError('expected either "prompt" or "prompt_token_ids", got both or none')
@@ -117,7 +125,7 @@ def _read_json_line(line: str, encode: EncodeText) -> Sequence[int]:
     return encode(parsed.prompt or "")
 
 
-def _read_text_line(line: str, encode: EncodeText) -> Sequence[int]:
+def _read_text_line(line: str, encode: _EncodeText) -> Sequence[int]:
     return encode(line)
 
 
@@ -130,7 +138,7 @@ def _check(token_ids: Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"expected token ids in [0, {vocab_size}), got {wrong}")
 
 
-def text_encoder(model: str | None) -> EncodeText:
+def text_encoder(model: str | None) -> _EncodeText:
     """How text becomes token ids: by the model folder's tokenizer.json, else its UTF-8 bytes.
 
     Raises ConfigError when the file cannot be read, or the package for it is missing.
@@ -155,3 +163,88 @@ def text_encoder(model: str | None) -> EncodeText:
         return ids
 
     return encode
+
+
+_UNIT_TOKENS = 512
+"""Tokens of the traced input that one hash id stands for."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _TraceLine(msgspec.Struct, frozen=True):
+    """One traced request; other fields of the line are passed over."""
+
+    timestamp: float
+    input_length: Count
+    output_length: Count
+    hash_ids: tuple[int, ...]
+
+
+def load_trace(
+    path: Path,
+    *,
+    scale: int,
+    time_scale: float,
+    limit: int | None,
+    vocab_size: int,
+    max_new_tokens: int,
+) -> list[Prompt]:
+    """The first ``limit`` requests of a trace, in order of arrival.
+
+    Lengths are divided by ``scale``; a request asks for its own output length, at most
+    ``max_new_tokens``. One second of the trace takes ``time_scale`` seconds; 0: all at once. Raises
+    ConfigError naming file and line.
+    """
+    if not 1 <= scale <= _UNIT_TOKENS:
+        raise ConfigError(f"--trace-scale: expected 1 to {_UNIT_TOKENS}, got {scale}")
+    if not time_scale >= 0:
+        raise ConfigError(f"--time-scale: expected at least 0, got {time_scale:g}")
+    lines = _numbered(path)[:limit]
+    if not lines:
+        raise ConfigError(f"{path}: expected at least one request, got an empty file")
+    start_ms = min(line.timestamp for _, line in lines)
+    prompts = [
+        Prompt(
+            name=f"line {number}",
+            token_ids=tuple(_tokens(line, scale, vocab_size)),
+            max_new_tokens=max(1, min(line.output_length // scale, max_new_tokens)),
+            arrival_s=(line.timestamp - start_ms) / 1000 * time_scale,
+        )
+        for number, line in lines
+    ]
+    return sorted(prompts, key=lambda prompt: prompt.arrival_s)
+
+
+def _numbered(path: Path) -> list[tuple[int, _TraceLine]]:
+    lines: list[tuple[int, _TraceLine]] = []
+    for number, text in enumerate(_read_lines(path, "--trace"), start=1):
+        if text.strip():
+            try:
+                lines.append((number, _parse(text)))
+            except (msgspec.MsgspecError, ValueError) as e:
+                raise ConfigError(f"{path}:{number}: {e}") from e
+    return lines
+
+
+def _parse(text: str) -> _TraceLine:
+    line = msgspec.json.decode(text, type=_TraceLine)
+    num_units = -(-line.input_length // _UNIT_TOKENS)
+    if len(line.hash_ids) != num_units:
+        raise ValueError(
+            f"hash_ids: expected {num_units} for {line.input_length} tokens, "
+            f"got {len(line.hash_ids)}"
+        )
+    return line
+
+
+def _tokens(line: _TraceLine, scale: int, vocab_size: int) -> Iterable[int]:
+    unit_tokens = _UNIT_TOKENS // scale
+    whole = [token for i in line.hash_ids for token in unit(i, unit_tokens, vocab_size)]
+    # An empty input, or one that the scale makes empty, still is a request: one token.
+    return whole[: line.input_length // scale] or unit(0, 1, vocab_size)
+
+
+def unit(hash_id: int, num_tokens: int, vocab_size: int) -> list[int]:
+    """The tokens that one hash id stands for, the same in every run and on every machine."""
+    numbers = random.Random(f"unit {hash_id}")  # noqa: S311 - the same in every run is the point
+    return [numbers.randrange(vocab_size) for _ in range(num_tokens)]

@@ -20,19 +20,19 @@ from kvxfer.cli.prompts import Prompt
 from kvxfer.cli.sides import Work
 from kvxfer.engine.config import OnLoadFailure
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import Done, Generate, Refused, RpcClient, ToClient, Token, wait_for
+from kvxfer.engine.rpc import Done, Generate, RequestRefused, RpcClient, ToClient, Token, wait_for
 from kvxfer.errors import KvxferError, PeerLost, ProtocolError
 
 log = logging.getLogger("kvxfer.cli")
 
 STALLED_S = 300.0
 """When no engine says anything for this long while requests are in flight, the run ends."""
-RECONNECT_TRY_S = 1.0
+_RECONNECT_TRY_S = 1.0
 """One attempt to reach an engine that has gone: answers come between its steps, and the largest
 step of the reference engine takes less than this."""
-PREFILL_LOST = "prefill_lost"
+_PREFILL_LOST = "prefill_lost"
 """The prefill engine went away before it had answered."""
-NO_OFFER = "no_offer"
+_NO_OFFER = "no_offer"
 """The prefill engine answered without kv_transfer_params."""
 
 Progress = Callable[[int, int], None]
@@ -40,7 +40,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(slots=True)
-class Link:
+class RunEngine:
     """One engine of the run. ``group``: its processes, where they are ours. ``come_back_s``: how
     long its return is waited for when it has gone; None: its loss ends the run.
     """
@@ -71,9 +71,9 @@ class Replay:
         self,
         work: Work,
         *,
-        prefill: Link,
-        decode: Link,
-        single: Link | None,
+        prefill: RunEngine,
+        decode: RunEngine,
+        single: RunEngine | None,
         on_load_failure: OnLoadFailure,
         progress: Progress,
     ) -> None:
@@ -120,15 +120,15 @@ class Replay:
 
     def _awaits_prefill(self) -> bool:
         """The engine has gone, is needed, and has not been gone for too long."""
-        link = self._prefill
-        if link.lost_at_s is None or link.come_back_s is None or not self._queue:
+        engine = self._prefill
+        if engine.lost_at_s is None or engine.come_back_s is None or not self._queue:
             return False
-        return time.monotonic() - link.lost_at_s <= link.come_back_s
+        return time.monotonic() - engine.lost_at_s <= engine.come_back_s
 
     def _ask_prefill(self, request_id: str) -> None:
         job = self._jobs[request_id]
         if self._prefill.lost_at_s is not None:
-            self._without_prefill(request_id, PREFILL_LOST)
+            self._without_prefill(request_id, _PREFILL_LOST)
             return
         job.is_at_prefill = True
         params = {"do_remote_decode": True, "do_remote_prefill": False}
@@ -174,20 +174,22 @@ class Replay:
     def _hear(self) -> None:
         if self._awaits_prefill():
             self._try_to_reconnect(self._prefill)
-        links = [link for link in (self._prefill, self._decode, self._single) if link is not None]
-        reachable = [link for link in links if link.lost_at_s is None]
+        engines = [
+            engine for engine in (self._prefill, self._decode, self._single) if engine is not None
+        ]
+        reachable = [engine for engine in engines if engine.lost_at_s is None]
         self._wait(reachable)
-        for link in reachable:
-            if link.group is not None:
-                link.group.check()
+        for engine in reachable:
+            if engine.group is not None:
+                engine.group.check()
             try:
-                messages = link.client.poll(0)
+                messages = engine.client.poll(0)
             except PeerLost:
-                self._lost(link)
+                self._lost(engine)
                 continue
             for message in messages:
                 self._heard_s = time.monotonic()
-                self._handle(link, message)
+                self._handle(engine, message)
         num_open = len(self._open) + self._single_open
         if num_open and time.monotonic() - self._heard_s > STALLED_S:
             raise PeerLost(
@@ -195,10 +197,10 @@ class Replay:
                 "got none"
             )
 
-    def _wait(self, links: list[Link]) -> None:
+    def _wait(self, engines: list[RunEngine]) -> None:
         sources: list[zmq.Socket[bytes] | int] = []
-        for link in links:
-            sources += [*link.client.sockets, *(link.group.sentinels if link.group else ())]
+        for engine in engines:
+            sources += [*engine.client.sockets, *(engine.group.sentinels if engine.group else ())]
         wait_s = STALLED_S
         if self._queue and len(self._open) < self._in_flight:
             arrival_s = self._jobs[self._queue[0]].prompt.arrival_s + self._started_s
@@ -207,16 +209,16 @@ class Replay:
             wait_s = 0.0  # the attempt to reconnect has waited already
         wait_for(sources, wait_s)
 
-    def _handle(self, link: Link, message: ToClient) -> None:
-        if isinstance(message, Refused):
+    def _handle(self, engine: RunEngine, message: ToClient) -> None:
+        if isinstance(message, RequestRefused):
             if not message.request_id:
-                raise ProtocolError(f"engine at {link.client.endpoint}: {message.error}")
-            raise KvxferError(f"engine {link.client.info.engine_id} refused: {message.error}")
+                raise ProtocolError(f"engine at {engine.client.endpoint}: {message.error}")
+            raise KvxferError(f"engine {engine.client.info.engine_id} refused: {message.error}")
         if not isinstance(message, (Token, Done)) or message.request_id not in self._jobs:
             return
-        if link is self._single:
+        if engine is self._single:
             self._single_said(message)
-        elif link is self._prefill:
+        elif engine is self._prefill:
             self._prefill_said(message)
         else:
             self._decode_said(message)
@@ -230,7 +232,7 @@ class Replay:
             return
         job.answers.prefill = message
         if message.kv_transfer_params is None:
-            self._without_prefill(message.request_id, message.failure or NO_OFFER)
+            self._without_prefill(message.request_id, message.failure or _NO_OFFER)
         else:
             job.is_at_prefill = False
             self._ask_decode(message.request_id)
@@ -255,27 +257,27 @@ class Replay:
 
     # ------------------------------------------------------------------ an engine that goes
 
-    def _lost(self, link: Link) -> None:
-        if link.group is not None:
-            link.group.check()
-        if link.come_back_s is None:
+    def _lost(self, engine: RunEngine) -> None:
+        if engine.group is not None:
+            engine.group.check()
+        if engine.come_back_s is None:
             raise PeerLost(
-                f"engine at {link.client.endpoint}: the connection ended; is it running?"
+                f"engine at {engine.client.endpoint}: the connection ended; is it running?"
             )
-        link.lost_at_s = time.monotonic()
-        link.client.close()
+        engine.lost_at_s = time.monotonic()
+        engine.client.close()
         log.warning(
             "engine %s at %s has gone; waiting up to %g s for it to come back",
-            *(link.client.info.engine_id, link.client.endpoint, link.come_back_s),
+            *(engine.client.info.engine_id, engine.client.endpoint, engine.come_back_s),
         )
         for request_id in sorted(self._open):
             if self._jobs[request_id].is_at_prefill:
-                self._without_prefill(request_id, PREFILL_LOST)
+                self._without_prefill(request_id, _PREFILL_LOST)
 
-    def _try_to_reconnect(self, link: Link) -> None:
+    def _try_to_reconnect(self, engine: RunEngine) -> None:
         try:
-            client = RpcClient(link.client.endpoint, connect_timeout_s=RECONNECT_TRY_S)
+            client = RpcClient(engine.client.endpoint, connect_timeout_s=_RECONNECT_TRY_S)
         except PeerLost:
             return
-        link.client, link.lost_at_s = client, None
+        engine.client, engine.lost_at_s = client, None
         log.warning("engine %s is back", client.info.engine_id)

@@ -13,26 +13,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvxfer.cli.options import own_version
 from kvxfer.cli.outcome import Result, Summary
-from kvxfer.cli.version import own_version
 from kvxfer.config import SECRETS
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.rpc import Info
 from kvxfer.errors import ConfigError
 
-MIN_WIDTH = 110
+_MIN_WIDTH = 110
 """Columns when the output is no terminal: the table fits."""
 PACKAGES = ("torch", "pyzmq", "msgspec", "numpy")
-MAX_DIFFERENCES = 5
+_MAX_DIFFERENCES = 5
 
 
 def make_console() -> Console:
     """Standard output; wide enough for the table where it is no terminal."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=MIN_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=_MIN_WIDTH)
 
 
-def result_table(results: Sequence[Result]) -> Table:
+def _result_table(results: Sequence[Result]) -> Table:
     """One row per request."""
     table = Table(title=None, box=None, pad_edge=False, header_style="bold")
     table.add_column("request", no_wrap=True)
@@ -50,14 +50,14 @@ def result_table(results: Sequence[Result]) -> Table:
             nbytes_text(moved.nbytes) if moved else "-",
             f"{moved.seconds * 1000:.1f}" if moved else "-",
             "-" if gbps is None else f"{gbps:.3f}",
-            yes_no(result.tokens_equal),
-            yes_no(result.kv.is_equal if result.kv else None),
+            _yes_no(result.tokens_equal),
+            _yes_no(result.kv.is_equal if result.kv else None),
         )
     return table
 
 
-def yes_no(value: bool | None) -> str:
-    """``-``: not compared."""
+def _yes_no(value: bool | None) -> str:
+    """In the table; ``-``: not compared."""
     return {True: "[green]yes[/]", False: "[bold red]NO[/]", None: "-"}[value]
 
 
@@ -69,7 +69,7 @@ def nbytes_text(nbytes: int) -> str:
     return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
-def summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
+def _summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
     """What the table does not say, in a few sentences; rich markup."""
     lines = [
         f"{summary.num_requests} requests, {summary.num_prompt_tokens} prompt tokens "
@@ -102,7 +102,7 @@ def _unused_lines(results: Sequence[Result], summary: Summary) -> list[str]:
     for reason, count in sorted(summary.reasons.items()):
         details = {r.detail for r in results if r.failure == reason and r.detail}
         lines.append(f"[{_bad(summary)}]KV not used: {escape(reason)} x {count}[/]")
-        lines += [f"  {escape(detail)}" for detail in sorted(details)[:MAX_DIFFERENCES]]
+        lines += [f"  {escape(detail)}" for detail in sorted(details)[:_MAX_DIFFERENCES]]
     return lines
 
 
@@ -112,10 +112,10 @@ def _difference_lines(results: Sequence[Result]) -> list[str]:
         if result.token_difference is not None:
             lines.append(f"{escape(result.name)}: {result.token_difference}")
         found = result.kv.differences if result.kv else ()
-        lines += [f"{escape(result.name)}: {escape(each)}" for each in found[:MAX_DIFFERENCES]]
-        if len(found) > MAX_DIFFERENCES:
+        lines += [f"{escape(result.name)}: {escape(each)}" for each in found[:_MAX_DIFFERENCES]]
+        if len(found) > _MAX_DIFFERENCES:
             lines.append(
-                f"{escape(result.name)}: and {len(found) - MAX_DIFFERENCES} more differences"
+                f"{escape(result.name)}: and {len(found) - _MAX_DIFFERENCES} more differences"
             )
     return lines
 
@@ -145,10 +145,9 @@ def _verdict(summary: Summary) -> str:
 
 
 def show(console: Console, results: Sequence[Result], summary: Summary) -> None:
-    """Table, then summary."""
-    console.print(result_table(results))
+    console.print(_result_table(results))
     console.print()
-    for line in summary_lines(results, summary):
+    for line in _summary_lines(results, summary):
         console.print(line, soft_wrap=True)
 
 

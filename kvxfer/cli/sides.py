@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,18 +10,17 @@ from typing import Any
 import msgspec
 
 from kvxfer.cache.kv_cache_manager import KVCacheManager
-from kvxfer.cli.options import ModelOptions, SideOptions, WorkOptions
-from kvxfer.cli.prompts import Prompt, built_in_prompts, load_prompts, text_encoder
-from kvxfer.cli.trace import load_trace
+from kvxfer.cli.options import EngineOptions, RunOptions, SideOptions
+from kvxfer.cli.prompts import Prompt, built_in_prompts, load_prompts, load_trace, text_encoder
 from kvxfer.config import Config, load_config
-from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
-from kvxfer.engine.devices import CPU
+from kvxfer.engine.config import CPU, EngineConfig, Role
 from kvxfer.engine.kv_plan import plan_kv_caches
-from kvxfer.engine.model_config import ModelConfig, shard_for
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.model_config import ModelConfig, load_model_config, shard_for
 
-KEPT_NBYTES = 512 << 20
+_KEPT_NBYTES = 512 << 20
 """How much KV a rank's pool may hold beyond what is in flight, so that prefixes stay cached."""
+SERVER_SEQS = 64
+"""Requests at once, of an engine that does not know its work; more where the run has more."""
 _SIZING_BLOCKS = 1024
 """Of a cache that is asked for sizes only: a block for each of more groups than a model has."""
 
@@ -62,20 +61,20 @@ def _most_blocks(sizing: KVCacheManager, prompt: Prompt) -> int:
     return sizing.blocks_needed(_num_tokens(prompt), len(prompt.token_ids) - 1)
 
 
-def read_model(options: ModelOptions, tp_sizes: Sequence[int]) -> ModelConfig:
+def read_model(options: EngineOptions, tp_sizes: Sequence[int]) -> ModelConfig:
     """The model, checked against every TP size of the run before any process starts.
 
     Raises ModelError for missing files, and for head counts that a TP size does not fit.
     """
     model = load_model_config(
-        options.model, num_kv_heads=options.num_kv_heads, dtype=options.dtype.value
+        options.model, num_kv_heads=options.kv_heads, dtype=options.dtype.value
     )
     for tp_size in tp_sizes:
         shard_for(model, 0, tp_size)
     return model
 
 
-def read_work(options: WorkOptions, model: ModelConfig, model_path: str | None) -> Work:
+def read_work(options: RunOptions, model: ModelConfig) -> Work:
     """The requests to send. Raises ConfigError naming file and line."""
     if options.trace is not None:
         prompts = load_trace(
@@ -89,7 +88,7 @@ def read_work(options: WorkOptions, model: ModelConfig, model_path: str | None) 
     elif options.prompts is not None:
         prompts = load_prompts(
             options.prompts,
-            encode=text_encoder(model_path),
+            encode=text_encoder(options.model),
             vocab_size=model.vocab_size,
             max_new_tokens=options.max_new_tokens,
         )
@@ -98,52 +97,63 @@ def read_work(options: WorkOptions, model: ModelConfig, model_path: str | None) 
     return Work(tuple(prompts[: options.limit]), options.in_flight)
 
 
-def settings(*, defaults: dict[str, Any], given: dict[str, Any]) -> Config:
-    """The settings of one engine: ``given`` options first (None: not given), then the environment,
-    then the command's ``defaults``, then the product's.
+def settings(
+    options: EngineOptions,
+    side: SideOptions,
+    *,
+    given: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:
+    """The settings of one engine: its options and what is ``given`` first (None: not given), then
+    the environment, then the command's ``defaults``, then the product's.
     """
-    loaded = load_config(given)
-    chosen = {name: value for name, value in defaults.items() if loaded.origins[name] == "default"}
+    said = {
+        "transport": options.transport,
+        "faults": side.faults or None,
+        "log_level": options.log_level,
+    }
+    loaded = load_config({**said, **(given or {})})
+    usual = defaults or {}
+    chosen = {name: value for name, value in usual.items() if loaded.origins[name] == "default"}
     return msgspec.structs.replace(loaded.config, **chosen)
 
 
 def transfer_engine(
-    role: Role,
-    side: SideOptions,
-    options: ModelOptions,
-    model: ModelConfig,
-    *,
-    kv: Config,
-    num_blocks: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    digests: bool,
-    on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE,
+    role: Role, side: SideOptions, options: EngineOptions, model: ModelConfig, kv: Config
 ) -> EngineConfig:
-    """A prefill or decode engine."""
+    """A prefill or decode engine, not yet as large as its work needs."""
     return EngineConfig(
         role=role,
         engine_id=role.value,
         model=options.model,
-        num_kv_heads=options.num_kv_heads,
+        num_kv_heads=options.kv_heads,
         dtype=model.dtype,
         tp_size=side.tp_size,
         block_size=side.block_size,
         layout=side.layout.value,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
         enable_prefix_caching=side.prefix_caching,
-        on_load_failure=on_load_failure,
-        digests=digests,
         device=side.device,
         devices=side.devices,
         kv=kv,
     )
 
 
+def fitted(
+    engine: EngineConfig, side: SideOptions, options: RunOptions, model: ModelConfig, work: Work
+) -> EngineConfig:
+    """The engine as a run needs it: large enough for the work."""
+    return msgspec.structs.replace(
+        engine,
+        num_blocks=pool_blocks(side, model, work),
+        max_model_len=work.max_tokens(),
+        max_num_seqs=max(SERVER_SEQS, work.in_flight),
+        digests=options.verify,
+        on_load_failure=options.on_load_failure,
+    )
+
+
 def single_engine(
-    options: ModelOptions, model: ModelConfig, work: Work, *, device: str = CPU
+    options: EngineOptions, model: ModelConfig, work: Work, *, device: str = CPU
 ) -> EngineConfig:
     """The engine that the others are compared with: one rank, no prefix cache, no transfer.
 
@@ -154,7 +164,7 @@ def single_engine(
         role=Role.ALONE,
         engine_id="single",
         model=options.model,
-        num_kv_heads=options.num_kv_heads,
+        num_kv_heads=options.kv_heads,
         dtype=model.dtype,
         max_model_len=work.max_tokens(),
         enable_prefix_caching=False,
@@ -174,13 +184,11 @@ def pool_blocks(side: SideOptions, model: ModelConfig, work: Work) -> int:
         role=Role.BOTH, engine_id="sizing", tp_size=side.tp_size, block_size=side.block_size
     )
     sizing, block_nbytes = _sizing(config, model)
-    return work.num_blocks(sizing, KEPT_NBYTES // block_nbytes)
+    return work.num_blocks(sizing, _KEPT_NBYTES // block_nbytes)
 
 
 def _sizing(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheManager, int]:
-    """An empty cache with the engine's groups, to ask it what requests need, and the bytes of one
-    of its blocks on a rank.
-    """
+    """An empty cache with the engine's groups, to size requests, and a block's bytes on a rank."""
     plan = plan_kv_caches(msgspec.structs.replace(config, num_blocks=_SIZING_BLOCKS), model)[0]
     manager = KVCacheManager(
         plan, enable_caching=False, max_step_tokens=config.max_num_batched_tokens
@@ -188,6 +196,6 @@ def _sizing(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheManager, i
     return manager, sum(tensor.size for tensor in plan.kv_cache_tensors) // plan.num_blocks
 
 
-def model_name(options: ModelOptions) -> str:
+def model_name(options: EngineOptions) -> str:
     """For people."""
     return "built-in" if options.model is None else Path(options.model).name

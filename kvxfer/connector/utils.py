@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from kvxfer.connector.contract import SchedulerOutputLike
-    from kvxfer.tensors.attention_contract import AttentionBackend, ForwardConfig
+    from kvxfer.tensors.attention import AttentionBackend, ForwardConfig
 
 
 class CurrentConfig(Protocol):
@@ -56,12 +56,12 @@ def get_current_attn_backend(vllm_config: ForwardConfig) -> type[AttentionBacken
     """The backend of the model's first attention layer.
 
     Reads ``vllm_config.compilation_config.static_forward_context``, layer name to
-    :class:`~kvxfer.tensors.attention_contract.AttentionLayer`.
+    :class:`~kvxfer.tensors.attention.AttentionLayer`.
 
     Raises:
         ValueError: the model has no attention layer.
     """
-    from kvxfer.tensors.attention_setup import attention_layers  # torch, only where it is needed
+    from kvxfer.tensors.attention import attention_layers  # torch, only where it is needed
 
     layers = attention_layers(vllm_config)
     if not layers:

@@ -8,16 +8,18 @@ has comes in as :class:`AttentionMetadata`, in block ids of the engine, never in
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvxfer.cache.specs import KVCacheSpec
+from kvxfer.engine.config import EngineConfig
+from kvxfer.engine.model_config import ModelConfig, TpShard, attention_layers
 from kvxfer.errors import ModelError
-from kvxfer.tensors.attention_contract import CommonAttentionMetadata, ForwardConfig, MultipleOf
+from kvxfer.tensors.attention import CommonAttentionMetadata, ForwardConfig, MultipleOf
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +143,11 @@ class PagedBackend(abc.ABC):
         return output
 
 
-class HndBackend(PagedBackend):
+class _HndBackend(PagedBackend):
     """Physical order [2, blocks, heads, block tokens, head_size]; a kernel block is a block."""
 
     @staticmethod
     def get_name() -> str:
-        """Name of the backend."""
         return "HND"
 
     @staticmethod
@@ -156,7 +157,6 @@ class HndBackend(PagedBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> Sequence[int | MultipleOf]:
-        """Any multiple of 8."""
         return (MultipleOf(8),)
 
     @classmethod
@@ -175,14 +175,13 @@ class HndBackend(PagedBackend):
         return key, value
 
 
-class NhdBackend(PagedBackend):
+class _NhdBackend(PagedBackend):
     """Physical order [kernel blocks, 2, kernel tokens, heads, head_size]; a block is consecutive
     kernel blocks of the largest size that divides it (24 is three of 8).
     """
 
     @staticmethod
     def get_name() -> str:
-        """Name of the backend."""
         return "NHD"
 
     @staticmethod
@@ -192,7 +191,6 @@ class NhdBackend(PagedBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> Sequence[int | MultipleOf]:
-        """Four sizes."""
         return (8, 16, 32, 64)
 
     @classmethod
@@ -204,14 +202,14 @@ class NhdBackend(PagedBackend):
         return key, value
 
 
-BACKENDS: dict[str, type[PagedBackend]] = {"HND": HndBackend, "NHD": NhdBackend}
+_BACKENDS: dict[str, type[PagedBackend]] = {"HND": _HndBackend, "NHD": _NhdBackend}
 
 
 def attention_backend(name: str) -> type[PagedBackend]:
     """The backend of a layout, "HND" or "NHD"; raises ModelError for another name."""
-    if name not in BACKENDS:
-        raise ModelError(f"layout: expected {' or '.join(BACKENDS)}, got {name!r}")
-    return BACKENDS[name]
+    if name not in _BACKENDS:
+        raise ModelError(f"layout: expected {' or '.join(_BACKENDS)}, got {name!r}")
+    return _BACKENDS[name]
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -246,3 +244,72 @@ def _mask(num_new: int, context: int, window: int | None, device: torch.device) 
     own = context - num_new
     mask = torch.ones(num_new, context, dtype=torch.bool, device=device).tril(own)
     return mask.triu(own - window + 1) if is_windowed and window is not None else mask
+
+
+@dataclass(slots=True, eq=False)
+class PagedAttention:
+    """One attention layer on one rank.
+
+    ``num_kv_heads``: of this rank. ``sliding_window``: tokens that a token sees, itself among them;
+    None for all. ``kv_sharing_target_layer_name``: the layer whose cache it reads instead of having
+    its own. ``kv_cache``: empty until ``bind_kv_cache`` sets it, in the backend's logical shape.
+    """
+
+    num_kv_heads: int
+    head_size: int
+    backend: type[PagedBackend]
+    sliding_window: int | None = None
+    kv_sharing_target_layer_name: str | None = None
+    kv_cache: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def get_attn_backend(self) -> type[PagedBackend]:
+        """The backend that reads and writes this layer's cache."""
+        return self.backend
+
+    def write(self, key: Tensor, value: Tensor, meta: AttentionMetadata) -> None:
+        """Keep the new tokens' K and V [T, num_kv_heads, head_size]."""
+        self.backend.write(self.kv_cache, key, value, meta)
+
+    def attend(self, query: Tensor, meta: AttentionMetadata) -> Tensor:
+        """Attention of the new tokens' ``query`` [T, query heads, head_size] over what is kept."""
+        return self.backend.attend(query, self.kv_cache, meta, self.sliding_window)
+
+
+def paged_layers(
+    model: ModelConfig, shard: TpShard, backend: type[PagedBackend]
+) -> dict[str, PagedAttention]:
+    """The layers of one rank by name, in order of depth, not bound to a cache yet."""
+    return {
+        layer.name: PagedAttention(
+            num_kv_heads=shard.kv_hi - shard.kv_lo,
+            head_size=model.head_size,
+            backend=backend,
+            sliding_window=layer.window,
+            kv_sharing_target_layer_name=layer.target,
+        )
+        for layer in attention_layers(model)
+    }
+
+
+def sharing_layers(layers: Mapping[str, PagedAttention]) -> dict[str, str]:
+    """Layers without a cache of their own, and whose they read."""
+    return {
+        name: layer.kv_sharing_target_layer_name
+        for name, layer in layers.items()
+        if layer.kv_sharing_target_layer_name is not None
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """An engine's settings together with its model and layers, in the shape that the utilities
+    read: ``cache_config``, ``model_config``, ``compilation_config.static_forward_context``.
+    """
+
+    cache_config: EngineConfig
+    model_config: ModelConfig
+    static_forward_context: dict[str, PagedAttention]
+
+    @property
+    def compilation_config(self) -> ForwardContext:
+        return self

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvxfer.engine.launch import RankSpec
+from kvxfer.engine.links import RankSpec
 from kvxfer.errors import ConfigError, PeerLost
 
 AllReduce: TypeAlias = Callable[[Tensor], Tensor]
 """Returns the sum of its argument over all ranks; its argument may have become that."""
 
 COLLECTIVE_TIMEOUT_S = 60.0
-PEER_GRACE_S = 1.0
+_PEER_GRACE_S = 1.0
 """Ranks that are told to end do so at slightly different times."""
 
 log = logging.getLogger("kvxfer.engine")
@@ -100,7 +100,7 @@ def _watch(pids: Sequence[int], is_ending: Callable[[], bool]) -> None:
         except ProcessLookupError:
             gone.append(pid)
     gone = gone or [watched[fd] for fd, _ in poller.poll()]
-    time.sleep(PEER_GRACE_S)
+    time.sleep(_PEER_GRACE_S)
     if not is_ending():
         log.error("process %s, another rank of this engine, has gone", ", ".join(map(str, gone)))
         os._exit(1)

@@ -50,9 +50,7 @@ class PlaneDigest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """The KV of the first ``num_tokens`` tokens of a request on one rank (or, merged, on all ranks
-    of an engine).
-    """
+    """The KV of a request's first ``num_tokens`` tokens, on one rank or merged of all ranks."""
 
     num_tokens: int
     planes: tuple[PlaneDigest, ...]
@@ -126,9 +124,7 @@ def blocks_on_host(
 
 
 def merge_digests(ranks: Iterable[KVDigest]) -> tuple[KVDigest, list[Difference]]:
-    """Join the ranks of one engine. Heads that several ranks hold must agree; where they do not,
-    the first is kept.
-    """
+    """Join the ranks of one engine. Where heads on several ranks differ, the first is kept."""
     merged: dict[tuple[str, str, int], PlaneDigest] = {}
     differences: list[Difference] = []
     counts: set[int] = set()

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import zmq
 
@@ -17,10 +16,19 @@ from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.links import Activity, DriverLink, Output, Started
-from kvxfer.engine.live import Event, NewToken
 from kvxfer.engine.model_config import ModelConfig
-from kvxfer.engine.request import Request
-from kvxfer.engine.rpc import Abort, Ask, Done, Generate, Info, Refused, RpcServer, ToEngine, Token
+from kvxfer.engine.request import Event, NewToken, Request
+from kvxfer.engine.rpc import (
+    Abort,
+    Ask,
+    Done,
+    Generate,
+    Info,
+    RequestRefused,
+    RpcServer,
+    ToEngine,
+    Token,
+)
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import StepOutput
@@ -36,13 +44,6 @@ class _Asker:
 
     client: bytes
     request_id: str
-
-
-class StopSignal(Protocol):
-    """What the parent says: readable when this engine's life is over."""
-
-    def fileno(self) -> int:
-        """For polling."""
 
 
 class Driver:
@@ -89,10 +90,10 @@ class Driver:
         if self._connector is not None:
             self._connector.set_xfer_handshake_metadata_pp_aware(manifests)
 
-    def run(self, stop: StopSignal) -> None:
-        """Serve until ``stop`` is readable."""
+    def run(self, stop: int) -> None:
+        """Serve until the file descriptor ``stop`` is readable."""
         poller = zmq.Poller()
-        poller.register(stop.fileno(), zmq.POLLIN)
+        poller.register(stop, zmq.POLLIN)
         poller.register(self._rpc.socket, zmq.POLLIN)
         own = self._runner.connector
         if own is not None:
@@ -101,7 +102,7 @@ class Driver:
             poller.register(link.socket, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(0 if self._scheduler.has_work() else None))
-            if stop.fileno() in ready:
+            if stop in ready:
                 return
             for client, message in self._rpc.receive():
                 self._handle(client, message)
@@ -173,7 +174,7 @@ class Driver:
                 )
             )
         except (KvxferError, ValueError) as e:
-            self._rpc.send(client, Refused(message.request_id, str(e)))
+            self._rpc.send(client, RequestRefused(message.request_id, str(e)))
         else:
             self._askers[own_id] = asker
             self._own_ids[asker] = own_id
@@ -213,8 +214,8 @@ class Driver:
             num_cached_tokens=request.num_cached_tokens,
             num_external_tokens=request.num_external_tokens,
             failure=request.failure or (plain.reason if plain else None),
-            loads=event.loads,
-            digests=event.digests,
+            loads=tuple(request.reports),
+            digests=request.digests,
             detail=plain.detail if plain else "",
         )
         self._rpc.send(asker.client, done)

@@ -15,14 +15,14 @@ from kvxfer.engine.rpc import (
     Done,
     Generate,
     Info,
-    Refused,
+    RequestRefused,
     RpcClient,
     Token,
     wait_for,
 )
 from kvxfer.errors import KvxferError, PeerLost
 
-CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Engine:
         self._client: RpcClient | None = None
         self._ids = itertools.count()
         self._tokens: dict[str, list[int]] = {}
-        self._results: dict[str, Result | Refused] = {}
+        self._results: dict[str, Result | RequestRefused] = {}
 
     @property
     def client(self) -> RpcClient:
@@ -64,7 +64,7 @@ class Engine:
         if self._client is None:
             self.group.ready()
             self.group.check()
-            self._client = RpcClient(self.group.endpoint, connect_timeout_s=CONNECT_TIMEOUT_S)
+            self._client = RpcClient(self.group.endpoint, connect_timeout_s=_CONNECT_TIMEOUT_S)
         return self._client
 
     def reconfigure(self, config: EngineConfig) -> None:
@@ -108,7 +108,7 @@ class Engine:
                 raise PeerLost(f"request {request_id}: no end within {timeout_s:g} s")
             self._hear(left_s)
         result = self._results.pop(request_id)
-        if isinstance(result, Refused):
+        if isinstance(result, RequestRefused):
             raise KvxferError(f"engine {self.config.engine_id} refused: {result.error}")
         return result
 
@@ -125,7 +125,7 @@ class Engine:
 
     def info(self) -> Info:
         """The engine as it stands; for use while no request is in flight."""
-        return self.client.ask(CONNECT_TIMEOUT_S)
+        return self.client.ask(_CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
         """End every rank; idempotent."""
@@ -157,6 +157,6 @@ class Engine:
                 case Done(request_id=request_id):
                     tokens = tuple(self._tokens.pop(request_id))
                     self._results[request_id] = Result(message, tokens)
-                case Refused(request_id=request_id):
+                case RequestRefused(request_id=request_id):
                     self._tokens.pop(request_id, None)
                     self._results[request_id] = message

@@ -21,7 +21,7 @@ import msgspec
 
 from kvxfer import errors
 from kvxfer.engine.config import EngineConfig
-from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready, keeps_store, run_rank
+from kvxfer.engine.links import STOP, Failed, Life, RankSpec, Ready, keeps_store
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
@@ -89,7 +89,7 @@ class EngineGroup:
             )
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=run_rank,
+                target=_run_rank,
                 args=(spec, theirs),
                 name=f"{self.config.engine_id}-{rank}",
                 daemon=True,
@@ -253,6 +253,12 @@ class EngineGroup:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _run_rank(spec: RankSpec, parent: Connection) -> None:
+    from kvxfer.engine.rank import rank_main  # loaded with torch in the fork server, not here
+
+    rank_main(spec, parent)
 
 
 def _ending(exit_code: int) -> str:

@@ -9,21 +9,15 @@ import copy
 
 import msgspec
 
-from kvxfer.cache.layer_spec import attention_layer_spec
+from kvxfer.cache.grouping import get_kv_cache_groups
 from kvxfer.cache.planning import (
     estimate_max_model_len,
     get_kv_cache_config,
-    get_kv_cache_groups,
     unify_kv_cache_configs,
 )
-from kvxfer.cache.specs import KVCacheConfig, KVCacheSpec
+from kvxfer.cache.specs import KVCacheConfig, KVCacheSpec, attention_layer_spec
 from kvxfer.engine.config import EngineConfig
-from kvxfer.engine.model_config import (
-    ModelConfig,
-    TpShard,
-    attention_layers,
-    shard_for,
-)
+from kvxfer.engine.model_config import ModelConfig, TpShard, attention_layers, shard_for
 from kvxfer.errors import ConfigError
 
 
@@ -87,9 +81,7 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
 def kv_cache_specs(
     config: EngineConfig, model: ModelConfig, shard: TpShard
 ) -> dict[str, KVCacheSpec]:
-    """What each layer of one rank keeps, by layer name in order of depth; a layer that reads
-    another one's KV keeps nothing.
-    """
+    """What each layer of a rank keeps, in order of depth; without those that read another's."""
     return {
         layer.name: attention_layer_spec(
             layer.name,

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
-from kvxfer.engine.attention import AttentionMetadata
-from kvxfer.engine.layers import PagedAttention
+from kvxfer.engine.attention import AttentionMetadata, PagedAttention
 from kvxfer.engine.model_config import Llama3Rope, ModelConfig, layer_names, shard_for
 from kvxfer.engine.weights import LayerWeights, LlamaWeights
 from kvxfer.errors import ModelError
@@ -117,9 +116,7 @@ def _keep(partial: Tensor) -> Tensor:
 
 
 def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding: value d is paired with value d + D/2. heads [T, H, D], cos and sin [T, 1,
-    D/2].
-    """
+    """Rotary embedding: pairs (d, d + D/2). heads [T, H, D], cos and sin [T, 1, D/2]."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -132,9 +129,7 @@ def _inverse_frequencies(config: ModelConfig) -> Tensor:
 
 
 def _llama3_frequencies(plain: Tensor, rope: Llama3Rope) -> Tensor:
-    """Slow pairs are stretched by ``factor``, fast ones kept, those between interpolated by their
-    rotations.
-    """
+    """Slow pairs are stretched by ``factor``, fast ones kept, others interpolated."""
     rotations = rope.original_max_position_embeddings * plain / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
     kept = ((rotations - rope.low_freq_factor) / span).clamp(0.0, 1.0)

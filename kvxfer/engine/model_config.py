@@ -1,4 +1,4 @@
-"""What a Llama-family model is; :mod:`kvxfer.engine.model_files` reads it from files.
+"""What a Llama-family model is; :mod:`kvxfer.engine.model_config` reads it from files.
 
 Layers may differ in what they see (all tokens, or a sliding window) and in whose KV they read
 (their own, or that of an earlier layer).
@@ -7,12 +7,14 @@ Layers may differ in what they see (all tokens, or a sliding window) and in whos
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvxfer.errors import ModelError
 
-DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class Llama3Rope(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +70,7 @@ class LayerAttention(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TpShard(msgspec.Struct, frozen=True, kw_only=True):
-    """Which heads and which part of the MLP one tensor-parallel rank owns; global ranges ``[lo,
-    hi)``.
-    """
+    """What one tensor-parallel rank owns of heads and MLP: global ranges ``[lo, hi)``."""
 
     tp_rank: int
     tp_size: int
@@ -210,10 +210,10 @@ def shard_for(config: ModelConfig, tp_rank: int, tp_size: int) -> TpShard:
     )
 
 
-def check_model(config: ModelConfig) -> None:
+def _check_model(config: ModelConfig) -> None:
     """What holds for every model, wherever its numbers came from. Raises ModelError."""
-    if config.dtype not in DTYPES:
-        raise ModelError(f"dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    if config.dtype not in _DTYPES:
+        raise ModelError(f"dtype: expected one of {', '.join(_DTYPES)}, got {config.dtype!r}")
     for name in (
         "vocab_size",
         "hidden_size",
@@ -241,3 +241,233 @@ def check_model(config: ModelConfig) -> None:
 
 def _kind(window: int | None) -> str:
     return "full attention" if window is None else f"a window of {window}"
+
+
+_T = TypeVar("_T")
+_MODEL_TYPES = ("llama", "mistral", "ministral")
+FULL, SLIDING = "full_attention", "sliding_attention"  # as in layer_types
+
+
+class _HfConfig(msgspec.Struct, frozen=True):
+    """The keys of ``config.json`` that matter here, spelled as there; others are ignored."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    eos_token_id: int | list[int] | None = None
+    torch_dtype: str | None = None
+    dtype: str | None = None
+    hidden_act: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    # UNSET is not null: where the key is missing, transformers takes 4096 for Mistral models
+    sliding_window: int | UnsetType | None = UNSET
+    layer_types: tuple[str, ...] | None = None
+    num_kv_shared_layers: int = 0
+    partial_rotary_factor: float | None = None
+    quantization_config: dict[str, Any] | None = None
+
+
+class _HfGenerationConfig(msgspec.Struct, frozen=True):
+    eos_token_id: int | list[int] | None = None
+
+
+def load_model_config(
+    path: str | Path | None, *, num_kv_heads: int | None = None, dtype: str | None = None
+) -> ModelConfig:
+    """Read a model's config.
+
+    ``path``: None for the built-in tiny model, a name of
+    :data:`~kvxfer.engine.model_config.BUILT_IN_MODELS` (a folder of that name is ``./hybrid``), a
+    Hugging Face folder (config.json and safetensors files), or a bare config file (seeded random
+    weights). ``num_kv_heads`` overrides the file's where no weights are read. ``dtype``: float32,
+    bfloat16, float16, "auto" for the file's own, or None for float32 (greedy tokens flip by the
+    order of summation in bfloat16, 2 % per token). Raises ModelError naming key and value for
+    anything missing, malformed or not supported.
+    """
+    if path is None:
+        config = DEFAULT_MODEL
+    elif isinstance(path, str) and path in BUILT_IN_MODELS:
+        config = BUILT_IN_MODELS[path]
+    else:
+        config = _from_file(Path(path))
+    if dtype != "auto":
+        config = msgspec.structs.replace(config, dtype=dtype or "float32")
+    if num_kv_heads is not None and num_kv_heads != config.num_kv_heads:
+        if config.weights is not None:
+            raise ModelError(
+                f"num_kv_heads: the weights in {config.weights} have {config.num_kv_heads}, got "
+                f"{num_kv_heads}; "
+                "other head counts need seeded random weights (a bare config.json)"
+            )
+        config = msgspec.structs.replace(config, num_kv_heads=num_kv_heads)
+    _check_model(config)
+    return config
+
+
+def _from_file(path: Path) -> ModelConfig:
+    folder = path if path.is_dir() else None
+    file = path / "config.json" if folder else path
+    raw = _decode(file, _HfConfig)
+    _refuse_unsupported(raw, file)
+    if folder and not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{folder}: expected *.safetensors files, got none; "
+            f"give {file} itself for seeded random weights"
+        )
+    theta, scaling = _rope(raw, file)
+    eos = raw.eos_token_id
+    generation = file.parent / "generation_config.json"
+    if folder and generation.is_file():
+        # Llama 3 Instruct lists <|eot_id|> only there
+        eos = _decode(generation, _HfGenerationConfig).eos_token_id or eos
+    if raw.head_dim is None and (
+        raw.num_attention_heads < 1 or raw.hidden_size % raw.num_attention_heads
+    ):
+        raise ModelError(
+            f"{file}: num_attention_heads: expected a divisor of hidden_size {raw.hidden_size} "
+            f"(there is no head_dim), got {raw.num_attention_heads}"
+        )
+    return ModelConfig(
+        model_type=raw.model_type,
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=raw.num_attention_heads
+        if raw.num_key_value_heads is None
+        else raw.num_key_value_heads,
+        head_size=raw.hidden_size // raw.num_attention_heads
+        if raw.head_dim is None
+        else raw.head_dim,
+        rms_norm_eps=raw.rms_norm_eps,
+        rope_theta=theta,
+        rope_scaling=scaling,
+        max_position_embeddings=raw.max_position_embeddings,
+        tie_word_embeddings=raw.tie_word_embeddings,
+        eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        dtype=raw.dtype or raw.torch_dtype or "float32",
+        weights=folder,
+        windows=_windows(raw, file),
+        num_kv_shared_layers=raw.num_kv_shared_layers,
+    )
+
+
+def _decode(file: Path, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except OSError as exc:
+        raise ModelError(
+            f"{file}: cannot be read ({exc.strerror}); give a Hugging Face folder, a config.json, "
+            f"or one of {', '.join(BUILT_IN_MODELS)}"
+        ) from exc
+    except msgspec.MsgspecError as exc:
+        raise ModelError(f"{file}: {exc}") from exc
+
+
+def _refuse_unsupported(raw: _HfConfig, file: Path) -> None:
+    if raw.model_type not in _MODEL_TYPES:
+        raise ModelError(
+            f"{file}: model_type: expected one of {', '.join(_MODEL_TYPES)}, got "
+            f"{raw.model_type!r}; it is not supported"
+        )
+    expected: tuple[tuple[str, object], ...] = (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("quantization_config", None),
+    )
+    for key, want in expected:
+        if (got := getattr(raw, key)) != want:
+            raise ModelError(f"{file}: {key}: expected {want!r}, got {got!r}; it is not supported")
+    if raw.partial_rotary_factor not in (None, 1.0):
+        raise ModelError(
+            f"{file}: partial_rotary_factor: expected 1.0, got {raw.partial_rotary_factor}; it "
+            "is not supported"
+        )
+
+
+def _windows(raw: _HfConfig, file: Path) -> tuple[int | None, ...]:
+    """What each layer sees; empty where all see everything."""
+    window = raw.sliding_window
+    if raw.model_type == "llama":
+        if window not in (UNSET, None):
+            raise ModelError(
+                f"{file}: sliding_window: expected null for llama, got {window}; it is not "
+                f"supported, give model_type ministral"
+            )
+        window = None
+    elif window is UNSET or raw.num_key_value_heads is None:
+        # their defaults are those of one model (4096 tokens, 8 heads): not guessed
+        missing = "sliding_window" if window is UNSET else "num_key_value_heads"
+        raise ModelError(f"{file}: {missing}: expected it to be given for {raw.model_type}")
+    assert not isinstance(window, UnsetType)
+    if window is not None and window < 1:
+        raise ModelError(f"{file}: sliding_window: expected at least 1 token, got {window}")
+    kinds = raw.layer_types
+    if kinds is None:
+        return (window,) * raw.num_hidden_layers if window is not None else ()
+    if raw.model_type == "mistral" or (raw.model_type == "llama" and set(kinds) - {FULL}):
+        # transformers passes over the key for these two
+        raise ModelError(
+            f"{file}: layer_types: expected none for {raw.model_type}, got {len(kinds)} layers; "
+            "give model_type ministral"
+        )
+    if len(kinds) != raw.num_hidden_layers:
+        raise ModelError(
+            f"{file}: layer_types: expected one for each of {raw.num_hidden_layers} layers, got "
+            f"{len(kinds)}"
+        )
+    if unknown := set(kinds) - {FULL, SLIDING}:
+        raise ModelError(
+            f"{file}: layer_types: expected {FULL} or {SLIDING}, got {min(unknown)!r}; it is not "
+            "supported"
+        )
+    if window is None and SLIDING in kinds:
+        raise ModelError(
+            f"{file}: sliding_window: expected a number of tokens for {SLIDING}, got null"
+        )
+    if SLIDING not in kinds:
+        return ()
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _rope(raw: _HfConfig, file: Path) -> tuple[float, Llama3Rope | None]:
+    """Base and scaling from either spelling."""
+    key = "rope_parameters" if raw.rope_parameters else "rope_scaling"
+    rope = raw.rope_parameters or raw.rope_scaling or {}
+    theta = rope.get("rope_theta", raw.rope_theta)
+    # 10000 is what transformers takes when the file names none
+    theta = 10000.0 if theta is None else theta
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ModelError(f"{file}: {key}.rope_theta: expected a number, got {theta!r}")
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ModelError(
+            f"{file}: {key}.partial_rotary_factor: expected 1.0, got "
+            f"{rope['partial_rotary_factor']!r}; "
+            "it is not supported"
+        )
+    if rope_type == "default":
+        return float(theta), None
+    if rope_type != "llama3":
+        raise ModelError(
+            f"{file}: {key}.rope_type: expected 'default' or 'llama3', got {rope_type!r}; it is "
+            "not supported"
+        )
+    try:
+        return float(theta), msgspec.convert(rope, Llama3Rope)
+    except msgspec.ValidationError as exc:
+        raise ModelError(f"{file}: {key}: {exc}") from exc

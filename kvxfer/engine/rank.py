@@ -25,9 +25,21 @@ from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.collectives import AllReduce, claim_device, end_with_peers, join
 from kvxfer.engine.config import Role
 from kvxfer.engine.driver import Driver
-from kvxfer.engine.launch import STOP, Failed, Life, RankSpec, Ready, keeps_store
-from kvxfer.engine.links import Activity, DriverLink, Output, RankLink, Started, link_address
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.links import (
+    STOP,
+    Activity,
+    DriverLink,
+    Failed,
+    Life,
+    Output,
+    RankLink,
+    RankSpec,
+    Ready,
+    Started,
+    keeps_store,
+    link_address,
+)
+from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import RpcServer
 from kvxfer.engine.runner import Runner, cache_facts
 from kvxfer.errors import KvxferError
@@ -38,15 +50,13 @@ _life = msgspec.msgpack.Decoder(Life)
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the interpreter while another waits. With Python's 5 ms an IO thread
 beside a busy engine thread answers in 10 ms, with this in 45 us (measured)."""
-LAST_GRACE_S = 8.0
+_LAST_GRACE_S = 8.0
 """A rank that was told to end, lost its parent or failed, and still hangs after this (in a
 collective with a dead rank, say) ends itself. Below the parent's own STOP_TIMEOUT_S."""
 
 
 def rank_main(spec: RankSpec, parent: Connection) -> None:
-    """A process's whole life: serve one configuration after the other, until the pipe to the parent
-    closes or says stop.
-    """
+    """A process's life: one configuration after the other, until the parent says stop or goes."""
     # Ctrl-C reaches the whole foreground group: the parent decides when its ranks end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -80,18 +90,15 @@ class _Orders:
     def __init__(self, parent: Connection) -> None:
         self._parent = parent
         self._lives: deque[Life | None] = deque()
-        self._signal = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        # For polling: readable when the present life is over.
+        self.fileno = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self.is_last = False  # nothing follows: this process is to end
         self.is_orphan = False  # the parent ended without saying so
         Thread(target=self._listen, name="orders", daemon=True).start()
 
-    def fileno(self) -> int:
-        """For polling: readable when the present life is over."""
-        return self._signal
-
     def next(self) -> Life | None:
         """Wait for the next life; None: there is none."""
-        os.eventfd_read(self._signal)
+        os.eventfd_read(self.fileno)
         return self._lives.popleft()
 
     def _listen(self) -> None:
@@ -111,11 +118,11 @@ class _Orders:
 
     def _say(self, life: Life | None) -> None:
         self._lives.append(life)
-        os.eventfd_write(self._signal, 1)
+        os.eventfd_write(self.fileno, 1)
 
 
 def _end_late() -> None:
-    time.sleep(LAST_GRACE_S)
+    time.sleep(_LAST_GRACE_S)
     os._exit(1)
 
 
@@ -203,7 +210,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
     manifest = runner.manifest
     ready = Ready(rpc.endpoint, manifest.control_endpoint if manifest else "")
     process.parent.send_bytes(msgspec.msgpack.encode(ready))
-    return lambda: driver.run(process.orders)
+    return lambda: driver.run(process.orders.fileno)
 
 
 def _follow(runner: Runner, link: RankLink) -> None:

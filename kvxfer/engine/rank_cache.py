@@ -1,32 +1,156 @@
-"""One rank's KV cache: planned, allocated in one piece, bound to the layers, and described for the
-wires.
-"""
+"""One rank's KV cache: planned, allocated, bound to the layers, described for the wires."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvxfer.cache.specs import KVCacheConfig
-from kvxfer.engine.attention import AttentionMetadata, PagedBackend
+from kvxfer.cache.manager import NO_BLOCK
+from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
+from kvxfer.engine.attention import (
+    AttentionMetadata,
+    ForwardContext,
+    PagedAttention,
+    PagedBackend,
+    paged_layers,
+    sharing_layers,
+)
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.kv_plan import plan_kv_caches
-from kvxfer.engine.layers import ForwardContext, PagedAttention, paged_layers, sharing_layers
 from kvxfer.engine.model_config import ModelConfig, TpShard
-from kvxfer.engine.step_tables import RequestStep, step_tables
-from kvxfer.tensors.attention_contract import AttentionGroup
-from kvxfer.tensors.attention_setup import build_attn_metadata, init_attn_backend
+from kvxfer.tensors.attention import (
+    AttentionGroup,
+    build_attn_metadata,
+    init_attn_backend,
+    prepare_kernel_block_sizes,
+)
 from kvxfer.tensors.block_zeroer import KVBlockZeroer
-from kvxfer.tensors.kernel_blocks import prepare_kernel_block_sizes
-from kvxfer.tensors.kv_cache import init_kv_cache
-from kvxfer.tensors.kv_sharing import add_kv_sharing_layers_to_kv_cache_groups
+from kvxfer.tensors.kv_cache import add_kv_sharing_layers_to_kv_cache_groups, init_kv_cache
 from kvxfer.tensors.regions import kv_regions
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.transfer.layout import Region
 from kvxfer.transports.base import LocalMemory
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStep:
+    """One request's part of a step. ``block_ids``: for each group its table, by position."""
+
+    block_ids: Sequence[Sequence[int]]
+    num_computed_tokens: int
+    num_new_tokens: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens with the new ones."""
+        return self.num_computed_tokens + self.num_new_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTables:
+    """The arguments of ``build_attn_metadata``; ``block_tables`` (0 where there is no block) and
+    ``slot_mappings`` by group. All int64.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    num_computed_tokens: Tensor
+    block_tables: tuple[Tensor, ...]
+    slot_mappings: tuple[Tensor, ...]
+
+
+def step_tables(
+    requests: Sequence[RequestStep],
+    groups: Sequence[KVCacheGroupSpec],
+    device: torch.device | str = "cpu",
+) -> _StepTables:
+    """Tables of a step. Raises ValueError for a request without new tokens, with another number of
+    tables than groups, with too few blocks for its tokens, or without one that a new token sees.
+    """
+    for index, request in enumerate(requests):
+        _check(index, request, groups)
+    starts = itertools.accumulate((request.num_new_tokens for request in requests), initial=0)
+    query_start_loc = list(starts)
+    block_tables: list[Tensor] = []
+    slot_mappings: list[Tensor] = []
+    for number, group in enumerate(groups):
+        tables = [request.block_ids[number] for request in requests]
+        most = max(map(len, tables), default=0)
+        rows = [[*table, *itertools.repeat(0, most - len(table))] for table in tables]
+        table = torch.tensor(rows, dtype=torch.int64, device=device).reshape(len(rows), most)
+        block_tables.append(table.clamp_(min=0))
+        slots = [
+            slot
+            for request, blocks in zip(requests, tables, strict=True)
+            for slot in _new_slots(request, blocks, group.kv_cache_spec.block_size)
+        ]
+        slot_mappings.append(torch.tensor(slots, dtype=torch.int64, device=device))
+    return _StepTables(
+        num_reqs=len(requests),
+        num_tokens=query_start_loc[-1],
+        query_start_loc=torch.tensor(query_start_loc, dtype=torch.int64),
+        seq_lens=torch.tensor([request.seq_len for request in requests], dtype=torch.int64),
+        num_computed_tokens=torch.tensor(
+            [request.num_computed_tokens for request in requests], dtype=torch.int64
+        ),
+        block_tables=tuple(block_tables),
+        slot_mappings=tuple(slot_mappings),
+    )
+
+
+def _new_slots(request: RequestStep, blocks: Sequence[int], block_size: int) -> list[int]:
+    slots: list[int] = []
+    token = request.num_computed_tokens
+    while token < request.seq_len:
+        position, offset = divmod(token, block_size)
+        count = min(block_size - offset, request.seq_len - token)
+        first = blocks[position] * block_size + offset
+        slots += range(first, first + count)
+        token += count
+    return slots
+
+
+def _check(index: int, request: RequestStep, groups: Sequence[KVCacheGroupSpec]) -> None:
+    if request.num_new_tokens < 1 or request.num_computed_tokens < 0:
+        raise ValueError(
+            f"request {index}: expected new tokens after 0 or more computed ones, "
+            f"got {request.num_new_tokens} after {request.num_computed_tokens}"
+        )
+    if len(request.block_ids) != len(groups):
+        raise ValueError(
+            f"request {index}: expected one block table for each of {len(groups)} groups, got "
+            f"{len(request.block_ids)}"
+        )
+    for number, (blocks, group) in enumerate(zip(request.block_ids, groups, strict=True)):
+        block_size = group.kv_cache_spec.block_size
+        if request.seq_len > len(blocks) * block_size:
+            raise ValueError(
+                f"request {index}: expected blocks for {request.seq_len} tokens in group {number}, "
+                f"got {len(blocks)} of {block_size} tokens"
+            )
+        first_seen = _first_seen(request.num_computed_tokens, group.kv_cache_spec) // block_size
+        seen = blocks[first_seen : -(-request.seq_len // block_size)]
+        if NO_BLOCK in seen:
+            position = first_seen + seen.index(NO_BLOCK)
+            raise ValueError(
+                f"request {index}: expected a block at position {position} of group {number}, "
+                "which a new token sees, got none"
+            )
+
+
+def _first_seen(num_computed_tokens: int, spec: KVCacheSpec) -> int:
+    """The first position that the next token sees, of a layer that keeps what ``spec`` says."""
+    if isinstance(spec, SlidingWindowSpec):
+        return max(0, num_computed_tokens - spec.sliding_window + 1)
+    return 0
+
 
 log = logging.getLogger("kvxfer.engine")
 
@@ -138,7 +262,6 @@ class _Memory:
         self.shared: SharedPool | None = None
 
     def allocate(self, nbytes: int) -> Tensor:
-        """All buffers of the cache; zeroed."""
         if self._is_shared:
             self.shared = SharedPool.create(nbytes)
             self._tensor = self.shared.tensor
@@ -147,7 +270,6 @@ class _Memory:
         return self._tensor
 
     def local(self) -> LocalMemory:
-        """What was allocated."""
         if self._tensor is None:
             raise ValueError("KV cache: expected layers that keep KV, got none")
         info = self.shared.info if self.shared else plain_info(self._tensor)

@@ -1,4 +1,4 @@
-"""One request inside the reference engine."""
+"""One request inside the reference engine, and what the scheduler tells of it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvxfer.connector.params import Plain
+from kvxfer.connector.records import LoadReport
+from kvxfer.engine.digest import KVDigest
 
 
 class Status(enum.Enum):
-    """Where a request stands."""
-
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()
@@ -23,7 +23,6 @@ class Status(enum.Enum):
 
     @property
     def is_finished(self) -> bool:
-        """Nothing more will be computed."""
         return self.name.startswith("FINISHED")
 
 
@@ -34,6 +33,8 @@ class Request:
 
     ``num_cached_tokens``: the local prefix hit; ``num_external_tokens``: tokens that were to be
     loaded. ``plain``: why it asked for KV and got none to load; ``failure``: why its load failed.
+    ``reports``: one for each rank that loaded. ``digests``: by rank, only where the engine digests.
+    ``num_told_tokens``: how many of its tokens the workers know; None before its first step.
     """
 
     request_id: str
@@ -48,10 +49,12 @@ class Request:
     num_external_tokens: int = 0
     failure: str | None = None
     plain: Plain | None = None
+    reports: list[LoadReport] = field(default_factory=list)
+    digests: tuple[KVDigest, ...] = ()
+    num_told_tokens: int | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
         return len(self.prompt_token_ids)
 
     @property
@@ -63,3 +66,23 @@ class Request:
     def all_token_ids(self) -> Sequence[int]:
         """Prompt and output so far."""
         return (*self.prompt_token_ids, *self.output_token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """A request has one more token."""
+
+    request_id: str
+    token_id: int
+    logit_gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request ended. ``kv_transfer_params``: what it offers others, None for nothing."""
+
+    request: Request
+    kv_transfer_params: dict[str, Any] | None
+
+
+Event = NewToken | Finished

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvxfer.cache.cache_hit import CacheHit
 from kvxfer.cache.hashing import (
     BlockHashType,
     HashFunction,
+    get_hash_fn_by_name,
     hash_request_tokens,
     none_hash,
     sha256,
 )
-from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.kv_cache_manager import CacheHit, KVCacheManager
 from kvxfer.cache.kv_events import KVCacheEvent, KVEventLog
 from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
-from kvxfer.cache.object_hash import get_hash_fn_by_name
 from kvxfer.cache.specs import KVCacheConfig
 from kvxfer.connector.params import OfferWanted, parse_params
 from kvxfer.engine.config import EngineConfig, Role
@@ -93,9 +92,7 @@ class RequestBlocks:
         return is_admitted
 
     def grow(self, request: Request, num_new_tokens: int) -> GroupIds:
-        """Blocks for a step that computes the next ``num_new_tokens`` tokens; the ids that are new,
-        by group.
-        """
+        """Blocks for a step of the next ``num_new_tokens`` tokens; the new ids, by group."""
         num_computed = request.num_computed_tokens
         return self._manager.grow(request.request_id, num_computed, num_computed + num_new_tokens)
 
@@ -144,9 +141,7 @@ class RequestBlocks:
             self._manager.free(request_id)
 
     def _num_held_tokens(self, request: Request) -> int | None:
-        """The whole prompt is offered, and a sink computes its last token itself: what that token
-        looks at must stay.
-        """
+        """A sink computes the last prompt token itself: what it looks at must stay."""
         if self._config.role not in {Role.PREFILL, Role.BOTH}:
             return None
         is_offered = isinstance(parse_params(request.kv_transfer_params), OfferWanted)

@@ -23,7 +23,7 @@ from kvxfer.errors import ConfigError, PeerLost, ProtocolError
 
 log = logging.getLogger("kvxfer.engine")
 
-MAX_FRAME_NBYTES = 64 << 20
+_MAX_FRAME_NBYTES = 64 << 20
 """A million token ids are 5 MB; digests of a 10,000-token prompt on 8 ranks about 10 MB."""
 HEARTBEAT_S = 1.0
 """ZMQ's own heartbeats: a peer whose process or host is gone is noticed without traffic."""
@@ -39,9 +39,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End a request now; its Done follows, unless it had ended: then its KV is not offered any
-    more.
-    """
+    """End a request now; its Done follows, unless it had ended: then its offer is withdrawn."""
 
     request_id: str
 
@@ -75,7 +73,7 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
     detail: str = ""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The request was not started, or the frame not understood (then ``request_id`` is empty)."""
 
     request_id: str
@@ -98,7 +96,7 @@ class Info(msgspec.Struct, frozen=True, tag="info", kw_only=True):
 
 
 ToEngine = Generate | Abort | Ask
-ToClient = Token | Done | Refused | Info
+ToClient = Token | Done | RequestRefused | Info
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
@@ -107,7 +105,7 @@ _to_client = msgspec.msgpack.Decoder(ToClient)
 
 def _tune(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_NBYTES)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))
@@ -146,14 +144,13 @@ class RpcServer:
                 messages.append((client, _to_engine.decode(frames[0])))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
                 self.num_malformed += 1
-                self.send(client, Refused("", f"request frame: {e}"))
+                self.send(client, RequestRefused("", f"request frame: {e}"))
 
     def send(self, client: bytes, message: ToClient) -> None:
         """Answer; a client that has gone is forgotten by the socket."""
         self.socket.send_multipart([client, _encoder.encode(message)])
 
     def close(self) -> None:
-        """Stop listening."""
         self.socket.close()
 
 
@@ -171,9 +168,7 @@ class RpcClient:
     """The other end; used by one thread. Works as a context manager."""
 
     def __init__(self, endpoint: str, *, connect_timeout_s: float) -> None:
-        """Connect to ``tcp://host:port`` and wait for its Info. PeerLost when none comes in
-        time.
-        """
+        """Connect to ``tcp://host:port`` and wait for its Info; PeerLost without it in time."""
         self.endpoint = endpoint
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
@@ -191,7 +186,6 @@ class RpcClient:
             raise
 
     def send(self, message: ToEngine) -> None:
-        """Queue a message."""
         self._socket.send(_encoder.encode(message))
 
     @property
@@ -220,9 +214,7 @@ class RpcClient:
         return message
 
     def ask(self, timeout_s: float) -> Info:
-        """The engine as it stands; for use while no request is in flight. PeerLost without an
-        answer in time.
-        """
+        """The engine as it stands, while no request is in flight; PeerLost without an answer."""
         deadline_s = time.monotonic() + timeout_s
         self.send(Ask())
         while (left_s := deadline_s - time.monotonic()) > 0:
@@ -234,7 +226,6 @@ class RpcClient:
         )
 
     def close(self) -> None:
-        """Disconnect; idempotent."""
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close()

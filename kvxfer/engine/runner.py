@@ -1,11 +1,8 @@
-"""One rank's half of a step: zero, digest, load, compute, save, report. Owns the cache and the
-worker connector.
-"""
+"""One rank's half of a step: zero, digest, load, compute, save, report."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +14,8 @@ from kvxfer.engine.attention import attention_backend
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import KVDigest, blocks_on_host, kv_digests
 from kvxfer.engine.model import LlamaModel
-from kvxfer.engine.model_config import ModelConfig, attention_pattern, shard_for
-from kvxfer.engine.model_files import load_model_config
-from kvxfer.engine.rank_cache import RankCache
-from kvxfer.engine.step_tables import RequestStep
+from kvxfer.engine.model_config import ModelConfig, attention_pattern, load_model_config, shard_for
+from kvxfer.engine.rank_cache import RankCache, RequestStep
 from kvxfer.engine.steps import GroupIds, Sample, SchedulerOutput, StepOutput
 from kvxfer.engine.weights import load_weights, weights_identity
 from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest
@@ -35,22 +30,6 @@ class _Sequence:
     token_ids: list[int]
     block_ids: list[list[int]]
     num_computed_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """One request's part of this step."""
-
-    req_id: str
-    sequence: _Sequence
-    num_new_tokens: int
-
-    @property
-    def reaches_end(self) -> bool:
-        """The last known token is computed: a next one can be sampled."""
-        return self.sequence.num_computed_tokens + self.num_new_tokens == len(
-            self.sequence.token_ids
-        )
 
 
 def cache_facts(config: EngineConfig, model: ModelConfig) -> CacheFacts:
@@ -144,7 +123,8 @@ class Runner:
         }
         if self.connector is not None:
             self.connector.start_load_kv()
-        samples = self._compute(self._shares(step)) if step.num_scheduled_tokens else ()
+        self._learn(step)
+        samples = self._compute(step.num_scheduled_tokens) if step.num_scheduled_tokens else ()
         for req_id in step.finished_req_ids:
             self._sequences.pop(req_id, None)
         if self.connector is not None:
@@ -177,7 +157,8 @@ class Runner:
             buffer = blocks_on_host(regions, buffer, block_ids)
         return kv_digests(regions, buffer, block_ids, num_tokens)
 
-    def _shares(self, step: SchedulerOutput) -> list[_Share]:
+    def _learn(self, step: SchedulerOutput) -> None:
+        """Keep what the step tells of its requests."""
         for new in step.scheduled_new_reqs:
             self._sequences[new.req_id] = _Sequence(
                 list(new.prompt_token_ids),
@@ -197,36 +178,27 @@ class Runner:
                 sequence.block_ids = [[] for _ in sequence.block_ids]
             for table, ids in zip(sequence.block_ids, new_ids or (), strict=new_ids is not None):
                 table += ids
-        return [
-            _Share(req_id, self._sequences[req_id], num_new)
-            for req_id, num_new in step.num_scheduled_tokens.items()
-        ]
 
-    def _compute(self, shares: list[_Share]) -> tuple[Sample, ...]:
+    def _compute(self, num_scheduled_tokens: Mapping[str, int]) -> tuple[Sample, ...]:
         token_ids: list[int] = []
         positions: list[int] = []
-        for share in shares:
-            lo = share.sequence.num_computed_tokens
-            token_ids += share.sequence.token_ids[lo : lo + share.num_new_tokens]
-            positions += range(lo, lo + share.num_new_tokens)
-        metadata = self._cache.metadata(
-            [
-                RequestStep(s.sequence.block_ids, s.sequence.num_computed_tokens, s.num_new_tokens)
-                for s in shares
-            ]
-        )
+        requests: list[RequestStep] = []
+        ends: dict[str, int] = {}  # the row of the last known token, where it is computed now
+        for req_id, num_new in num_scheduled_tokens.items():
+            sequence = self._sequences[req_id]
+            lo = sequence.num_computed_tokens
+            token_ids += sequence.token_ids[lo : lo + num_new]
+            positions += range(lo, lo + num_new)
+            requests.append(RequestStep(sequence.block_ids, lo, num_new))
+            if lo + num_new == len(sequence.token_ids):
+                ends[req_id] = len(positions) - 1
+        metadata = self._cache.metadata(requests)
         hidden = self._model.forward(self._ints(token_ids), self._ints(positions), metadata)
-        ending = [index for index, share in enumerate(shares) if share.reaches_end]
-        if self._tp_rank != 0 or not ending:
+        if self._tp_rank != 0 or not ends:
             return ()
-        ends = list(itertools.accumulate(share.num_new_tokens for share in shares))
-        rows = self._ints([ends[index] - 1 for index in ending])
-        best = self._model.logits(hidden[rows]).topk(2, dim=-1)
+        best = self._model.logits(hidden[self._ints(list(ends.values()))]).topk(2, dim=-1)
         token_of, gap_of = best.indices[:, 0], best.values[:, 0] - best.values[:, 1]
-        return tuple(
-            Sample(shares[index].req_id, token_id, gap)
-            for index, token_id, gap in zip(ending, token_of.tolist(), gap_of.tolist(), strict=True)
-        )
+        return tuple(map(Sample, ends, token_of.tolist(), gap_of.tolist()))
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

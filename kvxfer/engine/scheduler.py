@@ -15,22 +15,47 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
 import msgspec
 
-from kvxfer.cache.cache_hit import CacheHit
+from kvxfer.cache.kv_cache_manager import CacheHit
 from kvxfer.cache.kv_events import KVCacheEvent
 from kvxfer.cache.manager import NO_BLOCK
 from kvxfer.cache.specs import KVCacheConfig
 from kvxfer.connector.records import KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
-from kvxfer.engine.live import BlockTables, Event, Finished, Live, NewToken, Orders, Share
-from kvxfer.engine.request import Request, Status
+from kvxfer.engine.request import Event, Finished, NewToken, Request, Status
 from kvxfer.engine.request_blocks import RequestBlocks
-from kvxfer.engine.step_data import step_data
-from kvxfer.engine.steps import DigestOrder, Sample, SchedulerOutput, StepOutput
+from kvxfer.engine.steps import (
+    CachedRequestData,
+    DigestOrder,
+    GroupIds,
+    NewRequestData,
+    Sample,
+    SchedulerOutput,
+    StepOutput,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A request's part of a step: how many tokens, and the blocks that its tables get for them."""
+
+    request: Request
+    num_new_tokens: int
+    new_block_ids: GroupIds
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockTables:
+    """A request's block tables by group, as the connector asks for them."""
+
+    block_ids: GroupIds
+
+    def get_block_ids(self) -> GroupIds:
+        return self.block_ids
 
 
 class Scheduler:
@@ -53,7 +78,7 @@ class Scheduler:
         self._connector = connector
         self._eos_token_ids = frozenset(eos_token_ids)
         self._blocks = RequestBlocks(config, kv_cache_config)
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}
         self._running: list[Request] = []
@@ -61,7 +86,9 @@ class Scheduler:
         self._held_offers: set[str] = set()
         self._draining_loads: set[str] = set()
         self._undigested: dict[str, Finished] = {}
-        self._orders = Orders()
+        # What the next step tells the workers besides tokens to compute.
+        self._finished: set[str] = set()
+        self._digest_orders: list[DigestOrder] = []
         # The head of the queue does not fit now; without this an idle engine would try for ever.
         self._is_blocked = False
 
@@ -86,18 +113,17 @@ class Scheduler:
         return bool(
             (self._waiting and not self._is_blocked)
             or self._running
-            or self._orders != Orders()
+            or self._finished
+            or self._digest_orders
             or (self._connector is not None and self._connector.has_orders())
         )
 
     def add(self, request: Request) -> None:
-        """A new request. Raises OutOfBlocks when it can never fit, ValueError for an id that is in
-        use.
-        """
+        """A new request. Raises OutOfBlocks if it can never fit, ValueError for an id in use."""
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id}: expected a new id, got one in use")
         self._blocks.add(request)
-        self._live[request.request_id] = Live(request)
+        self._live[request.request_id] = request
         self._waiting.append(request)
         if self._connector is not None:
             request.plain = self._connector.on_new_request(request)
@@ -107,9 +133,9 @@ class Scheduler:
         KV of one that has finished is not offered any more.
         """
         events: list[Event] = []
-        live = self._live.get(request_id)
-        if live is not None and not live.request.status.is_finished:
-            self._finish(live, Status.FINISHED_ABORTED, events)
+        request = self._live.get(request_id)
+        if request is not None and not request.status.is_finished:
+            self._finish(request, Status.FINISHED_ABORTED, events)
         elif self._connector is not None and self.is_held(request_id):
             self._connector.withdraw_offer(request_id)
         return events
@@ -124,13 +150,13 @@ class Scheduler:
         """Admit what fits, and give every running request its share of the step's tokens."""
         self._admit()
         shares = self._shares()
-        new, cached = step_data(shares, self._blocks)
-        orders, self._orders = self._orders, Orders()
+        new = [share.request for share in shares if share.request.num_told_tokens is None]
+        known = [share for share in shares if share.request.num_told_tokens is not None]
         output = SchedulerOutput(
-            scheduled_new_reqs=new,
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens={s.live.request.request_id: s.num_new_tokens for s in shares},
-            finished_req_ids=frozenset(orders.finished),
+            scheduled_new_reqs=tuple(map(self._new_data, new)),
+            scheduled_cached_reqs=_cached_data(known),
+            num_scheduled_tokens={s.request.request_id: s.num_new_tokens for s in shares},
+            finished_req_ids=frozenset(self._finished),
             # What a load fills was allocated at admission and is not among them: the load may be
             # writing when the ranks zero.
             zero_block_ids=tuple(
@@ -140,39 +166,48 @@ class Scheduler:
                 for block_id in group
                 if block_id != NO_BLOCK
             ),
-            digests=tuple(orders.digests),
+            digests=tuple(self._digest_orders),
         )
+        self._finished.clear()
+        self._digest_orders.clear()
         if self._connector is None:
             return output
         metadata = self._connector.build_connector_meta(output)
         return msgspec.structs.replace(output, kv_connector_metadata=metadata)
 
     def update(self, step: SchedulerOutput, outputs: Sequence[StepOutput]) -> list[Event]:
-        """What the ranks returned; ``outputs[0]`` carries the samples and the aggregated connector
-        output.
-        """
+        """What the ranks returned; ``outputs[0]`` has samples and aggregated connector output."""
         events: list[Event] = []
         self._take_digests(outputs, events)
         if outputs[0].kv_connector_output is not None:
             self._update_transfers(outputs[0].kv_connector_output, events)
         for request_id, num_new in step.num_scheduled_tokens.items():
-            live = self._live.get(request_id)
-            if live is None or live.request.status is not Status.RUNNING:
+            request = self._live.get(request_id)
+            if request is None or request.status is not Status.RUNNING:
                 continue  # aborted while the step ran
-            live.request.num_computed_tokens += num_new
-            self._blocks.computed(live.request)
+            request.num_computed_tokens += num_new
+            self._blocks.computed(request)
         for sample in outputs[0].samples:
             self._sampled(sample, events)
         return events
 
-    def _shares(self) -> list[Share]:
+    def _new_data(self, request: Request) -> NewRequestData:
+        request.num_told_tokens = request.num_prompt_tokens
+        return NewRequestData(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            block_ids=self._blocks.table(request),
+            num_computed_tokens=request.num_computed_tokens,
+        )
+
+    def _shares(self) -> list[_Share]:
         budget = self._config.max_num_batched_tokens
-        shares: list[Share] = []
+        shares: list[_Share] = []
         for request in self._running:
             num_new = min(request.num_tokens - request.num_computed_tokens, budget)
             if num_new > 0:
                 new_ids = self._blocks.grow(request, num_new)
-                shares.append(Share(self._live[request.request_id], num_new, new_ids))
+                shares.append(_Share(request, num_new, new_ids))
                 budget -= num_new
         return shares
 
@@ -201,7 +236,7 @@ class Scheduler:
             # After a failed load it stays what was to be loaded.
             request.num_external_tokens = num_external
         if self._connector is not None:
-            blocks = BlockTables(self._blocks.table(request))
+            blocks = _BlockTables(self._blocks.table(request))
             plain = self._connector.update_state_after_alloc(request, blocks, num_external)
             request.plain = request.plain or plain
         if num_external:
@@ -226,9 +261,7 @@ class Scheduler:
         return hit, self._num_external_tokens(request, hit.num_tokens)
 
     def _num_external_tokens(self, request: Request, num_hit_tokens: int) -> int | None:
-        """How many tokens after the hit the connector can load. The last number asked with is the
-        one it goes by.
-        """
+        """Tokens after the hit that the connector can load; it goes by the last question."""
         if self._connector is None:
             return 0
         return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)[0]
@@ -241,7 +274,7 @@ class Scheduler:
 
     def _order_digest(self, request: Request, num_tokens: int) -> None:
         table = self._blocks.table(request)
-        self._orders.digests.append(DigestOrder(request.request_id, table, num_tokens))
+        self._digest_orders.append(DigestOrder(request.request_id, table, num_tokens))
 
     # ------------------------------------------------------------------ what came back
 
@@ -249,9 +282,8 @@ class Scheduler:
         if self._connector is not None:
             self._connector.update_connector_output(output)
         for report in output.kv_connector_stats.loads if output.kv_connector_stats else ():
-            live = self._live.get(report.request_id)
-            if live is not None:
-                live.reports.append(report)
+            if report.request_id in self._live:
+                self._live[report.request_id].reports.append(report)
         failed = output.failed_recving or {}
         incomplete = output.incomplete_blocks or {}
         for request_id in output.finished_recving or ():
@@ -275,7 +307,7 @@ class Scheduler:
     def _load_failed(self, request: Request, failure: str, events: list[Event]) -> None:
         request.failure = failure
         if self._config.on_load_failure is OnLoadFailure.FAIL:
-            self._finish(self._live[request.request_id], Status.FINISHED_ERROR, events)
+            self._finish(request, Status.FINISHED_ERROR, events)
             return
         # Its tables begin where the load's windows did; computing it needs what lies before. The
         # connector does not offer the load again.
@@ -286,38 +318,37 @@ class Scheduler:
         self._is_blocked = False
 
     def _sampled(self, sample: Sample, events: list[Event]) -> None:
-        live = self._live.get(sample.req_id)
-        if live is None or live.request.status is not Status.RUNNING:
+        request = self._live.get(sample.req_id)
+        if request is None or request.status is not Status.RUNNING:
             return  # aborted while the step ran
-        request = live.request
         request.output_token_ids.append(sample.token_id)
         events.append(NewToken(sample.req_id, sample.token_id, sample.logit_gap))
         if sample.token_id in self._eos_token_ids:
-            self._finish(live, Status.FINISHED_STOPPED, events)
+            self._finish(request, Status.FINISHED_STOPPED, events)
         elif len(request.output_token_ids) >= request.max_new_tokens:
-            self._finish(live, Status.FINISHED_LENGTH_CAPPED, events)
+            self._finish(request, Status.FINISHED_LENGTH_CAPPED, events)
 
     def _take_digests(self, outputs: Sequence[StepOutput], events: list[Event]) -> None:
         for request_id in outputs[0].digests:
             digests = tuple(output.digests[request_id] for output in outputs)
             finished = self._undigested.pop(request_id, None)
             if finished is not None:
-                events.append(replace(finished, digests=digests))
+                finished.request.digests = digests
+                events.append(finished)
             elif request_id in self._live:
                 self._live[request_id].digests = digests
 
     # ------------------------------------------------------------------ the end of a request
 
-    def _finish(self, live: Live, status: Status, events: list[Event]) -> None:
+    def _finish(self, request: Request, status: Status, events: list[Event]) -> None:
         self._is_blocked = False
-        request = live.request
         was, request.status = request.status, status
         if was is Status.WAITING:
             self._waiting.remove(request)
         elif was is Status.RUNNING:
             self._running.remove(request)
-        if live.is_known_to_workers:
-            self._orders.finished.add(request.request_id)
+        if request.num_told_tokens is not None:
+            self._finished.add(request.request_id)
         keep, params = False, None
         if self._connector is not None:
             keep, params = self._connector.request_finished_all_groups(
@@ -330,7 +361,7 @@ class Scheduler:
             self._held_offers.add(request.request_id)
         if is_loading or keep:
             self._blocks.keep(request)
-        finished = Finished(request, params, tuple(live.reports), live.digests)
+        finished = Finished(request, params)
         if self._config.digests and params is not None:
             self._undigested[request.request_id] = finished
             self._order_digest(request, request.num_prompt_tokens)
@@ -343,3 +374,22 @@ class Scheduler:
         self._is_blocked = False
         self._blocks.free(request_id)
         del self._live[request_id]
+
+
+def _cached_data(known: Sequence[_Share]) -> CachedRequestData:
+    """Of requests that the workers know only what has changed: it is marked as told."""
+    return CachedRequestData(
+        req_ids=tuple(share.request.request_id for share in known),
+        new_block_ids=tuple(
+            share.new_block_ids if any(share.new_block_ids) else None for share in known
+        ),
+        num_computed_tokens=tuple(share.request.num_computed_tokens for share in known),
+        new_token_ids=tuple(_take_untold(share.request) for share in known),
+    )
+
+
+def _take_untold(request: Request) -> tuple[int, ...]:
+    """Tokens sampled since the workers were last told, now told."""
+    told = request.num_told_tokens or 0
+    request.num_told_tokens = request.num_tokens
+    return tuple(request.output_token_ids[told - request.num_prompt_tokens :])

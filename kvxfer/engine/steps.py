@@ -1,6 +1,4 @@
-"""What the scheduler sends to every rank for one step, and what comes back. They travel as
-msgpack.
-"""
+"""What the scheduler sends to every rank for one step, and what comes back, as msgpack."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class DigestOrder(msgspec.Struct, frozen=True):
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """One step. Empty ``num_scheduled_tokens``: nothing to compute, only the connector is
-    served.
-    """
+    """One step. Without ``num_scheduled_tokens`` only the connector is served."""
 
     scheduled_new_reqs: tuple[NewRequestData, ...] = ()
     scheduled_cached_reqs: CachedRequestData = CachedRequestData()

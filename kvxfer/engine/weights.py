@@ -11,7 +11,7 @@ import importlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -23,8 +23,8 @@ from kvxfer.errors import ModelError
 # The order of float32 summation (TP 1 against 2 and 4) moved the tiny model's logits by at most
 # 1e-5
 # and flipped none of 4,096 greedy tokens; the smallest gap between the best two was 8e-5.
-RANDOM_STD = 0.08
-INDEX_NAME = "model.safetensors.index.json"
+_RANDOM_STD = 0.08
+_INDEX_NAME = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,7 @@ class LlamaWeights:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``[lo, hi)`` along dimension ``dim`` of the tensor ``name`` whose full shape is ``shape``;
-    dim None: all of it.
-    """
+    """``[lo, hi)`` along ``dim`` of the tensor ``name`` of this shape; dim None: all of it."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,15 +63,8 @@ class Part:
     hi: int = 0
 
 
-class WeightSource(Protocol):
-    """Where parts come from."""
-
-    def read(self, part: Part) -> Tensor:
-        """The part, contiguous, in the source's own dtype."""
-
-
 class RandomWeights:
-    """Seeded weights: norms of one, the rest normal with standard deviation ``RANDOM_STD``."""
+    """Seeded weights: norms of one, the rest normal with a small standard deviation."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -84,11 +75,11 @@ class RandomWeights:
             return torch.ones(part.shape)
         digest = hashlib.blake2b(f"{self._seed}:{part.name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        full = torch.empty(part.shape).normal_(std=RANDOM_STD, generator=generator)
+        full = torch.empty(part.shape).normal_(std=_RANDOM_STD, generator=generator)
         return full if part.dim is None else full.narrow(part.dim, part.lo, part.hi - part.lo)
 
 
-class SafetensorsWeights:
+class _Safetensors:
     """The ``*.safetensors`` files of a folder, with or without an index; a context manager."""
 
     def __init__(self, folder: Path) -> None:
@@ -101,7 +92,7 @@ class SafetensorsWeights:
             self.close()
             raise
 
-    def __enter__(self) -> SafetensorsWeights:
+    def __enter__(self) -> _Safetensors:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,18 +100,14 @@ class SafetensorsWeights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every tensor in the files."""
         return frozenset(self._handles)
 
     def close(self) -> None:
-        """Close the files."""
         self._handles.clear()
         self._stack.close()
 
     def read(self, part: Part) -> Tensor:
-        """Read only the bytes of the part. Raises ModelError for a tensor that is missing or has
-        another shape.
-        """
+        """Read only the part's bytes. ModelError if it is missing or has another shape."""
         handle = self._handles.get(part.name)
         if handle is None:
             raise ModelError(f"{self._folder}: expected a tensor {part.name}, found none")
@@ -168,7 +155,7 @@ def load_weights(
     """
     if config.weights is None:
         return _assemble(config, shard, RandomWeights(seed), device)
-    with SafetensorsWeights(config.weights) as source:
+    with _Safetensors(config.weights) as source:
         _refuse_unknown(config, source.names)
         return _assemble(config, shard, source, device)
 
@@ -182,7 +169,7 @@ def weights_identity(config: ModelConfig, *, seed: int = 0) -> str:
     model = msgspec.structs.replace(config, weights=None, dtype="float32")
     digest = hashlib.blake2b(msgspec.json.encode(model), digest_size=16)
     if config.weights is None:
-        digest.update(f"seed {seed} std {RANDOM_STD}".encode())
+        digest.update(f"seed {seed} std {_RANDOM_STD}".encode())
         return f"random-{digest.hexdigest()}"
     for file in _weight_files(config.weights):
         nbytes = file.stat().st_size
@@ -196,7 +183,7 @@ def weights_identity(config: ModelConfig, *, seed: int = 0) -> str:
 
 def _weight_files(folder: Path) -> list[Path]:
     """The files named by the index, or every safetensors file of the folder."""
-    index = folder / INDEX_NAME
+    index = folder / _INDEX_NAME
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))
     try:
@@ -242,7 +229,10 @@ _LAYER_TENSORS = _KV_TENSORS | {
 
 
 def _assemble(
-    config: ModelConfig, shard: TpShard, source: WeightSource, device: torch.device | str
+    config: ModelConfig,
+    shard: TpShard,
+    source: RandomWeights | _Safetensors,
+    device: torch.device | str,
 ) -> LlamaWeights:
     dtype = getattr(torch, config.dtype)
     hidden, head = config.hidden_size, config.head_size

@@ -1,25 +1,80 @@
-"""The two bodies that a client's body becomes, and the params in a prefill engine's answer. Pure.
+"""What goes from a client to engines and back: bodies, headers, and the proxy's own errors. Pure.
 
 Only the top level of a body is taken apart. Every value stays the bytes that came, so numbers,
-escapes and the params' nested keys arrive exactly as they were sent.
+escapes and the params' nested keys arrive exactly as they were sent. Hop-by-hop headers (RFC 9110,
+7.6.1) belong to one connection and end here, with every header that ``Connection`` names.
+Authorization goes on: the engines check it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import enum
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
-from kvxfer.proxy.replies import NoKv, Reason, Refused
+from kvxfer.errors import KvxferError
+
+
+class Reason(enum.StrEnum):
+    """Why a request was not served, was cut, or was served without KV. A label of the counters."""
+
+    UNKNOWN_PATH = "unknown_path"
+    BODY_TOO_LARGE = "body_too_large"
+    BAD_BODY = "bad_body"
+    NOT_TRANSFERABLE = "not_transferable"
+    NO_PREFILL_ENGINE = "no_prefill_engine"
+    NO_DECODE_ENGINE = "no_decode_engine"
+    PREFILL_UNREACHABLE = "prefill_unreachable"
+    PREFILL_TIMEOUT = "prefill_timeout"
+    PREFILL_ERROR = "prefill_error"
+    PREFILL_UNREADABLE = "prefill_unreadable"
+    PREFILL_WITHOUT_KV = "prefill_without_kv"
+    DECODE_UNREACHABLE = "decode_unreachable"
+    DECODE_ERROR = "decode_error"
+    DECODE_CUT = "decode_cut"
+    CLIENT_GONE = "client_gone"
+
+
+class NoKv(KvxferError):
+    """A prefill engine has answered, and offers no KV: decode can compute the prompt itself."""
+
+    reason = Reason.PREFILL_WITHOUT_KV
+
+
+class ErrorReply(KvxferError):
+    """A request that the proxy answers by itself, with an error.
+
+    ``status`` is the HTTP status, ``param`` the field of the body that is the reason, if one is.
+    """
+
+    def __init__(
+        self, status: int, reason: Reason, message: str, *, param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.param = param
+
+    def body(self) -> bytes:
+        """The answer's JSON, in the shape of the OpenAI API's errors."""
+        error = {
+            "message": str(self),
+            "type": self.reason.value,
+            "param": self.param,
+            "code": self.status,
+        }
+        return msgspec.json.encode({"error": error})
+
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT: Final = "/v1/chat/completions"
 
-KV_PARAMS: Final = "kv_transfer_params"
-PREFILL_PARAMS: Final[Mapping[str, bool | None]] = MappingProxyType(
+_KV_PARAMS: Final = "kv_transfer_params"
+_PREFILL_PARAMS: Final[Mapping[str, bool | None]] = MappingProxyType(
     {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -71,7 +126,7 @@ class ClientBody:
         fields: dict[str, object] = {
             name: value for name, value in self.fields.items() if name not in _DROPPED_FOR_PREFILL
         }
-        fields |= {"max_tokens": 1, "stream": False, KV_PARAMS: dict(PREFILL_PARAMS)}
+        fields |= {"max_tokens": 1, "stream": False, _KV_PARAMS: dict(_PREFILL_PARAMS)}
         if self.path == CHAT and "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = 1
         return msgspec.json.encode(fields)
@@ -80,23 +135,23 @@ class ClientBody:
         """The client's request with the prefill engine's params, byte for byte; None: without."""
         fields = dict(self.fields)
         if params is not None:
-            fields[KV_PARAMS] = params
+            fields[_KV_PARAMS] = params
         return msgspec.json.encode(fields)
 
 
 def parse_body(path: str, raw: bytes) -> ClientBody:
-    """Read a client's body. Raises Refused (400) naming the field and what to do instead."""
+    """Read a client's body. Raises ErrorReply (400) naming the field and what to do instead."""
     try:
         asked = msgspec.json.decode(raw, type=_Asked)
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     # RecursionError: a body nested deeper than the parser goes.
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-        raise Refused(400, Reason.BAD_BODY, f"body: expected a JSON object: {e}") from e
+        raise ErrorReply(400, Reason.BAD_BODY, f"body: expected a JSON object: {e}") from e
     for field, is_in_the_way, what in _NOT_TRANSFERABLE[path]:
         if is_in_the_way(asked):
-            raise Refused(400, Reason.NOT_TRANSFERABLE, f"{field}: {what}", param=field)
+            raise ErrorReply(400, Reason.NOT_TRANSFERABLE, f"{field}: {what}", param=field)
     # A null of the client's own says nothing and would be a second value of the key.
-    return ClientBody(path, {name: v for name, v in fields.items() if name != KV_PARAMS})
+    return ClientBody(path, {name: v for name, v in fields.items() if name != _KV_PARAMS})
 
 
 def _num_prompts(asked: _Asked) -> int:
@@ -119,7 +174,7 @@ _PROMPT_LOGPROBS = (
 )
 _FOR_BOTH: tuple[_Rule, ...] = (
     (
-        KV_PARAMS,
+        _KV_PARAMS,
         lambda a: a.kv_transfer_params is not None,
         "expected none, got some; the proxy sets them: leave them out, or talk to an engine itself",
     ),
@@ -182,13 +237,13 @@ PATHS: Final = tuple(_NOT_TRANSFERABLE)
 def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
     """The params in a prefill engine's answer, as the bytes that came.
 
-    Raises, with ``engine`` in the message, Refused for an error of the engine (a 4xx keeps its
+    Raises, with ``engine`` in the message, ErrorReply for an error of the engine (a 4xx keeps its
     status, because it is about what the client sent; everything else is 502) and for an answer that
     cannot be read, and NoKv for one without params that ask the decode engine to take the KV.
     """
     if status != 200:
         told = raw[:_QUOTED_CHARS].decode(errors="replace")
-        raise Refused(
+        raise ErrorReply(
             status if 400 <= status < 500 else 502,
             Reason.PREFILL_ERROR,
             f"{engine}: answered {status}: {told}",
@@ -198,20 +253,73 @@ def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
         is_null = bytes(params) == _NULL
         marks = None if is_null else msgspec.json.decode(params, type=_Params)
     except (msgspec.MsgspecError, ValueError, RecursionError) as e:
-        raise Refused(
+        raise ErrorReply(
             502,
             Reason.PREFILL_UNREADABLE,
-            f"{engine}: expected a JSON object with {KV_PARAMS}, got one that cannot be read: {e}",
+            f"{engine}: expected a JSON object with {_KV_PARAMS}, got one that cannot be read: {e}",
         ) from e
     if marks is None:
         raise NoKv(
-            f"{engine}: answered without {KV_PARAMS}; its log or its metrics say why. If it always "
-            "does, is it running with a KV connector whose role can send?"
+            f"{engine}: answered without {_KV_PARAMS}; its log or its metrics say why. If it "
+            "always does, is it running with a KV connector whose role can send?"
         )
     if not marks.do_remote_prefill:
         raise NoKv(
-            f"{engine}: answered with {KV_PARAMS} without do_remote_prefill: true, "
+            f"{engine}: answered with {_KV_PARAMS} without do_remote_prefill: true, "
             "which a decode engine runs as a plain request"
         )
     # A copy: Raw is a view that would keep the whole answer.
     return params.copy()
+
+
+Headers = list[tuple[str, str]]
+REQUEST_ID: Final = "X-Request-Id"
+
+_HOP_BY_HOP = {
+    *("connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization"),
+    *("te", "trailer", "transfer-encoding", "upgrade"),
+}
+# The proxy writes the body anew (already decompressed), and has answered what was expected.
+_OF_THE_BODY = {"host", "content-length", "content-type", "content-encoding", "expect"}
+_ENCODING = "accept-encoding"
+
+
+def to_prefill(headers: Iterable[tuple[str, str]], request_id: str) -> Headers:
+    """For the prefill engine, whose answer the proxy itself reads: not compressed."""
+    kept = _to_engine(headers, request_id, _ENCODING, "accept")
+    return [*kept, ("Accept", "application/json"), ("Accept-Encoding", "identity")]
+
+
+def to_decode(headers: Iterable[tuple[str, str]], request_id: str) -> Headers:
+    """For the decode engine, whose answer goes to the client as it comes."""
+    kept = _to_engine(headers, request_id)
+    # Said explicitly: a client that names no encoding must not get one that we could read.
+    if not any(name.lower() == _ENCODING for name, _ in kept):
+        kept.append(("Accept-Encoding", "identity"))
+    return kept
+
+
+def to_client(headers: Iterable[tuple[str, str]]) -> Headers:
+    """For the client, from a decode engine's answer."""
+    return _end_to_end(list(headers))
+
+
+def find(headers: Iterable[tuple[str, str]], name: str) -> str | None:
+    """The first value of a header that is not empty."""
+    return next((v for k, v in headers if k.lower() == name.lower() and v), None)
+
+
+def _to_engine(headers: Iterable[tuple[str, str]], request_id: str, *without: str) -> Headers:
+    dropped = {REQUEST_ID.lower(), *_OF_THE_BODY, *without}
+    kept = [(k, v) for k, v in _end_to_end(list(headers)) if k.lower() not in dropped]
+    return [*kept, ("Content-Type", "application/json"), (REQUEST_ID, request_id)]
+
+
+def _end_to_end(headers: Headers) -> Headers:
+    named = {
+        word.strip().lower()
+        for name, value in headers
+        if name.lower() == "connection"
+        for word in value.split(",")
+    }
+    return [(k, v) for k, v in headers if k.lower() not in _HOP_BY_HOP | named]

@@ -7,7 +7,7 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kvxfer.proxy.replies import Reason
+from kvxfer.proxy.bodies import Reason
 from kvxfer.proxy.settings import Engine
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
@@ -60,13 +60,10 @@ class Metrics:
                 self.without_kv.labels(reason.value)
 
     def see(self, engine: Engine, is_up: bool) -> None:
-        """Remember whether the engine is up."""
         self._up.labels(engine.side.value, engine.url).set(is_up)
 
     def fail(self, reason: Reason) -> None:
-        """Count one failure."""
         self.failures.labels(reason.value).inc()
 
     def text(self) -> bytes:
-        """The whole page, of content type ``CONTENT_TYPE``."""
         return generate_latest(self._registry)

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvxfer.proxy.replies import Reason, Refused
+from kvxfer.proxy.bodies import ErrorReply, Reason
 from kvxfer.proxy.settings import Engine, Side
 
 
@@ -47,9 +47,9 @@ class EnginePool:
         return changed
 
     def pick(self, side: Side) -> Engine:
-        """Whose turn it is. Raises Refused (503) naming every engine of the side when none is up.
+        """Whose turn it is. An engine that is skipped loses its turn, and nobody else's turn moves.
 
-        An engine that is skipped loses its turn, and nobody else's turn moves.
+        Raises ErrorReply (503) naming every engine of the side when none is up.
         """
         engines = [engine for engine in self._seen if engine.side is side]
         for step in range(len(engines)):
@@ -58,7 +58,7 @@ class EnginePool:
                 self._next[side] = position + 1
                 return engines[position]
         states = ", ".join(f"{e.url} {self._seen[e].detail}" for e in engines)
-        raise Refused(503, _NO_ENGINE[side], f"no {side} engine is up: {states}")
+        raise ErrorReply(503, _NO_ENGINE[side], f"no {side} engine is up: {states}")
 
     def require(self, side: Side) -> None:
         """Raise as ``pick`` would, and use up nobody's turn."""

@@ -1,21 +1,361 @@
-"""The proxy as a server: listens, watches the engines, and ends cleanly."""
+"""The proxy at work: it listens, watches the engines, asks two of them for each request, and ends
+cleanly.
+
+One request: prefill engine, then decode engine, whose answer goes to the client piece by piece as
+it comes. A client that goes away cancels what runs for it, and the engine sees its connection
+close. A prefill engine keeps the prompt's blocks until a decode engine has taken the KV or given it
+up. So one of them hears of every request whose prefill has answered, also when nobody waits for the
+answer any more, and gives it up when the proxy hangs up. Where no decode engine can be reached, the
+prefill engine's own lease ends it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from kvxfer.errors import ConfigError
-from kvxfer.proxy.handlers import Proxy
-from kvxfer.proxy.settings import ProxySettings
+from kvxfer.log_limit import LogLimit
+from kvxfer.proxy.bodies import (
+    PATHS,
+    REQUEST_ID,
+    ClientBody,
+    ErrorReply,
+    NoKv,
+    Reason,
+    find,
+    parse_body,
+    read_params,
+    to_client,
+    to_decode,
+    to_prefill,
+)
+from kvxfer.proxy.metrics import CONTENT_TYPE, Metrics
+from kvxfer.proxy.pool import UP, EnginePool, Seen, State
+from kvxfer.proxy.settings import Engine, OnMissingKv, ProxySettings, Side
 
-SHUTDOWN_S = 1.0
+MODELS = "/v1/models"
+_HEALTH = "/health"
+_METRICS = "/metrics"
+_SERVED = (*(f"POST {path}" for path in PATHS), *(f"GET {p}" for p in (MODELS, _HEALTH, _METRICS)))
+"""Every path, for the answer to an unknown one."""
+
+_PROBE_TIMEOUT_S = 30.0
+"""A busy engine is not a dead one: on a host with 26 processes for 2 cores a vLLM server that went
+on serving took over 5 s for /health. Who does not even connect is found by the connect timeout."""
+ABANDONED_S = 1.0
+"""How long a decode engine may take to admit a request that nobody waits for. vLLM does not hear of
+one whose connection ends before: it reads the request in milliseconds, and a prompt of 100,000
+tokens in some tenths of a second."""
+_JSON = "application/json"
+
+
+class Proxy:
+    """The handlers. ``session`` speaks to the engines; the pool and metrics are this proxy's."""
+
+    def __init__(self, settings: ProxySettings, session: aiohttp.ClientSession) -> None:
+        self._settings = settings
+        self._session = session
+        self.pool = EnginePool(settings.engines)
+        self.metrics = Metrics()
+        self._without_kv: LogLimit[tuple[Engine, Reason]] = LogLimit()
+        self._abandoned: set[asyncio.Task[None]] = set()
+        for engine in settings.engines:
+            self.metrics.see(engine, is_up=False)
+
+    async def end(self) -> None:
+        """Wait until decode engines have heard of what nobody waits for; :data:`ABANDONED_S` at
+        most.
+        """
+        await asyncio.gather(*self._abandoned, return_exceptions=True)
+
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[self._answer_refusals])
+        app.router.add_routes(web.post(path, self.generate) for path in PATHS)
+        app.router.add_get(MODELS, self.models, allow_head=False)
+        app.router.add_get(_HEALTH, self.health, allow_head=False)
+        app.router.add_get(_METRICS, self.show_metrics, allow_head=False)
+        return app
+
+    @web.middleware
+    async def _answer_refusals(
+        self,
+        request: web.Request,
+        handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    ) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as e:
+            served = ", ".join(_SERVED)
+            refused = ErrorReply(
+                e.status,
+                Reason.UNKNOWN_PATH,
+                f"{request.method} {request.path}: not served here; served: {served}",
+            )
+        except ErrorReply as e:
+            refused = e
+        except asyncio.CancelledError:
+            self.metrics.fail(Reason.CLIENT_GONE)
+            raise
+        self.metrics.fail(refused.reason)
+        log.debug("%s: %s", refused.reason, refused)
+        reply = web.Response(status=refused.status, body=refused.body(), content_type=_JSON)
+        if (request_id := find(request.headers.items(), REQUEST_ID)) is not None:
+            reply.headers[REQUEST_ID] = request_id
+        return reply
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        """A completion or chat request: prefill there, decode elsewhere, answer from decode."""
+        self.metrics.requests.labels(request.path).inc()
+        with self.metrics.in_flight.track_inprogress():
+            body = parse_body(request.path, await self._read(request))
+            # Nobody computes a prompt that nobody can go on with.
+            self.pool.require(Side.DECODE)
+            prefill = self.pool.pick(Side.PREFILL)
+            request_id = find(request.headers.items(), REQUEST_ID) or uuid.uuid4().hex
+            try:
+                params = await self._prefill(prefill, request, body, request_id)
+            except (NoKv, ErrorReply) as e:
+                is_failure = isinstance(e, ErrorReply)
+                if is_failure and self._settings.on_missing_kv is OnMissingKv.REFUSE:
+                    raise
+                self._go_on_without_kv(prefill, e)
+                params = None
+            sent = body.for_decode(params)
+            return await self._relay("POST", request, request_id, sent, has_kv=params is not None)
+
+    def _go_on_without_kv(self, prefill: Engine, e: NoKv | ErrorReply) -> None:
+        self.metrics.without_kv.labels(e.reason.value).inc()
+        num = self._without_kv.note((prefill, e.reason), time.monotonic())
+        if num:
+            log.warning("decoding without KV (%d requests since the last such line): %s", num, e)
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        request_id = find(request.headers.items(), REQUEST_ID) or uuid.uuid4().hex
+        return await self._relay("GET", request, request_id, None)
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """200 when both sides have an engine that is up, else 503; names every engine."""
+        is_healthy = self.pool.is_healthy
+        said = {"status": "ok" if is_healthy else "unavailable", "engines": self.pool.report()}
+        return web.Response(
+            status=200 if is_healthy else 503, body=msgspec.json.encode(said), content_type=_JSON
+        )
+
+    async def show_metrics(self, _request: web.Request) -> web.Response:
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def watch(self, engine: Engine) -> None:
+        """Probe one engine until cancelled."""
+        while True:
+            await asyncio.sleep(self._settings.health_interval_s)
+            await self.probe(engine)
+
+    async def probe(self, engine: Engine) -> None:
+        """Ask the engine once and remember what it says."""
+        try:
+            async with (
+                asyncio.timeout(_PROBE_TIMEOUT_S),
+                self._session.get(engine.url + _HEALTH, allow_redirects=False) as answer,
+            ):
+                seen = UP
+                if answer.status != 200:
+                    seen = Seen(State.DOWN, f"answers {_HEALTH} with {answer.status}")
+        except (aiohttp.ClientError, OSError) as e:
+            seen = Seen(State.DOWN, _said(e))
+        self._see(engine, seen)
+
+    def _see(self, engine: Engine, seen: Seen) -> None:
+        self.metrics.see(engine, is_up=seen.state is State.UP)
+        if not self.pool.see(engine, seen):
+            return
+        if seen.state is State.UP:
+            log.info("%s is up", engine)
+        else:
+            log.warning("%s is down: %s", engine, seen.detail)
+
+    async def _read(self, request: web.Request) -> bytes:
+        """The client's whole body; ErrorReply (413) as soon as it is known to be too large."""
+        limit_nbytes = self._settings.max_body_nbytes
+        too_large = ErrorReply(
+            413,
+            Reason.BODY_TOO_LARGE,
+            f"body: expected at most {limit_nbytes} bytes; --max-body-nbytes sets the bound",
+        )
+        if (request.content_length or 0) > limit_nbytes:
+            raise too_large
+        body = bytearray()
+        try:
+            async for chunk in request.content.iter_any():
+                body += chunk
+                if len(body) > limit_nbytes:
+                    raise too_large
+        except web.RequestPayloadError as e:
+            raise ErrorReply(400, Reason.BAD_BODY, f"body: cannot be read: {e}") from e
+        return bytes(body)
+
+    async def _prefill(
+        self, engine: Engine, request: web.Request, body: ClientBody, request_id: str
+    ) -> msgspec.Raw:
+        """The params of the prompt's KV. Raises NoKv or ErrorReply, naming the engine."""
+        sent_s = time.monotonic()
+        limit_s = self._settings.prefill_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as timeout:
+                async with self._session.post(
+                    engine.url + body.path,
+                    data=body.for_prefill(),
+                    headers=to_prefill(request.headers.items(), request_id),
+                    allow_redirects=False,
+                ) as answer:
+                    raw = await answer.read()
+        except (aiohttp.ClientError, OSError) as e:
+            if timeout.expired():
+                raise ErrorReply(
+                    502,
+                    Reason.PREFILL_TIMEOUT,
+                    f"{engine}: expected an answer in {limit_s:g} s (--timeout-s), got none",
+                ) from e
+            raise self._unreachable(engine, Reason.PREFILL_UNREACHABLE, e) from e
+        self.metrics.prefill_s.observe(time.monotonic() - sent_s)
+        return read_params(str(engine), answer.status, raw)
+
+    async def _relay(
+        self,
+        method: str,
+        request: web.Request,
+        request_id: str,
+        body: bytes | None,
+        *,
+        has_kv: bool = False,
+    ) -> web.StreamResponse:
+        """Ask a decode engine, and give its answer to the client as it comes, errors included.
+        ``has_kv``: blocks are kept for this request until a decode engine has heard of it.
+        """
+        engine = self.pool.pick(Side.DECODE)
+        until_s = asyncio.get_running_loop().time() + ABANDONED_S
+        asking = self._ask(engine, method, request, request_id, body)
+        try:
+            answer = await (asyncio.shield(asking) if has_kv else asking)
+        except asyncio.CancelledError:
+            if has_kv:
+                self._abandon(asking, until_s)
+            raise
+        except (aiohttp.ClientError, OSError) as e:
+            refused = self._unreachable(engine, Reason.DECODE_UNREACHABLE, e)
+            if has_kv:
+                with suppress(ErrorReply):  # nobody is up
+                    other = self.pool.pick(Side.DECODE)
+                    until_s = asyncio.get_running_loop().time() + ABANDONED_S
+                    self._abandon(self._ask(other, method, request, request_id, body), until_s)
+            raise refused from e
+        try:
+            if answer.status >= 400:
+                self.metrics.fail(Reason.DECODE_ERROR)
+            reply = web.StreamResponse(status=answer.status, reason=answer.reason)
+            reply.headers.extend(to_client(answer.headers.items()))
+            reply.headers.setdefault(REQUEST_ID, request_id)
+            await self._pass_on(engine, answer, reply, request)
+        finally:
+            answer.close()  # not release: an answer that was not read to its end must be aborted
+        return reply
+
+    def _ask(
+        self,
+        engine: Engine,
+        method: str,
+        request: web.Request,
+        request_id: str,
+        body: bytes | None,
+    ) -> asyncio.Task[aiohttp.ClientResponse]:
+        asked = self._session.request(
+            method,
+            engine.url + request.path,
+            data=body,
+            headers=to_decode(request.headers.items(), request_id),
+            allow_redirects=False,
+        )
+
+        async def answer() -> aiohttp.ClientResponse:
+            return await asked
+
+        return asyncio.create_task(answer())
+
+    def _abandon(self, asking: asyncio.Task[aiohttp.ClientResponse], until_s: float) -> None:
+        """Let a decode engine hear of a request, and then that nobody waits for its answer.
+        ``until_s``: of the loop's clock; by then it has heard.
+        """
+        task = asyncio.create_task(_hang_up(asking, until_s))
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+
+    async def _pass_on(
+        self,
+        engine: Engine,
+        answer: aiohttp.ClientResponse,
+        reply: web.StreamResponse,
+        request: web.Request,
+    ) -> None:
+        try:
+            await reply.prepare(request)
+            while chunk := await _next_chunk(answer):
+                await reply.write(chunk)
+            await reply.write_eof()
+        except _AnswerCut as e:
+            self.metrics.fail(Reason.DECODE_CUT)
+            log.warning("%s broke off its answer: %s", engine, e)
+            # The status has been sent. A clean end would pass the piece off as the whole.
+            if request.transport is not None:
+                request.transport.close()
+        except ConnectionError:
+            # Found by a write before the server noticed; it knows what to do with such a reply.
+            self.metrics.fail(Reason.CLIENT_GONE)
+
+    def _unreachable(self, engine: Engine, reason: Reason, e: Exception) -> ErrorReply:
+        if isinstance(e, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            # Nobody listens: the next request need not find out again. The next probe may differ.
+            self._see(engine, Seen(State.DOWN, _said(e)))
+        return ErrorReply(502, reason, f"{engine}: {_said(e)}")
+
+
+async def _hang_up(asking: asyncio.Task[aiohttp.ClientResponse], until_s: float) -> None:
+    """As soon as the answer begins, or when it has had time to begin."""
+    try:
+        async with asyncio.timeout_at(until_s):
+            answer = await asking
+    except (aiohttp.ClientError, OSError) as e:
+        log.debug("a request that nobody waits for: %s", _said(e))
+    else:
+        answer.close()
+
+
+class _AnswerCut(Exception):
+    """An engine's answer ended before its end."""
+
+
+async def _next_chunk(answer: aiohttp.ClientResponse) -> bytes:
+    """What has come, at least one byte; empty at the end."""
+    try:
+        return await answer.content.readany()
+    except (aiohttp.ClientError, OSError) as e:
+        raise _AnswerCut(_said(e)) from e
+
+
+def _said(e: BaseException) -> str:
+    """An error in words; a timeout of our own has none."""
+    return str(e) or ("no answer in time" if isinstance(e, TimeoutError) else type(e).__name__)
+
+
+_SHUTDOWN_S = 1.0
 """What requests in flight get to end when the proxy does."""
 
 log = logging.getLogger("kvxfer.proxy")
@@ -33,7 +373,7 @@ async def serving(settings: ProxySettings) -> AsyncIterator[str]:
         await asyncio.gather(*(proxy.probe(engine) for engine in settings.engines))
         # handler_cancellation: a client that goes away cancels what is being done for it.
         runner = web.AppRunner(
-            proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S
+            proxy.app(), access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_S
         )
         await runner.setup()
         stack.push_async_callback(proxy.end)

@@ -76,7 +76,6 @@ class ProxySettings:
 
     @property
     def engines(self) -> tuple[Engine, ...]:
-        """Both sides', prefill first."""
         return self.prefill + self.decode
 
 

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from kvxfer.kernels.block_rewrite import BlockOrder
-from kvxfer.tensors.attention_contract import (
+from kvxfer.tensors.attention import (
     AttentionBackend,
     AttentionGroup,
     AttentionLayer,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     MultipleOf,
-)
-from kvxfer.tensors.attention_setup import (
     build_attn_metadata,
     get_kv_cache_spec,
     init_attn_backend,
+    prepare_kernel_block_sizes,
+    select_common_block_size,
 )
 from kvxfer.tensors.block_zeroer import KVBlockZeroer
 from kvxfer.tensors.copy_blocks import copy_kv_blocks, make_src_and_dst_indices
-from kvxfer.tensors.kernel_blocks import prepare_kernel_block_sizes, select_common_block_size
 from kvxfer.tensors.kv_cache import (
+    add_kv_sharing_layers_to_kv_cache_groups,
     allocate_kv_cache,
     bind_kv_cache,
     init_kv_cache,
-    reshape_kv_cache,
-)
-from kvxfer.tensors.kv_sharing import (
-    add_kv_sharing_layers_to_kv_cache_groups,
     initialize_kv_cache_for_kv_sharing,
+    reshape_kv_cache,
 )
 from kvxfer.tensors.placeholders import (
     gather_mm_placeholders,

@@ -1,13 +1,17 @@
 """Zero whole blocks in every layer of a cache, so that a new owner never sees what another request
 left.
+
+Where the pieces of a block lie is told by segments: piece b of a segment has ``nbytes`` at
+``address + b * stride_nbytes``. A view whose blocks are outermost is one segment, one with K and V
+outside the blocks two; in general there is one for every index outside a block's contiguous bytes.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,11 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.cache.specs import DTYPE_NBYTES, AttentionSpec
-from kvxfer.tensors.attention_contract import AttentionGroup
+from kvxfer.tensors.attention import AttentionGroup
 from kvxfer.tensors.block_ids import BlockIds, id_array
-from kvxfer.tensors.cache_shape import find_block_dim
+from kvxfer.tensors.cache_views import find_block_dim
 from kvxfer.tensors.kv_cache import CacheHolder
-from kvxfer.tensors.zero_segments import Segment, distinct, segments_of
 
 
 class KVBlockZeroer:
@@ -36,7 +39,8 @@ class KVBlockZeroer:
         """
         self._device = torch.device(device)
         self._pin_memory = pin_memory and self._device.type != "cpu"
-        self._blocks: _Blocks | None = None
+        self._filler: RowFiller | TableFiller | None = None
+        self._num_blocks = 0
 
     def init_meta(
         self,
@@ -63,7 +67,7 @@ class KVBlockZeroer:
             ValueError: a view that does not fit its group, other numbers of blocks in two layers,
                 or layers that put the same block in different bytes of one buffer.
         """
-        if self._blocks is not None:
+        if self._filler is not None:
             raise RuntimeError("init_meta: expected one call, got another")
         views = list(
             _views(
@@ -74,24 +78,20 @@ class KVBlockZeroer:
                 static_forward_context,
             )
         )
-        num_blocks = _common_num_blocks(views, self._device)
-        segments = distinct(
-            (
-                segment
-                for cache in views
-                for segment in segments_of(
-                    cache.layer, cache.view, cache.block_dim, cache.kernel_blocks
-                )
-            ),
-            num_blocks,
+        self._num_blocks = _common_num_blocks(views, self._device)
+        found = (
+            segment
+            for cache in views
+            for segment in segments_of(
+                cache.layer, cache.view, cache.block_dim, cache.kernel_blocks
+            )
         )
+        segments = distinct(found, self._num_blocks)
         tensors = {cache.layer: cache.view for cache in views}
-        filler: _Filler
         if self._device.type == "cpu":
-            filler = RowFiller(segments, tensors, num_blocks)
+            self._filler = RowFiller(segments, tensors, self._num_blocks)
         else:
-            filler = TableFiller(segments, tensors, self._device, pin_memory=self._pin_memory)
-        self._blocks = _Blocks(num_blocks if segments else None, filler)
+            self._filler = TableFiller(segments, tensors, self._device, pin_memory=self._pin_memory)
 
     def zero_block_ids(self, block_ids: BlockIds) -> None:
         """Zero these blocks; ids may repeat. On a GPU in the current stream, without waiting unless
@@ -100,32 +100,34 @@ class KVBlockZeroer:
         Raises, before anything is written, RuntimeError before :meth:`init_meta`, ValueError for an
         id that is no block, and TypeError for one that is no integer.
         """
-        if self._blocks is None:
+        if self._filler is None:
             raise RuntimeError("zero_block_ids: expected init_meta to be called before, got none")
         ids = id_array("block_ids", block_ids)
         if not ids.size:
             return
         lowest, highest = int(ids.min()), int(ids.max())
-        num_blocks = self._blocks.num_blocks
-        if lowest < 0 or (num_blocks is not None and highest >= num_blocks):
+        # Without a layer there is nothing to zero, and no id is out of range
+        if lowest < 0 or (self._num_blocks and highest >= self._num_blocks):
             wrong = lowest if lowest < 0 else highest
-            known = "0 or more" if num_blocks is None else f"[0, {num_blocks})"
+            known = f"[0, {self._num_blocks})" if self._num_blocks else "0 or more"
             raise ValueError(
                 f"block_ids: expected ids in {known}, got {wrong}; pass ids of this cache's pool"
             )
-        self._blocks.filler.zero(ids)
-
-
-class _Filler(Protocol):
-    def zero(self, block_ids: NDArray[np.int64]) -> None: ...
+        self._filler.zero(ids)
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
-    """``num_blocks`` is None where there is nothing to zero, so that no id is out of range."""
+class Segment:
+    """One piece of every block of a layer; ``address`` is absolute."""
 
-    num_blocks: int | None
-    filler: _Filler
+    layer: str
+    address: int
+    stride_nbytes: int
+    nbytes: int
+
+    def end(self, num_blocks: int) -> int:
+        """The first address behind its last piece."""
+        return self.address + (num_blocks - 1) * self.stride_nbytes + self.nbytes
 
 
 class RowFiller:
@@ -154,7 +156,6 @@ class RowFiller:
             self._rows.append((rows, np.zeros(1, rows.dtype)))
 
     def zero(self, block_ids: NDArray[np.int64]) -> None:
-        """Zero these blocks; the ids are in range."""
         for rows, zero in self._rows:
             rows[block_ids] = zero
 
@@ -183,7 +184,6 @@ class TableFiller:
         self._owners = tuple(tensors.values())  # the addresses are good while these live
 
     def zero(self, block_ids: NDArray[np.int64]) -> None:
-        """Zero these blocks; the ids are in range."""
         # Triton is optional, and slow to import: only where there is a GPU.
         from kvxfer.kernels.zero_blocks import zero_blocks
 
@@ -192,6 +192,70 @@ class TableFiller:
             ids = ids.pin_memory()
         ids = ids.to(self._device, non_blocking=self._pin_memory)
         zero_blocks(self._table, ids, self._max_nbytes, self._word_nbytes)
+
+
+def segments_of(layer: str, view: Tensor, block_dim: int, kernel_blocks: int) -> list[Segment]:
+    """The segments of a view: exactly its bytes, none of the gaps between them.
+
+    ``block_dim`` counts kernel blocks; ``kernel_blocks`` of them in a row are a block.
+    """
+    itemsize = view.element_size()
+    inner_first = sorted(
+        (view.stride(dim) * itemsize, size)
+        for dim, size in enumerate(view.shape)
+        if dim != block_dim and size > 1
+    )
+    nbytes = itemsize
+    outside: list[range] = []
+    for stride_nbytes, size in inner_first:
+        if not outside and stride_nbytes == nbytes:
+            nbytes *= size
+        else:
+            outside.append(range(0, stride_nbytes * size, stride_nbytes))
+    stride_nbytes = view.stride(block_dim) * itemsize
+    if stride_nbytes == nbytes:
+        nbytes *= kernel_blocks  # the kernel blocks of a block touch each other
+    else:
+        outside.append(range(0, stride_nbytes * kernel_blocks, stride_nbytes))
+    return [
+        Segment(layer, view.data_ptr() + sum(offsets), stride_nbytes * kernel_blocks, nbytes)
+        for offsets in itertools.product(*outside)
+    ]
+
+
+def distinct(segments: Iterable[Segment], num_blocks: int) -> tuple[Segment, ...]:
+    """Segments in order of address, bytes that several layers have once.
+
+    Raises ValueError that names two layers if a block of one lies in another block of the other.
+    """
+    largest: dict[tuple[int, int], Segment] = {}
+    for segment in segments:
+        known = largest.get((segment.address, segment.stride_nbytes))
+        if known is None or known.nbytes < segment.nbytes:
+            largest[segment.address, segment.stride_nbytes] = segment
+    ordered = sorted(largest.values(), key=lambda segment: segment.address)
+    if num_blocks > 1:
+        _check_blocks(ordered, num_blocks)
+    return tuple(ordered)
+
+
+def _check_blocks(ordered: list[Segment], num_blocks: int) -> None:
+    """Segments that reach into each other must step alike and stay within one step: then piece b
+    of one never touches another piece than b of the other.
+    """
+    end = 0
+    first: Segment | None = None
+    for segment in ordered:
+        if first is None or segment.address >= end:
+            first, end = segment, segment.end(num_blocks)
+        within = segment.address - first.address + segment.nbytes <= first.stride_nbytes
+        if segment.stride_nbytes != first.stride_nbytes or not within:
+            raise ValueError(
+                f"{first.layer} and {segment.layer}: expected each block of both in the same "
+                f"bytes, got {first.nbytes} bytes every {first.stride_nbytes} and "
+                f"{segment.nbytes} every {segment.stride_nbytes} in one buffer"
+            )
+        end = max(end, segment.end(num_blocks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,56 +153,37 @@ class DriverEvents:
     them.
     """
 
-    __slots__ = ("_current", "_driver", "_flags", "_free")
+    __slots__ = ("_flags", "current", "driver", "free")
 
     def __init__(self, driver: Driver, current: CurrentContext, *, are_timed: bool = False) -> None:
-        self._driver, self._current = driver, current
+        self.driver, self.current = driver, current
+        self.free: list[int] = []  # any thread gives back
         self._flags = _BLOCKING_SYNC | (0 if are_timed else _DISABLE_TIMING)
-        self._free: list[int] = []
 
     def record(self, stream: int) -> DriverEvent:
         """On the stream, by its handle. For one thread. Raises CudaError."""
-        with self._current:
+        with self.current:
             event = DriverEvent(self, self._take())
-            self._driver.call("cuEventRecord", event.handle, stream)
+            self.driver.call("cuEventRecord", event.handle, stream)
         return event
 
-    def is_over(self, handle: int) -> bool:
-        """Raises CudaError."""
-        with self._current:
-            return self._driver.is_over(handle)
-
-    def synchronize(self, handle: int) -> None:
-        """Raises CudaError."""
-        with self._current:
-            self._driver.call("cuEventSynchronize", handle)
-
-    def between_s(self, first: int, last: int) -> float:
-        """Of two timed ones that are over. Raises CudaError."""
-        elapsed_ms = c_float()
-        with self._current:
-            self._driver.call("cuEventElapsedTime", byref(elapsed_ms), first, last)
-        return elapsed_ms.value / 1e3
-
-    def give_back(self, handle: int) -> None:
-        """From any thread."""
-        self._free.append(handle)
-
     def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
+        if self.free:
+            return self.free.pop()
         handle = c_void_p()
-        self._driver.call("cuEventCreate", byref(handle), self._flags)
+        self.driver.call("cuEventCreate", byref(handle), self._flags)
         return handle.value or 0
 
     def __del__(self) -> None:
-        with suppress(CudaError), self._current:  # where the GPU has failed, nobody need be told
-            for handle in self._free:
-                self._driver.call("cuEventDestroy_v2", handle)
+        with suppress(CudaError), self.current:  # where the GPU has failed, nobody need be told
+            for handle in self.free:
+                self.driver.call("cuEventDestroy_v2", handle)
 
 
 class DriverEvent:
-    """An event on a stream, recorded once. Who waits for it sleeps. For any thread."""
+    """An event on a stream, recorded once. Who waits for it sleeps. For any thread. All calls raise
+    CudaError.
+    """
 
     __slots__ = ("_events", "handle")
 
@@ -210,21 +191,26 @@ class DriverEvent:
         self._events, self.handle = events, handle
 
     def query(self) -> bool:
-        """Is all over that was on the stream before? Raises CudaError."""
-        return self._events.is_over(self.handle)
+        """Is all over that was on the stream before?"""
+        with self._events.current:
+            return self._events.driver.is_over(self.handle)
 
     def synchronize(self) -> None:
-        """Wait until it is. Raises CudaError."""
-        self._events.synchronize(self.handle)
+        """Wait until it is."""
+        with self._events.current:
+            self._events.driver.call("cuEventSynchronize", self.handle)
 
     def since_s(self, first: Self) -> float:
-        """On the GPU's clock, after another of the same timed ones; both are over. Raises
-        CudaError.
-        """
-        return self._events.between_s(first.handle, self.handle)
+        """On the GPU's clock, after another of the same timed ones; both are over."""
+        elapsed_ms = c_float()
+        with self._events.current:
+            self._events.driver.call(
+                "cuEventElapsedTime", byref(elapsed_ms), first.handle, self.handle
+            )
+        return elapsed_ms.value / 1e3
 
     def __del__(self) -> None:
-        self._events.give_back(self.handle)
+        self._events.free.append(self.handle)
 
 
 class PointerArguments:

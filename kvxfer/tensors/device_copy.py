@@ -3,39 +3,275 @@ and dense chunks. The same copy as ``strided_copy.py`` does on the CPU, by one k
 
 All is checked on the host before anything is launched. Nothing waits for the GPU: what a launch
 needs to know goes there through pinned memory, on the caller's stream, and an event tells the end.
-Python's work is by launch, of about 1 GiB each; ids are handled as arrays.
+Python's work is by launch, of about 1 GiB each; ids are handled as arrays. What does not depend on
+ids and addresses is worked out once: the chunks of a transfer are alike, and so are prompts of a
+length. A thread that has just woken takes 50 us for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvxfer.kernels.strided_work import MAX_REGION_NBYTES, NUM_PARAMS, WHOLE_GPU
-from kvxfer.tensors.copy_checks import (
+from kvxfer.kernels.strided_work import (
+    MAX_REGION_NBYTES,
+    NUM_PARAMS,
+    WHOLE_GPU,
+    Launch,
+    plan_launch,
+)
+from kvxfer.tensors.device_launch import (
+    WORD_NBYTES,
+    Event,
+    GpuLauncher,
+    HostLauncher,
+    JobRing,
+    Stamp,
+    Stream,
+)
+from kvxfer.tensors.device_memory import DeviceMemory
+from kvxfer.tensors.strided_index import (
+    Ids,
     are_blocks,
+    check_bases,
     check_chunk,
     check_order,
+    check_pair,
     check_regions,
     check_span,
     check_tokens,
+    copy_work,
+    dense_work,
+    is_flat,
+    pool_side,
+    span_ids,
+    token_nbytes,
+    token_pieces,
+    token_rectangles,
 )
-from kvxfer.tensors.device_launch import Stamp, Stream, launcher_of
-from kvxfer.tensors.device_work import (
-    BoundCopy,
-    BoundSide,
-    Work,
-    chunk_works,
-    empty_works,
-    pool_work,
-)
-from kvxfer.tensors.job_ring import WORD_NBYTES, Event, JobRing
-from kvxfer.tensors.strided_index import Ids, token_nbytes, token_pieces
-from kvxfer.transfer.plan import DenseOrder, Tile
+from kvxfer.transfer.plan import CopyClass, DenseOrder, Side, Tile
+
+# The widest access; what else an address is a multiple of does not matter
+_ALIGN_NBYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BoundSide:
+    """A side of a geometry class in memories known to hold it: an address for each region.
+    ``align_nbytes`` divides all of them; 0: to be found.
+    """
+
+    tile: Tile
+    addresses: Ids
+    align_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.align_nbytes:
+            common = np.gcd.reduce(self.addresses, initial=_ALIGN_NBYTES)
+            object.__setattr__(self, "align_nbytes", int(common))
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCopy:
+    """Both sides of a geometry class; good as long as the memories are there."""
+
+    source: BoundSide
+    sink: BoundSide
+
+
+def bind_side(side: Side, memories: Sequence[DeviceMemory]) -> BoundSide:
+    """The side in these memories. Raises ValueError for bases outside them."""
+    check_bases(side.tile, side.bases, [memory.nbytes for memory in memories])
+    addresses = [memories[base.memory].address + base.offset for base in side.bases]
+    return BoundSide(side.tile, np.array(addresses, np.int64))
+
+
+def bind_copy(
+    copy_class: CopyClass,
+    source_memories: Sequence[DeviceMemory],
+    sink_memories: Sequence[DeviceMemory],
+) -> BoundCopy:
+    """Both sides in their memories, once for all requests. Raises ValueError for bases outside
+    them, and for sides that do not belong together.
+    """
+    check_pair(copy_class)
+    return BoundCopy(
+        bind_side(copy_class.source, source_memories), bind_side(copy_class.sink, sink_memories)
+    )
+
+
+def flat_copy(source_address: int, sink_address: int, nbytes: int) -> BoundCopy:
+    """Contiguous bytes as a copy of one block: at most so many, rounded down to 2 KiB where there
+    are more. Its binary is that of ordinary caches, of rows of 16-byte words in several regions.
+    """
+    num_regions, row_nbytes = (8, 256) if nbytes >= 2048 else (1, max(1, nbytes))
+    num_rows = max(1, nbytes // (num_regions * row_nbytes))
+    region_nbytes = num_rows * row_nbytes
+    tile = Tile(
+        block_tokens=num_rows,
+        kernel_tokens=num_rows,
+        num_blocks=1,
+        num_heads=1,
+        inner_nbytes=row_nbytes,
+        stride_block=region_nbytes,
+        stride_head=row_nbytes,
+        stride_token=row_nbytes,
+    )
+    offsets = np.arange(num_regions, dtype=np.int64) * region_nbytes
+    return BoundCopy(
+        BoundSide(tile, source_address + offsets), BoundSide(tile, sink_address + offsets)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One launch of ``nbytes``. ``arrays`` as the kernel takes them: its numbers, the addresses of
+    the source and of the sink, the ids of the source and of the sink.
+    """
+
+    launch: Launch
+    nbytes: int
+    arrays: tuple[Ids, Ids, Ids, Ids, Ids]
+
+
+def pool_work(
+    bound: BoundCopy,
+    source_ids: Ids,
+    sink_ids: Ids,
+    tokens: tuple[int, int],
+    programs: int,
+) -> Work:
+    """Tokens [lo, hi) of all regions from pool to pool; ids are positional. ``programs``: at most,
+    or WHOLE_GPU.
+    """
+    source, sink, (lo, hi) = bound.source, bound.sink, tokens
+    num_regions = source.addresses.size
+    launch, numbers = _plan_pools(
+        *(source.tile, sink.tile, lo % source.tile.block_tokens, lo % sink.tile.block_tokens),
+        *(hi - lo, num_regions, math.gcd(source.align_nbytes, sink.align_nbytes), programs),
+    )
+    ids = span_ids(source.tile, source_ids, lo, hi), span_ids(sink.tile, sink_ids, lo, hi)
+    nbytes = (hi - lo) * token_nbytes(sink.tile) * num_regions
+    return Work(launch, nbytes, (numbers, source.addresses, sink.addresses, *ids))
+
+
+def empty_works(bound: BoundCopy, programs: int) -> list[Work]:
+    """One copy for each of the binaries that copies between these sides need: tokens of whole
+    blocks can be joined to wider words, where a single one cannot. What they name is not to be
+    copied.
+    """
+    ids = np.zeros(1, np.int64)
+    works: dict[tuple[object, ...], Work] = {}
+    for num_tokens in (0, 1):
+        work = pool_work(bound, ids, ids, (0, num_tokens), programs)
+        works.setdefault(work.launch.binary, work)
+    return list(works.values())
+
+
+def chunk_works(
+    side: BoundSide,
+    block_ids: Ids,
+    order: DenseOrder,
+    regions: tuple[int, int],
+    tokens: tuple[int, int],
+    dense_address: int,
+    programs: int,
+    *,
+    is_pack: bool,
+) -> Iterator[Work]:
+    """The launches that a chunk needs: from the pool to the chunk, or back. Only in head-major
+    order, a kernel block that the chunk's tokens cut has other strides than whole ones: up to three
+    launches.
+    """
+    (region_lo, region_hi), (lo, hi), tile = regions, tokens, side.tile
+    parts = _chunk_parts(
+        *(tile, order, lo % math.lcm(tile.block_tokens, order.kernel_tokens), hi - lo),
+        region_hi - region_lo,
+        math.gcd(side.align_nbytes, dense_address),
+        programs,
+        is_pack=is_pack,
+    )
+    pool_addresses = side.addresses[region_lo:region_hi]
+    for part in parts:
+        pool_ids = span_ids(tile, block_ids, lo + part.token_lo, lo + part.token_hi)
+        addresses = (pool_addresses, dense_address + part.offsets)
+        ids = (pool_ids, part.dense_ids)
+        if not is_pack:
+            addresses, ids = addresses[::-1], ids[::-1]
+        yield Work(part.launch, part.nbytes, (part.numbers, *addresses, *ids))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One launch of a chunk; tokens and offsets (of each region) count from the chunk's first."""
+
+    launch: Launch
+    numbers: Ids
+    nbytes: int
+    token_lo: int
+    token_hi: int
+    offsets: Ids
+    dense_ids: Ids
+
+
+@lru_cache(maxsize=1024)
+def _plan_pools(
+    source: Tile,
+    sink: Tile,
+    source_first: int,
+    sink_first: int,
+    num_tokens: int,
+    num_regions: int,
+    align_nbytes: int,
+    programs: int,
+) -> tuple[Launch, Ids]:
+    """A launch, and its numbers as an array."""
+    sides = (pool_side(source, source_first), pool_side(sink, sink_first))
+    work = copy_work(*sides, sink, num_tokens, align_nbytes)
+    launch = plan_launch(work, num_regions, programs)
+    return launch, np.array(launch.params, np.int64)
+
+
+@lru_cache(maxsize=1024)
+def _chunk_parts(
+    tile: Tile,
+    order: DenseOrder,
+    first_token: int,
+    num_tokens: int,
+    num_regions: int,
+    align_nbytes: int,
+    programs: int,
+    *,
+    is_pack: bool,
+) -> tuple[_Part, ...]:
+    """``first_token`` counts from where a block and a kernel block of the order begin."""
+    region_nbytes = num_tokens * token_nbytes(tile)
+    regions = np.arange(num_regions, dtype=np.int64) * region_nbytes
+    # A piece that is one run of tokens is one block
+    cut_tokens = max(1, num_tokens) if is_flat(tile, order) else order.kernel_tokens
+    first = 0 if is_flat(tile, order) else first_token % cut_tokens
+    parts = []
+    for cut_lo, cut_hi in token_rectangles(first, first + num_tokens, cut_tokens):
+        lo, hi = cut_lo - first, cut_hi - first
+        block_tokens, offset = min(cut_tokens, hi - lo), lo * token_nbytes(tile)
+        work = dense_work(
+            *(tile, order, (first_token + lo) % tile.block_tokens, hi - lo, block_tokens),
+            math.gcd(align_nbytes, offset, region_nbytes),
+        )
+        if not is_pack:
+            work = replace(work, source=work.sink, sink=work.source)
+        launch = plan_launch(work, num_regions, programs)
+        numbers = np.array(launch.params, np.int64)
+        nbytes = (hi - lo) * token_nbytes(tile) * num_regions
+        dense_ids = np.arange((hi - lo) // block_tokens, dtype=np.int64)
+        parts.append(_Part(launch, numbers, nbytes, lo, hi, offset + regions, dense_ids))
+    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +317,7 @@ class DeviceCopier:
         self._settings = settings or CopySettings()
         self._device = device
         self._ring = JobRing(self._settings.ring_nbytes, device)
-        self._launcher = launcher_of(device)
+        self._launcher = HostLauncher() if device.type == "cpu" else GpuLauncher(device)
         self._looked_through: tuple[Ids, Tile] | None = None
 
     @property
@@ -108,9 +344,9 @@ class DeviceCopier:
         widths = (WHOLE_GPU, self._settings.launch_programs)
         ids, order = np.zeros(1, np.int64), side.tile.order
         for num_tokens in (side.tile.kernel_tokens, 1):
-            span = (0, side.addresses.size, 0, num_tokens)
+            span = ((0, side.addresses.size), (0, num_tokens))
             for programs in widths:
-                for work in chunk_works(side, ids, order, span, 0, programs, is_pack=False):
+                for work in chunk_works(side, ids, order, *span, 0, programs, is_pack=False):
                     self._launch(work, stream, is_empty=True)
         return self.mark(stream)
 
@@ -134,39 +370,27 @@ class DeviceCopier:
         bound: BoundCopy,
         source_ids: Ids,
         sink_ids: Ids,
-        token_lo: int,
-        token_hi: int,
+        tokens: tuple[int, int],
         *,
         stream: Stream,
-        stop: Callable[[], bool] = lambda: False,
         programs: int | None = None,
     ) -> Launched:
-        """Copy tokens ``[token_lo, token_hi)`` of all regions; the source is only read.
+        """Copy tokens [lo, hi) of all regions; the source is only read.
 
-        Ids: int64, positional from the request's first token, -1 for none. ``stop`` is asked before
-        each launch; once it says True no more follow. ``programs``: other than the settings' for
-        this copy, or WHOLE_GPU. Raises ValueError, before anything is launched, for a span or ids
-        that are not those of these pools.
+        Ids: int64, positional from the request's first token, -1 for none. ``programs``: other than
+        the settings' for this copy, or WHOLE_GPU. Raises ValueError, before anything is launched,
+        for a span or ids that are not those of these pools.
         """
-        done = Launched(None, 0)
-        span = (token_lo, token_hi)
-        launches = self.launches(
-            bound, source_ids, sink_ids, *span, stream=stream, programs=programs
+        return _last(
+            self.launches(bound, source_ids, sink_ids, tokens, stream=stream, programs=programs)
         )
-        while not stop():
-            following = next(launches, None)
-            if following is None:
-                break
-            done = following
-        return done
 
     def launches(
         self,
         bound: BoundCopy,
         source_ids: Ids,
         sink_ids: Ids,
-        token_lo: int,
-        token_hi: int,
+        tokens: tuple[int, int],
         *,
         stream: Stream,
         programs: int | None = None,
@@ -176,12 +400,12 @@ class DeviceCopier:
         For those who want few on their way at a time, so that a copy ends soon after it is given
         up. The check comes at once.
         """
-        check_span(bound.source.tile, source_ids, token_lo, token_hi)
-        check_span(bound.sink.tile, sink_ids, token_lo, token_hi)
+        check_span(bound.source.tile, source_ids, *tokens)
+        check_span(bound.sink.tile, sink_ids, *tokens)
         limit_nbytes = self._piece_nbytes(bound)
-        pieces = token_pieces(bound.source.tile, bound.sink.tile, token_lo, token_hi, limit_nbytes)
+        pieces = token_pieces(bound.source.tile, bound.sink.tile, *tokens, limit_nbytes)
         width = self._programs_for(programs)
-        works = (pool_work(bound, source_ids, sink_ids, lo, hi, width) for lo, hi in pieces)
+        works = (pool_work(bound, source_ids, sink_ids, piece, width) for piece in pieces)
         return self._launched(works, stream)
 
     def pack(
@@ -189,36 +413,31 @@ class DeviceCopier:
         side: BoundSide,
         block_ids: Ids,
         order: DenseOrder,
-        region_lo: int,
-        region_hi: int,
-        token_lo: int,
-        token_hi: int,
+        regions: tuple[int, int],
+        tokens: tuple[int, int],
         out: Tensor,
         *,
         stream: Stream,
         programs: int | None = None,
     ) -> Launched:
-        """Pack a chunk: tokens of regions ``[region_lo, region_hi)`` into ``out``, in ``order``.
+        """Pack a chunk: tokens [lo, hi) of regions [lo, hi) into ``out``, in ``order``.
 
         out: uint8 on the GPU or in pinned memory, exactly the chunk's bytes. Within the GPU it is
         packed by all of it, unless ``programs`` says otherwise: beside a loop that reads memory, a
         GB takes 0.23 ms from it then, and 0.45 by 24 programs. Raises ValueError, before anything
         is launched, for ids outside the pool and for a wrong size or order.
         """
-        span = (region_lo, region_hi, token_lo, token_hi)
-        self._check_chunk(side, block_ids, order, span, out, "out")
+        self._check_chunk(side, block_ids, order, regions, tokens, out, "out")
         where = (out.data_ptr(), self._programs_for(programs, out))
-        works = chunk_works(side, block_ids, order, span, *where, is_pack=True)
+        works = chunk_works(side, block_ids, order, regions, tokens, *where, is_pack=True)
         return _last(self._launched(works, stream))
 
     def unpack(
         self,
         side: BoundSide,
         block_ids: Ids,
-        region_lo: int,
-        region_hi: int,
-        token_lo: int,
-        token_hi: int,
+        regions: tuple[int, int],
+        tokens: tuple[int, int],
         dense: Tensor,
         *,
         stream: Stream,
@@ -227,11 +446,10 @@ class DeviceCopier:
         """Unpack a chunk that lies in the sink's own physical order; the reverse of :meth:`pack`
         with the order of the side's tile.
         """
-        span = (region_lo, region_hi, token_lo, token_hi)
         order = side.tile.order
-        self._check_chunk(side, block_ids, order, span, dense, "dense")
+        self._check_chunk(side, block_ids, order, regions, tokens, dense, "dense")
         where = (dense.data_ptr(), self._programs_for(programs, dense))
-        works = chunk_works(side, block_ids, order, span, *where, is_pack=False)
+        works = chunk_works(side, block_ids, order, regions, tokens, *where, is_pack=False)
         return _last(self._launched(works, stream))
 
     def _programs_for(self, programs: int | None, dense: Tensor | None = None) -> int:
@@ -248,16 +466,16 @@ class DeviceCopier:
         side: BoundSide,
         block_ids: Ids,
         order: DenseOrder,
-        span: tuple[int, int, int, int],
+        regions: tuple[int, int],
+        tokens: tuple[int, int],
         dense: Tensor,
         name: str,
     ) -> None:
-        region_lo, region_hi, token_lo, token_hi = span
-        check_regions(side.addresses.size, region_lo, region_hi)
-        self._check_ids(side.tile, block_ids, token_lo, token_hi)
+        check_regions(side.addresses.size, *regions)
+        self._check_ids(side.tile, block_ids, *tokens)
         check_order(side.tile, order)
-        region_nbytes = (token_hi - token_lo) * token_nbytes(side.tile)
-        check_chunk(dense, name, region_hi - region_lo, region_nbytes)
+        region_nbytes = (tokens[1] - tokens[0]) * token_nbytes(side.tile)
+        check_chunk(dense, name, regions[1] - regions[0], region_nbytes)
         if dense.device.type != self._device.type and not dense.is_pinned():
             raise ValueError(
                 f"{name}: expected a tensor on {self._device} or in pinned memory, "
@@ -307,17 +525,13 @@ class DeviceCopier:
 
     def _launch(self, work: Work, stream: Stream, *, is_empty: bool = False) -> Event:
         self._check_stream(stream)
-        arrays = (
-            *(work.plan.params, work.source_addresses, work.sink_addresses),
-            *(work.source_ids, work.sink_ids),
-        )
-        sizes = [array.size for array in arrays]
+        sizes = [array.size for array in work.arrays]
         slot = self._ring.take(sum(sizes))
         try:
-            np.concatenate(arrays, out=slot.host)
+            np.concatenate(work.arrays, out=slot.host)
             if is_empty:
                 slot.host[0] = 0  # words of each pair
-            self._launcher.launch(slot, sizes, work.plan.launch, stream)
+            self._launcher.launch(slot, sizes, work.launch, stream)
         finally:  # whatever failed, a part may be on its way
             event = self._launcher.record(stream)
             self._ring.close(slot, event)

@@ -1,5 +1,8 @@
 """Putting one launch on a stream: its numbers go there, the kernel, and an event behind them.
 
+The numbers are written in a ring of pinned memory, and not touched before the work that reads them
+is over.
+
 A binary is compiled, loaded and launched by Triton the first time. From then on the driver launches
 it: Triton binds arguments anew at each launch, which takes 40 us of a warm processor and 100 of a
 cold one where the driver takes 5, and lets go of the GIL (see :mod:`~kvxfer.tensors.cuda_driver`).
@@ -8,18 +11,34 @@ cold one where the driver takes 5, and lets go of the GIL (see :mod:`~kvxfer.ten
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import Launch
 from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, driver
-from kvxfer.tensors.job_ring import WORD_NBYTES, Event, HostEvent, Slot
 
 Stream = torch.cuda.Stream | None
+
+
+WORD_NBYTES = 8
+
+
+class Event(Protocol):
+    """Of ``torch.cuda.Event`` what is used here and by those who wait for a copy."""
+
+    def query(self) -> bool:
+        """Is all over that was on the stream before?"""
+
+    def synchronize(self) -> None:
+        """Wait until it is."""
 
 
 class Stamp(Event, Protocol):
@@ -29,38 +48,103 @@ class Stamp(Event, Protocol):
         """After another stamp of the same launcher, by the device's clock."""
 
 
-class HostStamp(HostEvent):
-    """Of work that the host itself has done."""
+class HostEvent:
+    """Of work that the host itself has done: over from the beginning."""
 
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
 
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        return
+
     def since_s(self, first: Self) -> float:
-        """After another one."""
         return self._at_s - first._at_s
 
 
-class Launcher(Protocol):
-    """Of one device, for one thread. Raises RuntimeError where the device has failed."""
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """``host`` is written, and all of it copied to the GPU; where both are, as words, tensors and
+    addresses.
+    """
 
-    def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
-        """Send the slot, which has the kernel's five arrays one behind the other (``sizes`` in
-        words), and launch behind it.
+    at: int
+    host: NDArray[np.int64]
+    host_address: int
+    device_address: int
+    _ring: JobRing
+    _num_used: int
+
+    @property
+    def pinned(self) -> Tensor:
+        """``host`` as PyTorch sees it."""
+        return self._ring.pinned[self.at : self.at + self.host.size]
+
+    @property
+    def device(self) -> Tensor:
+        """Its twin on the GPU."""
+        return self._ring.device[self.at : self.at + self.host.size]
+
+
+class JobRing:
+    """A ring of int64 words in pinned memory and its twin on the GPU. For one thread.
+
+    A slot is used again only after the event that was recorded behind its work. The host waits for
+    one only where the whole ring is in use; ``num_waits`` counts that.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.num_words = nbytes // WORD_NBYTES
+        self.num_waits = 0
+        on_gpu = device.type == "cuda"
+        self.pinned = torch.empty(self.num_words, dtype=torch.int64, pin_memory=on_gpu)
+        self.device = torch.empty(self.num_words, dtype=torch.int64, device=device)
+        self._host = self.pinned.numpy()
+        self._addresses = self.pinned.data_ptr(), self.device.data_ptr()
+        # Of each slot, the oldest first: its words and the event behind its work
+        self._in_use: deque[tuple[int, Event]] = deque()
+        self._head = 0
+        self._num_used = 0
+
+    def take(self, num_words: int) -> Slot:
+        """A slot of so many words; :meth:`close` it before the next is taken.
+
+        Raises ValueError for more words than the ring has.
         """
+        if not 0 < num_words <= self.num_words:
+            raise ValueError(f"slot: expected 1 to {self.num_words} words, got {num_words}")
+        left = self.num_words - self._head
+        # The words at the ring's end are used up, too, where they are too few
+        at, used = (self._head, num_words) if num_words <= left else (0, left + num_words)
+        while self._num_used and self._num_used + used > self.num_words:
+            _, event = self._in_use[0]
+            if not event.query():
+                self.num_waits += 1
+                event.synchronize()
+            self._free_oldest()
+        if not self._num_used:  # as good as new
+            at, used = 0, num_words
+        host_address, device_address = (each + at * WORD_NBYTES for each in self._addresses)
+        words = self._host[at : at + num_words]
+        return Slot(at, words, host_address, device_address, self, used)
 
-    def record(self, stream: Stream) -> Event:
-        """An event behind all that was put on the stream."""
+    def has_room(self) -> bool:
+        """Whether a slot of a quarter of the ring can be taken without waiting."""
+        while self._num_used > self.num_words // 2 and self._in_use[0][1].query():
+            self._free_oldest()
+        return self._num_used <= self.num_words // 2
 
-    def stamp(self, stream: Stream) -> Stamp:
-        """The same, and the device notes when it comes there."""
+    def _free_oldest(self) -> None:
+        num_used, _ = self._in_use.popleft()
+        self._num_used -= num_used
 
-    def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
-        """What is put on the stream from now on runs after PyTorch's event."""
-
-
-def launcher_of(device: torch.device) -> Launcher:
-    """Where there is no GPU: on the host, by Triton's interpreter."""
-    return HostLauncher() if device.type == "cpu" else GpuLauncher(device)
+    def close(self, slot: Slot, event: Event) -> None:
+        """All work with the slot is on a stream, and the event behind it."""
+        self._in_use.append((slot._num_used, event))
+        self._num_used += slot._num_used
+        self._head = (slot.at + slot.host.size) % self.num_words
 
 
 class HostLauncher:
@@ -73,7 +157,7 @@ class HostLauncher:
         return HostEvent()
 
     def stamp(self, stream: Stream) -> Stamp:
-        return HostStamp()
+        return HostEvent()
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
         event.synchronize()
@@ -94,7 +178,7 @@ _binaries: dict[tuple[int, tuple[object, ...]], _Binary | None] = {}
 
 
 class GpuLauncher:
-    """One GPU's."""
+    """Of one GPU, for one thread. All calls raise RuntimeError where it has failed."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises RuntimeError where there is no CUDA driver."""
@@ -107,7 +191,9 @@ class GpuLauncher:
         self._stream: tuple[Stream, int] | None = None
 
     def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
-        """One copy of a few KiB, one launch."""
+        """Send the slot, which has the kernel's five arrays one behind the other (``sizes`` in
+        words), and launch behind it: one copy of a few KiB, one launch.
+        """
         key = (self._device.index or 0, launch.binary)
         binary = _binaries.get(key)
         if binary is None:
@@ -134,14 +220,15 @@ class GpuLauncher:
             )
 
     def record(self, stream: Stream) -> Event:
-        """Also of a stream on which nothing was put."""
+        """An event behind all that was put on the stream, which may be nothing."""
         return self._events.record(self._handle(stream))
 
     def stamp(self, stream: Stream) -> Stamp:
-        """On its stream, like any event."""
+        """The same, and the GPU notes when it comes there."""
         return self._stamps.record(self._handle(stream))
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
+        """What is put on the stream from now on runs after PyTorch's event."""
         waited: int = event.cuda_event
         if waited:  # else it was never recorded, and there is nothing to wait for
             with self._current:

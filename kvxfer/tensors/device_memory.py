@@ -1,4 +1,5 @@
-"""Memory of a GPU that another process can map: CUDA IPC handles.
+"""A GPU as the wire between GPUs needs it: streams, and memory that another process can map, by
+CUDA IPC handles.
 
 A handle stands for a whole allocation, so a tensor is its handle and an offset. Only memory of
 ``cudaMalloc`` has one (the ordinary allocators of PyTorch); virtual-memory allocators do not.
@@ -10,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,17 +20,28 @@ from torch import Tensor
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.cuda_driver import CudaError, CurrentContext, driver
-from kvxfer.tensors.device_work import DeviceMemory
 from kvxfer.tensors.shared_memory import boot_id, check_same_host
 from kvxfer.transfer.manifest import CudaIpcHandle
 
 HANDLE_NBYTES = 64
 """Of a CUDA IPC handle."""
+PULL_PRIORITY = -1
+"""Of the streams on which KV is copied. Thread blocks of a higher priority go first where an SM
+becomes free: a load is short and narrow, and its request waits for it.
+"""
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the one flag that there is
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Contiguous bytes as this GPU addresses them: its own, or a peer's that is mapped here."""
+
+    address: int
+    nbytes: int
+
+
 class MappedMemory:
-    """Memory as this GPU addresses it: a peer's, of :func:`map_memory`, or its own, of
+    """Memory as this GPU addresses it: a peer's, of :meth:`Gpu.map`, or its own, of
     :func:`allocate`.
     """
 
@@ -45,68 +58,84 @@ class MappedMemory:
             close()
 
 
-def export_memory(tensor: Tensor) -> CudaIpcHandle:
-    """The handle of a tensor's allocation, and where in it the tensor begins.
+class Gpu:
+    """A GPU of this process. Tests put something else in its place where there is none."""
 
-    Raises TransportUnavailable for memory that has none.
-    """
-    bindings = _bindings()
-    address = tensor.data_ptr()
-    with current_context(tensor.device):
-        base, _ = _allocation_of(address)
-        try:
-            (handle,) = _call(bindings, "cuIpcGetMemHandle", base)
-        except TransportUnavailable as exc:
-            raise TransportUnavailable(
-                f"{exc}; expected memory of cudaMalloc: expandable segments "
-                "(PYTORCH_CUDA_ALLOC_CONF) and sleep modes allocate memory that has no handle"
-            ) from exc
-    return CudaIpcHandle(
-        boot_id=boot_id(),
-        pid=os.getpid(),
-        handle=bytes(handle.reserved),
-        offset=address - base,
-        nbytes=tensor.numel() * tensor.element_size(),
-    )
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
+    def make_stream(self) -> torch.cuda.Stream | None:
+        """A stream of its own; None where work runs on the host."""
+        return torch.cuda.Stream(self.device, priority=PULL_PRIORITY)  # type: ignore[no-untyped-call]
 
-def map_memory(handle: CudaIpcHandle, device: torch.device) -> MappedMemory:
-    """Map a peer's memory for kernels on ``device``.
+    def reaches(self, tensor: Tensor) -> bool:
+        """Whether kernels may read and write it: memory of this GPU, or pinned memory."""
+        return tensor.device == self.device or (tensor.is_cpu and tensor.is_pinned())
 
-    Raises TransportUnavailable with the reason: other host, process gone, no peer access, memory
-    that is smaller than the handle says.
-    """
-    check_same_host("cuda_ipc", handle)
-    if len(handle.handle) != HANDLE_NBYTES:
-        raise TransportUnavailable(
-            f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"
+    def pinned(self, nbytes: int) -> Tensor:
+        """Memory of the host that kernels reach: flat uint8."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def export(self, tensor: Tensor) -> CudaIpcHandle:
+        """By what another process maps it: the handle of the tensor's allocation, and where in it
+        the tensor begins. Raises TransportUnavailable for memory that has none.
+        """
+        bindings = _bindings()
+        address = tensor.data_ptr()
+        with current_context(tensor.device):
+            base, _ = _allocation_of(address)
+            try:
+                (handle,) = _call(bindings, "cuIpcGetMemHandle", base)
+            except TransportUnavailable as exc:
+                raise TransportUnavailable(
+                    f"{exc}; expected memory of cudaMalloc: expandable segments "
+                    "(PYTORCH_CUDA_ALLOC_CONF) and sleep modes allocate memory that has no handle"
+                ) from exc
+        return CudaIpcHandle(
+            boot_id=boot_id(),
+            pid=os.getpid(),
+            handle=bytes(handle.reserved),
+            offset=address - base,
+            nbytes=tensor.numel() * tensor.element_size(),
         )
-    bindings = _bindings()
-    reserved = bindings.CUipcMemHandle()
-    reserved.reserved = handle.handle
-    with current_context(device):
-        try:
-            (mapped,) = _call(bindings, "cuIpcOpenMemHandle", reserved, _LAZY_PEER_ACCESS)
-        except TransportUnavailable as exc:
-            raise TransportUnavailable(
-                f"{exc}; expected memory of process {handle.pid} that {device} can map: another "
-                "process, which lives, on a GPU with peer access to this one"
-            ) from exc
-        base = int(mapped)
 
-        def close() -> None:
-            with current_context(device):
-                _call(bindings, "cuIpcCloseMemHandle", base)
+    def map(self, handle: CudaIpcHandle) -> MappedMemory:
+        """Map a peer's memory for kernels on this GPU.
 
-        # A kernel that reads beyond a mapping ends this process's use of the GPU
-        _, mapped_nbytes = _allocation_of(base)
-        if handle.offset < 0 or handle.offset + handle.nbytes > mapped_nbytes:
-            close()
+        Raises TransportUnavailable with the reason: other host, process gone, no peer access,
+        memory that is smaller than the handle says.
+        """
+        check_same_host("cuda_ipc", handle)
+        if len(handle.handle) != HANDLE_NBYTES:
             raise TransportUnavailable(
-                f"cuda_ipc: expected {handle.nbytes} bytes at {handle.offset} of process "
-                f"{handle.pid}, got a mapping of {mapped_nbytes}"
+                f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"
             )
-    return MappedMemory(DeviceMemory(base + handle.offset, handle.nbytes), close)
+        bindings = _bindings()
+        reserved = bindings.CUipcMemHandle()
+        reserved.reserved = handle.handle
+        with current_context(self.device):
+            try:
+                (mapped,) = _call(bindings, "cuIpcOpenMemHandle", reserved, _LAZY_PEER_ACCESS)
+            except TransportUnavailable as exc:
+                raise TransportUnavailable(
+                    f"{exc}; expected memory of process {handle.pid} that {self.device} can map: "
+                    "another process, which lives, on a GPU with peer access to this one"
+                ) from exc
+            base = int(mapped)
+
+            def close() -> None:
+                with current_context(self.device):
+                    _call(bindings, "cuIpcCloseMemHandle", base)
+
+            # A kernel that reads beyond a mapping ends this process's use of the GPU
+            _, mapped_nbytes = _allocation_of(base)
+            if handle.offset < 0 or handle.offset + handle.nbytes > mapped_nbytes:
+                close()
+                raise TransportUnavailable(
+                    f"cuda_ipc: expected {handle.nbytes} bytes at {handle.offset} of process "
+                    f"{handle.pid}, got a mapping of {mapped_nbytes}"
+                )
+        return MappedMemory(DeviceMemory(base + handle.offset, handle.nbytes), close)
 
 
 def allocate(nbytes: int, device: torch.device) -> MappedMemory:

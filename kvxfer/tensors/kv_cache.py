@@ -1,4 +1,4 @@
-"""A rank's KV cache: buffers of bytes, and one view for each layer in its backend's own order.
+"""A rank's KV cache: buffers of bytes, and views in each backend's own order, bound to the layers.
 
 A buffer may back several layers: of different groups (a block belongs to one group at a time), or
 layers that share their KV. Block b of all of them lies in the same bytes, or the config is refused.
@@ -13,13 +13,30 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from kvxfer.cache.specs import AttentionSpec, KVCacheConfig, KVCacheSpec, MambaSpec
-from kvxfer.tensors.attention_contract import AttentionBackend
-from kvxfer.tensors.cache_buffers import carve
-from kvxfer.tensors.cache_shape import cache_shape
-from kvxfer.tensors.cache_views import LayerCache, Place, attention_view, place_of, state_views
-from kvxfer.tensors.kernel_blocks import kernel_block_size
-from kvxfer.tensors.kv_sharing import initialize_kv_cache_for_kv_sharing
+from kvxfer.cache.specs import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
+from kvxfer.tensors.attention import AttentionBackend, kernel_block_size
+from kvxfer.tensors.cache_views import (
+    LayerCache,
+    Place,
+    attention_view,
+    cache_shape,
+    place_of,
+    state_views,
+)
+
+BUFFER_ALIGNMENT_NBYTES = 4096
+"""Every buffer of one allocation begins at a multiple of it, counted from the allocation's start:
+a memory page of the host, and more than any kernel wants."""
+
+# What torch itself gives on a CPU; any element type fits.
+_BASE_ALIGNMENT_NBYTES = 64
+
 
 _Cache = TypeVar("_Cache")
 
@@ -64,7 +81,7 @@ def allocate_kv_cache(
     if allocator is None:
         buffers = [torch.zeros(size, dtype=torch.int8, device=device) for size in sizes]
     else:
-        buffers = carve(allocator, torch.device(device), sizes)
+        buffers = _carve(allocator, torch.device(device), sizes)
     return {layer: buffers[index] for layer, index in buffer_of.items()}
 
 
@@ -86,7 +103,7 @@ def reshape_kv_cache(
         raw_tensors: flat int8 buffer of every layer of the groups.
         attn_backends: of every attention layer.
         kernel_block_sizes: tokens of a kernel block for each group, as of
-            :func:`~kvxfer.tensors.kernel_blocks.prepare_kernel_block_sizes`; None: found from
+            :func:`~kvxfer.tensors.attention.prepare_kernel_block_sizes`; None: found from
             ``attn_backends``.
 
     Raises:
@@ -158,6 +175,100 @@ def bind_kv_cache(
     runner_kv_caches.extend(kv_caches[name] for name in sorted(kv_caches, key=order.__getitem__))
     for name, cache in kv_caches.items():
         forward_context[name].kv_cache = cache
+
+
+def initialize_kv_cache_for_kv_sharing(
+    shared_kv_cache_layers: Mapping[str, str],
+    kv_cache_groups: Sequence[KVCacheGroupSpec],
+    kv_caches: dict[str, _Cache],
+) -> None:
+    """Give every layer of ``shared_kv_cache_layers`` (layer -> target) its target's cache and its
+    target's group; a layer that is in the group already is not added again.
+
+    Raises KeyError, before anything is changed, for a target without a cache, and whatever
+    :func:`add_kv_sharing_layers_to_kv_cache_groups` raises.
+    """
+    for layer, target in shared_kv_cache_layers.items():
+        if target not in kv_caches:
+            raise _unknown_target(layer, target, kv_caches)
+    add_kv_sharing_layers_to_kv_cache_groups(shared_kv_cache_layers, kv_cache_groups)
+    for layer, target in shared_kv_cache_layers.items():
+        kv_caches[layer] = kv_caches[target]
+
+
+def add_kv_sharing_layers_to_kv_cache_groups(
+    shared_kv_cache_layers: Mapping[str, str],
+    kv_cache_groups: Sequence[KVCacheGroupSpec],
+    runner_only_attn_layers: set[str] | None = None,
+) -> None:
+    """Add every layer of ``shared_kv_cache_layers`` (layer -> target) to its target's group.
+
+    ``runner_only_attn_layers`` gets them too: layers that the model runner knows and that own no
+    bytes. Raises, before anything is changed, KeyError for a target that is in no group, and
+    ValueError for a target that has no cache of its own or is of another group than the layer.
+    """
+    by_layer = {name: group for group in kv_cache_groups for name in group.layer_names}
+    for layer, target in shared_kv_cache_layers.items():
+        if target in shared_kv_cache_layers:
+            raise ValueError(
+                f"{layer}: expected a target with a cache of its own, got {target}, which shares "
+                f"that of {shared_kv_cache_layers[target]}"
+            )
+        if target not in by_layer:
+            raise _unknown_target(layer, target, by_layer)
+        if by_layer.get(layer, by_layer[target]) is not by_layer[target]:
+            raise ValueError(
+                f"{layer}: expected the group of its target {target}, got another one; leave it "
+                "out of the groups, or put it beside its target"
+            )
+    for layer, target in shared_kv_cache_layers.items():
+        group = by_layer[target]
+        if layer not in by_layer:
+            group.layer_names.append(layer)
+        if target in group.layer_specs:
+            group.layer_specs[layer] = group.layer_specs[target]
+    if runner_only_attn_layers is not None:
+        runner_only_attn_layers.update(shared_kv_cache_layers)
+
+
+def _unknown_target(layer: str, target: str, known: Mapping[str, object]) -> KeyError:
+    return KeyError(
+        f"{layer} shares the cache of {target}: expected one of {', '.join(known) or 'none'}"
+    )
+
+
+def _carve(
+    allocator: Callable[[int], Tensor], device: torch.device, sizes: Sequence[int]
+) -> list[Tensor]:
+    """Flat int8 buffers of ``sizes`` bytes out of one ``allocator(nbytes)``.
+
+    Raises ValueError for an allocation that is not flat uint8 on ``device``, too small or not
+    aligned.
+    """
+    starts, nbytes = [], 0
+    for size in sizes:
+        start = -(-nbytes // BUFFER_ALIGNMENT_NBYTES) * BUFFER_ALIGNMENT_NBYTES
+        starts.append(start)
+        nbytes = start + size
+    if not nbytes:
+        return []
+    memory = allocator(nbytes)
+    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
+        raise ValueError(
+            "allocator: expected a contiguous one-dimensional uint8 tensor, "
+            f"got {memory.dtype} of shape {tuple(memory.shape)}"
+        )
+    if memory.numel() < nbytes:
+        raise ValueError(f"allocator: expected at least {nbytes} bytes, got {memory.numel()}")
+    if memory.device.type != device.type:
+        raise ValueError(f"allocator: expected memory on {device}, got {memory.device}")
+    if memory.data_ptr() % _BASE_ALIGNMENT_NBYTES:
+        raise ValueError(
+            f"allocator: expected memory aligned to {_BASE_ALIGNMENT_NBYTES} bytes, got "
+            f"{memory.data_ptr():#x}"
+        )
+    memory = memory.view(torch.int8)
+    return [memory[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def _reshape(

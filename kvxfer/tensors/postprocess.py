@@ -14,7 +14,6 @@ is one launch for all layers of one geometry.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_block
 from kvxfer.tensors.block_ids import BlockIds, as_integers, check_ids, id_tensor
 
 if TYPE_CHECKING:
-    from kvxfer.kernels.segments import Segments
+    from kvxfer.kernels.rewrite_kernel import PlaneTable
 
 
 def kv_postprocess_blksize_on_receive(
@@ -108,19 +107,8 @@ def zero_uncovered_tokens(
     if not 0 < token_dim < cache.ndim:
         raise ValueError(f"token_dim: expected one of [1, {cache.ndim}), got {token_dim}")
     check_ids("indices", indices, cache.shape[0], unique=True)
-    num_tokens = cache.shape[token_dim]
-    if not 0 <= num_covered_tokens <= len(indices) * num_tokens:
-        raise ValueError(
-            f"num_covered_tokens: expected at most the {len(indices) * num_tokens} tokens of "
-            f"{len(indices)} blocks, got {num_covered_tokens}"
-        )
-    num_whole, num_kept = divmod(num_covered_tokens, num_tokens)
-    values = as_integers(cache)
-    if num_kept:
-        partly = values[int(indices[num_whole])]
-        partly.narrow(token_dim - 1, num_kept, num_tokens - num_kept).zero_()
-    later = indices[num_whole + (num_kept > 0) :]
-    values.index_fill_(0, id_tensor("indices", later, cache.device), 0)
+    _check_covered(num_covered_tokens, len(indices), cache.shape[token_dim])
+    _zero_tail(cache, indices, num_covered_tokens, token_dim)
 
 
 class Postprocessor:
@@ -149,20 +137,17 @@ class Postprocessor:
         """
         if token_dim not in (1, 2):
             raise ValueError(f"token_dim: expected 1 or 2, got {token_dim}")
-        planes: dict[tuple[object, ...], _Plane] = {}
-        for cache in caches:
-            plane = _plane_of(cache, received, token_dim)
-            view = plane.view
-            planes[view.data_ptr(), view.shape, view.stride(), view.dtype, plane.rewrite] = plane
-        devices = {plane.view.device for plane in planes.values()}
+        distinct = {
+            (cache.data_ptr(), cache.shape, cache.stride(), cache.dtype): cache for cache in caches
+        }
+        self._caches, self._token_dim = tuple(distinct.values()), token_dim
+        self._planes = [_plane_of(cache, received, token_dim) for cache in self._caches]
+        devices = {cache.device for cache in self._caches}
         if len(devices) > 1:
             names = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"caches: expected all on one device, got {names}")
-        self._planes = tuple(planes.values())
-        on_gpu = any(device.type == "cuda" for device in devices)
-        self._launches = _launches_of(self._planes) if on_gpu else ()
-        launched = {launch.rewrite for launch in self._launches}
-        self._by_torch = [plane for plane in self._planes if plane.rewrite not in launched]
+        self._on_gpu = any(device.type == "cuda" for device in devices)
+        self._launches = _launches_of(self._planes) if self._on_gpu else ()
 
     def run(self, indices: BlockIds, num_covered_tokens: int | None = None) -> None:
         """Rewrite these blocks of every layer; nothing else changes.
@@ -182,63 +167,76 @@ class Postprocessor:
         """
         if not self._planes:
             return
-        num_blocks = min(plane.view.shape[0] for plane in self._planes)
+        num_blocks = min(cache.shape[0] for cache in self._caches)
         check_ids("indices", indices, num_blocks, unique=True)
-        for rewrite in {plane.rewrite for plane in self._planes}:
-            rewrite.check_blocks(len(indices), num_covered_tokens)
-        device = self._planes[0].view.device
-        if device.type == "cuda" and not (isinstance(indices, Tensor) and indices.is_cuda):
+        rewrites = {rewrite for rewrite, _ in self._planes}
+        for rewrite in rewrites:
+            rewrite.check_blocks(len(indices))
+            if num_covered_tokens is not None:
+                _check_covered(num_covered_tokens, len(indices), rewrite.local.block_tokens)
+        device = self._caches[0].device
+        if self._on_gpu and not (isinstance(indices, Tensor) and indices.is_cuda):
             ids = id_tensor("indices", indices, "cpu").pin_memory().to(device, non_blocking=True)
         else:
             ids = id_tensor("indices", indices, device).contiguous()
-        for plane in self._by_torch:
-            rewrite_blocks_ref(plane.view, ids, plane.rewrite, num_covered_tokens)
-        if not self._launches:
-            return
-        # Triton is optional, and slow to import: only where there is a GPU.
-        from kvxfer.kernels.postprocess import rewrite_blocks
+        for rewrite in rewrites - {rewrite for rewrite, _ in self._launches}:
+            for view in (view for each, view in self._planes if each == rewrite):
+                rewrite_blocks_ref(view, ids, rewrite)
+        if self._launches:
+            # Triton is optional, and slow to import: only where there is a GPU.
+            from kvxfer.kernels.rewrite_kernel import rewrite_blocks
 
-        for launch in self._launches:
-            rewrite_blocks(launch.segments, ids, launch.rewrite, num_covered_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class _Plane:
-    """``view`` is [num_blocks, outer, inner, D], heads and tokens as they lie in memory."""
-
-    view: Tensor
-    rewrite: BlockRewrite
+            for rewrite, table in self._launches:
+                rewrite_blocks(table, ids, rewrite)
+        if num_covered_tokens is not None:
+            for cache in self._caches:
+                _zero_tail(cache, ids, num_covered_tokens, self._token_dim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """All planes of one geometry."""
+def _check_covered(num_covered_tokens: int, num_blocks: int, block_tokens: int) -> None:
+    num_tokens = num_blocks * block_tokens
+    if not 0 <= num_covered_tokens <= num_tokens:
+        raise ValueError(
+            f"num_covered_tokens: expected at most the {num_tokens} tokens of {num_blocks} blocks, "
+            f"got {num_covered_tokens}"
+        )
 
-    segments: Segments
-    rewrite: BlockRewrite
+
+def _zero_tail(cache: Tensor, indices: BlockIds, num_covered_tokens: int, token_dim: int) -> None:
+    """Zero all behind the first tokens of these blocks, which are in local order."""
+    values, num_tokens = as_integers(cache), cache.shape[token_dim]
+    num_whole, num_kept = divmod(num_covered_tokens, num_tokens)
+    ids = id_tensor("indices", indices, cache.device)
+    if num_kept:
+        tail = values.narrow(token_dim, num_kept, num_tokens - num_kept)
+        tail.index_fill_(0, ids[num_whole : num_whole + 1], 0)
+    values.index_fill_(0, ids[num_whole + (num_kept > 0) :], 0)
 
 
-def _plane_of(cache: Tensor, received: BlockOrder, token_dim: int) -> _Plane:
+def _plane_of(cache: Tensor, received: BlockOrder, token_dim: int) -> tuple[BlockRewrite, Tensor]:
+    """What is done to its blocks, and [num_blocks, outer, inner, D], heads and tokens as they lie
+    in memory, as integers.
+    """
     outer_dim = _outer_dim(cache)
     local = BlockOrder(cache.shape[token_dim], by_head=outer_dim != token_dim)
-    return _Plane(
-        view=_outer_first(cache, outer_dim),
-        rewrite=BlockRewrite(cache.shape[3 - token_dim], received, local),
-    )
+    view = as_integers(cache)
+    rewrite = BlockRewrite(cache.shape[3 - token_dim], received, local)
+    return rewrite, view if outer_dim == 1 else view.transpose(1, 2)
 
 
-def _launches_of(planes: Iterable[_Plane]) -> tuple[_Launch, ...]:
+def _launches_of(
+    planes: Iterable[tuple[BlockRewrite, Tensor]],
+) -> tuple[tuple[BlockRewrite, PlaneTable], ...]:
     """Planes on a GPU by geometry, less those of which no program holds a set."""
-    from kvxfer.kernels.postprocess import fits
-    from kvxfer.kernels.segments import segments_of
+    from kvxfer.kernels.rewrite_kernel import fits, plane_table
 
     views: dict[tuple[BlockRewrite, torch.Size, int], list[Tensor]] = {}
-    for plane in planes:
-        if fits(plane.rewrite):
-            for view in _whole_rows(plane.view):
-                key = (plane.rewrite, view.shape[1:], view.element_size())
+    for rewrite, plane in planes:
+        if fits(rewrite):
+            for view in _whole_rows(plane):
+                key = (rewrite, view.shape[1:], view.element_size())
                 views.setdefault(key, []).append(view)
-    return tuple(_Launch(segments_of(alike), key[0]) for key, alike in views.items())
+    return tuple((key[0], plane_table(alike)) for key, alike in views.items())
 
 
 def _whole_rows(view: Tensor) -> list[Tensor]:
@@ -268,12 +266,6 @@ def _outer_dim(cache: Tensor) -> int:
         f"{tuple(cache.shape)} with strides {cache.stride()}; blocks received into such a view "
         "are not one piece"
     )
-
-
-def _outer_first(cache: Tensor, outer_dim: int) -> Tensor:
-    """[num_blocks, outer, inner, D]: heads and tokens as they lie in memory, as integers."""
-    integers = as_integers(cache)
-    return integers if outer_dim == 1 else integers.transpose(1, 2)
 
 
 def _join(

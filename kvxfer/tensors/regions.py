@@ -16,9 +16,8 @@ from kvxfer.cache.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from kvxfer.tensors.attention_contract import AttentionBackend
-from kvxfer.tensors.cache_shape import CacheDims, cache_shape, find_dims
-from kvxfer.tensors.cache_views import LayerCache
+from kvxfer.tensors.attention import AttentionBackend
+from kvxfer.tensors.cache_views import CacheDims, LayerCache, cache_shape, find_dims
 from kvxfer.transfer.layout import Region, check_region
 
 K_AND_V = ("k", "v")

@@ -17,7 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvxfer.tensors.copy_checks import (
+from kvxfer.tensors.strided_index import (
+    PIECE_NBYTES,
+    Ids,
+    Piece,
+    Units,
     check_bases,
     check_chunk,
     check_flat,
@@ -25,17 +29,9 @@ from kvxfer.tensors.copy_checks import (
     check_pair,
     check_regions,
     check_span,
-)
-from kvxfer.tensors.strided_channels import Channels
-from kvxfer.tensors.strided_index import (
-    PIECE_NBYTES,
-    Ids,
-    PieceRows,
-    Reads,
-    Rows,
-    read_rows,
+    read_piece,
     token_pieces,
-    write_rows,
+    write_piece,
 )
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side, Tile
 
@@ -74,45 +70,41 @@ def gather(
     side: Side,
     block_ids: Ids,
     order: DenseOrder,
-    region_lo: int,
-    region_hi: int,
-    token_lo: int,
-    token_hi: int,
+    regions: tuple[int, int],
+    tokens: tuple[int, int],
     out: Tensor,
 ) -> None:
-    """Pack tokens ``[token_lo, token_hi)`` of regions ``[region_lo, region_hi)`` into ``out``.
+    """Pack tokens [lo, hi) of regions [lo, hi) into ``out``.
 
     memories: this rank's, flat uint8; block_ids: int64, positional from the request's first token;
     out: uint8, exactly the chunk's bytes, filled in ``order``. Raises ValueError, before anything
     is written, for ids or bases outside the memories and for a wrong size.
     """
-    bases = _regions(side, region_lo, region_hi)
-    pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
+    bases = _regions(side, regions)
+    pools = _checked(memories, side.tile, bases, block_ids, tokens)
     check_order(side.tile, order)
-    reads = read_rows(side.tile, block_ids, order, token_lo, token_hi)
-    dense = _dense(out, "out", reads.piece, len(bases))
-    for base, region_bytes in zip(bases, dense, strict=True):
-        _gather(pools[base.memory], base.offset, reads, region_bytes)
+    piece = read_piece(side.tile, block_ids, order, *tokens)
+    chunk = _chunk(out, "out", piece, len(bases))
+    for base, region_bytes in zip(bases, chunk, strict=True):
+        _gather(pools[base.memory], base.offset, piece, region_bytes)
 
 
 def scatter(
     memories: Sequence[Tensor],
     side: Side,
     block_ids: Ids,
-    region_lo: int,
-    region_hi: int,
-    token_lo: int,
-    token_hi: int,
+    regions: tuple[int, int],
+    tokens: tuple[int, int],
     dense: Tensor,
 ) -> None:
     """Unpack a chunk in the sink's own physical order into the sink's pool.
 
     The reverse of :func:`gather` with the order of the sink's tile; the same checks.
     """
-    bases = _regions(side, region_lo, region_hi)
-    pools = _checked(memories, side.tile, bases, block_ids, token_lo, token_hi)
-    piece = write_rows(side.tile, block_ids, side.tile.order, token_lo, token_hi)
-    chunk = _dense(dense, "dense", piece, len(bases))
+    bases = _regions(side, regions)
+    pools = _checked(memories, side.tile, bases, block_ids, tokens)
+    piece = write_piece(side.tile, block_ids, side.tile.order, *tokens)
+    chunk = _chunk(dense, "dense", piece, len(bases))
     for base, region_bytes in zip(bases, chunk, strict=True):
         _scatter(pools[base.memory], base.offset, piece, region_bytes)
 
@@ -123,31 +115,26 @@ def strided_copy(
     copy_class: CopyClass,
     source_ids: Ids,
     sink_ids: Ids,
-    token_lo: int,
-    token_hi: int,
+    tokens: tuple[int, int],
     *,
     scratch: Scratch,
     stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
-    """Copy tokens ``[token_lo, token_hi)`` of all regions from pool to pool; returns the bytes
-    copied.
+    """Copy tokens [lo, hi) of all regions from pool to pool; returns the bytes copied.
 
     The source is only read. ``stop`` is asked before each piece (at most 1 MiB, unless one token
-    is larger); once it says True nothing more is written. ``progress`` hears the bytes copied so
-    far after each piece. Raises ValueError, before anything is written, for ids or bases outside
-    the memories.
+    is larger); once it says True nothing more is written. Raises ValueError, before anything is
+    written, for ids or bases outside the memories.
     """
     source, sink = copy_class.source, copy_class.sink
     check_pair(copy_class)
-    span = (token_lo, token_hi)
-    source_pools = _checked(source_memories, source.tile, source.bases, source_ids, *span)
-    sink_pools = _checked(sink_memories, sink.tile, sink.bases, sink_ids, *span)
+    source_pools = _checked(source_memories, source.tile, source.bases, source_ids, tokens)
+    sink_pools = _checked(sink_memories, sink.tile, sink.bases, sink_ids, tokens)
     order = sink.tile.order
     copied_nbytes = 0
-    for lo, hi in token_pieces(source.tile, sink.tile, token_lo, token_hi):
-        reads = read_rows(source.tile, source_ids, order, lo, hi)
-        writes = write_rows(sink.tile, sink_ids, order, lo, hi)
+    for lo, hi in token_pieces(source.tile, sink.tile, *tokens):
+        reads = read_piece(source.tile, source_ids, order, lo, hi)
+        writes = write_piece(sink.tile, sink_ids, order, lo, hi)
         for given, taken in zip(source.bases, sink.bases, strict=True):
             if stop():
                 return copied_nbytes
@@ -155,31 +142,26 @@ def strided_copy(
             if writes.contiguous_at is not None:
                 target = _slice(sink_pool, taken.offset + writes.contiguous_at, writes)
                 _gather(source_pool, given.offset, reads, target)
-            elif reads.piece.contiguous_at is not None:
-                dense = _slice(source_pool, given.offset + reads.piece.contiguous_at, writes)
+            elif reads.contiguous_at is not None:
+                dense = _slice(source_pool, given.offset + reads.contiguous_at, writes)
                 _scatter(sink_pool, taken.offset, writes, dense)
             else:
                 dense = scratch.take(writes.nbytes)
                 _gather(source_pool, given.offset, reads, dense)
                 _scatter(sink_pool, taken.offset, writes, dense)
             copied_nbytes += writes.nbytes
-            progress(copied_nbytes)
     return copied_nbytes
 
 
-def _gather(pool: Bytes, offset: int, reads: Reads, out: Bytes) -> None:
-    if reads.piece.contiguous_at is not None:
-        np.copyto(out, _slice(pool, offset + reads.piece.contiguous_at, reads.piece))
+def _gather(pool: Bytes, offset: int, piece: Piece, out: Bytes) -> None:
+    if piece.contiguous_at is not None:
+        np.copyto(out, _slice(pool, offset + piece.contiguous_at, piece))
         return
-    for part in reads.parts:
-        if isinstance(part, Channels):
-            _dense_channels(out, part)[...] = _any_unit(pool, offset, part)[part.starts]
+    for part in piece.parts:
+        if part.numbers is None:
+            _dense_units(out, part)[...] = _any_unit(pool, offset, part)[part.starts]
             continue
-        if isinstance(part, Rows):
-            target = _elements(out, part.dense_lo, part.row_nbytes, part.starts.size)
-            target[:] = _any_row(pool, offset, part.row_nbytes)[part.starts]
-            continue
-        element = part.element_nbytes
+        element = part.granule_nbytes
         target = _elements(out, part.dense_lo, element, part.numbers.size)
         source = _elements(pool, offset, element, (pool.size - offset) // element)
         # "clip" writes straight into out, "raise" goes through a temporary; the range was checked.
@@ -187,16 +169,12 @@ def _gather(pool: Bytes, offset: int, reads: Reads, out: Bytes) -> None:
         source.take(part.numbers, out=target, mode="clip")
 
 
-def _scatter(pool: Bytes, offset: int, piece: PieceRows, dense: Bytes) -> None:
+def _scatter(pool: Bytes, offset: int, piece: Piece, dense: Bytes) -> None:
     if piece.contiguous_at is not None:
         np.copyto(_slice(pool, offset + piece.contiguous_at, piece), dense)
         return
-    for rows in piece.rows:
-        if isinstance(rows, Channels):
-            _any_unit(pool, offset, rows)[rows.starts] = _dense_channels(dense, rows)
-            continue
-        given = _elements(dense, rows.dense_lo, rows.row_nbytes, rows.starts.size)
-        _any_row(pool, offset, rows.row_nbytes)[rows.starts] = given
+    for part in piece.parts:
+        _any_unit(pool, offset, part)[part.starts] = _dense_units(dense, part)
 
 
 def _elements(memory: Bytes, offset: int, element_nbytes: int, count: int) -> NDArray[np.void]:
@@ -204,26 +182,17 @@ def _elements(memory: Bytes, offset: int, element_nbytes: int, count: int) -> ND
     return np.ndarray((count,), _void(element_nbytes), memory, offset)
 
 
-def _any_row(memory: Bytes, offset: int, row_nbytes: int) -> NDArray[np.void]:
-    """Element i is the row that starts at byte ``offset + i``: a row may lie anywhere."""
-    count = memory.size - offset - row_nbytes + 1
-    return np.ndarray((count,), _void(row_nbytes), memory, offset, (1,))
-
-
-def _any_unit(memory: Bytes, offset: int, part: Channels) -> NDArray[np.void]:
-    """Element i is the unit [tokens, channels] that starts at byte ``offset + i``."""
+def _any_unit(memory: Bytes, offset: int, part: Units) -> NDArray[np.void]:
+    """Element i is the unit that starts at byte ``offset + i``: it may lie anywhere."""
     count = memory.size - offset - part.extent_nbytes + 1
-    shape = (count, part.num_tokens, part.num_channels)
-    strides = (1, part.stride_token, part.stride_channel)
-    return np.ndarray(shape, _void(part.channel_nbytes), memory, offset, strides)
+    shape, strides = (count, *part.shape), (1, *part.strides)
+    return np.ndarray(shape, _void(part.element_nbytes), memory, offset, strides)
 
 
-def _dense_channels(dense: Bytes, part: Channels) -> NDArray[np.void]:
-    """The part of the dense piece as [blocks, units, heads, tokens, channels]."""
-    found: NDArray[np.void] = np.ndarray(
-        part.dense_shape, _void(part.channel_nbytes), dense, part.dense_lo
-    )
-    return found.transpose(part.dense_axes)
+def _dense_units(dense: Bytes, part: Units) -> NDArray[np.void]:
+    """All units where they lie in the dense piece, in the order of ``starts``."""
+    shape = (*part.starts.shape, *part.shape)
+    return np.ndarray(shape, _void(part.element_nbytes), dense, part.dense_lo, part.dense_strides)
 
 
 @lru_cache(maxsize=256)
@@ -231,21 +200,16 @@ def _void(nbytes: int) -> np.dtype[Any]:
     return np.dtype((np.void, nbytes))
 
 
-def _slice(pool: Bytes, start: int, piece: PieceRows) -> Bytes:
+def _slice(pool: Bytes, start: int, piece: Piece) -> Bytes:
     return pool[start : start + piece.nbytes]
 
 
-def _flat(tensor: Tensor, name: str) -> Bytes:
-    check_flat(tensor, name)
-    return tensor.numpy()
+def _regions(side: Side, regions: tuple[int, int]) -> tuple[Base, ...]:
+    check_regions(len(side.bases), *regions)
+    return side.bases[slice(*regions)]
 
 
-def _regions(side: Side, region_lo: int, region_hi: int) -> tuple[Base, ...]:
-    check_regions(len(side.bases), region_lo, region_hi)
-    return side.bases[region_lo:region_hi]
-
-
-def _dense(tensor: Tensor, name: str, piece: PieceRows, num_regions: int) -> NDArray[np.uint8]:
+def _chunk(tensor: Tensor, name: str, piece: Piece, num_regions: int) -> NDArray[np.uint8]:
     """The chunk as [regions, bytes of a region]."""
     check_chunk(tensor, name, num_regions, piece.nbytes)
     flat: Bytes = tensor.numpy()
@@ -257,11 +221,12 @@ def _checked(
     tile: Tile,
     bases: Sequence[Base],
     block_ids: Ids,
-    token_lo: int,
-    token_hi: int,
+    tokens: tuple[int, int],
 ) -> list[Bytes]:
     """The memories as arrays, once all that will be addressed is known to lie inside them."""
-    check_span(tile, block_ids, token_lo, token_hi)
-    pools = [_flat(memory, f"memory {number}") for number, memory in enumerate(memories)]
+    check_span(tile, block_ids, *tokens)
+    for number, memory in enumerate(memories):
+        check_flat(memory, f"memory {number}")
+    pools: list[Bytes] = [memory.numpy() for memory in memories]
     check_bases(tile, bases, [pool.size for pool in pools])
     return pools

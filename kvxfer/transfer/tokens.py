@@ -16,12 +16,12 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.cache.extra_keys import (
+from kvxfer.cache.hashing import (
     ExtraKey,
     gen_mm_extra_hash_keys,
     gen_prompt_embeds_extra_hash_keys,
+    pack_token_ids,
 )
-from kvxfer.cache.hashing import pack_token_ids
 
 DIGEST_NBYTES = 32
 _DOMAIN = b"kvxfer.tokens.v1\0"
@@ -51,7 +51,7 @@ def digest_keys(request: object, num_tokens: int) -> tuple[ExtraKey, ...]:
     """What besides its first ``num_tokens`` tokens decides the KV of a request: its LoRA adapter,
     the multimodal items that begin in the span, embeddings given instead of tokens.
 
-    The attributes are those of :class:`~kvxfer.cache.extra_keys.HashableRequest`. Only facts that
+    The attributes are those of :class:`~kvxfer.cache.hashing.HashableRequest`. Only facts that
     both engines spell alike count: an adapter's name, not the path where one host keeps it. The
     cache salt is no such fact: it keeps users apart within one engine, and the offer's nonce does
     that between two.

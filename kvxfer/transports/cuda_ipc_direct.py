@@ -14,18 +14,16 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors.cuda_device import CudaDevice, Gpu
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
-from kvxfer.tensors.device_memory import MappedMemory
-from kvxfer.tensors.device_work import (
+from kvxfer.tensors.device_copy import (
     BoundCopy,
     BoundSide,
-    DeviceMemory,
+    CopySettings,
+    DeviceCopier,
     bind_copy,
     flat_copy,
-    join_sides,
 )
-from kvxfer.tensors.job_ring import Event
+from kvxfer.tensors.device_launch import Event
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.manifest import CudaIpcHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass
@@ -70,7 +68,7 @@ class CudaIpcSource(DirectSource):
         context: zmq.Context[zmq.Socket[bytes]],
         gpu: Gpu | None = None,
     ) -> None:
-        gpu = gpu or CudaDevice(memory.device)
+        gpu = gpu or Gpu(memory.device)
         super().__init__(gpu.export(tensor) for tensor in memory.tensors)
 
 
@@ -95,7 +93,7 @@ class CudaIpcSink(SinkTransport):
         gpu: Gpu | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._gpu = gpu = gpu or CudaDevice(memory.device)
+        self._gpu = gpu = gpu or Gpu(memory.device)
         self._memories = tuple(
             DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in memory.tensors
         )
@@ -139,7 +137,7 @@ class CudaIpcSink(SinkTransport):
                 BoundSide(side.tile, np.array([base.offset for base in side.bases], np.int64))
                 for side in (each.source, each.sink)
             )
-            copier.warm(join_sides(*sides), stream).synchronize()
+            copier.warm(BoundCopy(*sides), stream).synchronize()
 
     def attach(
         self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
@@ -245,8 +243,7 @@ class CudaIpcSink(SinkTransport):
                 self._bind(attached, copy_class),
                 source_ids[copy_class.source.group],
                 sink_ids[copy_class.sink.group],
-                pull.token_lo,
-                pull.token_hi,
+                (pull.token_lo, pull.token_hi),
                 stream=self._stream,
             )
             for copy_class, pull in zip(request.classes, request.pull_classes, strict=True)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from kvxfer.tensors.device_copy import DeviceCopier
-from kvxfer.tensors.device_launch import Stream
+from kvxfer.tensors.device_launch import Event, Stream
 from kvxfer.tensors.device_memory import MappedMemory
-from kvxfer.tensors.job_ring import Event
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.attachments import Attached
 from kvxfer.transports.base import (

@@ -17,11 +17,9 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvxfer.tensors.cuda_device import Gpu
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
-from kvxfer.tensors.device_launch import Stamp
-from kvxfer.tensors.device_work import DeviceMemory, flat_copy
-from kvxfer.tensors.job_ring import Event
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched, flat_copy
+from kvxfer.tensors.device_launch import Event, Stamp
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu
 from kvxfer.transfer.costs import WireCosts, fit_direct_costs
 from kvxfer.transports.base import TRIAL_SMALL_NBYTES
 
@@ -62,7 +60,7 @@ def measure_copies(gpu: Gpu, memory: DeviceMemory) -> WireCosts:
     for most_nbytes in (nbytes, min(nbytes, TRIAL_SMALL_NBYTES)):
         bound = flat_copy(memory.address, landing.data_ptr(), most_nbytes)
         ids, num_tokens = np.zeros(1, np.int64), bound.sink.tile.block_tokens
-        launch = partial(copier.copy, bound, ids, ids, 0, num_tokens, stream=stream)
+        launch = partial(copier.copy, bound, ids, ids, (0, num_tokens), stream=stream)
         timings.append(time_copy(launch, partial(copier.stamp, stream)))
     return costs_of(*timings)
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvxfer.tensors.job_ring import Event
+from kvxfer.tensors.device_launch import Event
 
 CLOSE_S = 150e-6
 """So long before a copy should be over, and so long after, it is looked at without pause."""

@@ -243,15 +243,14 @@ class ShmSink(SinkTransport):
         source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
         sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
         for copy_class, pull in zip(request.classes, request.pull_classes, strict=True):
-            for token_lo, token_hi in job_spans(copy_class, pull):
+            for tokens in job_spans(copy_class, pull):
                 read.nbytes += strided_copy(
                     tensors,
                     self._memory.tensors,
                     copy_class,
                     source_ids[copy_class.source.group],
                     sink_ids[copy_class.sink.group],
-                    token_lo,
-                    token_hi,
+                    tokens,
                     scratch=self._own.scratch,
                     stop=stop,
                 )

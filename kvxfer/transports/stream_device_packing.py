@@ -19,9 +19,8 @@ from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.kernels.strided_work import WHOLE_GPU
-from kvxfer.tensors.cuda_device import CudaDevice, Gpu
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
-from kvxfer.tensors.device_work import BoundSide, DeviceMemory, bind_side, flat_copy
+from kvxfer.tensors.device_copy import BoundSide, CopySettings, DeviceCopier, bind_side, flat_copy
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu
 from kvxfer.transfer.plan import CopyClass, Side
 from kvxfer.transports.base import LocalMemory, Wake
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
@@ -68,7 +67,7 @@ class DevicePacker(Generic[J]):
         wake: Wake,
         gpu: Gpu | None = None,
     ) -> None:
-        self._gpu = gpu = gpu or CudaDevice(memory.device)
+        self._gpu = gpu = gpu or Gpu(memory.device)
         self._tensors = memory.tensors  # so that the addresses stay good
         self._memories = tuple(
             DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in memory.tensors
@@ -168,10 +167,10 @@ class DevicePacker(Generic[J]):
                 self._waited = job.after  # for all that comes behind it on the stream
             if job.order is not None:
                 launched = self._copier.pack(
-                    side, ids, job.order, *regions, *tokens, dense, stream=stream
+                    side, ids, job.order, regions, tokens, dense, stream=stream
                 )
             else:
-                launched = self._copier.unpack(side, ids, *regions, *tokens, dense, stream=stream)
+                launched = self._copier.unpack(side, ids, regions, tokens, dense, stream=stream)
             event = launched.event
         except (RuntimeError, ValueError) as exc:
             step.error, event = exc, None

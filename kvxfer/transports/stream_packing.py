@@ -176,9 +176,9 @@ class _HostJob(CopyJob, Generic[J]):
         regions, tokens = (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)
         ids, dense = job.block_ids, job.staging()
         if job.order is not None:
-            gather(self._tensors, job.side, ids, job.order, *regions, *tokens, dense)
+            gather(self._tensors, job.side, ids, job.order, regions, tokens, dense)
         else:
-            scatter(self._tensors, job.side, ids, *regions, *tokens, dense)
+            scatter(self._tensors, job.side, ids, regions, tokens, dense)
         return False
 
     def on_end(self) -> None:

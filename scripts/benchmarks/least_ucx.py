@@ -12,10 +12,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from kvxfer.tensors.device_copy import DeviceCopier
+from kvxfer.tensors.device_copy import DeviceCopier, bind_side
+from kvxfer.tensors.device_launch import Event
 from kvxfer.tensors.device_memory import current_context
-from kvxfer.tensors.device_work import bind_side
-from kvxfer.tensors.job_ring import Event
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.plan import Chunk, DenseOrder
 from kvxfer.transports.native_peers import LOOPBACK
@@ -218,8 +217,8 @@ class UcxLoop(Member):
         super().close()
 
 
-def _span(chunk: Chunk) -> tuple[int, int, int, int]:
-    return chunk.region_lo, chunk.region_hi, chunk.token_lo, chunk.token_hi
+def _span(chunk: Chunk) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)
 
 
 def _is_over(event: Event | None) -> bool:

@@ -13,10 +13,9 @@ from functools import partial
 
 import torch
 
-from kvxfer.tensors.device_copy import DeviceCopier
-from kvxfer.tensors.device_launch import Stream
-from kvxfer.tensors.device_work import DeviceMemory, bind_copy
-from kvxfer.tensors.job_ring import Event
+from kvxfer.tensors.device_copy import DeviceCopier, bind_copy
+from kvxfer.tensors.device_launch import Event, Stream
+from kvxfer.tensors.device_memory import DeviceMemory
 from scripts.benchmarks.devices import Devices, Memory
 from scripts.benchmarks.members import Timing, timed
 from scripts.benchmarks.plain_ways import PlainWays
@@ -66,7 +65,7 @@ class LaunchWays(PlainWays):
         source_ids, sink_ids = request.source_ids, request.sink_ids
         span = (0, request.num_tokens)
         return lambda: (
-            self._copier.copy(bound, source_ids, sink_ids, *span, stream=self._stream).event
+            self._copier.copy(bound, source_ids, sink_ids, span, stream=self._stream).event
         )
 
     def _begin(self, launch: Callable[[], Event | None]) -> None:

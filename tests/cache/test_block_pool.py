@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from kvxfer.cache.block_pool import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock
+from kvxfer.cache import BlockPool, FreeKVCacheBlockQueue, KVCacheBlock
 
 
 def ids(blocks: Iterable[KVCacheBlock]) -> list[int]:

@@ -14,7 +14,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvxfer.cache.block_pool import BlockPool, KVCacheBlock
+from kvxfer.cache import BlockPool, KVCacheBlock
 
 NUM_BLOCKS = 6  # block 0 is the null block
 GROUPS = range(2)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvxfer.cache import get_kv_cache_config
 from kvxfer.cache.block_pool import BlockPool
-from kvxfer.cache.cache_hit import CacheHit
-from kvxfer.cache.kv_cache_manager import KVCacheManager
-from kvxfer.cache.planning import get_kv_cache_config
+from kvxfer.cache.kv_cache_manager import CacheHit, KVCacheManager
+from kvxfer.cache.manager import manager_for
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheSpec, MambaSpec, SlidingWindowSpec
-from kvxfer.cache.window_managers import manager_for
 from tests.cache.planning_cases import config, full, layers, window
 
 HASHES = [number.to_bytes(32, "big") for number in range(1, 1200)]

@@ -19,9 +19,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvxfer.cache import get_kv_cache_config
 from kvxfer.cache.kv_cache_manager import KVCacheManager
 from kvxfer.cache.kv_events import BlockRemoved, BlockStored, KVEventLog
-from kvxfer.cache.planning import get_kv_cache_config
 from kvxfer.cache.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,

@@ -8,8 +8,7 @@ from itertools import product
 
 import pytest
 
-from kvxfer.cache.cache_hit import CacheHit
-from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.kv_cache_manager import CacheHit, KVCacheManager
 from kvxfer.cache.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,

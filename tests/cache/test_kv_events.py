@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvxfer.cache import get_kv_cache_config
 from kvxfer.cache.block_pool import BlockPool
-from kvxfer.cache.cache_hit import CacheHit
-from kvxfer.cache.kv_cache_manager import KVCacheManager
+from kvxfer.cache.kv_cache_manager import CacheHit, KVCacheManager
 from kvxfer.cache.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -19,7 +19,6 @@ from kvxfer.cache.kv_events import (
     KVEventBatch,
     KVEventLog,
 )
-from kvxfer.cache.planning import get_kv_cache_config
 from kvxfer.cache.specs import KVCacheSpec
 from tests.cache.planning_cases import chunked, config, full, latent, layers, state, window
 

@@ -11,8 +11,13 @@ from typing import Any
 import pytest
 
 from kvxfer.cache import hashing
-from kvxfer.cache.hashing import hash_block_tokens, hash_request_tokens, sha256
-from kvxfer.cache.object_hash import ObjectHash, get_hash_fn_by_name
+from kvxfer.cache.hashing import (
+    ObjectHash,
+    get_hash_fn_by_name,
+    hash_block_tokens,
+    hash_request_tokens,
+    sha256,
+)
 
 # By algorithm, with PYTHONHASHSEED=0 and blocks of 4: the root; the names of a plain request; those
 # of one with an adapter, an item on tokens 2 to 5 and a salt.

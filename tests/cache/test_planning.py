@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.cache.planning import (
+from kvxfer.cache import (
     get_kv_cache_config,
     get_kv_cache_config_uniform_type,
     get_kv_cache_configs,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.cache.planning import (
+from kvxfer.cache import (
     create_kv_cache_group_specs,
     get_kv_cache_groups,
     is_kv_cache_type_uniform,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.cache.planning import (
+from kvxfer.cache import (
     check_enough_kv_cache_memory,
     estimate_max_model_len,
     get_kv_cache_config,

@@ -9,7 +9,14 @@ from itertools import product
 import pytest
 
 from kvxfer.cache.block_pool import BlockPool
-from kvxfer.cache.manager import FullAttentionManager, GroupManager
+from kvxfer.cache.manager import (
+    ChunkedLocalAttentionManager,
+    FullAttentionManager,
+    GroupManager,
+    MambaManager,
+    SlidingWindowManager,
+    manager_for,
+)
 from kvxfer.cache.specs import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -17,12 +24,6 @@ from kvxfer.cache.specs import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
-)
-from kvxfer.cache.window_managers import (
-    ChunkedLocalAttentionManager,
-    MambaManager,
-    SlidingWindowManager,
-    manager_for,
 )
 
 BLOCK_SIZE = 4

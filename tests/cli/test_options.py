@@ -15,12 +15,13 @@ from kvxfer.cache.specs import (
     SlidingWindowSpec,
 )
 from kvxfer.cli.options import (
-    Address,
-    Dtype,
+    EngineOptions,
+    HostPort,
     Layout,
-    ModelOptions,
+    PairOptions,
+    RunOptions,
     SideOptions,
-    WorkOptions,
+    Wire,
     parse_address,
     parse_devices,
     place_sides,
@@ -28,6 +29,7 @@ from kvxfer.cli.options import (
 from kvxfer.cli.prompts import Prompt
 from kvxfer.cli.sides import (
     Work,
+    fitted,
     pool_blocks,
     read_model,
     read_work,
@@ -39,7 +41,7 @@ from kvxfer.engine.config import OnLoadFailure, Role
 from kvxfer.engine.model_config import BUILT_IN_MODELS, DEFAULT_MODEL
 from kvxfer.errors import ConfigError, ModelError
 
-MODEL = ModelOptions(None, None, Dtype.FLOAT32)
+MODEL = EngineOptions()
 
 
 def side(**changes: object) -> SideOptions:
@@ -54,21 +56,6 @@ def side(**changes: object) -> SideOptions:
     return SideOptions(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def work_options(**changes: object) -> WorkOptions:
-    values: dict[str, object] = {
-        "prompts": None,
-        "trace": None,
-        "trace_scale": 16,
-        "time_scale": 0.0,
-        "limit": None,
-        "max_new_tokens": 8,
-        "in_flight": 8,
-        "verify": True,
-        "json": None,
-    }
-    return WorkOptions(**{**values, **changes})  # type: ignore[arg-type]
-
-
 def work(*lengths: int, new: int = 1, in_flight: int = 2) -> Work:
     return Work(tuple(Prompt("p", (0,) * n, new) for n in lengths), in_flight)
 
@@ -76,12 +63,12 @@ def work(*lengths: int, new: int = 1, in_flight: int = 2) -> Work:
 @pytest.mark.parametrize(
     ("text", "address"),
     [
-        ("127.0.0.1:80", Address("127.0.0.1", 80)),
-        ("node7:5000", Address("node7", 5000)),
-        ("[::1]:0", Address("[::1]", 0)),
+        ("127.0.0.1:80", HostPort("127.0.0.1", 80)),
+        ("node7:5000", HostPort("node7", 5000)),
+        ("[::1]:0", HostPort("[::1]", 0)),
     ],
 )
-def test_addresses(text: str, address: Address) -> None:
+def test_addresses(text: str, address: HostPort) -> None:
     assert parse_address("--listen", text) == address
     assert str(address) == text
 
@@ -102,16 +89,16 @@ def test_an_address_that_nobody_can_connect_to(text: str) -> None:
 
 def test_work_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected one source of prompts"):
-        work_options(prompts=Path("p"), trace=Path("t"))
+        RunOptions(prompts=Path("p"), trace=Path("t"))
     for name, option in (
         ("limit", "--limit"),
         ("max_new_tokens", "--max-new-tokens"),
         ("in_flight", "--in-flight"),
     ):
         with pytest.raises(ConfigError, match=f"{option}: expected at least 1, got 0"):
-            work_options(**{name: 0})
+            RunOptions(**{name: 0})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--json: .*nowhere is no folder"):
-        work_options(json=tmp_path / "nowhere" / "x.json")
+        RunOptions(json=tmp_path / "nowhere" / "x.json")
 
 
 def sizing(*groups: KVCacheSpec) -> KVCacheManager:
@@ -166,14 +153,15 @@ def test_read_model_checks_every_tp_size() -> None:
     with pytest.raises(ModelError, match="a divisor or a multiple of 8 KV heads, got 3"):
         read_model(MODEL, (2, 3))
     with pytest.raises(ModelError, match="nowhere"):
-        read_model(ModelOptions("/nowhere", None, Dtype.FLOAT32), (1,))
+        read_model(EngineOptions(model="/nowhere"), (1,))
 
 
 def test_read_work(tmp_path: Path) -> None:
-    assert len(read_work(work_options(), DEFAULT_MODEL, None).prompts) == 10
+    assert len(read_work(RunOptions(), DEFAULT_MODEL).prompts) == 10
     file = tmp_path / "p.txt"
     file.write_text("a\nb\nc\n")
-    found = read_work(work_options(prompts=file, limit=2, in_flight=3), DEFAULT_MODEL, None)
+    options = RunOptions(prompts=file, limit=2, in_flight=3, max_new_tokens=8)
+    found = read_work(options, DEFAULT_MODEL)
     assert found == Work((Prompt("line 1", (97,), 8), Prompt("line 2", (98,), 8)), 3)
 
 
@@ -181,27 +169,26 @@ def test_settings_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_LEASE_S", "7")
     monkeypatch.setenv("KVXFER_PORT", "1")
     found = settings(
+        EngineOptions(),
+        side(),
         defaults={"log_level": "WARNING", "lease_s": 9.0, "port": 2},
-        given={"port": 3, "transport": None},
+        given={"port": 3},
     )
     assert (found.port, found.lease_s, found.log_level) == (3, 7.0, "WARNING")
     assert found.transport == "auto"
+    options = EngineOptions(transport=Wire.ZMQ, log_level="DEBUG")
+    found = settings(options, side(faults="read:fail"), defaults={"log_level": "WARNING"})
+    assert (found.transport, found.faults, found.log_level) == ("zmq", "read:fail", "DEBUG")
 
 
 def test_engines() -> None:
-    kv = settings(defaults={}, given={"port": 0})
-    config = transfer_engine(
-        Role.DECODE,
-        side(tp_size=4, block_size=24, layout=Layout.NHD, prefix_caching=False),
-        MODEL,
-        DEFAULT_MODEL,
-        kv=kv,
-        num_blocks=9,
-        max_model_len=100,
-        max_num_seqs=3,
-        digests=True,
-        on_load_failure=OnLoadFailure.FAIL,
-    )
+    own = side(tp_size=4, block_size=24, layout=Layout.NHD, prefix_caching=False, num_blocks=9)
+    kv = settings(MODEL, own, given={"port": 0})
+    options = RunOptions(verify=True, on_load_failure=OnLoadFailure.FAIL)
+    engine = transfer_engine(Role.DECODE, own, MODEL, DEFAULT_MODEL, kv)
+    config = fitted(engine, own, options, DEFAULT_MODEL, work(99))
+    assert (config.kv, config.max_num_seqs) == (kv, 64)
+    assert fitted(engine, own, options, DEFAULT_MODEL, work(99, in_flight=70)).max_num_seqs == 70
     assert (config.engine_id, config.tp_size, config.block_size) == ("decode", 4, 24)
     assert (config.layout, config.num_blocks, config.max_model_len) == ("NHD", 9, 100)
     assert (config.digests, config.enable_prefix_caching) == (True, False)
@@ -274,17 +261,25 @@ def test_devices_are_counted_only_where_that_decides() -> None:
 
 def test_engines_are_where_their_sides_are() -> None:
     model = read_model(MODEL, (2,))
-    config = transfer_engine(
-        Role.PREFILL,
-        side(device="cuda", devices=(3, 1)),
-        MODEL,
-        model,
-        kv=settings(defaults={}, given={"port": 0}),
-        num_blocks=20,
-        max_model_len=100,
-        max_num_seqs=4,
-        digests=False,
-    )
+    own = side(device="cuda", devices=(3, 1))
+    kv = settings(MODEL, own, given={"port": 0})
+    config = transfer_engine(Role.PREFILL, own, MODEL, model, kv)
     assert config.rank_devices == ("cuda:3", "cuda:1")
     assert single_engine(MODEL, model, work(5), device="cuda:3").rank_devices == ("cuda:3",)
     assert single_engine(MODEL, model, work(5)).rank_devices == ("cpu",)
+
+
+def test_both_sides_of_a_pair_are_told_apart() -> None:
+    options = PairOptions(
+        prefill_tp=3,
+        decode_block_size=64,
+        decode_layout=Layout.HND,
+        prefill_blocks=7,
+        decode_prefix_caching=False,
+        decode_faults="read:fail",
+        device="cuda",
+        prefill_devices="2,3,4",
+        decode_devices="1",
+    )
+    assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "", "cuda", (2, 3, 4))
+    assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "read:fail", "cuda", (1,))

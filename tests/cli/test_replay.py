@@ -13,7 +13,7 @@ import zmq
 from kvxfer.cli import replay
 from kvxfer.cli.outcome import Result
 from kvxfer.cli.prompts import Prompt
-from kvxfer.cli.replay import Link, Replay
+from kvxfer.cli.replay import Replay, RunEngine
 from kvxfer.cli.sides import Work
 from kvxfer.engine.config import OnLoadFailure
 from kvxfer.engine.rpc import (
@@ -21,7 +21,7 @@ from kvxfer.engine.rpc import (
     Done,
     Generate,
     Info,
-    Refused,
+    RequestRefused,
     RpcClient,
     RpcServer,
     ToClient,
@@ -148,7 +148,7 @@ def nothing(_done: int, _all: int) -> None:
 
 def run(
     work: Work,
-    links: list[Link],
+    links: list[RunEngine],
     *,
     policy: OnLoadFailure = OnLoadFailure.RECOMPUTE,
     progress: Callable[[int, int], None] = nothing,
@@ -170,7 +170,7 @@ def test_every_prompt_goes_through_both_and_the_single_engine() -> None:
     with engines(first, second, third) as clients:
         results = run(
             work(5),
-            [Link(client) for client in clients],
+            [RunEngine(client) for client in clients],
             progress=lambda done, total: told.append((done, total)),
         )
     assert [r.name for r in results] == ["p0", "p1", "p2", "p3", "p4"]
@@ -188,7 +188,7 @@ def test_a_wrong_token_is_found() -> None:
         return [Token(request.request_id, 0, 1.0), *decode(request)[1:]]
 
     with engines(Scripted(prefill), Scripted(decode), Scripted(wrong)) as clients:
-        results = run(work(2), [Link(client) for client in clients])
+        results = run(work(2), [RunEngine(client) for client in clients])
     # p0's first token is 0 anyway
     assert [r.tokens_equal for r in results] == [True, False]
 
@@ -197,7 +197,7 @@ def test_a_wrong_token_is_found() -> None:
 def test_no_more_in_flight_than_asked_for(in_flight: int) -> None:
     slow = Scripted(decode, delay_s=0.02)
     with engines(Scripted(prefill), slow) as clients:
-        run(work(8, in_flight=in_flight), [Link(client) for client in clients])
+        run(work(8, in_flight=in_flight), [RunEngine(client) for client in clients])
     assert slow.most_at_once <= in_flight
     assert len(slow.heard) == 8
 
@@ -205,7 +205,7 @@ def test_no_more_in_flight_than_asked_for(in_flight: int) -> None:
 def test_arrivals_are_waited_for() -> None:
     started_s = time.monotonic()
     with engines(Scripted(prefill), Scripted(decode)) as clients:
-        run(work(4, gap_s=0.1), [Link(client) for client in clients])
+        run(work(4, gap_s=0.1), [RunEngine(client) for client in clients])
     assert 0.3 <= time.monotonic() - started_s < 3
 
 
@@ -216,7 +216,7 @@ def test_a_request_without_an_offer_is_computed_or_fails_by_policy() -> None:
     ):
         second = Scripted(decode)
         with engines(Scripted(decode), second) as clients:  # it gives no kv_transfer_params
-            (result,) = run(work(1), [Link(client) for client in clients], policy=policy)
+            (result,) = run(work(1), [RunEngine(client) for client in clients], policy=policy)
         assert (result.status, result.failure) == (status, "no_offer")
         expected = [None] if policy is OnLoadFailure.RECOMPUTE else []
         assert [g.kv_transfer_params for g in second.heard] == expected
@@ -224,18 +224,18 @@ def test_a_request_without_an_offer_is_computed_or_fails_by_policy() -> None:
 
 def test_a_refusal_ends_the_run() -> None:
     def refuse(request: Generate) -> list[ToClient]:
-        return [Refused(request.request_id, "no room")]
+        return [RequestRefused(request.request_id, "no room")]
 
     with (
         engines(Scripted(prefill), Scripted(refuse)) as clients,
         pytest.raises(KvxferError, match="engine scripted refused: no room"),
     ):
-        run(work(2), [Link(client) for client in clients])
+        run(work(2), [RunEngine(client) for client in clients])
     with (
-        engines(Scripted(lambda _: [Refused("", "what?")]), Scripted(decode)) as clients,
+        engines(Scripted(lambda _: [RequestRefused("", "what?")]), Scripted(decode)) as clients,
         pytest.raises(ProtocolError, match=r"engine at tcp://.*: what\?"),
     ):
-        run(work(2), [Link(client) for client in clients])
+        run(work(2), [RunEngine(client) for client in clients])
 
 
 def test_answers_to_nobody_are_passed_over() -> None:
@@ -243,7 +243,7 @@ def test_answers_to_nobody_are_passed_over() -> None:
         return [Token("stranger", 1, 1.0), *decode(request)]
 
     with engines(Scripted(prefill), Scripted(stranger)) as clients:
-        assert len(run(work(2), [Link(client) for client in clients])) == 2
+        assert len(run(work(2), [RunEngine(client) for client in clients])) == 2
 
 
 def test_an_engine_that_is_needed_and_goes_ends_the_run() -> None:
@@ -252,7 +252,7 @@ def test_an_engine_that_is_needed_and_goes_ends_the_run() -> None:
         timer = threading.Timer(0.3, second.stop)
         timer.start()
         with pytest.raises(PeerLost, match=r"the connection ended; is it running\?"):
-            run(work(2), [Link(client) for client in clients])
+            run(work(2), [RunEngine(client) for client in clients])
         timer.join()
 
 
@@ -281,8 +281,8 @@ def lose_prefill(
     thread.start()
     try:
         with engines(first, Scripted(decode)) as clients:
-            link = Link(clients[0], come_back_s=come_back_s)
-            results = run(work(4, in_flight=1), [link, Link(clients[1])], policy=policy)
+            link = RunEngine(clients[0], come_back_s=come_back_s)
+            results = run(work(4, in_flight=1), [link, RunEngine(clients[1])], policy=policy)
             link.client.close()
     finally:
         thread.join()
@@ -316,4 +316,4 @@ def test_silence_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         engines(Scripted(prefill), Scripted(lambda _: [])) as clients,
         pytest.raises(PeerLost, match="2 requests: expected a word from an engine within 0.3 s"),
     ):
-        run(work(2), [Link(client) for client in clients])
+        run(work(2), [RunEngine(client) for client in clients])

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvxfer.cli.prompts import Prompt
-from kvxfer.cli.trace import load_trace, unit
+from kvxfer.cli.prompts import Prompt, load_trace, unit
 from kvxfer.errors import ConfigError
 
 EXCERPT = Path(__file__).parents[1] / "data" / "conversation_trace_excerpt.jsonl"

@@ -10,7 +10,7 @@ import pytest
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import DIGEST_NBYTES
 from kvxfer.engine.engine import Result
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.model_config import load_model_config
 from tests.end_to_end.harness import DECODE, PREFILL, Pair, engine_config, pair, prompt
 
 NUM_TOKENS = (17, 18, 24, 31, 32, 33, 40, 48, 64, 65, 96, 127, 150, 200, 257, 400)

@@ -19,9 +19,8 @@ from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import DIGEST_NBYTES
 from kvxfer.engine.kv_plan import plan_kv_caches
-from kvxfer.engine.live import Event, Finished, NewToken
-from kvxfer.engine.model_files import load_model_config
-from kvxfer.engine.request import Request
+from kvxfer.engine.model_config import load_model_config
+from kvxfer.engine.request import Event, Finished, NewToken, Request
 from kvxfer.engine.runner import Runner, cache_facts
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import DigestOrder, GroupIds, SchedulerOutput

@@ -18,8 +18,7 @@ from kvxfer.engine.attention import attention_backend
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.model import LlamaModel
 from kvxfer.engine.model_config import ModelConfig, shard_for
-from kvxfer.engine.rank_cache import RankCache
-from kvxfer.engine.step_tables import RequestStep
+from kvxfer.engine.rank_cache import RankCache, RequestStep
 from kvxfer.engine.weights import load_weights
 
 TOLERANCE = 1e-4

@@ -23,10 +23,9 @@ from kvxfer.engine.attention import (
     PagedMetadataBuilder,
     attention_backend,
 )
-from kvxfer.engine.step_tables import RequestStep, step_tables
+from kvxfer.engine.rank_cache import RequestStep, step_tables
 from kvxfer.errors import ModelError
-from kvxfer.tensors.attention_contract import MultipleOf
-from kvxfer.tensors.attention_setup import build_attn_metadata
+from kvxfer.tensors.attention import MultipleOf, build_attn_metadata
 
 HEAD_SIZE = 4
 

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from kvxfer.engine.collectives import claim_device
-from kvxfer.engine.config import EngineConfig, Role
-from kvxfer.engine.devices import place_ranks
+from kvxfer.engine.config import EngineConfig, Role, place_ranks
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.steps import (
@@ -262,4 +261,4 @@ def test_a_step_makes_nothing_without_a_device(layout: str) -> None:
         torch.ones(1)
         outputs = [runner.execute(step) for step in steps]
     assert [len(output.samples) for output in outputs] == [0, 1]
-    assert factories.found == {"", "step_tables.py:step_tables"}
+    assert factories.found == {"", "rank_cache.py:step_tables"}

@@ -18,7 +18,7 @@ from kvxfer.engine import rpc
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.engine import Engine
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import Done, Generate, Refused, RpcClient, Token
+from kvxfer.engine.rpc import Done, Generate, RequestRefused, RpcClient, Token
 from kvxfer.errors import ConfigError, KvxferError, ModelError, PeerLost
 
 VOCAB = 256
@@ -232,7 +232,7 @@ def test_requests_that_cannot_be_run_are_refused(group: EngineGroup) -> None:
         for message, sentence in cases:
             client.send(message)
             (answer,) = client.poll(10)
-            assert isinstance(answer, Refused)
+            assert isinstance(answer, RequestRefused)
             assert answer.request_id == message.request_id
             assert sentence in answer.error
         assert client.ask(10).num_free_blocks == 63

@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheConfig, SlidingWindowSpec
-from kvxfer.engine.attention import attention_backend
+from kvxfer.engine.attention import ForwardContext, attention_backend, paged_layers
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.kv_plan import kv_cache_specs, longest_request, plan_kv_caches
-from kvxfer.engine.layers import ForwardContext, paged_layers
-from kvxfer.engine.model_config import shard_for
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.model_config import load_model_config, shard_for
 from kvxfer.errors import ConfigError
-from kvxfer.tensors.attention_setup import get_kv_cache_spec
+from kvxfer.tensors.attention import get_kv_cache_spec
 
 
 def engine(**settings: Any) -> EngineConfig:

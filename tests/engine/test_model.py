@@ -10,12 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvxfer.engine.attention import attention_backend
+from kvxfer.engine.attention import attention_backend, paged_layers
 from kvxfer.engine.digest import compare, kv_digests
-from kvxfer.engine.layers import paged_layers
 from kvxfer.engine.model import LlamaModel
-from kvxfer.engine.model_config import shard_for
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.model_config import load_model_config, shard_for
 from kvxfer.engine.weights import load_weights
 from kvxfer.errors import ModelError
 from tests.engine.model_rig import (

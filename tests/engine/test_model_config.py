@@ -14,9 +14,9 @@ from kvxfer.engine.model_config import (
     attention_layers,
     attention_pattern,
     layer_names,
+    load_model_config,
     shard_for,
 )
-from kvxfer.engine.model_files import load_model_config
 from kvxfer.errors import ModelError
 
 BASE: dict[str, Any] = {

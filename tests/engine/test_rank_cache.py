@@ -9,10 +9,8 @@ import torch
 
 from kvxfer.engine.attention import attention_backend
 from kvxfer.engine.config import EngineConfig, Role
-from kvxfer.engine.model_config import shard_for
-from kvxfer.engine.model_files import load_model_config
-from kvxfer.engine.rank_cache import RankCache
-from kvxfer.engine.step_tables import RequestStep
+from kvxfer.engine.model_config import load_model_config, shard_for
+from kvxfer.engine.rank_cache import RankCache, RequestStep
 
 
 def make(model_name: str | None, layout: str, tp_rank: int = 0, **settings: Any) -> RankCache:

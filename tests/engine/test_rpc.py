@@ -19,7 +19,7 @@ from kvxfer.engine.rpc import (
     Done,
     Generate,
     Info,
-    Refused,
+    RequestRefused,
     RpcClient,
     RpcServer,
     ToClient,
@@ -141,12 +141,12 @@ def test_malformed_frames_are_answered_and_counted(engine: Engine) -> None:
     with context, raw_client(context, engine.endpoint) as socket:
         for number, frame in enumerate(MALFORMED, start=1):
             socket.send(frame)
-            answer = msgspec.msgpack.decode(socket.recv(), type=Refused)
+            answer = msgspec.msgpack.decode(socket.recv(), type=RequestRefused)
             assert answer.request_id == ""
             assert answer.error.startswith("request frame: ")
             assert engine.server.num_malformed == number
         socket.send_multipart([GOOD, GOOD])
-        answer = msgspec.msgpack.decode(socket.recv(), type=Refused)
+        answer = msgspec.msgpack.decode(socket.recv(), type=RequestRefused)
         assert answer.error == "request frame: expected 1 frame, got 2"
         socket.send(GOOD)
         assert msgspec.msgpack.decode(socket.recv(), type=Token) == Token("a", 7, 0.5)

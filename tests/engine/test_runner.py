@@ -8,7 +8,7 @@ import pytest
 
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import compare
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.runner import Runner, cache_facts
 from kvxfer.engine.steps import (
     CachedRequestData,
@@ -87,6 +87,29 @@ def test_appended_blocks_and_chunks_give_the_same_tokens(name: str | None) -> No
         ids = tuple(table[done // 8 : done // 8 + 1] for table in whole) if done % 8 == 0 else None
         out.append(token(runner.execute(next_step(done, 1, (out[-1],), ids))))
     assert out == expected
+
+
+def test_each_request_is_sampled_from_its_last_token() -> None:
+    """The prompt at once, beside another request, and its last token in a step of its own."""
+    alone = make(None, block_size=16)
+    assert alone.execute(new_request(((1, 2, 3),), len(PROMPT) - 1)).samples == ()
+    expected = token(alone.execute(next_step(len(PROMPT) - 1, 1, (), None)))
+    both = make(None, block_size=16)
+    requests = tuple(
+        NewRequestData(req_id=name, prompt_token_ids=ids, block_ids=table, num_computed_tokens=0)
+        for name, ids, table in (
+            ("part", PROMPT[::-1], ((4, 5, 6),)),
+            ("r", PROMPT, ((1, 2, 3),)),
+            ("other", PROMPT[:9], ((7,),)),
+        )
+    )
+    output = both.execute(
+        SchedulerOutput(
+            scheduled_new_reqs=requests, num_scheduled_tokens={"part": 20, "r": 42, "other": 9}
+        )
+    )
+    assert [sample.req_id for sample in output.samples] == ["r", "other"]
+    assert output.samples[0].token_id == expected
 
 
 def test_a_resumed_request_gets_new_tables() -> None:

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from kvxfer.cache.hashing import get_hash_fn_by_name
 from kvxfer.cache.kv_events import BlockRemoved, BlockStored
-from kvxfer.cache.object_hash import get_hash_fn_by_name
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
@@ -23,8 +23,7 @@ from kvxfer.connector.records import (
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
 from kvxfer.engine.digest import KVDigest
-from kvxfer.engine.live import Finished, NewToken
-from kvxfer.engine.request import Request, Status
+from kvxfer.engine.request import Finished, NewToken, Request, Status
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
 from kvxfer.errors import ConfigError, OutOfBlocks
@@ -171,6 +170,7 @@ def test_prompt_then_one_token_a_step_then_blocks_come_back() -> None:
     assert step.scheduled_cached_reqs.new_token_ids == ((1,),)
     assert step.scheduled_cached_reqs.num_computed_tokens == (10,)
     step, events = rig.step()
+    assert step.scheduled_cached_reqs.new_token_ids == ((2,),)  # each token is told once
     assert events[0] == NewToken("a", 3, 0.5)
     assert finished(events) == ["a"]
     assert rig.requests["a"].status is Status.FINISHED_LENGTH_CAPPED
@@ -442,7 +442,7 @@ def test_a_failed_load_is_computed_by_policy() -> None:
     assert step.num_scheduled_tokens == {"a": 16}
     (end,) = [event for event in events if isinstance(event, Finished)]
     assert end.request.failure == "peer_lost"
-    assert end.loads == (REPORT,)
+    assert end.request.reports == [REPORT]
     assert rig.free == 10
 
 
@@ -547,7 +547,7 @@ def test_a_digested_offer_is_told_when_its_digest_is_there() -> None:
     step, events = rig.step(digests={"a": digest})
     assert [(order.req_id, order.num_tokens) for order in step.digests] == [("a", 16)]
     (end,) = [event for event in events if isinstance(event, Finished)]
-    assert end.digests == (digest,)
+    assert end.request.digests == (digest,)
 
 
 def test_the_sink_digests_what_it_has_before_it_computes() -> None:
@@ -562,7 +562,7 @@ def test_the_sink_digests_what_it_has_before_it_computes() -> None:
     assert step.num_scheduled_tokens == {"a": 1}
     _, events = rig.step()
     (end,) = [event for event in events if isinstance(event, Finished)]
-    assert end.digests == (digest,)
+    assert end.request.digests == (digest,)
 
 
 def test_block_names_follow_the_configured_seed() -> None:

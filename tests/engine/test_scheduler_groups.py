@@ -20,8 +20,7 @@ from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLi
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, Role
-from kvxfer.engine.live import Event, Finished
-from kvxfer.engine.request import Request, Status
+from kvxfer.engine.request import Event, Finished, Request, Status
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
 from kvxfer.errors import OutOfBlocks

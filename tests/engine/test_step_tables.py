@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-from kvxfer.engine.step_tables import RequestStep, step_tables
+from kvxfer.engine.rank_cache import RequestStep, step_tables
 
 FULL = KVCacheGroupSpec(
     ["full"], FullAttentionSpec(block_size=8, num_kv_heads=1, head_size=4, dtype="float32")

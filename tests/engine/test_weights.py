@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvxfer.engine.model_config import ModelConfig, shard_for
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.model_config import ModelConfig, load_model_config, shard_for
 from kvxfer.engine.weights import LlamaWeights, load_weights, weights_identity
 from kvxfer.errors import ModelError
 

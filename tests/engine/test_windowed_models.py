@@ -20,8 +20,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from kvxfer.engine.model_config import ModelConfig
-from kvxfer.engine.model_files import load_model_config
+from kvxfer.engine.model_config import ModelConfig, load_model_config
 from kvxfer.engine.weights import Part, RandomWeights
 from tests.engine.model_rig import (
     CHUNKED,

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from kvxfer.kernels.block_rewrite import BlockOrder, BlockRewrite, rewrite_blocks_ref
-from kvxfer.kernels.postprocess import CyclePrograms, rewrite_blocks
-from kvxfer.kernels.rewrite_gather import gathers
-from kvxfer.kernels.segments import segments_of
+from kvxfer.kernels.rewrite_kernel import plane_table, rewrite_blocks
 from tests.helpers import assert_same_bytes, poisoned
 
 
@@ -50,8 +48,7 @@ class Case:
     width: int = 16
     gap: int = 0
     num_sets: int = 2
-    num_covered: int | None = None
-    num_segments: int = 1
+    num_planes: int = 1
     tile_nbytes: int = 64
 
     @property
@@ -87,9 +84,6 @@ def naive(case: Case, memory: Tensor) -> Tensor:
     for token, head in product(range(num_tokens), range(case.num_heads)):
         number, row = divmod(place(case.local, case.num_heads, token, head), rows_of_block)
         target = after[case.block_ids[number], row, : case.width]
-        if case.num_covered is not None and token >= case.num_covered:
-            target.zero_()
-            continue
         number, row = divmod(place(case.received, case.num_heads, token, head), rows_of_block)
         target.copy_(before[case.block_ids[number], row, : case.width])
     return after.reshape(memory.shape)
@@ -105,26 +99,20 @@ def received(case: Case, device: torch.device) -> Tensor:
 
 
 def check(case: Case, device: torch.device) -> None:
-    """By cycles in programs of the case's size, in plain torch, and as a whole where that is what
-    is done if nobody asks for cycles.
-    """
-    pools = [received(case, device) for _ in range(case.num_segments)]
+    """In programs of the case's size, and in plain torch."""
+    pools = [received(case, device) for _ in range(case.num_planes)]
     wants = [naive(case, pool).to(device) for pool in pools]
     ids = torch.tensor(case.block_ids, dtype=torch.int64, device=device)
 
     def views(of: list[Tensor]) -> list[Tensor]:
         return [pool[..., : case.width] for pool in of]
 
-    asked: list[CyclePrograms | None] = [CyclePrograms(case.tile_nbytes)]
-    if gathers(segments_of(views(pools)), case.rewrite):
-        asked.append(None)
-    for programs in asked:
-        got = [pool.clone() for pool in pools]
-        segments = segments_of(views(got))
-        rewrite_blocks(segments, ids, case.rewrite, case.num_covered, programs=programs)
-        for pool, want in zip(got, wants, strict=True):
-            assert_same_bytes(pool, want)
+    got = [pool.clone() for pool in pools]
+    planes = plane_table(views(got))
+    rewrite_blocks(planes, ids, case.rewrite, tile_nbytes=case.tile_nbytes)
+    for pool, want in zip(got, wants, strict=True):
+        assert_same_bytes(pool, want)
     for view in views(pools):
-        rewrite_blocks_ref(view, ids, case.rewrite, case.num_covered)
+        rewrite_blocks_ref(view, ids, case.rewrite)
     for pool, want in zip(pools, wants, strict=True):
         assert_same_bytes(pool, want)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvxfer.kernels.strided_copy import launch_copy, strided_copy, strided_copy_ref
+from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import (
     WHOLE_GPU,
     CopySide,
@@ -95,6 +95,50 @@ def pool_of(side: CopySide, work: CopyWork, seed: int, *, lead: int, poison: boo
     bases = lead + torch.arange(NUM_REGIONS) * region
     ids = torch.randperm(num_blocks, generator=generator)[: max(1, num_needed)]
     return Pool(memory, bases.to(DEVICE), ids.to(DEVICE))
+
+
+def strided_copy(
+    source_table: Tensor,
+    sink_table: Tensor,
+    source_ids: Tensor,
+    sink_ids: Tensor,
+    work: CopyWork,
+    num_programs: int,
+) -> None:
+    launch = plan_launch(work, source_table.numel(), num_programs)
+    params = torch.tensor(launch.params, dtype=torch.int64, device=source_table.device)
+    launch_copy(params, source_table, sink_table, source_ids, sink_ids, launch)
+
+
+def strided_copy_ref(
+    source: Tensor,
+    sink: Tensor,
+    source_bases: Tensor,
+    sink_bases: Tensor,
+    source_ids: Tensor,
+    sink_ids: Tensor,
+    work: CopyWork,
+) -> None:
+    """The same in plain torch on two flat uint8 memories; bases [num_regions] are byte offsets."""
+    given = _byte_offsets(work.source, source_ids, work)
+    taken = _byte_offsets(work.sink, sink_ids, work)
+    for given_base, taken_base in zip(source_bases.tolist(), sink_bases.tolist(), strict=True):
+        sink[taken + taken_base] = source[given + given_base]
+
+
+def _byte_offsets(side: CopySide, ids: Tensor, work: CopyWork) -> Tensor:
+    """[tokens, heads, inner bytes] from a region's base."""
+    token = torch.arange(work.num_tokens, device=ids.device) + side.first_token
+    slot = token % side.block_tokens
+    kernel_block = ids[token // side.block_tokens] * (side.block_tokens // side.kernel_tokens)
+    kernel_block += slot // side.kernel_tokens
+    tokens = kernel_block * side.stride_block + slot % side.kernel_tokens * side.stride_token
+    heads = torch.arange(work.num_heads, device=ids.device) * side.stride_head
+    inner = torch.arange(work.inner_nbytes, device=ids.device)
+    if work.channel_nbytes:
+        channel = inner // work.channel_nbytes
+        inner = inner % work.channel_nbytes + channel * side.stride_channel
+    return tokens[:, None, None] + heads[:, None] + inner
 
 
 def check(work: CopyWork, *, lead: int = 0, programs: int = 3, seed: int = 1) -> int:
@@ -349,7 +393,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="channel_nbytes: expected a divisor of 16 inner bytes"):
         replace(work, channel_nbytes=3)
     with pytest.raises(ValueError, match="expected at most 1073741824 bytes of a region, got"):
-        replace(work, num_tokens=1 << 26)
+        plan_launch(replace(work, num_tokens=1 << 26), 1, 1)
 
 
 PTX = """

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.proxy.bodies import CHAT, COMPLETIONS, PATHS, parse_body, read_params
-from kvxfer.proxy.replies import NoKv, Reason, Refused
+from kvxfer.proxy.bodies import (
+    CHAT,
+    COMPLETIONS,
+    PATHS,
+    ErrorReply,
+    NoKv,
+    Reason,
+    parse_body,
+    read_params,
+)
 
 ASKING = {
     "do_remote_decode": True,
@@ -24,8 +32,8 @@ ASKING = {
 GOOD = b'{"do_remote_prefill":true,"kvxfer":{"number":1.50,"name":"\\u00e9"}}'
 
 
-def refused(path: str, raw: bytes) -> Refused:
-    with pytest.raises(Refused) as e:
+def refused(path: str, raw: bytes) -> ErrorReply:
+    with pytest.raises(ErrorReply) as e:
         parse_body(path, raw)
     return e.value
 
@@ -171,7 +179,7 @@ def test_not_a_body(raw: bytes) -> None:
 
 
 def test_the_error_body_is_openais() -> None:
-    e = Refused(400, Reason.NOT_TRANSFERABLE, "n: no", param="n")
+    e = ErrorReply(400, Reason.NOT_TRANSFERABLE, "n: no", param="n")
     assert json.loads(e.body()) == {
         "error": {"message": "n: no", "type": "not_transferable", "param": "n", "code": 400}
     }
@@ -199,7 +207,7 @@ def test_params_are_taken_as_they_are() -> None:
     ],
 )
 def test_prefill_failed(status: int, raw: bytes, want: int, reason: str, told: str) -> None:
-    with pytest.raises(Refused) as e:
+    with pytest.raises(ErrorReply) as e:
         read_params("prefill http://p:1", status, raw)
     assert (e.value.status, e.value.reason) == (want, reason)
     assert str(e.value).startswith("prefill http://p:1: ")

@@ -8,14 +8,11 @@ import inspect
 import pytest
 
 import kvxfer.proxy.bodies
-import kvxfer.proxy.headers
 import kvxfer.proxy.pool
-import kvxfer.proxy.replies
 import kvxfer.proxy.settings
 from kvxfer.errors import ConfigError
-from kvxfer.proxy.headers import find, to_client, to_decode, to_prefill
+from kvxfer.proxy.bodies import ErrorReply, find, to_client, to_decode, to_prefill
 from kvxfer.proxy.pool import UP, EnginePool, Seen, State
-from kvxfer.proxy.replies import Refused
 from kvxfer.proxy.settings import Engine, ProxySettings, Side, parse_engines
 
 DOWN = Seen(State.DOWN, "refused the connection")
@@ -164,13 +161,13 @@ def test_only_changes_are_news() -> None:
 def test_nobody_up_names_everybody() -> None:
     engines = pool()
     engines.see(P[1], DOWN)
-    with pytest.raises(Refused) as e:
+    with pytest.raises(ErrorReply) as e:
         engines.pick(Side.PREFILL)
     assert (e.value.status, e.value.reason) == (503, "no_prefill_engine")
     assert str(e.value) == (
         "no prefill engine is up: http://p0:1 not asked yet, http://p1:1 refused the connection"
     )
-    with pytest.raises(Refused, match="no decode engine is up: ") as e:
+    with pytest.raises(ErrorReply, match="no decode engine is up: ") as e:
         engines.require(Side.DECODE)
     assert e.value.reason == "no_decode_engine"
 
@@ -193,8 +190,8 @@ def test_healthy_takes_one_of_each() -> None:
 
 def test_what_decides_knows_no_http_library() -> None:
     for module in (
-        *(kvxfer.proxy.bodies, kvxfer.proxy.headers, kvxfer.proxy.pool),
-        *(kvxfer.proxy.replies, kvxfer.proxy.settings),
+        *(kvxfer.proxy.bodies, kvxfer.proxy.bodies, kvxfer.proxy.pool),
+        *(kvxfer.proxy.bodies, kvxfer.proxy.settings),
     ):
         tree = ast.parse(inspect.getsource(module))
         froms = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}

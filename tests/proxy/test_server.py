@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvxfer.proxy import handlers
+from kvxfer.proxy import server
 from kvxfer.proxy.server import serving
 from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
 from tests.proxy.fakes import (
@@ -220,7 +220,7 @@ def test_who_goes_away_after_prefill_is_still_heard_of_by_decode(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A decode engine that admits the request only then: its abort gives the blocks back."""
-    monkeypatch.setattr(handlers, "ABANDONED_S", 15.0)
+    monkeypatch.setattr(server, "ABANDONED_S", 15.0)
     asked, may_admit = asyncio.Event(), asyncio.Event()
     ends: list[str] = []
 
@@ -261,7 +261,7 @@ def test_who_goes_away_after_prefill_is_still_heard_of_by_decode(
 def test_a_client_that_stays_until_decode_has_begun_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(handlers, "ABANDONED_S", 0.0)
+    monkeypatch.setattr(server, "ABANDONED_S", 0.0)
     aborted = asyncio.Event()
     asked = asyncio.Event()
 

@@ -103,8 +103,7 @@ def test_the_class_for_wires_moves_the_same_tokens(layouts: str) -> None:
         copy_class,
         request.source_ids,
         request.sink_ids,
-        0,
-        pull.token_hi,
+        (0, pull.token_hi),
         scratch=Scratch(),
     )
     tokens = request.sampled_tokens(50)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvxfer.tensors.attention_contract import AttentionMetadataBuilder, MultipleOf
+from kvxfer.tensors.attention import AttentionMetadataBuilder, MultipleOf
 
 
 class Stated:

@@ -22,13 +22,11 @@ from kvxfer.cache.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from kvxfer.tensors.attention_contract import (
+from kvxfer.tensors.attention import (
     AttentionBackend,
     CommonAttentionMetadata,
     ForwardConfig,
     MultipleOf,
-)
-from kvxfer.tensors.attention_setup import (
     attention_layers,
     build_attn_metadata,
     get_kv_cache_spec,

@@ -23,12 +23,10 @@ from kvxfer.cache.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from kvxfer.tensors.attention_contract import AttentionGroup
-from kvxfer.tensors.block_zeroer import KVBlockZeroer, TableFiller
-from kvxfer.tensors.cache_shape import find_block_dim
-from kvxfer.tensors.kernel_blocks import prepare_kernel_block_sizes
+from kvxfer.tensors.attention import AttentionGroup, prepare_kernel_block_sizes
+from kvxfer.tensors.block_zeroer import KVBlockZeroer, Segment, TableFiller, distinct, segments_of
+from kvxfer.tensors.cache_views import find_block_dim
 from kvxfer.tensors.kv_cache import init_kv_cache
-from kvxfer.tensors.zero_segments import Segment, distinct, segments_of
 from tests.tensors.cache_backends import (
     BlocksFirst,
     HeadsOutside,

@@ -17,20 +17,20 @@ from torch import Tensor
 
 from kvxfer.kernels.strided_work import NUM_PARAMS, WHOLE_GPU, Launch
 from kvxfer.tensors import device_copy
-from kvxfer.tensors.copy_checks import are_blocks
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
-from kvxfer.tensors.device_launch import Stream
-from kvxfer.tensors.device_work import (
+from kvxfer.tensors.device_copy import (
     BoundSide,
-    DeviceMemory,
+    CopySettings,
+    DeviceCopier,
+    Launched,
     bind_copy,
     bind_side,
     chunk_works,
     empty_works,
 )
-from kvxfer.tensors.job_ring import Slot
+from kvxfer.tensors.device_launch import Slot, Stream
+from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from kvxfer.tensors.strided_index import Ids
+from kvxfer.tensors.strided_index import Ids, are_blocks
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Tile
 from tests.conftest import HAS_CUDA
 from tests.tensors.strided_cases import (
@@ -92,7 +92,7 @@ def check_direct(case: Case, copier: DeviceCopier | None = None, programs: int =
     for planes, copy_class in copy_classes_of(case, source, sink).items():
         bound = bind_copy(copy_class, given_pool.memories, taken.memories)
         span = (case.token_lo, case.token_hi)
-        done = copier.copy(bound, source.ids, sink.ids, *span, stream=stream, programs=programs)
+        done = copier.copy(bound, source.ids, sink.ids, span, stream=stream, programs=programs)
         num_tokens, heads = case.token_hi - case.token_lo, case.head_hi - case.head_lo
         assert done.nbytes == num_tokens * heads * case.inner_nbytes * len(planes) * NUM_LAYERS
         assert (done.event is None) == (done.nbytes == 0)
@@ -117,8 +117,8 @@ def check_chunks(case: Case, chunk_tokens: int) -> None:
         order = copy_class.sink.tile.order
         for lo in range(case.token_lo, case.token_hi, chunk_tokens):
             regions = (lo % num_regions, min(lo % num_regions + 2, num_regions))
-            span = (*regions, lo, min(lo + chunk_tokens, case.token_hi))
-            want = naive_dense(case, source, planes, *span)
+            span = (regions, (lo, min(lo + chunk_tokens, case.token_hi)))
+            want = naive_dense(case, source, planes, *span[0], *span[1])
             dense = torch.full((want.size,), POISON, dtype=torch.uint8, device=DEVICE)
             stream = new_stream()
             over(copier.pack(sides[0], source.ids, order, *span, dense, stream=stream), want)
@@ -235,19 +235,18 @@ def small_copy(source_layout: str = "HND 16", sink_layout: str = "NHD 32") -> Sm
     return Small(source, sink, copy_class, on_device(source), on_device(sink))
 
 
-def test_launches_are_cut_and_a_stop_ends_them() -> None:
+def test_launches_are_cut_and_made_one_by_one() -> None:
     """6 regions of 16 bytes a token: at 16 tokens in a launch, 70 tokens are 5."""
     small = small_copy()
     bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
     copier = DeviceCopier(DEVICE, CopySettings(launch_nbytes=6 * 16 * 16))
-    args = (bound, small.source.ids, small.sink.ids, 0, 70)
+    args = (bound, small.source.ids, small.sink.ids, (0, 70))
     stream = new_stream()
     seen = [launched.nbytes for launched in copier.launches(*args, stream=stream)]
     assert seen == [6 * 16 * tokens for tokens in (16, 32, 48, 64, 70)]
-    answers = iter((False, False, True))
-    done = copier.copy(*args, stream=stream, stop=lambda: next(answers))
-    assert done.nbytes == 6 * 16 * 32
-    assert copier.copy(*args, stream=stream, stop=lambda: True).event is None
+    begun = copier.launches(*args, stream=stream)
+    assert [next(begun).nbytes for _ in range(2)] == [6 * 16 * 16, 6 * 16 * 32]
+    assert copier.copy(*args, stream=stream).nbytes == 6 * 16 * 70
 
 
 def test_a_small_ring_cuts_launches_and_is_used_again_and_again() -> None:
@@ -273,7 +272,7 @@ def test_more_regions_than_the_ring_holds() -> None:
     bound = bind_copy(copy_class, small.given.memories, small.taken.memories)
     copier = DeviceCopier(DEVICE, CopySettings(ring_nbytes=4096))
     with pytest.raises(ValueError, match="ring_nbytes: expected .* for 120 regions, got 4096"):
-        copier.copy(bound, small.source.ids, small.sink.ids, 0, 70, stream=None)
+        copier.copy(bound, small.source.ids, small.sink.ids, (0, 70), stream=None)
 
 
 @pytest.mark.parametrize("layouts", [("HND 16", "NHD 32"), ("HND 16", "HND 16")])
@@ -304,12 +303,12 @@ def test_no_access_is_wider_than_the_addresses_of_its_launch_allow(
     for copy_class in copy_classes_of(case, pool, pool).values():
         side, order = bind_side(copy_class.sink, memories), copy_class.sink.tile.order
         for lo in range(case.token_lo, case.token_hi, chunk_tokens):
-            span = (0, 2, lo, min(lo + chunk_tokens, case.token_hi))
+            span = ((0, 2), (lo, min(lo + chunk_tokens, case.token_hi)))
             where = (dense_address, programs)
-            for work in chunk_works(side, pool.ids, order, span, *where, is_pack=is_pack):
-                word_nbytes = work.plan.launch.word_nbytes
-                assert not (work.source_addresses % word_nbytes).any()
-                assert not (work.sink_addresses % word_nbytes).any()
+            for work in chunk_works(side, pool.ids, order, *span, *where, is_pack=is_pack):
+                _, sources, sinks, *_ = work.arrays
+                assert not (sources % work.launch.word_nbytes).any()
+                assert not (sinks % work.launch.word_nbytes).any()
 
 
 @pytest.mark.parametrize(("at", "value"), [(1, -1), (4, 8)])
@@ -323,13 +322,13 @@ def test_ids_outside_the_pool_are_refused_as_on_the_cpu(side: str, at: int, valu
     ids[side][at] = value
     bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
     with pytest.raises(ValueError, match=rf"block_ids: expected .*, got {value}$") as on_gpu:
-        DeviceCopier(DEVICE).launches(bound, ids["source"], ids["sink"], 0, 70, stream=None)
+        DeviceCopier(DEVICE).launches(bound, ids["source"], ids["sink"], (0, 70), stream=None)
     with pytest.raises(ValueError, match="block_ids") as on_cpu:
         strided_copy(
             small.source.tensors,
             small.sink.tensors,
             small.copy_class,
-            *(ids["source"], ids["sink"], 0, 70),
+            *(ids["source"], ids["sink"], (0, 70)),
             scratch=Scratch(),
         )
     assert str(on_gpu.value) == str(on_cpu.value)
@@ -342,11 +341,11 @@ def test_spans_bases_and_pairs_are_checked() -> None:
     copier = DeviceCopier(DEVICE)
     ids = (small.source.ids, small.sink.ids)
     with pytest.raises(ValueError, match=r"tokens: expected 0 <= lo <= hi, got \[3, 2\)"):
-        copier.copy(bound, *ids, 3, 2, stream=None)
+        copier.copy(bound, *ids, (3, 2), stream=None)
     with pytest.raises(ValueError, match="block_ids: expected int64 ids of 700 tokens"):
-        copier.copy(bound, *ids, 0, 700, stream=None)
+        copier.copy(bound, *ids, (0, 700), stream=None)
     with pytest.raises(ValueError, match="block_ids: expected int64 ids of 70 tokens"):
-        copier.copy(bound, ids[0].astype(np.int32), ids[1], 0, 70, stream=None)
+        copier.copy(bound, ids[0].astype(np.int32), ids[1], (0, 70), stream=None)
     shorter = [replace(memory, nbytes=memory.nbytes - 1) for memory in small.taken.memories]
     with pytest.raises(ValueError, match="base: expected .* bytes inside memory"):
         bind_copy(small.copy_class, small.given.memories, shorter)
@@ -364,22 +363,22 @@ def test_chunks_are_checked() -> None:
     copier, ids = DeviceCopier(DEVICE), small.sink.ids
     dense = torch.zeros(2 * 70 * 16, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(ValueError, match=r"dense: expected 1120 bytes \(1 regions of 1120\)"):
-        copier.unpack(side, ids, 0, 1, 0, 70, dense, stream=None)
+        copier.unpack(side, ids, (0, 1), (0, 70), dense, stream=None)
     with pytest.raises(ValueError, match=r"regions: expected a range of \[0, 6\), got \[5, 7\)"):
-        copier.unpack(side, ids, 5, 7, 0, 70, dense, stream=None)
+        copier.unpack(side, ids, (5, 7), (0, 70), dense, stream=None)
     with pytest.raises(ValueError, match="dense: expected a contiguous one-dimensional uint8"):
-        copier.unpack(side, ids, 0, 2, 0, 70, dense.view(2, -1), stream=None)
+        copier.unpack(side, ids, (0, 2), (0, 70), dense.view(2, -1), stream=None)
     order = DenseOrder(32, False, channel_nbytes=4)
     with pytest.raises(ValueError, match="order: expected channels of 0 bytes like the tile"):
-        copier.pack(side, ids, order, 0, 2, 0, 70, dense, stream=None)
+        copier.pack(side, ids, order, (0, 2), (0, 70), dense, stream=None)
     with pytest.raises(ValueError, match=r"block_ids: expected ids in \[0, 6\), got -1"):
-        copier.unpack(side, np.full(3, -1), 0, 2, 0, 70, dense, stream=None)
+        copier.unpack(side, np.full(3, -1), (0, 2), (0, 70), dense, stream=None)
     if HAS_CUDA:
         not_pinned = "out: expected a tensor on cuda or in pinned memory, got cpu"
         with pytest.raises(ValueError, match=not_pinned):
-            copier.pack(side, ids, side.tile.order, 0, 2, 0, 70, dense.cpu(), stream=None)
+            copier.pack(side, ids, side.tile.order, (0, 2), (0, 70), dense.cpu(), stream=None)
         with pytest.raises(ValueError, match="stream: expected one of cuda, got None"):
-            copier.unpack(side, ids, 0, 2, 0, 70, dense, stream=None)
+            copier.unpack(side, ids, (0, 2), (0, 70), dense, stream=None)
     assert_same_bytes(small.taken.arrays, small.sink.memories)
 
 
@@ -397,7 +396,7 @@ def test_ids_of_a_transfer_are_looked_through_once(monkeypatch: pytest.MonkeyPat
 
     def unpack(ids: Ids, lo: int, hi: int, side: BoundSide = side) -> None:
         dense = torch.zeros((hi - lo) * 16, dtype=torch.uint8, device=DEVICE)
-        copier.unpack(side, ids, 0, 1, lo, hi, dense, stream=new_stream())
+        copier.unpack(side, ids, (0, 1), (lo, hi), dense, stream=new_stream())
 
     for lo, hi in ((0, 32), (32, 64), (64, 70)):
         unpack(ids, lo, hi)
@@ -445,7 +444,7 @@ def test_a_chunk_is_packed_by_the_whole_gpu_and_a_pool_read_by_few(
     copier, stream = DeviceCopier(DEVICE, CopySettings(launch_programs=2)), new_stream()
     side = bind_side(small.copy_class.sink, small.taken.memories)
     bound = bind_copy(small.copy_class, small.given.memories, small.taken.memories)
-    span, order = (0, 2, 0, 70), side.tile.order
+    span, order = ((0, 2), (0, 70)), side.tile.order
     dense = torch.zeros(2 * 70 * 16, dtype=torch.uint8, device=DEVICE)
     kept = launches_of(copier, monkeypatch)
     copier.pack(side, small.sink.ids, order, *span, dense, stream=stream)
@@ -453,7 +452,7 @@ def test_a_chunk_is_packed_by_the_whole_gpu_and_a_pool_read_by_few(
     assert len(kept) >= 2
     assert all(each.alone for each in kept)
     kept.clear()
-    copier.copy(bound, small.source.ids, small.sink.ids, 0, 70, stream=stream)
+    copier.copy(bound, small.source.ids, small.sink.ids, (0, 70), stream=stream)
     copier.unpack(side, small.sink.ids, *span, dense, stream=stream, programs=1)
     assert {(each.alone, each.num_programs) for each in kept} <= {(False, 2), (False, 1)}
     if HAS_CUDA:
@@ -477,7 +476,7 @@ def test_the_host_does_not_wait_and_the_event_tells_the_end() -> None:
         torch.cuda._sleep(6_000_000_000)  # type: ignore[no-untyped-call]  # three seconds
     args = (bound, small.source.ids, small.sink.ids)
     started_s = time.perf_counter()
-    events = [copier.copy(*args, 0, 70, stream=stream).event for _ in range(40)]
+    events = [copier.copy(*args, (0, 70), stream=stream).event for _ in range(40)]
     launched_s = time.perf_counter() - started_s
     assert copier.num_waits == 0
     num_over = sum(event is None or event.query() for event in events)
@@ -509,7 +508,7 @@ def test_the_ring_under_many_launches_on_two_streams() -> None:
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(5_000_000)  # type: ignore[no-untyped-call]
         ids = np.array([number % num_blocks], np.int64)
-        copier.copy(bound, np.array([number % 2], np.int64), ids, 0, 16, stream=stream)
+        copier.copy(bound, np.array([number % 2], np.int64), ids, (0, 16), stream=stream)
     torch.cuda.synchronize()
     assert copier.num_waits > 0
     # num_blocks is 4: block b was written by launches b, b + 4, ..., all of source block b % 2

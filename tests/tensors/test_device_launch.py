@@ -14,9 +14,8 @@ import torch
 
 from kvxfer.tensors import device_launch
 from kvxfer.tensors.cuda_driver import CudaError, Driver, PointerArguments
-from kvxfer.tensors.device_copy import DeviceCopier
+from kvxfer.tensors.device_copy import DeviceCopier, flat_copy
 from kvxfer.tensors.device_launch import GpuLauncher, _binary_of
-from kvxfer.tensors.device_work import flat_copy
 
 NBYTES = 1 << 20
 
@@ -86,7 +85,7 @@ class Rig:
     def copy(self) -> Any:
         ids = np.zeros(1, np.int64)
         num_tokens = self.bound.sink.tile.block_tokens
-        return self.copier.copy(self.bound, ids, ids, 0, num_tokens, stream=self.stream).event
+        return self.copier.copy(self.bound, ids, ids, (0, num_tokens), stream=self.stream).event
 
     def is_copied(self) -> bool:
         return bool((self.given == self.taken).all())

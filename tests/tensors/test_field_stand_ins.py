@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvxfer.cache.planning import (
+from kvxfer.cache import (
     check_enough_kv_cache_memory,
     estimate_max_model_len,
     get_kv_cache_config,
@@ -24,16 +24,15 @@ from kvxfer.connector.utils import (
     get_kv_connector_cache_layout,
     set_current_config,
 )
-from kvxfer.tensors.attention_contract import AttentionGroup
-from kvxfer.tensors.attention_setup import (
+from kvxfer.tensors.attention import (
+    AttentionGroup,
     build_attn_metadata,
     get_kv_cache_spec,
     init_attn_backend,
+    prepare_kernel_block_sizes,
 )
 from kvxfer.tensors.block_zeroer import KVBlockZeroer
-from kvxfer.tensors.kernel_blocks import prepare_kernel_block_sizes
-from kvxfer.tensors.kv_cache import init_kv_cache
-from kvxfer.tensors.kv_sharing import add_kv_sharing_layers_to_kv_cache_groups
+from kvxfer.tensors.kv_cache import add_kv_sharing_layers_to_kv_cache_groups, init_kv_cache
 
 AVAILABLE_NBYTES = 400_000
 POISON = 0xA5

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvxfer.tensors.job_ring import JobRing, Slot
+from kvxfer.tensors.device_launch import JobRing, Slot
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,12 @@ from kvxfer.cache.specs import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from kvxfer.tensors.attention_contract import AttentionGroup, MultipleOf
-from kvxfer.tensors.kernel_blocks import prepare_kernel_block_sizes, select_common_block_size
+from kvxfer.tensors.attention import (
+    AttentionGroup,
+    MultipleOf,
+    prepare_kernel_block_sizes,
+    select_common_block_size,
+)
 from tests.tensors.cache_backends import Stated
 
 FULL = FullAttentionSpec(block_size=48, num_kv_heads=1, head_size=4, dtype="float32")

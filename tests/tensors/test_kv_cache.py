@@ -24,12 +24,12 @@ from kvxfer.cache.specs import (
     SlidingWindowSpec,
 )
 from kvxfer.tensors.kv_cache import (
+    add_kv_sharing_layers_to_kv_cache_groups,
     allocate_kv_cache,
     bind_kv_cache,
     init_kv_cache,
     reshape_kv_cache,
 )
-from kvxfer.tensors.kv_sharing import add_kv_sharing_layers_to_kv_cache_groups
 from tests.tensors.cache_backends import (
     BlocksFirst,
     HeadsOutside,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheGroupSpec
-from kvxfer.tensors.kv_sharing import (
+from kvxfer.tensors.kv_cache import (
     add_kv_sharing_layers_to_kv_cache_groups,
     initialize_kv_cache_for_kv_sharing,
 )

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvxfer.kernels.block_rewrite import BlockOrder
-from kvxfer.kernels.postprocess import rewrite_blocks
+from kvxfer.kernels.rewrite_kernel import rewrite_blocks
 from kvxfer.tensors.postprocess import (
     Postprocessor,
     _launches_of,
@@ -365,13 +365,13 @@ def test_all_layers_at_once(small: int, num_covered: int | None, device: torch.d
 def test_the_launches_of_all_layers_do_the_same(device: torch.device) -> None:
     """What runs on a GPU, here by hand: by geometry; channels apart are rows of one element."""
     ids, caches = [7, 0, 3, 5], layers(device)
-    wants = [rewritten_by_loops(cache, 8, ids, 13) for cache in caches]
+    wants = [rewritten_by_loops(cache, 8, ids, 16) for cache in caches]
     received = BlockOrder(8, by_head=True)
     launches = _launches_of(_plane_of(cache, received, 2) for cache in caches)
-    widths = [(launch.segments.width_nbytes, len(launch.segments.table)) for launch in launches]
+    widths = [(table.width_nbytes, len(table.table)) for _, table in launches]
     assert sorted(widths) == [(2, 8), (16, 1), (16, 2), (16, 2)]
-    for launch in launches:
-        rewrite_blocks(launch.segments, torch.tensor(ids, device=device), launch.rewrite, 13)
+    for rewrite, table in launches:
+        rewrite_blocks(table, torch.tensor(ids, device=device), rewrite)
     for cache, want in zip(caches, wants, strict=True):
         assert_same_bytes(cache, want)
 

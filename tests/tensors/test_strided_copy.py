@@ -45,22 +45,17 @@ def check_direct(case: Case) -> None:
     before = [memory.copy() for memory in source.memories]
     want = expected(case, source, sink)
     for planes, copy_class in copy_classes_of(case, source, sink).items():
-        seen: list[int] = []
         nbytes = strided_copy(
             source.tensors,
             sink.tensors,
             copy_class,
             source.ids,
             sink.ids,
-            case.token_lo,
-            case.token_hi,
+            (case.token_lo, case.token_hi),
             scratch=Scratch(),
-            progress=seen.append,
         )
         num_tokens, heads = case.token_hi - case.token_lo, case.head_hi - case.head_lo
         assert nbytes == num_tokens * heads * case.inner_nbytes * len(planes) * NUM_LAYERS
-        assert seen == sorted(seen)
-        assert (seen or [0])[-1] == nbytes
     assert_same_bytes(sink.memories, want)
     assert_same_bytes(source.memories, before)
 
@@ -76,7 +71,7 @@ def check_chunks(case: Case, chunk_tokens: int) -> None:
         for region_lo in range(0, num_regions, 2):
             region_hi = min(region_lo + 2, num_regions)
             for lo in range(case.token_lo, case.token_hi, chunk_tokens):
-                span = (region_lo, region_hi, lo, min(lo + chunk_tokens, case.token_hi))
+                span = ((region_lo, region_hi), (lo, min(lo + chunk_tokens, case.token_hi)))
                 check_chunk(case, source, sink, planes, copy_class, span)
     assert_same_bytes(sink.memories, want)
     assert_same_bytes(source.memories, before)
@@ -88,16 +83,18 @@ def check_chunk(
     sink: Pool,
     planes: str,
     copy_class: CopyClass,
-    span: tuple[int, int, int, int],
+    span: tuple[tuple[int, int], tuple[int, int]],
 ) -> None:
     """``span``: regions and tokens."""
-    region_lo, region_hi, lo, hi = span
+    (region_lo, region_hi), (lo, hi) = span
     token_nbytes = (case.head_hi - case.head_lo) * case.inner_nbytes
     nbytes = (region_hi - region_lo) * (hi - lo) * token_nbytes
     dense = torch.full((nbytes,), POISON, dtype=torch.uint8)
     order = copy_class.sink.tile.order
     gather(source.tensors, copy_class.source, source.ids, order, *span, dense)
-    assert_same_bytes([dense.numpy()], [naive_dense(case, source, planes, *span)])
+    assert_same_bytes(
+        [dense.numpy()], [naive_dense(case, source, planes, region_lo, region_hi, lo, hi)]
+    )
     scatter(sink.tensors, copy_class.sink, sink.ids, *span, dense)
 
 
@@ -175,18 +172,18 @@ def test_sides_must_agree_on_channels() -> None:
             replace(copy_class, source=by_channel),
             source.ids,
             sink.ids,
-            *(0, 70),
+            (0, 70),
             scratch=Scratch(),
         )
     order = DenseOrder(32, False, channel_nbytes=4)
     dense = torch.zeros(70 * 16, dtype=torch.uint8)
     with pytest.raises(ValueError, match="order: expected channels of 0 bytes like the tile"):
-        gather(source.tensors, side, source.ids, order, 0, 1, 0, 70, dense)
+        gather(source.tensors, side, source.ids, order, (0, 1), (0, 70), dense)
     far = msgspec.structs.replace(
         side, tile=msgspec.structs.replace(tile, channel_nbytes=4, stride_channel=1 << 20)
     )
     with pytest.raises(ValueError, match="base: expected .* bytes inside memory 0"):
-        gather(source.tensors, far, source.ids, order, 0, 1, 0, 70, dense)
+        gather(source.tensors, far, source.ids, order, (0, 1), (0, 70), dense)
     assert all((memory == POISON).all() for memory in sink.memories)
 
 
@@ -232,8 +229,7 @@ def test_a_stop_ends_the_copy_between_pieces() -> None:
         copy_class,
         source.ids,
         sink.ids,
-        0,
-        70,
+        (0, 70),
         scratch=Scratch(),
         stop=lambda: next(answers),
     )
@@ -273,8 +269,7 @@ def test_ids_outside_the_pool_are_refused(at: int, value: int, message: str) -> 
             copy_class,
             ids,
             sink.ids,
-            0,
-            70,
+            (0, 70),
             scratch=Scratch(),
         )
     assert all((memory == POISON).all() for memory in sink.memories)
@@ -287,8 +282,7 @@ def test_ids_outside_the_span_may_be_null() -> None:
         *args,
         wrong_ids(source.ids, 0, -1),
         wrong_ids(sink.ids, 0, -1),
-        32,
-        70,
+        (32, 70),
         scratch=Scratch(),
     )
     assert_same_bytes(sink.memories, expected(replace(case, token_lo=32), source, poisoned(sink)))
@@ -303,31 +297,29 @@ def test_sizes_and_bases_are_checked() -> None:
     side, tensors, ids = copy_class.sink, sink.tensors, sink.ids
     dense = torch.zeros(70 * 16 * 2, dtype=torch.uint8)
     with pytest.raises(ValueError, match=r"dense: expected 1120 bytes \(1 regions of 1120\), got"):
-        scatter(tensors, side, ids, 0, 1, 0, 70, dense)
+        scatter(tensors, side, ids, (0, 1), (0, 70), dense)
     with pytest.raises(ValueError, match=r"regions: expected a range of \[0, 6\), got \[5, 7\)"):
-        scatter(tensors, side, ids, 5, 7, 0, 70, dense)
+        scatter(tensors, side, ids, (5, 7), (0, 70), dense)
     with pytest.raises(ValueError, match="block_ids: expected int64 ids of 97 tokens"):
-        scatter(tensors, side, ids, 0, 1, 0, 97, dense)
+        scatter(tensors, side, ids, (0, 1), (0, 97), dense)
     with pytest.raises(ValueError, match=r"tokens: expected 0 <= lo <= hi, got \[5, 2\)"):
-        scatter(tensors, side, ids, 0, 1, 5, 2, dense)
+        scatter(tensors, side, ids, (0, 1), (5, 2), dense)
     with pytest.raises(ValueError, match="out: expected a contiguous one-dimensional uint8"):
         gather(
             source.tensors,
             copy_class.source,
             source.ids,
             side.tile.order,
-            0,
-            2,
-            0,
-            70,
+            (0, 2),
+            (0, 70),
             dense.view(2, -1),
         )
     crooked = msgspec.structs.replace(side, bases=(Base(1, tensors[1].numel() - 4),))
     with pytest.raises(ValueError, match="base: expected .* bytes inside memory 1"):
-        scatter(tensors, crooked, ids, 0, 1, 0, 70, dense[:1120])
+        scatter(tensors, crooked, ids, (0, 1), (0, 70), dense[:1120])
     unknown = msgspec.structs.replace(side, bases=(Base(2, 0),))
     with pytest.raises(ValueError, match="base: expected one of 2 memories, got 2"):
-        scatter(tensors, unknown, ids, 0, 1, 0, 70, dense[:1120])
+        scatter(tensors, unknown, ids, (0, 1), (0, 70), dense[:1120])
     assert all((memory == POISON).all() for memory in sink.memories)
 
 
@@ -342,7 +334,7 @@ def test_a_read_only_source_is_enough(tmp_path: Path) -> None:
         with warnings.catch_warnings(action="ignore"):  # torch has no read-only tensors
             mapped.append(torch.from_numpy(array))
     ids = (source.ids, sink.ids)
-    strided_copy(mapped, sink.tensors, copy_class, *ids, 0, 70, scratch=Scratch())
+    strided_copy(mapped, sink.tensors, copy_class, *ids, (0, 70), scratch=Scratch())
     assert_same_bytes(sink.memories, expected(case, source, poisoned(sink)))
 
 
@@ -365,9 +357,9 @@ def test_other_threads_run_during_a_call(step: str) -> None:
     def copy() -> None:
         start = time.perf_counter()
         if step == "gather":
-            gather([memory], side, ids, order, 0, 1, 0, 1024 * 16, dense)
+            gather([memory], side, ids, order, (0, 1), (0, 1024 * 16), dense)
         else:
-            scatter([memory], side, ids, 0, 1, 0, 1024 * 16, dense)
+            scatter([memory], side, ids, (0, 1), (0, 1024 * 16), dense)
         durations_s.append(time.perf_counter() - start)
 
     longest_gaps_s: list[float] = []

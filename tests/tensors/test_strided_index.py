@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvxfer.tensors.strided_index import Rows, piece_rows, span_ids, token_pieces
+from kvxfer.tensors.strided_index import Piece, token_pieces, write_piece
 from kvxfer.transfer.plan import DenseOrder, Tile
 from tests.tensors.strided_cases import tile
 
@@ -22,6 +22,11 @@ ROWS = [
 ]
 
 
+def row_sizes(piece: Piece) -> list[int]:
+    """Of the parts that are rows."""
+    return [part.element_nbytes for part in piece.parts if not part.shape]
+
+
 @pytest.mark.parametrize(("layout", "tokens", "sink_layout", "sink_tokens", "row_nbytes"), ROWS)
 def test_rows_are_as_long_as_the_layouts_allow(
     layout: str, tokens: int, sink_layout: str, sink_tokens: int, row_nbytes: int
@@ -29,25 +34,23 @@ def test_rows_are_as_long_as_the_layouts_allow(
     ids = np.arange(50, 0, -1, dtype=np.int64)
     source = tile(layout, tokens, tokens, 8, 256)
     sink = tile(sink_layout, sink_tokens, sink_tokens, 8, 256)
-    reads = piece_rows(source, span_ids(source, ids, 0, 384), sink.order, 0, 384)
-    writes = piece_rows(sink, span_ids(sink, ids, 0, 384), sink.order, 0, 384)
-    assert [rows.row_nbytes for rows in reads.rows if isinstance(rows, Rows)] == [row_nbytes]
-    assert [rows.row_nbytes for rows in writes.rows if isinstance(rows, Rows)] == [
-        sink_tokens * 8 * 256
-    ]
-    assert reads.rows[0].starts.size * row_nbytes == 384 * 8 * 256
+    reads = write_piece(source, ids, sink.order, 0, 384)
+    writes = write_piece(sink, ids, sink.order, 0, 384)
+    assert row_sizes(reads) == [row_nbytes]
+    assert row_sizes(writes) == [sink_tokens * 8 * 256]
+    assert reads.parts[0].starts.size * row_nbytes == 384 * 8 * 256
 
 
 def test_partial_blocks_are_parts_of_their_own() -> None:
     ids = np.array([4, 9, 2], dtype=np.int64)
     hnd = tile("HND", 16, 16, 2, 8)
-    piece = piece_rows(hnd, ids, hnd.order, 14, 35)
+    piece = write_piece(hnd, ids, hnd.order, 14, 35)
     # Tokens 14, 15 of block 4, all of block 9, tokens 0..2 of block 2;
     # blocks of 256 bytes, heads of 128.
     got = [
-        (rows.dense_lo, rows.row_nbytes, rows.starts.tolist())
-        for rows in piece.rows
-        if isinstance(rows, Rows)
+        (rows.dense_lo, rows.element_nbytes, rows.starts.tolist())
+        for rows in piece.parts
+        if not rows.shape
     ]
     assert got == [
         (0, 16, [4 * 256 + 112, 4 * 256 + 128 + 112]),
@@ -62,9 +65,9 @@ def test_neighbouring_blocks_are_one_run() -> None:
     nhd = tile("NHD", 16, 8, 2, 8)
     order = nhd.order
     ids = np.array([5, 6, 7], dtype=np.int64)
-    assert piece_rows(nhd, ids, order, 3, 40).contiguous_at == 5 * 256 + 3 * 16
-    assert piece_rows(nhd, ids[::-1].copy(), order, 3, 40).contiguous_at is None
-    assert piece_rows(nhd, ids, DenseOrder(8, token_major=False), 3, 40).contiguous_at is None
+    assert write_piece(nhd, ids, order, 3, 40).contiguous_at == 5 * 256 + 3 * 16
+    assert write_piece(nhd, ids[::-1].copy(), order, 3, 40).contiguous_at is None
+    assert write_piece(nhd, ids, DenseOrder(8, token_major=False), 3, 40).contiguous_at is None
 
 
 def turned(tokens: int, num_heads: int, inner: int, *, is_apart: bool = True) -> Tile:
@@ -89,13 +92,11 @@ CHANNEL_ROWS = [
 def test_rows_of_channels_apart(source_tokens: int, sink_tokens: int, row_nbytes: int) -> None:
     ids = np.arange(50, 0, -1, dtype=np.int64)
     source, sink = turned(source_tokens, 8, 256), turned(sink_tokens, 8, 256)
-    reads = piece_rows(source, span_ids(source, ids, 0, 384), sink.order, 0, 384)
-    writes = piece_rows(sink, span_ids(sink, ids, 0, 384), sink.order, 0, 384)
-    assert [rows.row_nbytes for rows in reads.rows if isinstance(rows, Rows)] == [row_nbytes]
-    assert [rows.row_nbytes for rows in writes.rows if isinstance(rows, Rows)] == [
-        sink_tokens * 8 * 256
-    ]
-    assert len(reads.rows) == len(writes.rows) == 1
+    reads = write_piece(source, ids, sink.order, 0, 384)
+    writes = write_piece(sink, ids, sink.order, 0, 384)
+    assert row_sizes(reads) == [row_nbytes]
+    assert row_sizes(writes) == [sink_tokens * 8 * 256]
+    assert len(reads.parts) == len(writes.parts) == 1
 
 
 @pytest.mark.parametrize("span", [(0, 384), (13, 384), (13, 379), (40, 41)])
@@ -109,19 +110,19 @@ def test_addresses_are_not_as_many_as_channels(
     source = turned(24, 8, 256, is_apart=source_is_apart)
     sink = turned(64, 8, 256, is_apart=sink_is_apart)
     for side in (source, sink):
-        piece = piece_rows(side, span_ids(side, ids, *span), sink.order, *span)
-        num_addresses = sum(rows.starts.size for rows in piece.rows)
-        assert num_addresses <= (span[1] - span[0]) * 8 + 8 * 64 * len(piece.rows)
+        piece = write_piece(side, ids, sink.order, *span)
+        num_addresses = sum(rows.starts.size for rows in piece.parts)
+        assert num_addresses <= (span[1] - span[0]) * 8 + 8 * 64 * len(piece.parts)
         assert piece.nbytes == (span[1] - span[0]) * 8 * 256
 
 
 def test_a_clipped_block_by_hand() -> None:
     """Tokens 1, 2 of block 3 of 4 tokens, one head of two channels."""
     side = turned(4, 1, 8)
-    (rows,) = piece_rows(side, np.array([3], dtype=np.int64), side.order, 1, 3).rows
-    assert isinstance(rows, Rows)
+    (rows,) = write_piece(side, np.array([3], dtype=np.int64), side.order, 1, 3).parts
+    assert not rows.shape
     # A block is 32 bytes, a channel's tokens 16: [c0 t1 t2] [c1 t1 t2]
-    assert (rows.row_nbytes, rows.starts.tolist()) == (8, [3 * 32 + 4, 3 * 32 + 16 + 4])
+    assert (rows.element_nbytes, rows.starts.tolist()) == (8, [3 * 32 + 4, 3 * 32 + 16 + 4])
 
 
 def test_the_order_of_a_tile() -> None:

@@ -104,7 +104,7 @@ def test_routes_of_a_plan(
         classes = pull_classes(route, {0: span})
         if wire == "direct":
             nbytes = sum(
-                strided_copy(given, taken, each, source_ids, sink_ids, *span, scratch=Scratch())
+                strided_copy(given, taken, each, source_ids, sink_ids, span, scratch=Scratch())
                 for each in route.classes
             )
             assert nbytes == route_nbytes(classes)
@@ -113,7 +113,7 @@ def test_routes_of_a_plan(
         for chunk in chunk_list(classes, chunk_nbytes):
             index = chunk.class_index
             dense = torch.full((chunk.nbytes,), POISON, dtype=torch.uint8)
-            bounds = (chunk.region_lo, chunk.region_hi, chunk.token_lo, chunk.token_hi)
+            bounds = ((chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi))
             gather(given, sides[index], source_ids, classes[index].order, *bounds, dense)
             scatter(taken, route.classes[index].sink, sink_ids, *bounds, dense)
     for entry in sink.manifest.ranks:

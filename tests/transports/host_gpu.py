@@ -15,9 +15,7 @@ from torch import Tensor
 from kvxfer.config import Config
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.tensors import device_launch
-from kvxfer.tensors.cuda_device import CudaDevice, Gpu
-from kvxfer.tensors.device_memory import MappedMemory
-from kvxfer.tensors.device_work import DeviceMemory
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
 from kvxfer.tensors.shared_memory import open_shared
 from kvxfer.transfer.manifest import CudaIpcHandle, MemfdHandle
 from kvxfer.transports import registry
@@ -30,10 +28,11 @@ from tests.conftest import HAS_CUDA
 _PACKED = struct.Struct("<16si44x")
 
 
-class HostGpu:
+class HostGpu(Gpu):
     """Of one rank's memory, which must be shared pools."""
 
     def __init__(self, memory: LocalMemory, *, reaches_host: bool = True) -> None:
+        super().__init__(torch.device("cpu"))
         self._reaches_host = reaches_host
         self._pinned: set[int] = set()
         self._handles = {
@@ -41,10 +40,6 @@ class HostGpu:
             for tensor, info in zip(memory.tensors, memory.infos, strict=True)
         }
         self.num_mapped = 0
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
 
     def export(self, tensor: Tensor) -> CudaIpcHandle:
         known = self._handles[tensor.data_ptr()]
@@ -83,7 +78,7 @@ class HostGpu:
         return tensor
 
 
-class OneProcessGpu(CudaDevice):
+class OneProcessGpu(Gpu):
     """A GPU whose memory this process can "map" as well: CUDA maps that of others only."""
 
     _own: ClassVar[dict[tuple[bytes, int], int]] = {}

@@ -22,10 +22,8 @@ import pytest
 import torch
 
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors.cuda_device import CudaDevice
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched
-from kvxfer.tensors.device_memory import map_memory
-from kvxfer.tensors.device_work import flat_copy
+from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched, flat_copy
+from kvxfer.tensors.device_memory import Gpu
 from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.costs import fit_direct_costs
 from kvxfer.transfer.manifest import CudaIpcHandle
@@ -124,7 +122,7 @@ def gpus(request: pytest.FixtureRequest) -> tuple[torch.device, torch.device]:
 def _give(end: Connection, device: torch.device, nbytes: int) -> None:
     tensor = torch.full((nbytes,), 0x5A, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)
-    end.send(CudaDevice(device).export(tensor))
+    end.send(Gpu(device).export(tensor))
     end.recv()
 
 
@@ -149,17 +147,17 @@ def giver(device: torch.device, nbytes: int) -> Iterator[tuple[Any, CudaIpcHandl
 def test_a_killed_source_harms_no_copy_that_runs(gpus: tuple[torch.device, torch.device]) -> None:
     source, sink = gpus
     with giver(source, 4 * GIB) as (process, handle):
-        mapped = map_memory(handle, sink)
+        mapped = Gpu(sink).map(handle)
         landing = torch.zeros(4 * GIB, dtype=torch.uint8, device=sink)
         torch.cuda.synchronize(sink)
         # One program: half a second for 4 GiB; six times, because on a busy host processes end late
         copier = DeviceCopier(sink, CopySettings(launch_programs=1))
         bound = flat_copy(mapped.memory.address, landing.data_ptr(), 4 * GIB)
         ids, num_tokens = np.zeros(1, np.int64), bound.sink.tile.block_tokens
-        stream = CudaDevice(sink).make_stream()
+        stream = Gpu(sink).make_stream()
         copier.warm(bound, stream).synchronize()
         for _ in range(6):
-            event = copier.copy(bound, ids, ids, 0, num_tokens, stream=stream).event
+            event = copier.copy(bound, ids, ids, (0, num_tokens), stream=stream).event
         assert event is not None
         time.sleep(0.02)
         assert not event.query()
@@ -172,7 +170,7 @@ def test_a_killed_source_harms_no_copy_that_runs(gpus: tuple[torch.device, torch
         assert num_right == 4 * GIB
         mapped.close()
         with pytest.raises(TransportUnavailable, match="cuIpcOpenMemHandle"):
-            map_memory(handle, sink)
+            Gpu(sink).map(handle)
     ones = torch.ones(1024, 1024, device=sink)
     assert float((ones @ ones).sum()) == 1024.0**3
 
@@ -296,11 +294,11 @@ def test_a_busy_compute_stream_of_the_sink_holds_no_pull_up() -> None:
 def test_memory_without_a_handle_is_refused_by_name() -> None:
     script = (
         "import torch\n"
-        "from kvxfer.tensors.cuda_device import CudaDevice\n"
+        "from kvxfer.tensors.device_memory import Gpu\n"
         "from kvxfer.errors import TransportUnavailable\n"
         "tensor = torch.zeros(64 << 20, dtype=torch.uint8, device='cuda:0')\n"
         "try:\n"
-        "    CudaDevice(tensor.device).export(tensor)\n"
+        "    Gpu(tensor.device).export(tensor)\n"
         "except TransportUnavailable as e:\n"
         "    print(e)\n"
     )
@@ -332,7 +330,7 @@ def test_a_handle_that_lies_is_refused(change: dict[str, Any], sentence: str) ->
     with giver(device, 64 << 20) as (_, handle):
         assert handle.boot_id == boot_id()
         with pytest.raises(TransportUnavailable, match=sentence):
-            map_memory(msgspec.structs.replace(handle, **change), device)
-        mapped = map_memory(handle, device)
+            Gpu(device).map(msgspec.structs.replace(handle, **change))
+        mapped = Gpu(device).map(handle)
         mapped.close()
         mapped.close()

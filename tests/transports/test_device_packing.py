@@ -14,9 +14,8 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors.device_copy import DeviceCopier, Launched
-from kvxfer.tensors.device_work import BoundSide
-from kvxfer.tensors.job_ring import HostEvent
+from kvxfer.tensors.device_copy import BoundSide, DeviceCopier, Launched
+from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.testing import check_transport
 from kvxfer.testing_peer import Context

@@ -43,9 +43,12 @@ with warnings.catch_warnings():
     from vllm.v1.request import Request, RequestStatus
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS
+    from kvxfer.integrations.vllm.compat import (
+        REPORTS_FAILED_REQUESTS,
+        KvxferHandshake,
+        KvxferWorkerMetadata,
+    )
     from kvxfer.integrations.vllm.connector import KvxferConnector
-    from kvxfer.integrations.vllm.metadata import KvxferHandshake, KvxferWorkerMetadata
     from kvxfer.integrations.vllm.regions import Located
     from kvxfer.integrations.vllm.settings import read_settings
     from kvxfer.integrations.vllm.worker import WorkerSide, failed_block_ids

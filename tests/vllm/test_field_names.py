@@ -20,8 +20,7 @@ from torch import Tensor
 from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec
 from kvxfer.connector.aggregator import KVOutputAggregator
 from kvxfer.connector.utils import yield_req_data
-from kvxfer.tensors.attention_contract import CommonAttentionMetadata
-from kvxfer.tensors.attention_setup import build_attn_metadata
+from kvxfer.tensors.attention import CommonAttentionMetadata, build_attn_metadata
 from kvxfer.tensors.kv_cache import bind_kv_cache
 from kvxfer.tensors.postprocess import (
     kv_postprocess_blksize_and_layout_on_receive,

@@ -13,8 +13,8 @@ from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.interior import (
     Cells,
     Named,
+    Opaque,
     Plane,
-    Whole,
     Write,
     look_inside,
     trace_writes,
@@ -73,7 +73,7 @@ TILES_16 = writer(lambda k, v: [tiled_k(k, 16), v])
 TILES_8 = writer(lambda k, v: [tiled_k(k, 8), v])
 
 
-def inside(write: Write, spec: LayerSpec | None = None) -> Named | Whole:
+def inside(write: Write, spec: LayerSpec | None = None) -> Named | Opaque:
     spec = spec or spec_of()
     trace = trace_writes(write, spec=spec, num_tokens=TOKENS, dtype=torch.float32)
     return look_inside("layer", spec, cells_of(spec), trace=trace)
@@ -152,7 +152,7 @@ def test_a_latent_is_one_plane() -> None:
 
 def test_tiles_move_whole_and_other_tiles_have_another_name() -> None:
     found = [inside(write) for write in (TILES_16, TILES_8, TILES_16)]
-    assert all(isinstance(each, Whole) for each in found)
+    assert all(isinstance(each, Opaque) for each in found)
     assert found[0] == found[2]
     assert found[0] != found[1]
 
@@ -182,7 +182,7 @@ def add_scale(key: Tensor, value: Tensor) -> list[Tensor]:
 
 
 def test_mixed_heads_are_no_planes() -> None:
-    assert isinstance(inside(writer(swap_heads)), Whole)
+    assert isinstance(inside(writer(swap_heads)), Opaque)
 
 
 @pytest.mark.parametrize("pack", [drop_last, add_scale])
@@ -240,7 +240,7 @@ def test_what_the_spec_does_not_name(
 
 def test_what_is_not_named_moves_whole_where_its_writer_is_known() -> None:
     spec = spec_of(num_head_slots=2, cell_nbytes=256)
-    assert isinstance(look_inside("layer", spec, cells_of(spec), writer="backend"), Whole)
+    assert isinstance(look_inside("layer", spec, cells_of(spec), writer="backend"), Opaque)
 
 
 def test_compressed_states_are_refused() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm import regions as regions_module
 from kvxfer.integrations.vllm.facts import CacheModel
-from kvxfer.integrations.vllm.interior import Cells, Named, Plane, Whole, look_inside
-from kvxfer.integrations.vllm.layer_probe import trace_layer
+from kvxfer.integrations.vllm.interior import Cells, Named, Opaque, Plane, look_inside
+from kvxfer.integrations.vllm.probes import trace_layer
 from kvxfer.integrations.vllm.regions import locate
 from kvxfer.integrations.vllm.specs import LayerSpec
 
@@ -92,7 +92,7 @@ def module(update: Update, *, inside_forward: bool = False, target: str | None =
     return found
 
 
-def inside(view: Tensor, modules: dict[str, Any], spec: LayerSpec = SPEC) -> Named | Whole:
+def inside(view: Tensor, modules: dict[str, Any], spec: LayerSpec = SPEC) -> Named | Opaque:
     trace = trace_layer("a", spec, view, modules, dtype=torch.bfloat16)
     return look_inside("a", spec, cells_of(view), trace=trace)
 
@@ -127,7 +127,7 @@ def test_k_before_v_is_confirmed_on_any_strides(make: Callable[[], Tensor]) -> N
 def test_another_order_moves_whole(make: Callable[[], Tensor]) -> None:
     view = make()
     found = inside(view, {"a": module(v_first)})
-    assert isinstance(found, Whole)
+    assert isinstance(found, Opaque)
     assert found == inside(make(), {"a": module(v_first)})
     other = nhd if make is hnd else hnd
     assert found != inside(other(), {"a": module(v_first)})

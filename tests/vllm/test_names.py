@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from kvxfer.cache.block_pool import BlockPool
-from kvxfer.cache.hashing import hash_request_tokens
+from kvxfer.cache.hashing import get_hash_fn_by_name, hash_request_tokens
 from kvxfer.cache.kv_events import KVEventBatch, KVEventLog
-from kvxfer.cache.object_hash import get_hash_fn_by_name
 from kvxfer.cache.specs import FullAttentionSpec
 
 with warnings.catch_warnings():

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from kvxfer.integrations.vllm.pins import Pins, pins_of
+from kvxfer.integrations.vllm.views import Pins, pins_of
 from kvxfer.transfer.wire import Reason
 from tests.vllm.scheduler_rig import BLOCK, OFFERED, Engine, Rig, Status
 from tests.vllm.test_reports import OURS, prompt
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM loads parts of torch that other parts call deprecated
-    from kvxfer.integrations.vllm.compat import counts_no_references
-    from kvxfer.integrations.vllm.metadata import KvxferWorkerMetadata
+    from kvxfer.integrations.vllm.compat import KvxferWorkerMetadata, counts_no_references
     from kvxfer.integrations.vllm.scheduler import ASLEEP_S, PIN_AFTER_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

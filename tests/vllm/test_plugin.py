@@ -20,6 +20,7 @@ from kvxfer.transfer.wire import OfferRef
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM loads parts of torch that other parts call deprecated
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
         KVConnectorMetadata,
@@ -28,8 +29,12 @@ with warnings.catch_warnings():
     )
 
     from kvxfer.integrations.vllm import scheduler
+    from kvxfer.integrations.vllm.compat import (
+        KvxferHandshake,
+        KvxferMetadata,
+        KvxferWorkerMetadata,
+    )
     from kvxfer.integrations.vllm.connector import KvxferConnector
-    from kvxfer.integrations.vllm.metadata import KvxferMetadata, KvxferWorkerMetadata
     from kvxfer.integrations.vllm.plugin import register
     from kvxfer.integrations.vllm.scheduler import SchedulerSide
     from kvxfer.integrations.vllm.worker import InFlight, failed_block_ids
@@ -64,7 +69,7 @@ def logged(code: str) -> str:
     of the plugin show their logs, as they do where vLLM has them in one process.
     """
     shown = (
-        "from kvxfer.integrations.vllm.logs import show_logs\n"
+        "from kvxfer.integrations.vllm.plugin import show_logs\n"
         "show_logs('DEBUG'); show_logs('DEBUG')\n"
     )
     ran = subprocess.run(
@@ -184,6 +189,11 @@ def test_vllm_makes_no_calls_in_layers() -> None:
 
 def test_metadata() -> None:
     assert isinstance(KvxferMetadata(ConnectorMetadata(), True), KVConnectorMetadata)
+    for ours, name in (
+        (KvxferHandshake, "KVConnectorHandshakeMetadata"),
+        (KvxferWorkerMetadata, "KVConnectorWorkerMetadata"),
+    ):  # where this version of vLLM knows the name
+        assert issubclass(ours, getattr(connector_base, name, object))
     first = KvxferWorkerMetadata({"a": "expired", "b": "plan"}, {"a": "late", "b": "no"})
     second = KvxferWorkerMetadata({"a": "deadline", "c": "tokens"}, {"a": "later", "c": "other"})
     both = first.aggregate(second)

@@ -379,7 +379,7 @@ def move(
                 copy_class,
                 source_ids,
                 sink_ids,
-                *span,
+                span,
                 scratch=Scratch(),
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.weights import weights_identity
+from kvxfer.integrations.vllm.facts import weights_identity
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -1,6 +1,7 @@
-"""The names of vLLM's connector interface that the plugin needs, in all of vLLM 0.26 to 0.33.
+"""The names of vLLM's connector interface that the plugin needs, in all of vLLM 0.26 to 0.33, and
+the plugin's records that travel inside vLLM's own: plain data, safe to pickle.
 
-Where a version lacks one, a stand-in takes its place that this version will never ask for.
+Where a version lacks a name, a stand-in takes its place that this version will never ask for.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
+from kvxfer.connector.records import ConnectorMetadata
+from kvxfer.transfer.manifest import CacheFacts, RankManifest
+
 KVConnectorBase = base.KVConnectorBase_V1
-KVConnectorMetadata = base.KVConnectorMetadata
+KVConnectorMetadata: Any = base.KVConnectorMetadata
 KVConnectorRole = base.KVConnectorRole
 
 
@@ -29,9 +33,9 @@ class _Nothing(ABC):  # noqa: B024  # a base class that asks for nothing
     """In the place of a base class that this version does not have."""
 
 
-KVConnectorHandshakeMetadata: Any = getattr(base, "KVConnectorHandshakeMetadata", _Nothing)
+_KVConnectorHandshakeMetadata: Any = getattr(base, "KVConnectorHandshakeMetadata", _Nothing)
 KVConnectorTransferResults: Any = getattr(base, "KVConnectorTransferResults", _TransferResults)
-KVConnectorWorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", _Nothing)
+_KVConnectorWorkerMetadata: Any = getattr(base, "KVConnectorWorkerMetadata", _Nothing)
 SupportsHMA: Any = getattr(base, "SupportsHMA", _Nothing)
 
 REPORTS_FAILED_REQUESTS: bool = hasattr(base, "KVConnectorTransferResults")
@@ -51,3 +55,45 @@ def counts_no_references(vllm_config: Any) -> bool:
     their number; a pin would add one.
     """
     return bool(getattr(vllm_config.model_config, "disable_cascade_attn", True))
+
+
+@dataclass(frozen=True)
+class KvxferMetadata(KVConnectorMetadata):  # type: ignore[misc]  # as in stats.py
+    """One step's orders. ``is_idle``: the step computes nothing, so that waiting costs nobody.
+    ``wants_answer``: vLLM must call the scheduler side after it, and does only if a worker says
+    something.
+    """
+
+    orders: ConnectorMetadata
+    is_idle: bool
+    wants_answer: bool = False
+
+
+@dataclass(frozen=True)
+class KvxferHandshake(_KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What one rank says of itself and of its engine, whose ranks all say the same.
+
+    ``incarnation``: 16 random bytes that the ranks agreed on, one registration of their pools.
+    """
+
+    incarnation: bytes
+    facts: CacheFacts
+    manifest: RankManifest
+
+
+@dataclass(frozen=True)
+class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Why loads failed on a rank in this step, by request; empty where an answer was wanted.
+    ``details``: the same requests, why in words.
+    """
+
+    failures: dict[str, str]
+    details: dict[str, str] = field(default_factory=dict)
+
+    def aggregate(self, other: object) -> KvxferWorkerMetadata:
+        """Both together; the first reason for a request counts."""
+        if not isinstance(other, KvxferWorkerMetadata):
+            return self
+        return KvxferWorkerMetadata(
+            {**other.failures, **self.failures}, {**other.details, **self.details}
+        )

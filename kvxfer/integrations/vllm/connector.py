@@ -13,31 +13,26 @@ from typing import Any
 from torch import Tensor
 
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm import plugin
 from kvxfer.integrations.vllm.compat import (
-    REPORTS_FAILED_REQUESTS,
     KVConnectorBase,
     KVConnectorRole,
+    KvxferHandshake,
+    KvxferMetadata,
+    KvxferWorkerMetadata,
     SupportsHMA,
     counts_no_references,
     peer_hit_source,
 )
 from kvxfer.integrations.vllm.facts import cache_facts, cache_model
-from kvxfer.integrations.vllm.logs import show_logs
-from kvxfer.integrations.vllm.metadata import (
-    KvxferHandshake,
-    KvxferMetadata,
-    KvxferWorkerMetadata,
-)
-from kvxfer.integrations.vllm.metrics import KvxferPromMetrics
+from kvxfer.integrations.vllm.plugin import register, show_logs
 from kvxfer.integrations.vllm.regions import locate
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.integrations.vllm.settings import Settings, read_settings
-from kvxfer.integrations.vllm.stats import KvxferStats, rebuilt
+from kvxfer.integrations.vllm.stats import KvxferPromMetrics, KvxferStats, rebuilt
 from kvxfer.integrations.vllm.worker import WorkerSide
 from kvxfer.transfer.manifest import RankId
 
-plugin.register()  # MultiConnector finds its children's statistics by name, in the front end too
+register()  # MultiConnector finds its children's statistics by name, in the front end too
 
 
 class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vLLM has no types here
@@ -79,29 +74,23 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
     # -------------------------------------------------- worker
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """See the base class."""
         self.worker_side.register_kv_caches(kv_caches)
 
     def get_handshake_metadata(self) -> KvxferHandshake | None:
-        """See the base class."""
         return self.worker_side.get_handshake_metadata()
 
     def handle_preemptions(self, kv_connector_metadata: KvxferMetadata) -> None:
-        """See the base class."""
         self.worker_side.handle_preemptions(kv_connector_metadata)
 
     def bind_connector_metadata(self, connector_metadata: KvxferMetadata) -> None:
-        """See the base class, which is not told: while it has metadata vLLM makes two calls in
-        every layer, and there is nothing to do in a layer.
-        """
+        # The base class is not told: while it has metadata vLLM makes two calls in every layer, and
+        # there is nothing to do in a layer.
         self.worker_side.bind_connector_metadata(connector_metadata)
 
     def clear_connector_metadata(self) -> None:
-        """See the base class."""
         self.worker_side.clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See the base class."""
         self.worker_side.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -113,79 +102,63 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         """Nothing: sinks fetch KV from the pool."""
 
     def wait_for_save(self) -> None:
-        """See the base class."""
         self.worker_side.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """See the base class."""
         return self.worker_side.get_transfer_results(finished_req_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """See the base class."""
         return self.worker_side.get_finished(finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See the base class. Empty where vLLM is told of failed requests."""
-        return (
-            set() if REPORTS_FAILED_REQUESTS else self.worker_side.get_block_ids_with_load_errors()
-        )
+        return self.worker_side.get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
-        """See the base class."""
         return self.worker_side.build_connector_worker_meta()
 
     # -------------------------------------------------- scheduler
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, object]) -> None:
-        """See the base class; of versions that know one pipeline stage."""
+        """Of versions that know one pipeline stage."""
         self.set_xfer_handshake_metadata_pp_aware({(0, tp): m for tp, m in metadata.items()})
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], object]
     ) -> None:
-        """See the base class."""
         self.scheduler_side.set_xfer_handshake_metadata_pp_aware(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """See the base class; not called in versions that do not have it."""
+        """Not called in versions that do not have it."""
         self.scheduler_side.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Any) -> None:
-        """See the base class."""
         self.scheduler_side.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """See the base class."""
         return self.scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """See the base class."""
         return self.scheduler_side.loaded_group_ids()
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """See the base class."""
         self.scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KvxferMetadata:
-        """See the base class."""
         return self.scheduler_side.build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """See the base class."""
         self.scheduler_side.update_connector_output(connector_output)
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See the base class."""
         return self.scheduler_side.request_finished(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See the base class."""
         return self.scheduler_side.request_finished(request, block_ids)
 
     def take_events(self) -> Iterable[Any]:
@@ -193,7 +166,6 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         return ()
 
     def has_pending_push_work(self) -> bool:
-        """See the base class."""
         return self.scheduler_side.has_pending_push_work()
 
     def get_finished_count(self) -> int | None:
@@ -201,18 +173,15 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         return None
 
     def reset_cache(self) -> bool | None:
-        """See the base class."""
         return self.scheduler_side.reset_cache()
 
     # -------------------------------------------------- either
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
-        """See the base class."""
         side = self._worker if self._worker is not None else self.scheduler_side
         return side.get_kv_connector_stats()
 
     def shutdown(self) -> None:
-        """See the base class."""
         for side in (self._worker, self._scheduler):
             if side is not None:
                 side.shutdown()
@@ -231,7 +200,6 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxferStats:
-        """See the base class."""
         return rebuilt(data)
 
     @classmethod
@@ -242,7 +210,6 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         labelnames: list[str],
         per_engine_labelvalues: Mapping[int, list[object]],
     ) -> KvxferPromMetrics:
-        """See the base class."""
         return KvxferPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 

@@ -4,9 +4,9 @@ vLLM registers every layer as ``[B, H, N, C]``: blocks, head slots, tokens, byte
 shape does not say what is in a cell. The spec does where nobody can be asked: with one slot for
 each head, and C that is K and V without anything else, K lies before V in every cell. Mostly the
 writer can be asked: :func:`trace_writes` lets it write coded tokens into a scratch block and reads
-where each went. On a GPU it is the layer's own method (:mod:`.layer_probe`), whose answer either
+where each went. On a GPU it is the layer's own method (:mod:`.probes`), whose answer either
 confirms what the spec says or makes the block one that can only move whole; on a CPU it is the
-operator (:mod:`.cpu_probe`), which takes the ``N * C`` bytes of a head for its own.
+operator, which takes the ``N * C`` bytes of a head for its own.
 
 What the operator of vLLM 0.32 does with a head's ``2 * N * D`` elements, N tokens of D channels,
 alike for N of 32, 64, 96 and 128 and D of 32, 64, 80 and 128::
@@ -96,13 +96,13 @@ class Named:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Opaque:
     """Blocks move as they are, to blocks of the same fingerprint."""
 
     fingerprint: str
 
 
-Inside = Named | Whole
+Inside = Named | Opaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ def _unnamed(spec: LayerSpec, cells: Cells) -> str | None:
     return None
 
 
-def _whole(layer: str, spec: LayerSpec, cells: Cells, interior: str) -> Whole:
+def _whole(layer: str, spec: LayerSpec, cells: Cells, interior: str) -> Opaque:
     if cells.order is None:
         raise ConfigError(
             f"{layer}: expected blocks without gaps, which can move whole, got strides of "
@@ -324,7 +324,7 @@ def _whole(layer: str, spec: LayerSpec, cells: Cells, interior: str) -> Whole:
         *(spec.quantisation, spec.num_head_slots, spec.cell_nbytes, interior),
     )
     text = " ".join(map(str, facts))
-    return Whole(hashlib.blake2b(text.encode(), digest_size=6).hexdigest())
+    return Opaque(hashlib.blake2b(text.encode(), digest_size=6).hexdigest())
 
 
 def _digest(places: Tensor) -> str:

@@ -1,7 +1,8 @@
-"""What vLLM's plugin loader calls in every process: makes the connector known by its name."""
+"""What is set up in every process of vLLM: the connector's name, and where its log lines go."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 NAME = "KvxferConnector"
@@ -13,3 +14,38 @@ def register() -> None:
 
     with suppress(ValueError):  # the name is registered already
         KVConnectorFactory.register_connector(NAME, "kvxfer.integrations.vllm", NAME)
+
+
+PLAIN = "%(levelname)s %(asctime)s [%(name)s] %(message)s"
+"""Where vLLM has set up no logging."""
+
+
+class _ToVllm(logging.Handler):
+    """Writes where vLLM writes, in its format, whatever level its handlers have for its own
+    loggers: that is ``VLLM_LOGGING_LEVEL``, ours is ``log_level``. Looked up for each record,
+    because vLLM may set up its logging again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plain = logging.StreamHandler()
+        self._plain.setFormatter(logging.Formatter(PLAIN))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """To each of them past its level; its filters count."""
+        for handler in logging.getLogger("vllm").handlers or (self._plain,):
+            handler.handle(record)
+
+
+def show_logs(level: str) -> None:
+    """Let kvxfer's loggers be seen from ``level`` on. May be called again.
+
+    vLLM has handlers for its own loggers only. A level or handlers that somebody has given
+    kvxfer's loggers stay, and where the root logger has handlers, these get the lines.
+    """
+    ours = logging.getLogger("kvxfer")
+    if ours.level == logging.NOTSET:
+        ours.setLevel(level)
+    if not ours.hasHandlers():
+        ours.addHandler(_ToVllm())
+        ours.propagate = False  # or handlers that the root logger gets later write each line again

@@ -16,10 +16,9 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.cpu_probe import trace_cpu
 from kvxfer.integrations.vllm.facts import CacheModel
-from kvxfer.integrations.vllm.interior import Cells, Named, Trace, Whole, look_inside
-from kvxfer.integrations.vllm.layer_probe import trace_layer
+from kvxfer.integrations.vllm.interior import Cells, Named, Opaque, Trace, look_inside
+from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer
 from kvxfer.integrations.vllm.specs import LayerSpec, layer_specs
 from kvxfer.tensors.shared_memory import plain_info
 from kvxfer.transfer.layout import Interior, Region, check_region
@@ -189,7 +188,7 @@ def _regions(
         window=spec.window,
     )
     match inside:
-        case Whole(fingerprint):
+        case Opaque(fingerprint):
             return (_whole_region(common, cells, fingerprint),)
         case Named(planes):
             return tuple(

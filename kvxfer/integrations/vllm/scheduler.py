@@ -13,19 +13,20 @@ from typing import Any
 from kvxfer.connector.records import NO_ORDERS, ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS
-from kvxfer.integrations.vllm.metadata import (
+from kvxfer.integrations.vllm.compat import (
+    REPORTS_FAILED_REQUESTS,
     KvxferHandshake,
     KvxferMetadata,
     KvxferWorkerMetadata,
 )
-from kvxfer.integrations.vllm.pins import Pins, pins_of
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, counted, of_scheduler
 from kvxfer.integrations.vllm.views import (
     BlocksView,
+    Pins,
     StepView,
     Tables,
+    pins_of,
     view_request,
     without_null,
 )
@@ -33,7 +34,7 @@ from kvxfer.transfer.wire import Reason
 
 LAYOUT = "vllm"
 """What the manifest calls the layout; the regions say it exactly."""
-EMBEDDINGS = "prompt_embeds"
+_EMBEDDINGS = "prompt_embeds"
 """Why a request runs plain whose prompt is not only tokens: nothing could bind its KV to them."""
 PIN_AFTER_S = 0.1
 """How long an engine that computes nothing steps for a request's blocks before they are pinned and
@@ -47,7 +48,7 @@ _ONLY_COMPUTE = KvxferMetadata(NO_ORDERS, is_idle=False)
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _KeptRequest:
     """A finished request that vLLM keeps for us."""
 
     since_s: float
@@ -95,7 +96,7 @@ class SchedulerSide:
         self._now = now
         self._pins: Pins | None = None
         self._edges: Pins | None = None
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
         self._is_idle = False
         self._was_woken = False
@@ -147,7 +148,7 @@ class SchedulerSide:
         if view.is_rejected:
             self._core.reject_request(view)
         elif view.has_embeddings:
-            self._core.refuse_request(view, EMBEDDINGS, "its prompt is not only tokens")
+            self._core.refuse_request(view, _EMBEDDINGS, "its prompt is not only tokens")
         else:
             try:
                 self._core.on_new_request(view)
@@ -181,11 +182,10 @@ class SchedulerSide:
         tables = self._with_edges(request.request_id, without_null(block_ids))
         must_keep, params = self._core.request_finished_all_groups(view_request(request), tables)
         if must_keep:
-            self._held[request.request_id] = _Held(self._now(), tables)
+            self._held[request.request_id] = _KeptRequest(self._now(), tables)
         return must_keep, params
 
     def loaded_group_ids(self) -> tuple[int, ...]:
-        """Every group is transferred."""
         return self._group_ids
 
     # -------------------------------------------------- steps
@@ -205,9 +205,7 @@ class SchedulerSide:
         return KvxferMetadata(orders, is_idle=self._is_idle, wants_answer=bool(self._due()))
 
     def update_connector_output(self, output: Any) -> None:
-        """What the ranks reported, aggregated. Changes what vLLM reads of it next: the requests
-        whose blocks it frees.
-        """
+        """What the ranks reported, aggregated; sets whose blocks vLLM frees next."""
         if self._core is None:
             return
         self._last_step_s = self._now()

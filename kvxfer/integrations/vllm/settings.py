@@ -1,20 +1,67 @@
 """What the plugin is told by vLLM's configs, read once and refused at once where it cannot work.
 
 ``kv_connector_extra_config`` has the fields of :class:`kvxfer.config.Config` for keys, and those of
-:class:`PluginSettings`; ``KVXFER_<NAME>`` sets what it leaves out.
+:class:`PluginSettings`; ``KVXFER_<NAME>`` sets what it leaves out. Settings of vLLM's NixlConnector
+are ignored, so that a config that was carried over starts: the log says what to set instead.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from kvxfer.config import Config, load_config
+from kvxfer.config import ENV_PREFIX, Config, LoadedConfig, load_config, variables_of
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.nixl_keys import mention_nixl_variables, without_nixl_keys
+
+_NIXL_KEYS: Final[Mapping[str, str]] = {
+    "backends": "set transport",
+    "num_threads": "there is nothing to set",
+    "kv_lease_duration": "set lease_s",
+    "engine_ttl": "a peer is forgotten when it is gone",
+    "enforce_handshake_compat": "two engines are always compared, field by field",
+    "enable_cross_layers_blocks": "any layout is moved as it is",
+    "kv_recompute_threshold": "what can be loaded is loaded",
+    "bidirectional_kv_xfer": "a request offers its KV or loads it, not both",
+    "decoder_kv_blocks_ttl": "a request offers its KV or loads it, not both",
+    "push_registration_timeout": "KV is pulled, and pull_timeout_s bounds a load",
+}
+"""Keys of its kv_connector_extra_config, in vLLM 0.26 to 0.33, and what to do here."""
+
+_SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_"  # followed by HOST or PORT
+
+_log = logging.getLogger("kvxfer.integrations")
+
+
+def _without_nixl_keys(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The extra config without NIXL's keys, each of which is a warning."""
+    for key in extra.keys() & _NIXL_KEYS.keys():
+        _log.warning(
+            "kv_connector_extra_config: %s is a setting of NixlConnector, ignored: %s",
+            key,
+            _NIXL_KEYS[key],
+        )
+    return {key: value for key, value in extra.items() if key not in _NIXL_KEYS}
+
+
+def _mention_nixl_variables(loaded: LoadedConfig) -> None:
+    """Warn of NIXL's side channel where ours has its default: its values are not taken over."""
+    unread = {
+        variable: name
+        for variable in sorted(variables_of(_SIDE_CHANNEL))
+        if loaded.origins.get(name := variable.removeprefix(_SIDE_CHANNEL).lower()) == "default"
+    }
+    if unread:
+        _log.warning(
+            "%s: of NixlConnector, ignored; set %s in kv_connector_extra_config, or %s",
+            ", ".join(unread),
+            ", ".join(unread.values()),
+            ", ".join(ENV_PREFIX + name.upper() for name in unread.values()),
+        )
+
 
 _MAX_PORT = 65535
 _SENDERS = ("kv_producer", "kv_both")
@@ -70,8 +117,8 @@ def read_settings(vllm_config: Any) -> Settings:
         refuse(vllm_config)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     plugin, extra = _split(_extra_config(transfer))
-    loaded = load_config({}, without_nixl_keys(extra))
-    mention_nixl_variables(loaded)
+    loaded = load_config({}, _without_nixl_keys(extra))
+    _mention_nixl_variables(loaded)
     can_send = transfer.kv_role in _SENDERS
     return Settings(
         config=loaded.config,

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats as VllmStats
 
 from kvxfer.connector.records import KVConnectorStats, LoadReport
@@ -39,7 +40,7 @@ def middle_of(bucket: int) -> float:
     return float(_FIRST_S * 2 ** ((bucket + 0.5) / _STEPS_PER_OCTAVE))
 
 
-def phases_of(report: LoadReport, collected_s: float) -> dict[str, float]:
+def _phases_of(report: LoadReport, collected_s: float) -> dict[str, float]:
     """Seconds of each phase of a load that succeeded. A load that read nothing has no read."""
     placed_s = report.placed_s or report.started_s or report.finished_s
     started_s = report.started_s or report.finished_s
@@ -60,11 +61,9 @@ class KvxferStats(VllmStats):  # type: ignore[misc]  # vLLM has no types where i
     data: dict[str, dict[str, Any]]
 
     def reset(self) -> None:
-        """Forget everything."""
         self.data = {}
 
     def is_empty(self) -> bool:
-        """Nothing to report."""
         return not any(self.data.values())
 
     def aggregate(self, other: object) -> KvxferStats:
@@ -123,7 +122,7 @@ def of_worker(
             counts["loads.nbytes"] = sum(report.nbytes for report in loaded)
         tables["counts"] = counts
         tables["broken"] = _without_loads(stats)
-        _add_times(tables, (phases_of(report, collected_s) for report in loaded))
+        _add_times(tables, (_phases_of(report, collected_s) for report in loaded))
     return _stats(tables)
 
 
@@ -184,6 +183,91 @@ def _add_times(tables: dict[str, dict[str, float]], loads: Iterable[Mapping[str,
             buckets[name] = buckets.get(name, 0) + 1
 
 
-def bounds_s() -> Sequence[float]:
+def _bounds_s() -> Sequence[float]:
     """Bucket bounds for histograms of seconds, 0.1 ms to 100 s."""
     return tuple(10.0 ** (power / 3) for power in range(-12, 7))
+
+
+_COUNTED = {
+    "requests.loaded": ("vllm:kvxfer_requests_loaded", "Requests whose KV was loaded from a peer."),
+    "loads.nbytes": ("vllm:kvxfer_loaded_bytes", "Bytes of KV that were loaded from peers."),
+    "pairs.unusable": (
+        "vllm:kvxfer_pairs_unusable",
+        "Peers from which no load can work as the two engines are configured; each is an error in "
+        "the log.",
+    ),
+    "offers.opened": (
+        "vllm:kvxfer_offers_opened",
+        "Offers of KV, counted by each rank.",
+    ),
+    "offers.pinned": (
+        "vllm:kvxfer_offers_pinned",
+        "Offers of KV whose blocks an idle engine kept without their request.",
+    ),
+    "offers.done": (
+        "vllm:kvxfer_offers_done",
+        "Offers read to the end, counted by each rank.",
+    ),
+}
+_BY_REASON = {
+    "failed": (
+        "vllm:kvxfer_requests_failed",
+        "Requests whose KV was to be loaded and could not be, by reason.",
+    ),
+    "plain": (
+        "vllm:kvxfer_requests_plain",
+        "Requests with transfer params that ran without transferred KV, by reason.",
+    ),
+    "broken": (
+        "vllm:kvxfer_offers_broken",
+        "Offers of KV that ended before they were read, by reason, counted by each rank.",
+    ),
+}
+
+
+class KvxferPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as in stats.py
+    """Counters of transfers and failures, one histogram of the time of loads by phase."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Mapping[Any, Any],
+        labelnames: Sequence[str],
+        per_engine_labelvalues: Mapping[int, Sequence[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, list(labelnames), per_engine_labelvalues)
+        names = list(labelnames)
+        self._counters = {
+            key: self._counter_cls(name=name, documentation=text, labelnames=names)
+            for key, (name, text) in _COUNTED.items()
+        }
+        for values in per_engine_labelvalues.values():
+            for counter in self._counters.values():
+                counter.labels(*values)  # a series that begins at 1 looks as if nothing had come
+        self._reasons = {
+            table: self._counter_cls(name=name, documentation=text, labelnames=[*names, "reason"])
+            for table, (name, text) in _BY_REASON.items()
+        }
+        self._times = self._histogram_cls(
+            name="vllm:kvxfer_load_seconds",
+            documentation="Time of loads from the engine's order to its next step, by phase, in s.",
+            buckets=list(_bounds_s()),
+            labelnames=[*names, "phase"],
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what one engine counted since the last time."""
+        labels = self.per_engine_labelvalues[engine_idx]
+        data = rebuilt(transfer_stats_data).data
+        counts = data.get("counts", {})
+        for key, counter in self._counters.items():
+            if counts.get(key):
+                counter.labels(*labels).inc(counts[key])
+        for table, counter in self._reasons.items():
+            for reason, number in data.get(table, {}).items():
+                counter.labels(*labels, reason).inc(number)
+        for phase in PHASES:
+            for bucket, number in data.get(f"times.{phase}", {}).items():
+                child = self._times.labels(*labels, phase)
+                for _ in range(number):
+                    child.observe(middle_of(int(bucket)))

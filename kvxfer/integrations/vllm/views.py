@@ -1,15 +1,16 @@
-"""vLLM's own records as :mod:`kvxfer.connector` reads them. The attributes named here are all that
-the plugin touches of a request, a block table or a step.
+"""vLLM's own records as :mod:`kvxfer.connector` reads them, and pins in its block pool. The
+attributes named here are all that the plugin touches of a request, a block table, a step or a pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-NULL_BLOCK = 0
+_NULL_BLOCK = 0
 """vLLM's block that stands for none: out of a window, or never there."""
 
 Tables = tuple[tuple[int, ...], ...]
@@ -18,12 +19,12 @@ Tables = tuple[tuple[int, ...], ...]
 def without_null(block_ids: Sequence[Sequence[int]]) -> Tables:
     """Block tables by group, -1 where vLLM has its null block."""
     return tuple(
-        tuple(-1 if block_id == NULL_BLOCK else block_id for block_id in ids) for ids in block_ids
+        tuple(-1 if block_id == _NULL_BLOCK else block_id for block_id in ids) for ids in block_ids
     )
 
 
 @dataclass(frozen=True, slots=True)
-class RequestView:
+class _RequestView:
     """What is read of a vLLM request, at one moment.
 
     ``has_embeddings``: some of its prompt is not tokens. ``is_rejected``: it was turned away before
@@ -41,10 +42,9 @@ class RequestView:
     is_rejected: bool
 
 
-def view_request(request: Any) -> RequestView:
-    """``request`` as it is now."""
+def view_request(request: Any) -> _RequestView:
     token_ids = request.prompt_token_ids
-    return RequestView(
+    return _RequestView(
         request_id=request.request_id,
         kv_transfer_params=request.kv_transfer_params,
         prompt_token_ids=() if token_ids is None else token_ids,
@@ -64,7 +64,6 @@ class BlocksView:
     blocks: Any
 
     def get_block_ids(self) -> Tables:
-        """By group, positional."""
         return without_null(self.blocks.get_block_ids())
 
 
@@ -106,7 +105,6 @@ class StepView:
 
     @property
     def scheduled_new_reqs(self) -> Sequence[_NewRequest]:
-        """Requests in their first step."""
         return [
             _NewRequest(new.req_id, without_null(new.block_ids), new.num_computed_tokens)
             for new in self.step.scheduled_new_reqs
@@ -114,15 +112,77 @@ class StepView:
 
     @property
     def scheduled_cached_reqs(self) -> _CachedRequests:
-        """Requests that were scheduled before."""
         return _CachedRequests(self.step.scheduled_cached_reqs)
 
     @property
     def num_scheduled_tokens(self) -> Mapping[str, int]:
-        """By request."""
         return self.step.num_scheduled_tokens  # type: ignore[no-any-return]
 
     @property
     def preempted_req_ids(self) -> AbstractSet[str] | None:
         """Requests whose blocks were taken back since the last step."""
         return getattr(self.step, "preempted_req_ids", None)
+
+
+_NEEDED = ("blocks", "touch", "free_blocks")
+"""What is used of vLLM's block pool: the list of its blocks by id, one reference more, one less."""
+
+_log = logging.getLogger("kvxfer.integrations")
+
+
+def pins_of(pool: Any) -> Pins | None:
+    """Pins in vLLM's block pool; None, with a line in the log, if it is not as we know it."""
+    missing = [name for name in _NEEDED if not hasattr(pool, name)]
+    if missing:
+        _log.info(
+            "vLLM's block pool: expected %s; without them the engine steps while it holds blocks, "
+            "and offers no prompt whose window begins at the edge of a block",
+            ", ".join(missing),
+        )
+        return None
+    return Pins(pool)
+
+
+class Pins:
+    """The pinned blocks of an engine, by request. True while there are some.
+
+    While vLLM itself keeps a finished request it steps without pause. A pin is one reference
+    more to the blocks alone, so that vLLM can forget the request and sleep. A block that a window
+    has left behind is kept likewise.
+
+    Args:
+        pool: vLLM's BlockPool, of all KV cache groups together.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._tables: dict[str, Tables] = {}
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def tables(self, request_id: str) -> Tables:
+        """What :meth:`pin` was given for this request; nothing without a pin."""
+        return self._tables.get(request_id, ())
+
+    def pin(self, request_id: str, tables: Tables) -> None:
+        """Keep these blocks, in use now (-1: none). ValueError for a request with a pin."""
+        if request_id in self._tables:
+            raise ValueError(f"request {request_id}: expected no pin, got a second one")
+        self._pool.touch(self._blocks(tables))
+        self._tables[request_id] = tables
+
+    def unpin(self, request_ids: Iterable[str]) -> set[str]:
+        """Give back what these requests have pinned: those of them that had a pin."""
+        unpinned = {request_id for request_id in request_ids if request_id in self._tables}
+        for request_id in unpinned:
+            # The last first, as vLLM frees a request: a prefix is worth more than its end.
+            self._pool.free_blocks(reversed(self._blocks(self._tables.pop(request_id))))
+        return unpinned
+
+    def unpin_all(self) -> None:
+        self.unpin(list(self._tables))
+
+    def _blocks(self, tables: Tables) -> list[Any]:
+        blocks = self._pool.blocks
+        return [blocks[block_id] for ids in tables for block_id in ids if block_id >= 0]

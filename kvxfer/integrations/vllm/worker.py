@@ -1,6 +1,4 @@
-"""The connector in one of vLLM's workers: a door in front of
-:class:`~kvxfer.connector.worker_side.WorkerConnector`, which acts.
-"""
+"""The connector in one of vLLM's workers: a door in front of ``WorkerConnector``."""
 
 from __future__ import annotations
 
@@ -13,8 +11,9 @@ from torch import Tensor
 from kvxfer.connector.records import NO_ORDERS, NewLoad
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.compat import REPORTS_FAILED_REQUESTS, KVConnectorTransferResults
-from kvxfer.integrations.vllm.metadata import (
+from kvxfer.integrations.vllm.compat import (
+    REPORTS_FAILED_REQUESTS,
+    KVConnectorTransferResults,
     KvxferHandshake,
     KvxferMetadata,
     KvxferWorkerMetadata,
@@ -25,16 +24,16 @@ from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
 from kvxfer.transfer.manifest import CacheFacts, RankId
 
-IDLE_WAIT_S = (0.0002, 0.02)
+_IDLE_WAIT_S = (0.0002, 0.02)
 """How long a step that computes nothing waits for a transfer to end, at least and at most."""
-STILL_SHARE = 0.02
+_STILL_SHARE = 0.02
 """In between, this share of the time for which nothing has ended. An engine whose load stands still
 makes 50 steps a second after one second, not thousands, and a new request waits 20 ms for it at
 worst; behind a load of 50 ms, 1 ms. Ranks in step do not wait: every other rank's step would take
 that much longer, and the pace is a forward pass anyway.
 """
 
-Locate = Callable[[Mapping[str, Tensor]], Located]
+_Locate = Callable[[Mapping[str, Tensor]], Located]
 
 
 class WorkerSide:
@@ -52,7 +51,7 @@ class WorkerSide:
         facts: CacheFacts,
         rank: RankId,
         incarnation: bytes,
-        locate: Locate,
+        locate: _Locate,
     ) -> None:
         self._settings = settings
         self._facts = facts
@@ -117,7 +116,6 @@ class WorkerSide:
             self._running().bind_connector_metadata(metadata.orders)
 
     def start_load_kv(self) -> None:
-        """Begin this step's loads."""
         if self._has_orders:
             self._running().start_load_kv()
 
@@ -127,7 +125,6 @@ class WorkerSide:
             self._running().wait_for_save()
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
         if self._has_orders and self._core is not None:
             self._core.clear_connector_metadata()
         self._has_orders = False
@@ -156,15 +153,14 @@ class WorkerSide:
         now_s = time.monotonic()
         if self._still_since_s is None:
             self._still_since_s = now_s
-        least_s, most_s = IDLE_WAIT_S
-        wait_s = STILL_SHARE * (now_s - self._still_since_s)
+        least_s, most_s = _IDLE_WAIT_S
+        wait_s = _STILL_SHARE * (now_s - self._still_since_s)
         if core.wait_for_activity(min(max(wait_s, least_s), most_s)):
             self._still_since_s = None
 
     def get_finished(
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """The older call."""
         results = self.get_transfer_results(finished_req_ids)
         return results.finished_sending or None, results.finished_recving or None
 
@@ -181,7 +177,6 @@ class WorkerSide:
         return said
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
-        """What was counted since the last call."""
         if self._core is None:
             return None
         stats = self._core.get_kv_connector_stats()
@@ -221,14 +216,12 @@ class InFlight:
         return self._busy_s > 0 and not self._loads
 
     def begin(self, loads: Iterable[NewLoad]) -> None:
-        """These were ordered."""
         for load in loads:
             if not self._loads:
                 self._since_s = self._now()
             self._loads[load.request_id] = load
 
     def end(self, request_ids: Iterable[str]) -> list[NewLoad]:
-        """These are over: their orders."""
         ended = [self._loads.pop(i) for i in request_ids if i in self._loads]
         if ended and not self._loads:
             self._busy_s += self._now() - self._since_s
