@@ -16,15 +16,15 @@ import errno
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Final
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
 from kvxfer.errors import ConfigError
+from kvxfer.log_limit import LogLimit
 from kvxfer.proxy.bodies import (
     PATHS,
     REQUEST_ID,
@@ -42,29 +42,6 @@ from kvxfer.proxy.bodies import (
 from kvxfer.proxy.metrics import CONTENT_TYPE, Metrics
 from kvxfer.proxy.pool import UP, EnginePool, Seen, State
 from kvxfer.proxy.settings import Engine, OnMissingKv, ProxySettings, Side
-
-_EVERY_S: Final = 60.0
-
-
-class Repeats:
-    """How often things happened since each was said last."""
-
-    def __init__(self) -> None:
-        self._said_s: dict[Hashable, float] = {}
-        self._unsaid: dict[Hashable, int] = {}
-
-    def note(self, what: Hashable, now_s: float) -> int:
-        """It happened once more, at ``now_s`` of a clock that never goes back.
-
-        Returns the number to say now, all times since it was said last; 0: it is too soon.
-        """
-        num = self._unsaid.get(what, 0) + 1
-        if now_s - self._said_s.get(what, -_EVERY_S) < _EVERY_S:
-            self._unsaid[what] = num
-            return 0
-        self._said_s[what], self._unsaid[what] = now_s, 0
-        return num
-
 
 MODELS = "/v1/models"
 _HEALTH = "/health"
@@ -90,7 +67,7 @@ class Proxy:
         self._session = session
         self.pool = EnginePool(settings.engines)
         self.metrics = Metrics()
-        self._without_kv = Repeats()
+        self._without_kv: LogLimit[tuple[Engine, Reason]] = LogLimit()
         self._abandoned: set[asyncio.Task[None]] = set()
         for engine in settings.engines:
             self.metrics.see(engine, is_up=False)

@@ -1,0 +1,36 @@
+"""When a listener learns that a peer is gone."""
+
+from __future__ import annotations
+
+import time
+from contextlib import closing
+
+import zmq
+
+from kvxfer.config import Config
+from kvxfer.transports.channel import Bounds, Router
+from kvxfer.transports.guard import Guard
+from tests import zmtp
+
+
+def test_a_peer_that_is_silent_is_gone_by_name_after_peer_silent_s() -> None:
+    """It is connected all the time, and answers no heartbeat."""
+    config = Config(peer_silent_s=0.6)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    guard = Guard(context, config)
+    with closing(Router(context, config, Bounds(1000, 1000, 10))) as router:
+        with closing(zmtp.connect(router.endpoint)) as peer:
+            peer.sendall(zmtp.frame(b"x"))
+            assert router.socket.poll(5000)
+            ((name, _),) = router.poll()
+            began_s = time.monotonic()
+            gone: list[bytes] = []
+            while not gone:
+                assert list(router.poll()) == []
+                gone = router.take_gone()
+                assert time.monotonic() < began_s + 10
+                time.sleep(0.01)
+        assert time.monotonic() - began_s > 0.3
+        assert gone == [name.bytes]
+    context.term()
+    guard.join()
