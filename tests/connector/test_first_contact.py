@@ -143,7 +143,7 @@ class World:
 class Link:
     """A connection: what is said over it is answered in order."""
 
-    problem, is_refused, unanswered_s, heard_s = "", False, None, 0.0
+    unanswered_s, heard_s = None, 0.0
 
     def __init__(
         self,
@@ -156,6 +156,7 @@ class Link:
         on_message: Callable[[Any], None],
         on_gone: Callable[[str], None],
     ) -> None:
+        self.dealer = SimpleNamespace(problem="", is_refused=False)
         self.world = io
         self.world.links.append(self)
         self.endpoint = endpoint
