@@ -161,6 +161,10 @@ class Request:
         """Of the payload."""
         return self.num_tokens * self.shape.regions * self.shape.token_nbytes
 
+    def side(self, is_source: bool) -> tuple[Pool, Ids]:
+        """A side's pool, and the request's blocks in it."""
+        return (self.source, self.source_ids) if is_source else (self.sink, self.sink_ids)
+
     @property
     def name(self) -> str:
         """As people read it."""
@@ -213,7 +217,7 @@ class Request:
         blocks as they are: equal layouts only.
         """
         offsets = []
-        for pool, ids in ((self.source, self.source_ids), (self.sink, self.sink_ids)):
+        for pool, ids in (self.side(True), self.side(False)):
             regions = np.arange(self.shape.regions, dtype=np.int64)[:, None] * pool.num_blocks
             offsets.append(((regions + ids) * pool.block_nbytes).ravel())
         return offsets[0], offsets[1]

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scripts.benchmarks.devices import Devices
-from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, timed
+from scripts.benchmarks.core import Timing, timed
+from scripts.benchmarks.members import SINK, SOURCE, Devices, Member
 from scripts.benchmarks.pools import Request
 
 SOCKETS, UNIX_SOCKETS = "sockets", "unix-sockets"
@@ -123,10 +123,6 @@ class SocketSource(Member):
             while True:
                 nbytes, *offsets = np.frombuffer(hear(sock), dtype=np.int64).tolist()
                 send_pieces(sock, self._view, offsets, nbytes)
-
-    def run(self, way: str, request: Request) -> Timing:
-        """Never: the sink asks."""
-        raise NotImplementedError(f"{way}: the sink asks")
 
     def close(self) -> None:
         """Give everything back."""
