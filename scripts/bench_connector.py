@@ -26,27 +26,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
+from scripts.benchmarks import core
 from scripts.benchmarks.contenders import Way, check_bytes, meet
-from scripts.benchmarks.core import (
-    WIRE_PACKAGES,
-    Columns,
-    Contender,
-    ContenderLost,
-    Line,
-    Plot,
-    Report,
-    Speed,
-    Table,
-    Timing,
-    WrongBytes,
-    facts_of,
-    goal_text,
-    line,
-    measure,
-    parser_of,
-    speed_of,
-    table,
-)
 from scripts.benchmarks.engines import BenchEngine, LoadTiming, start_engines
 from scripts.benchmarks.members import SIDES, SINK, SOURCE, Devices, devices_for
 from scripts.benchmarks.plain_ways import MEMCPY, PlainWays
@@ -80,11 +61,11 @@ def aim_of(
         return ""
     most_ms = SHORT_AIMS_MS.get((devices.wire, mode))
     if num_tokens == SHORT_TOKENS and most_ms is not None:
-        return goal_text(-total_ms, -most_ms, f"{most_ms} ms")
+        return core.goal_text(-total_ms, -most_ms, f"{most_ms} ms")
     if num_tokens == MIDDLE_TOKENS and (devices.wire, mode) == ("ucx", "idle"):
-        return goal_text(gbps, MIDDLE_AIM_GBPS, "{:g} GB/s")
+        return core.goal_text(gbps, MIDDLE_AIM_GBPS, "{:g} GB/s")
     if num_tokens == LONG_TOKENS and (devices.wire, mode) == ("cuda_ipc", "idle"):
-        return goal_text(-ratio, -LONG_AIM, f"{LONG_AIM} x memcpy")
+        return core.goal_text(-ratio, -LONG_AIM, f"{LONG_AIM} x memcpy")
     return ""
 
 
@@ -99,7 +80,7 @@ class Cell:
     mode: str
     nbytes: int
     transports: tuple[str, ...]
-    speed: Speed
+    speed: core.Speed
     ms: Mapping[str, float]
     memcpy_ms: float
     least_ms: float | None
@@ -111,17 +92,15 @@ def _median(name: str) -> Callable[[Cell], str]:
     return lambda cell: f"{cell.ms[name]:.3f}"
 
 
-CASE: Columns[Cell] = {
+CASE: core.Columns[Cell] = {
     "layouts": lambda cell: cell.layouts,
     "tokens": lambda cell: str(cell.num_tokens),
 }
-TIMES: Columns[Cell] = {
+TIMES: core.Columns[Cell] = {
     **CASE,
     "mode": lambda cell: cell.mode,
     "MB": lambda cell: f"{cell.nbytes / 1e6:.1f}",
-    "p20 ms": lambda cell: f"{cell.speed.ms[0]:.3f}",
-    "p50 ms": lambda cell: f"{cell.speed.ms[1]:.3f}",
-    "p80 ms": lambda cell: f"{cell.speed.ms[2]:.3f}",
+    **core.of_ms(),
     "start": _median("start_s"),
     "place": _median("place_s"),
     "verdict": _median("verdict_s"),
@@ -132,7 +111,7 @@ TIMES: Columns[Cell] = {
     "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
     "aim": lambda cell: cell.aim,
 }
-CPU: Columns[Cell] = {
+CPU: core.Columns[Cell] = {
     **CASE,
     "scheduler's calls": _median("scheduler_cpu_s"),
     "worker's calls": _median("worker_cpu_s"),
@@ -150,29 +129,29 @@ CPU_TEXT = (
 )
 
 
-def tables(report: Report) -> list[Table]:
+def tables(report: core.Report) -> list[core.Table]:
     """Times of all cases, processor time of idle engines."""
     cells: list[Cell] = report.records.get("cells", [])
     idle = [cell for cell in cells if cell.mode == "idle"]
     title = "processor time of a request at the sink, ms"
-    return [table("times", TIMES_TEXT, TIMES, cells), table(title, CPU_TEXT, CPU, idle)]
+    return [core.table("times", TIMES_TEXT, TIMES, cells), core.table(title, CPU_TEXT, CPU, idle)]
 
 
-def plot(report: Report) -> Plot:
+def plot(report: core.Report) -> core.Plot:
     """ms by bytes, and the limits of the first layouts."""
     cells: list[Cell] = report.records.get("cells", [])
     names = list(dict.fromkeys((cell.layouts, cell.mode) for cell in cells))
     of_name = {name: [c for c in cells if (c.layouts, c.mode) == name] for name in names}
-    lines: list[Line] = [
-        line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
+    lines: list[core.Line] = [
+        core.line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
         for name, chosen in of_name.items()
     ]
     first = of_name[names[0]] if names else []
-    known = [cell for cell in first if cell.least_ms is not None]
-    lines.append(line("memcpy", first, lambda cell: (cell.nbytes, cell.memcpy_ms), "--"))
+    known = [(cell.nbytes, cell.least_ms) for cell in first if cell.least_ms is not None]
+    lines.append(core.line("memcpy", first, lambda cell: (cell.nbytes, cell.memcpy_ms), "--"))
     if known:
-        lines.append(line("least", known, lambda cell: (cell.nbytes, cell.least_ms or 0.0), "--"))
-    return Plot("offer to accepted", "bytes of the request", "ms", tuple(lines))
+        lines.append(core.line("least", known, lambda point: point, "--"))
+    return core.Plot("offer to accepted", "bytes of the request", "ms", tuple(lines))
 
 
 # ------------------------------------------------------------------ the engines and their limits
@@ -222,23 +201,23 @@ class Pair:
             check_bytes(*engines, request, partial(self.load, request, "idle"))
             if self.least is not None:
                 self.least.check(request)
-        except WrongBytes as exc:
+        except core.WrongBytes as exc:
             raise SystemExit(f"bench_connector: {exc}; nothing was timed") from exc
 
     def measure(self, request: Request, mode: str, rounds: int) -> Cell:
         """Loads and limits in turns. Raises ContenderLost."""
         self.engines[SOURCE].call(object, "set_busy", mode == "both busy")
-        contenders: list[Contender[Timing]] = [
-            Contender(MEMCPY, partial(self._limits.call, Timing, "run", MEMCPY, request)),
-            Contender(LOAD, partial(self.load, request, mode)),
+        contenders: list[core.Contender[core.Timing]] = [
+            core.Contender(MEMCPY, partial(self._limits.call, core.Timing, "run", MEMCPY, request)),
+            core.Contender(LOAD, partial(self.load, request, mode)),
         ]
         if self.least is not None:
-            contenders.append(Contender(LEAST, partial(self.least.run, request)))
-        taken = measure(contenders, rounds, warm_rounds=WARM_ROUNDS)
+            contenders.append(core.Contender(LEAST, partial(self.least.run, request)))
+        taken = core.measure(contenders, rounds, warm_rounds=WARM_ROUNDS)
         self.engines[SOURCE].call(object, "set_busy", False)
         for contender in contenders:
             if contender.why is not None:
-                raise ContenderLost(contender.why)
+                raise core.ContenderLost(contender.why)
         return cell_of(self._devices, request, mode, taken)
 
     def close(self) -> None:
@@ -247,11 +226,10 @@ class Pair:
 
 
 def cell_of(
-    devices: Devices, request: Request, mode: str, taken: Mapping[str, Sequence[Timing]]
+    devices: Devices, request: Request, mode: str, taken: Mapping[str, Sequence[core.Timing]]
 ) -> Cell:
-    """Medians of one case."""
     loads = [timing for timing in taken[LOAD] if isinstance(timing, LoadTiming)]
-    speed, limit = (speed_of(request.nbytes, timings) for timings in (loads, taken[MEMCPY]))
+    speed, limit = (core.speed_of(request.nbytes, timings) for timings in (loads, taken[MEMCPY]))
     total_ms, memcpy_ms = speed.ms[1], limit.ms[1]
     ratio, gbps = total_ms / memcpy_ms, speed.gbps[1]
     parts = ("start_s", "place_s", "verdict_s", "seen_s")
@@ -268,7 +246,7 @@ def cell_of(
             for name in (*parts, *cpu)
         },
         memcpy_ms=memcpy_ms,
-        least_ms=speed_of(request.nbytes, taken[LEAST]).ms[1] if LEAST in taken else None,
+        least_ms=core.speed_of(request.nbytes, taken[LEAST]).ms[1] if LEAST in taken else None,
         ratio=ratio,
         aim=aim_of(devices, request.num_tokens, mode, total_ms=total_ms, ratio=ratio, gbps=gbps),
     )
@@ -284,8 +262,7 @@ def start_limits(devices: Devices, nbytes: int) -> Worker:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__)
+    parser = core.parser_of(__doc__)
     add_case_options(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"))
@@ -305,11 +282,11 @@ def main() -> None:
     """All pairs of layouts; those whose engines fail are named in the report."""
     options = parse()
     devices = devices_for(options.device, options.transport)
-    facts = facts_of("bench_connector.py", ("triton", *WIRE_PACKAGES), options.note)
+    facts = core.facts_of("bench_connector.py", ("triton", *core.WIRE_PACKAGES), options.note)
     facts["devices"] = f"source {devices.source}, sink {devices.sink}"
     title = f"Offer to accepted through the connector, {devices.wire}, {devices.where}"
     name = f"connector_{devices.wire}_{devices.where}"
-    report = Report(options.out, name, title, facts, tables, plot)
+    report = core.Report(options.out, name, title, facts, tables, plot)
     settings: dict[str, object] = {}
     if options.launch_programs and devices.wire == "cuda_ipc":
         settings["launch_programs"] = options.launch_programs
@@ -325,7 +302,7 @@ def main() -> None:
                         pair.check(request)
                     report.add(TIMES, pair.measure(request, mode, options.rounds))
                     report.write()
-            except ContenderLost as exc:
+            except core.ContenderLost as exc:
                 print(f"lost: {layouts}: {exc}")
                 report.lost[layouts] = str(exc)
             finally:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -37,26 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 from kvxfer.kernels.strided_work import WHOLE_GPU
 from kvxfer.tensors.device_copy import CopySettings, DeviceCopier
 from kvxfer.tensors.device_work import BoundCopy, DeviceMemory, bind_copy
-from scripts.benchmarks.core import (
-    RESULTS,
-    Columns,
-    Contender,
-    Line,
-    Plot,
-    Report,
-    Speed,
-    Table,
-    Timing,
-    facts_of,
-    line,
-    measure,
-    parser_of,
-    quantiles,
-    speed_of,
-    speeds,
-    table,
-    timed,
-)
+from scripts.benchmarks import core
 from scripts.benchmarks.gpu import BatchCopyUnavailable, MatrixLoop, batch_copy, stream_ms
 from scripts.benchmarks.members import FLUSH_NBYTES
 from scripts.benchmarks.plain_ways import torch_copy
@@ -78,7 +59,6 @@ BLOCKS = (8, 16, 24, 32, 64, 128)
 LAYOUTS = ("HND", "NHD")
 WIDTHS = (8, 16, 24, 32, 48, 64, 96, 132, 264, WHOLE_GPU)
 LINK_PROGRAMS = 32
-Work = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +70,14 @@ class Cell:
     case: str
     contender: str
     nbytes: int
-    speed: Speed
+    speed: core.Speed
 
 
-COLUMNS: Columns[Cell] = {
+COLUMNS: core.Columns[Cell] = {
     "where": lambda cell: cell.where,
     "case": lambda cell: cell.case,
     "contender": lambda cell: cell.contender,
-    "p20 ms": lambda cell: f"{cell.speed.ms[0]:.3f}",
-    "p50 ms": lambda cell: f"{cell.speed.ms[1]:.3f}",
-    "p80 ms": lambda cell: f"{cell.speed.ms[2]:.3f}",
+    **core.of_ms(),
     "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
     "ratio": lambda cell: f"{cell.speed.ratio or 0.0:.3f}",
 }
@@ -187,23 +165,22 @@ def content(memory: Tensor, pool: Pool, ids: Ids, lo: int, step: int) -> Tensor:
     return taken.reshape(taken.shape[0], -1, pool.shape.heads, pool.shape.inner_nbytes)
 
 
-def once(bench: Bench, work: Work) -> Timing:
-    """On the sink's GPU."""
-    return Timing(stream_ms(bench.stream, bench.flush, work) / 1e3)
+def once(bench: Bench, work: core.Work) -> core.Timing:
+    return core.Timing(stream_ms(bench.stream, bench.flush, work) / 1e3)
 
 
-def limits_of(bench: Bench, nbytes: int) -> dict[str, Work]:
+def limits_of(bench: Bench, nbytes: int) -> dict[str, core.Work]:
     """The first is what ratios are to."""
     given, taken = bench.source[:nbytes], bench.sink[:nbytes]
-    found: dict[str, Work] = {"memcpy": partial(taken.copy_, given)}
+    found: dict[str, core.Work] = {"memcpy": partial(taken.copy_, given)}
     if bench.where == "local":
         found["memset"] = taken.zero_
     return found
 
 
-def others_of(bench: Bench, request: Request) -> dict[str, Work]:
+def others_of(bench: Bench, request: Request) -> dict[str, core.Work]:
     """The usual ways, for equal layouts; what a machine does not have is left out."""
-    found: dict[str, Work] = {"torch": torch_copy(request, bench.source, bench.sink)}
+    found: dict[str, core.Work] = {"torch": torch_copy(request, bench.source, bench.sink)}
     given, taken = request.pieces()
     addresses = (given + bench.source.data_ptr(), taken + bench.sink.data_ptr())
     try:
@@ -221,19 +198,18 @@ def run_case(
     *,
     beside_others: bool = False,
 ) -> Iterator[Cell]:
-    """Checked, then in turns."""
     job, widths = job_of(bench, request), widths or (bench.width,)
     check(bench, job, widths[0])
     works = limits_of(bench, request.nbytes)
     if beside_others:
         works |= others_of(bench, request)
     works |= {name_of(width): partial(copy, bench, job, width) for width in widths}
-    contenders = [Contender(name, partial(once, bench, work)) for name, work in works.items()]
-    taken = measure(contenders, bench.rounds, budget_s=BUDGET_S)
+    clock = partial(once, bench)
+    taken = core.measure_works(works, clock, bench.rounds, budget_s=BUDGET_S)
     shape = request.shape
     sizes = f"{shape.regions}x{shape.heads}x{shape.inner_nbytes}"
     case = f"{request.layouts} {sizes} {request.num_tokens} tokens"
-    for name, speed in speeds(request.nbytes, taken).items():
+    for name, speed in core.speeds(request.nbytes, taken).items():
         yield Cell(section, bench.where, case, name, request.nbytes, speed)
 
 
@@ -246,14 +222,12 @@ def name_of(width: int) -> str:
 
 
 def pieces(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
-    """By the size of blocks."""
     for log2 in range(11):  # 2 KiB are one token of 8 heads
         request = between(f"HND{1 << log2}", f"HND{1 << log2}", 8192)
         yield from run_case(bench, "pieces", request, beside_others=True)
 
 
 def pairs(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
-    """Block sizes, layouts and heads."""
     half = Shape("half of 8B", 64, 4, 256)
     for shape in (LLAMA_8B, half, LLAMA_70B_TP8):
         num_tokens = 8192 if shape.heads > 1 else 16384
@@ -275,14 +249,12 @@ def inner(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
 
 
 def lengths(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
-    """By tokens."""
     for shape, num_tokens in product((LLAMA_8B, LLAMA_70B_TP8), (128, 512, 2048, 8192, 32768)):
         for source in ("HND16", "NHD16"):
             yield from run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
 
 
 def widths(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
-    """By programs of a launch."""
     for source in ("NHD16", "HND16"):
         yield from run_case(bench, "widths", between(source, "NHD64", 8192), WIDTHS)
 
@@ -292,12 +264,12 @@ def cpu(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
     for num_tokens in (128, 2048, 32768):
         job = job_of(bench, between("HND16", "NHD64", num_tokens))
         check(bench, job, bench.width)
-        taken: list[Timing] = []
+        taken: list[core.Timing] = []
         for _ in range(20 * bench.rounds):
-            taken.append(timed(partial(copy, bench, job, bench.width)))
+            taken.append(core.timed(partial(copy, bench, job, bench.width)))
             bench.stream.synchronize()
         case = f"host time of a request of {num_tokens} tokens"
-        speed = speed_of(0, taken)
+        speed = core.speed_of(0, taken)
         yield Cell("cpu", bench.where, case, "kernel", job.request.nbytes, speed)
 
 
@@ -314,16 +286,16 @@ def decode(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
         for width in (None, *WIDTHS):
             work = None if width is None else partial(copy, bench, job, width)
             samples = [beside_copies(bench, loop, alone_ms, work) for _ in range(bench.rounds)]
-            loop_ms = quantiles([taken_ms for taken_ms, _ in samples])
+            loop_ms = core.quantiles([taken_ms for taken_ms, _ in samples])
             copy_ms = statistics.median(copy_ms for _, copy_ms in samples)
             per_s = nbytes / copy_ms * 1e3 if copy_ms else 0.0
-            speed = Speed(loop_ms, (per_s,) * 3, loop_ms[1] / alone_ms, len(samples))
+            speed = core.Speed(loop_ms, (per_s,) * 3, loop_ms[1] / alone_ms, len(samples))
             name = "alone" if width is None else name_of(width)
             yield Cell("decode", bench.where, loop.name, name, nbytes, speed)
 
 
 def beside_copies(
-    bench: Bench, loop: MatrixLoop, alone_ms: float, work: Work | None
+    bench: Bench, loop: MatrixLoop, alone_ms: float, work: core.Work | None
 ) -> tuple[float, float]:
     """ms of the loop, and of one of the copies beside it, which outlast it; 0 without."""
     torch.cuda.synchronize(bench.sink.device)
@@ -366,24 +338,22 @@ TEXT = (
 )
 
 
-def tables(report: Report) -> list[Table]:
-    """By section."""
+def tables(report: core.Report) -> list[core.Table]:
     cells: list[Cell] = report.records.get("cells", [])
     return [
-        table(section, TEXT, COLUMNS, [cell for cell in cells if cell.section == section])
+        core.table(section, TEXT, COLUMNS, [cell for cell in cells if cell.section == section])
         for section in SECTIONS
     ]
 
 
-def plot(report: Report) -> Plot | None:
-    """GB/s by piece size."""
+def plot(report: core.Report) -> core.Plot | None:
     chosen = [cell for cell in report.records.get("cells", []) if cell.section == "pieces"]
-    lines: list[Line] = []
+    lines: list[core.Line] = []
     for where, contender in dict.fromkeys((cell.where, cell.contender) for cell in chosen):
         cells = [cell for cell in chosen if (cell.where, cell.contender) == (where, contender)]
-        lines.append(line(f"{where}: {contender}", cells, _piece))
+        lines.append(core.line(f"{where}: {contender}", cells, _piece))
     title = "bytes per second by piece size"
-    return Plot(title, "piece, bytes", "GB/s of payload", tuple(lines)) if lines else None
+    return core.Plot(title, "piece, bytes", "GB/s of payload", tuple(lines)) if lines else None
 
 
 def _piece(cell: Cell) -> tuple[float, float]:
@@ -393,8 +363,8 @@ def _piece(cell: Cell) -> tuple[float, float]:
 
 def main() -> None:
     """Run the sections and write the results after each place."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser = core.parser_of(__doc__)
+    parser.add_argument("--out", type=Path, default=core.RESULTS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
     parser.add_argument("--where", nargs="+", default=["local", "peer"], choices=["local", "peer"])
@@ -402,8 +372,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench_kernels: expected a CUDA device, found none")
-    facts = facts_of("bench_kernels.py", ("triton",))
-    report = Report(options.out, "kernels", "Copying kernel", facts, tables, plot)
+    facts = core.facts_of("bench_kernels.py", ("triton",))
+    report = core.Report(options.out, "kernels", "Copying kernel", facts, tables, plot)
     largest = between("HND64", "HND64", 32768).sink.nbytes
     for where in options.where:
         if where == "peer" and torch.cuda.device_count() < 2:

@@ -42,7 +42,6 @@ CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def aim(request: Request, way: str) -> float | None:
-    """The same of every wire."""
     return AIM if way.startswith("kvxfer") else None
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,21 +40,7 @@ from kvxfer.kernels.block_rewrite import (
 from kvxfer.kernels.postprocess import CYCLE_PROGRAMS, CyclePrograms, rewrite_blocks
 from kvxfer.kernels.segments import segments_of
 from kvxfer.kernels.zero_blocks import TILE_NBYTES, zero_blocks
-from scripts.benchmarks.core import (
-    Columns,
-    Contender,
-    Speed,
-    Timing,
-    add_files,
-    facts_of,
-    goal_text,
-    measure,
-    parser_of,
-    speeds,
-    table,
-    timed,
-    write_files,
-)
+from scripts.benchmarks import core
 from scripts.benchmarks.pools import POISON
 
 POSTPROCESS_GOAL = 0.80
@@ -62,7 +48,6 @@ ZERO_GOAL = 0.95
 KERNEL = "kernel"  # as it is called without further wishes
 SPREAD = 2  # a pool has this many times the blocks of the request
 AHEAD_CYCLES = 5_000_000  # about 3 ms
-Work = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,21 +88,19 @@ class Cell:
     contender: str
     nbytes: int
     moves_percent: float | None
-    speed: Speed
+    speed: core.Speed
     goal: float | None
 
 
-COLUMNS: Columns[Cell] = {
+COLUMNS: core.Columns[Cell] = {
     "bench": lambda cell: cell.bench,
     "case": lambda cell: cell.case,
     "contender": lambda cell: cell.contender,
     "MiB": lambda cell: f"{cell.nbytes / 2**20:.0f}",
     "moves": lambda cell: "" if cell.moves_percent is None else f"{cell.moves_percent:.1f} %",
-    "p20": lambda cell: f"{cell.speed.gbps[0]:.0f}",
-    "p50": lambda cell: f"{cell.speed.gbps[1]:.0f}",
-    "p80 GB/s": lambda cell: f"{cell.speed.gbps[2]:.0f}",
+    **core.of_three(("p20", "p50", "p80 GB/s"), "{:.0f}", lambda cell: cell.speed.gbps),
     "ratio to limit": lambda cell: f"{cell.speed.ratio:.3f}",
-    "goal": lambda cell: goal_text(cell.speed.ratio, cell.goal),
+    "goal": lambda cell: core.goal_text(cell.speed.ratio, cell.goal),
 }
 
 
@@ -128,15 +111,15 @@ class Case:
     bench: str
     name: str
     nbytes: int
-    works: Mapping[str, Work]
+    works: Mapping[str, core.Work]
     goals: Mapping[str, float]
     moves_percent: float | None = None
 
 
-def once(work: Work, device: torch.device) -> Timing:
+def once(work: core.Work, device: torch.device) -> core.Timing:
     """One call, by events on a GPU."""
     if device.type != "cuda":
-        return timed(work)
+        return core.timed(work)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # The GPU is busy while the host prepares the launch, so that the launch is not what is timed.
     torch.cuda._sleep(AHEAD_CYCLES)
@@ -144,13 +127,12 @@ def once(work: Work, device: torch.device) -> Timing:
     work()
     end.record()
     end.synchronize()
-    return Timing(float(begin.elapsed_time(end)) / 1e3)
+    return core.Timing(float(begin.elapsed_time(end)) / 1e3)
 
 
 def cells_of(case: Case, rounds: int, device: torch.device) -> Iterator[Cell]:
-    """Measured in turns."""
-    contenders = [Contender(name, partial(once, work, device)) for name, work in case.works.items()]
-    for name, speed in speeds(case.nbytes, measure(contenders, rounds)).items():
+    taken = core.measure_works(case.works, lambda work: once(work, device), rounds)
+    for name, speed in core.speeds(case.nbytes, taken).items():
         told = (case.bench, case.name, name, case.nbytes, case.moves_percent)
         yield Cell(*told, speed, case.goals.get(name))
 
@@ -169,7 +151,7 @@ def rewrite_case(
     ]
     ids = torch.randperm(shape[0], device=device)[:num_blocks].contiguous()
     by_kernel = partial(rewrite_blocks, segments_of(pools), ids, rewrite)
-    kernels: dict[str, Work] = {KERNEL: by_kernel}
+    kernels: dict[str, core.Work] = {KERNEL: by_kernel}
     for kib in tiles:
         programs = CyclePrograms(kib << 10, CYCLE_PROGRAMS.thread_units)
         kernels[f"kernel, {kib} KiB"] = partial(by_kernel, programs=programs)
@@ -191,11 +173,11 @@ def rewrite_case(
     copy = partial(torch.zeros_like(source).copy_, source)
     runs = sources_of_runs(rewrite, torch.device("cpu"))
     moves_percent = 100 * float((runs != torch.arange(len(runs))).double().mean())
-    works: dict[str, Work] = {"copy": copy, "torch": by_torch, **kernels}
+    works: dict[str, core.Work] = {"copy": copy, "torch": by_torch, **kernels}
     return Case("postprocess", name, nbytes, works, {KERNEL: POSTPROCESS_GOAL}, moves_percent)
 
 
-def memset(target: Tensor) -> Work:
+def memset(target: Tensor) -> core.Work:
     """The driver's memset of a contiguous tensor, in the current stream."""
     if not target.is_cuda:
         return target.zero_
@@ -223,7 +205,7 @@ def zero_case(
     name = f"{num_blocks} blocks of {block_nbytes} bytes"
     others = torch.ones(shape[1], dtype=torch.bool, device=device)
     others[ids] = False
-    kernels: dict[str, Work] = {}
+    kernels: dict[str, core.Work] = {}
     for tile_nbytes in (TILE_NBYTES, *(kib << 10 for kib in tiles)):
         work = partial(zero_blocks, segments, ids, block_nbytes, tile_nbytes=tile_nbytes)
         pools.fill_(POISON)
@@ -253,8 +235,7 @@ def cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
 
 
 def main() -> None:
-    """Check, measure, print."""
-    parser = parser_of(__doc__)
+    parser = core.parser_of(__doc__)
     parser.add_argument("--device", default="cuda", help="cpu only with TRITON_INTERPRET=1, to try")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="of a request")
     parser.add_argument("--planes", type=int, default=64, help="K and V of all layers")
@@ -265,13 +246,13 @@ def main() -> None:
         parser.add_argument(
             name, type=int, nargs="+", default=[], metavar="KIB", help=f"also, KiB a program {does}"
         )
-    add_files(parser)
+    core.add_files(parser)
     options = parser.parse_args()
     if min(options.tokens) < 1 or options.planes < 1 or options.rounds < 2:
         parser.error("--tokens, --planes, --rounds: expected at least 1, 1 and 2")
     device = torch.device(options.device)
     torch.manual_seed(0)
-    facts = facts_of("bench_postprocess.py", ("triton",))
+    facts = core.facts_of("bench_postprocess.py", ("triton",))
     cells = [
         cell for case in cases(options, device) for cell in cells_of(case, options.rounds, device)
     ]
@@ -280,8 +261,8 @@ def main() -> None:
         "that stay where they are need not be moved: a ratio may exceed 1. *moves*: percent of the "
         "blocks that changes its place."
     )
-    tables = [table("speed", text, COLUMNS, cells)]
-    write_files(options, "Rewriting and zeroing blocks", facts, tables, {"cells": cells})
+    tables = [core.table("speed", text, COLUMNS, cells)]
+    core.write_files(options, "Rewriting and zeroing blocks", facts, tables, {"cells": cells})
 
 
 if __name__ == "__main__":

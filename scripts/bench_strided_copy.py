@@ -25,19 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
-from scripts.benchmarks.core import (
-    Columns,
-    Contender,
-    Speed,
-    add_files,
-    facts_of,
-    measure,
-    parser_of,
-    speeds,
-    table,
-    timed,
-    write_files,
-)
+from scripts.benchmarks import core
 from scripts.benchmarks.pools import POISON, Ids, Pool, Request, Shape
 
 CHUNK_NBYTES = 1 << 20
@@ -52,14 +40,12 @@ class Cell:
 
     case: str
     nbytes: int
-    speed: Speed
+    speed: core.Speed
 
 
-COLUMNS: Columns[Cell] = {
+COLUMNS: core.Columns[Cell] = {
     "case": lambda cell: cell.case,
-    "GB/s p20": lambda cell: f"{cell.speed.gbps[0]:.2f}",
-    "p50": lambda cell: f"{cell.speed.gbps[1]:.2f}",
-    "p80": lambda cell: f"{cell.speed.gbps[2]:.2f}",
+    **core.of_three(("p20", "p50", "p80 GB/s"), "{:.2f}", lambda cell: cell.speed.gbps),
     "of plain copy": lambda cell: f"{cell.speed.ratio:.2f}",
 }
 
@@ -117,13 +103,12 @@ def by_chunk(side: Side, num_tokens: int, move: Callable[..., object]) -> Callab
 
 
 def main() -> None:
-    """Check, measure, print."""
-    parser = parser_of(__doc__)
+    parser = core.parser_of(__doc__)
     parser.add_argument("--mib", type=int, default=64, help="bytes moved per case (default 64)")
     parser.add_argument("--regions", type=int, default=16, help="regions that share them")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1, help="of the plain copy; ours has one")
-    add_files(parser)
+    core.add_files(parser)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     shape = Shape("8 heads", options.regions, 8, 256)
@@ -135,7 +120,7 @@ def main() -> None:
     nhd = side_of(shape, "NHD", 32, num_tokens, 3)
     given, taken = (side_of(shape, "HND", 16, num_tokens, 0) for _ in range(2))
     pack = partial(gather, [hnd.memory], hnd.pool.side(), hnd.ids, nhd.pool.side().tile.order)
-    works: dict[str, Callable[[], object]] = {
+    works: dict[str, core.Work] = {
         "plain copy": partial(other.memory[:nbytes].copy_, hnd.memory[:nbytes]),
         "equal": checked_copy("equal", hnd, other, num_tokens),
         "mixed": checked_copy("mixed", hnd, nhd, num_tokens),
@@ -145,15 +130,12 @@ def main() -> None:
             nhd, num_tokens, partial(scatter, [nhd.memory], nhd.pool.side(), nhd.ids)
         ),
     }
-    contenders = [Contender(name, partial(timed, work)) for name, work in works.items()]
-    facts = facts_of("bench_strided_copy.py", ("numpy",))
-    cells = [
-        Cell(name, nbytes, speed)
-        for name, speed in speeds(nbytes, measure(contenders, options.rounds)).items()
-    ]
+    facts = core.facts_of("bench_strided_copy.py", ("numpy",))
+    taken = core.measure_works(works, core.timed, options.rounds)
+    cells = [Cell(case, nbytes, speed) for case, speed in core.speeds(nbytes, taken).items()]
     title = f"{options.mib} MiB in {options.regions} regions"
-    tables = [table(title, "", COLUMNS, cells)]
-    write_files(options, "Copies between two CPU pools", facts, tables, {"cells": cells})
+    tables = [core.table(title, "", COLUMNS, cells)]
+    core.write_files(options, "Copies between two CPU pools", facts, tables, {"cells": cells})
 
 
 if __name__ == "__main__":

@@ -32,20 +32,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from scripts.benchmarks import soak
+from scripts.benchmarks import core, soak
 from scripts.benchmarks.contenders import LIBRARIES, Contenders, is_installed, start_host
-from scripts.benchmarks.core import (
-    WIRE_PACKAGES,
-    Columns,
-    ContenderLost,
-    Report,
-    Table,
-    facts_of,
-    line_of,
-    parser_of,
-    quantiles,
-    table,
-)
 from scripts.benchmarks.members import Devices, devices_for
 from scripts.benchmarks.nixl_ways import SETTINGS
 from scripts.benchmarks.plain_ways import BATCH, LOCAL_MEMCPY, MEMCPY, MEMSET, TORCH
@@ -90,13 +78,13 @@ DECODE_TEXT = (
     "A matrix loop on the sink's GPU while pulls of the longest request follow each other: "
     "slowdown to the loop alone, and what the pulls reach meanwhile. 0 programs: no pulls."
 )
-DECODE: Columns[Disturbed] = {
+DECODE: core.Columns[Disturbed] = {
     "loop": lambda found: found.loop,
     "programs": lambda found: str(found.programs),
-    "p20 ms": lambda found: f"{quantiles(found.taken_ms)[0]:.3f}",
-    "p50 ms": lambda found: f"{quantiles(found.taken_ms)[1]:.3f}",
-    "p80 ms": lambda found: f"{quantiles(found.taken_ms)[2]:.3f}",
-    "slowdown": lambda found: f"{quantiles(found.taken_ms)[1] / found.alone_ms:.3f}",
+    **core.of_three(
+        ("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda found: core.quantiles(found.taken_ms)
+    ),
+    "slowdown": lambda found: f"{core.quantiles(found.taken_ms)[1] / found.alone_ms:.3f}",
     "pulls GB/s": lambda found: f"{found.gbps:.1f}",
 }
 
@@ -121,8 +109,7 @@ def peer_aim(request: Request, way: str) -> float | None:
 
 
 def parse_host(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
-    parser = parser_of(__doc__, SCRIPT)
+    parser = core.parser_of(__doc__, SCRIPT)
     names = ",".join(WIRES)
     parser.add_argument("--transport", default="all", help=f"all, or some of {names}")
     add_case_options(
@@ -148,7 +135,6 @@ def add_wire_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, object]:
-    """Of all wires."""
     chosen = {"chunk_nbytes": options.chunk_nbytes, "staging_slots": options.staging_slots}
     return {name: value for name, value in chosen.items() if value is not None}
 
@@ -156,14 +142,14 @@ def settings_of(options: argparse.Namespace) -> dict[str, object]:
 def run_host(options: argparse.Namespace) -> int:
     """How fast; 1 if anybody copied wrong bytes."""
     requests, settings = requests_of(options), settings_of(options)
-    facts = facts_of(SCRIPT, WIRE_PACKAGES, options.note)
+    facts = core.facts_of(SCRIPT, core.WIRE_PACKAGES, options.note)
     facts["settings"] = ", ".join(f"{name} {value}" for name, value in settings.items()) or "none"
     contenders = Contenders(
         Devices("cpu", "cpu", "shm"), pool_nbytes(requests), settings, FORK_SERVER
     )
     title = "Transfer between two processes of one host, host memory"
     tables = speed_tables("speed", HOST_TEXT)
-    report = Report(options.out, "transfer_host", title, facts, tables, speed_plot)
+    report = core.Report(options.out, "transfer_host", title, facts, tables, speed_plot)
     run = Run(contenders, report, SOCKETS, host_aim)
     try:
         start_host(contenders, options.transport, requests, is_one_host=True)
@@ -179,9 +165,9 @@ def run_host(options: argparse.Namespace) -> int:
 
 def run_soak(options: argparse.Namespace) -> int:
     """What is left behind; 1 if something leaked."""
-    facts = facts_of(SCRIPT, WIRE_PACKAGES, options.note)
+    facts = core.facts_of(SCRIPT, core.WIRE_PACKAGES, options.note)
     title = "Many small transfers between two processes"
-    report = Report(options.out, "soak_cpu", title, facts, soak.tables)
+    report = core.Report(options.out, "soak_cpu", title, facts, soak.tables)
     found: list[soak.Soaked] = []
     report.records["soaked"] = found
     for wire in options.transport:
@@ -190,12 +176,12 @@ def run_soak(options: argparse.Namespace) -> int:
             continue
         try:
             found.append(soak.soak(wire, options.soak))
-        except ContenderLost as exc:
+        except core.ContenderLost as exc:
             report.lost[wire] = str(exc)
             print(f"lost: {wire}: {exc}")
             continue
         for held in found[-1].held:
-            print(line_of(soak.COLUMNS, (found[-1], held)), flush=True)
+            print(core.line_of(soak.COLUMNS, (found[-1], held)), flush=True)
         report.write()
     report.write()
     return int(any(soaked.leaks() for soaked in found))
@@ -206,7 +192,7 @@ def run_soak(options: argparse.Namespace) -> int:
 
 def parse_device(arguments: list[str]) -> argparse.Namespace:
     """The command line, with --transport cuda_ipc."""
-    parser = parser_of(__doc__, f"{SCRIPT} --transport {DEVICE_WIRE}")
+    parser = core.parser_of(__doc__, f"{SCRIPT} --transport {DEVICE_WIRE}")
     add_case_options(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds: a minute")
@@ -237,12 +223,12 @@ def run_device(options: argparse.Namespace) -> int:
     settings: dict[str, object] = {}
     if options.launch_programs and wire == DEVICE_WIRE:
         settings["launch_programs"] = options.launch_programs
-    facts = facts_of(SCRIPT, ("triton", "nixl", "cuda-bindings"), options.note)
+    facts = core.facts_of(SCRIPT, ("triton", "nixl", "cuda-bindings"), options.note)
     facts["devices"] = f"source {devices.source}, sink {devices.sink}"
     method = method_for(devices.sink)
     contenders = Contenders(devices, pool_nbytes(requests), settings, method)
     title = f"Transfer between two processes, {wire}, {where}"
-    report = Report(
+    report = core.Report(
         *(options.out, f"transfer_{wire}_{where}", title, facts, device_tables, speed_plot)
     )
     report.records["where"] = where
@@ -277,7 +263,7 @@ def run_decode(run: Run, request: Request, options: argparse.Namespace) -> None:
         arguments = (manifest, request, rows, list(options.widths), options.loop_rounds)
         try:
             found = taking.call(list, "disturb", *arguments, timeout_s=180)
-        except ContenderLost as exc:
+        except core.ContenderLost as exc:
             print(f"lost: decode with {rows} rows: {exc}")
             run.contenders.absent[f"decode, {rows} rows"] = str(exc)
             break
@@ -286,9 +272,8 @@ def run_decode(run: Run, request: Request, options: argparse.Namespace) -> None:
     run.report.write()
 
 
-def device_tables(report: Report) -> list[Table]:
-    """Of both sections."""
-    decode = table("decode", DECODE_TEXT, DECODE, report.records.get("decode", []))
+def device_tables(report: core.Report) -> list[core.Table]:
+    decode = core.table("decode", DECODE_TEXT, DECODE, report.records.get("decode", []))
     return [*speed_tables("wire", DEVICE_TEXT)(report), decode]
 
 

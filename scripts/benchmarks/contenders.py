@@ -102,7 +102,6 @@ class Way:
                 check_bytes(self.source, self.sink, asked, partial(self._run, asked))
 
     def lose(self, why: ContenderLost) -> None:
-        """It is out."""
         self.why = str(why)
         self.has_wrong_bytes = isinstance(why, WrongBytes)
         print(f"lost: {self.name}: {self.why}")
@@ -124,7 +123,6 @@ def check_bytes(source: Worker, sink: Worker, request: Request, move: Callable[[
 
 
 def anywhere(side: str, make: Make) -> Make:
-    """Both sides here."""
     return make
 
 
@@ -155,7 +153,6 @@ class Contenders:
     def worker(
         self, name: str, make: Make, *arguments: object, environment: Mapping[str, str]
     ) -> Worker:
-        """One more process."""
         worker = Worker(name, make, *arguments, environment=environment, method=self.start_method)
         self.workers.append(worker)
         return worker
@@ -324,7 +321,6 @@ class Contenders:
         self.workers = [worker for worker in self.workers if worker not in retired]
 
     def lost(self) -> dict[str, str]:
-        """Who is out, and why."""
         return self.absent | {way.name: way.why for way in self.ways if way.why is not None}
 
     @property
@@ -333,7 +329,6 @@ class Contenders:
         return any(way.has_wrong_bytes for way in self.ways)
 
     def close(self) -> None:
-        """End all processes."""
         close_all(self.workers)
 
 

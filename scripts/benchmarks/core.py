@@ -11,8 +11,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -65,7 +66,6 @@ class Contender(Generic[T]):
     why: str | None = None
 
     def lose(self, why: ContenderLost) -> None:
-        """It is out."""
         self.why = str(why)
         print(f"lost: {self.name}: {self.why}")
 
@@ -100,7 +100,22 @@ def measure(
     return {name: timings for name, timings in taken.items() if timings}
 
 
-def timed(post: Callable[[], object], wait: Callable[[], object] | None = None) -> Timing:
+Work = Callable[[], object]
+
+
+def measure_works(
+    works: Mapping[str, Work],
+    clock: Callable[[Work], Timing],
+    rounds: int,
+    *,
+    budget_s: float = float("inf"),
+) -> dict[str, list[Timing]]:
+    """Of contenders in this process: what they do, by name, and how one run is timed."""
+    contenders = [Contender(name, partial(clock, work)) for name, work in works.items()]
+    return measure(contenders, rounds, budget_s=budget_s)
+
+
+def timed(post: Work, wait: Work | None = None) -> Timing:
     """``post`` asks for it, ``wait`` returns when it is done."""
     cpu_s, started_s = time.thread_time(), time.perf_counter()
     post()
@@ -111,7 +126,7 @@ def timed(post: Callable[[], object], wait: Callable[[], object] | None = None) 
     return Timing(ended_s - started_s, posted_s - started_s, time.thread_time() - cpu_s)
 
 
-def timed_cpu(work: Callable[[], object]) -> Timing:
+def timed_cpu(work: Work) -> Timing:
     """In processor time of the thread, which other work of the machine is not in."""
     cpu_s = time.thread_time()
     work()
@@ -200,8 +215,23 @@ Columns = Mapping[str, Callable[[R], str]]
 that two columns can have one name."""
 
 
+def of_three(
+    names: tuple[str, str, str], text: str, three: Callable[[Any], Quantiles]
+) -> Columns[Any]:
+    """Columns of a record's quantiles. ``text``: of each, as str.format has it."""
+
+    def column(at: int) -> Callable[[Any], str]:
+        return lambda record: text.format(three(record)[at])
+
+    return {name: column(at) for at, name in enumerate(names)}
+
+
+def of_ms() -> Columns[Any]:
+    """Of a record's speed."""
+    return of_three(("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda record: record.speed.ms)
+
+
 def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> Table:
-    """A row for each record."""
     header = tuple(name.rstrip() for name in columns)
     return Table(title, text, header, tuple(row_of(columns, record) for record in records))
 
@@ -318,7 +348,6 @@ class Report:
     date: str = field(default_factory=lambda: today())
 
     def add(self, columns: Columns[Any], record: object, kind: str = "cells") -> None:
-        """One more."""
         print(line_of(columns, record), flush=True)
         self.records.setdefault(kind, []).append(record)
 
@@ -331,18 +360,24 @@ class Report:
         plot = self.plot(self) if is_last else None
         is_drawn = plot is not None and draw(self.out / f"{name}.png", plot)
         picture = f"![{plot.title}]({name}.png)" if plot is not None and is_drawn else ""
+        (self.out / f"{name}.md").write_text(self.text(picture))
+
+    def text(self, picture: str = "") -> str:
+        """All tables as Markdown. ``picture``: a line with the plot."""
         lost = Table("not measured", "", ("what", "why"), tuple(self.lost.items()))
-        tables = [*self.tables(self), lost]
-        text = markdown(f"{self.title}, {self.date}", self.facts, tables, picture)
-        (self.out / f"{name}.md").write_text(text)
+        return markdown(
+            f"{self.title}, {self.date}", self.facts, [*self.tables(self), lost], picture
+        )
 
 
-def _plain(found: object) -> object:
-    return [asdict(each) for each in found] if isinstance(found, list) else found
+def _plain(found: Any) -> Any:  # noqa: ANN401
+    """As JSON has it: records by field, all else as it is."""
+    if isinstance(found, list):
+        return [_plain(each) for each in found]
+    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """For programs that read it."""
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 
@@ -370,7 +405,6 @@ def write_files(
 
 
 def today() -> str:
-    """As results are named."""
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 

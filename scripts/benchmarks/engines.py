@@ -86,13 +86,11 @@ class BusyThread:
             spin()
 
     def close(self) -> None:
-        """End it."""
         self._over.set()
         self._thread.join()
 
 
 def spin() -> int:
-    """0.1 ms of the interpreter."""
     total = 0
     for number in range(SPIN):
         total += number * number
@@ -100,7 +98,6 @@ def spin() -> int:
 
 
 def prompt(num_tokens: int) -> tuple[int, ...]:
-    """Token ids."""
     return tuple(number * 7919 % 128_000 for number in range(num_tokens))
 
 
@@ -295,7 +292,6 @@ class BenchEngine(Member):
 
 
 def facts_of(pool: Pool) -> CacheFacts:
-    """What both engines agree on."""
     return CacheFacts(
         model=f"benchmark-{pool.shape.name}",
         weights="none",

@@ -76,7 +76,6 @@ class MatrixLoop:
         self.name = f"[{rows}, {columns}] x [{columns}, {columns}] {kind}, {self.repeats} times"
 
     def run_ms(self) -> float:
-        """Once through."""
         clock = StreamClock(self._matrix.device)
         clock.mark()
         for _ in range(self.repeats):

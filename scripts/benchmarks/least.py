@@ -37,7 +37,6 @@ class LaunchWays(PlainWays):
         self._event: Event | None = None
 
     def run(self, way: str, request: Request) -> Timing:
-        """LEAST, or a plain one."""
         if way != LEAST:
             return super().run(way, request)
         if request not in self._launches:

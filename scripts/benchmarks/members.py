@@ -4,6 +4,9 @@ it, say what is in it, and run a way of moving a request.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,6 +21,7 @@ from scripts.benchmarks.pools import POISON, Request
 SOURCE, SINK = SIDES = ("source", "sink")
 FLUSH_NBYTES = 256 << 20  # more than the caches of a GPU hold
 CPU_FLUSH_NBYTES = 8 << 20
+_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +39,6 @@ class Devices:
 
     @property
     def where(self) -> str:
-        """In a word."""
         if self.sink == "cpu":
             return "cpu"
         return "local" if self.source == self.sink else "peer"
@@ -108,6 +111,29 @@ class Flush:
         finish(self._scratch.device)
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """``rss_nbytes``: resident memory, all of it."""
+
+    rss_nbytes: int
+    num_threads: int
+    num_descriptors: int
+
+
+def usage_now() -> Usage:
+    """Of this process, after everything that can be given back was."""
+    gc.collect()
+    if hasattr(_libc, "malloc_trim"):  # glibc keeps what was freed, more or less of it by chance
+        _libc.malloc_trim(0)
+    with open("/proc/self/statm", "rb") as file:
+        num_resident = int(file.read().split()[1])
+    return Usage(
+        rss_nbytes=num_resident * os.sysconf("SC_PAGE_SIZE"),
+        num_threads=len(os.listdir("/proc/self/task")),
+        num_descriptors=len(os.listdir("/proc/self/fd")) - 1,  # one is the listing's
+    )
+
+
 class Member:
     """``nbytes`` of memory for each of this process's sides."""
 
@@ -119,7 +145,6 @@ class Member:
         self._flushes = [Flush(memory.device) for memory in self.memories.values()]
 
     def poison(self) -> None:
-        """Forget what the sink holds."""
         sink = self.memories[SINK]
         sink.tensor.fill_(POISON)
         finish(sink.device)
@@ -133,6 +158,9 @@ class Member:
         """Whether the sink holds nothing but the request."""
         return request.sink.is_untouched_beside(self.memories[SINK].tensor, request.sink_ids)
 
+    def usage(self) -> Usage:
+        return usage_now()
+
     def flush(self) -> None:
         """Clear the caches of this process's devices."""
         for flush in self._flushes:
@@ -143,6 +171,5 @@ class Member:
         raise NotImplementedError(f"{way}: the other side begins")
 
     def close(self) -> None:
-        """Give the memory back."""
         for memory in self.memories.values():
             memory.close()

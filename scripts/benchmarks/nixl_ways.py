@@ -97,11 +97,9 @@ class NixlMember(Member):
             self._agent.get_new_notifs()
 
     def card(self) -> Card:
-        """For the other agent."""
         return Card(self._agent.get_agent_metadata(), self._address, self._device)
 
     def meet(self, card: Card) -> None:
-        """Know the other agent."""
         name = self._agent.add_remote_agent(card.metadata)
         self._peer = name.decode() if isinstance(name, bytes) else name
         self._peer_card = card
@@ -151,7 +149,6 @@ class NixlMember(Member):
         return self._lists[key]
 
     def close(self) -> None:
-        """Give everything back."""
         self._over.set()
         if self._looker is not None:
             self._looker.join()

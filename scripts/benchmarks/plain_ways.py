@@ -61,7 +61,6 @@ class PlainWays(Member):
         )
 
     def close(self) -> None:
-        """Give the memory back."""
         self._works.clear()
         super().close()
 

@@ -67,7 +67,6 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """As people read it."""
         return f"{self.layout}{self.block_tokens}"
 
     def side(self) -> Side:
@@ -153,12 +152,10 @@ class Request:
 
     @property
     def shape(self) -> Shape:
-        """Of both sides."""
         return self.sink.shape
 
     @property
     def nbytes(self) -> int:
-        """Of the payload."""
         return self.num_tokens * self.shape.regions * self.shape.token_nbytes
 
     def side(self, is_source: bool) -> tuple[Pool, Ids]:
@@ -167,7 +164,6 @@ class Request:
 
     @property
     def name(self) -> str:
-        """As people read it."""
         return f"{self.shape.name} {self.layouts} {self.num_tokens} tokens"
 
     @property

@@ -109,11 +109,9 @@ class SlowLink:
 
     @property
     def pid(self) -> int | None:
-        """Of the relay."""
         return self._process.pid
 
     def relayed(self) -> Relayed:
-        """So far."""
         self._pipe.send(None)
         found: Relayed = self._pipe.recv()
         return found
@@ -276,7 +274,6 @@ class Echo:
         self._thread.start()
 
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
         host, port = self._listener.getsockname()
         return host, port
 
@@ -289,7 +286,6 @@ class Echo:
                     say(sock, hear(sock))
 
     def close(self) -> None:
-        """Stop listening."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -299,7 +295,6 @@ class RoundTrips:
     """The other end of Echo."""
 
     def measure(self, address: tuple[str, int]) -> list[float]:
-        """Seconds of each."""
         taken_s = []
         with connect(address) as sock:
             for _ in range(NUM_TRIPS):

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from kvxfer.transfer.manifest import RankManifest
 from scripts.benchmarks.core import Columns, Report, Table, table
-from scripts.benchmarks.members import SINK, SOURCE, Devices
+from scripts.benchmarks.members import SINK, SOURCE, Devices, Usage
 from scripts.benchmarks.pools import TINY, Request, request_of
-from scripts.benchmarks.usage import Usage
 from scripts.benchmarks.wires import Giving, Taking, wire_config
 from scripts.benchmarks.workers import FORK_SERVER, Worker, close_all
 
@@ -41,7 +40,6 @@ class Held:
         return self.usages[-1].rss_nbytes - self.usages[0].rss_nbytes
 
     def leaks(self) -> list[str]:
-        """What has grown, in words."""
         first, last = self.usages[0], self.usages[-1]
         found = []
         if self.growth_nbytes > MOST_GROWTH_NBYTES:
@@ -65,7 +63,6 @@ class Soaked:
     held: tuple[Held, ...]
 
     def leaks(self) -> list[str]:
-        """Of both processes."""
         return [leak for held in self.held for leak in held.leaks()]
 
 
@@ -100,11 +97,9 @@ class Soak:
         self._workers[SINK].call(object, "reattach", self.request, times, timeout_s=STEP_S)
 
     def usages(self) -> dict[str, Usage]:
-        """What each process holds now."""
         return {side: worker.call(Usage, "usage") for side, worker in self._workers.items()}
 
     def close(self) -> None:
-        """End both."""
         close_all(self._workers.values())
 
 
@@ -164,7 +159,6 @@ COLUMNS: Columns[tuple[Soaked, Held]] = {
 
 
 def tables(report: Report) -> list[Table]:
-    """A row for each process."""
     soaked: list[Soaked] = report.records.get("soaked", [])
     return [
         table(

@@ -9,22 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from scripts.benchmarks import core
 from scripts.benchmarks.contenders import Contenders
-from scripts.benchmarks.core import (
-    RESULTS,
-    Columns,
-    Plot,
-    Quantiles,
-    Report,
-    Speed,
-    Table,
-    Timing,
-    goal_text,
-    line,
-    quantiles,
-    speed_of,
-    table,
-)
 from scripts.benchmarks.nixl_ways import HOST_SETTINGS
 from scripts.benchmarks.pools import SHAPES, Request, request_of
 
@@ -44,8 +30,8 @@ class Cell:
     num_tokens: int
     nbytes: int
     way: str
-    speed: Speed
-    ratios: Quantiles | None
+    speed: core.Speed
+    ratios: core.Quantiles | None
     beside_nixl: float | None
     post_ms: float
     cpu_ms: float
@@ -54,7 +40,7 @@ class Cell:
     @property
     def verdict(self) -> str:
         """Which aims there are, and whether they were met."""
-        said = [goal_text(self.ratios[1] if self.ratios else None, self.aim, "{:g}")]
+        said = [core.goal_text(self.ratios[1] if self.ratios else None, self.aim, "{:g}")]
         if said[0] and self.beside_nixl is not None:
             said.append(f"NIXL's default {'met' if self.beside_nixl >= 1 else 'MISSED'}")
         return ", ".join(said)
@@ -64,13 +50,11 @@ def _ratio(at: int) -> Callable[[Cell], str]:
     return lambda cell: f"{cell.ratios[at]:.3f}" if cell.ratios else ""
 
 
-COLUMNS: Columns[Cell] = {
+COLUMNS: core.Columns[Cell] = {
     "case": lambda cell: cell.case,
     "way": lambda cell: cell.way,
     "MB": lambda cell: f"{cell.nbytes / 1e6:.1f}",
-    "p20 ms": lambda cell: f"{cell.speed.ms[0]:.3f}",
-    "p50 ms": lambda cell: f"{cell.speed.ms[1]:.3f}",
-    "p80 ms": lambda cell: f"{cell.speed.ms[2]:.3f}",
+    **core.of_ms(),
     "GB/s": lambda cell: f"{cell.speed.gbps[1]:.4g}",
     "ratio p20": _ratio(0),
     "p50": _ratio(1),
@@ -84,10 +68,10 @@ COLUMNS: Columns[Cell] = {
 
 
 def cells_of(
-    request: Request, taken: Mapping[str, Sequence[Timing]], limit: str, aims: Aims
+    request: Request, taken: Mapping[str, Sequence[core.Timing]], limit: str, aims: Aims
 ) -> Iterator[Cell]:
     """Of all ways, in one case."""
-    speeds = {way: speed_of(request.nbytes, timings) for way, timings in taken.items()}
+    speeds = {way: core.speed_of(request.nbytes, timings) for way, timings in taken.items()}
     limits, nixl = speeds.get(limit), speeds.get(NIXL_DEFAULT)
     for way, speed in speeds.items():
         ratios = None
@@ -103,8 +87,8 @@ def cells_of(
             speed=speed,
             ratios=ratios,
             beside_nixl=speed.per_s[1] / nixl.per_s[1] if nixl else None,
-            post_ms=quantiles([timing.post_s * 1e3 for timing in taken[way]])[1],
-            cpu_ms=quantiles([timing.cpu_s * 1e3 for timing in taken[way]])[1],
+            post_ms=core.quantiles([timing.post_s * 1e3 for timing in taken[way]])[1],
+            cpu_ms=core.quantiles([timing.cpu_s * 1e3 for timing in taken[way]])[1],
             aim=aims(request, way),
         )
 
@@ -114,12 +98,11 @@ class Run:
     """Contenders and the report of them. ``limit``: the way that ratios are to."""
 
     contenders: Contenders
-    report: Report
+    report: core.Report
     limit: str
     aims: Aims
 
     def case(self, request: Request, rounds: int, budget_s: float) -> None:
-        """Check, measure, report."""
         taken = self.contenders.measure(request, rounds, budget_s)
         self.report.lost = self.contenders.lost()
         for cell in cells_of(request, taken, self.limit, self.aims):
@@ -130,23 +113,23 @@ class Run:
 TRIALS = "What a trial of each wire has measured before, and which chunks and slots follow from it."
 
 
-def speed_tables(title: str, text: str) -> Callable[[Report], list[Table]]:
+def speed_tables(title: str, text: str) -> Callable[[core.Report], list[core.Table]]:
     """By case, and what trials have said."""
 
-    def tables(report: Report) -> list[Table]:
+    def tables(report: core.Report) -> list[core.Table]:
         cells = report.records.get("cells", [])
         cases = dict.fromkeys(cell.case for cell in cells)
         ordered = [cell for case in cases for cell in cells if cell.case == case]
         trials = tuple(report.records.get("trials", {}).items())
         return [
-            table(title, text, COLUMNS, ordered),
-            Table("trials", TRIALS, ("wire", "measured, and chosen"), trials),
+            core.table(title, text, COLUMNS, ordered),
+            core.Table("trials", TRIALS, ("wire", "measured, and chosen"), trials),
         ]
 
     return tables
 
 
-def speed_plot(report: Report) -> Plot:
+def speed_plot(report: core.Report) -> core.Plot:
     """GB/s by bytes; of other layouts than the first only kvxfer's, because others do not change
     them.
     """
@@ -164,8 +147,8 @@ def speed_plot(report: Report) -> Plot:
                 if (cell.layouts, cell.way, cell.case.split()[0]) == (layout, way, shape)
             ]
             name, style = (way, "o-") if is_first else (f"{way}, {layout}", ".--")
-            lines.append(line(name, chosen, lambda c: (c.nbytes, c.speed.gbps[1]), style))
-    return Plot(report.title, "bytes of the request", "GB/s of payload", tuple(lines))
+            lines.append(core.line(name, chosen, lambda c: (c.nbytes, c.speed.gbps[1]), style))
+    return core.Plot(report.title, "bytes of the request", "GB/s of payload", tuple(lines))
 
 
 def requests_of(options: argparse.Namespace) -> list[Request]:
@@ -184,7 +167,7 @@ def pool_nbytes(requests: Sequence[Request]) -> int:
 
 def add_case_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:  # noqa: ANN401
     """Which cases, and where results go."""
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=core.RESULTS)
     parser.add_argument("--shapes", "--shape", nargs="+", choices=tuple(SHAPES))
     parser.add_argument("--layouts", nargs="+", metavar="HND16->NHD64")
     parser.add_argument("--tokens", nargs="+", type=int)

@@ -94,11 +94,9 @@ class UcxLoop(Member):
                 part.copy_(self._pattern if is_source else torch.zeros_like(self._pattern))
 
     def address(self) -> bytes:
-        """For the other side."""
         return bytes(self._end.worker.address.tobytes())
 
     def meet(self, address: bytes) -> None:
-        """The other side."""
         with self._on_device():
             self._end.connect(address)
 

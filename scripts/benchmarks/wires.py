@@ -48,7 +48,6 @@ from scripts.benchmarks.gpu import MatrixLoop
 from scripts.benchmarks.members import SINK, SOURCE, Devices, Member, finish
 from scripts.benchmarks.pools import Request
 from scripts.benchmarks.sockets import CONNECT_S, connect, hear, listen, say, without_delay
-from scripts.benchmarks.usage import Usage, usage_now
 
 READ_S = 30.0
 LONGEST_WAIT_MS = 100  # a wire wakes us; this is for one that forgot
@@ -101,7 +100,6 @@ class Hands:
         return ready
 
     def close(self) -> None:
-        """After the wire."""
         self.copy_thread.close()
         self.context.term()
         self.wake.close()
@@ -147,17 +145,12 @@ class Giving(Member):
         self._thread.start()
 
     def manifest(self) -> RankManifest:
-        """What a sink attaches to."""
         return self.given
 
     def address(self) -> tuple[str, int]:
         """Where a sink says what it wants."""
         host, port = self._listener.getsockname()
         return host, port
-
-    def usage(self) -> Usage:
-        """What this process holds."""
-        return usage_now()
 
     def _serve(self) -> None:
         control: socket.socket | None = None
@@ -185,7 +178,6 @@ class Giving(Member):
                 self._source.submit_send(request)
 
     def close(self) -> None:
-        """Give everything back."""
         self._over.set()
         self._hands.wake()
         self._thread.join()
@@ -262,7 +254,6 @@ class Reader:
         self.sink.attach(self._source, self._choice.staging)
 
     def cut(self, request: Request) -> Cut:
-        """How it moves that."""
         if self._choice is None:
             return Cut(0, 0)
         staging = self._choice.staging
@@ -353,19 +344,15 @@ class Taking(Member):
         return Reader(self.memories[SINK].local, self._devices.wire, config)
 
     def attach(self, source: RankManifest) -> None:
-        """See the reader's."""
         self._reader.attach(source)
 
     def meet(self, source: RankManifest, address: tuple[str, int], request: Request) -> str:
-        """See the reader's."""
         return self._reader.meet(source, address, request)
 
     def cut(self, request: Request) -> Cut:
-        """How it moves that."""
         return self._reader.cut(request)
 
     def run(self, way: str, request: Request) -> Timing:
-        """From the request to ReadDone."""
         ask = self._reader.begin(request)
         self.flush()
         return timed(ask, self._reader.wait)
@@ -383,10 +370,6 @@ class Taking(Member):
         for _ in range(times):
             self._reader.reattach()
             self.many(request, 1)
-
-    def usage(self) -> Usage:
-        """What this process holds."""
-        return usage_now()
 
     def disturb(
         self, source: RankManifest, request: Request, rows: int, widths: list[int], rounds: int
@@ -416,7 +399,6 @@ class Taking(Member):
         return found
 
     def close(self) -> None:
-        """Give everything back."""
         self._reader.close()
         super().close()
 

@@ -148,7 +148,6 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:

@@ -14,12 +14,11 @@ from scripts.bench_connector import aim_of
 from scripts.bench_transfer import HOST_AIMS, host_aim
 from scripts.benchmarks import soak
 from scripts.benchmarks.core import Report, Timing
-from scripts.benchmarks.members import Devices, devices_for
+from scripts.benchmarks.members import Devices, Usage, devices_for, usage_now
 from scripts.benchmarks.pools import LLAMA_8B, TINY, request_of
 from scripts.benchmarks.soak import MOST_GROWTH_NBYTES, Held, Soaked
 from scripts.benchmarks.sockets import SOCKETS, hear, receive_pieces, say, send_pieces
 from scripts.benchmarks.transfer import COLUMNS, NIXL_DEFAULT, cells_of, speed_tables
-from scripts.benchmarks.usage import Usage, usage_now
 from scripts.benchmarks.workers import Worker
 
 
