@@ -131,8 +131,8 @@ def main() -> None:
         ),
     }
     facts = core.facts_of("bench_strided_copy.py", ("numpy",))
-    taken = core.measure_works(works, core.timed, options.rounds)
-    cells = [Cell(case, nbytes, speed) for case, speed in core.speeds(nbytes, taken).items()]
+    timings = core.measure_works(works, core.timed, options.rounds)
+    cells = [Cell(case, nbytes, speed) for case, speed in core.speeds(nbytes, timings).items()]
     title = f"{options.mib} MiB in {options.regions} regions"
     tables = [core.table(title, "", COLUMNS, cells)]
     core.write_files(options, "Copies between two CPU pools", facts, tables, {"cells": cells})
