@@ -88,7 +88,7 @@ class UcxLoop(Member):
             context = ucx.context(self._device, net_devices(config))
             self._end = UcxEnd(ucx, context, self._device, slots, lambda end: None)
         self._word = ucx.array(bytearray(1))
-        self._pattern = torch.arange(slots.slot_nbytes).to(torch.uint8)
+        self._pattern = torch.arange(0 if pool else slots.slot_nbytes).to(torch.uint8)
         if pool is None:
             for part in self._end.parts:
                 part.copy_(self._pattern if is_source else torch.zeros_like(self._pattern))

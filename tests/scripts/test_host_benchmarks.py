@@ -138,6 +138,7 @@ def test_what_has_grown_is_named(tmp_path: Path) -> None:
         "| zmq | source | 10 | 100 | 100.000 | 1024 | +0 | +0 | +0 | +0 | 3 -> 3 | 9 -> 9 | none |"
         in text
     )
+    assert "| 0 | +0 | +0 | +0 | +256.001 | 3 -> 4 | 9 -> 10 | sink: resident" in text
 
 
 def test_usage_sees_memory_threads_and_descriptors() -> None:
