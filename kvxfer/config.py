@@ -123,8 +123,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offer_board: bool = True
     """Show open offers to sinks of this host in shared memory, and look at theirs: a direct read
     then waits for no answer. Off: every offer is asked for, and certified, by message."""
-    faults: str = ""
-    """Specification of the fault-injecting wire that wraps the real one; empty means none."""
     log_level: LogLevel = "INFO"
 
     def __post_init__(self) -> None:

@@ -36,7 +36,6 @@ DEFAULTS = {
     "params_key": None,
     "bind_tokens": True,
     "offer_board": True,
-    "faults": "",
     "log_level": "INFO",
 }
 
@@ -107,7 +106,6 @@ def test_every_value_as_text() -> None:
         KVXFER_CURVE_SECRET_KEY=SECRET,
         KVXFER_CURVE_SERVER_KEYS=f"p0={KEY},p1={OTHER}",
         KVXFER_BIND_TOKENS="false",
-        KVXFER_FAULTS="drop=3",
         KVXFER_LOG_LEVEL="DEBUG",
     )
     config = load(environ=environ)
@@ -116,7 +114,7 @@ def test_every_value_as_text() -> None:
     assert (config.chunk_nbytes, config.min_gbps) == (4096, 0.5)
     assert (config.curve_public_key, config.curve_secret_key) == (KEY, SECRET)
     assert config.curve_server_keys == {"p0": KEY, "p1": OTHER}
-    assert (config.bind_tokens, config.faults, config.log_level) == (False, "drop=3", "DEBUG")
+    assert (config.bind_tokens, config.log_level) == (False, "DEBUG")
 
 
 def test_text_and_lists_from_an_engine() -> None:

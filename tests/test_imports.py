@@ -38,6 +38,8 @@ HEAVY = {
 }
 # Decide in pure code, act at the rim: a wire moves bytes and does not know what they are for.
 NOT_FOR: dict[str, set[str]] = {"transports": {"kvxfer.transfer.session"}}
+# What makes wires fail is for tests, and for who starts a pair of engines to see them fail.
+USES_TESTING = {"kvxfer/cli/commands.py": "kvxfer pair has options for it"}
 # Who touches the environment, and why.
 ENVIRONMENT = {"kvxfer/config.py": "the one reader"}
 # Who sets up logging besides cli, and why.
@@ -67,12 +69,6 @@ def sources() -> tuple[Source, ...]:
     return tuple(_sources(ROOT))
 
 
-def room_of(part: str) -> str:
-    """The room of a part below kvxfer: testing.py has its helpers beside it (testing_x.py)."""
-    name = part.removesuffix(".py")
-    return "testing" if name.startswith("testing_") else name
-
-
 def _sources(root: Path) -> Iterator[Source]:
     for top in ("kvxfer", "kernels"):
         # Links are not followed: kvxfer/kernels is the second walk.
@@ -82,7 +78,7 @@ def _sources(root: Path) -> Iterator[Source]:
                 if not name.endswith(".py"):
                     continue
                 path = (Path(folder) / name).relative_to(root)
-                room = "kernels" if top == "kernels" else room_of(path.parts[1])
+                room = "kernels" if top == "kernels" else path.parts[1].removesuffix(".py")
                 yield Source(str(path), room, ast.parse((root / path).read_text(), str(path)))
 
 
@@ -110,7 +106,7 @@ def complaints(source: Source) -> list[str]:
     for name in imported(source):
         top, _, rest = name.partition(".")
         if top == "kvxfer":
-            target = room_of(rest.split(".")[0])
+            target = rest.split(".")[0]
             if not any(target in rooms for rooms in LEVELS):
                 target = "__init__"  # a name of the package itself
             if target != source.room and level(target) >= level(source.room):
@@ -177,6 +173,16 @@ def test_the_walk_sees_every_depth_once() -> None:
 def test_imports_point_down(source: Source) -> None:
     level(source.room)
     assert complaints(source) == []
+
+
+def test_nothing_that_serves_imports_the_room_for_tests() -> None:
+    users = {
+        source.path
+        for source in sources()
+        if source.room != "testing"
+        and any(name.startswith("kvxfer.testing") for name in imported(source))
+    }
+    assert users == set(USES_TESTING)
 
 
 @pytest.mark.parametrize("source", sources(), ids=by_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,10 +49,19 @@ class Engine:
     Ranks start at once and the first request waits for them, so several engines start side by side.
     """
 
-    def __init__(self, config: EngineConfig, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Start every rank. ``host`` and ``port``: the request channel (0: any free port)."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        set_up: Callable[[], object] | None = None,
+    ) -> None:
+        """Start every rank. ``host`` and ``port``: the request channel (0: any free port);
+        ``set_up``: what each process does first, for tests.
+        """
         self.config = config
-        self.group = EngineGroup(config, host=host, port=port)
+        self.group = EngineGroup(config, host=host, port=port, set_up=set_up)
         self._client: RpcClient | None = None
         self._ids = itertools.count()
         self._tokens: dict[str, list[int]] = {}

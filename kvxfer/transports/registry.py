@@ -16,13 +16,6 @@ from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport, Wake
 from kvxfer.transports.copy_thread import Copier
-from kvxfer.transports.faults import (
-    FaultySink,
-    FaultyStreamSource,
-    check_device_faults,
-    faulty_copier,
-    parse_faults,
-)
 from kvxfer.transports.native_peers import RDMA_DEVICES
 from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, ShmSource
@@ -82,7 +75,7 @@ def _nixl_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
     return NixlPipe(memory.device, config, wake)
 
 
-_PIPES: dict[str, MakePipe] = {"zmq": _zmq_pipe, "ucx": _ucx_pipe, "nixl": _nixl_pipe}
+PIPES: dict[str, MakePipe] = {"zmq": _zmq_pipe, "ucx": _ucx_pipe, "nixl": _nixl_pipe}
 
 
 @contextmanager
@@ -96,18 +89,15 @@ def _needs(wire: str, library: str, extra: str) -> Iterator[None]:
         ) from exc
 
 
-_SOURCES: dict[str, _Maker[SourceTransport]] = {
+SOURCES: dict[str, _Maker[SourceTransport]] = {
     "cuda_ipc": _cuda_ipc_source,
     "shm": ShmSource,
-    **{name: partial(StreamSource, pipe) for name, pipe in _PIPES.items()},
+    **{name: partial(StreamSource, pipe) for name, pipe in PIPES.items()},
 }
-_SINKS: dict[str, _Maker[SinkTransport]] = {
+SINKS: dict[str, _Maker[SinkTransport]] = {
     "cuda_ipc": _cuda_ipc_sink,
     "shm": ShmSink,
-    **{name: partial(StreamSink, pipe) for name, pipe in _PIPES.items()},
-}
-_FAULTY_SOURCES: dict[str, _Maker[SourceTransport]] = _SOURCES | {
-    name: partial(FaultyStreamSource, pipe) for name, pipe in _PIPES.items()
+    **{name: partial(StreamSink, pipe) for name, pipe in PIPES.items()},
 }
 
 
@@ -119,9 +109,7 @@ def make_sources(
     Raises TransportUnavailable with the reason when a wire that was asked for by name cannot be
     had.
     """
-    faults = parse_faults(config.faults)
-    makers = _FAULTY_SOURCES if faults else _SOURCES
-    wanted = _wanted(makers, config, memory)
+    wanted = _wanted(SOURCES, config, memory)
     if config.transport in OPTIONAL and not config.trust_network:
         _log.info("%s: for processes of this user on this host; see trust_network", *wanted)
     return _make(wanted, config, lambda make: make(memory, config, copy_thread, wake, context))
@@ -136,17 +124,8 @@ def make_sinks(
     Raises TransportUnavailable with the reason when a wire that was asked for by name cannot be
     had.
     """
-    faults = parse_faults(config.faults)
-
-    wanted = _wanted(_SINKS, config, memory)
-    if any(tensor.device.type != "cpu" for tensor in memory.tensors):
-        check_device_faults(faults)
-
-    def make(maker: _Maker[SinkTransport]) -> SinkTransport:
-        sink = maker(memory, config, faulty_copier(copy_thread, faults), wake, context)
-        return FaultySink(sink, faults, wake) if faults else sink
-
-    return _make(wanted, config, make)
+    wanted = _wanted(SINKS, config, memory)
+    return _make(wanted, config, lambda make: make(memory, config, copy_thread, wake, context))
 
 
 def _make(

@@ -15,8 +15,8 @@ from tests.transports.host_gpu import serve_without_gpu
 
 @pytest.fixture(autouse=True)
 def stand_in_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_SOURCES", dict(registry._SOURCES))
-    monkeypatch.setattr(registry, "_SINKS", dict(registry._SINKS))
+    monkeypatch.setattr(registry, "SOURCES", dict(registry.SOURCES))
+    monkeypatch.setattr(registry, "SINKS", dict(registry.SINKS))
     monkeypatch.setattr(device_launch, "launch_copy", launch_copy)
     serve_without_gpu()
 

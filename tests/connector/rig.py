@@ -30,7 +30,8 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.tensors.shared_memory import SharedPool
-from kvxfer.testing_peer import DevicePool, make_pool
+from kvxfer.testing.faults import injected
+from kvxfer.testing.peers import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.wire import BIND_TOKENS, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory
@@ -92,8 +93,10 @@ class Engine:
         ready_event: Callable[[], IsReady] | None = None,
         announce: bool = True,
         can_leave_unhashed: bool = True,
+        faults: str = "",
         **settings: Any,
     ) -> None:
+        """``faults``: what its wires do wrong, see kvxfer.testing.faults."""
         settings.setdefault("port", 0)
         self.config = Config(**settings)
         self.shape = shape
@@ -134,7 +137,8 @@ class Engine:
                 ready_event=ready_event,
                 device=device,
             )
-            worker.register_kv_caches(regions, LocalMemory((pool.tensor,), (pool.info,)))
+            with injected(faults):
+                worker.register_kv_caches(regions, LocalMemory((pool.tensor,), (pool.info,)))
             self.workers.append(worker)
             self.pools.append(pool)
             self.results.append(Results())

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from kvxfer.config import Config, Transport
+from kvxfer.testing.faults import injected
 from kvxfer.transfer.manifest import RankManifest
 from tests.distributed.content import Pair, assert_same, expected_at_sink, forgive
 from tests.distributed.driver import Driver, Params, Story
@@ -20,8 +21,8 @@ from tests.distributed.world import Half, World
 class Play:
     """How a test runs, besides its shapes.
 
-    ``sink_faults``: ``Config.faults`` by tensor-parallel rank of the sink. ``between``: what ranks
-    do by themselves when everything is prefilled and nothing has been asked for.
+    ``sink_faults``: what the sink's wires do wrong, by its tensor-parallel rank. ``between``: what
+    ranks do by themselves when everything is prefilled and nothing has been asked for.
     """
 
     wire: Transport = "auto"
@@ -82,13 +83,14 @@ class _Stage:
             return None
         is_sink = seat.team.half is Half.SINK
         faults = (play.sink_faults or {}).get(seat.tp_rank, "") if is_sink else ""
-        self._engine = RankEngine(
-            seat,
-            self._pair.sink if is_sink else self._pair.source,
-            Config(port=0, transport=play.wire, faults=faults),
-            incarnation=incarnations[seat.team.half],
-            device=self._world.device,
-        )
+        with injected(faults):
+            self._engine = RankEngine(
+                seat,
+                self._pair.sink if is_sink else self._pair.source,
+                Config(port=0, transport=play.wire),
+                incarnation=incarnations[seat.team.half],
+                device=self._world.device,
+            )
         self._stack.callback(self._engine.close)
         return self._engine.worker.get_handshake_metadata()
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
 from kvxfer.engine.engine import Engine, Result
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.rpc import Info
+from kvxfer.testing.faults import install
 
 VOCAB_SIZE = 512
 OFFER = {"do_remote_decode": True}
@@ -54,12 +56,16 @@ def prompt(num_tokens: int, seed: int = 0) -> tuple[int, ...]:
 
 
 class LiveEngine(Engine):
-    """An engine that can be restarted and watched."""
+    """An engine that can be restarted and watched. ``faults``: of its wires, in all its lives."""
+
+    def __init__(self, config: EngineConfig, faults: str = "") -> None:
+        self.faults = faults
+        super().__init__(config, set_up=partial(install, faults))
 
     def restart(self) -> None:
         """New processes, the same KV port."""
         self.close()
-        self.group = EngineGroup(self.config)
+        self.group = EngineGroup(self.config, set_up=partial(install, self.faults))
 
     def wait_for_info(self, holds: Callable[[Info], bool], timeout_s: float) -> Info:
         """Ask until ``holds``; fails with the last answer."""
@@ -112,12 +118,12 @@ def engine_config(
 
 
 @contextmanager
-def pair(prefill: EngineConfig, decode: EngineConfig) -> Iterator[Pair]:
+def pair(prefill: EngineConfig, decode: EngineConfig, *, decode_faults: str = "") -> Iterator[Pair]:
     """Start both engines; end them whatever happens."""
     engines = []
     try:
         engines.append(LiveEngine(prefill))
-        engines.append(LiveEngine(decode))
+        engines.append(LiveEngine(decode, decode_faults))
         yield Pair(engines[0], engines[1])
     finally:
         for engine in engines:

@@ -96,7 +96,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._engines: dict[tuple[Role, tuple[str, ...]], LiveEngine] = {}
+        self._engines: dict[tuple[Role, tuple[str, ...], str], LiveEngine] = {}
         self._single: dict[tuple[object, ...], tuple[int, ...]] = {}
 
     def pair(
@@ -107,11 +107,20 @@ class Fleet:
         decode: dict[str, Any] | None = None,
         prefill_kv: dict[str, Any] | None = None,
         decode_kv: dict[str, Any] | None = None,
+        prefill_faults: str = "",
+        decode_faults: str = "",
     ) -> Pair:
         """Both engines, in a life that nothing has happened in yet."""
         return Pair(
-            self.engine(Role.PREFILL, shape, shape.prefill, kv=prefill_kv, more=prefill),
-            self.engine(Role.DECODE, shape, shape.decode, kv=decode_kv, more=decode),
+            self.engine(
+                *(Role.PREFILL, shape, shape.prefill),
+                kv=prefill_kv,
+                more=prefill,
+                faults=prefill_faults,
+            ),
+            self.engine(
+                *(Role.DECODE, shape, shape.decode), kv=decode_kv, more=decode, faults=decode_faults
+            ),
         )
 
     def engine(
@@ -122,8 +131,11 @@ class Fleet:
         *,
         kv: dict[str, Any] | None = None,
         more: dict[str, Any] | None = None,
+        faults: str = "",
     ) -> LiveEngine:
-        """One engine, in a new life. ``kv`` and ``more``: settings beside those of the shape."""
+        """One engine, in a new life. ``kv`` and ``more``: settings beside those of the shape;
+        ``faults``: of its wires, which takes processes of its own.
+        """
         config = engine_config(
             role,
             shape.model,
@@ -137,7 +149,7 @@ class Fleet:
             digests=True,
             **{"num_blocks": NUM_BLOCKS, **(more or {})},
         )
-        return self._at_work(config)
+        return self._at_work(config, faults=faults)
 
     def single(self, shape: Shape, tokens: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
         """What one engine says, with nothing cached, a window's blocks never shared."""
@@ -161,11 +173,13 @@ class Fleet:
             self._single[key] = result.token_ids
         return self._single[key]
 
-    def _at_work(self, config: EngineConfig, *, is_fresh: bool = True) -> LiveEngine:
-        key = (config.role, config.rank_devices)
+    def _at_work(
+        self, config: EngineConfig, *, is_fresh: bool = True, faults: str = ""
+    ) -> LiveEngine:
+        key = (config.role, config.rank_devices, faults)
         engine = self._engines.get(key)
         if engine is None:
-            engine = self._engines[key] = LiveEngine(config)
+            engine = self._engines[key] = LiveEngine(config, faults)
             self._stack.callback(engine.close)
         elif is_fresh or engine.config != config:
             engine.reconfigure(config)

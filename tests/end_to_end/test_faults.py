@@ -29,11 +29,11 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
     decode = engine_config(
         Role.DECODE,
         model,
-        kv=kv | {"faults": "read:slow=200ms", "pull_timeout_s": 5.0},
+        kv=kv | {"pull_timeout_s": 5.0},
         on_load_failure=policy,
         **DECODE,
     )
-    with pair(prefill, decode) as engines:
+    with pair(prefill, decode, decode_faults="read:slow=200ms") as engines:
         tokens = prompt(1000)
         params = engines.prefilled(tokens).kv_transfer_params
         request_id = engines.decode.submit(tokens, 8, params)
@@ -61,7 +61,8 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
     kv = {"transport": transport, "lease_s": 1.0, "keep_s": 0.3, **chunks}
     with pair(
         engine_config(Role.PREFILL, model, kv=kv, **PREFILL),
-        engine_config(Role.DECODE, model, kv=kv | {"faults": "read:slow=150ms"}, **DECODE),
+        engine_config(Role.DECODE, model, kv=kv, **DECODE),
+        decode_faults="read:slow=150ms",
     ) as engines:
         num_free = engines.prefill.info().num_free_blocks
         tokens = prompt(1000)
@@ -89,9 +90,8 @@ def test_a_storm_of_aborts_gives_every_block_back(tmp_path: Path) -> None:
         engine_config(
             Role.PREFILL, model, kv=kv, num_blocks=600, max_num_batched_tokens=16, **PREFILL
         ),
-        engine_config(
-            Role.DECODE, model, kv=kv | {"faults": "read:slow=2ms"}, num_blocks=300, **DECODE
-        ),
+        engine_config(Role.DECODE, model, kv=kv, num_blocks=300, **DECODE),
+        decode_faults="read:slow=2ms",
     ) as engines:
         before = (engines.prefill.info().num_free_blocks, engines.decode.info().num_free_blocks)
         rng = random.Random(0)

@@ -187,8 +187,9 @@ def test_a_failed_load_is_computed_from_the_first_token(
         shape(model, transport),
         fleet.pair(
             shape(model, transport),
-            prefill_kv={"faults": faults} if of_source else {},
-            decode_kv={"pull_timeout_s": 1.0} if of_source else {"faults": faults},
+            decode_kv={"pull_timeout_s": 1.0} if of_source else {},
+            prefill_faults=faults if of_source else "",
+            decode_faults="" if of_source else faults,
             decode=STEPS,
         ),
     )
@@ -218,7 +219,8 @@ def test_a_load_that_is_aborted_gives_every_block_back(
             shape(model, transport),
             prefill={"num_blocks": 140, **STEPS},
             prefill_kv={"chunk_nbytes": 65536},
-            decode_kv={"chunk_nbytes": 65536, "faults": "read:slow=100ms"},
+            decode_kv={"chunk_nbytes": 65536},
+            decode_faults="read:slow=100ms",
         ),
     )
     decode = bench.pair.decode

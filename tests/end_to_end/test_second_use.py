@@ -25,9 +25,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = tiny_model(tmp_path_factory.mktemp("model"))
     with pair(
         engine_config(Role.PREFILL, model, **PREFILL),
-        engine_config(
-            Role.DECODE, model, kv={"faults": "read:slow=200ms"}, **DECODE, **ON_FAILURE_FAIL
-        ),
+        engine_config(Role.DECODE, model, **DECODE, **ON_FAILURE_FAIL),
+        decode_faults="read:slow=200ms",
     ) as engines:
         yield engines
 

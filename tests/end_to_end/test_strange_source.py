@@ -35,15 +35,14 @@ asyncio.run(main())
 
 
 def decode_config(**settings: Any) -> EngineConfig:
-    """An engine in which all KV that is taken from elsewhere is wrong: zeros."""
-    kv = {"transport": "zmq", "faults": "read:blank", **settings}
-    return engine_config(Role.DECODE, None, kv=kv, **DECODE)
+    return engine_config(Role.DECODE, None, kv={"transport": "zmq", **settings}, **DECODE)
 
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[Pair]:
     prefill = engine_config(Role.PREFILL, None, kv={"transport": "zmq"}, **PREFILL)
-    with pair(prefill, decode_config()) as engines:
+    # All KV that decode takes from elsewhere is wrong: zeros
+    with pair(prefill, decode_config(), decode_faults="read:blank") as engines:
         yield engines
 
 

@@ -123,7 +123,7 @@ def launch_alone(*arguments: Any) -> object:
 
 def serve_without_gpu() -> None:
     """In this process, ``cuda_ipc`` takes what stands in."""
-    registry._SOURCES["cuda_ipc"] = source_without_gpu
-    registry._SINKS["cuda_ipc"] = sink_without_gpu
+    registry.SOURCES["cuda_ipc"] = source_without_gpu
+    registry.SINKS["cuda_ipc"] = sink_without_gpu
     if not HAS_CUDA:
         vars(device_launch)["launch_copy"] = launch_alone

@@ -14,7 +14,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
-from kvxfer.testing_cases import (
+from kvxfer.testing.cases import (
     CASES,
     POISON,
     POOL_NBYTES,
@@ -23,7 +23,7 @@ from kvxfer.testing_cases import (
     naive_copy,
     source_bytes,
 )
-from kvxfer.testing_peer import Context, is_end
+from kvxfer.testing.peers import Context, is_end
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import (
     LocalMemory,

@@ -12,7 +12,7 @@ import zmq
 
 from kvxfer.errors import ProtocolError, TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool
-from kvxfer.testing_cases import POOL_NBYTES
+from kvxfer.testing.cases import POOL_NBYTES
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_connections, stream_router, stream_source
 from kvxfer.transports.base import (

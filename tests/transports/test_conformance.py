@@ -11,7 +11,7 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.testing import MakeSink, MakeSource, check_transport
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.plan import Chunk
 from kvxfer.transports.base import (
     LocalMemory,

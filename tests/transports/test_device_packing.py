@@ -18,7 +18,7 @@ from kvxfer.tensors.device_copy import BoundSide, DeviceCopier, Launched
 from kvxfer.tensors.device_launch import HostEvent
 from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.testing import check_transport
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.plan import Base, Side
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import launches, registry
@@ -219,8 +219,8 @@ def kernel_pair(reaches_host: bool, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @contextmanager
 def _pair(packer: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     makers: tuple[tuple[dict[str, Any], Any], ...] = (
-        (registry._SOURCES, StreamSource),
-        (registry._SINKS, StreamSink),
+        (registry.SOURCES, StreamSource),
+        (registry.SINKS, StreamSink),
     )
     for known, side in makers:
         monkeypatch.setitem(known, "zmq", partial(_made, side, packer))

@@ -7,6 +7,7 @@ import torch
 
 from kvxfer.config import Config, load_config
 from kvxfer.errors import ConfigError, TransportUnavailable
+from kvxfer.testing.faults import injected
 from kvxfer.transports.base import LocalMemory
 from kvxfer.transports.registry import make_sinks, make_sources
 
@@ -36,8 +37,11 @@ def test_memory_of_other_devices_is_not_for_the_others(wire: str, sentence: str)
 
 def test_faults_of_copies_are_refused() -> None:
     memory = LocalMemory((torch.zeros(8, dtype=torch.uint8, device="meta"),), ())
-    config = Config(transport="cuda_ipc", faults="read:slow=1s")
-    with pytest.raises(ConfigError, match="got read:slow; a GPU's copies take no faults"):
+    config = Config(transport="cuda_ipc")
+    with (
+        injected("read:slow=1s"),
+        pytest.raises(ConfigError, match="got read:slow; a GPU's copies take no faults"),
+    ):
         make_sinks(memory, config, None, lambda: None, None)  # type: ignore[arg-type]
 
 

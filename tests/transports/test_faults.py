@@ -11,21 +11,19 @@ from multiprocessing import get_context
 import msgspec
 import pytest
 
-from kvxfer.config import Config
+from kvxfer.config import Config, load_config
+from kvxfer.engine.config import EngineConfig
 from kvxfer.errors import ConfigError
+from kvxfer.testing.faults import Fault, injected, parse_faults
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import Progress, ReadBroke, ReadDone, ReadStopped
-from kvxfer.transports.faults import Fault, parse_faults
 from tests.transports.pair import CONFIG, Pair, a_move, key_of
-
-
-def _config(wire: str, faults: str) -> Config:
-    return msgspec.structs.replace(CONFIG, transport=wire, faults=faults)
 
 
 @contextmanager
 def _pair(wire: str, *, source: str = "", sink: str = "") -> Iterator[Pair]:
-    pair = Pair(_config(wire, source), _config(wire, sink))
+    with injected(",".join(filter(None, (source, sink)))):
+        pair = Pair(msgspec.structs.replace(CONFIG, transport=wire))
     try:
         pair.sink.attach(pair.manifest)
         yield pair
@@ -78,6 +76,23 @@ def test_parses(text: str, faults: tuple[Fault, ...]) -> None:
 def test_refuses_what_it_does_not_understand(text: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"^faults: .*{sentence}"):
         parse_faults(text)
+
+
+def test_no_setting_and_no_variable_injects_a_fault(caplog: pytest.LogCaptureFixture) -> None:
+    for arguments, extra in (({"faults": "read:fail"}, {}), ({}, {"faults": "read:fail"})):
+        with pytest.raises(ConfigError, match="^faults: expected a setting of kvxfer"):
+            load_config(arguments, extra)
+    assert load_config({}, {}, {"KVXFER_FAULTS": "send:die_after=1"}).config == Config()
+    assert "KVXFER_FAULTS" in caplog.text
+    assert not [name for name in EngineConfig.__struct_fields__ if "fault" in name]
+
+
+def test_wires_are_whole_again_afterwards() -> None:
+    with injected("read:fail"):
+        pass
+    with _pair("shm") as pair:
+        pair.start(key_of(1), a_move())
+        assert isinstance(pair.end(key_of(1)), ReadDone)
 
 
 @pytest.mark.parametrize("wire", ["zmq", "shm"])

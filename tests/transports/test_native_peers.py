@@ -21,7 +21,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transports import native_peers, stream_sink
 from kvxfer.transports.base import PeerGone, ReadDone

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
-from kvxfer.testing_cases import CASES, make_move
+from kvxfer.testing.cases import CASES, make_move
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_packing, stream_source

@@ -14,7 +14,7 @@ import zmq
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
-from kvxfer.testing_cases import CASES, make_move
+from kvxfer.testing.cases import CASES, make_move
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.costs import Staging, WireCosts
 from kvxfer.transfer.wire import Reason
@@ -62,8 +62,8 @@ UCX = msgspec.structs.replace(CONFIG, transport="ucx")
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     kind = request.param
     world = World(is_write=kind == "source sees the end", carries=kind == "carries messages")
-    monkeypatch.setitem(registry._SOURCES, "ucx", partial(StreamSource, world.make_pipe))
-    monkeypatch.setitem(registry._SINKS, "ucx", partial(StreamSink, world.make_pipe))
+    monkeypatch.setitem(registry.SOURCES, "ucx", partial(StreamSource, world.make_pipe))
+    monkeypatch.setitem(registry.SINKS, "ucx", partial(StreamSink, world.make_pipe))
     return world
 
 

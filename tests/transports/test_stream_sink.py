@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvxfer.tensors import strided_copy
-from kvxfer.testing_cases import Move
-from kvxfer.testing_peer import Context
+from kvxfer.testing.cases import Move
+from kvxfer.testing.peers import Context
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transfer.wire import Reason

@@ -197,8 +197,8 @@ def test_ways_that_fail_and_times(
 @pytest.fixture(params=[False, True], ids=["sink sees the end", "source sees the end"])
 def world(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> World:
     world = World(is_write=request.param, ways=("usual", "other"))
-    monkeypatch.setitem(registry._SOURCES, "ucx", partial(StreamSource, world.make_pipe))
-    monkeypatch.setitem(registry._SINKS, "ucx", partial(StreamSink, world.make_pipe))
+    monkeypatch.setitem(registry.SOURCES, "ucx", partial(StreamSource, world.make_pipe))
+    monkeypatch.setitem(registry.SINKS, "ucx", partial(StreamSink, world.make_pipe))
     return world
 
 

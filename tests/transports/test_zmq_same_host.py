@@ -11,7 +11,7 @@ import pytest
 
 from kvxfer.config import Config
 from kvxfer.testing import check_transport
-from kvxfer.testing_peer import Context
+from kvxfer.testing.peers import Context
 from kvxfer.transports import zmq_listeners, zmq_same_host
 from kvxfer.transports.base import LocalMemory, ReadDone, Trial, Wake
 from kvxfer.transports.copy_thread import CopyThread

@@ -16,9 +16,9 @@ SETTLED_S = 1.5
 """Until then the blocks are pinned (0.1 s), vLLM's processes have stopped to spin (1 s more)."""
 STALLED: dict[str, Any] = {
     "faults": "read:stall=60s",
-    "pull_timeout_s": 120.0,
-    "peer_silent_s": 60.0,
+    "extra": {"pull_timeout_s": 120.0, "peer_silent_s": 60.0},
 }
+"""Of a connector whose loads stand still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def idle_shares(fleet: Fleet, connector: Connector, *, in_process: bool) -> tupl
     """
     base = EngineConfig(connector, block_tokens=32, in_process=in_process, idle_step_s=0.0)
     can_stall = connector.name == "KvxferConnector"
-    stalled = replace(connector, extra=STALLED) if can_stall else connector
+    stalled = replace(connector, **STALLED) if can_stall else connector
     pair = Pair(
         *fleet.fresh(
             replace(base, label="prefill"), replace(base, connector=stalled, label="decode")
@@ -81,8 +81,8 @@ def step_times(fleet: Fleet, num_in_flight: int) -> dict[str, Steps]:
     return {"prefill": _steps(prefill), "decode": _steps(decode)}
 
 
-def _timed(extra: dict[str, Any], block_tokens: int) -> EngineConfig:
-    connector = Connector(name="TimedConnector", module="tests.vllm.timed_connector", extra=extra)
+def _timed(settings: dict[str, Any], block_tokens: int) -> EngineConfig:
+    connector = Connector(name="TimedConnector", module="tests.vllm.timed_connector", **settings)
     return EngineConfig(connector, block_tokens=block_tokens, more={"max_num_seqs": 96})
 
 

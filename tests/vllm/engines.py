@@ -61,13 +61,17 @@ class EngineRefused(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """``--kv-transfer-config`` of one engine. Its port is chosen when the engine starts."""
+    """``--kv-transfer-config`` of one engine. Its port is chosen when the engine starts.
+
+    ``faults``: of kvxfer's wires, see faulty_connector.py.
+    """
 
     name: str = "KvxferConnector"
     role: str = "kv_both"
     module: str | None = MODULE
     extra: dict[str, Any] = field(default_factory=dict)
     policy: str = "fail"
+    faults: str = ""
 
     def transfer_config(self, port: int) -> dict[str, Any]:
         """The dict that vLLM takes."""
@@ -79,14 +83,19 @@ class Connector:
             for child in extra["connectors"]:
                 if child["kv_connector"] == "KvxferConnector":
                     child.setdefault("kv_connector_extra_config", {}).setdefault("port", port)
+        name, module = self.name, self.module
+        if self.faults:
+            extra["faults"] = self.faults
+            if name == "KvxferConnector":
+                name, module = "FaultyConnector", "tests.vllm.faulty_connector"
         found = {
-            "kv_connector": self.name,
+            "kv_connector": name,
             "kv_role": self.role,
             "kv_load_failure_policy": self.policy,
             "kv_connector_extra_config": extra,
         }
-        if self.module is not None:
-            found["kv_connector_module_path"] = self.module
+        if module is not None:
+            found["kv_connector_module_path"] = module
         return found
 
 

@@ -20,9 +20,7 @@ def test_fifty_aborts_at_random_times(fleet: Fleet, references: References) -> N
                 block_tokens=32,
                 more={"max_num_batched_tokens": 64, "enable_chunked_prefill": True},
             ),
-            EngineConfig(
-                Connector(extra={**settings, "faults": "read:slow=5ms"}), block_tokens=128
-            ),
+            EngineConfig(Connector(extra=settings, faults="read:slow=5ms"), block_tokens=128),
         )
     )
     before = pair.prefill.blocks().num_free, pair.decode.blocks().num_free

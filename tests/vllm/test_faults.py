@@ -12,7 +12,8 @@ from tests.vllm.engines import Connector, EngineConfig, Fleet
 
 # Small pieces, each slow: a transfer of 700 tokens (2.9 MB) takes seconds. Few slots: what waits in
 # one has left the source, which a transfer that fits into them outlives.
-SLOW: dict[str, Any] = {"chunk_nbytes": 65536, "staging_slots": 4, "faults": "read:slow=100ms"}
+SLOW: dict[str, Any] = {"chunk_nbytes": 65536, "staging_slots": 4}
+PIECES = "read:slow=100ms"
 FAILED = "vllm:kvxfer_requests_failed_total"
 
 
@@ -33,7 +34,7 @@ def test_a_killed_prefill_fails_its_loads_and_a_restarted_one_serves(
     pair = Pair(
         *fleet.fresh(
             EngineConfig(Connector(extra={"chunk_nbytes": 65536}), block_tokens=32),
-            EngineConfig(Connector(extra=settings, policy=policy), block_tokens=128),
+            EngineConfig(Connector(extra=settings, policy=policy, faults=PIECES), block_tokens=128),
         )
     )
     tokens, later = prompt(700, seed=30), prompt(100, seed=31)
@@ -64,7 +65,10 @@ def test_a_lease_that_ends_before_the_release_discards_the_kv(
     pair = Pair(
         *fleet.fresh(
             EngineConfig(Connector(extra={**settings, "chunk_nbytes": 65536}), block_tokens=32),
-            EngineConfig(Connector(extra=settings | SLOW, policy="recompute"), block_tokens=128),
+            EngineConfig(
+                Connector(extra=settings | SLOW, policy="recompute", faults=PIECES),
+                block_tokens=128,
+            ),
         )
     )
     tokens = prompt(700, seed=32)

@@ -13,7 +13,7 @@ from tests.vllm.engines import Connector, EngineConfig, Fleet
 @pytest.fixture
 def pair(fleet: Fleet) -> Pair:
     """A decode engine whose loads take a while, and which ends a request whose load fails."""
-    decode = Connector(extra={"faults": "read:slow=200ms"})
+    decode = Connector(faults="read:slow=200ms")
     return Pair(*fleet.engines(EngineConfig(Connector(), block_tokens=32), EngineConfig(decode)))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvxfer.integrations.vllm.connector import KvxferConnector
+from tests.vllm.faulty_connector import FaultyConnector
 
 # Calls of a step, in the order in which vLLM makes them; those of a request's life among them.
 _BEFORE = (
@@ -77,7 +78,7 @@ def _timed(name: str) -> Callable[..., Any]:
     return call
 
 
-class TimedConnector(KvxferConnector):
+class TimedConnector(FaultyConnector):
     """The connector under test."""
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:

@@ -1,17 +1,22 @@
-"""Wires that misbehave on request (``Config.faults``), for tests of everything above them.
+"""Wires that misbehave, for tests of everything above them. Only code can ask for it.
 
-    faults = "read:stall=5s;nth=2"          the second read hears of nothing for 5 s
-             "read:fail"                    every read breaks
-             "read:slow=50ms"               every piece of copying takes 50 ms longer
-             "read:blank"                   every read ends well, and no byte has been written
-             "chunk:drop=0.1;seed=3"        a tenth of the chunks arrive as nobody's
-             "chunk:corrupt_header=0.1"     or with a header that cannot be read
-             "chunk:duplicate"              every chunk arrives twice
-             "send:die_after=3"             the process is killed when it has sent 3 chunks
+    with injected("read:slow=50ms"):        every wire that this process makes meanwhile
+        worker = WorkerConnector(...)
+    install("read:slow=50ms")               every wire that this process makes from now on
 
-Several are separated by commas. ``read`` faults belong to the sink's settings and work on every
-wire, but ``slow`` and ``blank`` not where a GPU copies; ``chunk`` and ``send`` faults belong to the
-source's and work on stream wires.
+The faults, several are separated by commas:
+
+    "read:stall=5s;nth=2"          the second read hears of nothing for 5 s
+    "read:fail"                    every read breaks
+    "read:slow=50ms"               every piece of copying takes 50 ms longer
+    "read:blank"                   every read ends well, and no byte has been written
+    "chunk:drop=0.1;seed=3"        a tenth of the chunks arrive as nobody's
+    "chunk:corrupt_header=0.1"     or with a header that cannot be read
+    "chunk:duplicate"              every chunk arrives twice
+    "send:die_after=3"             the process is killed when it has sent 3 chunks
+
+``read`` faults are the sink's and work on every wire, but ``slow`` and ``blank`` not where a GPU
+copies; ``chunk`` and ``send`` faults are the source's and work on stream wires.
 """
 
 from __future__ import annotations
@@ -22,8 +27,10 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -33,6 +40,7 @@ from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Reason
+from kvxfer.transports import registry
 from kvxfer.transports.base import (
     LocalMemory,
     PeerGone,
@@ -69,7 +77,7 @@ class Fault:
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Parse ``Config.faults``. Raises ConfigError that names what is not understood."""
+    """The faults of a text. Raises ConfigError that names what is not understood."""
     return tuple(_parse_one(part.strip()) for part in text.split(",")) if text.strip() else ()
 
 
@@ -141,6 +149,44 @@ def _parse_one(text: str) -> Fault:
     return Fault(name, parsed, numbers.get("nth"), numbers.get("seed", 0))
 
 
+def install(text: str) -> None:
+    """Every wire that this process makes from now on has these faults. Raises ConfigError."""
+    faults = parse_faults(text)
+    if not faults:
+        return
+    for name, make_pipe in registry.PIPES.items():
+        registry.SOURCES[name] = partial(FaultyStreamSource, faults, make_pipe)
+    for name, make_sink in registry.SINKS.items():
+        registry.SINKS[name] = partial(_make_faulty_sink, faults, make_sink)
+
+
+@contextmanager
+def injected(text: str) -> Iterator[None]:
+    """Wires that this process makes meanwhile have these faults, and keep them."""
+    sources, sinks = dict(registry.SOURCES), dict(registry.SINKS)
+    install(text)
+    try:
+        yield
+    finally:
+        registry.SOURCES.update(sources)
+        registry.SINKS.update(sinks)
+
+
+def _make_faulty_sink(
+    faults: Sequence[Fault],
+    make_sink: Callable[[LocalMemory, Config, Copier, Wake, Context], SinkTransport],
+    memory: LocalMemory,
+    config: Config,
+    copy_thread: Copier,
+    wake: Wake,
+    context: Context,
+) -> SinkTransport:
+    if any(tensor.device.type != "cpu" for tensor in memory.tensors):
+        _check_device_faults(faults)
+    sink = make_sink(memory, config, _faulty_copier(copy_thread, faults), wake, context)
+    return FaultySink(sink, faults, wake)
+
+
 # ------------------------------------------------------------------ the taking side
 
 
@@ -204,7 +250,7 @@ def _copy_nothing(job: CopyJob) -> bool:
     return False
 
 
-def check_device_faults(faults: Sequence[Fault]) -> None:
+def _check_device_faults(faults: Sequence[Fault]) -> None:
     """For memory of a GPU, which copies by itself. Raises ConfigError for the copy thread's."""
     for fault in faults:
         if fault.name in _OF_COPIES:
@@ -214,7 +260,7 @@ def check_device_faults(faults: Sequence[Fault]) -> None:
             )
 
 
-def faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
+def _faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
     """The copier, or a slow or blank one if ``read:slow`` or ``read:blank`` is asked for."""
     for fault in faults:
         if fault.name == "read:slow":
@@ -351,6 +397,7 @@ class FaultyStreamSource(StreamSource):
 
     def __init__(
         self,
+        faults: Sequence[Fault],
         make_pipe: MakePipe,
         memory: LocalMemory,
         config: Config,
@@ -359,7 +406,7 @@ class FaultyStreamSource(StreamSource):
         context: Context,
     ) -> None:
         super().__init__(make_pipe, memory, config, copy_thread, wake, context)
-        self._faults = parse_faults(config.faults)
+        self._faults = tuple(faults)
         self._random = random.Random(max((fault.seed for fault in self._faults), default=0))
         self._num_chunks = 0
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
-from kvxfer.testing_cases import POISON, POOL_NBYTES, source_bytes
+from kvxfer.testing.cases import POISON, POOL_NBYTES, source_bytes
 from kvxfer.transfer.manifest import MemoryInfo, RankId, RankManifest
 from kvxfer.transports.base import (
     LocalMemory,

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvxfer.testing_cases import (
+from kvxfer.testing.cases import (
     CASES,
     Case,
     Move,
@@ -24,7 +24,7 @@ from kvxfer.testing_cases import (
     move_nbytes,
     naive_copy,
 )
-from kvxfer.testing_peer import (
+from kvxfer.testing.peers import (
     Child,
     MakeSink,
     MakeSource,
@@ -51,8 +51,6 @@ from kvxfer.transports.base import (
     SourceCompletion,
     TransferKey,
 )
-
-__all__ = ["MakeSink", "MakeSource", "check_transport"]
 
 PEER_DEATH_S = 5.0
 """A killed peer must be noticed within this time."""
