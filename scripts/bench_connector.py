@@ -6,66 +6,185 @@ Times are the load report's own moments: "total" from the order (start_load_kv) 
 source had said that what was read is valid. "seen" is from the first call of the step to the look
 at its result. "idle": the engine's thread sleeps until there is something. "busy": it computes in
 Python and looks every 0.1 ms. "both busy": a thread of the source's process does so, too.
-Beside each load one contiguous memcpy of as many bytes between the GPUs, by a third process: the
-limit. Between GPUs, for cuda_ipc and ucx, also "least": the same launches and messages by a loop
-that knows beforehand what comes, without a connector (``least_ways``): what the calls take from
-Python. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU (--device cpu)
-shm, or --transport: one of kvxfer's others.
+In turns with the loads one contiguous memcpy of as many bytes between the GPUs, by a third process:
+the limit. Between GPUs, for cuda_ipc and ucx, also "least": the same launches and messages by a
+loop that knows beforehand what comes, without a connector (scripts/benchmarks/least.py): what the
+calls take from Python. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU
+(--device cpu) shm, or --transport: one of kvxfer's others.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Protocol
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from scripts.benchmarks.connector_report import Cell, Report, aim_of
-from scripts.benchmarks.contenders import NUM_CHECKED
-from scripts.benchmarks.devices import Devices, devices_for
+from scripts.benchmarks import core
+from scripts.benchmarks.contenders import Way, check_bytes, meet
 from scripts.benchmarks.engines import BenchEngine, LoadTiming, start_engines
-from scripts.benchmarks.members import SINK, SOURCE, Timing
+from scripts.benchmarks.members import SIDES, SINK, SOURCE, Devices, devices_for
 from scripts.benchmarks.plain_ways import MEMCPY, PlainWays
-from scripts.benchmarks.pools import LLAMA_8B, SHAPES, TINY, Request, request_of
-from scripts.benchmarks.results import WIRE_PACKAGES, facts_of, quantiles
-from scripts.benchmarks.workers import ContenderLost, Worker, close_all, method_for
+from scripts.benchmarks.pools import LLAMA_8B, TINY, Request
+from scripts.benchmarks.transfer import add_case_options, pool_nbytes, requests_of
+from scripts.benchmarks.wires import wire_config
+from scripts.benchmarks.workers import Worker, close_all, method_for
 
-LAYOUTS = ("HND16->HND16", "HND16->NHD64")
-LENGTHS = (128, 1024, 8192, 32768)
 MODES = ("idle", "busy", "both busy")
 WARM_ROUNDS = 3
+LOAD, LEAST = "load", "least"
+SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
+SHORT_AIMS_MS = {
+    ("cuda_ipc", "idle"): 0.3,
+    ("cuda_ipc", "busy"): 0.5,
+    ("ucx", "idle"): 0.4,
+    ("zmq", "idle"): 2.0,
+}
+"""By wire and mode; of zmq in host memory, of the others between GPUs."""
+LONG_AIM = 1.15
+"""Times memcpy, of cuda_ipc."""
+MIDDLE_AIM_GBPS = 250.0
+"""Of ucx between GPUs, where an 8B model has 1 GiB."""
 
 
-class Least(Protocol):
-    """Moves requests between two processes, or within one. Raises ContenderLost."""
+def aim_of(
+    devices: Devices, num_tokens: int, mode: str, *, total_ms: float, ratio: float, gbps: float
+) -> str:
+    """What we want of a wire there, and whether it was met."""
+    if (devices.wire == "zmq") != (devices.where == "cpu"):
+        return ""
+    most_ms = SHORT_AIMS_MS.get((devices.wire, mode))
+    if num_tokens == SHORT_TOKENS and most_ms is not None:
+        return core.goal_text(-total_ms, -most_ms, f"{most_ms} ms")
+    if num_tokens == MIDDLE_TOKENS and (devices.wire, mode) == ("ucx", "idle"):
+        return core.goal_text(gbps, MIDDLE_AIM_GBPS, "{:g} GB/s")
+    if num_tokens == LONG_TOKENS and (devices.wire, mode) == ("cuda_ipc", "idle"):
+        return core.goal_text(-ratio, -LONG_AIM, f"{LONG_AIM} x memcpy")
+    return ""
 
-    @property
-    def members(self) -> tuple[Worker, Worker]:
-        """Whose memories are the source's and the sink's."""
 
-    def run(self, request: Request) -> Timing:
-        """Once."""
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One case. ``ms``: medians of a load's times, by the name in LoadTiming. ``ratio``: total to
+    memcpy. ``least_ms``: without a connector, where that is known.
+    """
 
-    def close(self) -> None:
-        """End what was started for it."""
+    layouts: str
+    num_tokens: int
+    mode: str
+    nbytes: int
+    transports: tuple[str, ...]
+    speed: core.Speed
+    ms: Mapping[str, float]
+    memcpy_ms: float
+    least_ms: float | None
+    ratio: float
+    aim: str
+
+
+def _median(name: str) -> Callable[[Cell], str]:
+    return lambda cell: f"{cell.ms[name]:.3f}"
+
+
+CASE: core.Columns[Cell] = {
+    "layouts": lambda cell: cell.layouts,
+    "tokens": lambda cell: str(cell.num_tokens),
+}
+TIMES: core.Columns[Cell] = {
+    **CASE,
+    "mode": lambda cell: cell.mode,
+    "MB": lambda cell: f"{cell.nbytes / 1e6:.1f}",
+    **core.of_ms(),
+    "start": _median("start_s"),
+    "place": _median("place_s"),
+    "verdict": _median("verdict_s"),
+    "seen": _median("seen_s"),
+    "memcpy ms": lambda cell: f"{cell.memcpy_ms:.3f}",
+    "least ms": lambda cell: "-" if cell.least_ms is None else f"{cell.least_ms:.3f}",
+    "ratio": lambda cell: f"{cell.ratio:.2f}",
+    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
+    "aim": lambda cell: cell.aim,
+}
+CPU: core.Columns[Cell] = {
+    **CASE,
+    "scheduler's calls": _median("scheduler_cpu_s"),
+    "worker's calls": _median("worker_cpu_s"),
+    "IO thread": _median("io_cpu_s"),
+    "others": _median("other_cpu_s"),
+}
+TIMES_TEXT = (
+    "Total is from the order to the last verdict; start, place and verdict are its parts, medians "
+    "each; the ratio is total to memcpy. Least: the same launches and messages by a loop that "
+    "knows beforehand what comes, without a connector."
+)
+CPU_TEXT = (
+    "Engine's thread: in the scheduler's calls, and in the worker's until the result was seen (an "
+    "idle engine; a busy one computes meanwhile)."
+)
+
+
+def tables(report: core.Report) -> list[core.Table]:
+    """Times of all cases, processor time of idle engines."""
+    cells: list[Cell] = report.records.get("cells", [])
+    idle = [cell for cell in cells if cell.mode == "idle"]
+    title = "processor time of a request at the sink, ms"
+    return [core.table("times", TIMES_TEXT, TIMES, cells), core.table(title, CPU_TEXT, CPU, idle)]
+
+
+def plot(report: core.Report) -> core.Plot:
+    """ms by bytes, and the limits of the first layouts."""
+    cells: list[Cell] = report.records.get("cells", [])
+    names = list(dict.fromkeys((cell.layouts, cell.mode) for cell in cells))
+    of_name = {name: [c for c in cells if (c.layouts, c.mode) == name] for name in names}
+    lines: list[core.Line] = [
+        core.line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
+        for name, chosen in of_name.items()
+    ]
+    first = of_name[names[0]] if names else []
+    known = [(cell.nbytes, cell.least_ms) for cell in first if cell.least_ms is not None]
+    lines.append(core.line("memcpy", first, lambda cell: (cell.nbytes, cell.memcpy_ms), "--"))
+    if known:
+        lines.append(core.line("least", known, lambda point: point, "--"))
+    return core.Plot("offer to accepted", "bytes of the request", "ms", tuple(lines))
+
+
+# ------------------------------------------------------------------ the engines and their limits
 
 
 class Pair:
-    """Two engines that know each other, and the processes that know the limits."""
+    """Two engines that know each other, and what loads without a connector take."""
 
     def __init__(
         self, devices: Devices, request: Request, limits: Worker, settings: dict[str, object]
     ) -> None:
-        self.limits = limits
+        self._devices, self._limits = devices, limits
         self.engines = start_engines(BenchEngine, devices, request, settings)
-        self.least = least_for(devices, request, limits)
+        self._loops: tuple[Worker, ...] = ()
+        self.least = self._least(request)
+
+    def _least(self, request: Request) -> Way | None:
+        devices = self._devices
+        if devices.where == "cpu" or devices.wire not in ("cuda_ipc", "ucx"):
+            return None
+        if devices.wire == "cuda_ipc":
+            return Way(LEAST, self._limits, self._limits)
+        from scripts.benchmarks.ucx_loop import LEAST_SLOTS, UcxLoop  # UCX need not be there
+
+        source, sink = self._loops = tuple(
+            Worker(
+                *(f"least, {side}", UcxLoop, side, devices, pool, LEAST_SLOTS, wire_config("ucx")),
+                method=method_for(devices.by_side[side]),
+            )
+            for side, pool in zip(SIDES, (request.source, request.sink), strict=True)
+        )
+        meet(source, sink)
+        return Way(LEAST, source, sink, is_told=True)
 
     def load(self, request: Request, mode: str) -> LoadTiming:
         """Offer, load, settle. Raises ContenderLost."""
@@ -76,146 +195,85 @@ class Pair:
         return timing
 
     def check(self, request: Request) -> None:
-        """Poison, move, compare. Raises ContenderLost, SystemExit for wrong bytes."""
-        engines = (self.engines[SOURCE], self.engines[SINK])
-        check_bytes(engines, request, lambda: self.load(request, "idle"))
+        """Raises ContenderLost, SystemExit for wrong bytes."""
+        try:
+            engines = (self.engines[SOURCE], self.engines[SINK])
+            check_bytes(*engines, request, partial(self.load, request, "idle"))
+            if self.least is not None:
+                self.least.check(request)
+        except core.WrongBytes as exc:
+            raise SystemExit(f"bench_connector: {exc}; nothing was timed") from exc
+
+    def measure(self, request: Request, mode: str, rounds: int) -> Cell:
+        """Loads and limits in turns. Raises ContenderLost."""
+        self.engines[SOURCE].call(object, "set_busy", mode == "both busy")
+        contenders: list[core.Contender[core.Timing]] = [
+            core.Contender(MEMCPY, partial(self._limits.call, core.Timing, "run", MEMCPY, request)),
+            core.Contender(LOAD, partial(self.load, request, mode)),
+        ]
         if self.least is not None:
-            check_bytes(self.least.members, request, partial(self.least.run, request))
+            contenders.append(core.Contender(LEAST, partial(self.least.run, request)))
+        taken = core.measure(contenders, rounds, warm_rounds=WARM_ROUNDS)
+        self.engines[SOURCE].call(object, "set_busy", False)
+        for contender in contenders:
+            if contender.why is not None:
+                raise core.ContenderLost(contender.why)
+        return cell_of(self._devices, request, mode, taken)
 
     def close(self) -> None:
         """End both engines, and what is compared with them alone."""
-        if self.least is not None:
-            self.least.close()
-        close_all(self.engines.values())
+        close_all((*self._loops, *self.engines.values()))
 
 
-def least_for(devices: Devices, request: Request, limits: Worker) -> Least | None:
-    """What such loads take without a connector, for wires of which that is known."""
-    if devices.where == "cpu" or devices.wire not in ("cuda_ipc", "ucx"):
-        return None
-    from scripts.benchmarks.least_ucx import LeastUcx
-    from scripts.benchmarks.least_ways import LeastLaunch
-
-    return LeastLaunch(limits) if devices.wire == "cuda_ipc" else LeastUcx(devices, request)
+def cell_of(
+    devices: Devices, request: Request, mode: str, taken: Mapping[str, Sequence[core.Timing]]
+) -> Cell:
+    loads = [timing for timing in taken[LOAD] if isinstance(timing, LoadTiming)]
+    speed, limit = (core.speed_of(request.nbytes, timings) for timings in (loads, taken[MEMCPY]))
+    total_ms, memcpy_ms = speed.ms[1], limit.ms[1]
+    ratio, gbps = total_ms / memcpy_ms, speed.gbps[1]
+    parts = ("start_s", "place_s", "verdict_s", "seen_s")
+    cpu = ("scheduler_cpu_s", "worker_cpu_s", "io_cpu_s", "other_cpu_s")
+    return Cell(
+        layouts=request.layouts,
+        num_tokens=request.num_tokens,
+        mode=mode,
+        nbytes=request.nbytes,
+        transports=loads[0].transports,
+        speed=speed,
+        ms={
+            name: statistics.median(getattr(load, name) for load in loads) * 1e3
+            for name in (*parts, *cpu)
+        },
+        memcpy_ms=memcpy_ms,
+        least_ms=core.speed_of(request.nbytes, taken[LEAST]).ms[1] if LEAST in taken else None,
+        ratio=ratio,
+        aim=aim_of(devices, request.num_tokens, mode, total_ms=total_ms, ratio=ratio, gbps=gbps),
+    )
 
 
 def start_limits(devices: Devices, nbytes: int) -> Worker:
     """The process that knows them."""
     ways = PlainWays
     if devices.where != "cpu":
-        from scripts.benchmarks.least_ways import LaunchWays as ways  # Triton takes a second
+        from scripts.benchmarks.least import LaunchWays as ways  # Triton takes a second
 
     return Worker("limits", ways, devices, nbytes, method=method_for(devices.sink))
 
 
-def check_bytes(
-    members: tuple[Worker, Worker], request: Request, move: Callable[[], object]
-) -> None:
-    """Of source and sink. Raises ContenderLost, SystemExit for wrong bytes."""
-    source, sink = members
-    sink.call(object, "poison")
-    move()
-    tokens = request.sampled_tokens(NUM_CHECKED)
-    given = source.call(list, "digests", SOURCE, request, tokens)
-    taken = sink.call(list, "digests", SINK, request, tokens)
-    if given != taken:
-        raise SystemExit(
-            f"bench_connector: {request.name}: {sink.name}: wrong bytes; nothing was timed"
-        )
-
-
-def measure(pair: Pair, request: Request, mode: str, rounds: int, devices: Devices) -> Cell:
-    """Loads and limits in turns."""
-    pair.engines[SOURCE].call(object, "set_busy", mode == "both busy")
-    timings: list[LoadTiming] = []
-    limits_ms: list[float] = []
-    least_ms: list[float] = []
-    for number in range(rounds + WARM_ROUNDS):
-        limit = pair.limits.call(Timing, "run", MEMCPY, request)
-        timing = pair.load(request, mode)
-        least = pair.least.run(request) if pair.least is not None else None
-        if number >= WARM_ROUNDS:
-            timings.append(timing)
-            limits_ms.append(limit.total_s * 1e3)
-            if least is not None:
-                least_ms.append(least.total_s * 1e3)
-    pair.engines[SOURCE].call(object, "set_busy", False)
-    memcpy_ms = statistics.median(limits_ms)
-    p20, p50, p80 = quantiles([timing.total_s * 1e3 for timing in timings])
-    ratio, gbps = p50 / memcpy_ms, request.nbytes / p50 / 1e6
-
-    def median_ms(name: str) -> float:
-        values: list[float] = [getattr(timing, name) for timing in timings]
-        return statistics.median(values) * 1e3
-
-    return Cell(
-        layouts=request.layouts,
-        num_tokens=request.num_tokens,
-        mode=mode,
-        nbytes=request.nbytes,
-        transports=timings[0].transports,
-        p20_ms=p20,
-        p50_ms=p50,
-        p80_ms=p80,
-        start_ms=median_ms("start_s"),
-        place_ms=median_ms("place_s"),
-        verdict_ms=median_ms("verdict_s"),
-        seen_ms=median_ms("seen_s"),
-        memcpy_ms=memcpy_ms,
-        least_ms=statistics.median(least_ms) if least_ms else None,
-        ratio=ratio,
-        gbps=gbps,
-        scheduler_cpu_ms=median_ms("scheduler_cpu_s"),
-        worker_cpu_ms=median_ms("worker_cpu_s"),
-        io_cpu_ms=median_ms("io_cpu_s"),
-        other_cpu_ms=median_ms("other_cpu_s"),
-        aim=aim_of(devices, request.num_tokens, mode, total_ms=p50, ratio=ratio, gbps=gbps),
-    )
-
-
-def cases(options: argparse.Namespace) -> Iterator[tuple[str, list[Request]]]:
-    """By layouts, for each of which two engines are started."""
-    pool_tokens = max(options.tokens) * 9 // 8
-    for layouts in options.layouts:
-        yield (
-            layouts,
-            [
-                request_of(SHAPES[options.shape], layouts, num_tokens, pool_tokens)
-                for num_tokens in options.tokens
-            ],
-        )
-
-
-def run_pair(
-    pair: Pair, requests: list[Request], options: argparse.Namespace, report: Report
-) -> None:
-    """All lengths and modes of one pair of engines."""
-    for request, mode in product(requests, options.modes):
-        if mode == options.modes[0]:
-            pair.check(request)
-        report.add(measure(pair, request, mode, options.rounds, report.devices))
-
-
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, default=Path("scripts/results"))
+    parser = core.parser_of(__doc__)
+    add_case_options(parser)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"))
     parser.add_argument("--quick", action="store_true", help="fewer rounds and cases")
-    parser.add_argument("--shape", choices=tuple(SHAPES))
-    parser.add_argument("--layouts", nargs="+", metavar="HND16->NHD64")
-    parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--note", default="", help="of this machine, for the report")
     parser.add_argument("--launch-programs", type=int, help="thread blocks of a pull")
     options = parser.parse_args()
-    options.shape = options.shape or (TINY if options.device == "cpu" else LLAMA_8B).name
-    options.layouts = options.layouts or list(LAYOUTS[:1] if options.quick else LAYOUTS)
-    options.tokens = options.tokens or list((128, 32768) if options.quick else LENGTHS)
+    layouts = ["HND16->HND16", "HND16->NHD64"]
+    options.shapes = options.shapes or [(TINY if options.device == "cpu" else LLAMA_8B).name]
+    options.layouts = options.layouts or (layouts[:1] if options.quick else layouts)
+    options.tokens = options.tokens or ([128, 32768] if options.quick else [128, 1024, 8192, 32768])
     options.rounds = options.rounds or (9 if options.quick else 25)
     return options
 
@@ -224,34 +282,29 @@ def main() -> None:
     """All pairs of layouts; those whose engines fail are named in the report."""
     options = parse()
     devices = devices_for(options.device, options.transport)
-    facts = facts_of(
-        "scripts/bench_connector.py " + " ".join(sys.argv[1:]), ("triton", *WIRE_PACKAGES)
-    )
+    facts = core.facts_of("bench_connector.py", ("triton", *core.WIRE_PACKAGES), options.note)
     facts["devices"] = f"source {devices.source}, sink {devices.sink}"
-    facts["load at the start"] = f"{os.getloadavg()[0]:.1f}"
-    if options.note:
-        facts["note"] = options.note
-    report = Report(options.out, facts, devices)
+    title = f"Offer to accepted through the connector, {devices.wire}, {devices.where}"
+    name = f"connector_{devices.wire}_{devices.where}"
+    report = core.Report(options.out, name, title, facts, tables, plot)
     settings: dict[str, object] = {}
     if options.launch_programs and devices.wire == "cuda_ipc":
         settings["launch_programs"] = options.launch_programs
-    everything = list(cases(options))
-    pools = [
-        pool
-        for _, requests in everything
-        for request in requests
-        for pool in (request.source, request.sink)
-    ]
-    nbytes = max(pool.nbytes for pool in pools)
-    limits = start_limits(devices, nbytes)
+    everything = requests_of(options)
+    limits = start_limits(devices, pool_nbytes(everything))
     try:
-        for layouts, requests in everything:
+        for layouts in options.layouts:
+            requests = [request for request in everything if request.layouts == layouts]
             pair = Pair(devices, requests[0], limits, settings)
             try:
-                run_pair(pair, requests, options, report)
-            except ContenderLost as exc:
+                for request, mode in product(requests, options.modes):
+                    if mode == options.modes[0]:
+                        pair.check(request)
+                    report.add(TIMES, pair.measure(request, mode, options.rounds))
+                    report.write()
+            except core.ContenderLost as exc:
                 print(f"lost: {layouts}: {exc}")
-                report.lost.append((layouts, str(exc)))
+                report.lost[layouts] = str(exc)
             finally:
                 pair.close()
     finally:

@@ -7,9 +7,9 @@ beside what the memory can do. Bytes are checked first; nothing is timed that is
     zero         the pieces of random blocks in all layers. Limit: one memset of as many bytes (the
                  driver's: torch's zero_ is a kernel).
 
-Blocks are in random order in pools twice as large. Contenders are interleaved round by round; the
-ratio is the median of each round's ratio to the limit of that round. One call is timed by events
-and includes the launch, not the ids' way to the GPU. GB/s count the blocks' bytes once.
+Blocks are in random order in pools twice as large. Contenders take turns; the ratio is the median
+of each round's ratio to the limit of that round. One call is timed by events and includes the
+launch, not the ids' way to the GPU. GB/s count the blocks' bytes once.
 
 A rewrite leaves some rows where they are (fixed points of its permutation). GB/s and ratios count
 all bytes of the blocks nevertheless, as the limit copies all of them: a kernel that does not touch
@@ -20,17 +20,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
-import shlex
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
@@ -41,16 +37,16 @@ from kvxfer.kernels.block_rewrite import (
     rewrite_blocks_ref,
     sources_of_runs,
 )
-from kvxfer.kernels.rewrite_kernel import TILE_NBYTES as REWRITE_TILE_NBYTES
 from kvxfer.kernels.rewrite_kernel import plane_table, rewrite_blocks
 from kvxfer.kernels.zero_blocks import TILE_NBYTES, zero_blocks
+from scripts.benchmarks import core
+from scripts.benchmarks.pools import POISON
 
 POSTPROCESS_GOAL = 0.75
 ZERO_GOAL = 0.95
 KERNEL = "kernel"  # as it is called without further wishes
 SPREAD = 2  # a pool has this many times the blocks of the request
-WARM_UPS = 3
-Run = Callable[[], object]
+AHEAD_CYCLES = 5_000_000  # about 3 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,147 +79,103 @@ REWRITES = [
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
-    """One contender: GB/s, and the median ratio to the limit (None: it is the limit).
-
-    ``moves_percent`` of a rewrite: what does not stay where it is.
-    """
+class Cell:
+    """One contender. ``moves_percent`` of a rewrite: what does not stay where it is."""
 
     bench: str
     case: str
     contender: str
-    mib: float
+    nbytes: int
     moves_percent: float | None
-    p20_gbps: float
-    p50_gbps: float
-    p80_gbps: float
-    ratio: float | None
+    speed: core.Speed
     goal: float | None
 
-    def row(self) -> str:
-        """Of the Markdown table."""
-        ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
-        moves = "" if self.moves_percent is None else f"{self.moves_percent:.1f} %"
-        goal = ""
-        if self.goal is not None and self.ratio is not None:
-            goal = f"{self.goal:.2f} {'met' if self.ratio >= self.goal else 'missed'}"
-        return (
-            f"| {self.bench} | {self.case} | {self.contender} | {self.mib:.0f} | {moves} | "
-            f"{self.p20_gbps:.0f} | {self.p50_gbps:.0f} | {self.p80_gbps:.0f} | {ratio} | {goal} |"
-        )
+
+COLUMNS: core.Columns[Cell] = {
+    "bench": lambda cell: cell.bench,
+    "case": lambda cell: cell.case,
+    "contender": lambda cell: cell.contender,
+    "MiB": lambda cell: f"{cell.nbytes / 2**20:.0f}",
+    "moves": lambda cell: "" if cell.moves_percent is None else f"{cell.moves_percent:.1f} %",
+    **core.of_three(("p20", "p50", "p80 GB/s"), "{:.0f}", lambda cell: cell.speed.gbps),
+    "ratio to limit": lambda cell: f"{cell.speed.ratio:.3f}",
+    "goal": lambda cell: core.goal_text(cell.speed.ratio, cell.goal),
+}
 
 
-def elapsed_s(run: Run, device: torch.device) -> float:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is done, by contender, the limit first; all are right already. ``goals``: of some."""
+
+    bench: str
+    name: str
+    nbytes: int
+    works: Mapping[str, core.Work]
+    goals: Mapping[str, float]
+    moves_percent: float | None = None
+
+
+def once(work: core.Work, device: torch.device) -> core.Timing:
     """One call, by events on a GPU."""
     if device.type != "cuda":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
+        return core.timed(work)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     # The GPU is busy while the host prepares the launch, so that the launch is not what is timed.
-    torch.cuda._sleep(5_000_000)  # clock cycles, about 3 ms
+    torch.cuda._sleep(AHEAD_CYCLES)
     begin.record()
-    run()
+    work()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    return core.Timing(float(begin.elapsed_time(end)) / 1e3)
 
 
-def measure(
-    bench: str,
-    case: str,
-    contenders: dict[str, Run],
-    goals: dict[str, float],
-    nbytes: int,
-    rounds: int,
-    device: torch.device,
-    moves_percent: float | None = None,
-) -> list[Result]:
-    """All contenders, interleaved; the first one is the limit."""
-    for run in contenders.values():
-        for _ in range(WARM_UPS):
-            run()
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            rates[name].append(nbytes / elapsed_s(run, device) / 1e9)
-    limit_name, limit = next(iter(rates.items()))
-    results = []
-    for name, values in rates.items():
-        p20, p50, p80 = (statistics.quantiles(values, n=10)[at] for at in (1, 4, 7))
-        ratio = statistics.median(value / of for value, of in zip(values, limit, strict=True))
-        results.append(
-            Result(
-                bench=bench,
-                case=case,
-                contender=name,
-                mib=nbytes / 2**20,
-                moves_percent=moves_percent,
-                p20_gbps=p20,
-                p50_gbps=p50,
-                p80_gbps=p80,
-                ratio=None if name == limit_name else ratio,
-                goal=goals.get(name),
-            )
-        )
-    return results
+def cells_of(case: Case, rounds: int, device: torch.device) -> Iterator[Cell]:
+    taken = core.measure_works(case.works, lambda work: once(work, device), rounds)
+    for name, speed in core.speeds(case.nbytes, taken).items():
+        told = (case.bench, case.name, name, case.nbytes, case.moves_percent)
+        yield Cell(*told, speed, case.goals.get(name))
 
 
-def moves_percent_of(rewrite: BlockRewrite) -> float:
-    """Of a set's runs, those that do not stay where they are."""
-    sources = sources_of_runs(rewrite, torch.device("cpu"))
-    return 100 * float((sources != torch.arange(len(sources))).double().mean())
-
-
-def bench_postprocess(
-    case: Rewritten,
-    num_tokens: int,
-    num_planes: int,
-    tiles: Sequence[int],
-    rounds: int,
-    device: torch.device,
-) -> list[Result]:
-    """One rewrite as it is done by itself, and in programs of ``tiles`` bytes."""
-    rewrite = BlockRewrite(case.num_heads, case.received, case.local)
-    tokens = case.local.block_tokens
+def rewrite_case(
+    wanted: Rewritten, num_tokens: int, num_planes: int, tiles: list[int], device: torch.device
+) -> Case:
+    """One rewrite as it is done by itself, and in programs of so many KiB. Raises SystemExit."""
+    rewrite = BlockRewrite(wanted.num_heads, wanted.received, wanted.local)
+    tokens = wanted.local.block_tokens
     num_blocks = max(1, num_tokens // rewrite.set_tokens) * rewrite.set_blocks
-    middle = (case.num_heads, tokens) if case.local.by_head else (tokens, case.num_heads)
-    shape = (SPREAD * num_blocks, *middle, case.width_nbytes)
+    middle = (wanted.num_heads, tokens) if wanted.local.by_head else (tokens, wanted.num_heads)
+    shape = (SPREAD * num_blocks, *middle, wanted.width_nbytes)
     pools = [
         torch.randint(0, 256, shape, dtype=torch.uint8, device=device) for _ in range(num_planes)
     ]
     ids = torch.randperm(shape[0], device=device)[:num_blocks].contiguous()
-    planes = plane_table(pools)
-    nbytes = num_planes * num_blocks * pools[0][0].nbytes
-    name = f"{case.name}, {num_blocks * tokens} tokens"
-
-    def by(tile_nbytes: int) -> Run:
-        return lambda: rewrite_blocks(planes, ids, rewrite, tile_nbytes=tile_nbytes)
-
-    runs = {KERNEL: by(REWRITE_TILE_NBYTES)}
-    runs |= {f"kernel, {tile_nbytes} bytes": by(tile_nbytes) for tile_nbytes in tiles}
-    for at, run in runs.items():
+    by_kernel = partial(rewrite_blocks, plane_table(pools), ids, rewrite)
+    kernels: dict[str, core.Work] = {KERNEL: by_kernel}
+    for kib in tiles:
+        kernels[f"kernel, {kib} KiB"] = partial(by_kernel, tile_nbytes=kib << 10)
+    name = f"{wanted.name}, {num_blocks * tokens} tokens"
+    for which, work in kernels.items():
         wants = [pool.clone() for pool in pools]
-        run()
+        work()
         for pool, want in zip(pools, wants, strict=True):
             rewrite_blocks_ref(want, ids, rewrite)
             if not torch.equal(pool, want):
-                raise SystemExit(f"{name}, {at}: wrong bytes")
-        del wants
+                raise SystemExit(f"{name}, {which}: wrong bytes")
 
     def by_torch() -> None:
         for pool in pools:
             rewrite_blocks_ref(pool, ids, rewrite)
 
+    nbytes = num_planes * num_blocks * pools[0][0].nbytes
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    sink = torch.zeros_like(source)
-    contenders: dict[str, Run] = {"copy": lambda: sink.copy_(source), "torch": by_torch, **runs}
-    goals = {KERNEL: POSTPROCESS_GOAL}
-    moves_percent = moves_percent_of(rewrite)
-    return measure("postprocess", name, contenders, goals, nbytes, rounds, device, moves_percent)
+    copy = partial(torch.zeros_like(source).copy_, source)
+    runs = sources_of_runs(rewrite, torch.device("cpu"))
+    moves_percent = 100 * float((runs != torch.arange(len(runs))).double().mean())
+    works: dict[str, core.Work] = {"copy": copy, "torch": by_torch, **kernels}
+    return Case("postprocess", name, nbytes, works, {KERNEL: POSTPROCESS_GOAL}, moves_percent)
 
 
-def memset(target: Tensor) -> Run:
+def memset(target: Tensor) -> core.Work:
     """The driver's memset of a contiguous tensor, in the current stream."""
     if not target.is_cuda:
         return target.zero_
@@ -239,129 +191,76 @@ def memset(target: Tensor) -> Run:
     return run
 
 
-def bench_zero(
-    block_nbytes: int,
-    num_blocks: int,
-    num_planes: int,
-    tiles: Sequence[int],
-    rounds: int,
-    device: torch.device,
-) -> list[Result]:
-    """Zeroing with programs of several sizes."""
-    pools = torch.empty(
-        (num_planes, SPREAD * num_blocks, block_nbytes), dtype=torch.uint8, device=device
-    )
-    ids = torch.randperm(SPREAD * num_blocks, device=device)[:num_blocks].contiguous()
+def zero_case(
+    block_nbytes: int, num_blocks: int, num_planes: int, tiles: list[int], device: torch.device
+) -> Case:
+    """Zeroing as it is done by itself, and in programs of so many KiB. Raises SystemExit."""
+    shape = (num_planes, SPREAD * num_blocks, block_nbytes)
+    pools = torch.empty(shape, dtype=torch.uint8, device=device)
+    ids = torch.randperm(shape[1], device=device)[:num_blocks].contiguous()
     rows = [(pool.data_ptr(), block_nbytes, block_nbytes) for pool in pools]
-    table = torch.tensor(rows, dtype=torch.int64, device=device)
+    segments = torch.tensor(rows, dtype=torch.int64, device=device)
     name = f"{num_blocks} blocks of {block_nbytes} bytes"
-    others = torch.ones(pools.shape[1], dtype=torch.bool, device=device)
+    others = torch.ones(shape[1], dtype=torch.bool, device=device)
     others[ids] = False
-    for tile_nbytes in tiles:
-        pools.fill_(0xEE)
-        zero_blocks(table, ids, block_nbytes, tile_nbytes=tile_nbytes)
-        if any(pool[ids].any() or not bool((pool[others] == 0xEE).all()) for pool in pools):
+    kernels: dict[str, core.Work] = {}
+    for tile_nbytes in (TILE_NBYTES, *(kib << 10 for kib in tiles)):
+        work = partial(zero_blocks, segments, ids, block_nbytes, tile_nbytes=tile_nbytes)
+        pools.fill_(POISON)
+        work()
+        if any(pool[ids].any() or not bool((pool[others] == POISON).all()) for pool in pools):
             raise SystemExit(f"zero, {name}, tiles of {tile_nbytes}: wrong bytes")
-
-    def by_kernel(tile_nbytes: int) -> Run:
-        return lambda: zero_blocks(table, ids, block_nbytes, tile_nbytes=tile_nbytes)
-
+        kernels[f"kernel, {tile_nbytes} bytes"] = work
     nbytes = num_planes * num_blocks * block_nbytes
     flat: Tensor = pools.view(-1)[:nbytes]
-    flat.fill_(0xEE)
+    flat.fill_(POISON)
     memset(flat)()
     if flat.any():
         raise SystemExit("memset: wrong bytes")
-    contenders: dict[str, Run] = {"memset": memset(flat), "torch zero_": flat.zero_}
-    goals = {}
-    for tile_nbytes in tiles:
-        label = f"kernel, {tile_nbytes} bytes"
-        contenders[label] = by_kernel(tile_nbytes)
-        if tile_nbytes == TILE_NBYTES:
-            goals[label] = ZERO_GOAL
-    return measure("zero", name, contenders, goals, nbytes, rounds, device)
+    works = {"memset": memset(flat), "torch zero_": flat.zero_, **kernels}
+    return Case("zero", name, nbytes, works, {f"kernel, {TILE_NBYTES} bytes": ZERO_GOAL})
 
 
-def command_of(options: argparse.Namespace) -> str:
-    """As it can be repeated, without where its results went."""
-    words = ["scripts/bench_postprocess.py"]
-    for name, value in vars(options).items():
-        if name not in ("json", "markdown") and value not in (None, []):
-            values = value if isinstance(value, list) else [value]
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return shlex.join(words)
-
-
-def report(results: list[Result], facts: str, options: argparse.Namespace) -> str:
-    """All results as Markdown."""
-    lines = [
-        f"{facts}",
-        "",
-        f"Command: `{command_of(options)}`",
-        "",
-        "GB/s and ratios count all bytes of the blocks, as the limit copies them, although rows "
-        "that stay where they are need not be moved: a ratio may exceed 1. *moves*: percent of the "
-        "blocks that changes its place.",
-        "",
-        "| bench | case | contender | MiB | moves | p20 | p50 | p80 GB/s | ratio to limit | goal |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *(result.row() for result in results)]) + "\n"
+def cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    """All that were asked for; each is checked when its turn comes."""
+    for num_tokens in options.tokens:
+        for wanted in REWRITES if options.only != "zero" else ():
+            if options.case is None or options.case in wanted.name:
+                yield rewrite_case(wanted, num_tokens, options.planes, options.tiles, device)
+        for block_nbytes in (4096, 32768, 131072) if options.only != "postprocess" else ():
+            num_blocks = max(1, num_tokens * 2048 // block_nbytes)  # 8 heads of 256 bytes
+            yield zero_case(block_nbytes, num_blocks, options.planes, options.zero_tiles, device)
 
 
 def main() -> None:
-    """Parse, check, measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = core.parser_of(__doc__)
     parser.add_argument("--device", default="cuda", help="cpu only with TRITON_INTERPRET=1, to try")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="of a request")
     parser.add_argument("--planes", type=int, default=64, help="K and V of all layers")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--only", choices=["postprocess", "zero"], help="one of the two")
     parser.add_argument("--case", help="only the rewrites whose name has this in it")
-    parser.add_argument(
-        "--tiles", type=int, nargs="+", default=[], help="also, KiB a program rewrites"
-    )
-    parser.add_argument(
-        "--zero-tiles", type=int, nargs="+", default=[], help="also, KiB a program zeroes"
-    )
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
+    for name, does in (("--tiles", "rewrites"), ("--zero-tiles", "zeroes")):
+        parser.add_argument(
+            name, type=int, nargs="+", default=[], metavar="KIB", help=f"also, KiB a program {does}"
+        )
+    core.add_files(parser)
     options = parser.parse_args()
     if min(options.tokens) < 1 or options.planes < 1 or options.rounds < 2:
         parser.error("--tokens, --planes, --rounds: expected at least 1, 1 and 2")
     device = torch.device(options.device)
     torch.manual_seed(0)
-    tiles = [kib << 10 for kib in options.tiles]
-    zero_tiles = [TILE_NBYTES, *(kib << 10 for kib in options.zero_tiles)]
-    results = []
-    for num_tokens in options.tokens:
-        for case in REWRITES if options.only != "zero" else []:
-            if options.case is None or options.case in case.name:
-                results += bench_postprocess(
-                    case,
-                    num_tokens,
-                    options.planes,
-                    tiles,
-                    options.rounds,
-                    device,
-                )
-        for block_nbytes in [4096, 32768, 131072] if options.only != "postprocess" else []:
-            num_blocks = max(1, num_tokens * 2048 // block_nbytes)  # 8 heads of 256 bytes
-            results += bench_zero(
-                block_nbytes, num_blocks, options.planes, zero_tiles, options.rounds, device
-            )
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, interpreted"
-    facts = (
-        f"{chip}, torch {torch.__version__} (CUDA {torch.version.cuda}), triton "
-        f"{triton.__version__}, {time.strftime('%Y-%m-%d', time.gmtime())}"
+    facts = core.facts_of("bench_postprocess.py", ("triton",))
+    cells = [
+        cell for case in cases(options, device) for cell in cells_of(case, options.rounds, device)
+    ]
+    text = (
+        "GB/s and ratios count all bytes of the blocks, as the limit copies them, although rows "
+        "that stay where they are need not be moved: a ratio may exceed 1. *moves*: percent of the "
+        "blocks that changes its place."
     )
-    text = report(results, facts, options)
-    print(text, end="")
-    if options.markdown:
-        options.markdown.write_text(text)
-    if options.json:
-        rows = [asdict(result) for result in results]
-        options.json.write_text(json.dumps({"facts": facts, "results": rows}, indent=2))
+    tables = [core.table("speed", text, COLUMNS, cells)]
+    core.write_files(options, "Rewriting and zeroing blocks", facts, tables, {"cells": cells})
 
 
 if __name__ == "__main__":

@@ -21,16 +21,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
 
 from tests.end_to_end.grid import (
     MODELS,
@@ -46,7 +36,7 @@ from tests.end_to_end.grid import (
 EXAMPLE = "p2.16.HND-d1.32.NHD-h4-*"
 SHOWN_PROBLEMS = 3
 REPORT_EVERY_S = 30.0
-"""Where nobody watches a bar, a line says this often how far the run is."""
+"""A line says this often how far the run is."""
 
 
 def main() -> int:
@@ -54,18 +44,17 @@ def main() -> int:
     options = _options()
     grid = [*all_cells(), *window_cells()]
     cells = _chosen(grid, options)
-    console = Console(markup=False)  # what differs may have brackets in it
     outcomes: list[Outcome] = []
     started_s = time.monotonic()
     is_cut_off = False
     try:
-        _run(cells, outcomes, console, options.max_failures)
+        _run(cells, outcomes, options.max_failures)
     except KeyboardInterrupt:
         is_cut_off = True
     wall_s = time.monotonic() - started_s
     failed = [outcome for outcome in outcomes if outcome.problems]
-    _show(console, failed)
-    _summarise(console, outcomes, asked=cells, grid=grid, wall_s=wall_s)
+    _show(failed)
+    _summarise(outcomes, asked=cells, grid=grid, wall_s=wall_s)
     if options.json is not None:
         options.json.write_bytes(_facts(outcomes, num_asked=len(cells), wall_s=wall_s))
     if is_cut_off:
@@ -128,58 +117,44 @@ def _chosen(grid: Sequence[Cell], options: argparse.Namespace) -> list[Cell]:
     return in_run_order(cells)
 
 
-def _run(
-    cells: Sequence[Cell], outcomes: list[Outcome], console: Console, max_failures: int
-) -> None:
+def _run(cells: Sequence[Cell], outcomes: list[Outcome], max_failures: int) -> None:
     """Appends to ``outcomes`` as cells end, so that a run that is cut off can still be told."""
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
     num_failed = 0
     reported_s = time.monotonic()
-    with Fleet() as fleet, progress:
-        task = progress.add_task("cells", total=len(cells))
+    with Fleet() as fleet:
         for cell in cells:
-            progress.update(task, description=str(cell))
             outcome = fleet.run(cell)
             outcomes.append(outcome)
-            progress.advance(task)
             if outcome.problems:
                 num_failed += 1
-                console.print(f"differs: {cell}: {outcome.problems[0]}", soft_wrap=True)
+                _say(f"differs: {cell}: {outcome.problems[0]}")
             if num_failed >= max_failures:
-                console.print(f"stopped after {num_failed} failing cells (--max-failures)")
+                _say(f"stopped after {num_failed} failing cells (--max-failures)")
                 return
-            if not console.is_terminal and time.monotonic() - reported_s >= REPORT_EVERY_S:
+            if time.monotonic() - reported_s >= REPORT_EVERY_S:
                 reported_s = time.monotonic()
-                console.print(f"{len(outcomes)} of {len(cells)} cells, {num_failed} differ")
+                _say(f"{len(outcomes)} of {len(cells)} cells, {num_failed} differ")
 
 
-def _show(console: Console, failed: Sequence[Outcome]) -> None:
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _show(failed: Sequence[Outcome]) -> None:
     if not failed:
         return
-    table = Table("cell", "what differs", title=f"{len(failed)} cells", show_lines=True)
+    _say(f"{len(failed)} cells:")
     for outcome in failed:
-        shown = list(outcome.problems[:SHOWN_PROBLEMS])
+        _say(f"{outcome.cell}:")
+        for problem in outcome.problems[:SHOWN_PROBLEMS]:
+            _say(f"    {problem}")
         if len(outcome.problems) > SHOWN_PROBLEMS:
-            shown.append(f"... and {len(outcome.problems) - SHOWN_PROBLEMS} more (--json has all)")
-        table.add_row(str(outcome.cell), "\n".join(shown))
-    console.print(table)
+            _say(f"    ... and {len(outcome.problems) - SHOWN_PROBLEMS} more (--json has all)")
     first = failed[0].cell
-    console.print(
-        f"again: scripts/grid --transport {first.transport} --cells '{first}'", soft_wrap=True
-    )
+    _say(f"again: scripts/grid --transport {first.transport} --cells '{first}'")
 
 
 def _summarise(
-    console: Console,
     outcomes: Sequence[Outcome],
     *,
     asked: Sequence[Cell],
@@ -193,20 +168,18 @@ def _summarise(
         if num_asked:
             ran = [outcome for outcome in outcomes if outcome.cell.model == model]
             num_equal = sum(not outcome.problems for outcome in ran)
-            console.print(
+            _say(
                 f"{model}: {num_equal} of {len(ran)} cells equal ({num_asked} asked for, "
-                f"{num_grid} in the grid)",
-                soft_wrap=True,
+                f"{num_grid} in the grid)"
             )
     if not outcomes:
         return
     walls_s = sorted(outcome.wall_s for outcome in outcomes)
     mean_s = statistics.fmean(walls_s)
-    console.print(
+    _say(
         f"{wall_s:.0f} s; per cell: mean {mean_s:.2f} s, median {statistics.median(walls_s):.2f} "
         f"s, longest {walls_s[-1]:.2f} s; the whole grid at the mean: "
-        f"{mean_s * len(grid) / 60:.0f} min",
-        soft_wrap=True,
+        f"{mean_s * len(grid) / 60:.0f} min"
     )
 
 

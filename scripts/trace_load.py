@@ -19,11 +19,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from scripts.benchmarks.call_trace import Call, CallTrace
-from scripts.benchmarks.devices import Devices, devices_for
+from scripts.benchmarks.core import ContenderLost, parser_of
 from scripts.benchmarks.engines import BenchEngine, LoadTiming, start_engines
-from scripts.benchmarks.members import SINK, SOURCE
+from scripts.benchmarks.members import SINK, SOURCE, Devices, devices_for
 from scripts.benchmarks.pools import LLAMA_8B, SHAPES, TINY, Pool, Request, request_of
-from scripts.benchmarks.workers import ContenderLost, Worker, close_all
+from scripts.benchmarks.workers import Worker, close_all
 
 PACKAGES = ("kvxfer.connector", "kvxfer.transports", "kvxfer.transfer", "kvxfer.tensors")
 WARM_LOADS = 5
@@ -47,7 +47,6 @@ class TracedEngine(BenchEngine):
         return time.perf_counter()
 
     def stop_trace(self) -> list[Call]:
-        """What was kept."""
         return self._trace.stop()
 
 
@@ -80,10 +79,7 @@ def show(side: str, calls: list[Call], began_s: float, least_us: float) -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("auto", "shm", "cuda_ipc", "zmq", "ucx", "nixl"))
     parser.add_argument("--shape", choices=tuple(SHAPES))
@@ -97,7 +93,6 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Start both, load, print."""
     options = parse()
     is_auto = options.transport == "auto"
     devices = devices_for(options.device, None if is_auto else options.transport)

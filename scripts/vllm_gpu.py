@@ -12,32 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
-from importlib import metadata
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from scripts.benchmarks.vllm_cases import Cases, Deadline, Equality, Sample  # noqa: E402
-from scripts.benchmarks.vllm_pairs import (  # noqa: E402
-    LLAMA_8B,
-    Geometry,
-    Setup,
-    described,
-    running,
-    tiny,
-)
-from scripts.benchmarks.vllm_report import report  # noqa: E402
+from scripts.benchmarks.core import RESULTS, Report, facts_of, parser_of
+from scripts.benchmarks.vllm_cases import Cases, Deadline
+from scripts.benchmarks.vllm_pairs import LLAMA_8B, Geometry, Setup, described, running, tiny
+from scripts.benchmarks.vllm_report import tables
 
 PAIRS = ("nixl", "kvxfer", "unlike")
 _SHARED_KV_NBYTES = 18 << 30
@@ -45,46 +35,11 @@ _SHARED_KV_NBYTES = 18 << 30
 _EQUAL_LENGTHS = (128, 1024, 8192)
 Devices = tuple[int | None, int | None]
 """Of prefill and decode; None: a CPU."""
-_PACKAGES = ("vllm", "torch", "triton", "nixl", "transformers")
-
-
-@dataclass
-class Results:
-    """What is known so far, written after every case."""
-
-    folder: Path
-    title: str
-    facts: dict[str, str]
-    samples: list[Sample] = field(default_factory=list)
-    equalities: list[Equality] = field(default_factory=list)
-    engines: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def stem(self) -> str:
-        """Of the files."""
-        return f"vllm_gpu_{datetime.now(UTC):%Y-%m-%d}"
-
-    def write(self) -> str:
-        """Both files; returns the report."""
-        known = {
-            "facts": self.facts,
-            "engines": self.engines,
-            "samples": [asdict(sample) for sample in self.samples],
-            "equalities": [asdict(equality) for equality in self.equalities],
-            "problems": self.problems,
-        }
-        path = self.folder / f"{self.stem}.json"
-        path.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
-        text = report(self.title, self.facts, self.samples, self.equalities, self.problems)
-        path.with_suffix(".md").write_text(text, "utf-8")
-        return text
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("scripts/results"), help="folder")
+    parser = parser_of(__doc__)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
     parser.add_argument("--pairs", default=",".join(PAIRS), help="some of nixl,kvxfer,unlike")
     parser.add_argument("--limit-s", type=float, default=480.0, help="of the whole run")
     parser.add_argument("--repeats", type=int, help="of every length, instead of 5, 5, 5 and 3")
@@ -146,67 +101,55 @@ def setups_of(
 
 
 def run_pair(
-    name: str, geometry: Geometry, setups: tuple[Setup, Setup], results: Results, end: Deadline
+    name: str, geometry: Geometry, setups: tuple[Setup, Setup], report: Report, end: Deadline
 ) -> None:
     """All cases of one pair; what goes wrong is written down."""
     say(f"{name}: starting")
+    samples, equalities, problems = (
+        report.records[kind] for kind in ("samples", "equalities", "problems")
+    )
     try:
         end.check(f"the pair {name}")
-        with running(geometry, setups, results.folder, name) as pair:
-            results.engines[name] = described(pair)
-            say(f"{name}: ready in {pair.start_s:.0f} s: {results.engines[name]['layouts'][1]}")
+        with running(geometry, setups, report.out, name) as pair:
+            known = report.records["engines"][name] = described(pair)
+            say(f"{name}: ready in {pair.start_s:.0f} s: {known['layouts'][1]}")
             cases = Cases(pair, setups[0].connector, end)
             cases.warm_up()
-            if name != "unlike":
-                for sample in cases.measured():
-                    results.samples.append(sample)
-                    results.write()
+            for sample in cases.measured() if name != "unlike" else ():
+                samples.append(sample)
+                report.write()
             lengths = [n for n in _EQUAL_LENGTHS if n < geometry.max_model_len - 100]
             for equality in cases.equalities(lengths):
-                results.equalities.append(equality)
+                equalities.append(equality)
                 problem = equality.problem(pair.is_like)
                 if problem is not None:
-                    results.problems.append(f"{name}, {equality.tokens} tokens: {problem}")
-                results.write()
+                    problems.append(f"{name}, {equality.tokens} tokens: {problem}")
+                report.write()
         say(f"{name}: done")
     except Exception as error:  # noqa: BLE001 (the other pairs go on)
-        results.problems.append(f"{name}: {type(error).__name__}: {error}")
-        say(results.problems[-1])
-        for log in sorted(results.folder.glob(f"{name}_*.log")):
+        problems.append(f"{name}: {type(error).__name__}: {error}")
+        say(problems[-1])
+        for log in sorted(report.out.glob(f"{name}_*.log")):
             end_of_log = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
             say(f"the end of {log.name}:\n{end_of_log}")
-    results.write()
+    report.write()
 
 
 def say(text: str) -> None:
     """Progress, with the time since the start."""
-    print(f"[{time.monotonic() - _BEGUN_S:6.1f} s] {text}", flush=True)  # noqa: T201
+    print(f"[{time.monotonic() - _BEGUN_S:6.1f} s] {text}", flush=True)
 
 
 _BEGUN_S = time.monotonic()
 
 
-def facts_of(devices: Devices, geometry: Geometry) -> dict[str, str]:
-    """Hardware, versions and command."""
-    facts = {
-        "command": shlex.join(sys.argv),
-        "model": f"{geometry.name}, {geometry.dtype}, "
-        + ("seeded weights" if geometry.config else "its own weights"),
-        "prompts": "of one token more than is transferred",
-        "Python": platform.python_version(),
-    }
-    used = sorted({device for device in devices if device is not None})
-    if used:
-        import torch
-
-        names = " and ".join(map(torch.cuda.get_device_name, used))
-        where = "one each" if len(used) == len(devices) else "one for both engines"
-        facts["GPU"] = f"{names} ({where})"
-    for name in _PACKAGES:
-        try:
-            facts[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+def run_facts(devices: Devices, geometry: Geometry) -> dict[str, str]:
+    facts = facts_of("vllm_gpu.py", ("vllm", "triton", "nixl", "transformers"))
+    weights = "seeded weights" if geometry.config else "its own weights"
+    facts["model"] = f"{geometry.name}, {geometry.dtype}, {weights}"
+    facts["prompts"] = "of one token more than is transferred"
+    if devices[0] is not None:
+        facts["engines"] = "one GPU for both" if devices[0] == devices[1] else "one GPU each"
     return facts
 
 
@@ -239,13 +182,14 @@ def main() -> None:
         geometry = replace(geometry, kv_nbytes=_SHARED_KV_NBYTES)
     end = Deadline.after(arguments.limit_s)
     title = "KvxferConnector and NixlConnector between vLLM engines"
-    results = Results(folder, title, facts_of(devices, geometry))
+    report = Report(folder, "vllm_gpu", title, run_facts(devices, geometry), tables)
+    report.records = {"engines": {}, "samples": [], "equalities": [], "problems": []}
     with ending_on_signals():
         for name in pairs:
             setups = setups_of(name, geometry, devices, arguments.extra)
-            run_pair(name, geometry, setups, results, end)
-    print(results.write())  # noqa: T201
-    raise SystemExit(1 if results.problems else 0)
+            run_pair(name, geometry, setups, report, end)
+    print(report.text())
+    raise SystemExit(1 if report.records["problems"] else 0)
 
 
 if __name__ == "__main__":

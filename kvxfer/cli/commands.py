@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing.connection import wait
 
 import msgspec
@@ -58,10 +59,21 @@ def run_pair(options: PairOptions) -> bool:
     configs = {}
     for role, side in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         # Free ports: the two front doors are on one host, and nobody else needs to find them.
-        kv = settings(options, side, given={"port": 0}, defaults={"log_level": "WARNING"})
+        kv = settings(options, given={"port": 0}, defaults={"log_level": "WARNING"})
         engine = transfer_engine(role, side, options, model, kv)
         configs[role.value] = fitted(engine, side, options, model, work)
-    return _run(options, model, work, configs)
+    set_ups = {"prefill": _faulty(options.prefill_faults), "decode": _faulty(options.decode_faults)}
+    return _run(options, model, work, configs, set_ups=set_ups)
+
+
+def _faulty(faults: str) -> Callable[[], None] | None:
+    """What a rank's process does first. Raises ConfigError for faults that nobody knows."""
+    if not faults:
+        return None
+    from kvxfer.testing.faults import install, parse_faults
+
+    parse_faults(faults)
+    return partial(install, faults)
 
 
 def run_prefill(options: PrefillOptions) -> None:
@@ -72,7 +84,7 @@ def run_prefill(options: PrefillOptions) -> None:
     (side,) = place_sides((side,), count_cuda_devices)
     num_blocks = side.num_blocks or _SERVER_BLOCKS
     host = {"host": listen.host.strip("[]")}
-    kv = settings(options, side, given={"port": options.kv_port}, defaults=host)
+    kv = settings(options, given={"port": options.kv_port}, defaults=host)
     config = msgspec.structs.replace(
         transfer_engine(Role.PREFILL, side, options, model, kv),
         num_blocks=num_blocks,
@@ -101,7 +113,7 @@ def run_decode(options: DecodeOptions) -> bool:
     model = read_model(options, (side.tp_size, 1))
     work = read_work(options, model)
     (side,) = place_sides((side,), count_cuda_devices)
-    kv = settings(options, side, given={"port": options.kv_port})
+    kv = settings(options, given={"port": options.kv_port})
     engine = transfer_engine(Role.DECODE, side, options, model, kv)
     configs = {"decode": fitted(engine, side, options, model, work)}
     return _run(options, model, work, configs, f"tcp://{prefill_at}", options.wait_s)
@@ -114,9 +126,11 @@ def _run(
     configs: dict[str, EngineConfig],
     prefill_at: str | None = None,
     wait_s: float = 0.0,
+    set_ups: Mapping[str, Callable[[], None] | None] | None = None,
 ) -> bool:
     """Start the engines of ``configs`` (and the single one), send them the work, show the results.
     ``prefill_at``: the prefill engine, where it is not among them; it may be away for ``wait_s``.
+    ``set_ups``: what the ranks of an engine do first, by its name.
     """
     if options.verify:
         device = configs["decode"].rank_devices[0]
@@ -124,7 +138,10 @@ def _run(
     console = make_console()
     engines: dict[str, RunEngine] = {}
     with ExitStack() as stack:
-        groups = {name: stack.enter_context(EngineGroup(c)) for name, c in configs.items()}
+        groups = {
+            name: stack.enter_context(EngineGroup(c, set_up=(set_ups or {}).get(name)))
+            for name, c in configs.items()
+        }
         if prefill_at is not None:
             remote = RunEngine(_client(stack, prefill_at, wait_s), come_back_s=wait_s)
             stack.callback(lambda: remote.client.close())  # it may be another one by then

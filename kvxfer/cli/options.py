@@ -206,7 +206,7 @@ class PairOptions(RunOptions):
     def prefill(self) -> SideOptions:
         return SideOptions(
             *(self.prefill_tp, self.prefill_block_size, self.prefill_layout, self.prefill_blocks),
-            *(self.prefill_prefix_caching, self.prefill_faults, self.device),
+            *(self.prefill_prefix_caching, self.device),
             parse_devices("--prefill-devices", self.prefill_devices),
         )
 
@@ -214,7 +214,7 @@ class PairOptions(RunOptions):
     def decode(self) -> SideOptions:
         return SideOptions(
             *(self.decode_tp, self.decode_block_size, self.decode_layout, self.decode_blocks),
-            *(self.decode_prefix_caching, self.decode_faults, self.device),
+            *(self.decode_prefix_caching, self.device),
             parse_devices("--decode-devices", self.decode_devices),
         )
 
@@ -229,14 +229,13 @@ class _OneEngine(EngineOptions):
     devices: _Devices = None
     num_blocks: _NumBlocks = None
     prefix_caching: _PrefixCaching = True
-    faults: _Faults = ""
     kv_port: _KvPort = None
 
     @property
     def side(self) -> SideOptions:
         return SideOptions(
             *(self.tp, self.block_size, self.layout, self.num_blocks),
-            *(self.prefix_caching, self.faults, self.device),
+            *(self.prefix_caching, self.device),
             parse_devices("--devices", self.devices),
         )
 

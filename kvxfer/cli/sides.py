@@ -99,7 +99,6 @@ def read_work(options: RunOptions, model: ModelConfig) -> Work:
 
 def settings(
     options: EngineOptions,
-    side: SideOptions,
     *,
     given: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
@@ -109,7 +108,6 @@ def settings(
     """
     said = {
         "transport": options.transport,
-        "faults": side.faults or None,
         "log_level": options.log_level,
     }
     loaded = load_config({**said, **(given or {})})

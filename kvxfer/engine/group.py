@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -60,9 +60,20 @@ class EngineGroup:
     closes, so also when this process is killed.
     """
 
-    def __init__(self, config: EngineConfig, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Start all ranks. ``host`` and ``port``: where the request channel listens (0: any)."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        set_up: Callable[[], object] | None = None,
+    ) -> None:
+        """Start all ranks. ``host`` and ``port``: where the request channel listens (0: any).
+
+        ``set_up``: what each process does first, for tests; it is pickled.
+        """
         self.config = config
+        self._set_up = set_up
         self._folder = Path(tempfile.mkdtemp(prefix="kvxfer-"))
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -90,7 +101,7 @@ class EngineGroup:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_run_rank,
-                args=(spec, theirs),
+                args=(spec, theirs, self._set_up),
                 name=f"{self.config.engine_id}-{rank}",
                 daemon=True,
             )
@@ -255,9 +266,11 @@ class EngineGroup:
         self.close()
 
 
-def _run_rank(spec: RankSpec, parent: Connection) -> None:
+def _run_rank(spec: RankSpec, parent: Connection, set_up: Callable[[], object] | None) -> None:
     from kvxfer.engine.rank import rank_main  # loaded with torch in the fork server, not here
 
+    if set_up is not None:
+        set_up()
     rank_main(spec, parent)
 
 

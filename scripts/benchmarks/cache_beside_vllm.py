@@ -12,15 +12,13 @@ request     find the known prefix, get blocks for the whole prompt, and give the
 from __future__ import annotations
 
 import random
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import vllm
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256 as their_sha256
 from vllm.v1 import kv_cache_interface as theirs
@@ -40,7 +38,9 @@ from kvxfer.cache import (
     none_hash,
     sha256,
 )
+from scripts.benchmarks.core import Columns, Contender, Timing, measure, speed_of, timed_cpu
 
+SIDES = ("kvxfer", "vLLM")
 BLOCK_TOKENS = 16
 POOL_BLOCKS = 100_000
 REQUEST_BLOCKS = 500
@@ -48,7 +48,7 @@ MAX_MODEL_LEN = 8192
 NUM_REQUESTS = 100
 PROMPT_TOKENS = 16_384
 
-Work = Callable[[], None]
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,62 +62,49 @@ class Beside:
     ratio: float
 
 
+COLUMNS: Columns[Beside] = {
+    "work": lambda beside: beside.case,
+    "unit": lambda beside: beside.unit,
+    "kvxfer": lambda beside: f"{beside.ours_us:.2f}",
+    "vLLM": lambda beside: f"{beside.theirs_us:.2f}",
+    "vLLM / kvxfer": lambda beside: f"{beside.ratio:.2f}",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same work twice; ``before`` is done before each round, outside of the time."""
+    """The same work twice; ``before`` is done by each side before its own, outside of the time."""
 
     case: str
     unit: str
     num_units: int
     ours: Work
     theirs: Work
-    before: Work = lambda: None
+    before: tuple[Work, Work] = (lambda: None, lambda: None)
 
 
 def beside_vllm(rounds: int) -> list[Beside]:
-    """All cases in turns, theirs first in every second round."""
     init_none_hash(their_sha256)
     pairs = [*_naming(), *(_pools(caching) for caching in (False, True))]
     for caching in (False, True):
         pairs += [_requests(num_tokens, caching) for num_tokens in (16, 128, 512, 4096)]
-    times: list[list[tuple[float, float]]] = [[] for _ in pairs]
-    for number in range(rounds):
-        for pair, samples in zip(pairs, times, strict=True):
-            pair.before()
-            if number % 2:
-                of_theirs = _time_us(pair.theirs, pair.num_units)
-                samples.append((_time_us(pair.ours, pair.num_units), of_theirs))
-            else:
-                of_ours = _time_us(pair.ours, pair.num_units)
-                samples.append((of_ours, _time_us(pair.theirs, pair.num_units)))
-    return [_result(pair, samples) for pair, samples in zip(pairs, times, strict=True)]
+    contenders = []
+    for pair in pairs:
+        for side, before, work in zip(SIDES, pair.before, (pair.ours, pair.theirs), strict=True):
+            contenders.append(Contender(f"{pair.case}, {side}", partial(_once, before, work)))
+    taken = measure(contenders, rounds)
+    return [_result(pair, *(taken[f"{pair.case}, {side}"] for side in SIDES)) for pair in pairs]
 
 
-def table(results: list[Beside]) -> str:
-    """The results as Markdown."""
-    lines = [
-        f"Beside vLLM {vllm.__version__} (microseconds):",
-        "",
-        "| work | unit | kvxfer | vLLM | vLLM / kvxfer |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.case} | {r.unit} | {r.ours_us:.2f} | {r.theirs_us:.2f} | {r.ratio:.2f} |"
-        for r in results
-    ]
-    return "\n".join(lines) + "\n"
+def _once(before: Work, work: Work) -> Timing:
+    before()
+    return timed_cpu(work)
 
 
-def _time_us(work: Work, num_units: int) -> float:
-    start = time.thread_time()
-    work()
-    return (time.thread_time() - start) / num_units * 1e6
-
-
-def _result(pair: Pair, samples: list[tuple[float, float]]) -> Beside:
-    ours, others = zip(*samples, strict=True)
-    ratio = statistics.median(other / own for own, other in samples)
-    return Beside(pair.case, pair.unit, statistics.median(ours), statistics.median(others), ratio)
+def _result(pair: Pair, ours: list[Timing], theirs: list[Timing]) -> Beside:
+    own, others = speed_of(pair.num_units, ours, theirs), speed_of(pair.num_units, theirs)
+    us = [speed.ms[1] / pair.num_units * 1e3 for speed in (own, others)]
+    return Beside(pair.case, pair.unit, us[0], us[1], own.ratio or 0.0)
 
 
 def _their_request(number: int, token_ids: list[int], block_hasher: Any = None) -> Request:  # noqa: ANN401
@@ -137,15 +124,11 @@ def _naming() -> list[Pair]:
         raise SystemExit("get_hash_fn_by_name: expected vLLM's names, got others")
     num_blocks = PROMPT_TOKENS // BLOCK_TOKENS
 
-    def their_names() -> None:
-        hasher(request)
-
-    def own_names() -> None:
-        hash_request_tokens(sha256, BLOCK_TOKENS, prompt, root=own_root)
-
-    def same_names() -> None:
-        hash_request_tokens(same, BLOCK_TOKENS, prompt, root=root)
-
+    their_names = partial(hasher, request)
+    own_names, same_names = (
+        partial(hash_request_tokens, function, BLOCK_TOKENS, prompt, root=its_root)
+        for function, its_root in ((sha256, own_root), (same, root))
+    )
     return [
         Pair("names", "block", num_blocks, own_names, their_names),
         Pair("names, vLLM's names", "block", num_blocks, same_names, their_names),
@@ -161,10 +144,16 @@ def _pools(caching: bool) -> Pair:
     generator, chosen = random.Random(2), list(range(steps))
     token_ids = [0] * (REQUEST_BLOCKS * BLOCK_TOKENS)
 
-    def name_and_choose() -> None:
+    def fresh_names() -> list[bytes]:
+        return [generator.randbytes(32) for _ in range(REQUEST_BLOCKS)]
+
+    def name_ours() -> None:
         for number in chosen if caching else ():
-            names = [generator.randbytes(32) for _ in range(REQUEST_BLOCKS)]
-            ours.cache_full_blocks(own_live[number], names, 0, REQUEST_BLOCKS)
+            ours.cache_full_blocks(own_live[number], fresh_names(), 0, REQUEST_BLOCKS)
+
+    def name_theirs() -> None:
+        for number in chosen if caching else ():
+            names = fresh_names()
             request = _their_request(0, token_ids, lambda _, names=names: names)
             others.cache_full_blocks(
                 request, their_live[number], 0, REQUEST_BLOCKS, BLOCK_TOKENS, 0
@@ -181,7 +170,8 @@ def _pools(caching: bool) -> Pair:
             their_live[number] = others.get_new_blocks(REQUEST_BLOCKS)
 
     case = f"get + free, caching {'on' if caching else 'off'}"
-    return Pair(case, "block", steps * REQUEST_BLOCKS, own_steps, their_steps, name_and_choose)
+    before = (name_ours, name_theirs)
+    return Pair(case, "block", steps * REQUEST_BLOCKS, own_steps, their_steps, before)
 
 
 def _managers(caching: bool) -> tuple[KVCacheManager, TheirManager]:
@@ -233,10 +223,10 @@ def _requests(num_tokens: int, caching: bool) -> Pair:
             others.allocate_slots(request, num_tokens - num_hit, num_hit, blocks)
             others.free(request)
 
-    def forget() -> None:
-        if not (ours.pool.reset_prefix_cache() and others.reset_prefix_cache()):
+    def forget(pool: Any) -> None:  # noqa: ANN401
+        if caching and not pool.reset_prefix_cache():
             raise SystemExit("requests: expected all blocks free between rounds, got some in use")
 
     case = f"request of {num_tokens} tokens, caching {'on' if caching else 'off'}"
-    before: Work = forget if caching else lambda: None
+    before = (partial(forget, ours.pool), partial(forget, others))
     return Pair(case, "request", NUM_REQUESTS, own_requests, their_requests, before)

@@ -34,7 +34,6 @@ class Call:
 
     @property
     def took_s(self) -> float:
-        """How long it took."""
         return self.ended_s - self.started_s
 
     def line(self, origin_s: float) -> str:

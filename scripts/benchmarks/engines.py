@@ -16,10 +16,10 @@ from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.engine.steps import NewRequestData, SchedulerOutput
 from kvxfer.transfer.manifest import CacheFacts, RankId
-from scripts.benchmarks.devices import Devices
-from scripts.benchmarks.members import SINK, SOURCE, Member, Timing
+from scripts.benchmarks.core import Timing
+from scripts.benchmarks.members import SINK, SOURCE, Devices, Member
 from scripts.benchmarks.pools import Pool, Request
-from scripts.benchmarks.wire_ways import wire_config
+from scripts.benchmarks.wires import wire_config
 from scripts.benchmarks.workers import Worker, method_for
 
 SWITCH_INTERVAL_S = 2e-4  # what the engines set, so that a busy thread lets others run
@@ -53,15 +53,14 @@ class Allocated:
         return (self.ids,)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadTiming:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadTiming(Timing):
     """One accepted load. ``total_s``: from the order to the last verdict, and its parts.
     ``seen_s``: from before the first call of the step to the engine's look at the result. Processor
     time: of the engine's thread in the scheduler's and in the worker's calls, of the IO thread, of
     all other threads of the process.
     """
 
-    total_s: float
     start_s: float
     place_s: float
     verdict_s: float
@@ -87,13 +86,11 @@ class BusyThread:
             spin()
 
     def close(self) -> None:
-        """End it."""
         self._over.set()
         self._thread.join()
 
 
 def spin() -> int:
-    """0.1 ms of the interpreter."""
     total = 0
     for number in range(SPIN):
         total += number * number
@@ -101,7 +98,6 @@ def spin() -> int:
 
 
 def prompt(num_tokens: int) -> tuple[int, ...]:
-    """Token ids."""
     return tuple(number * 7919 % 128_000 for number in range(num_tokens))
 
 
@@ -112,8 +108,7 @@ class BenchEngine(Member):
         self, side: str, devices: Devices, pool: Pool, settings: dict[str, object]
     ) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        device = devices.source if side == SOURCE else devices.sink
-        super().__init__({side: device}, pool.nbytes)
+        super().__init__({side: devices.by_side[side]}, pool.nbytes)
         self._pool = pool
         self._num_requests = 0
         self._busy: BusyThread | None = None
@@ -144,10 +139,6 @@ class BenchEngine(Member):
         rank = self._worker.get_handshake_metadata()
         self._scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): rank})
         self._step(self._orders())
-
-    def run(self, way: str, request: Request) -> Timing:
-        """Never: a load needs an offer."""
-        raise NotImplementedError(f"{way}: an engine offers or loads")
 
     def set_busy(self, is_busy: bool) -> None:
         """Whether another thread of this process computes in Python, as an engine's would."""
@@ -189,9 +180,8 @@ class BenchEngine(Member):
         """
         # The last token of a prompt is always computed, so it has one more than the offer.
         asked = self._asked((*prompt(request.num_tokens), 1), params)
-        pool = request.sink
-        ids = tuple(pool.ids(request.num_tokens, seed=2).tolist())
-        spare = tuple(set(range(pool.num_blocks)).difference(ids))[:1]
+        ids = tuple(request.sink_ids.tolist())
+        spare = tuple(set(range(request.sink.num_blocks)).difference(ids))[:1]
         self.flush()
         cpu_s = time.thread_time()
         self._scheduler.on_new_request(asked)
@@ -302,7 +292,6 @@ class BenchEngine(Member):
 
 
 def facts_of(pool: Pool) -> CacheFacts:
-    """What both engines agree on."""
     return CacheFacts(
         model=f"benchmark-{pool.shape.name}",
         weights="none",

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.benchmarks.devices import Devices
-from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, timed
+from scripts.benchmarks.core import Timing, timed
+from scripts.benchmarks.members import SINK, SOURCE, Devices, Member
 from scripts.benchmarks.pools import Pool, Request
 
 NUM_THREADS = 4  # what vLLM's connector sets for UCX
@@ -44,8 +44,6 @@ SETTINGS = (
     Setting(f"NIXL WRITE, {NUM_THREADS} threads", "WRITE"),
     Setting(f"NIXL WRITE, {NUM_THREADS} threads, SGL", "WRITE", tuple(SGL.items())),
 )
-
-
 HOST_SETTINGS = (
     Setting("NIXL READ, default", "READ", num_threads=0),
     Setting("NIXL READ, no thread", "READ", num_threads=0, has_progress_thread=False),
@@ -70,8 +68,7 @@ class NixlMember(Member):
 
     def __init__(self, side: str, setting: Setting, devices: Devices, nbytes: int) -> None:
         nixl = import_module("nixl._api")  # optional
-        device = devices.source if side == SOURCE else devices.sink
-        super().__init__({side: device}, nbytes)
+        super().__init__({side: devices.by_side[side]}, nbytes)
         self._side, self._operation = side, setting.operation
         memory = self.memories[side]
         self._kind = "DRAM" if memory.device.type == "cpu" else "VRAM"
@@ -100,11 +97,9 @@ class NixlMember(Member):
             self._agent.get_new_notifs()
 
     def card(self) -> Card:
-        """For the other agent."""
         return Card(self._agent.get_agent_metadata(), self._address, self._device)
 
     def meet(self, card: Card) -> None:
-        """Know the other agent."""
         name = self._agent.add_remote_agent(card.metadata)
         self._peer = name.decode() if isinstance(name, bytes) else name
         self._peer_card = card
@@ -115,12 +110,8 @@ class NixlMember(Member):
     def run(self, way: str, request: Request) -> Timing:
         """One request, made and posted anew."""
         ours, theirs = self._prepared(request)
-        own, other = (
-            _indexes(request.sink, request.sink_ids),
-            _indexes(request.source, request.source_ids),
-        )
-        if self._side == SOURCE:
-            own, other = other, own
+        is_source = self._side == SOURCE
+        own, other = (_indexes(*request.side(which)) for which in (is_source, not is_source))
         handles: list[Any] = []
 
         def post() -> None:
@@ -148,10 +139,8 @@ class NixlMember(Member):
             raise RuntimeError("NIXL: expected meet before run")
         key = (request.source, request.sink)
         if key not in self._lists:
-            pools = {SOURCE: request.source, SINK: request.sink}
-            own = pools.pop(self._side)
-            (other,) = pools.values()
-            card = self._peer_card
+            is_source, card = self._side == SOURCE, self._peer_card
+            (own, _), (other, _) = request.side(is_source), request.side(not is_source)
             prepare = self._agent.prep_xfer_dlist
             self._lists[key] = (
                 prepare("NIXL_INIT_AGENT", _rows(own, self._address, self._device), self._kind),
@@ -160,7 +149,6 @@ class NixlMember(Member):
         return self._lists[key]
 
     def close(self) -> None:
-        """Give everything back."""
         self._over.set()
         if self._looker is not None:
             self._looker.join()

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.batch_copy import batch_copy
-from scripts.benchmarks.devices import Devices, finish
-from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, sides_of, timed
+from scripts.benchmarks.core import Timing, timed
+from scripts.benchmarks.gpu import batch_copy
+from scripts.benchmarks.members import SIDES, Devices, Member, finish
 from scripts.benchmarks.pools import Pool, Request
 
 MEMCPY = "memcpy"
@@ -18,20 +18,21 @@ LOCAL_MEMCPY = "local memcpy"
 MEMSET = "memset"
 TORCH = "torch"
 BATCH = "cudaMemcpyBatchAsync"
+LIMITS = (MEMCPY, LOCAL_MEMCPY, MEMSET)
 
 
 class PlainWays(Member):
     """Both sides' memories in one process."""
 
     def __init__(self, devices: Devices, nbytes: int) -> None:
-        super().__init__(sides_of(devices), nbytes)
-        self._source, self._sink = (self.memories[side] for side in (SOURCE, SINK))
+        super().__init__(devices.by_side, nbytes)
+        self._source, self._sink = (self.memories[side] for side in SIDES)
         self._devices = (self._source.device, self._sink.device)
         # A GPU may read the other's memory once torch has copied from it to the other
         self._sink.tensor[:1024].copy_(self._source.tensor[:1024])
         self._source.tensor[:1024].copy_(self._sink.tensor[:1024])
         self._other = torch.empty(nbytes, dtype=torch.uint8, device=self._sink.device)
-        self._works: dict[tuple[str, Request], Callable[[], None]] = {}
+        self._works: dict[tuple[str, Request], Callable[[], object]] = {}
 
     def run(self, way: str, request: Request) -> Timing:
         """From the first call to the end of all that both devices have to do."""
@@ -41,15 +42,15 @@ class PlainWays(Member):
         self.flush()
         return timed(work, partial(finish, *self._devices))
 
-    def _make(self, way: str, request: Request) -> Callable[[], None]:
+    def _make(self, way: str, request: Request) -> Callable[[], object]:
         nbytes = request.nbytes
         sink = self._sink.tensor
         if way == MEMCPY:
-            return partial(_copy, sink[:nbytes], self._source.tensor[:nbytes])
+            return partial(sink[:nbytes].copy_, self._source.tensor[:nbytes])
         if way == LOCAL_MEMCPY:
-            return partial(_copy, sink[:nbytes], self._other[:nbytes])
+            return partial(sink[:nbytes].copy_, self._other[:nbytes])
         if way == MEMSET:
-            return partial(_clear, sink[:nbytes])
+            return sink[:nbytes].zero_
         if way == TORCH:
             return torch_copy(request, self._source.tensor, sink)
         source_offsets, sink_offsets = request.pieces()
@@ -60,17 +61,8 @@ class PlainWays(Member):
         )
 
     def close(self) -> None:
-        """Give the memory back."""
         self._works.clear()
         super().close()
-
-
-def _copy(sink: Tensor, source: Tensor) -> None:
-    sink.copy_(source)
-
-
-def _clear(sink: Tensor) -> None:
-    sink.zero_()
 
 
 def torch_copy(request: Request, source: Tensor, sink: Tensor) -> Callable[[], None]:

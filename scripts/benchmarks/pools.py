@@ -67,7 +67,6 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """As people read it."""
         return f"{self.layout}{self.block_tokens}"
 
     def side(self) -> Side:
@@ -153,17 +152,18 @@ class Request:
 
     @property
     def shape(self) -> Shape:
-        """Of both sides."""
         return self.sink.shape
 
     @property
     def nbytes(self) -> int:
-        """Of the payload."""
         return self.num_tokens * self.shape.regions * self.shape.token_nbytes
+
+    def side(self, is_source: bool) -> tuple[Pool, Ids]:
+        """A side's pool, and the request's blocks in it."""
+        return (self.source, self.source_ids) if is_source else (self.sink, self.sink_ids)
 
     @property
     def name(self) -> str:
-        """As people read it."""
         return f"{self.shape.name} {self.layouts} {self.num_tokens} tokens"
 
     @property
@@ -213,7 +213,7 @@ class Request:
         blocks as they are: equal layouts only.
         """
         offsets = []
-        for pool, ids in ((self.source, self.source_ids), (self.sink, self.sink_ids)):
+        for pool, ids in (self.side(True), self.side(False)):
             regions = np.arange(self.shape.regions, dtype=np.int64)[:, None] * pool.num_blocks
             offsets.append(((regions + ids) * pool.block_nbytes).ravel())
         return offsets[0], offsets[1]

@@ -12,13 +12,17 @@ these end with the one that began, also when that is killed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import os
 import select
 import signal
+import socket
+import statistics
 import struct
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,12 +30,17 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
+from scripts.benchmarks.sockets import CONNECT_S, connect, hear, listen, say, without_delay
+from scripts.benchmarks.workers import FORK_SERVER, Worker, close_all
+
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
 """Of the source's namespace and of the sink's."""
 DEVICE = "link0"
 MTU_NBYTES = 1500
 FRAME_OVERHEAD_NBYTES = 24
 """Preamble, checksum and gap around each Ethernet frame."""
+NUM_TRIPS = 50
+MESSAGE = bytes(8)
 QUEUE_S = 0.01
 """How much may wait before the link; a switch has about as much for each port."""
 START_S = 20.0
@@ -100,11 +109,9 @@ class SlowLink:
 
     @property
     def pid(self) -> int | None:
-        """Of the relay."""
         return self._process.pid
 
     def relayed(self) -> Relayed:
-        """So far."""
         self._pipe.send(None)
         found: Relayed = self._pipe.recv()
         return found
@@ -253,3 +260,57 @@ def _check(result: int, call: str) -> None:
     if result:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
+
+
+# ------------------------------------------------------------------ how long a few bytes take
+
+
+class Echo:
+    """Says again whatever it hears, to one peer."""
+
+    def __init__(self, host: str) -> None:
+        self._listener = listen(host)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def address(self) -> tuple[str, int]:
+        host, port = self._listener.getsockname()
+        return host, port
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):  # the peer has closed, or nobody came
+            self._listener.settimeout(CONNECT_S)
+            with without_delay(self._listener.accept()[0]) as sock:
+                sock.settimeout(None)
+                while True:
+                    say(sock, hear(sock))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+class RoundTrips:
+    """The other end of Echo."""
+
+    def measure(self, address: tuple[str, int]) -> list[float]:
+        taken_s = []
+        with connect(address) as sock:
+            for _ in range(NUM_TRIPS):
+                started_s = time.perf_counter()
+                say(sock, MESSAGE)
+                hear(sock)
+                taken_s.append(time.perf_counter() - started_s)
+        return taken_s
+
+
+def round_trip_ms(link: SlowLink) -> float:
+    """The median of a few bytes, there and back."""
+    source = Worker("echo", link.inside(0, Echo), ADDRESSES[0], method=FORK_SERVER)
+    sink = Worker("round trips", link.inside(1, RoundTrips), method=FORK_SERVER)
+    try:
+        taken_s: list[float] = sink.call(list, "measure", source.call(tuple, "address"))
+    finally:
+        close_all((sink, source))
+    return statistics.median(taken_s) * 1e3

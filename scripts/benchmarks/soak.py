@@ -7,15 +7,14 @@ transfers 10 bytes each are a megabyte.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvxfer.transfer.manifest import RankManifest
-from scripts.benchmarks.devices import Devices
-from scripts.benchmarks.host_ways import ZMQ_TCP, HostGiving, HostTaking
-from scripts.benchmarks.members import SINK, SOURCE
+from scripts.benchmarks.core import Columns, Report, Table, table
+from scripts.benchmarks.members import SINK, SOURCE, Devices, Usage
 from scripts.benchmarks.pools import TINY, Request, request_of
-from scripts.benchmarks.usage import Usage
-from scripts.benchmarks.wire_ways import wire_config
+from scripts.benchmarks.wires import Giving, Taking, wire_config
 from scripts.benchmarks.workers import FORK_SERVER, Worker, close_all
 
 WARM_TRANSFERS = 1500
@@ -41,7 +40,6 @@ class Held:
         return self.usages[-1].rss_nbytes - self.usages[0].rss_nbytes
 
     def leaks(self) -> list[str]:
-        """What has grown, in words."""
         first, last = self.usages[0], self.usages[-1]
         found = []
         if self.growth_nbytes > MOST_GROWTH_NBYTES:
@@ -65,7 +63,6 @@ class Soaked:
     held: tuple[Held, ...]
 
     def leaks(self) -> list[str]:
-        """Of both processes."""
         return [leak for held in self.held for leak in held.leaks()]
 
 
@@ -76,18 +73,16 @@ class Soak:
         self.wire = wire
         self.request: Request = request_of(TINY, "HND16->NHD64", num_tokens, 4 * num_tokens)
         nbytes = max(self.request.source.nbytes, self.request.sink.nbytes)
-        config = wire_config(
-            "zmq" if wire == ZMQ_TCP else wire, staging_slots=staging_slots, chunk_nbytes=64 << 10
-        )
+        config = wire_config(wire, staging_slots=staging_slots, chunk_nbytes=64 << 10)
         devices = Devices("cpu", "cpu", wire)
         self._workers = {
             side: Worker(f"{wire}, {side}", make, devices, nbytes, config, method=FORK_SERVER)
-            for side, make in ((SOURCE, HostGiving), (SINK, HostTaking))
+            for side, make in ((SOURCE, Giving), (SINK, Taking))
         }
         try:
             source, sink = self._workers[SOURCE], self._workers[SINK]
             manifest = source.call(RankManifest, "manifest")
-            sink.call(str, "attach", manifest, source.call(tuple, "address"), self.request)
+            sink.call(str, "meet", manifest, source.call(tuple, "address"), self.request)
         except BaseException:
             self.close()
             raise
@@ -102,11 +97,9 @@ class Soak:
         self._workers[SINK].call(object, "reattach", self.request, times, timeout_s=STEP_S)
 
     def usages(self) -> dict[str, Usage]:
-        """What each process holds now."""
         return {side: worker.call(Usage, "usage") for side, worker in self._workers.items()}
 
     def close(self) -> None:
-        """End both."""
         close_all(self._workers.values())
 
 
@@ -126,3 +119,49 @@ def soak(wire: str, num_transfers: int, *, warm: int = WARM_TRANSFERS) -> Soaked
         pair.close()
     held = tuple(Held(side, tuple(look[side] for look in looks)) for side in (SOURCE, SINK))
     return Soaked(wire, num_transfers, pair.request.nbytes, duration_s, held)
+
+
+TEXT = (
+    f"After {WARM_TRANSFERS} transfers of warm-up; memory is resident memory in KiB, the first "
+    "look, then what each quarter has added to it, after a garbage collection and malloc_trim "
+    f"each. Allowed in all: {MOST_GROWTH_NBYTES >> 10} KiB, and not one thread or descriptor more."
+)
+
+
+def _added(quarter: int) -> Callable[[tuple[Soaked, Held]], str]:
+    def text(row: tuple[Soaked, Held]) -> str:
+        earlier, later = row[1].usages[quarter - 1 : quarter + 1]
+        return f"{(later.rss_nbytes - earlier.rss_nbytes) / 1024:+g}"
+
+    return text
+
+
+def _became(name: str) -> Callable[[tuple[Soaked, Held]], str]:
+    def text(row: tuple[Soaked, Held]) -> str:
+        first, *_, last = (getattr(usage, name) for usage in row[1].usages)
+        return f"{first} -> {last}"
+
+    return text
+
+
+COLUMNS: Columns[tuple[Soaked, Held]] = {
+    "wire": lambda row: row[0].wire,
+    "process": lambda row: row[1].side,
+    "transfers": lambda row: str(row[0].num_transfers),
+    "bytes each": lambda row: str(row[0].nbytes),
+    "ms each": lambda row: f"{row[0].duration_s / row[0].num_transfers * 1e3:.3f}",
+    "memory KiB": lambda row: str(row[1].usages[0].rss_nbytes >> 10),
+    **{name: _added(number) for number, name in enumerate(("1st", "2nd", "3rd", "4th quarter"), 1)},
+    "threads": _became("num_threads"),
+    "descriptors": _became("num_descriptors"),
+    "leaks": lambda row: "; ".join(row[1].leaks()) or "none",
+}
+
+
+def tables(report: Report) -> list[Table]:
+    soaked: list[Soaked] = report.records.get("soaked", [])
+    return [
+        table(
+            "what is left", TEXT, COLUMNS, [(each, held) for each in soaked for held in each.held]
+        )
+    ]

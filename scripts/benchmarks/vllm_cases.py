@@ -134,7 +134,7 @@ class Cases:
         for num_tokens in self.pair.geometry.lengths[:2]:
             self.pair.decode.generate(self._prompts(num_tokens)[0], NEW_TOKENS)
         for engine in self.pair.engines:
-            engine.take_times()
+            engine.call("take_times")
 
     def measured(self) -> Iterator[Sample]:
         """Every length, alone and together, on both pools; the first transfer of the pair first."""
@@ -160,9 +160,9 @@ class Cases:
         decode = self.pair.decode
         prompts = self._prompts(num_tokens, together)
         params = self.pair.offered(prompts)
-        decode.take_times()
+        decode.call("take_times")
         answers = decode.generate_all(prompts, NEW_TOKENS, params)
-        times = decode.take_times()
+        times = decode.call("take_times")
         reasons = {answer.reason for answer in answers}
         if len(times["loads_s"]) != together or reasons != {"length"}:
             raise RuntimeError(

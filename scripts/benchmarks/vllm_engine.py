@@ -187,7 +187,6 @@ class ConnectorTimes:
         self._stats: list[dict[str, Any]] = []
 
     def watch(self, connector: Any) -> None:
-        """Wrap its methods."""
         bind, stats = connector.bind_connector_metadata, connector.get_kv_connector_stats
         start, ordered = connector.start_load_kv, list[str]()
 

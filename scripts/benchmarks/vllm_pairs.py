@@ -142,7 +142,6 @@ class Setup:
 
     @property
     def text(self) -> str:
-        """For tables."""
         return f"{self.layout} blocks of {self.block_tokens}"
 
 
@@ -154,7 +153,6 @@ class MeasuredConfig(EngineConfig):
     geometry: Geometry | None = None
 
     def engine_args(self, port: int) -> dict[str, Any]:
-        """Arguments of vLLM's EngineArgs."""
         setup, geometry = self._given()
         connector = replaced(CONNECTORS[setup.connector], extra=setup.extra)
         return {
@@ -180,7 +178,6 @@ class MeasuredConfig(EngineConfig):
         return {} if setup.device is None else {"gpu_memory_utilization": _GPU_SHARE}
 
     def environment(self, port: int) -> dict[str, str]:
-        """Of the engine's process."""
         setup, _ = self._given()
         found = {
             **_ENVIRONMENT,
@@ -223,13 +220,8 @@ class MeasuredEngine(Engine):
         return Process.of(popen, self._log_path)
 
     def close(self) -> None:
-        """End it; the log stays."""
         self.process.log_path = self._log_path.with_suffix(".gone")  # what forget() removes
         super().close()
-
-    def seed_weights(self) -> int:
-        """See the engine's ``do_seed_weights``."""
-        return int(self.call("seed_weights", timeout_s=CALL_TIMEOUT_S))
 
     def order_blocks(self, seed: int | None) -> None:
         """Free blocks by id, or shuffled; waits until all of them are free."""
@@ -238,16 +230,6 @@ class MeasuredEngine(Engine):
             CALL_TIMEOUT_S,
         )
         self.call("order_blocks", seed=seed)
-
-    def layout(self) -> dict[str, Any]:
-        """See the engine's ``do_layout``."""
-        found: dict[str, Any] = self.call("layout")
-        return found
-
-    def take_times(self) -> dict[str, Any]:
-        """See the engine's ``do_take_times``."""
-        found: dict[str, Any] = self.call("take_times")
-        return found
 
     def checked(
         self,
@@ -277,7 +259,6 @@ class EnginePair:
 
     @property
     def engines(self) -> tuple[MeasuredEngine, MeasuredEngine]:
-        """Prefill first."""
         return self.prefill, self.decode
 
     @property
@@ -316,7 +297,7 @@ def running(
             engine.wait_ready(START_TIMEOUT_S)
         if geometry.config:
             for engine in engines:
-                engine.seed_weights()
+                engine.call("seed_weights", timeout_s=CALL_TIMEOUT_S)
         start_s = time.monotonic() - begun_s
         yield EnginePair(geometry, setups, prefill, decode, start_s)
     finally:
@@ -328,6 +309,6 @@ def described(pair: EnginePair) -> dict[str, Any]:
     """For the records: both setups, and what the engines say of themselves."""
     return {
         "setups": [asdict(setup) for setup in pair.setups],
-        "layouts": [engine.layout() for engine in pair.engines],
+        "layouts": [engine.call("layout") for engine in pair.engines],
         "start_s": round(pair.start_s, 1),
     }

@@ -17,19 +17,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import TypeVar
 
+from scripts.benchmarks.core import ContenderLost
+
 SPAWN, FORK_SERVER = "spawn", "forkserver"
 """How processes start: anew, because a forked one cannot use a GPU, or as copies of one that has
 imported everything, which takes 0.1 s instead of 3."""
-IMPORTED_BEFORE = ("torch", "zmq", "kvxfer.transports.registry", "scripts.benchmarks.wire_ways")
+IMPORTED_BEFORE = ("torch", "zmq", "kvxfer.transports.registry", "scripts.benchmarks.wires")
 START_S = 120.0
 CALL_S = 60.0
 END_S = 10.0
 
 T = TypeVar("T")
-
-
-class ContenderLost(RuntimeError):
-    """A call failed, or its process is gone; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +148,6 @@ class Worker:
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:

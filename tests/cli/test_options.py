@@ -169,20 +169,19 @@ def test_settings_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVXFER_PORT", "1")
     found = settings(
         EngineOptions(),
-        side(),
         defaults={"log_level": "WARNING", "lease_s": 9.0, "port": 2},
         given={"port": 3},
     )
     assert (found.port, found.lease_s, found.log_level) == (3, 7.0, "WARNING")
     assert found.transport == "auto"
     options = EngineOptions(transport=Wire.ZMQ, log_level="DEBUG")
-    found = settings(options, side(faults="read:fail"), defaults={"log_level": "WARNING"})
-    assert (found.transport, found.faults, found.log_level) == ("zmq", "read:fail", "DEBUG")
+    found = settings(options, defaults={"log_level": "WARNING"})
+    assert (found.transport, found.log_level) == ("zmq", "DEBUG")
 
 
 def test_engines() -> None:
     own = side(tp_size=4, block_size=24, layout=Layout.NHD, prefix_caching=False, num_blocks=9)
-    kv = settings(MODEL, own, given={"port": 0})
+    kv = settings(MODEL, given={"port": 0})
     options = RunOptions(verify=True, on_load_failure=OnLoadFailure.FAIL)
     engine = transfer_engine(Role.DECODE, own, MODEL, DEFAULT_MODEL, kv)
     config = fitted(engine, own, options, DEFAULT_MODEL, work(99))
@@ -261,7 +260,7 @@ def test_devices_are_counted_only_where_that_decides() -> None:
 def test_engines_are_where_their_sides_are() -> None:
     model = read_model(MODEL, (2,))
     own = side(device="cuda", devices=(3, 1))
-    kv = settings(MODEL, own, given={"port": 0})
+    kv = settings(MODEL, given={"port": 0})
     config = transfer_engine(Role.PREFILL, own, MODEL, model, kv)
     assert config.rank_devices == ("cuda:3", "cuda:1")
     assert single_engine(MODEL, model, work(5), device="cuda:3").rank_devices == ("cuda:3",)
@@ -275,10 +274,9 @@ def test_both_sides_of_a_pair_are_told_apart() -> None:
         decode_layout=Layout.HND,
         prefill_blocks=7,
         decode_prefix_caching=False,
-        decode_faults="read:fail",
         device="cuda",
         prefill_devices="2,3,4",
         decode_devices="1",
     )
-    assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "", "cuda", (2, 3, 4))
-    assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "read:fail", "cuda", (1,))
+    assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "cuda", (2, 3, 4))
+    assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "cuda", (1,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from hashlib import blake2b
 
 import pytest
@@ -11,7 +12,7 @@ from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.digest import DIGEST_NBYTES
 from kvxfer.engine.engine import Result
 from kvxfer.engine.model_config import load_model_config
-from tests.end_to_end.harness import DECODE, PREFILL, Pair, engine_config, pair, prompt
+from tests.end_to_end.harness import DECODE, PREFILL, LiveEngine, Pair, engine_config, pair, prompt
 
 NUM_TOKENS = (17, 18, 24, 31, 32, 33, 40, 48, 64, 65, 96, 127, 150, 200, 257, 400)
 """Each longer than a block of the prefill side."""
@@ -20,12 +21,12 @@ MODEL = load_model_config(None)  # the built-in one, which needs no files
 NUM_PLANES = 2 * MODEL.num_layers * MODEL.num_kv_heads
 
 
-def decode_config(transport: str, faults: str = "") -> EngineConfig:
+def decode_config(transport: str) -> EngineConfig:
     """No prefix cache, so that no prompt finds KV of the one before. Pools begin as zeros."""
     return engine_config(
         Role.DECODE,
         None,
-        kv={"transport": transport, "faults": faults, "log_level": "WARNING"},
+        kv={"transport": transport, "log_level": "WARNING"},
         enable_prefix_caching=False,
         digests=True,
         **DECODE,
@@ -74,7 +75,9 @@ def is_blank(answer: Result) -> bool:
 def test_zeros_for_kv_change_the_tokens_of_every_prompt_longer_than_a_block(
     engines: Pair, right: dict[int, Result], transport: str
 ) -> None:
-    wrong = answers(engines, decode_config(transport, faults="read:blank"))
+    config = decode_config(transport)
+    with closing(LiveEngine(config, "read:blank")) as blank:
+        wrong = answers(Pair(engines.prefill, blank), config)
     for num_tokens in NUM_TOKENS:
         assert is_blank(wrong[num_tokens])
         assert not is_blank(right[num_tokens])

@@ -12,11 +12,20 @@ import pytest
 import torch
 
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from scripts.benchmarks import device_report
-from scripts.benchmarks.batch_copy import BatchCopyUnavailable, batch_copy
-from scripts.benchmarks.contenders import Way, WrongBytes
-from scripts.benchmarks.devices import Devices, Memory, devices_for
-from scripts.benchmarks.members import SINK, SOURCE, Timing
+from scripts.bench_transfer import peer_aim
+from scripts.benchmarks.contenders import Way
+from scripts.benchmarks.core import (
+    ContenderLost,
+    Line,
+    Plot,
+    Report,
+    Table,
+    Timing,
+    WrongBytes,
+    facts_of,
+)
+from scripts.benchmarks.gpu import BatchCopyUnavailable, batch_copy
+from scripts.benchmarks.members import SINK, SOURCE, Devices, Memory, devices_for
 from scripts.benchmarks.nixl_ways import SETTINGS, _indexes, _rows
 from scripts.benchmarks.plain_ways import MEMCPY, MEMSET, PlainWays, torch_copy
 from scripts.benchmarks.pools import (
@@ -29,8 +38,8 @@ from scripts.benchmarks.pools import (
     layout_of,
     request_of,
 )
-from scripts.benchmarks.results import Line, Plot, Table, facts_of, quantiles, write_report
-from scripts.benchmarks.workers import ContenderLost, Worker, close_all
+from scripts.benchmarks.transfer import cells_of
+from scripts.benchmarks.workers import Worker, close_all
 
 CPU = Devices("cpu", "cpu", "shm")
 LAYOUTS = ("HND16->HND16", "HND16->NHD64", "NHD64->HND16", "NHD24->HND16", "NHD8->NHD8")
@@ -318,24 +327,31 @@ def test_cells_are_medians_beside_memcpy() -> None:
         MEMCPY: [Timing(s, 0.0, 0.0) for s in (1.0, 2.0, 3.0)],
         "kvxfer cuda_ipc": [Timing(s, 0.5, 0.25) for s in (2.0, 2.5, 4.0)],
     }
-    cells = {cell.way: cell for cell in device_report.cells_of(request, taken, "peer")}
+    cells = {cell.way: cell for cell in cells_of(request, taken, MEMCPY, peer_aim)}
     ours = cells["kvxfer cuda_ipc"]
-    assert (ours.p50_ms, ours.post_ms, ours.cpu_ms, ours.ratio) == (2500.0, 500.0, 250.0, 0.8)
-    assert ours.gbps == pytest.approx(8192 * 160 * 256 / 2.5 / 1e9)
-    assert device_report.verdict(ours) == "0.90 MISSED"  # one head: 256-byte runs
+    assert (ours.speed.ms[1], ours.post_ms, ours.cpu_ms) == (2500.0, 500.0, 250.0)
+    assert ours.ratios is not None
+    assert ours.ratios[1] == pytest.approx(0.8)
+    assert ours.speed.gbps[1] == pytest.approx(8192 * 160 * 256 / 2.5 / 1e9)
+    assert ours.verdict == "0.9 MISSED"  # one head: 256-byte runs
     assert cells[MEMCPY].aim is None
 
 
 def test_a_report_has_its_tables_and_survives_without_cells(tmp_path: Path) -> None:
-    facts = facts_of("do it", ("torch", "no-such-package"))
-    assert facts["no-such-package"] == "not installed"
+    facts = facts_of("bench.py", ("torch", "no-such-package"), "of a test")
+    assert (facts["no-such-package"], facts["note"]) == ("not installed", "of a test")
     table = Table("times", "In ms.", ("a", "b"), (("1", "2"),))
     empty = Table("nothing", "", ("a",), ())
     plot = Plot("speed", "bytes", "GB/s", (Line("one", (1, 1024), (1, 10)),))
-    write_report(tmp_path, "r", "Title", facts, [table, empty], {"cells": [1]}, plot=plot)
-    text = (tmp_path / "r.md").read_text()
+    tables = [table, empty]
+    report = Report(tmp_path, "r", "Title", facts, lambda _: tables, lambda _: plot, date="today")
+    report.records["where"], report.lost["two"] = "here", "it ended"
+    report.write(is_last=True)
+    text = (tmp_path / "r_today.md").read_text()
+    assert text.startswith("# Title, today\n")
     assert "| a | b |\n|---|---|\n| 1 | 2 |" in text
-    assert "Command: `do it`" in text
-    assert "nothing" not in text
-    assert json.loads((tmp_path / "r.json").read_text())["cells"] == [1]
-    assert quantiles([1.0, 2.0, 3.0])[1] == 2.0
+    assert "Command: `scripts/bench.py" in text
+    assert "## nothing" not in text
+    assert "| two | it ended |" in text
+    known = json.loads((tmp_path / "r_today.json").read_text())
+    assert (known["where"], known["lost"]) == ("here", {"two": "it ended"})

@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import host_report
-from scripts.benchmarks.connector_report import aim_of
-from scripts.benchmarks.devices import Devices, devices_for
-from scripts.benchmarks.host_report import AIMS, NIXL_DEFAULT, aims_of, cells_of, verdict
-from scripts.benchmarks.members import Timing
+from scripts.bench_connector import aim_of
+from scripts.bench_transfer import HOST_AIMS, host_aim
+from scripts.benchmarks import soak
+from scripts.benchmarks.core import Report, Timing
+from scripts.benchmarks.members import Devices, Usage, devices_for, usage_now
 from scripts.benchmarks.pools import LLAMA_8B, TINY, request_of
-from scripts.benchmarks.raw_sockets import hear, receive_pieces, say, send_pieces
 from scripts.benchmarks.soak import MOST_GROWTH_NBYTES, Held, Soaked
-from scripts.benchmarks.soak_report import SoakReport
-from scripts.benchmarks.usage import Usage, usage_now
+from scripts.benchmarks.sockets import SOCKETS, hear, receive_pieces, say, send_pieces
+from scripts.benchmarks.transfer import COLUMNS, NIXL_DEFAULT, cells_of, speed_tables
 from scripts.benchmarks.workers import Worker
 
 
@@ -42,23 +41,24 @@ def test_ratios_are_to_the_same_quantile_of_the_socket() -> None:
         "kvxfer zmq": timings(0.04, 0.05, 0.16),
         NIXL_DEFAULT: timings(0.1, 0.1, 0.1),
     }
-    cells = {cell.way: cell for cell in cells_of(request, taken, aims_of(request))}
+    cells = {cell.way: cell for cell in cells_of(request, taken, SOCKETS, host_aim)}
     ours = cells["kvxfer zmq"]
-    assert ours.gbps[1] == pytest.approx(0.064 * 1.048576 / 0.05)
-    assert ours.ratio == pytest.approx(0.8)
+    assert ours.speed.gbps[1] == pytest.approx(0.064 * 1.048576 / 0.05)
+    assert ours.ratios is not None
+    assert ours.ratios[1] == pytest.approx(0.8)
     assert ours.beside_nixl == pytest.approx(2.0)
-    assert verdict(ours) == "0.6 met, NIXL's default met"
-    assert verdict(replace(ours, ratios=(0.5, 0.5, 0.5), beside_nixl=0.9)) == (
-        "0.6 MISSED, NIXL's default MISSED"
-    )
-    assert verdict(cells["sockets"]) == ""
+    assert ours.verdict == "0.6 met, NIXL's default met"
+    slower = replace(ours, ratios=(0.5, 0.5, 0.5), beside_nixl=0.9)
+    assert slower.verdict == "0.6 MISSED, NIXL's default MISSED"
+    assert cells["sockets"].verdict == ""
     assert cells["sockets"].ratios == (1.0, 1.0, 1.0)
 
 
 def test_aims_are_those_of_2048_blocks() -> None:
-    assert aims_of(request_of(LLAMA_8B, "HND16->HND16", 512, 512)) == AIMS
-    assert aims_of(request_of(LLAMA_8B, "HND16->HND16", 128, 512)) == {}
-    assert aims_of(request_of(TINY, "HND16->HND16", 512, 512)) == {}
+    for way, aim in HOST_AIMS.items():
+        assert host_aim(request_of(LLAMA_8B, "HND16->HND16", 512, 512), way) == aim
+        assert host_aim(request_of(LLAMA_8B, "HND16->HND16", 128, 512), way) is None
+        assert host_aim(request_of(TINY, "HND16->HND16", 512, 512), way) is None
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,13 @@ def test_another_wire_on_the_same_devices() -> None:
 
 
 def test_a_report_is_written_case_by_case(tmp_path: Path) -> None:
-    report = host_report.Report(tmp_path, "speed", "Speed", "Text.", {"command": "do"})
+    tables = speed_tables("speed", "Text.")
+    report = Report(tmp_path, "speed", "Speed", {"command": "do"}, tables)
     request = request_of(TINY, "HND16->NHD64", 64, 64)
-    report.lost.append(("kvxfer ucx", "not installed"))
-    report.add(list(cells_of(request, {"sockets": timings(0.1, 0.2)}, {})))
+    report.lost["kvxfer ucx"] = "not installed"
+    for cell in cells_of(request, {"sockets": timings(0.1, 0.2)}, SOCKETS, host_aim):
+        report.add(COLUMNS, cell)
+    report.write()
     text = next(tmp_path.glob("speed_*.md")).read_text()
     assert "tiny HND16->NHD64 64 tokens | sockets" in text
     assert "| kvxfer ucx | not installed |" in text
@@ -112,6 +115,12 @@ def usage(rss_nbytes: int, num_threads: int = 3, num_descriptors: int = 9) -> Us
     return Usage(rss_nbytes, num_threads, num_descriptors)
 
 
+def quarters(held: Held) -> Held:
+    """With a look after each."""
+    first, last = held.usages
+    return replace(held, usages=(first, first, first, first, last))
+
+
 def test_what_has_grown_is_named(tmp_path: Path) -> None:
     steady = Held("source", (usage(1 << 20), usage(1 << 20)))
     grown = Held("sink", (usage(0), usage(MOST_GROWTH_NBYTES + 1, 4, 10)))
@@ -121,10 +130,15 @@ def test_what_has_grown_is_named(tmp_path: Path) -> None:
         "sink: 3 threads became 4",
         "sink: 9 descriptors became 10",
     ]
-    report = SoakReport(tmp_path, {"command": "do"})
-    report.add(soaked)
+    report = Report(tmp_path, "soak_cpu", "Soak", {"command": "do"}, soak.tables)
+    report.records["soaked"] = [replace(soaked, held=(quarters(steady), quarters(grown)))]
+    report.write()
     text = next(tmp_path.glob("soak_cpu_*.md")).read_text()
-    assert "| zmq | source | 10 | 100 | 100.000 | 1024 | +0 | 3 -> 3 | 9 -> 9 | none |" in text
+    assert (
+        "| zmq | source | 10 | 100 | 100.000 | 1024 | +0 | +0 | +0 | +0 | 3 -> 3 | 9 -> 9 | none |"
+        in text
+    )
+    assert "| 0 | +0 | +0 | +0 | +256.001 | 3 -> 4 | 9 -> 10 | sink: resident" in text
 
 
 def test_usage_sees_memory_threads_and_descriptors() -> None:

@@ -8,13 +8,15 @@ from contextlib import closing
 import pytest
 
 from kvxfer.transports.pipe import Slots
-from scripts.benchmarks import least_ucx
-from scripts.benchmarks.devices import Devices
-from scripts.benchmarks.least_ucx import LeastUcx, UcxLoop
-from scripts.benchmarks.least_ways import LAUNCH, LaunchWays
-from scripts.benchmarks.members import SINK, SOURCE, Member
+from scripts.benchmarks import ucx_loop
+from scripts.benchmarks.contenders import Way, meet
+from scripts.benchmarks.least import LEAST, LaunchWays
+from scripts.benchmarks.members import SIDES, SINK, SOURCE, Devices, Member
 from scripts.benchmarks.plain_ways import MEMCPY
 from scripts.benchmarks.pools import TINY, Request, request_of
+from scripts.benchmarks.ucx_loop import RAW_UCX, UcxLoop
+from scripts.benchmarks.wires import Cut, wire_config
+from scripts.benchmarks.workers import FORK_SERVER, Worker, close_all
 from tests.helpers import needs_ucxx
 
 CPU = Devices("cpu", "cpu", "ucx")
@@ -32,47 +34,77 @@ def test_a_launch_moves_the_request(layouts: str) -> None:
     request = request_of(TINY, layouts, 80, 128)
     with closing(LaunchWays(CPU, max(request.source.nbytes, request.sink.nbytes))) as ways:
         ways.poison()
-        assert ways.run(LAUNCH, request).total_s > 0
+        assert ways.run(LEAST, request).total_s > 0
         assert_moved(request, ways, ways)
         ways.poison()
         ways.run(MEMCPY, request)
         assert ways.digests(SINK, request, [1]) != ways.digests(SOURCE, request, [1])
 
 
+SLOTS = Slots(2, 8192)
+CONFIG = wire_config("ucx")
+
+
 @pytest.fixture(scope="module", params=LAYOUTS)
-def loops(request: pytest.FixtureRequest) -> Iterator[tuple[LeastUcx, Request]]:
+def loops(request: pytest.FixtureRequest) -> Iterator[tuple[Way, Request]]:
     moved = request_of(TINY, request.param, 80, 128)
     # 40 KiB: more chunks than slots. Two processes, because Triton's interpreter has one thread
-    with closing(LeastUcx(CPU, moved, Slots(2, 8192))) as least:
-        yield least, moved
+    source, sink = workers = [
+        Worker(side, UcxLoop, side, CPU, pool, SLOTS, CONFIG, method=FORK_SERVER)
+        for side, pool in zip(SIDES, (moved.source, moved.sink), strict=True)
+    ]
+    try:
+        meet(source, sink)
+        yield Way(LEAST, source, sink, is_told=True), moved
+    finally:
+        close_all(workers)
 
 
 @needs_ucxx
-def test_loops_move_the_request_again_and_again(loops: tuple[LeastUcx, Request]) -> None:
-    least, request = loops
-    source, sink = least.members
+def test_loops_move_the_request_again_and_again(loops: tuple[Way, Request]) -> None:
+    way, request = loops
     tokens = list(range(request.num_tokens))
-    given = source.call(list, "digests", SOURCE, request, tokens)
+    given = way.source.call(list, "digests", SOURCE, request, tokens)
     for _ in range(2):
-        sink.call(object, "poison")
-        timing = least.run(request)
+        way.sink.call(object, "poison")
+        timing = way.run(request)
         assert timing.total_s > timing.post_s > 0
-        assert sink.call(list, "digests", SINK, request, tokens) == given
-        assert sink.call(bool, "is_untouched_beside", request)
+        assert way.sink.call(list, "digests", SINK, request, tokens) == given
+        assert way.sink.call(bool, "is_untouched_beside", request)
+
+
+@needs_ucxx
+def test_raw_messages_are_cut_as_they_are_told_and_come_whole() -> None:
+    request = request_of(TINY, LAYOUTS[0], 80, 128)
+    with (
+        closing(UcxLoop(SOURCE, CPU, None, SLOTS, CONFIG)) as source,
+        closing(UcxLoop(SINK, CPU, None, SLOTS, CONFIG)) as sink,
+    ):
+        source.meet(sink.address())
+        sink.meet(source.address())
+        for cut in (Cut(4096, 1), Cut(1 << 20, 8)):  # more than a slot has, and more slots
+            for end in (source, sink):
+                end.use(request, cut)
+            assert not sink.is_intact(request) or cut.num_slots > 1
+            for _ in range(2):
+                source.serve(request)
+                assert 0 < sink.run(RAW_UCX, request).total_s < 0.09  # nobody slept in vain
+                source.served()
+            assert sink.is_intact(request)
 
 
 @needs_ucxx
 def test_a_loop_whose_other_side_is_silent_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(least_ucx, "END_S", 0.1)
+    monkeypatch.setattr(ucx_loop, "END_S", 0.1)
     request = request_of(TINY, LAYOUTS[0], 80, 128)
     with (
-        closing(UcxLoop(SOURCE, CPU, request.source, Slots(2, 8192))) as source,
-        closing(UcxLoop(SINK, CPU, request.sink, Slots(2, 8192))) as sink,
+        closing(UcxLoop(SOURCE, CPU, request.source, SLOTS, CONFIG)) as source,
+        closing(UcxLoop(SINK, CPU, request.sink, SLOTS, CONFIG)) as sink,
     ):
         source.meet(sink.address())
         sink.meet(source.address())
         with pytest.raises(TimeoutError, match="other side"):
-            sink.run(LAUNCH, request)
+            sink.run(LEAST, request)
         source._next_word()  # the one that nobody heard
         source.serve(request)
         with pytest.raises(TimeoutError, match="other side"):

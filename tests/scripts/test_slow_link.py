@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.link_probe import Echo, RoundTrips
 from scripts.benchmarks.slow_link import (
     ADDRESSES,
     QUEUE_S,
+    Echo,
     LinkUnavailable,
     Queue,
+    RoundTrips,
     SlowLink,
     Speed,
     wire_nbytes,

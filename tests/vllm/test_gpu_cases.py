@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from scripts.benchmarks.core import Report
 from scripts.benchmarks.vllm_cases import Equality, Sample, leading, own_numbers, prompt
 from scripts.benchmarks.vllm_engine import ConnectorTimes, MeasuredWorker
-from scripts.benchmarks.vllm_report import goals_of, report
+from scripts.benchmarks.vllm_report import goals_of, tables
 
 HEADS, CHANNELS, TOKENS = 2, 6, 70
 
@@ -185,7 +187,7 @@ def sample(connector: str, accepted_ms: float, **fields: Any) -> Sample:
     return Sample(connector=connector, own=own, **(defaults | fields))
 
 
-def test_goals_and_the_report() -> None:
+def test_goals_and_the_report(tmp_path: Path) -> None:
     samples = [
         sample("kvxfer", 20.0, is_first=True, loads_s=(0.04,)),
         sample("kvxfer", 4.0),
@@ -198,7 +200,15 @@ def test_goals_and_the_report() -> None:
         *[(6.0, False), (30.0, False), (40.0, False)],
     ]
     assert goals["first load of the pair"].bound_ms == pytest.approx(34.0)
-    text = report("T", {"a": "b"}, samples, [equality()], ["it broke"])
+    report = Report(tmp_path, "r", "T", {"command": "do"}, tables)
+    report.records = {
+        "engines": {},
+        "samples": samples,
+        "equalities": [equality()],
+        "problems": ["it broke"],
+    }
+    report.write()
+    text = next(tmp_path.glob("r_*.md")).read_text()
     assert "| fresh | 1 | 8,192 | 80.0 | 4.0 | 100.0 | 30.0 | 25.0 | 20.0 | 20.0 |" in text
-    assert "- it broke" in text
+    assert "| it broke |" in text
     assert "| kvxfer | a to b | 8 | equal | 4 of 4 | 0 of 4 | 0 of 4 | 3 |" in text

@@ -1,6 +1,6 @@
 """A load without its connector: the same launches and messages, by loops that know beforehand what
 comes. It takes as long as the calls of CUDA and UCX do from Python, which is the limit of a wire
-whose IO thread is Python. Of ``cuda_ipc`` it is one copy's launches; of ``ucx`` see ``least_ucx``.
+whose IO thread is Python. Of ``cuda_ipc`` it is one copy's launches; of ``ucx`` see ``ucx_loop``.
 
 No thread sleeps or is woken: all look on without a pause, though on processors that did something
 else since the last run, as before a load.
@@ -9,38 +9,24 @@ else since the last run, as before a load.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
+from torch import Tensor
 
-from kvxfer.tensors.device_copy import DeviceCopier, bind_copy
+from kvxfer.tensors.device_copy import DeviceCopier, bind_copy, bind_side
 from kvxfer.tensors.device_launch import Event, Stream
 from kvxfer.tensors.device_memory import DeviceMemory
-from scripts.benchmarks.devices import Devices, Memory
-from scripts.benchmarks.members import Timing, timed
+from kvxfer.transfer.plan import Chunk, DenseOrder
+from scripts.benchmarks.core import Timing, timed
+from scripts.benchmarks.members import Devices, Memory
 from scripts.benchmarks.plain_ways import PlainWays
-from scripts.benchmarks.pools import Request
-from scripts.benchmarks.workers import Worker
+from scripts.benchmarks.pools import Ids, Pool, Request
 
-LAUNCH = "launch"
-
-
-class LeastLaunch:
-    """Of ``cuda_ipc``, by a process with :class:`LaunchWays`."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.members = (worker, worker)
-
-    def run(self, request: Request) -> Timing:
-        """One copy."""
-        return self.members[0].call(Timing, "run", LAUNCH, request)
-
-    def close(self) -> None:
-        """Nothing: the process is another's."""
+LEAST = "least"
 
 
 class LaunchWays(PlainWays):
-    """The plain ways and a copy by the kernel, in a process that sees both GPUs."""
+    """The plain ways and a copy by the kernel, LEAST."""
 
     def __init__(self, devices: Devices, nbytes: int) -> None:
         super().__init__(devices, nbytes)
@@ -50,14 +36,13 @@ class LaunchWays(PlainWays):
         self._event: Event | None = None
 
     def run(self, way: str, request: Request) -> Timing:
-        """LAUNCH, or a plain one."""
-        if way != LAUNCH:
+        if way != LEAST:
             return super().run(way, request)
-        launch = self._launches.get(request)
-        if launch is None:
-            launch = self._launches[request] = self._launch_of(request)
+        if request not in self._launches:
+            self._launches[request] = self._launch_of(request)
+        launch = self._launches[request]
         self.flush()
-        return timed(partial(self._begin, launch), self._look_on)
+        return timed(lambda: self._begin(launch), self._look_on)
 
     def _launch_of(self, request: Request) -> Callable[[], Event | None]:
         copy_class, _ = request.copy_class()
@@ -84,3 +69,26 @@ def stream_on(device: torch.device) -> Stream:
 def addressed(memory: Memory) -> DeviceMemory:
     """As a kernel is told of it."""
     return DeviceMemory(memory.tensor.data_ptr(), memory.tensor.numel())
+
+
+class Packer:
+    """Chunks of a side's pool, by the kernel."""
+
+    def __init__(self, memory: Memory, pool: Pool) -> None:
+        self._bound = bind_side(pool.side(), [addressed(memory)])
+        self._copier = DeviceCopier(memory.device)
+        self._stream = stream_on(memory.device)
+
+    def pack(self, ids: Ids, order: DenseOrder, chunk: Chunk, out: Tensor) -> Event | None:
+        """Pool to chunk; the event that it is done."""
+        arguments = (self._bound, ids, order, *_span(chunk), out)
+        return self._copier.pack(*arguments, stream=self._stream).event
+
+    def unpack(self, ids: Ids, chunk: Chunk, dense: Tensor) -> Event | None:
+        """Chunk to pool; the event that it is done."""
+        arguments = (self._bound, ids, *_span(chunk), dense)
+        return self._copier.unpack(*arguments, stream=self._stream).event
+
+
+def _span(chunk: Chunk) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi)

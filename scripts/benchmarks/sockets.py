@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scripts.benchmarks.devices import Devices
-from scripts.benchmarks.members import SINK, SOURCE, Member, Timing, timed
+from scripts.benchmarks.core import Timing, timed
+from scripts.benchmarks.members import SINK, SOURCE, Devices, Member
 from scripts.benchmarks.pools import Request
 
 SOCKETS, UNIX_SOCKETS = "sockets", "unix-sockets"
@@ -35,14 +35,12 @@ def connect(address: Address) -> socket.socket:
 
 
 def without_delay(sock: socket.socket) -> socket.socket:
-    """The same, sending at once."""
     if sock.family == socket.AF_INET:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def listen(host: str) -> socket.socket:
-    """On a free port."""
     return socket.create_server((host, 0))
 
 
@@ -124,12 +122,7 @@ class SocketSource(Member):
                 nbytes, *offsets = np.frombuffer(hear(sock), dtype=np.int64).tolist()
                 send_pieces(sock, self._view, offsets, nbytes)
 
-    def run(self, way: str, request: Request) -> Timing:
-        """Never: the sink asks."""
-        raise NotImplementedError(f"{way}: the sink asks")
-
     def close(self) -> None:
-        """Give everything back."""
         for sock in self._sockets:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -161,7 +154,6 @@ class SocketSink(Member):
         return {way: listener.getsockname() for way, listener in self._listeners.items()}
 
     def accept(self) -> None:
-        """The source has connected."""
         for way, listener in self._listeners.items():
             listener.settimeout(CONNECT_S)
             sock = listener.accept()[0]
@@ -183,7 +175,6 @@ class SocketSink(Member):
         )
 
     def close(self) -> None:
-        """Give everything back."""
         for sock in (*self._sockets.values(), *self._listeners.values()):
             sock.close()
         self._view.release()
