@@ -27,6 +27,7 @@ from kvxfer.transfer.wire import (
     encode,
 )
 from kvxfer.transports.channel import MANY_PARTS, Bounds, Dealer, Router
+from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.visitors import LOOK_S
 
 HARD_LIMIT_NBYTES = 64 << 20
@@ -42,6 +43,10 @@ ANSWERS_HIGH_WATER = 512
 asked for again. An answer is 100 bytes, a Grant of 100,000 tokens 20 KB.
 """
 MAX_DETAIL = 300
+LONG_NBYTES = 64 << 10
+"""A message that cannot be understood is answered. Whoever sends two that are longer is sent away:
+4 MiB at a time keep ZeroMQ's thread busy, for all connections.
+"""
 _IN_USE = (errno.EADDRINUSE, errno.EACCES)
 
 
@@ -87,7 +92,13 @@ class ControlServer:
         self._ledger = ledger
         self._handle, self._gone = handle, gone
         try:
-            self.router = Router(context, config, _bounds(config, ANSWERS_HIGH_WATER), port)
+            self.router = Router(
+                context,
+                config,
+                _bounds(config, ANSWERS_HIGH_WATER),
+                port,
+                has_unix_socket=config.curve_secret_key is None,
+            )
         except zmq.ZMQError as e:
             if e.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
@@ -142,6 +153,8 @@ class ControlServer:
             except ProtocolError as e:
                 self._ledger.count(problem)
                 self.send(identity.bytes, Malformed(str(e)[:MAX_DETAIL]))
+                if sum(len(part) for part in parts) > LONG_NBYTES:
+                    self.router.warn(parts[-1], "it sent long messages that are none")
         self._tell_gone()  # whose last words these were
 
 
@@ -176,8 +189,10 @@ class ControlClient:
         self._on_gone = on_gone
         self._closed = False
         bounds = _bounds(config, HIGH_WATER)
+        # A key is asked for on this host, too; without one the Unix socket says whose process it is
+        nearest = nearest_endpoint(endpoint) if config.curve_secret_key is None else endpoint
         self.dealer = Dealer(
-            context, config, bounds, endpoint, server_key, word=encode(Ping()), reconnects=True
+            context, config, bounds, nearest, server_key, word=encode(Ping()), reconnects=True
         )
         self._inspecting = io.after(LOOK_S, self._inspect)
         io.watch(self.dealer.socket, self._read)

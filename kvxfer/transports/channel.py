@@ -138,6 +138,12 @@ class Router:
                 self._visitors.send_away(frames[0], MANY_PARTS)
             yield frames
 
+    def warn(self, frame: zmq.Frame, why: str) -> None:
+        """Who sent this is ended if he does it again. For a while his address makes no new
+        connections.
+        """
+        self._visitors.warn(frame, why)
+
     def take_gone(self) -> list[bytes]:
         """The identities of connections that have ended since the last call, and had sent a
         message. One whose last words are read later is named once more then.

@@ -44,6 +44,11 @@ two fast cores: 150 MB between two looks.
 """
 MAX_WAITING = 4
 """How many connections may hold the most that one may, all of a listener together."""
+PENALTY_S, MOST_PENALTY_S = 1.0, 30.0
+"""How long an address makes no new connections after one of its connections has misbehaved: at
+first, and at most. It doubles with each time that follows within FORGET_S.
+"""
+FORGET_S = 60.0
 EVENT = struct.Struct("=HI")
 """First frame of what a monitor tells: which event, and a descriptor or an error."""
 
@@ -63,6 +68,7 @@ is left for its own connections and for the engine.
 _TCP_INFO_NBYTES = 136
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_AT = 128  # tcpi_bytes_received of linux/tcp.h, from Linux 4.1 on
+_MAX_PENALTIES = 1024
 _SHORT_NBYTES = 255  # ZMTP writes a longer frame's size in 8 bytes, not in 1
 _RESET = struct.pack("ii", 1, 0)
 _numbers = itertools.count()
@@ -211,11 +217,45 @@ class Inbox:
 
 @dataclass(slots=True, eq=False)
 class _Visitor:
-    """A connection. ``name``: what the ROUTER calls it, once it has sent a message."""
+    """A connection. ``name``: what the ROUTER calls it, once it has sent a message. ``is_warned``:
+    it has misbehaved, and what it said was answered.
+    """
 
     address: str
     backlog: Backlog
     name: bytes | None = None
+    is_warned: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Penalty:
+    until_s: float
+    length_s: float
+
+
+class Penalties:
+    """Addresses that make no new connections for a while. A connection that misbehaves is closed,
+    and would be back at once: each message of a megabyte in empty parts holds up all others of the
+    port for 0.2 s.
+    """
+
+    def __init__(self) -> None:
+        self._by_address: dict[str, _Penalty] = {}
+
+    def add(self, address: str, now_s: float) -> None:
+        """A connection of this address has misbehaved."""
+        last = self._by_address.pop(address, None)
+        length_s = PENALTY_S
+        if last is not None and now_s < last.until_s + FORGET_S:
+            length_s = min(2 * last.length_s, MOST_PENALTY_S)
+        elif len(self._by_address) >= _MAX_PENALTIES:
+            del self._by_address[next(iter(self._by_address))]
+        self._by_address[address] = _Penalty(now_s + length_s, length_s)
+
+    def holds(self, address: str, now_s: float) -> bool:
+        """Whether this address has to wait."""
+        penalty = self._by_address.get(address)
+        return penalty is not None and now_s < penalty.until_s
 
 
 class Visitors:
@@ -240,6 +280,7 @@ class Visitors:
         self._num_of: Counter[str] = Counter()
         self._has_failed = False
         self._gone: list[bytes] = []
+        self._penalties = Penalties()
         self._warned: LogLimit[str] = LogLimit(MAX_WARNED)
 
     def __len__(self) -> int:
@@ -284,8 +325,21 @@ class Visitors:
         return fd
 
     def send_away(self, frame: zmq.Frame, why: str) -> None:
-        """End the connection that this came from."""
-        self._shut(int(frame.get(_SOURCE_FD)), why)
+        """End the connection that this came from; for a while its address makes no new one."""
+        self._punish(int(frame.get(_SOURCE_FD)), why)
+
+    def warn(self, frame: zmq.Frame, why: str) -> None:
+        """Of the connection that this came from: it goes on to hear the answer, and is ended if it
+        does that again. For a while its address makes no new one.
+        """
+        fd = int(frame.get(_SOURCE_FD))
+        visitor = self._visitors.get(fd)
+        if visitor is None or not visitor.is_warned:
+            self._penalise(visitor)
+        else:
+            self._punish(fd, why)
+        if visitor is not None:
+            visitor.is_warned = True
 
     def look(self, *, was_empty: bool) -> None:
         """Close connections that have sent too much that was not read. ``was_empty``: since the
@@ -301,7 +355,7 @@ class Visitors:
             if nbytes <= self._most_nbytes and left_nbytes <= MAX_WAITING * self._most_nbytes:
                 break
             left_nbytes -= nbytes
-            self._shut(fd, f"it has sent {nbytes} bytes that are no messages, or too many")
+            self._punish(fd, f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def close(self) -> None:
         """End the watch, before the listener is closed. Idempotent."""
@@ -339,6 +393,8 @@ class Visitors:
         try:
             with _lent(sockets.socket(fileno=fd)) as socket:
                 address = _address_of(socket)
+                if self._penalties.holds(address, time.monotonic()):
+                    _reset(socket)
         except OSError:  # gone already
             return
         self._leave(fd)
@@ -369,6 +425,23 @@ class Visitors:
         if not self._num_of[visitor.address]:
             del self._num_of[visitor.address]
 
+    def _punish(self, fd: int, why: str) -> None:
+        visitor = self._visitors.get(fd)
+        self._shut(fd, why)
+        self._penalise(visitor)
+
+    def _penalise(self, visitor: _Visitor | None) -> None:
+        """Its address makes no new connections for a while, and those of it that have not said a
+        word are ended. A process of this user, which comes over the Unix socket, may be back at
+        once.
+        """
+        if visitor is None or not visitor.address:
+            return
+        self._penalties.add(visitor.address, time.monotonic())
+        for other, each in list(self._visitors.items()):
+            if each.address == visitor.address and each.name is None:
+                self._shut(other, "another one of its address has misbehaved")
+
     def _shut(self, fd: int, why: str) -> None:
         """ZeroMQ finds its end, and says so. The descriptor may be another connection's by now: it
         must be of the same address and listener.
@@ -379,9 +452,7 @@ class Visitors:
         try:
             with _lent(sockets.socket(fileno=fd)) as socket:
                 if _address_of(socket) == visitor.address and self._is_ours(socket):
-                    # The other side learns of it at once, however full its connection is
-                    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
-                    socket.shutdown(sockets.SHUT_RDWR)
+                    _reset(socket)
         except OSError:  # gone already
             return
         self._warn(fd, why)
@@ -417,6 +488,12 @@ def _make_monitor(
     monitor.rcvhwm = 0
     monitor.connect(name)
     return monitor
+
+
+def _reset(socket: sockets.socket) -> None:
+    """The other side learns of it at once, however full its connection is; ZeroMQ closes it."""
+    socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
+    socket.shutdown(sockets.SHUT_RDWR)
 
 
 def _address_of(socket: sockets.socket) -> str:

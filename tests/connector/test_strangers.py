@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
+from kvxfer.connector import control
 from kvxfer.connector.records import SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import MAX_RANKS, RankId
@@ -21,6 +23,7 @@ from kvxfer.transfer.wire import (
     Consumer,
     Hello,
     Keep,
+    Malformed,
     Manifest,
     OfferRef,
     Ping,
@@ -60,6 +63,17 @@ def dealer(endpoint: str, **options: Any) -> Iterator[zmq.Socket[bytes]]:
         yield socket
 
 
+def is_kept_out(endpoint: str) -> bool:
+    """Whether a new connection is ended at once."""
+    try:
+        peer = zmtp.connect(endpoint)
+    except OSError:
+        return True
+    with closing(peer):
+        peer.settimeout(1.0)
+        return zmtp.has_ended(peer)
+
+
 def loads(source: Engine, sink: Engine, number: int) -> set[str | None]:
     """Why that many loads, one after the other, ended as they did."""
     reasons: set[str | None] = set()
@@ -85,6 +99,67 @@ def test_a_message_of_many_parts_costs_its_sender_the_connection(
         assert zmtp.has_ended(peer)
     until(lambda: "127.0.0.1 was closed: it sent a message of many parts" in caplog.text)
     with Engine(ONE, "decode", fill=POISON, transport="zmq") as sink:
+        assert loads(engine, sink, 1) == {None}
+
+
+def test_penalties_double_and_are_forgotten() -> None:
+    penalties = visitors.Penalties()
+    now_s = 100.0
+    for wanted_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+        penalties.add("a", now_s)
+        assert penalties.holds("a", now_s + wanted_s - 0.01)
+        assert not penalties.holds("a", now_s + wanted_s)
+        assert not penalties.holds("b", now_s)
+        now_s += wanted_s + visitors.FORGET_S - 1
+    penalties.add("a", now_s + 100)
+    assert not penalties.holds("a", now_s + 101)
+    for number in range(10_000):
+        penalties.add(str(number), now_s)
+    assert not penalties.holds("0", now_s)  # or each address would cost memory
+    assert penalties.holds("9999", now_s)
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_an_address_that_misbehaved_has_to_wait_and_others_of_it_go_on(
+    engine: Engine, port: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(visitors, "time", clock)
+    endpoint = port_of(engine, port)
+    with (
+        dealer(engine.endpoint) as honest,
+        closing(zmtp.connect(endpoint)) as peer,
+        closing(zmtp.connect(endpoint)) as silent,
+    ):
+        honest.send(encode(Ping()))
+        assert honest.poll(30_000)
+        peer.sendall(zmtp.EMPTY_PART * 20_000 + zmtp.EMPTY_END)
+        assert zmtp.has_ended(peer)
+        assert zmtp.has_ended(silent)
+        honest.send(encode(Ping()))
+        assert honest.poll(30_000)
+    assert is_kept_out(endpoint)
+    now_s[0] = 1.0
+    assert not is_kept_out(endpoint)
+
+
+def test_long_messages_that_are_none_are_answered_once(
+    engine: Engine,
+) -> None:
+    def say(nbytes: int) -> None:
+        peer.sendall(b"\x02" + nbytes.to_bytes(8, "big") + bytes(nbytes))
+
+    with closing(zmtp.connect(engine.endpoint)) as peer:
+        for nbytes in (control.LONG_NBYTES, control.LONG_NBYTES, control.LONG_NBYTES + 1):
+            say(nbytes)
+            kind, size, *answer = peer.recv(1 << 16)
+            assert (kind, size) == (0, len(answer))
+            assert isinstance(decode_to_sink(bytes(answer)), Malformed)
+        say(control.LONG_NBYTES + 1)
+        assert zmtp.has_ended(peer)
+    assert is_kept_out(engine.endpoint)
+    with Engine(ONE, "decode", fill=POISON, transport="zmq") as sink:  # over the Unix socket
         assert loads(engine, sink, 1) == {None}
 
 
@@ -201,6 +276,7 @@ def test_who_is_not_admitted_is_refused_at_the_handshake(
 def test_both_sides_are_told_of_allowed_peers(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(control, "nearest_endpoint", lambda endpoint: endpoint)  # over TCP
     monkeypatch.setattr(guard, "why_refused", lambda *_: "not you")
     with Engine(ONE, "decode", fill=POISON, connect_timeout_s=1.0) as sink:
         ref = engine.offer("p", 16, [1])
