@@ -22,7 +22,9 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
 
 import zmq
 from zmq.utils import z85
@@ -33,6 +35,12 @@ from kvxfer.log_limit import LogLimit
 MAX_WARNED = 16
 """Addresses that are warned of within a minute, each once."""
 
+PENALTY_S, MOST_PENALTY_S = 1.0, 30.0
+"""How long an address makes no new connections after one of its connections has misbehaved: at
+first, and at most. It doubles with each time that follows within FORGET_S.
+"""
+FORGET_S = 60.0
+_MAX_PENALTIES = 1024
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by ZeroMQ RFC 27
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid: "struct ucred" of unix(7)
 _UNIX_HOST = "localhost"  # what libzmq calls the host of a Unix socket's peer
@@ -72,6 +80,47 @@ def why_refused(config: Config, address: str, key: str | None) -> str | None:
     return "expected a peer on this host, got another; name it in allowed_peers, or configure CURVE"
 
 
+@dataclass(slots=True, eq=False)
+class _Penalty:
+    until_s: float
+    length_s: float
+
+
+class Penalties:
+    """Addresses that make no new connections for a while, to all listeners of a context.
+
+    A connection that misbehaves is closed, and would be back at once: each message of a megabyte in
+    empty parts holds up all others of the port for 0.2 s. Processes of this user come over the Unix
+    socket, where no penalty is given.
+    """
+
+    def __init__(self) -> None:
+        self._by_address: dict[str, _Penalty] = {}
+
+    def add(self, address: str, now_s: float) -> None:
+        """A connection of this address has misbehaved."""
+        last = self._by_address.pop(address, None)
+        length_s = PENALTY_S
+        if last is not None and now_s < last.until_s + FORGET_S:
+            length_s = min(2 * last.length_s, MOST_PENALTY_S)
+        elif len(self._by_address) >= _MAX_PENALTIES:
+            del self._by_address[next(iter(self._by_address))]
+        self._by_address[address] = _Penalty(now_s + length_s, length_s)
+
+    def holds(self, address: str, now_s: float) -> bool:
+        """Whether this address has to wait."""
+        penalty = self._by_address.get(address)
+        return penalty is not None and now_s < penalty.until_s
+
+
+_penalties: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], Penalties] = WeakKeyDictionary()
+
+
+def penalties_of(context: zmq.Context[zmq.Socket[bytes]]) -> Penalties:
+    """What its listeners add to and its guard looks at, on threads of their own."""
+    return _penalties.setdefault(context, Penalties())
+
+
 class Guard:
     """Decides about every connection to the listeners of one context, on a thread of its own: an IO
     thread that is held up keeps nobody waiting. Make it before they bind; it ends with the context.
@@ -86,6 +135,7 @@ class Guard:
         on_refused: Callable[[], object] = lambda: None,
     ) -> None:
         self._config = config
+        self._penalties = penalties_of(context)
         self._on_refused = on_refused
         self._warned: LogLimit[str] = LogLimit(MAX_WARNED)
         self._socket = context.socket(zmq.REP)
@@ -119,6 +169,9 @@ class Guard:
             if self._warned.note(who, time.monotonic()):
                 _log.warning("a connection from %s was refused: %s", address or "nowhere", why)
         status, text = (b"200", b"OK") if why is None else (b"400", why.encode())
+        if why is None and self._penalties.holds(address, time.monotonic()):
+            self._on_refused()
+            status, text = b"300", b"later"  # whoever is no stranger tries again
         return [b"1.0", request_id, status, text, b"", b""]
 
 

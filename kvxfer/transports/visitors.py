@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvxfer.log_limit import LogLimit
-from kvxfer.transports.guard import MAX_WARNED, unix_name
+from kvxfer.transports.guard import MAX_WARNED, penalties_of, unix_name
 
 TURN_S = 0.005
 """After which the other readers have their turn; a message that is being handled ends first."""
@@ -44,11 +44,6 @@ two fast cores: 150 MB between two looks.
 """
 MAX_WAITING = 4
 """How many connections may hold the most that one may, all of a listener together."""
-PENALTY_S, MOST_PENALTY_S = 1.0, 30.0
-"""How long an address makes no new connections after one of its connections has misbehaved: at
-first, and at most. It doubles with each time that follows within FORGET_S.
-"""
-FORGET_S = 60.0
 EVENT = struct.Struct("=HI")
 """First frame of what a monitor tells: which event, and a descriptor or an error."""
 
@@ -68,7 +63,6 @@ is left for its own connections and for the engine.
 _TCP_INFO_NBYTES = 136
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_AT = 128  # tcpi_bytes_received of linux/tcp.h, from Linux 4.1 on
-_MAX_PENALTIES = 1024
 _SHORT_NBYTES = 255  # ZMTP writes a longer frame's size in 8 bytes, not in 1
 _RESET = struct.pack("ii", 1, 0)
 _numbers = itertools.count()
@@ -227,37 +221,6 @@ class _Visitor:
     is_warned: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Penalty:
-    until_s: float
-    length_s: float
-
-
-class Penalties:
-    """Addresses that make no new connections for a while. A connection that misbehaves is closed,
-    and would be back at once: each message of a megabyte in empty parts holds up all others of the
-    port for 0.2 s.
-    """
-
-    def __init__(self) -> None:
-        self._by_address: dict[str, _Penalty] = {}
-
-    def add(self, address: str, now_s: float) -> None:
-        """A connection of this address has misbehaved."""
-        last = self._by_address.pop(address, None)
-        length_s = PENALTY_S
-        if last is not None and now_s < last.until_s + FORGET_S:
-            length_s = min(2 * last.length_s, MOST_PENALTY_S)
-        elif len(self._by_address) >= _MAX_PENALTIES:
-            del self._by_address[next(iter(self._by_address))]
-        self._by_address[address] = _Penalty(now_s + length_s, length_s)
-
-    def holds(self, address: str, now_s: float) -> bool:
-        """Whether this address has to wait."""
-        penalty = self._by_address.get(address)
-        return penalty is not None and now_s < penalty.until_s
-
-
 class Visitors:
     """The connections of one ROUTER. Make it before that binds, and set ``endpoint`` then.
     ``most_nbytes``: what a connection may have sent that was not read, at a look.
@@ -280,7 +243,7 @@ class Visitors:
         self._num_of: Counter[str] = Counter()
         self._has_failed = False
         self._gone: list[bytes] = []
-        self._penalties = Penalties()
+        self._penalties = penalties_of(context)
         self._warned: LogLimit[str] = LogLimit(MAX_WARNED)
 
     def __len__(self) -> int:
@@ -393,8 +356,6 @@ class Visitors:
         try:
             with _lent(sockets.socket(fileno=fd)) as socket:
                 address = _address_of(socket)
-                if self._penalties.holds(address, time.monotonic()):
-                    _reset(socket)
         except OSError:  # gone already
             return
         self._leave(fd)

@@ -103,14 +103,14 @@ def test_a_message_of_many_parts_costs_its_sender_the_connection(
 
 
 def test_penalties_double_and_are_forgotten() -> None:
-    penalties = visitors.Penalties()
+    penalties = guard.Penalties()
     now_s = 100.0
     for wanted_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         penalties.add("a", now_s)
         assert penalties.holds("a", now_s + wanted_s - 0.01)
         assert not penalties.holds("a", now_s + wanted_s)
         assert not penalties.holds("b", now_s)
-        now_s += wanted_s + visitors.FORGET_S - 1
+        now_s += wanted_s + guard.FORGET_S - 1
     penalties.add("a", now_s + 100)
     assert not penalties.holds("a", now_s + 101)
     for number in range(10_000):
@@ -125,7 +125,8 @@ def test_an_address_that_misbehaved_has_to_wait_and_others_of_it_go_on(
 ) -> None:
     now_s = [0.0]
     clock = SimpleNamespace(monotonic=lambda: now_s[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr(visitors, "time", clock)
+    for module in (guard, visitors):
+        monkeypatch.setattr(module, "time", clock)
     endpoint = port_of(engine, port)
     with (
         dealer(engine.endpoint) as honest,
