@@ -467,8 +467,9 @@ class Sink:
             return None
         run, peer = load.routes[source], self._peer(load)
         is_first, run.asked_s = not run.asked_s, self._io.now()
-        wire = self._wire(run) if run.request is not None else None
-        if is_first and run.request is not None and isinstance(wire, ReceivingSink):
+        if is_first and run.request is not None and run.pull.classes:
+            wire = self._wire(run)
+            assert isinstance(wire, ReceivingSink)  # only a stream's Pull has classes
             # Before the Pull: the first chunks may overtake the Grant.
             wire.submit_expect(run.request)
         board = _board(run, peer, source)
