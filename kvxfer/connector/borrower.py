@@ -23,7 +23,7 @@ from kvxfer.connector.io_thread import Call, IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.records import NewLoad
 from kvxfer.connector.sink import Sink
-from kvxfer.transports.base import SinkTransport
+from kvxfer.transports.base import DirectSink, SinkTransport
 
 
 class Borrower:
@@ -35,7 +35,7 @@ class Borrower:
         self._io = io
         self._ledger = ledger
         self._sink = sink
-        self._wires = [wire for wire in wires if wire.is_quick]
+        self._wires = [wire for wire in wires if isinstance(wire, DirectSink) and wire.is_quick]
 
     def begin(self, loads: Sequence[NewLoad], *orders: Call) -> bool:
         """Carry out orders, of which these loads are a part and which touch no socket, if the IO
@@ -62,7 +62,7 @@ class Borrower:
         finally:
             self._io.give_back()
 
-    def _look_at(self, wire: SinkTransport) -> None:
+    def _look_at(self, wire: DirectSink) -> None:
         for completion in wire.look():
             self._io.guard(self._sink.on_completion, completion)
         self._ledger.take_counts(wire.name, wire.counts)

@@ -23,7 +23,7 @@ from kvxfer.transfer.session import Break, ClaimantLost, OfferState, Wire
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.windows import Keeping
 from kvxfer.transfer.wire import Consumer, Pull, Reason
-from kvxfer.transports.base import SourceTransport
+from kvxfer.transports.base import SendingSource, SourceTransport
 
 
 @dataclass(slots=True, eq=False)
@@ -107,8 +107,8 @@ class PullRefused(Exception):
 
 def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
     """How its consumer reads, on a wire that is served."""
-    is_stream = not pull.is_null and transports[pull.transport].is_stream
-    return Wire.STREAM if is_stream else Wire.DIRECT
+    is_sent = not pull.is_null and isinstance(transports[pull.transport], SendingSource)
+    return Wire.STREAM if is_sent else Wire.DIRECT
 
 
 def read_pull(

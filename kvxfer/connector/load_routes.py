@@ -17,7 +17,13 @@ from kvxfer.transfer.plan import PullClass, Route
 from kvxfer.transfer.pull import check_table, pull_class, route_nbytes
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull
-from kvxfer.transports.base import ReadRequest, SinkTransport, TransferKey
+from kvxfer.transports.base import (
+    DirectSink,
+    ReadRequest,
+    ReceivingSink,
+    SinkTransport,
+    TransferKey,
+)
 from kvxfer.transports.choice import Choice
 
 NULL_TRANSPORT = "null"
@@ -85,8 +91,8 @@ def _way(peer: Peer, route: Route, addressing: Addressing) -> Way:
         sink_rank=str(addressing.consumer.rank),
         source_rank=str(rank),
         choice=choice,
-        is_stream=wire is not None and wire.is_stream,
-        is_quick=wire is None or wire.is_quick,
+        is_stream=isinstance(wire, ReceivingSink),
+        is_quick=wire is None or (isinstance(wire, DirectSink) and wire.is_quick),
     )
 
 

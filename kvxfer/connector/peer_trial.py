@@ -87,14 +87,14 @@ def _try_all(
                     f"the wires of {len(routes)} ranks: expected their trials to end in time, "
                     f"{len(choices)} have",
                 )
-            choice = choices[source.rank] = choose(
+            choices[source.rank] = choose(
                 around.transports,
                 source,
                 workload_of(route),
+                classes=route.classes,
                 min_gbps=around.config.min_gbps,
                 timeout_s=left_s,
             )
-            around.transports[choice.transport].prepare(route.classes)
     except TransportUnavailable as e:
         return Failure(Reason.TRANSPORT, str(e))
     except zmq.ContextTerminated:

@@ -56,6 +56,7 @@ from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import make_plan
 from kvxfer.transfer.wire import Reason
+from kvxfer.transports.base import DirectSink, ReceivingSink
 
 BACK_OFF_S = 1.0
 """How long a failed contact is not tried again."""
@@ -310,7 +311,11 @@ class Peers:
         try:
             for rank, choice in peer.choices.items():
                 del peer.tried[rank]  # from here on the wire has what the trial has opened
-                peer.transport(rank).attach(peer.source(rank), choice.staging, choice.trial)
+                wire = peer.transport(rank)
+                if isinstance(wire, DirectSink):
+                    wire.attach(peer.source(rank), choice.trial)
+                else:
+                    wire.attach(peer.source(rank), choice.staging)
             self._open_boards(peer)
         except Exception as e:  # noqa: BLE001  # whoever waits must hear of it
             _log.debug("engine %s: its wires", peer.engine_id, exc_info=True)
@@ -327,7 +332,7 @@ class Peers:
             return
         for route in peer.routes():
             rank = route.source_rank
-            if rank in peer.choices and peer.transport(rank).is_stream:
+            if rank in peer.choices and isinstance(peer.transport(rank), ReceivingSink):
                 continue
             board = BoardView.open(peer.source(rank).board)
             if board is not None:

@@ -44,7 +44,14 @@ from kvxfer.transfer.wire import (
     ToSource,
     encode,
 )
-from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport
+from kvxfer.transports.base import (
+    DirectSource,
+    LocalMemory,
+    ReceivingSink,
+    SendingSource,
+    SinkTransport,
+    SourceTransport,
+)
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
@@ -107,7 +114,7 @@ class RankService:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
-        self._parts: list[ControlServer | SourceTransport | SinkTransport | Board] = []
+        self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
             Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
@@ -145,14 +152,16 @@ class RankService:
             raise
         self.borrower = Borrower(self.io, ledger, self.sink, sinks.values())
         # Direct wires first: what they have read is reported before sockets of the others are read.
-        for sink in sorted(sinks.values(), key=lambda sink: sink.is_stream):
+        receiving = [sink for sink in sinks.values() if isinstance(sink, ReceivingSink)]
+        for sink in (*(sink for sink in sinks.values() if sink not in receiving), *receiving):
             self.io.watch_group(sink, self._poll_sink)
-        for source in sources.values():
+        sending = [source for source in sources.values() if isinstance(source, SendingSource)]
+        for source in sending:
             self.io.watch_group(source, self._poll_source)
         self._inspects = [
             self._server.router.inspect,
-            *(source.inspect for source in sources.values()),
-            *(sink.inspect for sink in sinks.values()),
+            *(source.inspect for source in sending),
+            *(sink.inspect for sink in receiving),
         ]
         self.io.after(LOOK_S, self._inspect)
         self.io.start()
@@ -162,14 +171,15 @@ class RankService:
     ) -> tuple[dict[str, SourceTransport], dict[str, SinkTransport]]:
         args = (memory, config, self._copy_thread, self.io.wake, self._context)
         sources = make_sources(*args)
-        self._parts += sources.values()
+        self._parts += [each for each in sources.values() if isinstance(each, SendingSource)]
         sinks = make_sinks(*args)
         self._parts += sinks.values()
         return sources, sinks
 
     def _make_board(self, config: Config, sources: Mapping[str, SourceTransport]) -> Board | None:
         """For sinks that read by themselves; on a stream wire they have nothing to look for."""
-        if not config.offer_board or all(source.is_stream for source in sources.values()):
+        is_direct = any(isinstance(source, DirectSource) for source in sources.values())
+        if not (config.offer_board and is_direct):
             return None
         board = Board.make()
         if board is not None:
@@ -234,7 +244,7 @@ class RankService:
     def _on_over(self, peer: Peer, failure: Failure) -> None:
         self.sink.on_over(peer, failure)
 
-    def _poll_source(self, transport: SourceTransport) -> None:
+    def _poll_source(self, transport: SendingSource) -> None:
         for completion in transport.poll():
             self.io.guard(self.source.on_completion, transport, completion)
         self._ledger.take_counts(transport.name, transport.counts)

@@ -78,11 +78,13 @@ from kvxfer.transfer.wire import (
     is_addressed_to,
 )
 from kvxfer.transports.base import (
+    DirectSink,
     PeerGone,
     Progress,
     ReadBroke,
     ReadDone,
     ReadStopped,
+    ReceivingSink,
     SinkCompletion,
     SinkTransport,
     TransferKey,
@@ -435,7 +437,9 @@ class Sink:
                 case StartRead(source):
                     run = load.routes[source]
                     if run.request is not None and load.is_in(source, RouteState.READING):
-                        self._wire(run).submit_read(run.request)
+                        wire = self._wire(run)
+                        if isinstance(wire, DirectSink):  # else the source sends by itself
+                            wire.submit_read(run.request)
                         self._send_owed(load, source)
                 case StopRead(source):
                     run = load.routes[source]
@@ -463,9 +467,11 @@ class Sink:
             return None
         run, peer = load.routes[source], self._peer(load)
         is_first, run.asked_s = not run.asked_s, self._io.now()
-        if is_first and run.request is not None and self._wire(run).is_stream:
+        if is_first and run.request is not None and run.pull.classes:
+            wire = self._wire(run)
+            assert isinstance(wire, ReceivingSink)  # only a stream's Pull has classes
             # Before the Pull: the first chunks may overtake the Grant.
-            self._wire(run).submit_expect(run.request)
+            wire.submit_expect(run.request)
         board = _board(run, peer, source)
         posted = board.find(run.pull.offer.nonce) if board is not None else None
         if posted is None or posted.digest not in (None, run.pull.digest):

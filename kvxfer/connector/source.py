@@ -80,6 +80,7 @@ from kvxfer.transfer.wire import (
 )
 from kvxfer.transports.base import (
     Packed,
+    SendingSource,
     SendRequest,
     Sent,
     SourceCompletion,
@@ -106,7 +107,7 @@ class _Stream:
 
     offer: GivenOffer
     consumer: Consumer
-    transport: SourceTransport
+    transport: SendingSource
 
 
 class Source:
@@ -239,7 +240,7 @@ class Source:
         if offer.state is OfferState.OPEN and not (offer.speakers or offer.session.claimants):
             self._break(offer, Reason.PEER_LOST)
 
-    def on_completion(self, transport: SourceTransport, completion: SourceCompletion) -> None:
+    def on_completion(self, transport: SendingSource, completion: SourceCompletion) -> None:
         """A chunk was packed, a stream was sent or has stopped."""
         stream = self._streams.get(completion.key)
         if isinstance(completion, Packed):
@@ -449,6 +450,7 @@ class Source:
         try:
             pull = offer.pulls[consumer]
             transport = self._transports[pull.transport]
+            assert isinstance(transport, SendingSource)
             request = SendRequest(
                 key=key,
                 classes=pull.classes,

@@ -38,12 +38,14 @@ from kvxfer.testing.peers import (
 )
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
+    DirectSink,
     PeerGone,
     Progress,
     ReadBroke,
     ReadDone,
     ReadRequest,
     ReadStopped,
+    ReceivingSink,
     SendRequest,
     SendStopped,
     Sent,
@@ -143,7 +145,7 @@ class _Check:
             source=self.source.manifest,
             classes=(move.copy_class,),
             pull_classes=(move.pull,),
-            source_ids=() if self.sink.transport.is_stream else (move.source_ids,),
+            source_ids=() if self.source.is_stream else (move.source_ids,),
             sink_ids=(move.sink_ids,),
             chunk_nbytes=move.case.chunk_nbytes,
         )
@@ -151,7 +153,7 @@ class _Check:
     def start(self, key: TransferKey, move: Move, hold_after: int = -1) -> None:
         """What the connector does: expect, let the source send, read."""
         request = self.read_request(key, move)
-        self.sink.transport.submit_expect(request)
+        self.ask(request)
         if self.source.is_stream:
             sent = SendRequest(
                 key,
@@ -161,7 +163,14 @@ class _Check:
                 move.case.chunk_nbytes,
             )
             self.source.pipe.send(Send(sent, hold_after))
-        self.sink.transport.submit_read(request)
+
+    def ask(self, request: ReadRequest) -> None:
+        """The sink's part."""
+        sink = self.sink.transport
+        if isinstance(sink, DirectSink):
+            sink.submit_read(request)
+        else:
+            sink.submit_expect(request)
 
     def end_of(self, key: TransferKey, what: str, timeout_s: float | None = None) -> SinkCompletion:
         return self.sink.until(partial(is_end, key), timeout_s or self.timeout_s, what)
@@ -212,12 +221,15 @@ class _Check:
 
     def attach_and_trial(self) -> None:
         transport = self.sink.transport
-        assert transport.is_stream == self.source.is_stream
+        assert isinstance(transport, ReceivingSink) == self.source.is_stream
         assert transport.name == self.source.name
         for _ in range(2):
             trial = transport.trial(self.source.manifest, self.timeout_s)
             assert trial.costs.bytes_per_s > 0
-            transport.attach(self.source.manifest, trial=trial)
+            if isinstance(transport, DirectSink):
+                transport.attach(self.source.manifest, trial)
+            else:
+                transport.attach(self.source.manifest)
         transport.attach(self.source.manifest)
 
     def every_case(self) -> None:
@@ -236,7 +248,8 @@ class _Check:
 
     def another_thread_looks(self) -> None:
         """As an engine's does in the IO thread's place, where the wire is quick."""
-        if not self.sink.transport.is_quick:
+        sink = self.sink.transport
+        if not (isinstance(sink, DirectSink) and sink.is_quick):
             return
         self.sink.poison()
         key, move = self.key(), make_move(CASES[0], seed=self.num_keys)
@@ -245,7 +258,7 @@ class _Check:
         def engine() -> None:
             self.start(key, move)
             while not self.sink.has_ended(key) and time.monotonic() < deadline_s:
-                self.sink.seen.extend(self.sink.transport.look())
+                self.sink.seen.extend(sink.look())
 
         thread = threading.Thread(target=engine)
         thread.start()
@@ -294,7 +307,7 @@ class _Check:
         self.source_says(SendStopped, key)
         # One that was known has to be there for a source to send anything: it knows the sink by it.
         key = self.key()
-        self.sink.transport.submit_expect(self.read_request(key, move))
+        self.ask(self.read_request(key, move))
         self.sink.transport.stop_read(key)
         end = self.end_of(key, what)
         assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
@@ -318,8 +331,7 @@ class _Check:
         assert isinstance(end, ReadBroke), f"{what}: expected ReadBroke, got {end}"
         self.sink.transport.detach(self.source.manifest.control_endpoint)
         late = self.key()
-        self.sink.transport.submit_expect(self.read_request(late, make_move(CASES[0], 9)))
-        self.sink.transport.submit_read(self.read_request(late, make_move(CASES[0], 9)))
+        self.ask(self.read_request(late, make_move(CASES[0], 9)))
         end = self.end_of(late, "a read of a source that is not attached")
         assert isinstance(end, ReadBroke), f"not attached: expected ReadBroke, got {end}"
         self.sink.transport.attach(self.source.manifest)

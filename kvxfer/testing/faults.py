@@ -42,13 +42,16 @@ from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import registry
 from kvxfer.transports.base import (
+    DirectSink,
     LocalMemory,
     PeerGone,
     Readable,
     ReadBroke,
     ReadRequest,
+    ReceivingSink,
     SinkCompletion,
     SinkTransport,
+    TakingSide,
     TransferKey,
     Trial,
     Wake,
@@ -185,7 +188,9 @@ def _make_faulty_sink(
     if any(tensor.device.type != "cpu" for tensor in memory.tensors):
         _check_device_faults(faults)
     sink = make_sink(memory, config, _faulty_copier(copy_thread, faults), wake, context)
-    return FaultySink(sink, faults, wake)
+    if isinstance(sink, DirectSink):
+        return FaultyDirectSink(sink, faults, wake)
+    return FaultyReceivingSink(sink, faults, wake)
 
 
 # ------------------------------------------------------------------ the taking side
@@ -284,63 +289,38 @@ def _end(timer: threading.Timer) -> None:
     timer.join()
 
 
-class FaultySink(SinkTransport):
-    """A sink transport whose reads stall or fail; everything else is the inner one's."""
+class _FaultySink(TakingSide):
+    """A sink whose reads stall or fail; everything else is the inner one's."""
 
     def __init__(self, inner: SinkTransport, faults: Sequence[Fault], wake: Wake) -> None:
-        self.name, self.is_stream, self.counts = inner.name, inner.is_stream, inner.counts
-        self._inner = inner
+        self.name, self.counts = inner.name, inner.counts
+        self._wire = inner
         self._faults = tuple(faults)
         self._wake = wake
         self._num_reads = 0
         self._failed: list[SinkCompletion] = []
-        self._failed_keys: set[TransferKey] = set()
         self._stalled: dict[TransferKey, _Stalled] = {}
 
-    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+    def trial(
+        self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
+    ) -> Trial:
         """As it is."""
-        return self._inner.trial(source, timeout_s)
-
-    def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """As it is."""
-        self._inner.prepare(classes)
-
-    def staging_bounds(self, source: RankManifest) -> StagingBounds | None:
-        """As they are."""
-        return self._inner.staging_bounds(source)
-
-    def attach(
-        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
-    ) -> None:
-        """As it is."""
-        self._inner.attach(source, staging, trial)
+        return self._wire.trial(source, timeout_s, classes)
 
     def detach(self, control_endpoint: str) -> None:
         """As it is."""
-        self._inner.detach(control_endpoint)
-
-    def submit_expect(self, request: ReadRequest) -> None:
-        """The beginning of a read on a stream wire."""
-        if self.is_stream and self._fails(request.key):
-            return
-        self._inner.submit_expect(request)
-
-    def submit_read(self, request: ReadRequest) -> None:
-        """The beginning of a read on a direct wire."""
-        if request.key in self._failed_keys or (not self.is_stream and self._fails(request.key)):
-            return
-        self._inner.submit_read(request)
+        self._wire.detach(control_endpoint)
 
     def stop_read(self, key: TransferKey) -> None:
         """What was held back is forgotten: ReadStopped is the read's one end."""
         stalled = self._stalled.pop(key, None)
         if stalled is not None:
             _end(stalled.timer)
-        self._inner.stop_read(key)
+        self._wire.stop_read(key)
 
     def pollables(self) -> Sequence[Readable]:
         """As they are."""
-        return self._inner.pollables()
+        return self._wire.pollables()
 
     def poll(self) -> list[SinkCompletion]:
         """What the inner one says, less what stalls, plus what has stalled long enough."""
@@ -351,7 +331,7 @@ class FaultySink(SinkTransport):
                 _end(stalled.timer)
                 done.extend(stalled.held)
                 del self._stalled[key]
-        for completion in self._inner.poll():
+        for completion in self._wire.poll():
             key_of = None if isinstance(completion, PeerGone) else completion.key
             if key_of is not None and key_of in self._stalled:
                 self._stalled[key_of].held.append(completion)
@@ -359,16 +339,12 @@ class FaultySink(SinkTransport):
                 done.append(completion)
         return done
 
-    def inspect(self) -> None:
-        """As it is."""
-        self._inner.inspect()
-
     def close(self) -> None:
         """The timers too."""
         for stalled in self._stalled.values():
             _end(stalled.timer)
         self._stalled.clear()
-        self._inner.close()
+        self._wire.close()
 
     def _fails(self, key: TransferKey) -> bool:
         """Count the read, begin its faults; True if it must not begin."""
@@ -377,7 +353,6 @@ class FaultySink(SinkTransport):
             if fault.nth is not None and fault.nth != self._num_reads:
                 continue
             if fault.name == "read:fail":
-                self._failed_keys.add(key)
                 self._failed.append(ReadBroke(key, Reason.READ_FAILED, "fault: read:fail"))
                 self._wake()
                 return True
@@ -387,6 +362,48 @@ class FaultySink(SinkTransport):
                 self._stalled[key] = _Stalled(time.monotonic() + fault.value, timer)
                 timer.start()
         return False
+
+
+class FaultyDirectSink(_FaultySink, DirectSink):
+    """Of a direct wire. The engine's thread never begins its reads."""
+
+    def __init__(self, inner: DirectSink, faults: Sequence[Fault], wake: Wake) -> None:
+        super().__init__(inner, faults, wake)
+        self._inner = inner
+
+    def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
+        """As it is."""
+        self._inner.attach(source, trial)
+
+    def submit_read(self, request: ReadRequest) -> None:
+        """The beginning of a read."""
+        if not self._fails(request.key):
+            self._inner.submit_read(request)
+
+
+class FaultyReceivingSink(_FaultySink, ReceivingSink):
+    """Of a stream wire."""
+
+    def __init__(self, inner: ReceivingSink, faults: Sequence[Fault], wake: Wake) -> None:
+        super().__init__(inner, faults, wake)
+        self._inner = inner
+
+    def staging_bounds(self, source: RankManifest) -> StagingBounds:
+        """As they are."""
+        return self._inner.staging_bounds(source)
+
+    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
+        """As it is."""
+        self._inner.attach(source, staging)
+
+    def submit_expect(self, request: ReadRequest) -> None:
+        """The beginning of a read."""
+        if not self._fails(request.key):
+            self._inner.submit_expect(request)
+
+    def inspect(self) -> None:
+        """As it is."""
+        self._inner.inspect()
 
 
 # ------------------------------------------------------------------ the giving side

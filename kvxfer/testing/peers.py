@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -26,6 +26,8 @@ from kvxfer.transports.base import (
     ReadDone,
     ReadRequest,
     ReadStopped,
+    ReceivingSink,
+    SendingSource,
     SendRequest,
     SinkCompletion,
     SinkTransport,
@@ -34,7 +36,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
-from kvxfer.transports.copy_thread import CopyThread, PiecesJob
+from kvxfer.transports.copy_thread import CopyJob, CopyThread
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import published_infos
 from kvxfer.transports.wake_up import WakeUp
@@ -81,6 +83,34 @@ def make_pool(device: str, nbytes: int = POOL_NBYTES) -> SharedPool | DevicePool
     return DevicePool(tensor, plain_info(tensor))
 
 
+# ------------------------------------------------------------------ what occupies a copy thread
+
+
+class PiecesJob(CopyJob):
+    """A job out of an iterator, each step of which is a piece, and a listener."""
+
+    __slots__ = ("_listener", "_pieces")
+
+    def __init__(
+        self,
+        lane: Hashable,
+        pieces: Iterator[object],
+        listener: Callable[[CopyJob], None] = lambda _: None,
+        work_nbytes: int | None = None,
+    ) -> None:
+        super().__init__(lane, work_nbytes)
+        self._pieces = pieces
+        self._listener = listener
+
+    def run(self) -> bool:
+        """The next step."""
+        return next(self._pieces, self) is not self
+
+    def on_end(self) -> None:
+        """Tell the listener."""
+        self._listener(self)
+
+
 # ------------------------------------------------------------------ what the parent tells a child
 
 
@@ -112,12 +142,12 @@ class Close:
 Command = Send | Release | StopSend | Close
 
 
-def wait_for(transport: SourceTransport | SinkTransport, *fds: int, timeout_s: float) -> None:
+def wait_for(transport: SendingSource | SinkTransport | None, *fds: int, timeout_s: float) -> None:
     """Sleep until one of the descriptors or the transport's sockets can be read."""
     poller = zmq.Poller()
     for fd in fds:
         poller.register(fd, zmq.POLLIN)
-    for socket in transport.pollables():
+    for socket in transport.pollables() if transport is not None else ():
         poller.register(socket, zmq.POLLIN)
     poller.poll(max(0, round(timeout_s * 1000)))
 
@@ -143,15 +173,16 @@ def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: s
     copy_thread, context, wake = CopyThread(), zmq.Context[zmq.Socket[bytes]](), WakeUp()
     guard = Guard(context, Config())
     memory = LocalMemory((pool.tensor,), (pool.info,))
-    transport = make_source(memory, copy_thread, wake, context)
-    (info,) = published_infos({transport.name: transport}, memory)
-    pipe.send((transport.name, transport.is_stream, transport.data_endpoint(), info))
+    made = make_source(memory, copy_thread, wake, context)
+    transport = made if isinstance(made, SendingSource) else None  # else it has nothing to do
+    (info,) = published_infos({made.name: made}, memory)
+    pipe.send((made.name, transport and transport.data_endpoint(), info))
     held: dict[TransferKey, _Held] = {}
     while True:
         wait_for(transport, pipe.fileno(), wake.fd, timeout_s=60)
         wake.clear()
-        for completion in transport.poll():
-            if isinstance(completion, Packed):
+        for completion in transport.poll() if transport is not None else ():
+            if transport is not None and isinstance(completion, Packed):
                 _on_packed(transport, held, completion)
             pipe.send(completion)
         if not pipe.poll():
@@ -162,8 +193,10 @@ def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: s
             return
         if isinstance(command, Close):
             break
-        _obey(transport, held, command)
-    transport.close()
+        if transport is not None:
+            _obey(transport, held, command)
+    if transport is not None:
+        transport.close()
     copy_thread.close()
     context.term()
     guard.join()
@@ -174,7 +207,7 @@ def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: s
     )
 
 
-def _on_packed(transport: SourceTransport, held: dict[TransferKey, _Held], packed: Packed) -> None:
+def _on_packed(transport: SendingSource, held: dict[TransferKey, _Held], packed: Packed) -> None:
     state = held.get(packed.key)
     if state is not None and 0 <= state.hold_after <= state.num_sent:
         state.sequences.append(packed.sequence)
@@ -184,7 +217,7 @@ def _on_packed(transport: SourceTransport, held: dict[TransferKey, _Held], packe
     transport.send_packed(packed.key, packed.sequence)
 
 
-def _obey(transport: SourceTransport, held: dict[TransferKey, _Held], command: Command) -> None:
+def _obey(transport: SendingSource, held: dict[TransferKey, _Held], command: Command) -> None:
     match command:
         case Send(request, hold_after):
             held[request.key] = _Held(hold_after)
@@ -205,7 +238,8 @@ def serve_idle_sink(
     """A child that attaches, expects one read, and polls until it is killed."""
     sink = SinkPeer(make_sink, device)
     sink.transport.attach(request.source)
-    sink.transport.submit_expect(request)
+    if isinstance(sink.transport, ReceivingSink):
+        sink.transport.submit_expect(request)
     pipe.send("expecting")
     while not pipe.poll(0.01):
         sink.transport.poll()
@@ -252,7 +286,8 @@ class SourcePeer(Child):
         super().__init__(serve_source, make_source, seed, device)
         if not self.pipe.poll(timeout_s + 60):  # the first process of a run imports torch
             raise AssertionError("source: expected it to start within a minute, got nothing")
-        self.name, self.is_stream, endpoint, info = self.pipe.recv()
+        self.name, endpoint, info = self.pipe.recv()
+        self.is_stream = endpoint is not None
         self.bytes = source_bytes(seed)
         self.manifest = RankManifest(
             rank=RankId(0, 0),
@@ -361,7 +396,7 @@ class SinkPeer:
             opened.wait(30)
             yield
 
-        self.copy_thread.submit(PiecesJob("gate", pieces(), lambda job: None))
+        self.copy_thread.submit(PiecesJob("gate", pieces()))
         entered.wait(30)
         return opened
 

@@ -1,46 +1,16 @@
-"""What direct wires share: memory that is given, and which source ranks' memories a sink has
-mapped, in which life of them.
-"""
+"""Which source ranks' memories the sink of a direct wire has mapped, in which life of them."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
-from kvxfer.transports.base import Held, SourceTransport
+from kvxfer.transports.base import DirectSink, Held, Trial
 
 NOT_ATTACHED = "the source rank is not attached"
-
-
-class DirectSource(SourceTransport):
-    """The giving side of a direct wire: memory that sinks map, and nothing to do."""
-
-    is_stream = False
-
-    def __init__(self, handles: Iterable[MemoryHandle]) -> None:
-        self.counts: Counter[str] = Counter()
-        self._own = tuple(handles)
-
-    def data_endpoint(self) -> str | None:
-        """None: the handles are in the manifest."""
-        return None
-
-    def handles(self) -> tuple[MemoryHandle, ...]:
-        """One for each memory."""
-        return self._own
-
-    @property
-    def is_idle(self) -> bool:
-        """Always: sinks read by themselves."""
-        return True
-
-    def close(self) -> None:
-        """Nothing to give back: the memory is its owner's."""
-
 
 M = TypeVar("M", bound=Held)
 """A peer's memory, mapped here."""
@@ -57,84 +27,70 @@ class Attached(Generic[M]):
     mappings: tuple[M, ...]
 
 
-class Attachments(Generic[M]):
-    """The mapped source ranks by control endpoint.
+class MappingSink(DirectSink, Generic[M]):
+    """The part of a direct wire's sink that knows which ranks are mapped, by control endpoint."""
 
-    Args:
-        map_memory: maps one memory; the text names it. Raises TransportUnavailable.
-        let_go: called with an attachment that is not to be used for new reads any more.
-    """
-
-    def __init__(
-        self,
-        transport: str,
-        map_memory: Callable[[MemoryInfo, str], M],
-        let_go: Callable[[Attached[M]], None],
-    ) -> None:
-        self._transport = transport
-        self._map_memory = map_memory
-        self._let_go = let_go
+    def __init__(self) -> None:
         self._by_endpoint: dict[str, Attached[M]] = {}
 
-    def map_first(self, source: RankManifest) -> M:
-        """Map one memory of a rank, to try. Raises TransportUnavailable."""
-        return self._map_memory(self._memories(source)[0], "memory 0")
+    @abstractmethod
+    def _map(self, info: MemoryInfo, name: str) -> M:
+        """One memory; ``name`` is for errors. Raises TransportUnavailable."""
 
-    def map_all(self, source: RankManifest) -> tuple[M, ...]:
-        """Every memory of a rank that has one, to try; if one fails, none. Raises
-        TransportUnavailable.
+    @abstractmethod
+    def _let_go(self, attached: Attached[M]) -> None:
+        """No new read begins there: those that have not ended break, and the mappings close when
+        no copy runs on them any more.
         """
-        return self._map_all(self._memories(source))
 
-    def _memories(self, source: RankManifest) -> tuple[MemoryInfo, ...]:
+    def _check_has_memories(self, source: RankManifest) -> None:
+        """Of one that is to be tried. Raises TransportUnavailable."""
         if not source.memories:
             raise TransportUnavailable(
-                f"{self._transport}: expected memories of {source.control_endpoint}, got none"
+                f"{self.name}: expected memories of {source.control_endpoint}, got none"
             )
-        return source.memories
 
-    def _map_all(self, memories: Sequence[MemoryInfo]) -> tuple[M, ...]:
-        """Every one of them, or none."""
+    def _map_all(self, source: RankManifest) -> tuple[M, ...]:
+        """Every memory of a rank, or none. Raises TransportUnavailable."""
         mappings: list[M] = []
         try:
-            for number, info in enumerate(memories):
-                mappings.append(self._map_memory(info, f"memory {number}"))
+            for number, info in enumerate(source.memories):
+                mappings.append(self._map(info, f"memory {number}"))
         except TransportUnavailable:
             for mapping in mappings:
                 mapping.close()
             raise
         return tuple(mappings)
 
-    def attach(self, source: RankManifest, mapped: tuple[M, ...] = ()) -> None:
-        """Map the rank's memories, once for each life of them. ``mapped``: all of them, by
-        :meth:`map_all`; who has attached has them, and closes them if they are not needed.
+    def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
+        """Map the rank's memories, once for each life of them, if the trial has not.
 
         Other memories under the same control endpoint take the place of those that are mapped: an
         endpoint is what a peer says of itself, so reads look at the handles too.
         """
-        if self.find(source) is not None:
-            for mapping in mapped:
-                mapping.close()
+        if self._find(source) is not None:
+            if trial is not None:
+                trial.close()
             return
-        mappings = mapped or self._map_all(source.memories)
+        held = trial.held if trial is not None else ()
+        mappings = cast("tuple[M, ...]", held) or self._map_all(source)
         self.detach(source.control_endpoint)
         self._by_endpoint[source.control_endpoint] = Attached(
             source.control_endpoint, _handles(source), mappings
         )
 
-    def find(self, source: RankManifest) -> Attached[M] | None:
-        """The mapped memories, if they are those that this manifest names."""
-        attached = self._by_endpoint.get(source.control_endpoint)
-        return attached if attached and attached.handles == _handles(source) else None
-
     def detach(self, control_endpoint: str) -> None:
-        """Forget a rank; unknown ones: nothing."""
+        """Its unfinished reads break; a mapping goes with the last copy that runs on it."""
         attached = self._by_endpoint.pop(control_endpoint, None)
         if attached is not None:
             self._let_go(attached)
 
-    def close(self) -> None:
-        """Forget all."""
+    def _find(self, source: RankManifest) -> Attached[M] | None:
+        """The mapped memories, if they are those that this manifest names."""
+        attached = self._by_endpoint.get(source.control_endpoint)
+        return attached if attached and attached.handles == _handles(source) else None
+
+    def _detach_all(self) -> None:
         for endpoint in list(self._by_endpoint):
             self.detach(endpoint)
 

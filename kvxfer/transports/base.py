@@ -1,8 +1,9 @@
 """The contract of a wire: it moves bytes and says what happened; it knows no offers or leases.
 
-Two kinds. On a *direct* wire the sink maps the source's memory and reads it. On a *stream* wire the
-source packs chunks into staging and sends them, the sink scatters them into its pool. Both are
-driven by the IO thread of a worker:
+Two kinds, with a contract for each. On a *direct* wire the sink maps the source's memory and reads
+it (:class:`DirectSource`, :class:`DirectSink`). On a *stream* wire the source packs chunks into
+staging and sends them, the sink scatters them into its pool (:class:`SendingSource`,
+:class:`ReceivingSink`). Wires are driven by the IO thread of a worker:
 
 - ``submit``-like calls never block; work on KV runs in jobs of at most ``JOB_NBYTES`` on the
   :class:`CopyThread`, or at once where it is small;
@@ -132,77 +133,75 @@ class SendStopped:
 SourceCompletion = Packed | Sent | SendStopped
 
 
-class Polled:
-    """What the IO thread sees of either side."""
+@dataclass(frozen=True, slots=True)
+class DirectSource:
+    """The giving side of a direct wire on one rank: memory that sinks map, and nothing to do.
 
-    def pollables(self) -> Sequence[Readable]:
-        """What it polls for reading."""
-        return ()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether ``poll`` has nothing to do until one of ``pollables`` can be read or another
-        method is called; then it need not be called. False where that is not known.
-        """
-        return False
-
-
-class SourceTransport(Polled, ABC):
-    """The giving side of one wire on one rank."""
+    ``handles``: for the manifest, one for each memory.
+    """
 
     name: str
-    is_stream: bool
+    handles: tuple[MemoryHandle, ...]
+
+
+class SendingSource(ABC):
+    """The giving side of a stream wire on one rank."""
+
+    name: str
     counts: Counter[str]
     """What was dropped or refused, by reason; for metrics."""
 
     @abstractmethod
-    def data_endpoint(self) -> str | None:
-        """Where sinks attach (``tcp://host:port``).
+    def data_endpoint(self) -> str:
+        """Where sinks attach (``tcp://host:port``)."""
 
-        None for a direct wire, whose handles are in the manifest.
+    @abstractmethod
+    def pollables(self) -> Sequence[Readable]:
+        """What the IO thread polls for reading."""
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool:
+        """Whether ``poll`` has nothing to do until one of ``pollables`` can be read or another
+        method is called; then it need not be called.
         """
 
-    def handles(self) -> tuple[MemoryHandle, ...]:
-        """For the manifest, one for each memory: a direct wire's, by which sinks map them."""
-        return ()
-
+    @abstractmethod
     def submit_send(self, request: SendRequest) -> None:
         """Begin to pack; each chunk is announced as Packed. Ids were checked.
 
-        Raises ProtocolError for chunk sizes out of bounds. This and the next three: stream wires
-        only.
+        Raises ProtocolError for chunk sizes out of bounds.
         """
-        raise self._is_direct()
 
+    @abstractmethod
     def send_packed(self, key: TransferKey, sequence: int) -> None:
         """The offer is open: send the chunk."""
-        raise self._is_direct()
 
+    @abstractmethod
     def drop_packed(self, key: TransferKey, sequence: int) -> None:
         """The offer is over: the chunk is discarded, and no more of this transfer is packed."""
-        raise self._is_direct()
 
+    @abstractmethod
     def stop_send(self, key: TransferKey) -> None:
         """Stop; SendStopped follows, at once or after the running job. Unknown keys get it too.
 
         A key that was just reported as Sent is unknown.
         """
-        raise self._is_direct()
 
+    @abstractmethod
     def poll(self) -> list[SourceCompletion]:
         """What happened since the last call. Never blocks."""
-        return []
 
+    @abstractmethod
     def inspect(self) -> None:
-        """Called a few times a second (``backlog.LOOK_S``): end what a peer holds without use."""
-        return
+        """Called a few times a second (``visitors.LOOK_S``): end what a peer holds without use."""
 
     @abstractmethod
     def close(self) -> None:
         """Give everything back; running jobs are waited for."""
 
-    def _is_direct(self) -> NotImplementedError:
-        return NotImplementedError(f"{self.name} is a direct wire: sinks read by themselves")
+
+SourceTransport = DirectSource | SendingSource
 
 
 # --------------------------------------------------- what the sink side is asked to read
@@ -277,7 +276,7 @@ class Trial:
     ``path``: what carried them, for a wire that has several ("TCP"); shown to people only. ``way``:
     the one of its pipe's that was taken, for ``Staging``; "" where there is only one. ``held``:
     what is still open, so that ``attach`` need not open it anew: it is the wire's from then on, and
-    until then of whoever has asked for the trial.
+    until then of whoever has asked for the trial. Stream wires keep nothing open.
     """
 
     costs: WireCosts
@@ -301,46 +300,22 @@ class PeerGone:
 SinkCompletion = Progress | ReadDone | ReadBroke | ReadStopped | PeerGone
 
 
-class SinkTransport(Polled, ABC):
-    """The taking side of one wire on one rank."""
+class TakingSide(ABC):
+    """What the sinks of both kinds of wires have in common."""
 
     name: str
-    is_stream: bool
-    is_quick: bool = False
-    """Whether ``submit_read`` and ``look`` take microseconds and wait for nothing, so that the
-    engine's thread may call them in the IO thread's place.
-    """
     counts: Counter[str]
     """What was dropped or refused, by reason; for metrics."""
 
     @abstractmethod
-    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+    def trial(
+        self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
+    ) -> Trial:
         """Move real bytes from the source rank and time them; keeps nothing open but what the
-        trial says.
+        trial says. What copies of these classes need is got ready, too, where that takes long.
 
         May be called from any thread, blocks for at most about ``timeout_s`` and touches neither
         pool nor reads. Raises TransportUnavailable with the reason.
-        """
-
-    def staging_bounds(self, source: RankManifest) -> StagingBounds | None:
-        """Within what the staging of a connection to this rank may be chosen; None: has none."""
-        return None
-
-    def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """Get ready to copy these classes, where that takes long: called once before the first
-        read, from any thread, and may block. What fails here fails the trial.
-        """
-        return
-
-    @abstractmethod
-    def attach(
-        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
-    ) -> None:
-        """Map the source rank's memory or connect to it; idempotent.
-
-        ``staging``: of stream wires, as the trial's costs and ``way`` have it; without it what the
-        settings say, or what is usual. ``trial``: of this wire and this rank, whose ``held`` the
-        wire has from now on, also where this raises. Raises TransportUnavailable with the reason.
         """
 
     @abstractmethod
@@ -351,41 +326,81 @@ class SinkTransport(Polled, ABC):
         """
 
     @abstractmethod
-    def submit_expect(self, request: ReadRequest) -> None:
-        """Stream wires: get ready for the chunks BEFORE the Pull is sent.
-
-        They may overtake the Grant. Direct wires: nothing.
-        """
-
-    @abstractmethod
-    def submit_read(self, request: ReadRequest) -> None:
-        """Granted.
-
-        Direct wires: start the copy (source ids are in the request now). Stream wires: nothing to
-        do.
-        """
-
-    @abstractmethod
     def stop_read(self, key: TransferKey) -> None:
         """Stop; ReadStopped follows, at once or after the running job.
 
         Unknown keys get ReadStopped too.
         """
 
+    def pollables(self) -> Sequence[Readable]:
+        """What the IO thread polls for reading."""
+        return ()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether ``poll`` has nothing to do until one of ``pollables`` can be read or another
+        method is called; then it need not be called. False where that is not known.
+        """
+        return False
+
     @abstractmethod
     def poll(self) -> list[SinkCompletion]:
         """What happened since the last call. Never blocks."""
 
-    def inspect(self) -> None:
-        """Called a few times a second, as the source's."""
-        return
-
-    def look(self) -> list[SinkCompletion]:
-        """The same, and not even for the moment in which something will be over. What is not over
-        is left to ``poll``.
-        """
-        return self.poll()
-
     @abstractmethod
     def close(self) -> None:
         """Give everything back; running jobs are waited for."""
+
+
+class DirectSink(TakingSide):
+    """The taking side of a direct wire on one rank: it copies by itself."""
+
+    is_quick: bool = False
+    """Whether ``submit_read`` and ``look`` take microseconds and wait for nothing, so that the
+    engine's thread may call them in the IO thread's place.
+    """
+
+    @abstractmethod
+    def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
+        """Map the source rank's memory; idempotent.
+
+        ``trial``: of this wire and this rank, whose ``held`` the wire has from now on, also where
+        this raises. Raises TransportUnavailable with the reason.
+        """
+
+    @abstractmethod
+    def submit_read(self, request: ReadRequest) -> None:
+        """Granted: start the copy."""
+
+    def look(self) -> list[SinkCompletion]:
+        """As ``poll``, and not even for the moment in which something will be over. What is not
+        over is left to ``poll``.
+        """
+        return self.poll()
+
+
+class ReceivingSink(TakingSide):
+    """The taking side of a stream wire on one rank: the source sends."""
+
+    @abstractmethod
+    def staging_bounds(self, source: RankManifest) -> StagingBounds:
+        """Within what the staging of a connection to this rank may be chosen."""
+
+    @abstractmethod
+    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
+        """Connect to the source rank; idempotent.
+
+        ``staging``: as the trial's costs and ``way`` have it; without it what the settings say, or
+        what is usual. Raises TransportUnavailable with the reason.
+        """
+
+    @abstractmethod
+    def submit_expect(self, request: ReadRequest) -> None:
+        """Get ready for the chunks BEFORE the Pull is sent: they may overtake the Grant."""
+
+    @abstractmethod
+    def inspect(self) -> None:
+        """Called a few times a second, as the source's."""
+
+
+SinkTransport = DirectSink | ReceivingSink

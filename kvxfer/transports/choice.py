@@ -8,7 +8,7 @@ there first.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvxfer.errors import TransportUnavailable
@@ -21,7 +21,8 @@ from kvxfer.transfer.costs import (
     plan_staging,
 )
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transports.base import SinkTransport, Trial
+from kvxfer.transfer.plan import CopyClass
+from kvxfer.transports.base import ReceivingSink, SinkTransport, Trial
 
 TRIAL_TIMEOUT_S = 2.0
 """For each wire's trial."""
@@ -73,12 +74,13 @@ def choose(
     source: RankManifest,
     workload: Workload,
     *,
+    classes: Sequence[CopyClass] = (),
     min_gbps: float | None = None,
     timeout_s: float = TRIAL_TIMEOUT_S,
 ) -> Choice:
     """Try the candidates, in the order of preference: direct wires first. The first direct one that
     moves bytes, at ``min_gbps`` or more, is taken, and no other is tried then. Of streams the one
-    is taken over which a transfer of ``workload`` is over first.
+    is taken over which a transfer of ``workload`` is over first. ``classes``: what will be copied.
 
     Blocks for ``timeout_s`` at most, and for TRIAL_TIMEOUT_S for each candidate; but the last one
     has all that is left if none works until then: on a host with many times more work than cores a
@@ -99,8 +101,12 @@ def choose(
         if working or number < len(candidates):
             limit_s = min(limit_s, TRIAL_TIMEOUT_S)
         try:
-            trial = _trial(transport, source, min_gbps, limit_s)
-            working.append(_choice(name, transport.staging_bounds(source), trial, workload))
+            trial = transport.trial(source, limit_s, classes)
+            _check_speed(trial, min_gbps)
+            bounds = (
+                transport.staging_bounds(source) if isinstance(transport, ReceivingSink) else None
+            )
+            working.append(_choice(name, bounds, trial, workload))
         except TransportUnavailable as exc:
             reasons[name] = str(exc).removeprefix(f"{name}: ")
     if not working:
@@ -117,16 +123,12 @@ def choose(
     return replace(best, reasons=reasons)
 
 
-def _trial(
-    transport: SinkTransport, source: RankManifest, min_gbps: float | None, limit_s: float
-) -> Trial:
-    """Of a wire that is fast enough. Raises TransportUnavailable."""
-    trial = transport.trial(source, limit_s)
+def _check_speed(trial: Trial, min_gbps: float | None) -> None:
+    """Raises TransportUnavailable for one that is too slow; what it holds is closed."""
     gbps = trial.costs.gb_per_s
     if min_gbps is not None and gbps < min_gbps:
         trial.close()
         raise TransportUnavailable(f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}")
-    return trial
 
 
 def _choice(name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload) -> Choice:

@@ -84,32 +84,6 @@ class CopyJob(ABC):
         """``end`` and ``error`` are set: nothing of this job runs any more."""
 
 
-class PiecesJob(CopyJob):
-    """A job out of an iterator, each step of which is a piece, and a listener."""
-
-    __slots__ = ("_listener", "_pieces")
-
-    def __init__(
-        self,
-        lane: Hashable,
-        pieces: Iterator[object],
-        listener: Callable[[CopyJob], None],
-        work_nbytes: int | None = None,
-    ) -> None:
-        super().__init__(lane, work_nbytes)
-        self._pieces = pieces
-        self._listener = listener
-
-    def run(self) -> bool:
-        """The next step."""
-        return next(self._pieces, self) is not self
-
-    def on_end(self) -> None:
-        """Tell the listener; whoever still holds the job holds no memory through it."""
-        self._pieces = iter(())
-        self._listener(self)
-
-
 class Copier(Protocol):
     """What a transport needs of the copy thread."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -14,18 +14,29 @@ import msgspec
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemoryInfo
-from kvxfer.transports.base import LocalMemory, SinkTransport, SourceTransport, Wake
+from kvxfer.transports.base import (
+    DirectSink,
+    DirectSource,
+    LocalMemory,
+    ReceivingSink,
+    SendingSource,
+    SinkTransport,
+    SourceTransport,
+    Wake,
+)
 from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.native_peers import RDMA_DEVICES
 from kvxfer.transports.pipe import MakePipe, Pipe
-from kvxfer.transports.shm_direct import ShmSink, ShmSource
+from kvxfer.transports.shm_direct import ShmSink, shm_source
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.zmq_pipe import ZmqPipe
 
 AUTO = {"cuda": ("cuda_ipc", "zmq", "ucx", "nixl"), "cpu": ("shm", "zmq", "ucx", "nixl")}
-"""What ``auto`` may take for memory on such a device; which of them it takes, trials decide."""
+"""What ``auto`` may take for memory on such a device, in the order of preference: the direct wire
+if it works, else the fastest of the others.
+"""
 OPTIONAL = {"ucx": "ucxx", "nixl": "nixl"}
 """Wires that need a library, and its name. Loading it takes 0.5 s and 20 to 30 MB when an engine
 starts, so ``auto`` has them where they can gain something: for memory of a GPU, and where there is
@@ -34,17 +45,15 @@ RDMA that they may use (``trust_network``). Else both carry host memory by TCP, 
 """
 
 _log = logging.getLogger("kvxfer.transports")
-T = TypeVar("T", SourceTransport, SinkTransport)
+T = TypeVar("T", DirectSource | SendingSource, DirectSink | ReceivingSink)
 _Maker = Callable[[LocalMemory, Config, Copier, Wake, Context], T]
 
 
-def _cuda_ipc_source(
-    memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
-) -> SourceTransport:
+def _cuda_ipc_source(memory: LocalMemory, *_: object) -> SourceTransport:
     memory.require("cuda_ipc", "cuda")
     with _needs("cuda_ipc", "Triton", "kvxfer[cuda]"):
-        from kvxfer.transports.cuda_ipc_direct import CudaIpcSource
-    return CudaIpcSource(memory, config, copy_thread, wake, context)
+        from kvxfer.transports.cuda_ipc_direct import cuda_ipc_source
+    return cuda_ipc_source(memory)
 
 
 def _cuda_ipc_sink(
@@ -91,7 +100,7 @@ def _needs(wire: str, library: str, extra: str) -> Iterator[None]:
 
 SOURCES: dict[str, _Maker[SourceTransport]] = {
     "cuda_ipc": _cuda_ipc_source,
-    "shm": ShmSource,
+    "shm": shm_source,
     **{name: partial(StreamSource, pipe) for name, pipe in PIPES.items()},
 }
 SINKS: dict[str, _Maker[SinkTransport]] = {
@@ -109,49 +118,57 @@ def make_sources(
     Raises TransportUnavailable with the reason when a wire that was asked for by name cannot be
     had.
     """
-    wanted = _wanted(SOURCES, config, memory)
     if config.transport in OPTIONAL and not config.trust_network:
-        _log.info("%s: for processes of this user on this host; see trust_network", *wanted)
-    return _make(wanted, config, lambda make: make(memory, config, copy_thread, wake, context))
+        wanted = config.transport
+        _log.info("%s: for processes of this user on this host; see trust_network", wanted)
+    return _make(SOURCES, memory, config, copy_thread, wake, context)
 
 
 def make_sinks(
     memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
 ) -> dict[str, SinkTransport]:
-    """The taking side of the configured wire; with ``auto`` of each that the memory allows, best
-    first, for the probe.
+    """The taking side of the configured wire; with ``auto`` of each that the memory allows, in the
+    order of preference.
 
     Raises TransportUnavailable with the reason when a wire that was asked for by name cannot be
     had.
     """
-    wanted = _wanted(SINKS, config, memory)
-    return _make(wanted, config, lambda make: make(memory, config, copy_thread, wake, context))
+    return _make(SINKS, memory, config, copy_thread, wake, context)
 
 
 def _make(
-    wanted: Mapping[str, _Maker[T]], config: Config, make: Callable[[_Maker[T]], T]
+    makers: Mapping[str, _Maker[T]],
+    memory: LocalMemory,
+    config: Config,
+    copy_thread: Copier,
+    wake: Wake,
+    context: Context,
 ) -> dict[str, T]:
     """With ``auto`` a wire that cannot be had is left out, but not ``zmq``, which is everywhere."""
     made: dict[str, T] = {}
-    for name, maker in wanted.items():
+    for name in _wanted(makers, config, memory):
         try:
-            made[name] = make(maker)
+            made[name] = makers[name](memory, config, copy_thread, wake, context)
         except Exception as exc:
             is_auto = config.transport == "auto" and name != "zmq"
             # Whatever fails in a library that nobody has asked for must not end the engine
             if is_auto and (name in OPTIONAL or isinstance(exc, TransportUnavailable)):
                 _log.debug("not offered: %s", exc)
                 continue
-            for transport in made.values():
-                transport.close()
+            for wire in made.values():
+                if not isinstance(wire, DirectSource):
+                    wire.close()
             raise
     return made
 
 
 def data_endpoints(sources: Mapping[str, SourceTransport]) -> dict[str, str]:
     """For the manifest: where sinks attach, by wire."""
-    endpoints = {name: source.data_endpoint() for name, source in sources.items()}
-    return {name: endpoint for name, endpoint in endpoints.items() if endpoint is not None}
+    return {
+        name: source.data_endpoint()
+        for name, source in sources.items()
+        if isinstance(source, SendingSource)
+    }
 
 
 def published_infos(
@@ -161,30 +178,28 @@ def published_infos(
     offered.
     """
     for source in sources.values():
-        if handles := source.handles():
+        if isinstance(source, DirectSource):
             return tuple(
                 msgspec.structs.replace(info, handle=handle)
-                for info, handle in zip(memory.infos, handles, strict=True)
+                for info, handle in zip(memory.infos, source.handles, strict=True)
             )
     return tuple(msgspec.structs.replace(info, handle=None) for info in memory.infos)
 
 
-def _wanted(
-    makers: Mapping[str, _Maker[T]], config: Config, memory: LocalMemory
-) -> dict[str, _Maker[T]]:
+def _wanted(makers: Collection[str], config: Config, memory: LocalMemory) -> list[str]:
     if config.transport == "auto":
         kind = next((tensor.device.type for tensor in memory.tensors), "cpu")
         if kind not in AUTO:
             raise TransportUnavailable(
                 f"transport: expected memory on one of {', '.join(AUTO)}, got {kind}"
             )
-        return {name: makers[name] for name in AUTO[kind] if _is_worth_it(name, kind, config)}
+        return [name for name in AUTO[kind] if _is_worth_it(name, kind, config)]
     if config.transport not in makers:
         raise TransportUnavailable(
             f"transport: expected one of auto, {', '.join(makers)}, got {config.transport}; "
             "this version does not have it"
         )
-    return {config.transport: makers[config.transport]}
+    return [config.transport]
 
 
 def _is_worth_it(name: str, device_type: str, config: Config) -> bool:

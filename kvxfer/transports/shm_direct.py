@@ -11,34 +11,27 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-import zmq
 from torch import Tensor
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import MappedPool, open_shared
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from kvxfer.transfer.costs import Staging, fit_costs
+from kvxfer.transfer.costs import fit_costs
 from kvxfer.transfer.manifest import MemfdHandle, MemoryInfo, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transfer.pull import route_nbytes
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.attachments import (
-    NOT_ATTACHED,
-    Attached,
-    Attachments,
-    DirectSource,
-    handle_of,
-)
+from kvxfer.transports.attachments import NOT_ATTACHED, Attached, MappingSink, handle_of
 from kvxfer.transports.base import (
     JOB_NBYTES,
     TRIAL_NBYTES,
     TRIAL_SMALL_NBYTES,
+    DirectSource,
     LocalMemory,
     Progress,
     ReadBroke,
@@ -46,13 +39,13 @@ from kvxfer.transports.base import (
     ReadRequest,
     ReadStopped,
     SinkCompletion,
-    SinkTransport,
     TransferKey,
     Trial,
     Wake,
 )
+from kvxfer.transports.channel import Context
 from kvxfer.transports.completions import Completions
-from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, PiecesJob, work_of
+from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
 
 NUM_TIMED = 4
 """Copies of a trial, 0.3 ms each: one alone, when another thread is given the core, was seen to
@@ -60,24 +53,10 @@ take ten times as long, and another wire would be taken.
 """
 
 
-class ShmSource(DirectSource):
-    """Says that this rank's memories can be mapped.
-
-    Raises TransportUnavailable where one cannot.
-    """
-
-    name = "shm"
-
-    def __init__(
-        self,
-        memory: LocalMemory,
-        config: Config,
-        copy_thread: Copier,
-        wake: Wake,
-        context: zmq.Context[zmq.Socket[bytes]],
-    ) -> None:
-        memory.require(self.name, "cpu")
-        super().__init__(_own_handle(*each) for each in enumerate(memory.infos))
+def shm_source(memory: LocalMemory, *_: object) -> DirectSource:
+    """This rank's memories, to be mapped. Raises TransportUnavailable for one that cannot be."""
+    memory.require("shm", "cpu")
+    return DirectSource("shm", tuple(_own_handle(*each) for each in enumerate(memory.infos)))
 
 
 def _own_handle(number: int, info: MemoryInfo) -> MemfdHandle:
@@ -89,18 +68,6 @@ def _own_handle(number: int, info: MemoryInfo) -> MemfdHandle:
     return info.handle
 
 
-@dataclass(slots=True, eq=False)
-class _Read:
-    """One read; ``nbytes`` is written by who copies, the rest belongs to the IO thread."""
-
-    request: ReadRequest
-    job: CopyJob | None = None
-    nbytes: int = 0
-    reported_nbytes: int = 0
-    stopped: bool = False
-    broke: Reason | None = None
-
-
 class _OfThread(threading.local):
     """Each thread's own: large reads are copied on the copy thread, small ones where they begin."""
 
@@ -108,20 +75,71 @@ class _OfThread(threading.local):
         self.scratch = Scratch()
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A piece is copied (``end`` None), or the whole read has ended."""
+class _Read(CopyJob):
+    """One read: its copy. ``nbytes`` is written by who copies, ``has_ended`` when nothing of it
+    runs any more; the rest belongs to the IO thread. ``told``: where it goes after each piece.
+    """
 
-    read: _Read
-    end: CopyEnd | None = None
-    error: BaseException | None = field(default=None)
+    __slots__ = (
+        *("_own", "_pieces", "_sink", "broke", "has_ended", "nbytes"),
+        *("reported_nbytes", "request", "stopped", "told"),
+    )
+
+    def __init__(
+        self,
+        request: ReadRequest,
+        source: tuple[Tensor, ...],
+        sink: tuple[Tensor, ...],
+        own: _OfThread,
+        told: Mailbox[_Read],
+    ) -> None:
+        pulls = request.pull_classes
+        num_regions = sum(len(pull.regions) for pull in pulls)
+        super().__init__(request.key, work_of(route_nbytes(pulls), num_regions))
+        self.request, self.told = request, told
+        self.nbytes = self.reported_nbytes = 0
+        self.has_ended = self.stopped = self.broke = False
+        self._sink, self._own = sink, own
+        self._pieces = self._copy(source)
+
+    def run(self) -> bool:
+        """The next piece."""
+        return next(self._pieces, self) is not self
+
+    def on_end(self) -> None:
+        """Whoever still has the read holds no mapping through it."""
+        self._pieces = iter(())
+        self.has_ended = True
+        self.told.put(self)
+
+    def _copy(self, source: tuple[Tensor, ...]) -> Iterator[None]:
+        """Runs on the copy thread, or at once."""
+        request = self.request
+        source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
+        sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
+        for copy_class, pull in zip(request.classes, request.pull_classes, strict=True):
+            for tokens in job_spans(copy_class, pull):
+                self.nbytes += strided_copy(
+                    source,
+                    self._sink,
+                    copy_class,
+                    source_ids[copy_class.source.group],
+                    sink_ids[copy_class.sink.group],
+                    tokens,
+                    scratch=self._own.scratch,
+                    stop=self._is_cancelled,
+                )
+                self.told.put(self)
+                yield
+
+    def _is_cancelled(self) -> bool:
+        return self.cancelled
 
 
-class ShmSink(SinkTransport):
+class ShmSink(MappingSink[MappedPool]):
     """Maps each source rank once and copies out of it on the copy thread; little, at once."""
 
     name = "shm"
-    is_stream = False
 
     def __init__(
         self,
@@ -129,21 +147,24 @@ class ShmSink(SinkTransport):
         config: Config,
         copy_thread: Copier,
         wake: Wake,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
     ) -> None:
+        super().__init__()
         memory.require(self.name, "cpu")
         self.counts: Counter[str] = Counter()
         self._memory = memory
         self._copy_thread = copy_thread
-        self._mailbox: Mailbox[_Piece] = Mailbox(wake)
+        self._mailbox: Mailbox[_Read] = Mailbox(wake)
         self._own = _OfThread()
         self._completions: Completions[SinkCompletion] = Completions(wake)
-        self._attached = Attachments("shm", _map_pool, self._let_go)
         self._reads: dict[TransferKey, _Read] = {}
 
-    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+    def trial(
+        self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
+    ) -> Trial:
         """Map the rank's first pool, copy up to 4 MiB of it, unmap."""
-        mapping = self._attached.map_first(source)
+        self._check_has_memories(source)
+        mapping = self._map(source.memories[0], "memory 0")
         try:
             # As NumPy's: PyTorch would share a copy with its other threads, and wait for them
             first = mapping.tensor[:TRIAL_NBYTES].numpy()
@@ -162,117 +183,78 @@ class ShmSink(SinkTransport):
         finally:
             mapping.close()
 
-    def attach(
-        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
-    ) -> None:
-        """Map the rank's pools, once for each life of them."""
-        self._attached.attach(source)
-
-    def detach(self, control_endpoint: str) -> None:
-        """Its unfinished reads break; the mapping goes with the last copy that runs on it."""
-        self._attached.detach(control_endpoint)
+    def _map(self, info: MemoryInfo, name: str) -> MappedPool:
+        return open_shared(handle_of(self.name, info, name, MemfdHandle))
 
     def _let_go(self, attached: Attached[MappedPool]) -> None:
-        for mapping in attached.mappings:
+        for mapping in attached.mappings:  # the memory stays as long as a copy's tensors do
             mapping.close()
-        endpoint = attached.control_endpoint
         for read in list(self._reads.values()):
-            if read.request.source.control_endpoint == endpoint and read.job is not None:
-                read.broke = Reason.PEER_LOST
-                self._copy_thread.cancel(read.job)
-
-    def submit_expect(self, request: ReadRequest) -> None:
-        """Nothing: the sink reads by itself."""
+            if read.request.source.control_endpoint == attached.control_endpoint:
+                read.broke = True
+                self._copy_thread.cancel(read)
 
     def submit_read(self, request: ReadRequest) -> None:
         """Start the copy. Ids and addresses are checked there, before anything is written."""
         key = request.key
         if key in self._reads:
             raise ValueError(f"read: expected a key that is not in use, got {key} twice")
-        attached = self._attached.find(request.source)
+        attached = self._find(request.source)
         if attached is None:
             self._completions.tell(ReadBroke(key, Reason.PEER_LOST, NOT_ATTACHED))
             return
-        tensors = tuple(mapping.tensor for mapping in attached.mappings)
-        read = _Read(request)
-        read.job = PiecesJob(
-            key,
-            self._pieces(read, tensors),
-            lambda job: self._mailbox.put(_Piece(read, job.end, job.error)),
-            work_of(
-                route_nbytes(request.pull_classes),
-                sum(len(pull.regions) for pull in request.pull_classes),
-            ),
-        )
+        source = tuple(mapping.tensor for mapping in attached.mappings)
+        read = _Read(request, source, self._memory.tensors, self._own, self._mailbox)
         self._reads[key] = read
-        self._copy_thread.submit(read.job)
+        self._copy_thread.submit(read)
 
     def stop_read(self, key: TransferKey) -> None:
         """The running piece is the last one."""
         read = self._reads.get(key)
-        if read is None or read.job is None:
+        if read is None:
             self._completions.tell(ReadStopped(key))
             return
         read.stopped = True
-        self._copy_thread.cancel(read.job)
+        self._copy_thread.cancel(read)
 
     def poll(self) -> list[SinkCompletion]:
         """Progress and ends of the copies."""
         done = self._completions.take()
-        for piece in self._mailbox.drain():
-            done.extend(self._on_piece(piece))
+        for read in self._mailbox.drain():
+            if (completion := self._look_at(read)) is not None:
+                done.append(completion)
         return done
 
     def close(self) -> None:
         """Cancel the copies, wait for the running one, unmap."""
-        for read in self._reads.values():
-            if read.job is not None:
-                read.stopped = True
-                self._copy_thread.cancel(read.job)
+        for key in list(self._reads):
+            self.stop_read(key)
         while self._reads:
-            self._on_piece(self._mailbox.take())
-        self._attached.close()
+            self._look_at(self._mailbox.take())
+        self._detach_all()
 
-    def _pieces(self, read: _Read, tensors: tuple[Tensor, ...]) -> Iterator[None]:
-        """Runs on the copy thread, or at once."""
-        request = read.request
-
-        def stop() -> bool:
-            return read.job is not None and read.job.cancelled
-
-        source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
-        sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
-        for copy_class, pull in zip(request.classes, request.pull_classes, strict=True):
-            for tokens in job_spans(copy_class, pull):
-                read.nbytes += strided_copy(
-                    tensors,
-                    self._memory.tensors,
-                    copy_class,
-                    source_ids[copy_class.source.group],
-                    sink_ids[copy_class.sink.group],
-                    tokens,
-                    scratch=self._own.scratch,
-                    stop=stop,
-                )
-                self._mailbox.put(_Piece(read))
-                yield
-
-    def _on_piece(self, piece: _Piece) -> list[SinkCompletion]:
-        read, key = piece.read, piece.read.request.key
-        if piece.end is None:
+    def _look_at(self, read: _Read) -> SinkCompletion | None:
+        """What there is to say of one that a piece of was copied, or that has ended: it lies in the
+        mailbox once for each, and may have ended before the first is taken.
+        """
+        key = read.request.key
+        if self._reads.get(key) is not read:
+            return None  # its end was said
+        if not read.has_ended:
             if read.nbytes == read.reported_nbytes or read.stopped:
-                return []
+                return None
             read.reported_nbytes = read.nbytes
-            return [Progress(key, read.nbytes)]
+            return Progress(key, read.nbytes)
         del self._reads[key]
-        read.job = None
         if read.stopped:
-            return [ReadStopped(key)]
-        if piece.end is CopyEnd.DONE:
-            return [ReadDone(key, read.nbytes, certified=False)]
-        if read.broke is not None:
-            return [ReadBroke(key, read.broke, "the source rank was detached")]
-        return [ReadBroke(key, Reason.READ_FAILED, f"copy {piece.end.value}: {piece.error}")]
+            return ReadStopped(key)
+        if read.end is CopyEnd.DONE:
+            return ReadDone(key, read.nbytes, certified=False)
+        if read.broke:
+            return ReadBroke(key, Reason.PEER_LOST, "the source rank was detached")
+        return ReadBroke(
+            key, Reason.READ_FAILED, f"copy {read.end and read.end.value}: {read.error}"
+        )
 
 
 def job_spans(copy_class: CopyClass, pull: PullClass) -> Iterator[tuple[int, int]]:
@@ -288,7 +270,3 @@ def job_spans(copy_class: CopyClass, pull: PullClass) -> Iterator[tuple[int, int
         token_hi = min((token_lo // step_tokens + 1) * step_tokens, pull.token_hi)
         yield token_lo, token_hi
         token_lo = token_hi
-
-
-def _map_pool(info: MemoryInfo, name: str) -> MappedPool:
-    return open_shared(handle_of("shm", info, name, MemfdHandle))

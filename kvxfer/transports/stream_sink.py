@@ -33,8 +33,8 @@ from kvxfer.transports.base import (
     ReadDone,
     ReadRequest,
     ReadStopped,
+    ReceivingSink,
     SinkCompletion,
-    SinkTransport,
     TransferKey,
     Trial,
     Wake,
@@ -84,12 +84,11 @@ class _Reading:
     sink_ids: Sequence[Ids]
 
 
-class StreamSink(SinkTransport):
+class StreamSink(ReceivingSink):
     """Takes chunks from the sources that it is attached to. ``packer``: what unpacks them, where
     it is not what the memory asks for.
     """
 
-    is_stream = True
     uses_unix_sockets = True
     """Whether it takes a source's Unix socket where there is one; False to measure or test TCP."""
 
@@ -122,14 +121,16 @@ class StreamSink(SinkTransport):
 
     # -- meeting a source rank
 
-    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+    def trial(
+        self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
+    ) -> Trial:
         """Ask for a few messages over a pipe of its own, in each of its ways."""
         self._check_may_meet(data_endpoint_of(source, self._config, self.name))  # before a pipe
         with (
             closing(WakeUp()) as wake,
             closing(self._make_pipe(self._memory, self._config, wake)) as pipe,
         ):
-            return take_trial(
+            trial = take_trial(
                 pipe,
                 source,
                 self._device_types(source),
@@ -139,10 +140,8 @@ class StreamSink(SinkTransport):
                 timeout_s,
                 uses_unix_sockets=self.uses_unix_sockets,
             )
-
-    def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """What unpacks them."""
         self._packer.prepare(classes)
+        return trial
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
         """Settings, and what is usual for the memory of both sides."""
@@ -161,9 +160,7 @@ class StreamSink(SinkTransport):
         """Of the memory of both sides."""
         return {self._memory.device.type, *(kind_of(each.device) for each in source.memories)}
 
-    def attach(
-        self, source: RankManifest, staging: Staging | None = None, trial: Trial | None = None
-    ) -> None:
+    def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
         """Connect to the rank; the connection is made in the background.
 
         Another data endpoint under the same control endpoint takes the place of the one that is
@@ -238,9 +235,6 @@ class StreamSink(SinkTransport):
         self._reading[key] = _Reading(request, link, ids)
         link.reads.begin(key, chunks)
         self._say(link, Expect(key.nonce, key.incarnation, key.sink_rank))
-
-    def submit_read(self, request: ReadRequest) -> None:
-        """Nothing: the source sends by itself."""
 
     def stop_read(self, key: TransferKey) -> None:
         """No more chunks are taken; what is being unpacked is the last of it."""

@@ -24,11 +24,11 @@ from kvxfer.transports.base import (
     LocalMemory,
     Packed,
     Readable,
+    SendingSource,
     SendRequest,
     SendStopped,
     Sent,
     SourceCompletion,
-    SourceTransport,
     TransferKey,
     Wake,
 )
@@ -91,12 +91,10 @@ class _Transfer:
         return key.nonce, key.incarnation, key.sink_rank
 
 
-class StreamSource(SourceTransport):
+class StreamSource(SendingSource):
     """Sends chunks to the sinks that attach to its ROUTER socket. ``packer``: what packs them,
     where it is not what the memory asks for.
     """
-
-    is_stream = True
 
     def __init__(
         self,
@@ -141,7 +139,7 @@ class StreamSource(SourceTransport):
                 "set host to an address of this machine"
             ) from exc
 
-    def data_endpoint(self) -> str | None:
+    def data_endpoint(self) -> str:
         """``tcp://host:port`` of the ROUTER."""
         return self._router.endpoint
 

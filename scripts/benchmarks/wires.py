@@ -24,6 +24,7 @@ from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
 from kvxfer.transfer.pull import block_chunk_nbytes, pull_class, route_nbytes
 from kvxfer.transports.base import (
+    DirectSink,
     LocalMemory,
     Packed,
     PeerGone,
@@ -31,9 +32,10 @@ from kvxfer.transports.base import (
     ReadBroke,
     ReadDone,
     ReadRequest,
+    ReceivingSink,
+    SendingSource,
     SendRequest,
     SinkTransport,
-    SourceTransport,
     TransferKey,
 )
 from kvxfer.transports.choice import Choice, choose
@@ -85,11 +87,12 @@ class Hands:
         """As a wire is given them."""
         return self.copy_thread, self.wake, self.context
 
-    def wait(self, wire: SourceTransport | SinkTransport) -> set[Readable]:
+    def wait(self, wire: SendingSource | SinkTransport | None) -> set[Readable]:
         """What can be read, of the wire or of what else is watched; what a wire has to be watched
         for may change every time.
         """
-        wanted: list[Readable] = [self.wake.fd, *self.watched, *wire.pollables()]
+        wanted: list[Readable] = [self.wake.fd, *self.watched]
+        wanted.extend(wire.pollables() if wire is not None else ())
         if wanted != self._polled:
             self._poller, self._polled = zmq.Poller(), wanted
             for each in wanted:
@@ -132,7 +135,8 @@ class Giving(Member):
         self._listener = listen(config.host)
         self._hands = Hands(config, self._listener.fileno())
         sources = make_sources(memory, config, *self._hands.all)
-        (self._source,) = sources.values()
+        (source,) = sources.values()
+        self._source = source if isinstance(source, SendingSource) else None
         self.given = RankManifest(
             rank=RankId(0, 0),
             control_endpoint=f"tcp://{config.host}:1",
@@ -156,8 +160,8 @@ class Giving(Member):
         control: socket.socket | None = None
         while not self._over.is_set():
             ready = self._hands.wait(self._source)
-            for completion in self._source.poll():
-                if isinstance(completion, Packed):
+            for completion in self._source.poll() if self._source is not None else ():
+                if self._source is not None and isinstance(completion, Packed):
                     self._source.send_packed(completion.key, completion.sequence)
             if self._listener.fileno() in ready:
                 control = without_delay(self._listener.accept()[0])
@@ -174,7 +178,7 @@ class Giving(Member):
         match command:
             case SendIds():
                 say(control, msgspec.msgpack.encode(command))
-            case SendChunks(request):
+            case SendChunks(request) if self._source is not None:
                 self._source.submit_send(request)
 
     def close(self) -> None:
@@ -182,7 +186,8 @@ class Giving(Member):
         self._hands.wake()
         self._thread.join()
         self._listener.close()
-        self._source.close()
+        if self._source is not None:
+            self._source.close()
         self._hands.close()
         super().close()
 
@@ -241,7 +246,10 @@ class Reader:
         workload = Workload(route_nbytes(pulls), block_chunk_nbytes(pulls))
         self._source = source
         self._choice = choose({self.sink.name: self.sink}, source, workload)
-        self.sink.attach(source, self._choice.staging, self._choice.trial)
+        if isinstance(self.sink, DirectSink):
+            self.sink.attach(source, self._choice.trial)
+        else:
+            self.sink.attach(source, self._choice.staging)
         self._control = connect(address)
         self._control.settimeout(CONNECT_S)
         return str(self._choice)
@@ -251,7 +259,10 @@ class Reader:
         assert self._source is not None
         assert self._choice is not None
         self.sink.detach(self._source.control_endpoint)
-        self.sink.attach(self._source, self._choice.staging)
+        if isinstance(self.sink, DirectSink):
+            self.sink.attach(self._source)
+        else:
+            self.sink.attach(self._source, self._choice.staging)
 
     def cut(self, request: Request) -> Cut:
         if self._choice is None:
@@ -267,7 +278,7 @@ class Reader:
             request not in self._wanted
         ):  # a connector has its classes from a plan, and so has a wire
             copy_class, pull = request.copy_class()
-            self.sink.prepare((copy_class,))
+            self.sink.trial(self._source, CONNECT_S, (copy_class,)).close()
             ids = tuple(request.source_ids.tolist()), tuple(request.sink_ids.tolist())
             self._wanted[request] = Wanted(copy_class, pull, *ids, self.cut(request).chunk_nbytes)
         self._num_reads += 1
@@ -282,9 +293,11 @@ class Reader:
             places = (wanted.sink_ids,)
             return ReadRequest(key, source, classes, pulls, ids, places, chunk_nbytes)
 
-        if self._control is None:
+        if isinstance(self.sink, DirectSink) and self._control is None:
             self.sink.submit_read(read((wanted.source_ids,), 0))
-        elif self.sink.is_stream:
+            return
+        assert self._control is not None
+        if isinstance(self.sink, ReceivingSink):
             self.sink.submit_expect(read((), wanted.chunk_nbytes))
             sides, ids = (wanted.copy_class.source,), (wanted.source_ids,)
             asked = SendRequest(key, pulls, sides, ids, wanted.chunk_nbytes)

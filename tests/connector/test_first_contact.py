@@ -116,7 +116,7 @@ class World:
 
     # ---- the part of a transport
 
-    def attach(self, source: RankManifest, staging: object, trial: object) -> None:
+    def attach(self, source: RankManifest, staging: object) -> None:
         assert self.attached.get(source.control_endpoint) in (None, source)
         assert source in self.said, "attached to what nobody has said of itself"
         self.attached[source.control_endpoint] = source

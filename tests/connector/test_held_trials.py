@@ -30,16 +30,14 @@ class Trials:
         self.fails_at = 0  # the attach of that number; the first is 1
         inner_trial, inner_attach = ShmSink.trial, ShmSink.attach
 
-        def trial(sink: ShmSink, source: object, timeout_s: float) -> Trial:
+        def trial(sink: ShmSink, source: object, timeout_s: float, classes: object) -> Trial:
             costs = inner_trial(sink, source, timeout_s).costs  # type: ignore[arg-type]
             self.has_begun.set()
             assert self.go.wait(10)
             self.opened.append(Opened())
             return Trial(costs, held=(self.opened[-1],))
 
-        def attach(
-            sink: ShmSink, source: object, staging: object = None, trial: Trial | None = None
-        ) -> None:
+        def attach(sink: ShmSink, source: object, trial: Trial | None = None) -> None:
             assert trial is not None
             (opened,) = trial.held
             assert isinstance(opened, Opened)
@@ -126,10 +124,10 @@ def test_a_trial_of_another_rank_that_fails(
 ) -> None:
     inner = ShmSink.trial
 
-    def second_fails(sink: ShmSink, source: object, timeout_s: float) -> Trial:
+    def second_fails(sink: ShmSink, source: object, timeout_s: float, classes: object) -> Trial:
         if trials.opened:
             raise ZeroDivisionError
-        return inner(sink, source, timeout_s)  # type: ignore[arg-type]
+        return inner(sink, source, timeout_s, classes)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ShmSink, "trial", second_fails)
     with engines(TWO_RANKS) as (source, sink):

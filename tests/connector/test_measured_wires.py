@@ -64,7 +64,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *, shm: WireCosts | str, zmq: Wire
     """These are the costs, whatever they are."""
 
     def trial(costs: WireCosts | str) -> Any:
-        def say(sink: object, source: object, timeout_s: float) -> Trial:
+        def say(sink: object, source: object, timeout_s: float, classes: object) -> Trial:
             if isinstance(costs, str):
                 raise TransportUnavailable(costs)
             return Trial(costs)

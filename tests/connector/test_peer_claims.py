@@ -344,7 +344,7 @@ def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
 
     tried: list[RankManifest] = []
 
-    def trial(self: ShmSink, source: RankManifest, timeout_s: float) -> Trial:
+    def trial(self: ShmSink, source: RankManifest, timeout_s: float, classes: object) -> Trial:
         tried.append(source)
         time.sleep(min(timeout_s, 1.2))
         return Trial(WireCosts(0.0, 0.0, 1e9))
@@ -373,7 +373,7 @@ def test_a_first_contact_is_bounded_whatever_the_number_of_ranks(
 
 
 def test_a_trial_that_never_ends_ends_the_contact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ShmSink, "trial", lambda self, source, timeout_s: time.sleep(6))
+    monkeypatch.setattr(ShmSink, "trial", lambda *_: time.sleep(6))
     with (
         Engine(ONE, "a", fill=1, transport="shm") as source,
         Engine(ONE, "decode", fill=POISON, transport="shm", connect_timeout_s=0.3) as sink,

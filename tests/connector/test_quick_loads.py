@@ -30,8 +30,8 @@ from kvxfer.connector.records import (
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.attachments import Attachments
-from kvxfer.transports.base import SinkTransport
+from kvxfer.transports.attachments import MappingSink
+from kvxfer.transports.base import DirectSink, SinkTransport
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import DIGEST, PATIENT, POISON, Engine, expect_copied, until
 
@@ -56,7 +56,8 @@ class Watch:
         service = engine.workers[0]._service
         assert service is not None
         (wire,) = service.sink._addressing.transports.values()
-        self.note(type(wire), "submit_read", self.began.append)
+        begins = "submit_read" if isinstance(wire, DirectSink) else "submit_expect"
+        self.note(type(wire), begins, self.began.append)
         return wire
 
     def note(self, kind: type, name: str, note: Any) -> None:
@@ -334,7 +335,7 @@ def test_a_wire_that_does_not_know_the_source_any_more_ends_the_peer_and_it_is_m
     with source, sink:
         two = Two(source, sink)
         with monkeypatch.context() as patch:
-            patch.setattr(Attachments, "find", lambda *_: None)
+            patch.setattr(MappingSink, "_find", lambda *_: None)
             name = two.begin()
             until(lambda: sink.received(name))
         assert sink.reasons(name) == {"peer_lost"}

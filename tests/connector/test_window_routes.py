@@ -5,7 +5,7 @@ drops blocks token by token, and a copy that goes token by token.
 from __future__ import annotations
 
 from types import SimpleNamespace as Bag
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -25,6 +25,10 @@ from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
 from kvxfer.transfer.wire import Consumer, OfferRef
+from kvxfer.transports.base import DirectSource, SinkTransport, SourceTransport
+from kvxfer.transports.shm_direct import ShmSink
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape, build_manifest
 from tests.oracle import oracle_copy
 from tests.transfer.naive import Memories, pack, side_addresses, unpack
@@ -32,9 +36,14 @@ from tests.transfer.naive_windows import kept_tokens, simulated
 
 LIFE = b"s" * 16
 NUM_BLOCKS = 130
-TRANSPORTS: dict[str, Any] = {
-    "shm": Bag(is_stream=False, is_quick=False),
-    "zmq": Bag(is_stream=True, is_quick=False),
+# Nothing is read or sent
+SINKS: dict[str, SinkTransport] = {
+    "shm": ShmSink.__new__(ShmSink),
+    "zmq": StreamSink.__new__(StreamSink),
+}
+SOURCES: dict[str, SourceTransport] = {
+    "shm": DirectSource("shm", ()),
+    "zmq": StreamSource.__new__(StreamSource),
 }
 
 Table = tuple[tuple[int, ...], ...]
@@ -114,13 +123,13 @@ def moved(
 ) -> set[tuple[int, int]]:
     """Carry a load of one sink rank out; returns its incomplete blocks."""
     rank, memories = taken
-    addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
+    addressing = Addressing(Consumer(b"k" * 16, rank), SINKS, can_leave_unhashed=True)
     routes = make_routes(order, ways_of(peer_of(plan, source, rank, wire), addressing), addressing)
     incomplete: set[tuple[int, int]] = set()
     for source_rank, run in routes.items():
         incomplete |= run.incomplete
         entry, pool = source.rank(source_rank), given[1][source_rank]
-        served = read_pull(run.pull, PullResolver(entry), TRANSPORTS, order.source.num_tokens)
+        served = read_pull(run.pull, PullResolver(entry), SOURCES, order.source.num_tokens)
         ids = own_ids(given[0], group_keepings(entry.regions), order.source.num_tokens)
         if run.request is None:
             assert run.pull.is_null
@@ -219,7 +228,7 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
         token_hi=18,
         block_ids=((-1, 5, 3),),
     )
-    addressing = Addressing(Consumer(b"k" * 16, rank), TRANSPORTS, can_leave_unhashed=True)
+    addressing = Addressing(Consumer(b"k" * 16, rank), SINKS, can_leave_unhashed=True)
     ways = ways_of(peer_of(plan, source, rank, "zmq"), addressing)
     (run,) = make_routes(order, ways, addressing).values()
     # Token 18 sees 11 to 18: the source holds from 10 on, the sink keeps from 6 on.

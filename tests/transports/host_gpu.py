@@ -19,10 +19,10 @@ from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
 from kvxfer.tensors.shared_memory import open_shared
 from kvxfer.transfer.manifest import CudaIpcHandle, MemfdHandle
 from kvxfer.transports import registry
-from kvxfer.transports.base import LocalMemory, Wake
+from kvxfer.transports.base import DirectSource, LocalMemory, Wake
 from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier
-from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
+from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, cuda_ipc_source
 from tests.conftest import HAS_CUDA
 
 _PACKED = struct.Struct("<16si44x")
@@ -102,8 +102,8 @@ def gpu_of(memory: LocalMemory) -> Gpu:
 
 def source_without_gpu(
     memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
-) -> CudaIpcSource:
-    return CudaIpcSource(memory, config, copy_thread, wake, context, gpu_of(memory))
+) -> DirectSource:
+    return cuda_ipc_source(memory, gpu=gpu_of(memory))
 
 
 def sink_without_gpu(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -26,14 +27,15 @@ from kvxfer.testing.cases import (
 from kvxfer.testing.peers import Context, is_end
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import (
+    DirectSink,
     LocalMemory,
     Packed,
     ReadRequest,
+    SendingSource,
     SendRequest,
     SinkCompletion,
     SinkTransport,
     SourceCompletion,
-    SourceTransport,
     TransferKey,
     Trial,
 )
@@ -58,7 +60,7 @@ def expect_of(key: TransferKey) -> Expect:
     return Expect(key.nonce, key.incarnation, key.sink_rank)
 
 
-def may_have_something(transport: SourceTransport | SinkTransport) -> bool:
+def may_have_something(transport: SendingSource | SinkTransport) -> bool:
     """False for one that is idle and of which nothing can be read."""
     if not transport.is_idle:
         return True
@@ -96,29 +98,33 @@ class Pair:
             memories=published_infos(self.sources, given),
             regions=(),
         )
+        self.sending = [each for each in self.sources.values() if isinstance(each, SendingSource)]
         self.hold = False
         self.said: list[SourceCompletion] = []
         self.seen: list[SinkCompletion] = []
 
     @property
-    def source(self) -> SourceTransport:
+    def source(self) -> Any:
+        """Of whichever contract."""
         return next(iter(self.sources.values()))
 
     @property
-    def sink(self) -> SinkTransport:
+    def sink(self) -> Any:
+        """Of whichever contract."""
         return next(iter(self.sinks.values()))
 
     def start(self, key: TransferKey, move: Move) -> None:
-        request = read_request(key, move, self.manifest, is_stream=self.sink.is_stream)
-        self.sink.submit_expect(request)
-        if self.sink.is_stream:
+        sink = self.sink
+        if isinstance(sink, DirectSink):
+            sink.submit_read(read_request(key, move, self.manifest, is_stream=False))
+        else:
+            sink.submit_expect(read_request(key, move, self.manifest))
             self.source.submit_send(send_request(key, move))
-        self.sink.submit_read(request)
 
     def turn(self) -> None:
         """One look at everything, but for what is idle, as the IO thread does it."""
         self.wake.clear()
-        for source in filter(may_have_something, self.sources.values()):
+        for source in filter(may_have_something, self.sending):
             for completion in source.poll():
                 self.said.append(completion)
                 if isinstance(completion, Packed) and not self.hold:
@@ -173,7 +179,7 @@ class Pair:
         return bytes(want)
 
     def close(self) -> None:
-        for source in self.sources.values():
+        for source in self.sending:
             source.close()
         for sink in self.sinks.values():
             sink.close()

@@ -16,7 +16,7 @@ from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.shared_memory import plain_info
 from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest
-from kvxfer.transports.base import SinkTransport, Trial
+from kvxfer.transports.base import ReceivingSink, SinkTransport, Trial
 from kvxfer.transports.choice import Choice, choose
 from kvxfer.transports.stream_trial import CHUNK_S, DEVICE_CHUNK_S
 from tests.helpers import Opened
@@ -133,11 +133,7 @@ class Wire:
     limits_s: list[float] = field(default_factory=list)
     held: list[Opened] = field(default_factory=list)
 
-    @property
-    def is_stream(self) -> bool:
-        return self.bounds is not None
-
-    def trial(self, source: RankManifest, timeout_s: float) -> Trial:
+    def trial(self, source: RankManifest, timeout_s: float, classes: object) -> Trial:
         self.limits_s.append(timeout_s)
         if isinstance(self.costs, str):
             raise TransportUnavailable(self.costs)
@@ -146,6 +142,17 @@ class Wire:
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds | None:
         return self.bounds
+
+
+class StreamWire(Wire):
+    """Of a stream."""
+
+
+ReceivingSink.register(StreamWire)
+
+
+def made(costs: WireCosts | str, bounds: StagingBounds | None = None) -> Wire:
+    return Wire(costs) if bounds is None else StreamWire(costs, bounds)
 
 
 def taken(wires: dict[str, Wire], **settings: Any) -> Choice:
@@ -160,15 +167,15 @@ US = 1e-6
 
 
 def direct(gbps: float, latency_us: float) -> Wire:
-    return Wire(WireCosts(latency_us * US, 0.0, gbps * 1e9))
+    return made(WireCosts(latency_us * US, 0.0, gbps * 1e9))
 
 
 def of_hosts(gbps: float, latency_us: float) -> Wire:
-    return Wire(WireCosts(latency_us * US, CHUNK_S, gbps * 1e9), HOST)
+    return made(WireCosts(latency_us * US, CHUNK_S, gbps * 1e9), HOST)
 
 
 def of_gpus(gbps: float, latency_us: float, bounds: StagingBounds) -> Wire:
-    return Wire(WireCosts(latency_us * US, DEVICE_CHUNK_S, gbps * 1e9), bounds)
+    return made(WireCosts(latency_us * US, DEVICE_CHUNK_S, gbps * 1e9), bounds)
 
 
 # scripts/results: transfer_host, link_cpu and connector_*_peer of 2026-11-22. Digits of the slow
@@ -226,19 +233,19 @@ def test_what_follows_from_recorded_measurements(
 @pytest.mark.parametrize("names", [("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")])
 def test_the_choice_of_streams_follows_the_costs_and_not_the_order(names: tuple[str, ...]) -> None:
     for fastest in names:
-        wires = {name: Wire(FAST if name == fastest else SLOW, HOST) for name in names}
+        wires = {name: made(FAST if name == fastest else SLOW, HOST) for name in names}
         choice = taken(wires)
         assert choice.transport == fastest
         assert choice.duration_s == FAST.stream_s(256 * MIB, choice.chunk_nbytes(256 * MIB))
         assert set(choice.reasons) == set(names) - {fastest}
-    assert taken({name: Wire(FAST, HOST) for name in names}).transport == names[0]
+    assert taken({name: made(FAST, HOST) for name in names}).transport == names[0]
 
 
 def test_what_trials_hold_is_closed_but_for_the_wire_that_is_taken() -> None:
     wires = {
-        "none": Wire("not here"),
-        "below": Wire(replace(FAST, bytes_per_s=1e6)),
-        "direct": Wire(SLOW),
+        "none": made("not here"),
+        "below": made(replace(FAST, bytes_per_s=1e6)),
+        "direct": made(SLOW),
     }
     choice = taken(wires, min_gbps=0.5)
     left = {name: [held.is_open for held in wire.held] for name, wire in wires.items()}
@@ -247,15 +254,15 @@ def test_what_trials_hold_is_closed_but_for_the_wire_that_is_taken() -> None:
     choice.trial.close()
     assert [held.is_open for held in wires["direct"].held] == [False]
     with pytest.raises(TransportUnavailable, match="min_gbps"):
-        taken({"slow": (slow := Wire(SLOW)), "other": Wire(MIDDLE, HOST)}, min_gbps=5.0)
+        taken({"slow": (slow := made(SLOW)), "other": made(MIDDLE, HOST)}, min_gbps=5.0)
     assert [held.is_open for held in slow.held] == [False]
 
 
 def test_a_direct_wire_that_does_not_work_or_is_too_slow_makes_room_for_streams() -> None:
-    streams = {"fast": Wire(FAST, HOST), "slow": Wire(MIDDLE, HOST)}
-    choice = taken({"direct": Wire("direct: broken"), **streams})
+    streams = {"fast": made(FAST, HOST), "slow": made(MIDDLE, HOST)}
+    choice = taken({"direct": made("direct: broken"), **streams})
     assert (choice.transport, choice.reasons["direct"]) == ("fast", "broken")
-    choice = taken({"direct": Wire(SLOW), **streams}, min_gbps=1.5)
+    choice = taken({"direct": made(SLOW), **streams}, min_gbps=1.5)
     assert (choice.transport, choice.reasons) == (
         "fast",
         {
@@ -266,7 +273,7 @@ def test_a_direct_wire_that_does_not_work_or_is_too_slow_makes_room_for_streams(
     # However slow it is: it costs the source nothing
     for stream in streams.values():
         stream.limits_s.clear()
-    choice = taken({"direct": Wire(SLOW), **streams})
+    choice = taken({"direct": made(SLOW), **streams})
     assert choice.transport == "direct"
     assert choice.reasons == dict.fromkeys(streams, "not tried, because direct works")
     assert not any(stream.limits_s for stream in streams.values())
@@ -275,10 +282,10 @@ def test_a_direct_wire_that_does_not_work_or_is_too_slow_makes_room_for_streams(
 def test_reasons_by_hand() -> None:
     choice = taken(
         {
-            "c": Wire("c: expected a cable, got none"),
-            "d": Wire(WireCosts(0.0, 0.0, 1e6)),
-            "a": Wire(WireCosts(0.0, 0.0, 256 * MIB * 10.0)),
-            "b": Wire(WireCosts(0.0, 0.0, 256 * MIB * 4.0)),
+            "c": made("c: expected a cable, got none"),
+            "d": made(WireCosts(0.0, 0.0, 1e6)),
+            "a": made(WireCosts(0.0, 0.0, 256 * MIB * 10.0)),
+            "b": made(WireCosts(0.0, 0.0, 256 * MIB * 4.0)),
         },
         min_gbps=0.01,
     )
@@ -288,12 +295,12 @@ def test_reasons_by_hand() -> None:
         "not d: expected at least min_gbps 0.01 GB/s, got 0.001; "
         "not b: not tried, because a works"
     )
-    streams = {"s1": Wire(STREAM_101_MS, HOST), "s2": Wire(STREAM_99_MS, HOST)}
+    streams = {"s1": made(STREAM_101_MS, HOST), "s2": made(STREAM_99_MS, HOST)}
     assert taken(streams).reasons == {"s1": "101 ms instead of 99 for 2048 tokens"}
 
 
 def test_staging_is_chosen_and_settings_are_kept_to() -> None:
-    wire = Wire(WireCosts(300e-6, 200e-6, 3e9), HOST)
+    wire = made(WireCosts(300e-6, 200e-6, 3e9), HOST)
     choice = taken({"s": wire})
     # 64 MiB: sqrt(64 MiB x 200 us x 3 GB/s / 2) is 4.3 MiB
     assert [choice.chunk_nbytes(n * MIB) // MIB for n in (16, 64, 1024)] == [2, 4, 4]
@@ -313,12 +320,12 @@ def test_staging_is_chosen_and_settings_are_kept_to() -> None:
 
 def test_time_for_each_candidate() -> None:
     """Two seconds; the last hope gets all that is left."""
-    wires = {"a": Wire("no"), "b": Wire("no", HOST)}
+    wires = {"a": made("no"), "b": made("no", HOST)}
     with pytest.raises(TransportUnavailable, match="a: no; b: no"):
         taken(wires, timeout_s=6.5)
     assert wires["a"].limits_s == [2.0]
     assert 6.0 < wires["b"].limits_s[0] <= 6.5
-    wires = {"a": Wire(SLOW, HOST), "b": Wire("no", HOST)}
+    wires = {"a": made(SLOW, HOST), "b": made("no", HOST)}
     taken(wires, timeout_s=6.5)
     assert wires["b"].limits_s == [2.0]
     taken(wires, timeout_s=1.0)

@@ -12,6 +12,7 @@ from kvxfer.config import Config
 from kvxfer.testing import MakeSink, MakeSource, check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transports.base import (
+    DirectSource,
     LocalMemory,
     Progress,
     ReadDone,
@@ -21,10 +22,12 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.copy_thread import CopyThread
-from kvxfer.transports.cuda_ipc_direct import CudaIpcSink, CudaIpcSource
+from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
+from kvxfer.transports.cuda_ipc_direct import cuda_ipc_source as make_cuda_ipc_source
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import MakePipe, Pipe
-from kvxfer.transports.shm_direct import ShmSink, ShmSource
+from kvxfer.transports.shm_direct import ShmSink
+from kvxfer.transports.shm_direct import shm_source as make_shm_source
 from kvxfer.transports.stream_connections import Connection
 from kvxfer.transports.stream_link import Link
 from kvxfer.transports.stream_machine import Fill
@@ -42,8 +45,8 @@ CONFIG = Config(staging_slots=4, peer_silent_s=1.0)
 
 def shm_source(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> ShmSource:
-    return ShmSource(memory, CONFIG, copy_thread, wake, context)
+) -> DirectSource:
+    return make_shm_source(memory)
 
 
 def shm_sink(memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context) -> ShmSink:
@@ -96,9 +99,9 @@ nixl_reading_sink = partial(stream_sink, nixl_reading_pipe)
 
 def cuda_ipc_source(
     memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-) -> CudaIpcSource:
+) -> DirectSource:
     gpu = None if HAS_CUDA else HostGpu(memory)
-    return CudaIpcSource(memory, CONFIG, copy_thread, wake, context, gpu)
+    return make_cuda_ipc_source(memory, gpu=gpu)
 
 
 def cuda_ipc_sink(

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvxfer.testing.peers import PiecesJob
 from kvxfer.transports import copy_thread
 from kvxfer.transports.copy_thread import (
     CopyEnd,
     CopyJob,
     CopyThread,
     Mailbox,
-    PiecesJob,
 )
 
 Ends = list[tuple[str, CopyEnd, BaseException | None]]

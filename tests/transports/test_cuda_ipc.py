@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,13 +22,18 @@ import pytest
 import torch
 
 from kvxfer.errors import TransportUnavailable
-from kvxfer.tensors.device_copy import CopySettings, DeviceCopier, Launched, flat_copy
-from kvxfer.tensors.device_memory import Gpu
+from kvxfer.tensors.device_copy import (
+    BoundCopy,
+    CopySettings,
+    DeviceCopier,
+    Launched,
+    flat_copy,
+)
+from kvxfer.tensors.device_memory import DeviceMemory, Gpu
 from kvxfer.tensors.shared_memory import boot_id
-from kvxfer.transfer.costs import fit_costs
 from kvxfer.transfer.manifest import CudaIpcHandle
-from kvxfer.transports import cuda_ipc_trial
-from kvxfer.transports.cuda_ipc_trial import Timing, costs_of
+from kvxfer.transports import cuda_ipc_direct
+from kvxfer.transports.cuda_ipc_direct import measure_copies
 from tests.builders import EngineShape
 from tests.connector.conftest import stand_in_for_gpus
 from tests.connector.rig import POISON, Engine, until
@@ -39,76 +44,47 @@ GIB = 1 << 30
 PAIRS = [pytest.param((0, 0), id="one GPU"), pytest.param((0, 1), id="two GPUs")]
 
 
-@pytest.mark.parametrize(
-    ("durations_s", "num_timed", "least_s"),
-    [
-        ([0.0001] * 20, 4, 0.0001),
-        # The first ones are slower, and one now and then
-        ([0.0009, 0.0002, 0.0001, 0.0004, 0.0001, 0.000105, 0.0001], 6, 0.0001),
-        # No two alike
-        ([0.0001 * 0.8**number for number in range(20)], 16, 0.0001 * 0.8**15),
-        # Others' turns of 2 ms; the GPU is free at the ninth
-        ([0.002] * 8 + [0.0001] * 12, 11, 0.0001),
-        # 32 MiB over a slow link: after the fourth 20 ms are over
-        ([0.008, 0.006, 0.007, 0.006, 0.001], 4, 0.006),
-        ([0.003] * 20, 7, 0.003),
-    ],
-)
-def test_a_trial_times_a_copy_until_it_was_not_disturbed(
-    durations_s: list[float], num_timed: int, least_s: float, monkeypatch: pytest.MonkeyPatch
+class Clocked:
+    """A copier whose copies take so long on the GPU, in turn; the host sees each 2 ms later."""
+
+    def __init__(self, durations_s: list[float]) -> None:
+        self.gpu_s, self.host_s = 0.0, 50.0
+        self._left = list(durations_s)
+        self.num_waits = 0
+
+    def copy(self, bound: BoundCopy, *_: object, **__: object) -> Launched:
+        self.gpu_s += self._left.pop(0)
+        side = bound.sink
+        return Launched(None, side.addresses.size * side.tile.stride_block)
+
+    def stamp(self, stream: object) -> Any:
+        at_s = self.gpu_s
+        return SimpleNamespace(
+            at_s=at_s, since_s=lambda first: at_s - first.at_s, synchronize=self._synchronize
+        )
+
+    mark = stamp
+
+    def _synchronize(self) -> None:
+        self.num_waits += 1
+        self.host_s += 0.002
+
+
+@pytest.mark.parametrize(("nbytes", "copied_nbytes"), [(64 << 20, 32 << 20), (1 << 20, 1 << 20)])
+def test_a_gpu_that_others_use_makes_a_link_late_and_not_slow(
+    nbytes: int, copied_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock_s = 50.0
-    left = list(durations_s)
-
-    slept_s: list[float] = []
-    stamps: list[object] = []
-    copied_s: list[float] = []
-
-    class Ending:
-        """A stamp: of each two the second is over when the copy is."""
-
-        def __init__(self) -> None:
-            stamps.append(self)
-            self.over_s = clock_s + (0.0 if len(stamps) % 2 else left.pop(0))
-
-        def since_s(self, first: Self) -> float:
-            copied_s.append(0.25 * (self.over_s - first.over_s) + 1e-4 * (len(copied_s) > 2))
-            return copied_s[-1]
-
-        def query(self) -> bool:
-            nonlocal clock_s
-            clock_s += 1e-6
-            return clock_s >= self.over_s
-
-        def synchronize(self) -> None:
-            nonlocal clock_s
-            slept_s.append(self.over_s - clock_s)
-            clock_s = max(clock_s, self.over_s)
-
-    monkeypatch.setattr(cuda_ipc_trial, "time", SimpleNamespace(perf_counter=lambda: clock_s))
-    timing = cuda_ipc_trial.time_copy(lambda: Launched(None, 4096), Ending)
-    assert timing.nbytes == 4096
-    assert timing.seen_s == pytest.approx(least_s, abs=2e-6)
-    assert timing.copied_s == min(copied_s)
-    assert len(durations_s) - len(left) == num_timed
-    # Watched for a millisecond at most, and not at all once all have taken longer
-    timed_s = durations_s[:num_timed]
-    watched_s = sum(timed_s) - sum(slept_s)
-    if max(timed_s) < 0.001:
-        assert not slept_s
-    elif min(timed_s) > 0.001:
-        assert watched_s == pytest.approx(0.001, abs=2e-6)
-
-
-def test_a_gpu_that_others_use_makes_a_link_late_and_not_slow() -> None:
-    """Copies of 10 and 12 us, each after two milliseconds of others' turns."""
-    large, small = (1 << 20, 12e-6), (1 << 16, 10e-6)
-    timings = [Timing(nbytes, copied_s + 2e-3, copied_s) for nbytes, copied_s in (large, small)]
-    costs = costs_of(*timings)
-    assert costs.bytes_per_s == fit_costs(small, large).bytes_per_s > 1e11
-    assert costs.latency_s == pytest.approx(2e-3, rel=0.01)
-    quick = costs_of(Timing(*large, 1e-6), Timing(1 << 16, 1e-9, 1e-6))
-    assert quick.latency_s == 0
+    """The rate is by the GPU's clock, of the copy that was least disturbed."""
+    copier = Clocked([0.009, 1e-4, 0.002, 2e-4, 1e-5])
+    monkeypatch.setattr(cuda_ipc_direct, "DeviceCopier", lambda *_: copier)
+    clock = SimpleNamespace(perf_counter=lambda: copier.host_s)
+    monkeypatch.setattr(cuda_ipc_direct, "time", clock)
+    gpu: Any = SimpleNamespace(device=torch.device("cpu"), make_stream=lambda: None)
+    costs = measure_copies(gpu, DeviceMemory(0, nbytes))
+    assert costs.bytes_per_s == pytest.approx(copied_nbytes / 1e-4)
+    assert costs.latency_s == pytest.approx(0.002)
+    assert costs.message_s == 0
+    assert copier.num_waits == 2  # each may take milliseconds beside a busy thread
 
 
 @pytest.fixture

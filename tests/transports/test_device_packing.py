@@ -463,7 +463,7 @@ def test_what_is_packed_leaves_before_more_is_packed(
 
 def test_preparing_compiles_and_writes_nothing(pair: Pair) -> None:
     before = pair.content()
-    pair.sink.prepare((a_move().copy_class,))
+    pair.sink._packer.prepare((a_move().copy_class,))
     assert pair.content() == before
 
 

@@ -13,7 +13,7 @@ import pytest
 from kvxfer.config import Config
 from kvxfer.tensors.device_copy import DeviceCopier, Launched
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import cuda_ipc_pulls
+from kvxfer.transports import cuda_ipc_direct
 from kvxfer.transports import launches as module
 from kvxfer.transports.base import Progress, ReadBroke, ReadDone, ReadStopped, SinkCompletion
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
@@ -101,7 +101,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
 @pytest.fixture(params=[("IN_FLIGHT_NBYTES", 200), ("MAX_LAUNCHES", 2)], ids=["bytes", "number"])
 def narrow(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two launches on their way at a time."""
-    monkeypatch.setattr(cuda_ipc_pulls, *request.param)
+    monkeypatch.setattr(cuda_ipc_direct, *request.param)
 
 
 def test_a_read_is_done_when_its_last_launch_is_over(stage: Stage) -> None:
@@ -190,7 +190,7 @@ def test_a_look_notes_what_is_over_and_leaves_the_rest_to_poll(
     monkeypatch.setattr(Launches, "land_close", lambda *_: pytest.fail("waited for a moment"))
     monkeypatch.setattr(Launches, "expect", lambda *_: pytest.fail("woke a thread"))
     wakes: list[int] = []
-    monkeypatch.setattr(stage.sink._pulls, "_wake", lambda: wakes.append(1))
+    monkeypatch.setattr(stage.sink, "_wake", lambda: wakes.append(1))
     assert stage.sink.is_idle
     stage.read(1)
     assert (len(stage.events), len(wakes), stage.sink.is_idle) == (2, 1, False)

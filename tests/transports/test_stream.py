@@ -21,6 +21,7 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors import strided_copy
 from kvxfer.testing.cases import CASES, make_move
+from kvxfer.testing.peers import PiecesJob
 from kvxfer.transfer.costs import Staging
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import stream_packing, stream_source
@@ -36,7 +37,6 @@ from kvxfer.transports.base import (
     Sent,
 )
 from kvxfer.transports.channel import Router
-from kvxfer.transports.copy_thread import PiecesJob
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.stream_connections import Connection
 from kvxfer.transports.stream_source import StreamSource

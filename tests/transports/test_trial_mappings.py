@@ -10,11 +10,11 @@ from msgspec.structs import replace
 
 from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
+from kvxfer.testing.peers import PiecesJob
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import CudaIpcHandle, RankManifest
 from kvxfer.transports import cuda_ipc_direct
 from kvxfer.transports.base import ReadDone
-from kvxfer.transports.copy_thread import PiecesJob
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
 from tests.conftest import HAS_CUDA
 from tests.connector.conftest import stand_in_for_gpus
