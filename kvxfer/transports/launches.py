@@ -14,9 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from kvxfer.tensors.device_launch import Event
+if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
+    from kvxfer.tensors.device_launch import Event
 
 CLOSE_S = 150e-6
 """So long before a copy should be over, and so long after, it is looked at without pause."""
