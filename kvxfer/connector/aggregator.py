@@ -74,7 +74,7 @@ class _Tally:
         return one
 
     def report(self, request_id: str, position: int, expected: int) -> None:
-        """Count one report."""
+        """Count one report of a rank; a repeated one is dropped."""
         one = None if request_id in self._completed else self.at(request_id)
         if one is None or position in one.reported:
             self._drop(request_id, position)
@@ -238,20 +238,20 @@ class Stats(Protocol):
     """Statistics or metadata of a rank; an engine's own kind may add in place."""
 
     def aggregate(self, other: Self) -> Self:
-        """Both together."""
+        """Return the sum of both; may add in place."""
 
 
 class Events(Protocol):
     """Cache events of a rank, counted by how many ranks saw them."""
 
     def get_all_events(self) -> list[object]:
-        """All of them."""
+        """Every event that was added so far."""
 
     def add_events(self, events: list[object]) -> None:
-        """Take another rank's."""
+        """Add another rank's events."""
 
     def increment_workers(self, count: int) -> None:
-        """So many more ranks are in."""
+        """Note that the events of ``count`` more ranks were added."""
 
 
 def _added(name: str, total: Stats | None, output: object) -> Stats | None:

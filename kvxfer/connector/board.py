@@ -99,7 +99,7 @@ class Board:
 
     @property
     def handle(self) -> MemfdHandle:
-        """For the manifest."""
+        """How a sink on this host maps the board; stands in the manifest."""
         handle = self._pool.info.handle
         assert isinstance(handle, MemfdHandle)
         return handle
@@ -251,7 +251,7 @@ class BoardView:
         return self._find(nonce) is not None
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
+        """Unmap the board. Idempotent."""
         self._words.release()
         self._bytes.release()
         self._pool.close()

@@ -124,7 +124,7 @@ class ControlServer:
             self._ledger.count("control.dropped")
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and close every connection."""
         self._io.unwatch(self.router.monitor)
         self._io.unwatch(self.router.socket)
         self.router.close()

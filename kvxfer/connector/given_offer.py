@@ -53,7 +53,7 @@ class GivenOffer:
 
     @property
     def state(self) -> OfferState:
-        """Where it stands."""
+        """The session's state: PENDING, OPEN, DONE or BROKEN."""
         return self.session.snapshot.state
 
     def refuses(self, pull: Pull) -> bool:

@@ -150,7 +150,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class TryWires:
-    """Begin the trials."""
+    """Time the wires to every source rank that is read here."""
 
 
 @dataclass(frozen=True, slots=True)

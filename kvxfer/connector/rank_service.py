@@ -255,7 +255,7 @@ class RankService:
         self._ledger.take_counts(transport.name, transport.counts)
 
     def _inspect(self) -> None:
-        """What others hold."""
+        """Every LOOK_S, let listeners and stream wires end what peers hold without use."""
         self.io.after(LOOK_S, self._inspect)
         for inspect in self._inspects:
             self.io.guard(inspect)

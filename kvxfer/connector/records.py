@@ -172,7 +172,7 @@ class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def is_empty(self) -> bool:
-        """Nothing to report."""
+        """Whether nothing was counted since the last report."""
         return not (self.counts or self.reasons or self.loads)
 
 

@@ -131,7 +131,7 @@ class SinkLoad:
     is_undrained: bool = False
 
     def note(self, detail: str) -> None:
-        """Keep the first detail."""
+        """Keep ``detail`` unless the load has one: a failure's first detail is reported."""
         self.detail = self.detail or detail
 
     def is_in(self, source: RankId, *states: RouteState) -> bool:
@@ -139,7 +139,7 @@ class SinkLoad:
         return self.session is not None and self.session.state_of(source) in states
 
     def report(self, reason: Reason | None, finished_s: float) -> LoadReport:
-        """How it went."""
+        """The load's one report; ``reason`` None: every route was valid."""
         runs = self.routes.values()
         places = {place for run in runs for place in run.incomplete} if reason is None else ()
         return LoadReport(

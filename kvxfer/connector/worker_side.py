@@ -193,7 +193,7 @@ class WorkerConnector:
         return (lambda: True) if event is None else event.query
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """Forget the step's orders: the step is over."""
         self._metadata = NO_ORDERS
 
     # -------------------------------------------------- what has ended

@@ -191,12 +191,12 @@ class DriverEvent:
         self._events, self.handle = events, handle
 
     def query(self) -> bool:
-        """Is all over that was on the stream before?"""
+        """Whether all work that was on the stream before the event has run."""
         with self._events.current:
             return self._events.driver.is_over(self.handle)
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Block until all work before the event has run; lets go of the GIL."""
         with self._events.current:
             self._events.driver.call("cuEventSynchronize", self.handle)
 

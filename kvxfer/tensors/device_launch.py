@@ -35,10 +35,10 @@ class Event(Protocol):
     """Of ``torch.cuda.Event`` what is used here and by those who wait for a copy."""
 
     def query(self) -> bool:
-        """Is all over that was on the stream before?"""
+        """Whether all work that was on the stream before the event has run."""
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Block until all work before the event has run."""
 
 
 class Stamp(Event, Protocol):

@@ -153,7 +153,7 @@ class SendingSource(ABC):
 
     @abstractmethod
     def data_endpoint(self) -> str:
-        """Where sinks attach (``tcp://host:port``)."""
+        """Where sinks attach, as ``tcp://host:port``; stands in the manifest."""
 
     @abstractmethod
     def pollables(self) -> Sequence[Readable]:
@@ -370,7 +370,7 @@ class DirectSink(TakingSide):
 
     @abstractmethod
     def submit_read(self, request: ReadRequest) -> None:
-        """Granted: start the copy."""
+        """Start the copy of a granted read; never blocks."""
 
     def look(self) -> list[SinkCompletion]:
         """As ``poll``, and not even for the moment in which something will be over. What is not

@@ -169,7 +169,7 @@ class Router:
         self._visitors.look(was_empty=self._inbox.take_empty())
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop listening and end every connection. Idempotent."""
         self._visitors.close()
         self.socket.close()
 

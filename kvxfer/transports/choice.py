@@ -45,7 +45,6 @@ class Choice:
 
     @property
     def costs(self) -> WireCosts:
-        """What the trial measured."""
         return self.trial.costs
 
     def chunk_nbytes(self, nbytes: int) -> int:
@@ -148,7 +147,7 @@ def _choice(name: str, bounds: StagingBounds | None, trial: Trial, workload: Wor
 
 
 def _ms(duration_s: float) -> str:
-    """Three digits."""
+    """Milliseconds as text: three digits below a second, else whole."""
     return f"{duration_s * 1e3:.3g}" if duration_s < 1 else f"{duration_s * 1e3:.0f}"
 
 

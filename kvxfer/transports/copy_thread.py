@@ -183,7 +183,7 @@ class CopyThread:
             self._let_others_run()
 
     def _let_others_run(self) -> None:
-        """Unless they just did."""
+        """Sleep ASIDE_S once this thread has run for ALONE_S without waiting."""
         if time.perf_counter() - self._resumed_s >= ALONE_S:
             time.sleep(ASIDE_S)
             self._resumed_s = time.perf_counter()

@@ -146,7 +146,7 @@ class _Waiter(Generic[T]):
         self._flights.put(flight)
 
     def close(self) -> None:
-        """After the last event."""
+        """End the thread, after it has waited for every event."""
         self._flights.put(None)
         self._thread.join()
 

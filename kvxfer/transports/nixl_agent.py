@@ -95,7 +95,7 @@ class Request:
 
 
 class _Library:
-    """The bindings."""
+    """NIXL's Python bindings, imported when first needed. Raises TransportUnavailable."""
 
     def __init__(self) -> None:
         try:
@@ -154,7 +154,7 @@ class NixlAgent:
         return registered
 
     def deregister(self, registered: _Foreign) -> None:
-        """What ``register`` has returned."""
+        """Undo a ``register``, by what it returned."""
         self._agent.deregisterMem(registered, self._backends)
 
     def metadata(self, registered: _Foreign | None = None) -> bytes:

@@ -57,7 +57,7 @@ class Staging:
         return self._agent.metadata(self._registered)
 
     def slot(self, slot: int, nbytes: int) -> Area:
-        """The beginning of one."""
+        """The first ``nbytes`` of a slot."""
         return self.area.part(slot * self.slots.slot_nbytes, nbytes)
 
     def deregister(self) -> None:
@@ -137,7 +137,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, address: bytes) -> Address:
-        """Raises PipeBroken."""
+        """Parse what the other end sent. Raises PipeBroken."""
         return parse_address("nixl", address, cls)
 
 
@@ -150,7 +150,7 @@ class End(ABC):
         self.closed_s: float | None = None
 
     def meet(self, theirs: Address) -> None:
-        """Raises PipeBroken."""
+        """Check the other end's staging and connect to its agent. Raises PipeBroken."""
         slots, area = self.staging.slots, theirs.area
         # A source may have fewer slots than its sink has asked for
         fits = theirs.slot_nbytes == slots.slot_nbytes and not area.nbytes % slots.slot_nbytes
@@ -159,7 +159,7 @@ class End(ABC):
         self.peer = self.host.add_peer(theirs.metadata)
 
     def address(self, operation: Operation) -> bytes:
-        """For the other end."""
+        """What the other end needs to reach this one, as msgpack."""
         staging = self.staging
         nbytes = staging.slots.slot_nbytes
         return msgspec.msgpack.encode(
@@ -179,7 +179,7 @@ class End(ABC):
         """Does nobody touch the staging any more?"""
 
     def let_go(self) -> None:
-        """It is over."""
+        """Drop this end's hold on the peer."""
         if self.peer:
             self.host.remove_peer(self.peer)
 
@@ -211,7 +211,7 @@ class Mover(End):
         """Nothing that matters to it."""
 
     def start(self, slot: int, nbytes: int) -> None:
-        """Raises PipeBroken."""
+        """Begin the transfer of one chunk. Raises PipeBroken."""
         request = self._request(slot, nbytes)
         self._moving[slot] = request  # before it is posted: where that fails it is not looked at
         with self.host.on_device():

@@ -142,7 +142,7 @@ class NixlSinkLane(SinkLane):
             self._written.append(slot)
 
     def poll(self) -> Sequence[int]:
-        """In any order."""
+        """Slots whose payload has come since the last call, in any order."""
         if self._mover is not None:
             return self._mover.moved()
         written, self._written = self._written, []
@@ -289,7 +289,7 @@ class NixlPipe(Pipe):
         host.close()
 
     def retire(self, end: End) -> None:
-        """It was closed. Idempotent."""
+        """Keep the staging of a closed end until nothing can touch it. Idempotent."""
         if end.closed_s is not None:
             return
         end.closed_s = time.monotonic()

@@ -103,7 +103,7 @@ class _Read(CopyJob):
         self._pieces = self._copy(source)
 
     def run(self) -> bool:
-        """The next piece."""
+        """Copy the next piece; True if there is more."""
         return next(self._pieces, self) is not self
 
     def on_end(self) -> None:

@@ -89,7 +89,7 @@ class Connections:
         return len(self._by_identity)
 
     def all(self) -> list[Connection]:
-        """Oldest first."""
+        """Every attached connection, the oldest first."""
         return list(self._by_identity.values())
 
     def get(self, identity: bytes) -> Connection | None:
@@ -131,7 +131,7 @@ class Connections:
         return had_room
 
     def forget(self, name: ReadName) -> None:
-        """The read has ended."""
+        """From now on the read belongs to no connection."""
         connection = self._by_read.pop(name, None)
         if connection is not None:
             connection.expected.pop(name, None)

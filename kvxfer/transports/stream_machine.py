@@ -255,7 +255,7 @@ class Sends:
         return None
 
     def filled(self, key: TransferKey, sequence: int, *, is_packed: bool) -> list[SourceAction]:
-        """The job has ended."""
+        """The job that packed this chunk has ended, ``is_packed`` if it succeeded."""
         send = self._sends[key]
         slot = send.filling.pop(sequence)
         if is_packed and send.stopped is None:

@@ -103,7 +103,7 @@ class HostPacker:
         self._ended: Mailbox[ChunkJob] = Mailbox(wake)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """Nothing takes long."""
+        """Nothing: a copy on the CPU needs no compiling."""
 
     def submit(self, job: ChunkJob) -> None:
         """Queue it, or copy it now; never blocks."""
@@ -263,7 +263,7 @@ class DevicePacker:
             self._wake()
 
     def drain(self) -> Iterator[ChunkJob]:
-        """Jobs that have ended."""
+        """Jobs that have ended since the last call: nothing of them runs."""
         for copied in self._copied.drain():
             self._on_copied(copied)
         self._advance()

@@ -140,7 +140,7 @@ class StreamSource(SendingSource):
             ) from exc
 
     def data_endpoint(self) -> str:
-        """``tcp://host:port`` of the ROUTER."""
+        """Where sinks attach: ``tcp://host:port`` of the ROUTER."""
         return self._router.endpoint
 
     def pollables(self) -> Sequence[Readable]:

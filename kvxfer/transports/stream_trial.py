@@ -165,7 +165,7 @@ class TrialGiver:
         self._copy_thread.submit(_Fill(connection, header, self._filled))
 
     def drain(self) -> Iterator[Filled]:
-        """What was filled since."""
+        """Slots that were filled since the last call."""
         ready, self._ready = self._ready, []
         yield from ready
         for job in self._filled.drain():

@@ -46,7 +46,7 @@ class Endpoint(Protocol):
 
 
 class Address(Protocol):
-    """Of a worker."""
+    """The address of a worker."""
 
     def tobytes(self) -> bytes: ...
 
@@ -138,7 +138,7 @@ class Ucx:
         return self._array(part)
 
     def tag(self, number: int) -> object:
-        """64 bits."""
+        """A number of 64 bits as UCX's tag."""
         tag: object = self._library.UCXXTag(number)
         return tag
 

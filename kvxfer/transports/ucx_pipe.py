@@ -58,14 +58,14 @@ _quarantine: list[UcxEnd] = []  # what outlives its pipe
 
 
 class SinkAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Of a sink's end."""
+    """What a sink's end says of itself: the number of the connection, and its worker's address."""
 
     connection: Annotated[int, msgspec.Meta(ge=0, lt=1 << CONNECTION_BITS)]
     worker: bytes
 
 
 class SourceAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Of a source's end."""
+    """What a source's end says of itself: its worker's address."""
 
     worker: bytes
 
@@ -86,7 +86,7 @@ class UcxLane(Lane):
             return self._mail.send(message)
 
     def heard(self) -> Sequence[bytes]:
-        """What has come."""
+        """Messages of the other end that have arrived."""
         if not (self._is_open and self._mail.has_arrived):
             return ()
         with self._pipe.on_device():
@@ -112,7 +112,7 @@ class UcxSourceLane(UcxLane, SourceLane):
     """Sends at once; UCX holds back what the network does not take yet."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd, connection: int) -> None:
-        """Raises PipeBroken."""
+        """Raises PipeBroken if the receive of messages cannot be posted."""
         super().__init__(pipe, end, connection)
         self._mail.listen()
         self._sent: list[int] = []

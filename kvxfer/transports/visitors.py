@@ -85,7 +85,7 @@ class Backlog:
     is_heard: bool = False
 
     def note(self, frames: Sequence[zmq.Frame]) -> None:
-        """A message was read."""
+        """Count a message that was read, with its framing on the wire."""
         self.is_heard = True
         for frame in frames:
             nbytes = len(frame)

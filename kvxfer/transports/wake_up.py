@@ -22,18 +22,18 @@ class WakeUp:
         """Can be read after a wake, until it is cleared."""
 
     def __call__(self) -> None:
-        """From any thread."""
+        """Make ``fd`` readable. From any thread."""
         try:
             self._file.write(_ONCE)
         except ValueError:  # closed: nobody will look
             return
 
     def clear(self) -> None:
-        """Before looking for what one was woken for."""
+        """Reset ``fd``; call it before the look at what the wake was for."""
         self._file.read(8)
 
     def close(self) -> None:
-        """Later wakes do nothing."""
+        """Close the descriptor; later wakes do nothing."""
         self._file.close()
 
 
