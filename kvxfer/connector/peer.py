@@ -284,7 +284,7 @@ class Peer:
         self._num_loads += 1
         if self._watch is None:
             for client in self._clients.values():
-                client.unanswered_s = None  # an unanswered Ping of an earlier load; nobody has waited for its Pong since
+                client.unanswered_s = None  # an earlier load's Ping
             self._around.io.guard(self._listen)
 
     def end_load(self) -> None:
