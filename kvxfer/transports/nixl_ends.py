@@ -1,11 +1,11 @@
-"""The ends of a connection over NIXL: the one that reads or writes, and the one that it reaches;
-and what all ends of a pipe have in common: its agent, the peers it knows, its staging.
+"""The two ends of a connection over NIXL: one reads or writes (:class:`Mover`), the other is read
+or written (:class:`Reached`). All ends of a pipe share its agent, its known peers and its staging.
 
-Neither NIXL nor UCX can say when a peer has let go of memory that it may reach. So staging that was
-reached keeps its bytes until the other end has said that it is over, or cannot be reached any more:
-a sink that stood still may have an announcement in its hand long after its source has given it up,
-and would take what another request has left there for its own. None of it is freed before the agent
-is: over TCP UCX reads and writes at an address without asking whether it is still registered.
+Neither NIXL nor UCX can tell when a peer has stopped using memory that it may reach. So such
+staging is not reused until the other end has said that it is over, or cannot be reached any more. A
+sink that was stopped may act on an announcement long after its source has dropped it, and would
+take the bytes of another request for its own. Staging is freed only after the agent: over TCP UCX
+reads and writes at an address without asking whether it is still registered.
 """
 
 from __future__ import annotations

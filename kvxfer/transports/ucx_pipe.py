@@ -71,7 +71,7 @@ class SourceAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UcxLane(Lane):
-    """What both ends of a connection do alike."""
+    """The part that both ends of a connection share."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd, connection: int) -> None:
         self._pipe, self.end, self._connection = pipe, end, connection
@@ -79,7 +79,7 @@ class UcxLane(Lane):
         self._is_open = True
 
     def tell(self, message: bytes) -> bool:
-        """Behind the payloads that were sent before."""
+        """Send a message behind the payloads that were sent before."""
         if not (self._is_open and self.end.is_connected):
             return False
         with self._pipe.on_device():

@@ -1,4 +1,4 @@
-"""What a thread that polls for itself is woken by, at once or after a time."""
+"""Wakes a thread that polls its own descriptors, at once or after a time."""
 
 from __future__ import annotations
 
