@@ -72,7 +72,7 @@ def place_ranks(num_ranks: int, num_devices: int, taken: Collection[int] = ()) -
 
 def count_cuda_devices() -> int:
     """How many this process sees. Loads torch."""
-    import torch  # only who asks pays its second or two
+    import torch  # imported here: the import takes a second or two
 
     return torch.cuda.device_count()
 

@@ -123,7 +123,7 @@ class EngineGroup:
             )
         )
         for pipe in self._pipes:
-            with suppress(OSError):  # a rank that has ended is noticed by who waits for Ready
+            with suppress(OSError):  # ``ready`` notices a rank that has ended
                 pipe.send_bytes(life)
 
     def reconfigure(self, config: EngineConfig) -> None:

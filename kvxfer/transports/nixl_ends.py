@@ -53,7 +53,7 @@ class Staging:
         self.parts = [self.memory[n * nbytes :][:nbytes] for n in range(slots.num_slots)]
 
     def metadata(self) -> bytes:
-        """For who is to reach it."""
+        """What a peer needs to reach this staging."""
         return self._agent.metadata(self._registered)
 
     def slot(self, slot: int, nbytes: int) -> Area:
@@ -61,7 +61,9 @@ class Staging:
         return self.area.part(slot * self.slots.slot_nbytes, nbytes)
 
     def deregister(self) -> None:
-        """Peers cannot reach it any more, where the hardware asks for a registration."""
+        """Undo the registration: peers cannot reach the staging any more, where the hardware checks
+        it.
+        """
         self._agent.deregister(self._registered)
 
     def give_back(self) -> None:
@@ -82,7 +84,7 @@ class NixlHost:
         self._kept: list[Staging] = []
 
     def on_device(self) -> AbstractContextManager[object]:
-        """UCX finds the memory's GPU by the context that is current."""
+        """The CUDA context for calls of NIXL: UCX finds the memory's GPU by the current context."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def add_peer(self, metadata: bytes) -> str:
@@ -176,7 +178,7 @@ class End(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Does nobody touch the staging any more?"""
+        """Whether nothing can touch the staging any more."""
 
     def let_go(self) -> None:
         """Drop this end's hold on the peer."""

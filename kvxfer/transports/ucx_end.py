@@ -39,8 +39,8 @@ def tag_of(connection: int, slot: int, generation: int) -> int:
 
 
 class UcxEnd:
-    """All that there is of one end. ``restless`` is called when it has something to do although its
-    descriptor is silent.
+    """One end of a connection. ``restless`` is called when the end has something to do although its
+    descriptor is not readable.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Address(Protocol):
 
 
 class Worker(Protocol):
-    """What matches tags and makes progress."""
+    """The part of UCX that matches tags and makes progress."""
 
     address: Address
     epoll_file_descriptor: int
@@ -77,7 +77,7 @@ _RNDV_THRESH_CUDA = "8192"
 
 
 class Ucx:
-    """``ucxx``, in the words that are used here."""
+    """The calls of ``ucxx`` that kvxfer uses, typed."""
 
     def __init__(self) -> None:
         """Raises TransportUnavailable with what to install."""

@@ -109,7 +109,7 @@ class UcxLane(Lane):
 
 
 class UcxSourceLane(UcxLane, SourceLane):
-    """Sends at once; UCX holds back what the network does not take yet."""
+    """Sends at once; UCX queues what the network does not take yet."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd, connection: int) -> None:
         """Raises PipeBroken if the receive of messages cannot be posted."""
@@ -138,7 +138,7 @@ class UcxSourceLane(UcxLane, SourceLane):
 
 
 class UcxSinkLane(UcxLane, SinkLane):
-    """Has a receive posted for each slot that is the source's."""
+    """Keeps a receive posted for each slot that belongs to the source."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd) -> None:
         super().__init__(pipe, end, secrets.randbits(CONNECTION_BITS))

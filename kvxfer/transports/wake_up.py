@@ -38,8 +38,9 @@ class WakeUp:
 
 
 class Alarm:
-    """Calls ``wake`` once after the shortest of the times that were asked for since: a thread, for
-    times that a poll loop is too coarse for. Exact to about 60 microseconds.
+    """Calls ``wake`` once, after the shortest of the times that were asked for since the last call.
+    A thread of its own serves times for which a poll loop is too coarse; exact to about 60
+    microseconds.
     """
 
     def __init__(self, wake: Wake) -> None:

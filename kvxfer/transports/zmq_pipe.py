@@ -1,7 +1,7 @@
-"""The pipe that is everywhere: the payload travels as a frame behind its announcement.
+"""The pipe that every host has: the payload travels as a frame behind its announcement.
 
-Nothing is copied that need not be. A slot of the source is a ZeroMQ message, packed into and sent
-again and again; a chunk is unpacked straight out of the frame that it came in.
+Python copies the payload only to pack and to unpack it. A slot of the source is a ZeroMQ message that is packed and
+sent again and again; the sink unpacks a chunk straight out of the received frame.
 
 A credit says that the chunk has left the source's socket, so the message may be written again. This
 makes zero-copy sends safe without ZeroMQ's own "buffer free" call, which in Python costs a thread
@@ -105,7 +105,7 @@ class ZmqSinkLane(SinkLane):
         self._frames[slot] = None
 
     def path(self, signals: str) -> str:
-        """The payload goes where its announcement goes."""
+        """The payload takes the way of its announcement."""
         return signals
 
     def close(self) -> None:
