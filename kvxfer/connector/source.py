@@ -114,9 +114,10 @@ class Source:
     """All offers of this rank, live ones and those that are over.
 
     Args:
-        manifest: this rank's own; Pulls are checked against it. reply: sends an answer over the
-        connection of the message. ends: the offers that the engine has ended, and the board that
-        shows open offers to sinks on this host.
+        manifest: this rank's own; Pulls are checked against it.
+        reply: sends an answer over the connection of the message.
+        ends: the offers that the engine has ended, and the board that shows open offers to sinks on
+            this host.
     """
 
     def __init__(

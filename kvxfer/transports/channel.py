@@ -111,7 +111,7 @@ class Router:
             raise
         self._inbox = Inbox(self.socket, self._visitors)
         self._poller = zmq.Poller()
-        self._poller.register(self.monitor, zmq.POLLIN)  # first: ended connections come first
+        self._poller.register(self.monitor, zmq.POLLIN)  # first: the ends of connections
         self._poller.register(self.socket, zmq.POLLIN)
 
     def __len__(self) -> int:
@@ -183,8 +183,8 @@ class Dealer:
 
     Args:
         server_key: the CURVE key that the other side must have. A Unix socket goes without.
-        word: the message that is sent every WORD_S if no other is. reconnects: whether a connection
-        that fails before it was established is tried again.
+        word: the message that is sent every WORD_S if no other is.
+        reconnects: whether a connection that fails before it was established is tried again.
 
     Raises TransportUnavailable where keys are configured and the key of the other side is not
     pinned, zmq.ZMQError where no socket can be had.

@@ -1,7 +1,8 @@
 """The pipe that every host has: the payload travels as a frame behind its announcement.
 
-Python copies the payload only to pack and to unpack it. A slot of the source is a ZeroMQ message that is packed and
-sent again and again; the sink unpacks a chunk straight out of the received frame.
+Python copies the payload only to pack and to unpack it. A slot of the source is a ZeroMQ message
+that is packed and sent again and again; the sink unpacks a chunk straight out of the received
+frame.
 
 A credit says that the chunk has left the source's socket, so the message may be written again. This
 makes zero-copy sends safe without ZeroMQ's own "buffer free" call, which in Python costs a thread
