@@ -224,9 +224,9 @@ class Source:
                 assert_never(message)
 
     def gone(self, identity: bytes) -> None:
-        """A connection has ended. Claims that a sink engine held over it are dropped, unless the
-        engine is heard again soon: it may have connected anew, and sends a Keep every ``keep_s``
-        for what it wants.
+        """A connection has ended. The claims of its sink engines are dropped, and an open offer
+        that no other engine wants is broken, unless the engine is heard again soon: it may have
+        connected anew, and sends a Keep every ``keep_s`` for what it wants.
         """
         for offer in self._live.values():
             for life in [life for life, last in offer.speakers.items() if last == identity]:

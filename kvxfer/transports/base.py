@@ -313,7 +313,7 @@ class TakingSide(ABC):
         self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
     ) -> Trial:
         """Move real bytes from the source rank and time them; keeps nothing open but
-        ``Trial.held``. Also compiles the kernels that copies of these classes need.
+        ``Trial.held``. Also compiles the kernels that copies of these classes need, if any.
 
         May be called from any thread, blocks for at most about ``timeout_s`` and touches neither
         pool nor reads. Raises TransportUnavailable with the reason.
