@@ -69,7 +69,7 @@ class BlockRewrite:
 
     @property
     def local_by_head(self) -> bool:
-        """As :attr:`received_by_head`."""
+        """False also where both orders are the same, as in :attr:`received_by_head`."""
         return self.local.by_head and self.num_heads > 1 and self.local.block_tokens > 1
 
     @property
@@ -182,12 +182,12 @@ class ProgramPlan:
 
     @property
     def num_programs(self) -> int:
-        """Of a set."""
+        """Programs that rewrite one set: every slice of every bin."""
         return self.runs.shape[0] * self.num_slices
 
     @property
     def busy_units(self) -> int:
-        """Of the fullest program."""
+        """Units that the fullest program holds: its runs times its columns."""
         return self.runs.shape[1] * self.columns
 
     @property
@@ -209,7 +209,7 @@ class ProgramPlan:
 
     @property
     def magic(self) -> int:
-        """See :attr:`shift`."""
+        """The multiplier that stands for a division by ``columns``; see :attr:`shift`."""
         return -(-(1 << self.shift) // self.columns)
 
 

@@ -34,7 +34,7 @@ _SINK = tl.constexpr(HEAD_PARAMS + SIDE_PARAMS)
 
 @triton.jit
 def _divide(number, divisor, magic, shift):
-    """Quotient and rest, int32."""
+    """Quotient and remainder, both int32, by a multiplication and a shift."""
     quotient = (number.to(tl.int64) * magic >> shift).to(tl.int32)
     return quotient, number - quotient * divisor.to(tl.int32)
 

@@ -119,12 +119,12 @@ class Launch:
 
     @property
     def warps(self) -> int:
-        """Of a program."""
+        """Warps of one program."""
         return ALONE_WARPS if self.alone else WARPS
 
     @property
     def binary(self) -> tuple[object, ...]:
-        """What is compiled in."""
+        """Everything that is compiled in: launches with equal values share one binary."""
         how = (self.by_channel, self.tokens_first, self.alone)
         return self.word_nbytes, self.lanes, self.pairs, *how
 

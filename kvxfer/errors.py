@@ -2,7 +2,7 @@
 
 
 class KvxferError(Exception):
-    """Base of all."""
+    """The base class of every error that kvxfer raises on purpose."""
 
 
 class ConfigError(KvxferError):
@@ -30,7 +30,7 @@ class UnknownEngine(PeerError, KeyError):
 
 
 class PeerLost(PeerError):
-    """The peer stopped answering."""
+    """A peer, or a rank of this engine, has ended or stopped answering."""
 
 
 class TransferFailed(KvxferError):

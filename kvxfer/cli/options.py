@@ -30,7 +30,7 @@ class Layout(enum.StrEnum):
 
 
 class Dtype(enum.StrEnum):
-    """Of weights and KV."""
+    """The element type of weights and KV; ``auto`` is the model file's own."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
@@ -242,7 +242,7 @@ class _OneEngine(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(_OneEngine):
-    """Of ``kvxfer prefill``."""
+    """The options of ``kvxfer prefill``."""
 
     listen: Annotated[
         str, Option(help="Where requests are taken; port 0: a free one.", metavar="HOST:PORT")
@@ -257,7 +257,7 @@ class PrefillOptions(_OneEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(RunOptions, _OneEngine):
-    """Of ``kvxfer decode``."""
+    """The options of ``kvxfer decode``."""
 
     prefill: Annotated[str, Option(help="Where kvxfer prefill listens.", metavar="HOST:PORT")]
     tp: _Tp = 1
@@ -277,7 +277,7 @@ class DecodeOptions(RunOptions, _OneEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
-    """Of ``kvxfer proxy``."""
+    """The options of ``kvxfer proxy``."""
 
     prefill: Annotated[
         list[str],

@@ -33,7 +33,6 @@ def make_console() -> Console:
 
 
 def _result_table(results: Sequence[Result]) -> Table:
-    """One row per request."""
     table = Table(title=None, box=None, pad_edge=False, header_style="bold")
     table.add_column("request", no_wrap=True)
     for name in ("prompt tokens", "cached P/D", "KV bytes", "ms", "GB/s"):

@@ -195,5 +195,5 @@ def _sizing(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheManager, i
 
 
 def model_name(options: EngineOptions) -> str:
-    """For people."""
+    """The model's name for people: its folder's name, or ``built-in``."""
     return "built-in" if options.model is None else Path(options.model).name

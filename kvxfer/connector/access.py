@@ -1,14 +1,14 @@
-"""Whom this engine connects to and what it believes of what that one says of itself.
+"""Which engines this engine connects to, and which of their statements it believes.
 
-Who may connect to it is decided in :mod:`kvxfer.transports.guard`.
+Who may connect to this engine is decided in :mod:`kvxfer.transports.guard`.
 
-KV that was accepted is found by other requests too, so it is taken only from a source that somebody
-answers for: one whose host ``allowed_peers`` names, whose CURVE key is pinned, whose params are
+Other requests find accepted KV through the prefix cache. So KV is taken only from a source with a
+known owner: one whose host ``allowed_peers`` names, whose CURVE key is pinned, whose params are
 signed, or that is a process of this user on this host.
 
-A manifest comes from the network: every endpoint in it is a claim. Nothing in it is connected to
-or mapped before all of it was looked at, and nothing is read from a rank that has not said the same
-of itself.
+A manifest comes from the network: every endpoint in it is a claim. This engine connects to and maps
+nothing in a manifest before it has checked all of it, and reads nothing from a rank that has not
+confirmed what the manifest says of it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ def check_host(config: Config, endpoint: str) -> None:
 
 
 def check_owners(config: Config, endpoints: Iterable[str], *, are_up: bool) -> None:
-    """Raises PermissionError unless somebody answers for a source that listens at these.
+    """Raises PermissionError unless a source that listens at these endpoints has a known owner.
 
-    Called before it is connected to (not ``are_up``: perhaps nobody listens yet) and again when it
-    has said where it listens: whoever let go of a port in between may hold a connection still.
+    Called before the first connection (``are_up`` False: perhaps nobody listens yet), and again
+    when the source has said where it listens: a process that gave a port up in between may still
+    hold a connection.
     """
     if config.curve_public_key is not None or config.params_key is not None:
         return
@@ -75,10 +76,10 @@ def check_owners(config: Config, endpoints: Iterable[str], *, are_up: bool) -> N
 
 
 def server_key_of(config: Config, engine_id: str) -> str | None:
-    """The public key that an engine must have. Without a table all engines share this one's key
-    pair.
+    """The CURVE public key that an engine must have. Without a table all engines share this
+    engine's key pair.
 
-    Raises PermissionError for an engine that the table does not name. None: CURVE is off.
+    None: CURVE is off. Raises PermissionError for an engine that the table does not name.
     """
     if config.curve_public_key is None:
         return None
@@ -95,7 +96,7 @@ def server_key_of(config: Config, engine_id: str) -> str | None:
 def check_introduction(
     config: Config, engine_id: str, endpoint: str, manifest: EngineManifest
 ) -> None:
-    """Whether this manifest can be the one of ``engine_id``, whose front door is ``endpoint``.
+    """Check that this manifest can be that of ``engine_id``, whose front door is ``endpoint``.
 
     Raises IncompatiblePeer for one that makes no sense, UnknownEngine for another engine's,
     PermissionError for one that names places that this engine must not connect to.
@@ -119,8 +120,9 @@ def check_introduction(
 
 
 def check_rank(manifest: EngineManifest, entry: RankManifest, said: EngineManifest) -> None:
-    """Whether a rank itself says what the front door's manifest has of it: ``said`` came from its
-    control endpoint. Raises PermissionError: it may be another engine's.
+    """Check that a rank confirms what the front door's manifest says of it. ``said`` came from the
+    rank's own control endpoint. Raises PermissionError where they differ: the rank may be another
+    engine's.
     """
     where = f"rank {entry.rank} of {manifest.engine_id}"
     if said.engine_id != manifest.engine_id:
@@ -139,7 +141,7 @@ def check_rank(manifest: EngineManifest, entry: RankManifest, said: EngineManife
 def check_partner(
     config: Config, manifest: EngineManifest, own: EngineManifest, *, can_leave_unhashed: bool
 ) -> None:
-    """Whether KV of that engine may be used here. Raises IncompatiblePeer."""
+    """Check that KV of that engine may be used here. Raises IncompatiblePeer."""
     if config.bind_tokens and BIND_TOKENS not in manifest.capabilities:
         raise IncompatiblePeer(
             f"bind_tokens: engine {manifest.engine_id} has it off, this engine has it on; "
@@ -154,9 +156,9 @@ def check_partner(
 class Listeners:
     """Which users listen at an address of this host at one moment, as Linux tells it.
 
-    Anybody on a host can listen on its loopback, so an address there says nothing of who answers.
-    Linux shows the owner of each TCP socket of this network namespace in ``/proc/net/tcp`` and
-    ``tcp6``; each table is read when it is first asked for.
+    Every user of a host can listen on its loopback, so a loopback address does not tell who
+    answers. Linux shows the owner of each TCP socket of this network namespace in ``/proc/net/tcp``
+    and ``tcp6``; each table is read when it is first asked for.
     """
 
     def __init__(self) -> None:
@@ -179,8 +181,8 @@ class Listeners:
 
 
 def _read_table(path: Path) -> Table:
-    """Listeners come first; to find the connections behind them takes the kernel milliseconds,
-    however few there are.
+    """Read the listeners only. The kernel lists them first; to find the connections behind them
+    takes it milliseconds, however few there are.
     """
     table: Table = {}
     with path.open("rb", buffering=0) as file:
@@ -190,6 +192,6 @@ def _read_table(path: Path) -> Table:
                 _, local, _, state, _, _, _, user, *_ = row.split()
                 if state == _LISTEN:
                     table[local] = table.get(local, frozenset()) | {int(user)}
-            if state not in (_LISTEN, b"st"):  # that of the table's head
+            if state not in (_LISTEN, b"st"):  # the table's head has st there
                 break
     return table

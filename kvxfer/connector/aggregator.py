@@ -23,8 +23,8 @@ class RankOutput(Protocol):
     """What a rank returns from a step: any record with this attribute.
 
     ``kv_connector_output``: None, or any record with attributes of :class:`KVConnectorOutput`;
-    those that it lacks are as empty. ``failed_recving`` may be a set of request ids or map each to
-    a reason. ``kv_connector_worker_meta``, if there, is merged by its ``aggregate``.
+    a missing attribute counts as empty. ``failed_recving`` may be a set of request ids or map each
+    to a reason. ``kv_connector_worker_meta``, if there, is merged by its ``aggregate``.
     """
 
     kv_connector_output: Any
@@ -45,7 +45,7 @@ class _Open:
     """A request that not every expected rank has reported.
 
     ``expected`` is 0 before the first report. ``reason`` is None without a failure, "" where the
-    ranks state none; ``detail``: the same in words.
+    ranks state none; ``detail``: the failure in words.
     """
 
     reported: set[int] = field(default_factory=set)
@@ -74,7 +74,7 @@ class _Tally:
         return one
 
     def report(self, request_id: str, position: int, expected: int) -> None:
-        """Count one report."""
+        """Count one report of a rank; a repeated one is dropped."""
         one = None if request_id in self._completed else self.at(request_id)
         if one is None or position in one.reported:
             self._drop(request_id, position)
@@ -85,7 +85,7 @@ class _Tally:
             self._completed[request_id] = self._open.pop(request_id)
 
     def take_completed(self) -> dict[str, _Open]:
-        """What the reports since the last call have completed."""
+        """The requests that were completed since the last call."""
         completed, self._completed = self._completed, {}
         return completed
 
@@ -102,9 +102,9 @@ class KVOutputAggregator:
     """A request is finished when every expected rank has reported it.
 
     Reports count per (request id, position in ``outputs``), so that a rank that repeats itself
-    cannot complete a request for another. vLLM counts reports, whoever they come from. A failure
-    on one rank is held until all ranks have reported the request, and so are the blocks that a
-    rank's load left incomplete.
+    cannot complete a request for another. vLLM counts reports without a look at which rank sent
+    them. A failure on one rank, and the blocks that its load left incomplete, are held until all
+    ranks have reported the request.
 
     **An id that comes again** completes again: a preempted request loads anew, and a client may
     use an id twice. A report is dropped as a duplicate in two cases. First, its rank has reported
@@ -238,20 +238,20 @@ class Stats(Protocol):
     """Statistics or metadata of a rank; an engine's own kind may add in place."""
 
     def aggregate(self, other: Self) -> Self:
-        """Both together."""
+        """Return the sum of both; may add in place."""
 
 
 class Events(Protocol):
     """Cache events of a rank, counted by how many ranks saw them."""
 
     def get_all_events(self) -> list[object]:
-        """All of them."""
+        """Every event that was added so far."""
 
     def add_events(self, events: list[object]) -> None:
-        """Take another rank's."""
+        """Add another rank's events."""
 
     def increment_workers(self, count: int) -> None:
-        """So many more ranks are in."""
+        """Note that the events of ``count`` more ranks were added."""
 
 
 def _added(name: str, total: Stats | None, output: object) -> Stats | None:

@@ -1,27 +1,28 @@
-"""The offer board: where the sinks of the same host see for themselves which offers are open.
+"""The offer board: shared memory in which sinks on the same host see which offers are open.
 
-A source rank with a direct wire publishes each open offer in shared memory: what a Grant would say,
-and a state. A sink that finds its offer there reads at once, and looks again when it has read; if
-the offer is still open then, that is its verdict. Both round trips of a direct read are saved. The
-messages are sent all the same, so the source knows its consumers as ever; only nobody waits for
-the answers. Whatever the board does not say (not open yet, other tokens, too many ids, over), the
-source says by message.
+A source rank with a direct wire publishes each open offer there: the contents of its Grant, and a
+state. A sink that finds its offer on the board reads at once and looks at the state again after the
+read. An offer that is still open then is a valid verdict. Both round trips of a direct read are
+saved. The sink still sends Pull and Release, so the source knows its consumers, but the sink does
+not wait for the answers. What the board cannot show (an offer that is not open yet, has other
+tokens, has too many ids or is over) the source answers by message.
 
 Theory of operation
 -------------------
 An entry is a state, the offer's nonce and the offer. The source writes OPEN after everything else
-of the entry, and OVER before anything of the offer may be freed: the engine's thread before it lets
-blocks go, the IO thread between the step of the session that ends the offer and the actions of that
-step. So a sink that has read the blocks and then sees OPEN beside its nonce knows that nothing was
-freed before it had read.
+of the entry, and OVER before any block of the offer may be freed. The engine's thread writes OVER
+before it frees blocks; the IO thread writes it between the step of the session that ends the offer
+and the actions of that step. So a sink that reads the blocks and then sees OPEN beside its nonce
+knows that no block was freed before its read was complete.
 
-The order of loads and stores is all that this rests on. x86-64 keeps stores in order and loads in
-order; other processors do not without a fence, which Python does not have, so only x86-64 has
-boards. A source that is killed leaves its entries OPEN: its blocks stay as they are, too, because a
-mapping keeps them and nobody writes them any more.
+The protocol depends only on the order of loads and stores. x86-64 keeps stores in order and loads
+in order. Other processors need a fence, which Python does not have, so only x86-64 has boards. A
+killed source leaves its entries OPEN. Its blocks stay unchanged, too: a mapping keeps them, and
+nobody writes to them any more.
 
-Slots are found by the nonce, which is random: the first of ``PROBES`` that is free. A nonce is
-never used again, so an entry that changes hands cannot be mistaken for the one before.
+The nonce, which is random, says in which slots an entry may be: it takes the first free one of
+``PROBES``. A nonce is never used again, so a sink cannot mistake the next entry of a slot for the
+one before.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _log = logging.getLogger("kvxfer.connector")
 
 
 class Posted(msgspec.Struct, frozen=True, array_like=True):
-    """An open offer: the digest of its tokens (None: any), and what its Grant would say."""
+    """An open offer: the digest of its tokens (None: any tokens), and the contents of its Grant."""
 
     digest: bytes | None
     num_tokens: int
@@ -68,7 +69,9 @@ _decoder = msgspec.msgpack.Decoder(Posted)
 
 
 def _slots(first: int) -> Iterator[int]:
-    """The first words of the slots where a nonce may be that begins with this word."""
+    """The slots in which an entry may be whose nonce begins with this word; each as the position of
+    its first word.
+    """
     for i in range(PROBES):
         yield (first + i) % NUM_SLOTS * _WORDS
 
@@ -99,13 +102,13 @@ class Board:
 
     @property
     def handle(self) -> MemfdHandle:
-        """For the manifest."""
+        """How a sink on this host maps the board; stands in the manifest."""
         handle = self._pool.info.handle
         assert isinstance(handle, MemfdHandle)
         return handle
 
     def post(self, nonce: bytes, offer: Posted) -> bool:
-        """The offer is open. False if there is no room for it."""
+        """Show an open offer. False if there is no room for it."""
         frame = _encoder.encode(offer)
         if len(frame) > SLOT_NBYTES - _HEADER_NBYTES:
             return False
@@ -122,18 +125,18 @@ class Board:
         return True
 
     def end(self, nonce: bytes) -> None:
-        """The offer is over, before anything of it is freed. Unknown ones: nothing."""
+        """End an offer, before any block of it is freed. An unknown nonce is ignored."""
         slot = self._posted.pop(nonce, None)
         if slot is not None:
             self._words[slot] = _OVER
 
     def end_all(self) -> None:
-        """Every offer that is shown is over."""
+        """End every offer that is shown."""
         for nonce in list(self._posted):
             self.end(nonce)
 
     def close(self) -> None:
-        """Every offer is over, and nobody can map the board any more."""
+        """End every offer, and let nobody map the board any more."""
         self.end_all()
         self._words.release()
         self._bytes.release()
@@ -144,12 +147,13 @@ class Ends:
     """Which offers of a source rank their engine has ended: memory that board, verdicts and packers
     look at. ``board``: where open offers are shown; None: nowhere.
 
-    Whoever lets blocks go ends their offer here first, on its own thread. From then on nothing of
-    the offer can become valid: the board does not show it, and the source takes the end in before
-    whatever else it hears of the offer (:func:`~kvxfer.transfer.source_session.events_due`). So no
-    engine waits for its IO thread, and an IO thread that is stuck makes nothing valid.
+    A thread that frees blocks first ends their offer here. From then on no read of the offer can
+    become valid: the board does not show it, and the source handles the end before any other event
+    of the offer (:func:`~kvxfer.transfer.source_session.events_due`). So the engine never waits for
+    its IO thread, and a stuck IO thread makes no read valid.
 
-    One lock keeps an offer from being shown behind its end; it is held for some microseconds.
+    One lock, held for some microseconds, keeps the IO thread from showing an offer that the engine
+    has ended.
     """
 
     def __init__(self, board: Board | None = None) -> None:
@@ -161,13 +165,13 @@ class Ends:
     # -------------------------------------------------- from any thread
 
     def end(self, nonce: bytes, reason: Reason) -> None:
-        """The offer is over when this returns. It need not be known yet."""
+        """End an offer: it is over when this returns. The IO thread need not know the offer yet."""
         with self._lock:
             self._reasons.setdefault(nonce, reason)
             self._take_down(nonce)
 
     def end_all(self, reason: Reason) -> None:
-        """Every offer is over, those to come too."""
+        """End every offer, later ones too."""
         with self._lock:
             self._all = self._all or reason
             if self._board is not None:
@@ -180,8 +184,8 @@ class Ends:
     # -------------------------------------------------- on the IO thread
 
     def show(self, nonce: bytes, posted: Posted) -> bool | None:
-        """The offer is open. False where the board has no room for it; None where there is no
-        board, or the engine has ended the offer meanwhile.
+        """Show an open offer. False: the board has no room for it. None: there is no board, or the
+        engine has ended the offer meanwhile.
         """
         with self._lock:
             if self._board is None or self.reason(nonce) is not None:
@@ -189,13 +193,15 @@ class Ends:
             return self._board.post(nonce, posted)
 
     def hide(self, nonce: bytes) -> None:
-        """The source has ended the offer itself, before anything of it is freed."""
+        """Take an offer off the board that the source itself has ended, before any block of it is
+        freed.
+        """
         if self._board is not None:
             with self._lock:
                 self._take_down(nonce)
 
     def forget(self, nonce: bytes) -> None:
-        """The source has taken the end in."""
+        """Drop the record of an end that the source has handled."""
         self._reasons.pop(nonce, None)
 
     def _take_down(self, nonce: bytes) -> None:
@@ -219,7 +225,9 @@ class BoardView:
 
     @classmethod
     def open(cls, handle: MemfdHandle | None) -> BoardView | None:
-        """None where there is no board, or none that can be seen from here."""
+        """Map the board of a source rank; None if it has no board or the board cannot be mapped
+        here.
+        """
         if handle is None:
             return None
         try:
@@ -238,7 +246,7 @@ class BoardView:
             return None
         begin = slot * 8 + _HEADER_NBYTES
         frame = bytes(self._bytes[begin : begin + nbytes])
-        # It may have ended, and another begun, while it was copied
+        # The offer may have ended, and another taken its slot, while its bytes were copied
         if not self._is_at(slot, *_NONCE.unpack(nonce)):
             return None
         try:
@@ -247,11 +255,13 @@ class BoardView:
             return None
 
     def is_open(self, nonce: bytes) -> bool:
-        """The offer is open: what was read of it before this call is whole and unchanged."""
+        """The offer is open: all bytes that were read of it before this call are whole and
+        unchanged.
+        """
         return self._find(nonce) is not None
 
     def close(self) -> None:
-        """Unmap it. Idempotent."""
+        """Unmap the board. Idempotent."""
         self._words.release()
         self._bytes.release()
         self._pool.close()

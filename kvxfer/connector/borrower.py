@@ -1,9 +1,9 @@
-"""The engine's thread in the IO thread's place, for a moment while that one sleeps.
+"""The engine's thread does short work of the IO thread while the IO thread sleeps.
 
-A load over ``cuda_ipc`` that the offer board serves needs nobody else: to begin it is to launch
-copies, to end it is to look at an event and at the board. To hand that over to the IO thread and
-back takes about as long as to do it, and longer beside an engine that computes, because each thread
-that wakes waits for the interpreter. On two H200s a load took, handed over and like this::
+A load over ``cuda_ipc`` that the offer board serves needs no message: its begin launches copies,
+its end looks at a CUDA event and at the board. The handover to the IO thread and back takes about
+as long as this work, and longer beside an engine that computes, because each thread that wakes
+waits for the interpreter. On two H200s a load took, handed over to the IO thread and borrowed::
 
     tokens    engine thread   handed over     borrowed
        128    busy            1.03-1.08 ms    0.43-0.44 ms
@@ -11,8 +11,9 @@ that wakes waits for the interpreter. On two H200s a load took, handed over and 
      8,192    busy            4.5 ms          3.3-3.5 ms
        128    idle            0.45-0.47 ms    0.38-0.45 ms
 
-Whoever borrows does what is short and touches no socket: ZeroMQ may look at its sockets while the
-thread polls. What is said meanwhile is deferred, and leaves when the thread has its turn back.
+A borrower does only short work and touches no socket, because ZeroMQ may look at its sockets while
+the IO thread polls. Messages of the borrower are deferred; they leave when the IO thread has its
+turn back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvxfer.transports.base import DirectSink, SinkTransport
 
 
 class Borrower:
-    """What the engine's thread does of the IO thread's work; only where a wire is quick."""
+    """Work of the IO thread that the engine's thread may do; only where a wire is quick."""
 
     def __init__(
         self, io: IoThread, ledger: Ledger, sink: Sink, wires: Iterable[SinkTransport]
@@ -38,8 +39,8 @@ class Borrower:
         self._wires = [wire for wire in wires if isinstance(wire, DirectSink) and wire.is_quick]
 
     def begin(self, loads: Sequence[NewLoad], *orders: Call) -> bool:
-        """Carry out orders, of which these loads are a part and which touch no socket, if the IO
-        thread sleeps and they are quick. False: nothing was done.
+        """Carry out ``orders``, which touch no socket and of which ``loads`` are a part. Only if
+        the IO thread sleeps and the loads begin quickly. False: nothing was done.
         """
         if not (self._wires and loads and self._io.borrow()):
             return False
@@ -53,7 +54,7 @@ class Borrower:
             self._io.give_back()
 
     def look(self) -> None:
-        """Take note of loads that are over, if the IO thread sleeps."""
+        """Note the loads that have ended, if the IO thread sleeps."""
         if all(wire.is_idle for wire in self._wires) or not self._io.borrow():
             return
         try:

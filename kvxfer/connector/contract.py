@@ -1,6 +1,4 @@
-"""The parts of an engine's own records that the connector reads: vLLM's attribute names, nothing
-else of them.
-"""
+"""The attributes of an engine's own records that the connector reads, under vLLM's names."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Control messages over a channel: :class:`ControlServer` listens for a rank, and a
 :class:`ControlClient` is a connection to a source rank.
 
-What comes in is size-checked, decoded by one typed decoder, and handed on as a record. What a
-server cannot understand is answered with Malformed and counted; nothing that a peer sends ends a
-listener.
+A frame is size-checked, decoded by one typed decoder, and handed on as a record. The server answers
+a frame that it cannot decode with Malformed, and counts it; no message of a peer ends a listener.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def _only(frames: Sequence[zmq.Frame]) -> zmq.Frame:
 
 class ControlServer:
     """The listener of one rank. ``handle(identity, message)`` gets every message that could be
-    understood; ``gone(identity)`` is called for a connection that has ended.
+    decoded; ``gone(identity)`` is called for each connection that has ended.
 
     Raises ConfigError if the port cannot be had.
     """
@@ -116,15 +115,15 @@ class ControlServer:
         io.watch(self.router.socket, self._read)
 
     def send(self, identity: bytes, answer: ToSink | zmq.Frame) -> None:
-        """An answer, which may be encoded already; a peer that is gone or does not read gets
-        nothing.
+        """Send an answer, which may be encoded already. It is dropped if the peer is gone or does
+        not read.
         """
         frame = answer if isinstance(answer, zmq.Frame) else encode(answer)
         if not self.router.send(identity, frame):
             self._ledger.count("control.dropped")
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and close every connection."""
         self._io.unwatch(self.router.monitor)
         self._io.unwatch(self.router.socket)
         self.router.close()
@@ -155,15 +154,15 @@ class ControlServer:
                 self.send(identity.bytes, Malformed(str(e)[:MAX_DETAIL]))
                 if sum(len(part) for part in parts) > LONG_NBYTES:
                     self.router.warn(parts[-1], "it sent long messages that are none")
-        self._tell_gone()  # whose last words these were
+        self._tell_gone()  # the connection that sent these messages has ended
 
 
 class ControlClient:
-    """The connection to one source rank; ``dealer`` knows why it does not stand.
+    """The connection to one source rank. ``dealer`` knows why it is not connected.
 
-    ``on_message(message)`` gets every message that could be understood; ``on_gone(detail)`` is
-    called at most once, when a connection that stood has ended, or the other side has said that it
-    does not let this engine in. One that never stood is tried again until it is closed.
+    ``on_message(message)`` gets every message that could be decoded. ``on_gone(detail)`` is called
+    at most once: when an established connection has ended, or when the other side has refused this
+    engine. A connection that was never established is retried until :meth:`close`.
 
     Raises zmq.ZMQError where no socket can be had.
     """
@@ -189,7 +188,8 @@ class ControlClient:
         self._on_gone = on_gone
         self._closed = False
         bounds = _bounds(config, HIGH_WATER)
-        # A key is asked for on this host, too; without one the Unix socket says whose process it is
+        # Keys are required on this host, too; without keys the Unix socket tells whose process the
+        # peer is
         nearest = nearest_endpoint(endpoint) if config.curve_secret_key is None else endpoint
         self.dealer = Dealer(
             context, config, bounds, nearest, server_key, word=encode(Ping()), reconnects=True
@@ -199,9 +199,10 @@ class ControlClient:
         io.watch(self.dealer.monitor, self._look)
 
     def send(self, message: ToSource) -> None:
-        """Queue a message; it leaves when the connection stands, after what was deferred before.
+        """Queue a message; it leaves once the connection is established, after messages deferred
+        before.
 
-        Raises ProtocolError for one that the other side would refuse unread.
+        Raises ProtocolError for a message that the other side would refuse unread.
         """
         self._io.run_deferred()
         if self._closed:
@@ -216,7 +217,7 @@ class ControlClient:
             self._ledger.count("control.dropped")
 
     def close(self) -> None:
-        """End the connection; what was sent may still leave. Idempotent."""
+        """End the connection; messages that were sent may still leave. Idempotent."""
         if not self._closed:
             self._closed = True
             self._inspecting.cancel()
@@ -242,7 +243,7 @@ class ControlClient:
                 return
 
     def _inspect(self) -> None:
-        """A source that sends more than anybody reads is none."""
+        """Drop a source that sends more than this rank reads."""
         self._inspecting = self._io.after(LOOK_S, self._inspect)
         try:
             self.dealer.inspect()
@@ -250,9 +251,9 @@ class ControlClient:
             self._on_gone(str(e))
 
     def _look(self) -> None:
-        """What the monitor has seen."""
+        """Handle the events of the monitor."""
         why = self.dealer.why_ended()
         if why is not None:
-            self._read()  # what it said before it went still counts
+            self._read()  # messages that it sent before it went still count
             if not self._closed:
                 self._on_gone(why)

@@ -1,4 +1,4 @@
-"""Room for file descriptors, made before anybody waits for it."""
+"""Grow the table of file descriptors before a first contact would have to wait for that."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def make_room() -> None:
 
     Where threads share its table, Linux grows it only when every processor has seen the old one go
     (``synchronize_rcu``): 9 to 16 ms at each of 64, 256, 512 and 1024 descriptors. An engine with a
-    GPU has more than 200, so that the first contact with a peer met one of these. A table never
+    GPU has more than 200, so its first contact with a peer met one of these pauses. A table never
     shrinks.
     """
     last = min(NUM_DESCRIPTORS, _raise_limit()) - 1
-    with contextlib.suppress(OSError):  # no descriptor is left: others will say so
+    with contextlib.suppress(OSError):  # no descriptor is left: the next call that needs one raises
         known = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.close(fcntl.fcntl(known, fcntl.F_DUPFD_CLOEXEC, last))
@@ -36,7 +36,7 @@ def make_room() -> None:
 
 
 def _raise_limit() -> int:
-    """How many descriptors the process may have now."""
+    """Raise the soft limit; return how many descriptors the process may have now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -1,10 +1,10 @@
-"""One offer of a source rank: its session, what performing needs, its clocks, and a look at what a
-sink asks of it before anything is done about that.
+"""One offer of a source rank: its session, what its actions need, its clocks, and the checks of
+what a sink asks for.
 
 A lease begins when the offer opens. ``Keep`` extends it to one lease from now, never beyond
-``max_hold_s`` after its beginning. A claim has a lease of its own, extended by whatever its sink
-engine says: the claim of an engine that fell silent is dropped, and the offer stays for others
-until its own lease ends.
+``max_hold_s`` after its beginning. A claim has a lease of its own, extended by every message of its
+sink engine. The claim of a silent engine is dropped; the offer stays for others until its own lease
+ends.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from kvxfer.transports.base import SendingSource, SourceTransport
 class GivenOffer:
     """One offer of this rank. Times are the IO thread's.
 
-    ``block_ids``: once it has opened, those of this rank that hold the offered tokens. ``heard_s``:
-    when each sink engine that speaks of it was heard last. ``identities``: over which connection
-    each consumer was. ``speakers``: over which connection each sink engine that was granted it, or
-    knows its tokens, was heard last. ``pulls``: what each consumer asked for, while the offer
+    ``block_ids``: once the offer has opened, the blocks of this rank that hold the offered tokens.
+    ``heard_s``: when each sink engine last sent a message about the offer. ``identities``: the
+    connection of each consumer. ``speakers``: the last connection of each sink engine that was
+    granted the offer, or knows its tokens. ``pulls``: what each consumer asked for, while the offer
     lives.
     """
 
@@ -53,12 +53,12 @@ class GivenOffer:
 
     @property
     def state(self) -> OfferState:
-        """Where it stands."""
+        """The session's state: PENDING, OPEN, DONE or BROKEN."""
         return self.session.snapshot.state
 
     def refuses(self, pull: Pull) -> bool:
-        """The session will refuse this Pull, or answer it as before, whatever it asks for: a look
-        at what it asks for would be wasted work.
+        """Whether the session will refuse this Pull, or repeat its last answer, whatever the Pull
+        asks for. Then the checks of the Pull would be wasted work.
         """
         offer = self.session.snapshot
         return (
@@ -68,18 +68,18 @@ class GivenOffer:
         )
 
     def heard(self, incarnation: bytes, now_s: float) -> None:
-        """A sink engine said something about the offer. Of one without a claim nothing is kept."""
+        """A sink engine sent a message about the offer. For one without a claim nothing is kept."""
         if self.session.snapshot.claim(incarnation) is not None:
             self.heard_s[incarnation] = now_s
 
     def extend(self, now_s: float, lease_s: float, max_hold_s: float) -> None:
-        """Before the offer opens there is no lease to extend."""
+        """Extend the lease. Before the offer opens there is no lease to extend."""
         if self.opened_s:
             until_s = min(now_s + lease_s, self.opened_s + max_hold_s)
             self.lease_until_s = max(self.lease_until_s, until_s)
 
     def due(self, now_s: float, lease_s: float) -> list[ClaimantLost | Break]:
-        """What the clocks say now."""
+        """The events that the clocks cause now."""
         if self.lease_until_s <= now_s:
             return [Break(Reason.EXPIRED)]
         return [
@@ -89,7 +89,7 @@ class GivenOffer:
         ]
 
     def next_due_s(self, now_s: float, lease_s: float) -> float:
-        """When they have something to say, if nothing is heard until then."""
+        """When :meth:`due` has the next event, if no message comes until then."""
         ends_s = [self.heard_s[i] + lease_s for i in self.session.claimants]
         return min([self.lease_until_s, *(end_s for end_s in ends_s if end_s > now_s)])
 
@@ -98,7 +98,7 @@ class GivenOffer:
 
 
 class PullRefused(Exception):
-    """A Pull that is answered with Refuse, whatever the state of its offer."""
+    """Answer this Pull with Refuse, whatever the state of its offer."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
@@ -106,7 +106,7 @@ class PullRefused(Exception):
 
 
 def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
-    """How its consumer reads, on a wire that is served."""
+    """How the consumer reads, by a wire that this rank serves."""
     is_sent = not pull.is_null and isinstance(transports[pull.transport], SendingSource)
     return Wire.STREAM if is_sent else Wire.DIRECT
 
@@ -114,7 +114,7 @@ def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
 def read_pull(
     pull: Pull, resolver: PullResolver, transports: Mapping[str, SourceTransport], num_tokens: int
 ) -> Wire:
-    """How this Pull will be served by an offer of ``num_tokens``. Raises PullRefused."""
+    """How an offer of ``num_tokens`` will serve this Pull. Raises PullRefused."""
     if not pull.is_null and pull.transport not in transports:
         raise PullRefused(
             Reason.TRANSPORT,
@@ -137,7 +137,7 @@ def read_pull(
 
 
 def _check_held(sides: Sequence[Side], pull: Pull, num_tokens: int) -> None:
-    """Raises PullRefused for tokens that this source has let go of by the offer's end."""
+    """Raises PullRefused for tokens that this source no longer keeps at the end of the offer."""
     for side, wanted in zip(sides, pull.classes, strict=True):
         held_start = side.keeping.held_start(num_tokens)
         if wanted.token_lo < min(held_start, wanted.token_hi):
@@ -173,7 +173,7 @@ def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:
 
 
 def checked_sides(resolver: PullResolver, pull: Pull, block_ids: GroupBlockIds) -> tuple[Side, ...]:
-    """This rank's side of every class, once each block that it will read is known to be there.
+    """This rank's side of every class, after a check that each block to be read is there.
 
     Raises ProtocolError.
     """
@@ -186,8 +186,9 @@ def checked_sides(resolver: PullResolver, pull: Pull, block_ids: GroupBlockIds) 
 def own_ids(
     block_ids: GroupBlockIds, keepings: Mapping[int, Keeping], num_tokens: int
 ) -> GroupBlockIds:
-    """Of a table that leaves out what windows let go of, the blocks of the first ``num_tokens`` in
-    the groups of one rank, whose ``keepings`` these are. Nothing is told of other groups.
+    """The blocks of the first ``num_tokens`` in the groups of one rank. ``keepings`` are what these
+    groups keep. The table leaves out blocks that windows have dropped; other groups of the table
+    are left out.
 
     Raises ValueError if some are missing.
     """

@@ -2,16 +2,16 @@
 KV at once than ``copy_thread.SMALL_NBYTES``.
 
 Other threads hand it work with :meth:`IoThread.post`; everything else is called on the thread
-itself. One round of the loop: what was posted, then the sockets, then the transports, then what
-these deferred, then the timers that are due. Posted work comes before sockets, because a message
-that answers it may already lie there; sockets come before timers, because a Release that has
-arrived must not lose to a lease that ran out meanwhile.
+itself. One round of the loop runs the posted calls, then the sockets, the transports, the deferred
+calls, and the timers that are due. Posted calls come before sockets, because a message that answers
+one may already have arrived. Sockets come before timers, because a Release that has arrived must
+not lose to a lease that ran out meanwhile.
 
-Each call that lets go of the interpreter may wait for it behind the engine's thread, 0.2 to 5 ms.
-So what nobody waits for comes last: messages that are only deferred, and clearing the wake. And the
-engine's thread may take its place while it sleeps (:mod:`kvxfer.connector.borrower` says why).
-Whoever runs has ``_turn``; the thread lets go of it to poll. ZeroMQ may still look at its sockets
-then, so a borrower leaves them alone.
+Each call that releases the GIL may wait 0.2 to 5 ms behind the engine's thread to get it back. So
+work that nobody waits for comes last: deferred messages, and clearing the wake. The engine's thread
+may take this thread's place while it sleeps (:mod:`kvxfer.connector.borrower` says why). The thread
+that runs holds the lock ``_turn``; the IO thread releases it to poll. ZeroMQ may still look at its
+sockets then, so a borrower leaves them alone.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ _log = logging.getLogger("kvxfer.connector")
 
 
 class Pollable(Protocol):
-    """A transport, as far as the loop sees it."""
+    """The part of a transport that the loop uses."""
 
     def pollables(self) -> Sequence[ZmqSocket | int]:
         """The sockets and file descriptors to be polled for reading now."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can have happened on it unless one of these can be read."""
+        """Whether nothing can have happened on the transport unless one of its pollables is
+        readable.
+        """
 
 
 _Member = TypeVar("_Member", bound=Pollable)
@@ -75,13 +77,15 @@ class Timer:
         self.call: Call | None = call
 
     def cancel(self) -> None:
-        """It will not fire, if it has not yet."""
+        """Keep the timer from firing, if it has not fired yet."""
         self.call = None
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A transport, what to do when something may have happened on it, and what of it is polled."""
+    """A transport, the handler to call when something may have happened on it, and its polled
+    sockets.
+    """
 
     member: Pollable
     handler: Callable[[Any], object]
@@ -92,9 +96,10 @@ class IoThread:
     """A poll loop with an inbox, timers and sockets.
 
     Args:
-        on_error: called for each exception that a handler let out. It is logged, and the loop goes
-            on.
-        within: what handlers are run within, each round anew; where it cannot be entered, without.
+        on_error: called for each exception that a handler raised. The exception is logged, and the
+            loop goes on.
+        within: a context manager that is entered anew in each round, around the handlers. If that
+            fails, handlers run without it.
     """
 
     def __init__(
@@ -133,7 +138,7 @@ class IoThread:
 
     def post(self, *calls: Call) -> bool:
         """Run ``calls`` on the thread, in the order of posting. Never blocks. False once the thread
-        has been told to end: they may run or not.
+        has been told to end: the calls may run or not.
         """
         self._inbox.extend(calls)
         self.wake()
@@ -141,15 +146,15 @@ class IoThread:
 
     def wake(self) -> None:
         """Make the loop go round once."""
-        self._is_wanted = True  # first: the thread looks at it after it has said that it sleeps
+        self._is_wanted = True  # first: the thread reads this after it has announced that it sleeps
         if self._awake:
             return
         self._awake = True
         self._wake_up()
 
     def borrow(self) -> bool:
-        """Take the thread's place, if it sleeps and nothing was posted before; else False. Never
-        waits. Until :meth:`give_back`, which must follow, the caller does what is short and touches
+        """Take the thread's place, if the thread sleeps and no posted call waits; else False. Never
+        waits. :meth:`give_back` must follow; until then the caller does only short work and touches
         no socket.
         """
         if self._inbox or self._stopping or not self._turn.acquire(blocking=False):
@@ -159,7 +164,9 @@ class IoThread:
         return True
 
     def give_back(self) -> None:
-        """The thread goes on with what was deferred, posted or asked for meanwhile."""
+        """Return the turn. The thread goes on with the calls that were deferred or posted
+        meanwhile.
+        """
         self._leave()
         self.is_lent = self._awake = False
         self._turn.release()
@@ -198,8 +205,8 @@ class IoThread:
         self._deferred.append(partial(call, *args))
 
     def run_deferred(self) -> None:
-        """Run what was deferred; within a deferred call nothing, because its turn has come, and in
-        a borrower's turn nothing, because most of it sends.
+        """Run the deferred calls. Does nothing within a deferred call, because the rest follow it
+        anyway, and nothing in a borrower's turn, because most deferred calls send.
         """
         if self._is_leaving or self.is_lent:
             return
@@ -218,22 +225,22 @@ class IoThread:
             self._poller.unregister(socket)
 
     def watch_group(self, member: _Member, handler: Callable[[_Member], object]) -> None:
-        """Call ``handler(member)`` in every round, but for an idle one only where something of it
-        can be read; poll whatever ``member`` has at the time.
+        """Call ``handler(member)`` in every round; for an idle member only when one of its
+        pollables is readable. The pollables are asked for anew in each round.
         """
         self._groups.append(_Group(member, handler))
 
     def unwatch_groups(self) -> None:
-        """Stop watching every transport, before they are closed."""
+        """Stop watching all transports, before they are closed."""
         for group in self._groups:
             for socket in group.polled:
                 self._poller.unregister(socket)
         self._groups = []
 
     def run_posted(self) -> int:
-        """Run what was posted until now; returns how much. Also called between receiving a message
-        and handling it: whatever the engine thread posted before it let the message be sent must
-        have its effect first.
+        """Run the calls posted so far; returns how many. Also called between receiving a message
+        and handling it: calls that the engine thread posted before the message could be sent must
+        take effect first.
         """
         num_posted = len(self._inbox)
         for _ in range(num_posted):
@@ -241,7 +248,7 @@ class IoThread:
         return num_posted
 
     def guard(self, call: Callable[[*Args], object], *args: *Args) -> None:
-        """Run a handler. Whatever it raises is its own failure, not the loop's."""
+        """Run a handler. Its exception goes to ``on_error`` and does not end the loop."""
         try:
             call(*args)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on
@@ -254,7 +261,7 @@ class IoThread:
         self._turn.acquire()
         while not self._stopping:
             self.guard(self._round)
-        self.run_posted()  # whoever was told that it will run, before the end was seen
+        self.run_posted()  # calls whose post returned True before the end was seen
 
     def _round(self) -> None:
         self._serve(self._wait_ms())
@@ -266,9 +273,9 @@ class IoThread:
         self._fire()
 
     def _serve(self, timeout_ms: int) -> bool:
-        """One look at inbox, sockets and transports. Returns whether there was anything."""
+        """Handle inbox, sockets and transports once. Returns whether there was anything to do."""
         self._sync_groups()
-        self._awake = False  # from here on a wake is written; one before it is seen now
+        self._awake = False  # later wakes write to ``fd``; an earlier one is seen in this poll
         self._turn.release()
         try:
             ready: list[tuple[Any, int]] = self._poller.poll(0 if self._is_wanted else timeout_ms)
@@ -285,7 +292,9 @@ class IoThread:
         return bool(ready or num_posted)
 
     def _enter(self) -> None:
-        """What cannot be entered is not left either: who needs it will say so."""
+        """Enter ``within``. If that fails, :meth:`_leave` does not exit it, and the handlers that
+        need it raise.
+        """
         try:
             if self._within is not None:
                 self._within.__enter__()
@@ -299,10 +308,10 @@ class IoThread:
             entered.__exit__(None, None, None)
 
     def _handle(self, ready: Sequence[tuple[Any, int]]) -> int:
-        """What one look has found. Returns how much had been posted."""
+        """Handle what one poll has found. Returns how many posted calls were run."""
         num_posted = self.run_posted()
         for socket, _ in ready:
-            handler = self._handlers.get(socket)  # gone if an earlier one of this round took it
+            handler = self._handlers.get(socket)  # None if another handler has unwatched it
             if handler is not None:
                 self.guard(handler)
         readable = {socket for socket, _ in ready}
@@ -326,7 +335,9 @@ class IoThread:
             group.polled = wanted
 
     def _wait_ms(self) -> int:
-        """Until the first timer; -1 without one. Rounded up: a timer never fires early."""
+        """Milliseconds until the first timer; -1 without one. Rounded up: a timer never fires
+        early.
+        """
         while self._timers and self._timers[0][2].call is None:
             heapq.heappop(self._timers)
         if not self._timers:

@@ -28,7 +28,7 @@ OWED_S = 2 * BACK_OFF_S
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """An offer, and the source ranks that are told; None: all of them."""
+    """An offer, and the source ranks that get its Keeps; None: all of them."""
 
     source: SourceRef
     ranks: frozenset[RankId] | None
@@ -36,7 +36,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Owed:
-    """An offer that is not wanted any more, whose engine could not be told yet."""
+    """An offer that is not wanted any more, and whose source engine could not be told so yet."""
 
     source: SourceRef
     reason: Reason
@@ -44,7 +44,7 @@ class _Owed:
 
 
 class Keeper:
-    """What is kept, by request."""
+    """The offers that are kept, by request id."""
 
     def __init__(self, io: IoThread, config: Config, incarnation: bytes, peers: Peers) -> None:
         self._io = io
@@ -56,7 +56,7 @@ class Keeper:
         self._is_ticking = False
 
     def hold(self, request_id: str, source: SourceRef) -> None:
-        """Keep an offer at every source rank, from when the engine is known."""
+        """Keep an offer at every source rank, as soon as the source engine is known."""
         kept = self._kept[request_id] = _Kept(source, None)
         self._start()
         peer = self._peers.known(source)
@@ -71,11 +71,12 @@ class Keeper:
         self._start()
 
     def release(self, request_id: str) -> None:
-        """Not wanted any more; unknown requests are ignored."""
+        """Stop keeping the offer of this request; unknown requests are ignored."""
         self._kept.pop(request_id, None)
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
-        """Give an offer up at every source rank, getting to know the engine first if need be.
+        """Give an offer up at every source rank; a source engine that is not known yet is met
+        first.
 
         An engine that was refused is not met again for a second, yet it lives and holds the offer's
         blocks: it is told when it is met again, within the lease.
@@ -98,7 +99,7 @@ class Keeper:
         )
 
     def _settle(self) -> None:
-        """All at once: those of one engine wait for the same contact."""
+        """Retry every Cancel that is owed: those to one engine wait for the same contact."""
         waiting, self._owed = self._owed, []
         for owed in waiting:
             self._io.guard(self._cancel, owed)
@@ -109,7 +110,7 @@ class Keeper:
             self._io.after(self._config.keep_s, self._keep)
 
     def _keep(self) -> None:
-        """One Keep for each source rank, with all offers that are kept there."""
+        """Send each source rank one Keep with all offers that are kept there."""
         self._is_ticking = False
         if not self._kept:
             return
@@ -139,7 +140,7 @@ class Keeper:
 
     def _tell_all(self, request_id: str, kept: _Kept) -> None:
         def tell(peer: Peer) -> None:
-            if self._kept.get(request_id) is kept:  # else it was given up meanwhile
+            if self._kept.get(request_id) is kept:  # else the offer was given up meanwhile
                 self._tell_ranks(peer, kept.source)
 
         self._peers.want(kept.source, needs_wire=False, ready=tell, failed=_leave_to_lease)

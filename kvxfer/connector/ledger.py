@@ -1,6 +1,4 @@
-"""What the IO thread has to tell the engine thread: finished requests, and a count and a
-reason for everything.
-"""
+"""What the IO thread reports to the engine thread: finished requests, counts, and reasons."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from kvxfer.transfer.wire import Reason
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Requests that ended since the last look; each is told once."""
+    """Requests that have ended since the last call; each is reported once."""
 
     sent: frozenset[str] = frozenset()
     loads: tuple[LoadReport, ...] = ()
@@ -28,8 +26,8 @@ NONE_FINISHED = Finished()
 
 class Ledger:
     """Written by the IO thread, read by the engine thread; a lock is held for a few
-    assignments only. The engine thread looks without it whether there is anything to take: what
-    comes at that moment is there for its next step.
+    assignments only. The engine thread checks without the lock whether there is anything to take;
+    an entry that it misses is there for its next step.
     """
 
     def __init__(self) -> None:
@@ -47,25 +45,25 @@ class Ledger:
             self._counts[name] += number
 
     def take_counts(self, name: str, counts: Counter[str]) -> None:
-        """What a wire of this name has dropped or refused since it was asked last."""
+        """Move what a wire has counted, messages dropped or refused, into the ledger."""
         if counts:
             for what, number in counts.items():
                 self.count(f"{name}.{what}", number)
             counts.clear()
 
     def reason(self, reason: Reason) -> None:
-        """KV was not used, or is no longer given, for this reason."""
+        """Count a reason why KV was not used, or is no longer given."""
         with self._lock:
             self._reasons[reason.value] += 1
 
     def sent(self, request_id: str) -> None:
-        """The engine may have this request's blocks back."""
+        """Report a finished send: the engine may reuse this request's blocks."""
         with self._lock:
             self._sent.add(request_id)
             self._wake()
 
     def loaded(self, report: LoadReport) -> None:
-        """A load has ended, one way or the other."""
+        """Report a load that has ended, valid or failed."""
         with self._lock:
             self._loads.append(report)
             self._reported.append(report)
@@ -76,7 +74,7 @@ class Ledger:
             self._wake()
 
     def take_finished(self) -> Finished:
-        """Everything that has ended since the last call; NONE_FINISHED itself if nothing has."""
+        """The requests that have ended since the last call; NONE_FINISHED if there are none."""
         if not (self._sent or self._loads):
             return NONE_FINISHED
         with self._lock:
@@ -89,7 +87,7 @@ class Ledger:
         return finished
 
     def take_stats(self) -> KVConnectorStats | None:
-        """Everything that was counted since the last call; None if nothing was."""
+        """The statistics since the last call; None if nothing was counted."""
         if not (self._counts or self._reasons or self._reported):
             return None
         with self._lock:
@@ -122,7 +120,7 @@ class Ledger:
             return self._signal
 
     def close(self) -> None:
-        """Give the descriptor back; idempotent."""
+        """Close the descriptor. Idempotent."""
         with self._lock:
             signal, self._signal = self._signal, None
         if signal is not None:

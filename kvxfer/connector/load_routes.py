@@ -1,4 +1,4 @@
-"""From a load order and a plan to what is asked of, and read from, each source rank."""
+"""From a load order and a plan to the Pull and the read of each source rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NULL_TRANSPORT = "null"
 
 @dataclass(frozen=True, slots=True)
 class Addressing:
-    """Who this sink rank is, and by which wires it reads.
+    """The identity of this sink rank, and the wires by which it reads.
 
     ``can_leave_unhashed``: its engine can keep single blocks from prefix reuse.
     """
@@ -44,8 +44,8 @@ class Addressing:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """What all loads from one source rank of a peer have in common. ``choice`` None: nothing is
-    ever read there. ``is_quick``: to begin to read is a matter of microseconds.
+    """What all loads from one source rank of a peer have in common. ``choice`` None: a null route,
+    nothing is read. ``is_quick``: a read begins within microseconds.
     """
 
     route: Route
@@ -60,9 +60,10 @@ class Way:
 
 @dataclass(slots=True, eq=False)
 class RouteRun:
-    """One route of one load: the same Pull every time, the read, and how far it has come
-    (``time.monotonic``). ``incomplete``: (group, position) of the blocks that it fills only partly.
-    ``owes_pull``: the board has answered the Pull, and it has not been sent yet.
+    """One route of one load: its Pull, which retries send unchanged, its read, and its progress
+    (times of ``time.monotonic``). ``incomplete``: (group, position) of the blocks that the route
+    fills only partly. ``owes_pull``: the board has answered the Pull, so the Pull may be sent
+    behind the read.
     """
 
     pull: Pull
@@ -76,7 +77,7 @@ class RouteRun:
 
 
 def ways_of(peer: Peer, addressing: Addressing) -> tuple[Way, ...]:
-    """One for each source rank of a peer that is ready, in the order of its plan."""
+    """One way for each source rank of a peer that is ready, in the order of its plan."""
     return tuple(_way(peer, route, addressing) for route in peer.routes())
 
 
@@ -103,8 +104,8 @@ def make_routes(
     *,
     after: torch.cuda.Event | None = None,
 ) -> dict[RankId, RouteRun]:
-    """One run for each source rank. Every block id of this side is checked here, before anything is
-    asked. ``after``: as ``ReadRequest`` has it.
+    """One run for each source rank. Every block id of this side is checked here, before a Pull is
+    sent. ``after``: as ``ReadRequest`` has it.
 
     Raises ProtocolError or ValueError.
     """
@@ -120,7 +121,7 @@ def _make_run(
     )
     wanted, incomplete = _wanted(order, route, addressing)
     nbytes = route_nbytes(wanted)
-    choice = way.choice if nbytes else None  # windows may need nothing of what is offered
+    choice = way.choice if nbytes else None  # with windows a load may need nothing of the offer
     request: ReadRequest | None = None
     if choice is not None:
         for copied, asked in zip(route.classes, wanted, strict=True):
@@ -151,10 +152,10 @@ def _make_run(
 def _wanted(
     order: NewLoad, route: Route, addressing: Addressing
 ) -> tuple[tuple[PullClass, ...], frozenset[tuple[int, int]]]:
-    """What to ask of each class: of a windowed group only what this side keeps and the source
-    holds; and which blocks that leaves incomplete.
+    """What to ask of each class, and which blocks that leaves incomplete. Of a windowed group only
+    the tokens that this side keeps and the source holds are asked for.
 
-    Raises ProtocolError that names a layer whose tokens are needed and gone.
+    Raises ProtocolError that names a layer of which the source lacks tokens that this side needs.
     """
     asked: list[PullClass] = []
     incomplete: set[tuple[int, int]] = set()
@@ -204,7 +205,8 @@ def with_granted_ids(run: RouteRun, block_ids: GroupBlockIds) -> ReadRequest | N
 
 
 def check_granted(order: NewLoad, grant: Grant) -> None:
-    """Whether the tokens that this load wants were offered: the params are not the source's word.
+    """Check that the source has offered the tokens that this load wants; the request's params do
+    not prove it.
 
     Raises ProtocolError.
     """

@@ -1,13 +1,13 @@
-"""What the scheduler side knows of the requests whose KV it wants from elsewhere.
+"""The requests whose KV the scheduler side wants from another engine.
 
 Life: wanted (the offer is held at its source) -> handed to the workers -> ended; or wanted -> given
-up. An offer is asked for once: after an accept, a failure or a preemption the request computes by
-itself, or it would wait for ever.
+up. A request asks for its offer once. After an accept, a failure or a preemption it computes its KV
+here; otherwise it could wait for ever.
 
 Requests may have the same offer: an HTTP request that was sent again, several samples of one
-prompt. The oldest of them loads; the others wait for its end. When it has loaded, they find in the
-prefix cache what it brought. When its tokens were not the offered ones, the next one has its turn.
-The source hears that the offer is not wanted when none of them wants it.
+prompt. The oldest of them loads; the others wait for its end. When it has loaded, the others find
+its KV in the prefix cache. When its tokens were not the offered ones, the next request tries. The
+source is told to drop the offer when no request wants it any more.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ REMEMBERED = 1 << 16
 
 
 class LoadState(enum.Enum):
-    """Where a wanted load stands."""
+    """The state of a wanted load."""
 
-    WANTED = "wanted"  # held at the source, not yet allocated here; may wait for another's load
+    WANTED = "wanted"  # held at the source, no blocks here yet; may wait for another request's load
     HANDED = "handed"  # given to the workers; they report it once
-    ABORTED = "aborted"  # the same, and its request has ended meanwhile
+    ABORTED = "aborted"  # given to the workers, and its request has ended meanwhile
     ENDED = "ended"  # accepted, failed or given up
 
 
 @dataclass(slots=True)
 class Load:
-    """One wanted load; ``num_local_tokens`` is what the engine last said that it has itself.
-    ``is_spent``: another request has read the offer.
+    """One wanted load; ``num_local_tokens``: how many tokens the engine has cached, by its last
+    call. ``is_spent``: another request has read the offer.
     """
 
     source: SourceRef
@@ -59,7 +59,7 @@ class Load:
 
 
 class AskedOffers:
-    """The last offers that were asked for."""
+    """The offers that were asked for, as many as are remembered."""
 
     def __init__(self) -> None:
         self._offers: OrderedDict[OfferRef, None] = OrderedDict()
@@ -68,13 +68,13 @@ class AskedOffers:
         return offer in self._offers
 
     def add(self, offer: OfferRef) -> None:
-        """Asked for; the oldest is forgotten in the end."""
+        """Remember an offer; the oldest is forgotten when there are too many."""
         self._offers[offer] = None
         while len(self._offers) > REMEMBERED:
             self._offers.popitem(last=False)
 
     def forget(self, offer: OfferRef) -> None:
-        """It may be asked for again."""
+        """Forget an offer, so that it may be asked for again."""
         self._offers.pop(offer, None)
 
 
@@ -91,9 +91,10 @@ class LoadBook:
         self._unholds: list[Unhold] = []
 
     def want(self, request: RequestLike, source: SourceRef) -> Reason | None:
-        """Hold the offer, or say why it cannot be for this prompt, or not any more.
+        """Hold the offer; else return why the offer cannot serve this prompt, or not any more.
 
-        Then the source is told nothing: the offer belongs to another request, which may still come.
+        If it cannot, the source is told nothing: the offer belongs to another request, which may
+        still come.
         """
         if source.num_tokens > request.num_prompt_tokens:
             return Reason.TOKENS
@@ -111,7 +112,7 @@ class LoadBook:
         return None
 
     def reject(self, request_id: str, source: SourceRef) -> None:
-        """Its engine will never run the request that this offer was meant for."""
+        """Give up an offer whose request this engine will never run."""
         if source.offer not in self._users and source.offer not in self._asked:
             self._unholds.append(Unhold(request_id, source, Reason.CANCELLED))
 
@@ -132,8 +133,8 @@ class LoadBook:
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> Reason | None:
-        """Blocks are there: hand the load over, or give the offer up when nothing is needed (then
-        the reason).
+        """Blocks are allocated. Hand the load to the workers, or give the offer up if no tokens are
+        needed; then return the reason.
         """
         load = self.wanted(request_id)
         if load is None:
@@ -160,7 +161,7 @@ class LoadBook:
         return load if load is not None and load.state is LoadState.WANTED else None
 
     def handed(self, request_id: str) -> Load | None:
-        """The load of this request that the workers have, also if its request has ended."""
+        """The load of this request that the workers have, even if the request has ended."""
         load = self._by_id.get(request_id)
         is_handed = load is not None and load.state in (LoadState.HANDED, LoadState.ABORTED)
         return load if is_handed else None
@@ -169,9 +170,9 @@ class LoadBook:
         """Every rank has reported the load; ``failure`` names what failed it. False if there was no
         such load.
 
-        A rank that failed before it asked has not cancelled, and its engine's claim would hold the
-        source's blocks for a lease: rank 0 cancels everywhere. Not for refused tokens: that offer
-        belongs to another request.
+        A rank that failed before its Pull has sent no Cancel, and the claim of its engine would
+        hold the source's blocks for a lease. So rank 0 cancels at every source rank, except for
+        refused tokens: that offer belongs to another request.
         """
         load = self.handed(request_id)
         if load is None:
@@ -192,8 +193,8 @@ class LoadBook:
         return True
 
     def finish(self, request_id: str) -> Reason | None:
-        """The request ended. A wanted load is given up (then the reason); one in flight is aborted,
-        and what its report says counts.
+        """The request ended. A wanted load is given up, and the reason returned. A load in flight
+        is aborted; its report still counts.
 
         An engine that fails a request for its load ends it before it passes the report on.
         """
@@ -210,11 +211,11 @@ class LoadBook:
         return None
 
     def has_orders(self) -> bool:
-        """Something waits for the next step's metadata."""
+        """Whether something waits for the next step's metadata."""
         return bool(self._loads or self._aborts or self._holds or self._unholds)
 
     def step(self, orders: ConnectorMetadata = NO_ORDERS) -> ConnectorMetadata:
-        """A step's orders, with what has come up here since the last one."""
+        """Add to a step's orders what was decided here since the last step."""
         if not self.has_orders():
             return orders
         orders = msgspec.structs.replace(
@@ -235,7 +236,7 @@ class LoadBook:
         return reason
 
     def _leave(self, request_id: str, load: Load) -> bool:
-        """This request does not use its offer any more. Returns whether no other one does."""
+        """This request does not use its offer any more. Returns whether no other request does."""
         users = self._users.get(load.source.offer, [])
         if request_id in users:
             users.remove(request_id)

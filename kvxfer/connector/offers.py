@@ -1,8 +1,8 @@
-"""What the scheduler side knows of the requests that it offers.
+"""The requests that the scheduler side offers to other engines.
 
 Life: wanted -> minted (first step, nonce) -> computed -> finished (blocks kept) -> sent. An engine
 may forget a finished request before that, and keep its blocks. A preemption goes back to wanted:
-the old nonce is dead for ever, the next step mints another.
+the old nonce is never valid again, and the next step mints another.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Offer:
 class Finish:
     """What the end of a request means for its blocks.
 
-    ``keep_blocks``: until finished_sending. ``offer``: it stands. ``reason``: why it does not,
-    although the request ended well; counted.
+    ``keep_blocks``: the engine keeps them until finished_sending. ``offer``: the offer that is
+    still valid. ``reason``: why there is none although the request ended well; counted.
     """
 
     keep_blocks: bool
@@ -69,18 +69,21 @@ class OfferBook:
         self._keepings: Mapping[int, Keeping] = {}
         self._offers: dict[str, Offer] = {}
         self._forgotten: dict[str, Offer] = {}
-        # Only these change from step to step; the others wait for their end.
+        # Only these offers change from step to step; the others wait for their end.
         self._computing: set[str] = set()
         self._ended: list[EndOffer] = []
         self._delayed: list[str] = []
 
     def keep(self, keepings: Mapping[int, Keeping]) -> None:
-        """What each group keeps: the tables that leave have no block that its window has left."""
+        """Set what each group keeps: tables go to the workers without the blocks that a window has
+        dropped.
+        """
         self._keepings = keepings
 
     def want(self, request: RequestLike) -> bool:
-        """This request is to be offered: its whole prompt, once it is computed. False: it is not,
-        because an offer of that id is not over (:meth:`forget`), and workers know offers by id.
+        """Offer the whole prompt of this request, once it is computed. False: the request is not
+        offered, because an offer of that id is not over (:meth:`forget`), and workers know offers
+        by id.
         """
         if request.request_id in self._forgotten:
             return False
@@ -100,7 +103,7 @@ class OfferBook:
         offer = self._offers.get(request_id)
         if offer is None or not offer.nonce:
             self._offers.pop(request_id, None)
-            return Finish(keep_blocks=False)  # no worker has heard of it
+            return Finish(keep_blocks=False)  # the workers do not know the offer
         self._delayed.append(request_id)
         if offer.is_reset:
             return Finish(keep_blocks=True)
@@ -124,19 +127,19 @@ class OfferBook:
         )
 
     def edge(self, request_id: str) -> GroupBlockIds:
-        """Blocks that the offer needs and its engine lets go of once the offer's tokens are
-        computed, by group and position; -1 for every other.
+        """Blocks that the offer needs although its engine frees them once the offer's tokens are
+        computed. By group and position; -1 for every other block.
 
-        A sink computes the last offered token again. Its window begins one token before that of the
-        next token, which is what engines go by: where a block ends between the two, it must be kept
-        from the step on that computes the last offered token.
+        A sink computes the last offered token again. The window of that token begins one token
+        before the window of the next token, by which engines free blocks. A block that ends between
+        the two starts must be kept from the step on that computes the last offered token.
         """
         offer = self._offers[request_id]
         return edge_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
     def withdraw(self, request_id: str) -> None:
-        """Nobody will come for the KV of this finished request: its offer is over, and its blocks
-        come back through finished_sending.
+        """No sink will read the KV of this finished request: end its offer; its blocks come back
+        through finished_sending.
         """
         offer = self._offers.get(request_id) or self._forgotten.get(request_id)
         if offer is not None and offer.nonce and not offer.is_reset:
@@ -144,8 +147,8 @@ class OfferBook:
             self._ended.append(EndOffer(request_id, offer.nonce, Reason.ABORTED))
 
     def forget(self, request_id: str) -> None:
-        """The engine has forgotten a finished request and keeps its blocks all the same: another
-        may come under its id before finished_sending.
+        """The engine has forgotten a finished request but keeps its blocks. Another request may
+        come under its id before finished_sending.
         """
         self._forgotten[request_id] = self._offers.pop(request_id)
 
@@ -162,12 +165,12 @@ class OfferBook:
                 self._ended.append(EndOffer(request_id, offer.nonce, Reason.RESET))
 
     def has_orders(self) -> bool:
-        """Something waits for the next step's metadata."""
+        """Whether something waits for the next step's metadata."""
         return bool(self._ended or self._delayed)
 
     def step(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
-        """What this step changes, NO_ORDERS itself where that is nothing. ``scheduler_output`` is
-        only read.
+        """This step's orders about offers; NO_ORDERS itself where there are none.
+        ``scheduler_output`` is only read.
         """
         if self._offers:
             self._preempt(scheduler_output)
@@ -235,8 +238,9 @@ class OfferBook:
         return tuple(OfferBlocks(i, self._table(self._offers[i])) for i in changed)
 
     def _table(self, offer: Offer) -> GroupBlockIds:
-        # The engine tells what it appends, never what it drops. The window of the offer's end is
-        # known from the start, so a block before it never leaves, dropped already or not.
+        # The engine reports the blocks that it appends, never those that it drops. The window at
+        # the offer's end is known from the start, so no block before it is sent, dropped already or
+        # not.
         return held_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
     def _computed(self, scheduler_output: SchedulerOutputLike) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 The keys of the NIXL connector are kept, because routers forward them verbatim; ours stand under one
 key, ``kvxfer``. They are a hint and a freshness check, not a credential for KV: block ids come only
-from a Grant. Who has them may keep the offer or give it up, by the digest of the tokens that stands
-in them; the nonce alone does neither. Whoever can send a request to an HTTP server can write them:
-with a ``params_key`` the source signs them, and others are not followed.
+from a Grant. They contain the digest of the tokens, with which a holder may extend the lease or
+cancel the offer; the nonce alone allows neither. Anybody who can send a request to an HTTP server
+can write params. With a ``params_key`` the source signs them, and unsigned ones are not followed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DIGEST_NBYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class OfferWanted:
-    """Prefill this request and keep its KV for somebody."""
+    """Prefill this request and offer its KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWanted:
-    """Take this request's KV from there."""
+    """Load this request's KV from this source."""
 
     source: SourceRef
 
@@ -67,12 +67,12 @@ class _Outer(msgspec.Struct, frozen=True):
 
 
 def parse_params(raw: Mapping[str, Any] | None, key: str | None = None) -> Params:
-    """Parse at the door. Never guesses: what cannot be understood is Plain with the path of the
-    mistake.
+    """Parse the params of a new request. Never guesses: malformed params give Plain with the path
+    of the mistake.
 
     Args:
-        key: ``params_key``; where there is one, a load that was not signed with it is Plain. That
-            KV is offered needs no signature: the request itself is served either way.
+        key: ``params_key``; where there is one, load params that were not signed with it are Plain.
+            Params that ask for an offer need no signature: the request is served either way.
     """
     if not raw:
         return Plain("no_params")
@@ -122,7 +122,9 @@ def _hex(text: str, name: str, nbytes: int = NONCE_NBYTES) -> bytes:
 
 
 def _signature(source: SourceRef, number: int, key: str) -> str:
-    """Over everything that is followed; in msgpack no two of these are written alike."""
+    """Signature over every field that the sink follows; in msgpack no two sets of values are
+    encoded alike.
+    """
     signed = msgspec.msgpack.encode(
         ("kvxfer.params.v1", source.engine_id, source.endpoint)
         + (source.offer.incarnation, source.offer.nonce, source.num_tokens, source.digest, number)

@@ -1,8 +1,8 @@
-"""One source engine as its users on this sink rank see it: its ranks, the wires to them, and the
-connections that messages take. Runs on the IO thread.
+"""One source engine as loads on this sink rank use it: its ranks, the wires to them, and the
+control connections. Runs on the IO thread.
 
-How it is met and how it ends is decided in :mod:`kvxfer.connector.peer_session` and done by
-:mod:`kvxfer.connector.peers`, which owns all peers.
+:mod:`kvxfer.connector.peer_session` decides how a peer is met and how it ends;
+:mod:`kvxfer.connector.peers`, which owns all peers, performs that.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Surroundings:
     """What every peer of a sink rank shares.
 
     ``can_leave_unhashed``: this engine can keep single blocks from prefix reuse. ``on_message``:
-    gets what a rank says of loads. ``on_over``: is told of each peer that is over.
+    gets each message of a rank about loads. ``on_over``: called for each peer that is over.
     """
 
     io: IoThread
@@ -76,9 +76,9 @@ class Surroundings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
-    """Somebody who wants a peer for one offer: called once, with the peer or with why not.
+    """Someone who waits for the peer of one offer. Either ``ready`` or ``failed`` is called, once.
 
-    ``needs_wire``: wants to read; else it is enough that the peer is known.
+    ``needs_wire``: waits until the peer can be read (READY); else until it is known (TRYING).
     """
 
     source: SourceRef
@@ -88,7 +88,7 @@ class Waiter:
 
 
 class Moments:
-    """How long each part of a first contact took, one after the other."""
+    """The durations of the consecutive parts of a first contact."""
 
     def __init__(self, now: Now) -> None:
         self._now = now
@@ -96,7 +96,7 @@ class Moments:
         self._parts_s: dict[str, float] = {}
 
     def end(self, part: str) -> None:
-        """It ended now; of one that comes again the times are added."""
+        """The part ended now; a part that comes again adds to its time."""
         before_s, self._ended_s = self._ended_s, self._now()
         self._parts_s[part] = self._parts_s.get(part, 0.0) + self._ended_s - before_s
 
@@ -109,7 +109,7 @@ class Moments:
 class Peer:
     """One source engine. ``manifest``, ``plan`` and ``choices`` are there from TRYING and READY on.
 
-    ``step``: takes what happens to the acquaintance.
+    ``step``: takes each event of this peer.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Peer:
         return str(slowest) if slowest is not None else "nothing to read"
 
     def is_alive_as(self, source: SourceRef) -> bool:
-        """Whether the offer is of the life that this peer is known in."""
+        """Whether the offer is of the life (incarnation) of the engine that this peer knows."""
         manifest = self.snapshot.manifest
         return manifest is not None and manifest.incarnation == source.offer.incarnation
 
@@ -175,18 +175,18 @@ class Peer:
         return self._around.transports[self.choices[rank].transport]
 
     def board(self, rank: RankId) -> BoardView | None:
-        """Where one of its ranks shows its open offers, if it can be seen from here."""
+        """The offer board of one of its ranks, if that can be mapped here."""
         return self.boards.get(rank)
 
     # -------------------------------------------------- what is said to it
 
     def send(self, rank: RankId, message: ToSource) -> None:
-        """To one of its ranks; a peer that is over gets nothing."""
+        """Send to one of its ranks; dropped if the peer is over."""
         self._send(self.source(rank).control_endpoint, message)
 
     def send_later(self, rank: RankId, message: ToSource) -> None:
-        """The same for a message that nobody waits for: it leaves in its turn, when a load that is
-        under way in this round has been reported.
+        """Send a message that nobody waits for: it leaves with the deferred calls, after the loads
+        that end in this round were reported.
         """
         self._around.io.defer(self.send, rank, message)
 
@@ -204,7 +204,7 @@ class Peer:
         self._send(endpoint, Hello(versions, names, around.engine_id, around.incarnation))
 
     def _send(self, endpoint: str, message: ToSource) -> None:
-        if self._around.io.is_lent:  # who has borrowed its turn touches no socket
+        if self._around.io.is_lent:  # a borrower of the IO thread's turn touches no socket
             self._around.io.defer(self._send, endpoint, message)
         elif not self._is_closed:
             client = self._clients.get(endpoint) or self._connect(endpoint)
@@ -225,7 +225,7 @@ class Peer:
         return client
 
     def close(self) -> None:
-        """End all connections; what was sent may still leave."""
+        """End all connections; messages that were sent may still leave."""
         self._is_closed = True
         self._num_loads = 0
         if self._watch is not None:
@@ -236,7 +236,7 @@ class Peer:
     # -------------------------------------------------- what comes from it
 
     def end(self, failure: Failure) -> None:
-        """It cannot be used any more. Idempotent."""
+        """End the peer: it cannot be used any more. Idempotent."""
         self._step(self, Ended(failure))
 
     def lost(self, detail: str) -> None:
@@ -244,13 +244,13 @@ class Peer:
         self.end(self.failure(detail))
 
     def failure(self, detail: str) -> Failure:
-        """Why it is lost: a listener does not let this engine in, or it does not answer."""
+        """Why the peer is lost: NOT_ALLOWED if a listener refuses this engine, else PEER_LOST."""
         is_refused = any(client.dealer.is_refused for client in self._clients.values())
         return Failure(Reason.NOT_ALLOWED if is_refused else Reason.PEER_LOST, detail)
 
     @property
     def problem(self) -> str:
-        """Why the connection to its front door does not stand, as far as anybody knows."""
+        """Why its front door is not connected, as far as this side knows; "" if unknown."""
         client = self._clients.get(self.endpoint)
         return client.dealer.problem if client is not None else ""
 
@@ -284,7 +284,7 @@ class Peer:
         self._num_loads += 1
         if self._watch is None:
             for client in self._clients.values():
-                client.unanswered_s = None  # of an earlier load; nobody has listened since
+                client.unanswered_s = None  # an earlier load's Ping
             self._around.io.guard(self._listen)
 
     def end_load(self) -> None:
@@ -292,7 +292,7 @@ class Peer:
             self._num_loads -= 1
 
     def _listen(self) -> None:
-        """Ping a rank that has been silent; one that does not answer is lost."""
+        """Ping each rank that has been silent; a rank that does not answer the Ping is lost."""
         io, silent_s = self._around.io, self._around.config.peer_silent_s
         self._watch = None
         if not self._num_loads:

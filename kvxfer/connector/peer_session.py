@@ -1,15 +1,15 @@
-"""The acquaintance with one source engine, from the first Hello to the last word: no sockets, no
+"""The session with one source engine, from the first Hello to the last message: no sockets, no
 clocks.
 
     MEETING --its front door says who it is--> TRYING: Keep and Cancel can be sent
     TRYING --every wire was tried--> CHECKING
     CHECKING --every rank that is read has said the same of itself--> READY: Pulls too
-    any of them --refused, silent, gone--> OVER, for ever: the next contact makes a new peer
+    any state --refused, silent, gone--> OVER, for ever: the next contact makes a new peer
 
-The ranks are asked while the wires are tried, because trials carry no KV: so CHECKING is often over
-as it begins. What has happened is an event, what is to be done an action: :data:`TABLE` turns one
-into the other, and :mod:`kvxfer.connector.peers` performs. What the table does not have for a state
-changes nothing there.
+The ranks are asked who they are while the wires are tried, because trials carry no KV. So CHECKING
+often ends as it begins. :data:`TABLE` turns a state and an event into a state and actions, and
+:mod:`kvxfer.connector.peers` performs the actions. An event that the table does not have for a
+state changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvxfer.transfer.wire import Reason
 
 
 class PeerState(enum.Enum):
-    """How far the acquaintance has come."""
+    """The state of the session."""
 
     MEETING = "meeting"
     TRYING = "trying"
@@ -35,7 +35,7 @@ class PeerState(enum.Enum):
 
 
 class Awaited(enum.Enum):
-    """What has to come before the deadline."""
+    """What the deadline waits for."""
 
     NOTHING = "nothing"
     ANSWER = "answer"
@@ -56,17 +56,17 @@ class Failure:
 
 
 class PeerEvent:
-    """What has happened to the acquaintance."""
+    """What has happened to the peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted(PeerEvent):
-    """Somebody waits for this engine in a life that it is not known in."""
+    """A load waits for this engine in another life than the one that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered(PeerEvent):
-    """Who listens there says who it is: the front door for all ranks, another one for itself."""
+    """A listener has sent its manifest: the front door that of all ranks, another rank its own."""
 
     endpoint: str
     manifest: EngineManifest
@@ -74,28 +74,28 @@ class Answered(PeerEvent):
 
 @dataclass(frozen=True, slots=True)
 class Examined(PeerEvent):
-    """What it said was looked at and may be true."""
+    """The manifest was examined and may be true."""
 
     manifest: EngineManifest
 
 
 @dataclass(frozen=True, slots=True)
 class Matched(PeerEvent):
-    """Its KV can be used here; ``ranks`` are those that will be asked for anything."""
+    """KV of the engine can be used here. ``ranks``: the source ranks that will get a Pull."""
 
     ranks: tuple[RankManifest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LifeHeard(PeerEvent):
-    """A rank says in which life its engine is."""
+    """A rank has stated the life (incarnation) of its engine."""
 
     incarnation: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class WiresTried(PeerEvent):
-    """There is a choice for each rank that is read."""
+    """A wire is chosen for each rank that is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,16 @@ class Attached(PeerEvent):
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed(PeerEvent):
-    """What is awaited has not come. ``failure``: what to say of a front door that is silent."""
+    """What the deadline waits for has not come. ``failure``: the one to report for a silent front
+    door.
+    """
 
     failure: Failure
 
 
 @dataclass(frozen=True, slots=True)
 class Ended(PeerEvent):
-    """The peer cannot be used any more, as somebody has found."""
+    """The peer cannot be used any more, for a reason found outside of the session."""
 
     failure: Failure
 
@@ -122,22 +124,22 @@ class Ended(PeerEvent):
 
 @dataclass(frozen=True, slots=True)
 class SayHello:
-    """Ask who listens at one of its endpoints."""
+    """Send Hello to one of its endpoints."""
 
     endpoint: str
 
 
 @dataclass(frozen=True, slots=True)
 class Examine:
-    """Look at what the engine says of itself, before anything is done with it."""
+    """Check the engine's manifest, before it is used."""
 
     manifest: EngineManifest
 
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """Tell everybody for whom the peer is far enough. ``is_sure``: the engine has just said in
-    which life it is, so that offers of others are stale.
+    """Call every waiter whose need this state meets. ``is_sure``: the engine has just stated its
+    life, so offers of other lives are stale.
     """
 
     is_sure: bool
@@ -145,30 +147,30 @@ class Serve:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """See what of its KV is read here, if it can be used at all."""
+    """Check that its KV can be used here, and plan what this rank reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class TryWires:
-    """Begin the trials."""
+    """Time the wires to every source rank that is read here."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """This rank has answered: whoever was known where it listens is not there any more."""
+    """This rank has answered: another peer that was known at its endpoint is not there any more."""
 
     entry: RankManifest
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Make the chosen wires ready to be read from."""
+    """Attach the chosen wires."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Tell everybody; let connections, mappings and what trials have opened go. ``is_anew``: who
-    waits meets the engine's next life instead.
+    """Tell the loads and waiters; close connections, mappings and what trials have opened.
+    ``is_anew``: waiters wait for the engine's next life instead.
     """
 
     failure: Failure
@@ -184,9 +186,9 @@ PeerAction = SayHello | Examine | Serve | Match | TryWires | Replace | Attach | 
 class PeerSnapshot:
     """What the table knows of the engine whose front door is ``endpoint``.
 
-    ``manifest``: there from TRYING on. ``unconfirmed``, ``confirmed``: of the ranks that will be
-    read, by control endpoint, what the front door says, and what they have said themselves.
-    ``was_ready``: of one that is over.
+    ``manifest``: set from TRYING on. ``unconfirmed``, ``confirmed``: for the ranks that will be
+    read, by control endpoint, what the front door says of them and what they have said themselves.
+    ``was_ready``: whether a peer that is OVER was READY.
     """
 
     engine_id: str
@@ -230,7 +232,7 @@ def _get_to_know(peer: PeerSnapshot, event: Examined) -> Step:
 
 
 def _ask_ranks(peer: PeerSnapshot, event: Matched) -> Step:
-    """The front door has said so already of the rank that it belongs to."""
+    """The front door has already answered for its own rank."""
     entries = {entry.control_endpoint: entry for entry in event.ranks}
     confirmed = {at: entry for at, entry in entries.items() if at == peer.endpoint}
     unconfirmed = {at: entry for at, entry in entries.items() if at != peer.endpoint}
@@ -333,6 +335,6 @@ TABLE: Mapping[tuple[PeerState, type], Handler] = {
 
 
 def step(peer: PeerSnapshot, event: PeerEvent) -> Step:
-    """What the peer is after an event, and what to do, in order."""
+    """The peer after an event, and the actions to perform, in order."""
     handler = TABLE.get((peer.state, type(event)))
     return handler(peer, event) if handler is not None else (peer, [])

@@ -1,6 +1,7 @@
 """The trial of the wires to one source engine, on a thread of its own.
 
-Not on the copy thread: a trial may wait for the network, and loads of other peers go on meanwhile.
+The copy thread is not used: a trial may wait for the network, and loads from other peers must go on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _log = logging.getLogger("kvxfer.connector")
 
 
 def workload_of(route: Route) -> Workload:
-    """What a long prompt weighs on a route, and what each of its chunks has to hold."""
+    """How many bytes a long prompt has on a route, and the least size of its chunks."""
     pulls = [pull_class(each, 0, REFERENCE_TOKENS) for each in route.classes]
     return Workload(route_nbytes(pulls), block_chunk_nbytes(pulls))
 
@@ -39,13 +40,13 @@ def start_trial(
     until_s: float,
     done: Callable[[Choices | Failure], object],
 ) -> None:
-    """Try the wires to the source rank of each route, one after the other: side by side they would
-    share the link and measure less than there is.
+    """Try the wires to the source rank of each route, one after the other: trials side by side
+    would share the link and measure too low a rate.
 
     Args:
         until_s: when all trials together must have ended (the IO thread's clock).
-        done: called on the IO thread, unless this rank shuts down. It has the choices from then on,
-            and attaches or discards each.
+        done: called on the IO thread, unless this rank shuts down. It owns the choices from then
+            on, and attaches or discards each.
     """
 
     def run() -> None:
@@ -59,8 +60,8 @@ def start_trial(
 
 
 def discard(choices: Choices) -> None:
-    """Nobody attaches these wires. What they hold open is closed on a thread: CUDA may wait for
-    other work of the GPU first.
+    """Discard choices that will not be attached. A thread closes what they hold open: CUDA may wait
+    for other work of the GPU first.
     """
     if any(choice.trial.held for choice in choices.values()):
         threading.Thread(target=_close, args=(choices,), name="kvxfer-probe", daemon=True).start()

@@ -1,17 +1,17 @@
 """All source engines that a sink rank knows, by engine id and front door. Runs on the IO thread.
 
-What happens to one is an event: of its connections, its trials, a clock, who wants it. The table
-(:mod:`kvxfer.connector.peer_session`) answers with actions; :meth:`Peers._step` performs them, and
-what performing yields is the next event.
+An event of a peer comes from its connections, its trials, a clock, or a load that wants it. The
+table (:mod:`kvxfer.connector.peer_session`) answers with actions; :meth:`Peers._step` performs
+them, and the outcome of an action is the next event.
 
-A contact that failed is remembered for a second and fails at once meanwhile, unless an offer of
-another life comes: that one proves that the engine lives. What was lost is forgotten, so that a
+A failed contact is remembered for a second; further contacts fail at once meanwhile, unless an
+offer of another life comes, which proves that the engine lives. A lost peer is forgotten, so that a
 restarted engine is met anew.
 
-A manifest states its endpoints itself, so two engines may state the same one. Wires know a source
-rank by its control endpoint: one that answers for another engine there would have its memory read
-in the other's name. So a peer is READY only when each rank that is read has said the same of itself
-there. What nobody has confirmed keeps nobody out, and what was heard last holds.
+An engine states its own endpoints, so two engines may state the same one. Wires know a source rank
+by its control endpoint: with another engine at that endpoint, the wrong memory would be read. So a
+peer is READY only when each rank that is read has confirmed its entry of the manifest from that
+endpoint. An unconfirmed entry keeps no other peer out, and of two statements the later one holds.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """A contact that failed, with the offers of which life, and until when that is believed."""
+    """A failed contact: why, the life whose offers asked for it, and until when further contacts
+    fail at once.
+    """
 
     failure: Failure
     incarnation: bytes
@@ -96,7 +98,7 @@ class Peers:
         self._closed: Failure | None = None
 
     def set_own(self, manifest: EngineManifest) -> None:
-        """All ranks of this engine. Peers that were matched with others are met anew."""
+        """Set the manifest of this engine. If it changed, all peers are closed and met anew."""
         if self._own is not None and self._own != manifest:
             self._close(Failure(Reason.PEER_LOST, "this engine's manifest changed"))
         self._own = manifest
@@ -110,37 +112,37 @@ class Peers:
         failed: Callable[[Failure], object],
     ) -> Waiter:
         """Get the peer that made this offer; ``ready`` or ``failed`` is called once, perhaps before
-        this returns. What it raises is its own failure: others are called all the same.
+        this returns. An exception of one waiter does not keep the others from being called.
         """
         waiter = Waiter(source, needs_wire, ready, failed)
         self._wait(waiter)
         return waiter
 
     def known(self, source: SourceRef) -> Peer | None:
-        """The peer that made this offer, if it is known in that life."""
+        """The peer that made this offer, if it is known in the life of the offer."""
         peer = self._peers.get((source.engine_id, source.endpoint))
         return peer if peer is not None and peer.is_alive_as(source) else None
 
     def ready(self, source: SourceRef) -> Peer | None:
-        """The same, if its offers can be read at once."""
+        """The peer that made this offer, if it can be read at once."""
         peer = self.known(source)
         return peer if peer is not None and peer.state is PeerState.READY else None
 
     def forget(self, waiter: Waiter) -> None:
-        """The waiter is not to be called any more."""
+        """Do not call this waiter any more."""
         peer = self._peers.get((waiter.source.engine_id, waiter.source.endpoint))
         if peer is not None and waiter in peer.waiters:
             peer.waiters.remove(waiter)
 
     def lost(self, control_endpoint: str, detail: str) -> None:
-        """A wire says that the connection to this rank ended."""
+        """A wire reports that the connection to this rank ended."""
         for peer in list(self._peers.values()):
             ranks = peer.manifest.ranks if peer.manifest is not None else ()
             if any(entry.control_endpoint == control_endpoint for entry in ranks):
                 peer.end(Failure(Reason.PEER_LOST, f"{control_endpoint}: {detail}"))
 
     def shutdown(self, failure: Failure) -> None:
-        """End every acquaintance and make no new one."""
+        """End every peer and make no new one."""
         self._closed = failure
         self._close(failure)
 
@@ -170,7 +172,9 @@ class Peers:
         self._step(peer, Wanted())
 
     def _failure_of(self, key: Key, source: SourceRef) -> Failure | None:
-        """Why a contact with the maker of this offer would fail, as was seen a moment ago."""
+        """Why the last contact with the maker of this offer failed, if that is less than a second
+        ago.
+        """
         known = self._failed.get(key)
         if known is not None and known.until_s <= self._io.now():
             del self._failed[key]
@@ -199,7 +203,7 @@ class Peers:
                 self._step(peer, after)
 
     def _do(self, peer: Peer, action: PeerAction) -> PeerEvent | None:
-        """One action; returns what has come of it at once."""
+        """Perform one action; returns the event that it causes at once, if any."""
         config = self._around.config
         match action:
             case SayHello(endpoint):
@@ -327,7 +331,7 @@ class Peers:
         return Attached()
 
     def _open_boards(self, peer: Peer) -> None:
-        """Of the ranks that this one reads by itself, or reads nothing of."""
+        """Map the boards of the ranks that this rank reads by a direct wire or a null route."""
         if not self._around.config.offer_board:
             return
         for route in peer.routes():
@@ -342,14 +346,14 @@ class Peers:
     # -------------------------------------------------- the end
 
     def _end(self, peer: Peer, failure: Failure, *, is_anew: bool) -> None:
-        guard = self._io.guard  # what fails here must not keep the rest from ending
+        guard = self._io.guard  # a failure here must not stop the other steps
         if failure.reason is not Reason.PEER_LOST:
-            for waiter in peer.waiters:  # it will never be read
+            for waiter in peer.waiters:  # the offer will never be read
                 guard(peer.cancel, waiter.source, failure.reason)
         tried, peer.tried = peer.tried, {}
         discard(tried)
         self._remember(peer, failure)
-        guard(self._around.on_over, peer, failure)  # its Cancels still leave
+        guard(self._around.on_over, peer, failure)  # Cancels of its loads still leave
         for rank in peer.choices:
             if not self._is_shared(peer, rank):
                 guard(peer.transport(rank).detach, peer.source(rank).control_endpoint)
@@ -389,7 +393,7 @@ class Peers:
 
 
 def _failure_from(peer: Peer, exc: Exception) -> Failure:
-    """Why what was tried with a peer did not go."""
+    """The failure of a peer that this exception means."""
     match exc:
         case IncompatiblePeer():
             return Failure(Reason.INCOMPATIBLE, str(exc))

@@ -1,6 +1,4 @@
-"""Everything of one rank that lives on its IO thread, put together: listener, source, sink, peers,
-wires.
-"""
+"""Builds all of one rank that runs on its IO thread: listener, source, sink, peers, wires."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ class Identity:
 
 
 class RankService:
-    """One rank's part in the protocol; listens from the moment it exists.
+    """One rank's part in the protocol; listens as soon as it is constructed.
 
     Methods are called by the engine thread; :meth:`carry_out` brings orders to ``source``, ``sink``
     and ``keeper``, which belong to the IO thread.
@@ -108,7 +106,7 @@ class RankService:
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
             lambda: ledger.count("io.errors"),
-            # Once a round, and not around each call of CUDA or UCX
+            # The context is entered once a round, and not around each call of CUDA or UCX
             within=current_context(memory.device) if memory.device.type == "cuda" else None,
         )
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
@@ -151,7 +149,8 @@ class RankService:
             self._end_context()
             raise
         self.borrower = Borrower(self.io, ledger, self.sink, sinks.values())
-        # Direct wires first: what they have read is reported before sockets of the others are read.
+        # Direct wires first: their completed reads are reported before the sockets of stream wires
+        # are read.
         receiving = [sink for sink in sinks.values() if isinstance(sink, ReceivingSink)]
         for sink in (*(sink for sink in sinks.values() if sink not in receiving), *receiving):
             self.io.watch_group(sink, self._poll_sink)
@@ -177,7 +176,9 @@ class RankService:
         return sources, sinks
 
     def _make_board(self, config: Config, sources: Mapping[str, SourceTransport]) -> Board | None:
-        """For sinks that read by themselves; on a stream wire they have nothing to look for."""
+        """Make the offer board, for sinks with a direct wire; sinks of a stream wire do not look at
+        it.
+        """
         is_direct = any(isinstance(source, DirectSource) for source in sources.values())
         if not (config.offer_board and is_direct):
             return None
@@ -217,7 +218,8 @@ class RankService:
         others are met anew.
         """
         self._peers.set_own(manifest)
-        # The front door speaks for all ranks, any other for itself: who met the engine asks it.
+        # The front door answers for all ranks; any other rank answers for itself, to sinks that
+        # have met the engine.
         if self._identity.rank != RankId(0, 0):
             manifest = msgspec.structs.replace(manifest, ranks=(self.manifest,))
         # Encoded and copied once: a manifest of 100 KB times every Hello would be too much.
@@ -255,7 +257,7 @@ class RankService:
         self._ledger.take_counts(transport.name, transport.counts)
 
     def _inspect(self) -> None:
-        """What others hold."""
+        """Every LOOK_S, let listeners and stream wires end what peers hold without use."""
         self.io.after(LOOK_S, self._inspect)
         for inspect in self._inspects:
             self.io.guard(inspect)
@@ -272,8 +274,9 @@ class RankService:
     # -------------------------------------------------- orders, from the engine thread
 
     def carry_out(self, orders: ConnectorMetadata, after: torch.cuda.Event | None = None) -> None:
-        """Have a step's orders carried out: by the IO thread, or at once and here, where it sleeps
-        and they are quick and touch no socket. ``after``: as :meth:`Sink.load` has it.
+        """Have a step's orders carried out by the IO thread; or on this thread at once, if the IO
+        thread sleeps and the orders are quick and touch no socket. ``after``: as :meth:`Sink.load`
+        has it.
         """
         order = partial(self._take, orders, self.io.now(), after)
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
@@ -282,8 +285,8 @@ class RankService:
     def _take(
         self, orders: ConnectorMetadata, handed_s: float, after: torch.cuda.Event | None
     ) -> None:
-        """Each order, whatever becomes of the others. Aborts come last: they may name a load of
-        the same step.
+        """Carry out each order, even if others fail. Aborts come last: they may name a load of the
+        same step.
         """
         guard = self.io.guard
         if orders.manifest is not None:
@@ -312,7 +315,7 @@ class RankService:
         """Break all offers, abort all loads, wait for what is in flight (bounded), give everything
         back.
         """
-        self.ends.end_all(Reason.SHUTDOWN)  # whatever the IO thread does
+        self.ends.end_all(Reason.SHUTDOWN)  # even if the IO thread is stuck
         drained = [threading.Event(), threading.Event()]
         self.io.post(partial(self.sink.shutdown, Reason.SHUTDOWN, drained[0].set))
         self.io.post(partial(self.source.shutdown, drained[1].set))
@@ -327,7 +330,9 @@ class RankService:
         self._end_context()
 
     def _end_context(self) -> None:
-        """Let last words leave; a trial of a wire that still waits for its answer is cut short."""
+        """End the ZeroMQ context once the last messages have left; a trial that still waits for an
+        answer is cut short.
+        """
         thread = threading.Thread(target=self._context.term, daemon=True)
         thread.start()
         thread.join(DRAIN_S)

@@ -21,7 +21,7 @@ BlockPlaces = tuple[tuple[int, int], ...]
 
 
 class NewOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Minted at admission, sent with the request's first step. ``num_tokens``: what is offered,
+    """A new offer, sent with the request's first step. ``num_tokens``: how many tokens are offered,
     from token 0.
     """
 
@@ -47,9 +47,9 @@ class EndOffer(msgspec.Struct, frozen=True):
 
 
 class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an offer can be had: the front door of the source engine, and which offer. Parsed from
-    kv_transfer_params. ``digest``: of the offered tokens as this engine knows them; it goes with
-    whatever is said of the offer.
+    """Where an offer is: the front door of the source engine, and the offer. Parsed from
+    kv_transfer_params. ``digest``: of the offered tokens as this engine knows them; sent with each
+    message about the offer.
     """
 
     engine_id: str
@@ -88,8 +88,9 @@ class Hold(msgspec.Struct, frozen=True):
 
 
 class Unhold(msgspec.Struct, frozen=True):
-    """Not wanted any more by this request. ``reason``: nor by another one of this engine, so rank 0
-    sends Cancel to every source rank; None: another one still uses the offer, or it has been read.
+    """This request does not want the offer any more. ``reason``: no other request of this engine
+    wants it either, so rank 0 sends Cancel to every source rank. None: another request still uses
+    the offer, or it has been read.
     """
 
     request_id: str
@@ -99,14 +100,14 @@ class Unhold(msgspec.Struct, frozen=True):
 
 class ConnectorMetadata(msgspec.Struct, frozen=True):
     """One step's orders for all ranks of one engine. Everything is empty in most steps. Not
-    ``kw_only``, which would take twice as long to pickle.
+    ``kw_only``: pickling would take twice as long.
 
-    ``manifest`` comes with the first step, and again when it changes. ``blocks`` leave out what
-    windows let go of: nothing behind them does that again. ``computed`` names the offered requests
-    whose last offered token is computed by this very step: their ready event is recorded at its
-    end. ``delayed`` names the finished requests whose blocks the engine keeps until
-    finished_sending: only for these it is reported, at once when the offer is already over. An
-    offer may end while its request still runs, and a running request must not be freed.
+    ``manifest`` comes with the first step, and again when it changes. ``blocks`` leave out the
+    blocks that windows have dropped, so later code need not. ``computed`` names the offered
+    requests whose last offered token is computed by this very step: their ready event is recorded
+    at its end. ``delayed`` names the finished requests whose blocks the engine keeps until
+    finished_sending: finished_sending is reported only for these, at once if the offer is already
+    over. An offer may end while its request still runs, and a running request must not be freed.
     """
 
     manifest: EngineManifest | None = None
@@ -154,7 +155,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
 class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the last report; ``aggregate`` adds two. ``reasons``: why KV was not used, by
-    Reason value; ``failed``: those of them that are requests whose load had begun and failed.
+    Reason value; ``failed``: the part of these counts that are loads which began and failed.
     """
 
     counts: dict[str, int] = {}
@@ -163,7 +164,7 @@ class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
     loads: tuple[LoadReport, ...] = ()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Both together; neither is changed."""
+        """The sum of both; neither is changed."""
         return KVConnectorStats(
             counts=_added(self.counts, other.counts),
             reasons=_added(self.reasons, other.reasons),
@@ -172,7 +173,7 @@ class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def is_empty(self) -> bool:
-        """Nothing to report."""
+        """Whether nothing was counted since the last report."""
         return not (self.counts or self.reasons or self.loads)
 
 
@@ -186,9 +187,9 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
 
     ``failed_recving`` maps a request to the name of the reason; its ids are in ``finished_recving``
     too. ``failure_details``: the same requests, why in words. ``incomplete_blocks``: of loads in
-    ``finished_recving`` that succeeded, the blocks that hold all that their request needs and not
-    all that their tokens' name promises. The engine must know of them before it names the request's
-    blocks for prefix reuse, and leave them out.
+    ``finished_recving`` that succeeded, the blocks that hold all tokens that their request needs,
+    but not all tokens of a full block. The engine must leave these blocks out when it names the
+    request's blocks for prefix reuse.
     """
 
     finished_sending: set[str] | None = None

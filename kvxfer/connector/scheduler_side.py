@@ -50,9 +50,9 @@ class SchedulerConnector:
         can_send, can_receive: the role; params of the other role make a plain request, counted.
         now: seconds of a clock that does not go back.
 
-    Whatever keeps a request from KV that it asked for is a warning, limited by
-    :class:`~kvxfer.connector.unused_kv.UnusedKV`: here, because here a load that fails on all ranks
-    is one load.
+    A request that does not get the KV that it asked for is logged as a warning, limited by
+    :class:`~kvxfer.connector.unused_kv.UnusedKV`. The log is written here, because here a load that
+    fails on all ranks counts once.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class SchedulerConnector:
     def set_xfer_handshake_metadata_pp_aware(
         self, ranks: Mapping[tuple[int, int], RankManifest]
     ) -> None:
-        """All ranks by (pp, tp), once their workers listen; what each group keeps is theirs to say.
+        """Take the manifests of all ranks by (pp, tp), once their workers listen. They also state
+        what each group keeps.
 
         Raises ConfigError when one is missing or two do not agree.
         """
@@ -125,7 +126,9 @@ class SchedulerConnector:
         return None
 
     def reject_request(self, request: RequestLike) -> None:
-        """A request that will not run here, whatever its tokens: its offer is given up at once."""
+        """Give up the offer of a request that will not run here, at once and whatever its
+        tokens.
+        """
         params = parse_params(request.kv_transfer_params, self._config.params_key)
         if not isinstance(params, LoadWanted):
             return
@@ -217,7 +220,7 @@ class SchedulerConnector:
     def request_finished(
         self, request: RequestLike, block_ids: Sequence[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As :meth:`request_finished_all_groups`, for an engine with one KV cache group."""
+        """:meth:`request_finished_all_groups` for an engine with one KV cache group."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -250,7 +253,7 @@ class SchedulerConnector:
 
     def edge_of_offer(self, request_id: str) -> GroupBlockIds:
         """Blocks of an offer in ``computed`` that the engine must keep although its own rule for
-        windows lets go of them after this step; by group and position, -1 for every other block.
+        windows frees them after this step; by group and position, -1 for every other block.
 
         An engine that cannot keep them says -1 for them when the request has finished, and the
         request is not offered.
@@ -258,7 +261,7 @@ class SchedulerConnector:
         return self._offers.edge(request_id)
 
     def withdraw_offer(self, request_id: str) -> None:
-        """Nobody will come for the KV of this finished request: its blocks come back through
+        """No sink will read the KV of this finished request: its blocks come back through
         finished_sending at once, not after its lease.
         """
         self._offers.withdraw(request_id)
@@ -280,13 +283,13 @@ class SchedulerConnector:
         return orders
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """What the ranks reported, aggregated."""
+        """Take the aggregated reports of the ranks."""
         failed = output.failed_recving or {}
         details = output.failure_details or {}
         for request_id in output.finished_recving or ():
             load, reason = self._loads.handed(request_id), failed.get(request_id)
             if load is None:
-                continue  # another connector's
+                continue  # the output of another connector
             was_aborted = load.state is LoadState.ABORTED
             self._loads.ended(request_id, reason)
             if reason is None:
@@ -296,14 +299,16 @@ class SchedulerConnector:
             self._reasons[reason] += 1
             self._failed[reason] += 1
             if was_aborted and reason == Reason.CANCELLED:
-                continue  # its client has gone, which is nobody's failure
+                continue  # its client has gone: not a failure
             detail = details.get(request_id, "")
             self._tell(self._unused.note(self._now(), request_id, reason, detail, load.source))
         for request_id in output.finished_sending or ():
             self._offers.sent(request_id)
 
     def has_orders(self) -> bool:
-        """Something waits for the next metadata: an idle engine should step once."""
+        """Whether something waits for the next metadata: an idle engine should then run one
+        step.
+        """
         return self._manifest_is_new or self._offers.has_orders() or self._loads.has_orders()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
@@ -333,7 +338,7 @@ class SchedulerConnector:
         return True
 
     def shutdown(self) -> None:
-        """Write what was only counted. Nothing is held here: offers end in the workers."""
+        """Write the summaries of warnings that were only counted. Offers end in the workers."""
         self._tell(self._unused.rest())
 
     def _source_ref(self, manifest: EngineManifest, offer: Offer) -> SourceRef:
@@ -346,7 +351,7 @@ class SchedulerConnector:
         )
 
     def _count(self, request: RequestLike, reason: str, detail: str) -> None:
-        """Nothing that anybody should look at."""
+        """Count a reason that needs no warning."""
         self._reasons[str(reason)] += 1
         if detail:
             log.debug("request %s: KV not used: %s: %s", request.request_id, reason, detail)

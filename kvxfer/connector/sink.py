@@ -3,10 +3,9 @@
 A load waits for its peer, then asks every source rank of its routes, reads, and is reported once:
 with its verdict, and never before everything that could write its blocks has ended.
 
-From its beginning on all that happens to it is an event: of the engine, a message, a wire, a clock.
-:meth:`Sink._step` gives it to the table of the load's session
-(:mod:`kvxfer.transfer.sink_session`) and performs the actions that come back; what performing
-yields is the next event.
+After a load's start every change is an event: of the engine, a message, a wire, or a clock.
+:meth:`Sink._step` gives it to the table of the load's session (:mod:`kvxfer.transfer.sink_session`)
+and performs the actions that come back; the outcome of an action is the next event.
 """
 
 from __future__ import annotations
@@ -110,10 +109,10 @@ _log = logging.getLogger("kvxfer.connector")
 
 @dataclass(slots=True, eq=False)
 class SinkLoad:
-    """One load. ``waiter`` is there until its peer is ready; peer, session and routes are from then
-    on. ``detail``: the first thing that a person should read when it fails. ``is_begun``: the peer
-    counts it among those that wait for answers. ``after``: on a GPU, what must have run before the
-    blocks are written. The moments are the report's.
+    """One load. ``waiter`` is set until its peer is ready; peer, session and routes are set from
+    then on. ``detail``: the first thing that a person should read when the load fails.
+    ``is_begun``: the peer counts this load among those that wait for answers. ``after``: on a GPU,
+    the event that must be over before the blocks are written. The times are those of the report.
     """
 
     order: NewLoad
@@ -131,7 +130,7 @@ class SinkLoad:
     is_undrained: bool = False
 
     def note(self, detail: str) -> None:
-        """Keep the first detail."""
+        """Keep ``detail`` unless the load has one: a failure's first detail is reported."""
         self.detail = self.detail or detail
 
     def is_in(self, source: RankId, *states: RouteState) -> bool:
@@ -139,7 +138,7 @@ class SinkLoad:
         return self.session is not None and self.session.state_of(source) in states
 
     def report(self, reason: Reason | None, finished_s: float) -> LoadReport:
-        """How it went."""
+        """The load's one report; ``reason`` None: every route was valid."""
         runs = self.routes.values()
         places = {place for run in runs for place in run.incomplete} if reason is None else ()
         return LoadReport(
@@ -184,7 +183,7 @@ class Sink:
     # -------------------------------------------------- orders of the engine
 
     def begins_quickly(self, orders: Sequence[NewLoad]) -> bool:
-        """Whether to begin these loads is to launch some copies, a matter of microseconds."""
+        """Whether these loads begin with a few launches of copies, within microseconds."""
         return (
             len(orders) <= QUICK_LOADS
             and sum(len(ids) for order in orders for ids in order.block_ids) <= QUICK_IDS
@@ -223,7 +222,8 @@ class Sink:
             detail = "expected an offer that is not being loaded, got one that is"
             return Failure(Reason.BAD_PARAMS, detail)
         if offer in self._asked:
-            # One read per rank: to the source a second load would be the first one's Pull again.
+            # One read per rank: to the source the Pull of a second load would be a repeated Pull of
+            # the first.
             detail = "expected an offer that was not asked for before, got one that was"
             return Failure(Reason.ENDED, detail)
         return None
@@ -299,7 +299,7 @@ class Sink:
             run.progressed_s = load.started_s
             self._by_key[run.key] = (load, rank)
         self._asked.add(order.source.offer)
-        # First: from here on it ends, whatever fails
+        # First: from here on the load ends, whatever fails
         self._look_in(load, min(RETRY_S, self._timeout_s))
         self._keeper.hold_at(order.request_id, order.source, frozenset(routes))
         peer.begin_load()
@@ -308,8 +308,8 @@ class Sink:
             self._step(load, Start())
 
     def _fail(self, load: SinkLoad, failure: Failure, *, cancel: bool) -> None:
-        """A load that never got a session. ``cancel``: its source has to hear that it will not be
-        read.
+        """End a load that never got a session. ``cancel``: tell its source that the offer will not
+        be read.
         """
         if load.waiter is not None:
             self._peers.forget(load.waiter)
@@ -359,7 +359,7 @@ class Sink:
         return GrantArrived(source)
 
     def on_completion(self, completion: SinkCompletion) -> None:
-        """Something happened on a wire."""
+        """Handle a completion of a wire."""
         if isinstance(completion, PeerGone):
             self._peers.lost(completion.control_endpoint, "the data connection ended")
             return
@@ -400,8 +400,8 @@ class Sink:
     # -------------------------------------------------- event -> table -> actions -> perform
 
     def _step(self, load: SinkLoad, event: SinkEvent) -> None:
-        """Take one event and what comes of it. The table takes what an action yields at once: the
-        actions that are left may be void then, and come after those of it.
+        """Handle one event and its consequences. The outcome of an action goes through the table at
+        once, and its actions come before those that are left, which may be void by then.
         """
         todo = deque(self._actions(load, event))
         while todo:
@@ -410,7 +410,7 @@ class Sink:
                 todo.extendleft(reversed(self._actions(load, outcome)))
 
     def _actions(self, load: SinkLoad, event: SinkEvent) -> list[SinkAction]:
-        """What the table says to an event; nothing where it is not allowed."""
+        """The table's actions for an event; none where the state does not allow the event."""
         if load.session is None:
             return []
         before = load.session.snapshot.routes
@@ -427,8 +427,8 @@ class Sink:
         return actions
 
     def _perform(self, load: SinkLoad, action: SinkAction) -> SinkEvent | None:
-        """One action, unless an earlier one of the same event has ended the load. What a wire does
-        not take fails the load; whatever an action raises, the next one still has its turn.
+        """Perform one action, unless an earlier one of the same event has ended the load. A request
+        that a wire refuses fails the load. An action that raises does not stop the next one.
         """
         try:
             match action:
@@ -497,7 +497,9 @@ class Sink:
         return VerdictArrived(source, True, None)
 
     def _send_owed(self, load: SinkLoad, source: RankId) -> None:
-        """The Pull that the board has answered: behind the read, which need not wait for it."""
+        """Send the Pull that the board has answered: behind the read, which need not wait for
+        it.
+        """
         run = load.routes[source]
         if run.owes_pull:
             run.owes_pull = False
@@ -555,7 +557,7 @@ class Sink:
                 self._step(load, event)
         session = load.session
         if session is None or session.snapshot.is_finished:
-            return  # its report has stopped the clock
+            return  # the report of the load has stopped the clock
         ends_s = [
             run.progressed_s + self._timeout_s
             for source, run in load.routes.items()
@@ -564,7 +566,7 @@ class Sink:
         self._look_in(load, min([RETRY_S, *(end_s - self._io.now() for end_s in ends_s)]))
 
     def _due(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
-        """What a route's clocks say of it; nothing where it is over."""
+        """The event that a route's clocks cause now; None if there is none."""
         run, now_s = load.routes[source], self._io.now()
         quiet_s = now_s - run.progressed_s
         if quiet_s >= self._timeout_s:
@@ -579,8 +581,8 @@ class Sink:
         return None
 
     def _complain(self, load: SinkLoad) -> None:
-        """A read does not end. Its blocks stay with the wire that may still write them; the peer is
-        marked down.
+        """Log a read that does not end, and end its peer. The wire may still write its blocks, so
+        they are not given back.
         """
         if load.is_undrained:
             return
@@ -591,5 +593,7 @@ class Sink:
 
 
 def _board(run: RouteRun, peer: Peer, source: RankId) -> BoardView | None:
-    """Where to see whether the offer is open; a stream is sent, and certified, by its source."""
+    """The board that shows whether the offer is open. None for a stream: its source certifies each
+    chunk by sending it.
+    """
     return None if run.pull.classes else peer.board(source)

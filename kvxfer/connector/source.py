@@ -1,9 +1,9 @@
 """The giving side of one rank: its offers, and what it answers to sinks. Runs on the IO thread.
 
-All that happens to an offer is an event: of the engine, a message, a wire, a clock.
+Every change of an offer is an event: of the engine, a message, a wire, or a clock.
 :meth:`Source._step` gives it to the table of the offer's session
-(:mod:`kvxfer.transfer.source_session`) and performs the actions that come back; what performing
-yields is the next event. An offer that is over is remembered, so that a repeated question gets its
+(:mod:`kvxfer.transfer.source_session`) and performs the actions that come back; the outcome of an
+action is the next event. An offer that is over is remembered, so that a repeated question gets its
 first answer, until :data:`REMEMBERED` others have ended.
 """
 
@@ -103,7 +103,7 @@ _log = logging.getLogger("kvxfer.connector")
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """One that has begun and not ended: whose it is, and on which wire."""
+    """A stream that has begun and not ended: its offer and consumer, and its wire."""
 
     offer: GivenOffer
     consumer: Consumer
@@ -111,12 +111,13 @@ class _Stream:
 
 
 class Source:
-    """All offers of this rank, those that are over too.
+    """All offers of this rank, live ones and those that are over.
 
     Args:
-        manifest: this rank's own; what a Pull asks for is looked up there.
-        reply: sends an answer over the connection that a question came from.
-        ends: what the engine has ended, and where open offers are shown to the sinks of this host.
+        manifest: this rank's own; Pulls are checked against it.
+        reply: sends an answer over the connection of the message.
+        ends: the offers that the engine has ended, and the board that shows open offers to sinks on
+            this host.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class Source:
                 self._extend(offer, self._config.lease_s)  # only now a sink can hear of it
 
     def end(self, orders: Sequence[EndOffer]) -> None:
-        """Take in what the engine has ended (:class:`Ends`)."""
+        """Handle the offers that the engine has ended (:class:`Ends`)."""
         for order in orders:
             offer = self._live.get(order.nonce)
             if offer is not None:
@@ -223,8 +224,9 @@ class Source:
                 assert_never(message)
 
     def gone(self, identity: bytes) -> None:
-        """A connection has ended. What a sink engine held over it comes back, unless that is heard
-        again soon: it may have connected anew, and keeps every ``keep_s`` what it wants.
+        """A connection has ended. The claims of its sink engines are dropped, and an open offer
+        that no other engine wants is broken, unless the engine is heard again soon: it may have
+        connected anew, and sends a Keep every ``keep_s`` for what it wants.
         """
         for offer in self._live.values():
             for life in [life for life, last in offer.speakers.items() if last == identity]:
@@ -281,11 +283,12 @@ class Source:
             offer.pulls[pull.consumer] = pull
         self._step(offer, PullArrived(pull.consumer, frozenset(pull.claim), pull.digest, wire))
         if not self._hears(offer, pull.consumer, identity):
-            # Refused: the next one from this rank may be another request's, and may be right.
+            # Only this Pull is refused: the next one of this rank may be another request's, and may
+            # be right.
             offer.pulls.pop(pull.consumer, None)
 
     def _read(self, offer: GivenOffer, pull: Pull) -> Wire:
-        """How a Pull will be served; looked into once for each consumer. Raises PullRefused."""
+        """How a Pull will be served; worked out once for each consumer. Raises PullRefused."""
         first = offer.pulls.get(pull.consumer)
         if first is not None:
             check_same(first, pull)
@@ -305,8 +308,8 @@ class Source:
         self._hears(offer, release.consumer, identity)
 
     def _hears(self, offer: GivenOffer, consumer: Consumer, identity: bytes) -> bool:
-        """Note that this consumer has spoken, if the offer serves it. Nothing is kept of others:
-        whoever knows the nonce can invent consumers.
+        """Note the time of a message of this consumer, if the offer serves it. Nothing is kept of
+        other consumers: anybody who knows the nonce can invent them.
         """
         if offer.session.serves(consumer):
             offer.heard(consumer.incarnation, self._io.now())
@@ -348,9 +351,9 @@ class Source:
     # -------------------------------------------------- event -> table -> actions -> perform
 
     def _step(self, offer: GivenOffer, event: SourceEvent) -> None:
-        """Take one event and what comes of it. The table takes what an action yields at once: the
-        actions that are left may be void then, and come after those of it. An action that fails
-        breaks the offer; the others are performed all the same.
+        """Handle one event and its consequences. The outcome of an action goes through the table at
+        once, and its actions come before those that are left, which may be void by then. An action
+        that fails breaks the offer; the others are still performed.
 
         Raises ProtocolError for an event that the offer's state does not allow.
         """
@@ -371,8 +374,8 @@ class Source:
             self._break(offer, Reason.PLAN)
 
     def _actions(self, offer: GivenOffer, event: SourceEvent) -> list[SourceAction]:
-        """What the table says to an event. The board knows of it before anybody is told that the
-        offer is open, and before anything of it is freed.
+        """The table's actions for an event. The board shows an open offer before any sink is told
+        of it, and its end before any block of it is freed.
         """
         actions = offer.session.step(event)
         if offer.state is not OfferState.OPEN:
@@ -386,7 +389,7 @@ class Source:
         return actions
 
     def _break(self, offer: GivenOffer, reason: Reason) -> None:
-        """Whatever state it is in, it is not valid after this."""
+        """Break an offer in any state: no verdict on it is valid after this."""
         try:
             self._step(offer, Break(reason))
         except Exception:  # noqa: BLE001  # the others go on
@@ -403,7 +406,7 @@ class Source:
                 pull = offer.pulls.get(consumer)
                 ids: GroupBlockIds = ()
                 if pull is not None and not pull.is_null:
-                    # To those who read the pool themselves
+                    # Only consumers that read the pool themselves need ids
                     is_direct = wire_of(pull, self._transports) is Wire.DIRECT
                     ids = offer.block_ids if is_direct else ()
                 self._tell(offer, consumer, Grant(ref, consumer, ids, offer.num_tokens))
@@ -516,7 +519,7 @@ class Source:
         in time.
         """
         now_s, lease_s = self._io.now(), self._config.lease_s
-        self._look_at(offer, now_s + lease_s)  # first: what fails below must not stop the clock
+        self._look_at(offer, now_s + lease_s)  # first: a failure below must not stop the clock
         for event in offer.due(now_s, lease_s):
             if isinstance(event, ClaimantLost):
                 self._ledger.count("claims.lost")
@@ -527,7 +530,9 @@ class Source:
             offer.timer.cancel()
 
     def _finish(self, offer: GivenOffer, reason: Reason | None) -> None:
-        """Over and drained: report it if its blocks are kept for it, remember how it answers."""
+        """The offer is over and drained: report it if its blocks are kept, and remember its session
+        for repeated messages.
+        """
         if offer.timer is not None:
             offer.timer.cancel()
         self._live.pop(offer.nonce, None)

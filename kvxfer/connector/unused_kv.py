@@ -1,7 +1,7 @@
-"""What the log says of KV that was asked for and not used: each kind at once, and then once a
-minute how many more there were. Pure: the time is an argument, and lines are returned.
+"""The log lines about KV that was asked for and not used: the first of each kind at once, then once
+a minute how many more there were. Pure: the time is an argument, and lines are returned.
 
-A kind is a reason and the source engine. An engine with which no load can ever work is told as an
+A kind is a reason and the source engine. An engine from which no load can ever work is logged as an
 error, once until a load from it works.
 """
 
@@ -103,7 +103,7 @@ class UnusedKV:
         ]
 
     def rest(self) -> list[Line]:
-        """All that was counted and not told yet."""
+        """The summaries of everything that was counted and not logged yet."""
         return self.due(math.inf)
 
     def take_new_pairs(self) -> int:

@@ -1,4 +1,4 @@
-"""What connectors ask of an engine's configuration and of a step."""
+"""Helpers of connectors: questions about an engine's configuration and about a step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def get_current_attn_backend(vllm_config: ForwardConfig) -> type[AttentionBacken
     Raises:
         ValueError: the model has no attention layer.
     """
-    from kvxfer.tensors.attention import attention_layers  # torch, only where it is needed
+    from kvxfer.tensors.attention import attention_layers  # imported here: it needs torch
 
     layers = attention_layers(vllm_config)
     if not layers:

@@ -3,9 +3,8 @@ for a peer.
 
 Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
 translation. Orders go to the IO thread; what has ended comes back through
-:class:`~kvxfer.connector.ledger.Ledger`. No call waits. An offer whose blocks are taken back is
-over at once, in memory that the IO thread and the sinks look at
-(:class:`~kvxfer.connector.board.Ends`).
+:class:`~kvxfer.connector.ledger.Ledger`. No call waits. An offer whose blocks are taken back ends
+at once, in memory that the IO thread and the sinks read (:class:`~kvxfer.connector.board.Ends`).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _log = logging.getLogger("kvxfer.connector")
 
 
 def record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Behind everything that the current stream of a GPU holds; None on a CPU, where work is
+    """An event behind all work on the current stream of a GPU; None on a CPU, where work is
     complete when its call returns.
     """
     if device.type == "cpu":
@@ -54,17 +53,17 @@ class WorkerConnector:
 
     Args:
         incarnation: 16 random bytes, one registration of this engine's pools.
-        facts, tp_size, pp_size, block_tokens, layout: what the engine's manifest must say.
+        facts, tp_size, pp_size, block_tokens, layout: fields of the engine's manifest.
         front_door_port: where this rank listens (0: on any free port) if it answers for the engine
           and keeps held offers; None for the engine's other ranks.
         can_leave_unhashed: the engine leaves the blocks of ``incomplete_blocks`` out of its prefix
-          cache, or has none. Where it does not say so, a source whose windows could leave such
-          blocks is refused by name.
+          cache, or has no prefix cache. If False, a source whose windows could leave such blocks is
+          refused by name.
         device: where the pools are. On a GPU, offers open and loads begin to write when what the
           current stream held at :meth:`wait_for_save` or :meth:`bind_connector_metadata` has run:
           what a step launches in between never writes a load's blocks.
-        ready_event: where that is not what offers wait for: called at the end of a step, and what
-          it returns says whether the step's KV is complete.
+        ready_event: replaces the event that offers wait for: called at the end of a step; what it
+          returns tells whether the step's KV is complete.
     """
 
     def __init__(
@@ -132,15 +131,15 @@ class WorkerConnector:
         )
 
     def get_handshake_metadata(self) -> RankManifest:
-        """What this rank says of itself; the scheduler side puts the ranks together."""
+        """This rank's manifest; the scheduler side joins those of all ranks."""
         return self._running().manifest
 
     # -------------------------------------------------- one step
 
     def handle_preemptions(self, metadata: ConnectorMetadata) -> None:
-        """First call of a step: every offer whose blocks are taken back is over when this
-        returns, whatever the IO thread does. A copy of such blocks may still run, and is thrown
-        away.
+        """First call of a step: every offer whose blocks are taken back is over when this returns,
+        even if the IO thread is stuck. A copy of such blocks may still run; its result is
+        discarded.
         """
         if not metadata.ended or metadata is self._ended:
             return
@@ -151,9 +150,7 @@ class WorkerConnector:
         service.io.post(partial(service.source.end, metadata.ended))
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
-        """Take this step's orders; what must happen before blocks are used again has happened
-        on return.
-        """
+        """Take this step's orders; offers whose blocks are used again are over on return."""
         service = self._running()
         self._metadata = metadata
         self._written = record_event(self._device) if metadata.loads else None
@@ -163,7 +160,7 @@ class WorkerConnector:
         if metadata.manifest is not None:
             self._check(metadata.manifest)
         self._sending.update(metadata.delayed)
-        if not (metadata.loads or metadata.aborts):  # else with them: woken twice takes longer
+        if not (metadata.loads or metadata.aborts):  # else with the loads: one wake, not two
             service.carry_out(metadata)
 
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
@@ -193,7 +190,7 @@ class WorkerConnector:
         return (lambda: True) if event is None else event.query
 
     def clear_connector_metadata(self) -> None:
-        """The step is over."""
+        """Forget the step's orders: the step is over."""
         self._metadata = NO_ORDERS
 
     # -------------------------------------------------- what has ended
@@ -225,7 +222,7 @@ class WorkerConnector:
     def get_finished(
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """The older call: as :meth:`get_transfer_results`, without the failures."""
+        """:meth:`get_transfer_results` without the failures, as older engines call it."""
         sending, recving, _ = self.get_transfer_results(finished_req_ids)
         return sending, recving
 
@@ -252,7 +249,7 @@ class WorkerConnector:
         return self._ledger.take_stats()
 
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
-        """All of the above for this step's output; None if there is nothing to say."""
+        """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
         stats = self.get_kv_connector_stats()
         if sending is None and recving is None and stats is None:
@@ -291,7 +288,7 @@ class WorkerConnector:
         self._ledger.close()
 
     def _look(self) -> None:
-        """What is over, but not noted yet, is as good as noted."""
+        """Note loads that are over but not noted yet, so that this step reports them."""
         if self._loading and self._service is not None:
             self._service.borrower.look()
 

@@ -76,7 +76,7 @@ class PagedBackend(abc.ABC):
     @staticmethod
     @abc.abstractmethod
     def get_name() -> str:
-        """Name of the backend."""
+        """The name of the backend, for error messages."""
 
     @staticmethod
     @abc.abstractmethod

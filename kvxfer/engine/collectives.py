@@ -84,7 +84,7 @@ def end_with_peers(pids: Sequence[int], is_ending: Callable[[], bool]) -> None:
 
     Between steps nothing else tells a rank that another has gone. In a step gloo's connections
     break; a GPU that waits for another one's over NVLink waits on, and the thread that waits for it
-    hears of nothing.
+    learns nothing of it.
     """
     Thread(target=_watch, args=(pids, is_ending), name="peers", daemon=True).start()
 

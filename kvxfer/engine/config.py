@@ -72,7 +72,7 @@ def place_ranks(num_ranks: int, num_devices: int, taken: Collection[int] = ()) -
 
 def count_cuda_devices() -> int:
     """How many this process sees. Loads torch."""
-    import torch  # only who asks pays its second or two
+    import torch  # imported here: the import takes a second or two
 
     return torch.cuda.device_count()
 
@@ -174,22 +174,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def cache_config(self) -> EngineConfig:
-        """``block_size`` and ``num_gpu_blocks_override``."""
+        """The section of ``block_size`` and ``num_gpu_blocks_override``: this record."""
         return self
 
     @property
     def model_config(self) -> EngineConfig:
-        """``max_model_len`` and ``dtype``."""
+        """The section of ``max_model_len`` and ``dtype``: this record."""
         return self
 
     @property
     def scheduler_config(self) -> EngineConfig:
-        """``max_num_batched_tokens`` and ``disable_hybrid_kv_cache_manager``."""
+        """The section of ``max_num_batched_tokens`` and ``disable_hybrid_kv_cache_manager``: this
+        record.
+        """
         return self
 
     @property
     def parallel_config(self) -> EngineConfig:
-        """``tensor_parallel_size``."""
+        """The section of ``tensor_parallel_size``: this record."""
         return self
 
     @property

@@ -18,7 +18,7 @@ import msgspec
 from kvxfer.transfer.layout import Interior, Region
 
 if TYPE_CHECKING:
-    from torch import Tensor  # who only compares digests starts without it
+    from torch import Tensor  # a process that only compares digests starts without it
 
 DIGEST_NBYTES = 8
 _DROPPED = -1

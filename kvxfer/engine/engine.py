@@ -137,7 +137,7 @@ class Engine:
         return self.client.ask(_CONNECT_TIMEOUT_S)
 
     def close(self) -> None:
-        """End every rank; idempotent."""
+        """Disconnect the client and end every rank. Idempotent."""
         self._disconnect()
         self.group.close()
 

@@ -33,9 +33,9 @@ def forkserver() -> ForkServerContext:
     """Processes that start with torch loaded: 8 ranks in 3 to 4 s instead of 11 (measured)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["kvxfer.engine.rank"])
-    # Ctrl-C reaches the whole foreground group; only this process decides what it means. Blocked
-    # here, it is blocked in the server from its first instruction on, and in what that forks. The
-    # tracker comes first: starting it unblocks SIGINT.
+    # Ctrl-C reaches the whole foreground group; only this process decides what it means. SIGINT
+    # that is blocked here is blocked in the fork server from its first instruction on, and in the
+    # processes that it forks. The resource tracker comes first: its start unblocks SIGINT.
     multiprocessing.resource_tracker.ensure_running()
     with _blocked(signal.SIGINT):
         multiprocessing.forkserver.ensure_running()
@@ -123,7 +123,7 @@ class EngineGroup:
             )
         )
         for pipe in self._pipes:
-            with suppress(OSError):  # a rank that has ended is noticed by who waits for Ready
+            with suppress(OSError):  # ``ready`` notices a rank that has ended
                 pipe.send_bytes(life)
 
     def reconfigure(self, config: EngineConfig) -> None:

@@ -89,7 +89,7 @@ class Activity(msgspec.Struct, frozen=True, tag="activity"):
 
 
 class Output(msgspec.Struct, frozen=True, tag="output"):
-    """A step's result."""
+    """What one rank returns from a step, sent to rank 0."""
 
     output: StepOutput
 

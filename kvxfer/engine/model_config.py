@@ -1,4 +1,4 @@
-"""What a Llama-family model is; :mod:`kvxfer.engine.model_config` reads it from files.
+"""The configuration of a Llama-family model, and how it is read from files.
 
 Layers may differ in what they see (all tokens, or a sliding window) and in whose KV they read
 (their own, or that of an earlier layer).

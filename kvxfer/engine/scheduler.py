@@ -214,7 +214,9 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """The oldest first; one that waits for another's load lets others pass."""
+        """Admit the oldest requests first; a request that waits for another's load lets others
+        pass.
+        """
         self._is_blocked = False
         for request in list(self._waiting):
             num_live = len(self._running) + len(self._loading)

@@ -490,7 +490,7 @@ def _group_backend(
 
 
 def _head(name: str, buffer: Tensor, length: int, *, ndim: int = 1) -> Tensor:
-    """The first ``length`` rows."""
+    """The first ``length`` rows. Raises ValueError for fewer rows or other dimensions."""
     if buffer.ndim != ndim or buffer.shape[0] < length:
         more = "" if ndim == 1 else f" and {ndim} dimensions"
         raise ValueError(

@@ -1,9 +1,9 @@
-"""The short calls of the CUDA driver that a launch is made of, without letting go of the GIL.
+"""The short CUDA driver calls of a launch, made without releasing the GIL.
 
-PyTorch, Triton and cuda-bindings let go of it in every call. None of these calls waits, so nobody
-gains by that, and whoever lets go beside a thread that computes in Python waits a switch interval
-to get it back: a copy of 0.06 ms was seen complete after 2.1 ms, ten such waits of 0.2 ms. Only
-:meth:`DriverEvent.synchronize` waits, and lets go.
+PyTorch, Triton and cuda-bindings release the GIL in every call. None of these calls waits, so no
+thread gains by the release. Beside a thread that computes in Python, the caller then waits a switch
+interval to get the GIL back: a copy of 0.06 ms was seen complete after 2.1 ms, ten such waits of
+0.2 ms. Only :meth:`DriverEvent.synchronize` waits, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -191,12 +191,12 @@ class DriverEvent:
         self._events, self.handle = events, handle
 
     def query(self) -> bool:
-        """Is all over that was on the stream before?"""
+        """Whether all work that was on the stream before the event has run."""
         with self._events.current:
             return self._events.driver.is_over(self.handle)
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Block until all work before the event has run; lets go of the GIL."""
         with self._events.current:
             self._events.driver.call("cuEventSynchronize", self.handle)
 

@@ -1,11 +1,11 @@
 """Copy the KV of a request on a GPU: between pools, of which one may be a peer's, or between a pool
 and dense chunks. The same copy as ``strided_copy.py`` does on the CPU, by one kernel.
 
-All is checked on the host before anything is launched. Nothing waits for the GPU: what a launch
-needs to know goes there through pinned memory, on the caller's stream, and an event tells the end.
-Python's work is by launch, of about 1 GiB each; ids are handled as arrays. What does not depend on
-ids and addresses is worked out once: the chunks of a transfer are alike, and so are prompts of a
-length. A thread that has just woken takes 50 us for that.
+All is checked on the host before anything is launched. Nothing waits for the GPU: the parameters of
+a launch go there through pinned memory, on the caller's stream, and an event tells the end. Python
+works per launch, of about 1 GiB each; ids are handled as arrays. Results that do not depend on ids
+and addresses are computed once: the chunks of a transfer are alike, and so are prompts of a length.
+A thread that has just woken takes 50 us for that.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from kvxfer.tensors.strided_index import (
 )
 from kvxfer.transfer.plan import CopyClass, DenseOrder, Side, Tile
 
-# The widest access; what else an address is a multiple of does not matter
+# The widest access of the kernel; alignment beyond it does not matter
 _ALIGN_NBYTES = 16
 
 

@@ -32,13 +32,13 @@ WORD_NBYTES = 8
 
 
 class Event(Protocol):
-    """Of ``torch.cuda.Event`` what is used here and by those who wait for a copy."""
+    """The methods of ``torch.cuda.Event`` that this module and waiters for a copy use."""
 
     def query(self) -> bool:
-        """Is all over that was on the stream before?"""
+        """Whether all work that was on the stream before the event has run."""
 
     def synchronize(self) -> None:
-        """Wait until it is."""
+        """Block until all work before the event has run."""
 
 
 class Stamp(Event, Protocol):
@@ -224,7 +224,7 @@ class GpuLauncher:
         return self._events.record(self._handle(stream))
 
     def stamp(self, stream: Stream) -> Stamp:
-        """The same, and the GPU notes when it comes there."""
+        """An event as :meth:`record` makes it; the GPU also notes when it reaches it."""
         return self._stamps.record(self._handle(stream))
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:

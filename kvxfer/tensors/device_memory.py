@@ -1,9 +1,10 @@
 """A GPU as the wire between GPUs needs it: streams, and memory that another process can map, by
 CUDA IPC handles.
 
-A handle stands for a whole allocation, so a tensor is its handle and an offset. Only memory of
-``cudaMalloc`` has one (the ordinary allocators of PyTorch); virtual-memory allocators do not.
-What is mapped lives on after its owner: the driver keeps the bytes until the last mapping goes.
+A handle stands for a whole allocation, so a tensor is described by the handle of its allocation and
+an offset. Only memory of ``cudaMalloc`` has one (the ordinary allocators of PyTorch);
+virtual-memory allocators do not. What is mapped lives on after its owner: the driver keeps the
+bytes until the last mapping goes.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class _Check:
             self.source.pipe.send(Send(sent, hold_after))
 
     def ask(self, request: ReadRequest) -> None:
-        """The sink's part."""
+        """Submit the read at the sink, as its kind of wire has it."""
         sink = self.sink.transport
         if isinstance(sink, DirectSink):
             sink.submit_read(request)
@@ -210,7 +210,7 @@ class _Check:
             )
 
     def move(self, case: Case, what: str) -> None:
-        """One whole transfer, checked."""
+        """Poison the pool, run one whole transfer, and compare every byte."""
         self.sink.poison()
         key, move = self.key(), make_move(case, seed=self.num_keys)
         self.start(key, move)

@@ -231,13 +231,13 @@ class FaultyCopier:
         self._jobs: dict[CopyJob, _WrappedJob] = {}
 
     def submit(self, job: CopyJob) -> None:
-        """Queue the job, wrapped."""
+        """Submit the job wrapped, so that ``run`` decides what each of its pieces does."""
         wrapped = _WrappedJob(job, self._run, lambda inner: self._jobs.pop(inner, None))
         self._jobs[job] = wrapped
         self._inner.submit(wrapped)
 
     def cancel(self, job: CopyJob) -> None:
-        """As it is."""
+        """Cancel the job's wrapper; the job itself sees the flag."""
         job.cancelled = True
         wrapped = self._jobs.get(job)
         if wrapped is not None:
@@ -304,11 +304,9 @@ class _FaultySink(TakingSide):
     def trial(
         self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
     ) -> Trial:
-        """As it is."""
         return self._wire.trial(source, timeout_s, classes)
 
     def detach(self, control_endpoint: str) -> None:
-        """As it is."""
         self._wire.detach(control_endpoint)
 
     def stop_read(self, key: TransferKey) -> None:
@@ -319,7 +317,6 @@ class _FaultySink(TakingSide):
         self._wire.stop_read(key)
 
     def pollables(self) -> Sequence[Readable]:
-        """As they are."""
         return self._wire.pollables()
 
     def poll(self) -> list[SinkCompletion]:
@@ -340,7 +337,7 @@ class _FaultySink(TakingSide):
         return done
 
     def close(self) -> None:
-        """The timers too."""
+        """End the timers of stalled reads, then close the wire."""
         for stalled in self._stalled.values():
             _end(stalled.timer)
         self._stalled.clear()
@@ -372,7 +369,6 @@ class FaultyDirectSink(_FaultySink, DirectSink):
         self._inner = inner
 
     def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
-        """As it is."""
         self._inner.attach(source, trial)
 
     def submit_read(self, request: ReadRequest) -> None:
@@ -382,18 +378,16 @@ class FaultyDirectSink(_FaultySink, DirectSink):
 
 
 class FaultyReceivingSink(_FaultySink, ReceivingSink):
-    """Of a stream wire."""
+    """The sink of a stream wire with faults."""
 
     def __init__(self, inner: ReceivingSink, faults: Sequence[Fault], wake: Wake) -> None:
         super().__init__(inner, faults, wake)
         self._inner = inner
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
-        """As they are."""
         return self._inner.staging_bounds(source)
 
     def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
-        """As it is."""
         self._inner.attach(source, staging)
 
     def submit_expect(self, request: ReadRequest) -> None:
@@ -402,7 +396,6 @@ class FaultyReceivingSink(_FaultySink, ReceivingSink):
             self._inner.submit_expect(request)
 
     def inspect(self) -> None:
-        """As it is."""
         self._inner.inspect()
 
 

@@ -103,11 +103,9 @@ class PiecesJob(CopyJob):
         self._listener = listener
 
     def run(self) -> bool:
-        """The next step."""
         return next(self._pieces, self) is not self
 
     def on_end(self) -> None:
-        """Tell the listener."""
         self._listener(self)
 
 
@@ -272,7 +270,7 @@ class Child:
         return None
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
+        """Kill the process with SIGKILL and wait up to 10 s for its end."""
         self.process.kill()
         self.process.join(10)
         self.pipe.close()
@@ -320,7 +318,7 @@ class SourcePeer(Child):
 
 
 def is_end(key: TransferKey, completion: SinkCompletion) -> bool:
-    """Of this read."""
+    """Whether the completion ends the read of this key."""
     return isinstance(completion, ReadDone | ReadBroke | ReadStopped) and completion.key == key
 
 
@@ -341,11 +339,11 @@ class SinkPeer:
         self.seen: list[SinkCompletion] = []
 
     def content(self) -> bytes:
-        """The whole pool."""
+        """The bytes of the whole pool, copied to the host."""
         return self.pool.tensor.cpu().numpy().tobytes()
 
     def poison(self) -> None:
-        """Forget what was read."""
+        """Fill the whole pool with POISON, so that a byte that was not read shows."""
         self.pool.tensor.fill_(POISON)
         self.settle()
 

@@ -63,7 +63,7 @@ class WireCosts:
 
     @property
     def gb_per_s(self) -> float:
-        """1e9 bytes a second."""
+        """The rate in units of 1e9 bytes a second."""
         return self.bytes_per_s / 1e9
 
     def direct_s(self, nbytes: int) -> float:

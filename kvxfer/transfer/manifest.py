@@ -1,4 +1,4 @@
-"""What an engine says of itself, and whether that makes sense."""
+"""An engine's manifest: its records and their validation."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class RouteState(enum.Enum):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Send the Pulls."""
+    """Begin the load: send the Pull of every route."""
 
 
 class GrantArrived(msgspec.Struct, frozen=True):

@@ -10,8 +10,8 @@ though never by a token that the sink's next token looks at::
     blocks of 32 at the sink     |  dropped  |..........|....       keeps from 32
                                              ^ 32 to 47: there is nothing to fill them with
 
-Then the sink's first block is filled from 48 on, computes right, and must never be named for prefix
-reuse: who finds it by its tokens would read 16 tokens that were never written.
+Then the sink's first block is filled from 48 on, gives correct results, and must never be named for
+prefix reuse: a request that found it by its tokens would read 16 tokens that were never written.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Missing:
     source: Keeping
 
     def explain(self, layer: str) -> str:
-        """For a person, about one of the group's layers."""
+        """The message for a person, about one of the group's layers."""
         return (
             f"{layer}: expected tokens from {self.needed_start} on, which the sink needs (it keeps "
             f"{self.sink}); the source has let go of those before {self.held_start} (it keeps "

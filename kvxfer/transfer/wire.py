@@ -216,7 +216,7 @@ _to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
 
 
 def encode(message: ToSource | ToSink) -> bytes:
-    """One frame."""
+    """The message as one msgpack frame."""
     return _encoder.encode(message)
 
 

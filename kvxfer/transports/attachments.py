@@ -1,4 +1,4 @@
-"""Which source ranks' memories the sink of a direct wire has mapped, in which life of them."""
+"""The memories of source ranks that the sink of a direct wire has mapped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _Handles = tuple[MemoryHandle | None, ...]
 
 @dataclass(slots=True, eq=False)
 class Attached(Generic[M]):
-    """A mapped source rank. The handles name the life of its memories."""
+    """A mapped source rank. Its handles tell one life of its memories from the next."""
 
     control_endpoint: str
     handles: _Handles
@@ -35,16 +35,18 @@ class MappingSink(DirectSink, Generic[M]):
 
     @abstractmethod
     def _map(self, info: MemoryInfo, name: str) -> M:
-        """One memory; ``name`` is for errors. Raises TransportUnavailable."""
+        """Map one memory; ``name`` is for errors. Raises TransportUnavailable."""
 
     @abstractmethod
     def _let_go(self, attached: Attached[M]) -> None:
-        """No new read begins there: those that have not ended break, and the mappings close when
-        no copy runs on them any more.
+        """No new read begins there. Unfinished reads break, and the mappings close when no copy
+        runs on them any more.
         """
 
     def _check_has_memories(self, source: RankManifest) -> None:
-        """Of one that is to be tried. Raises TransportUnavailable."""
+        """Check a rank that is to be tried. Raises TransportUnavailable for one without
+        memories.
+        """
         if not source.memories:
             raise TransportUnavailable(
                 f"{self.name}: expected memories of {source.control_endpoint}, got none"
@@ -63,10 +65,10 @@ class MappingSink(DirectSink, Generic[M]):
         return tuple(mappings)
 
     def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
-        """Map the rank's memories, once for each life of them, if the trial has not.
+        """Map the rank's memories, once for each life of them, unless the trial has mapped them.
 
-        Other memories under the same control endpoint take the place of those that are mapped: an
-        endpoint is what a peer says of itself, so reads look at the handles too.
+        Other memories under the same control endpoint take the place of those that are mapped: a
+        peer states its own endpoint, so reads compare the handles too.
         """
         if self._find(source) is not None:
             if trial is not None:
@@ -80,13 +82,15 @@ class MappingSink(DirectSink, Generic[M]):
         )
 
     def detach(self, control_endpoint: str) -> None:
-        """Its unfinished reads break; a mapping goes with the last copy that runs on it."""
+        """Forget a rank. Its unfinished reads break; a mapping closes with the last copy that runs
+        on it.
+        """
         attached = self._by_endpoint.pop(control_endpoint, None)
         if attached is not None:
             self._let_go(attached)
 
     def _find(self, source: RankManifest) -> Attached[M] | None:
-        """The mapped memories, if they are those that this manifest names."""
+        """The mapped memories of this rank, if their handles are those of its manifest."""
         attached = self._by_endpoint.get(source.control_endpoint)
         return attached if attached and attached.handles == _handles(source) else None
 

@@ -1,4 +1,4 @@
-"""The contract of a wire: it moves bytes and says what happened; it knows no offers or leases.
+"""The contract of a wire: it moves bytes and reports completions; it knows no offers or leases.
 
 Two kinds, with a contract for each. On a *direct* wire the sink maps the source's memory and reads
 it (:class:`DirectSource`, :class:`DirectSink`). On a *stream* wire the source packs chunks into
@@ -8,9 +8,8 @@ staging and sends them, the sink scatters them into its pool (:class:`SendingSou
 - ``submit``-like calls never block; work on KV runs in jobs of at most ``JOB_NBYTES`` on the
   :class:`CopyThread`, or at once where it is small;
 - ``pollables()`` are sockets and file descriptors that the IO thread polls for reading; ``poll()``
-  handles what is there and returns what has happened since the last call, as a list of completions.
-  A transport calls ``wake`` (given when it is made) from any thread when a poll would return
-  something.
+  handles what has arrived and returns the completions since the last call. A transport calls
+  ``wake`` (given when it is made) from any thread when a poll would return something.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class TransferKey(msgspec.Struct, frozen=True):
 class LocalMemory:
     """This rank's memories in the order of its manifest.
 
-    Flat uint8 tensors, and what the manifest says of each.
+    Flat uint8 tensors, and the manifest's record of each.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -68,7 +67,7 @@ class LocalMemory:
 
     @property
     def device(self) -> torch.device:
-        """Where all of it lies. Raises ValueError unless that is one device."""
+        """The device of all memories. Raises ValueError unless there is exactly one."""
         devices = {tensor.device for tensor in self.tensors}
         if len(devices) != 1:
             listed = ", ".join(sorted(map(str, devices))) or "none"
@@ -76,7 +75,7 @@ class LocalMemory:
         return devices.pop()
 
     def require(self, transport: str, device_type: str) -> None:
-        """Raises TransportUnavailable unless it is memory of that type of device."""
+        """Raises TransportUnavailable unless all of it lies on that type of device."""
         for tensor in self.tensors:
             if tensor.device.type != device_type:
                 raise TransportUnavailable(
@@ -85,7 +84,7 @@ class LocalMemory:
 
 
 def kind_of(device: str) -> str:
-    """``cpu`` or ``cuda``, of a device as manifests name it."""
+    """The kind of a device, ``cpu`` or ``cuda``, from its name in manifests."""
     return device.partition(":")[0]
 
 
@@ -153,7 +152,7 @@ class SendingSource(ABC):
 
     @abstractmethod
     def data_endpoint(self) -> str:
-        """Where sinks attach (``tcp://host:port``)."""
+        """Where sinks attach, as ``tcp://host:port``; stands in the manifest."""
 
     @abstractmethod
     def pollables(self) -> Sequence[Readable]:
@@ -168,7 +167,7 @@ class SendingSource(ABC):
 
     @abstractmethod
     def submit_send(self, request: SendRequest) -> None:
-        """Begin to pack; each chunk is announced as Packed. Ids were checked.
+        """Begin to pack; each packed chunk is reported as Packed. The caller has checked the ids.
 
         Raises ProtocolError for chunk sizes out of bounds.
         """
@@ -194,7 +193,9 @@ class SendingSource(ABC):
 
     @abstractmethod
     def inspect(self) -> None:
-        """Called a few times a second (``visitors.LOOK_S``): end what a peer holds without use."""
+        """Called a few times a second (``visitors.LOOK_S``): close connections that a peer holds
+        without use.
+        """
 
     @abstractmethod
     def close(self) -> None:
@@ -211,9 +212,9 @@ class ReadRequest(msgspec.Struct, frozen=True):
     """Read one route into this rank's pool.
 
     ``spans`` by sink group; ``source_ids`` by source group (empty on stream wires); ``sink_ids`` by
-    sink group; all positional from the request's first token. ``pull_classes[i]`` is what the Pull
-    said of ``classes[i]``. ``after``: on a GPU, what it must have done before the pool is written;
-    an event that is not recorded again.
+    sink group; all positional from the request's first token. ``pull_classes[i]`` is the record in
+    the Pull for ``classes[i]``. ``after``: on a GPU, an event that must be over before the pool is
+    written; it is not recorded again.
     """
 
     key: TransferKey
@@ -228,7 +229,7 @@ class ReadRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Bytes in place so far: what the deadline is measured from."""
+    """How many bytes of a read are in place. Each report restarts the deadline."""
 
     key: TransferKey
     nbytes: int
@@ -238,7 +239,7 @@ class Progress:
 class ReadDone:
     """Everything is in place.
 
-    ``certified``: nothing more is to be asked of the source (stream wires).
+    ``certified``: the read is valid without a verdict of the source (stream wires).
     """
 
     key: TransferKey
@@ -263,10 +264,10 @@ class ReadStopped:
 
 
 class Held(Protocol):
-    """What somebody has to give back."""
+    """A resource that its holder has to close."""
 
     def close(self) -> None:
-        """Give it back; from any thread, and it may take milliseconds. Idempotent."""
+        """Close it, from any thread; may take milliseconds. Idempotent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,9 +275,9 @@ class Trial:
     """What a wire costs, measured with bytes that it has moved.
 
     ``path``: what carried them, for a wire that has several ("TCP"); shown to people only. ``way``:
-    the one of its pipe's that was taken, for ``Staging``; "" where there is only one. ``held``:
-    what is still open, so that ``attach`` need not open it anew: it is the wire's from then on, and
-    until then of whoever has asked for the trial. Stream wires keep nothing open.
+    which of its pipe's ways was taken, for ``Staging``; "" where there is only one. ``held``: what
+    is still open, so that ``attach`` need not open it anew. The caller of ``trial`` owns it until
+    ``attach``, the wire from then on. Stream wires keep nothing open.
     """
 
     costs: WireCosts
@@ -285,7 +286,7 @@ class Trial:
     held: tuple[Held, ...] = ()
 
     def close(self) -> None:
-        """Nobody will attach with it. Idempotent."""
+        """Close what the trial holds: nobody will attach with it. Idempotent."""
         for each in self.held:
             each.close()
 
@@ -311,8 +312,8 @@ class TakingSide(ABC):
     def trial(
         self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
     ) -> Trial:
-        """Move real bytes from the source rank and time them; keeps nothing open but what the
-        trial says. What copies of these classes need is got ready, too, where that takes long.
+        """Move real bytes from the source rank and time them; keeps nothing open but
+        ``Trial.held``. Also compiles the kernels that copies of these classes need, if any.
 
         May be called from any thread, blocks for at most about ``timeout_s`` and touches neither
         pool nor reads. Raises TransportUnavailable with the reason.
@@ -339,7 +340,7 @@ class TakingSide(ABC):
     @property
     def is_idle(self) -> bool:
         """Whether ``poll`` has nothing to do until one of ``pollables`` can be read or another
-        method is called; then it need not be called. False where that is not known.
+        method is called; then the IO thread need not call it. False if unknown.
         """
         return False
 
@@ -364,17 +365,17 @@ class DirectSink(TakingSide):
     def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
         """Map the source rank's memory; idempotent.
 
-        ``trial``: of this wire and this rank, whose ``held`` the wire has from now on, also where
-        this raises. Raises TransportUnavailable with the reason.
+        ``trial``: a trial of this wire to this rank. The wire owns its ``held`` from now on, even
+        if this raises. Raises TransportUnavailable with the reason.
         """
 
     @abstractmethod
     def submit_read(self, request: ReadRequest) -> None:
-        """Granted: start the copy."""
+        """Start the copy of a granted read; never blocks."""
 
     def look(self) -> list[SinkCompletion]:
-        """As ``poll``, and not even for the moment in which something will be over. What is not
-        over is left to ``poll``.
+        """As ``poll``, but without a wait for copies that are about to end; these are left to
+        ``poll``.
         """
         return self.poll()
 
@@ -384,23 +385,27 @@ class ReceivingSink(TakingSide):
 
     @abstractmethod
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
-        """Within what the staging of a connection to this rank may be chosen."""
+        """The bounds for the staging of a connection to this rank."""
 
     @abstractmethod
     def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
         """Connect to the source rank; idempotent.
 
-        ``staging``: as the trial's costs and ``way`` have it; without it what the settings say, or
-        what is usual. Raises TransportUnavailable with the reason.
+        ``staging``: chosen by the trial's costs and ``way``; None: the settings, or the defaults.
+        Raises TransportUnavailable with the reason.
         """
 
     @abstractmethod
     def submit_expect(self, request: ReadRequest) -> None:
-        """Get ready for the chunks BEFORE the Pull is sent: they may overtake the Grant."""
+        """Expect the chunks of this read. Called BEFORE the Pull is sent: chunks may overtake the
+        Grant.
+        """
 
     @abstractmethod
     def inspect(self) -> None:
-        """Called a few times a second, as the source's."""
+        """Called a few times a second (``visitors.LOOK_S``): drop sources that send more than they
+        may.
+        """
 
 
 SinkTransport = DirectSink | ReceivingSink

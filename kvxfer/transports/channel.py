@@ -2,11 +2,12 @@
 DEALER that connects to it.
 
 Both ends have bounds, CURVE where keys are configured, and sends that never wait. There is one
-scheme of liveness: ZeroMQ's heartbeats. Its own thread answers them, so they say that a connection
-stands, whatever its owner is busy with, at no cost to the thread that moves KV. A peer that is
-stopped, or behind a cut cable, is gone after ``peer_silent_s`` and a third of it, one that was
-killed at once; the monitor says so, and at a ROUTER which connection it was. Whether the thread
-behind a connection still works is another question: who waits for an answer asks it (``Ping``).
+scheme of liveness: ZeroMQ's heartbeats. ZeroMQ's own thread answers them, so they tell whether a
+connection is up even if its owner is busy, at no cost to the thread that moves KV. A stopped peer,
+or one behind a cut cable, is gone after ``peer_silent_s`` and a third of it; a killed peer is gone
+at once. The monitor reports it, and at a ROUTER which connection it was. Heartbeats do not tell
+whether the thread behind a connection still works: a side that waits for an answer sends a
+``Ping``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ZAP_DOMAIN = b"kvxfer"
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
 _NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-# That a connection stands, and every way in which one can end, or fail to begin.
+# The events of a connection: it is established, it has ended, or it has failed to begin.
 _EVENTS = (
     zmq.EVENT_CONNECTED
     | zmq.EVENT_HANDSHAKE_SUCCEEDED
@@ -60,12 +61,12 @@ _log = logging.getLogger("kvxfer.transports")
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one socket.
+    """The bounds of one socket.
 
     frame_nbytes: ZeroMQ ends a connection that announces a larger frame, before it allocates it.
     unread_nbytes: what a connection may have sent that was not read.
     num_queued: messages to one peer that wait for it to read.
-    linger_ms: how long last words may take to leave after the socket was closed.
+    linger_ms: how long unsent messages may take to leave after the socket was closed.
     """
 
     frame_nbytes: int
@@ -75,7 +76,7 @@ class Bounds:
 
 
 class Router:
-    """A socket that listens on ``host``, and whoever is connected to it.
+    """A ROUTER socket that listens on ``host``, and its connections.
 
     Args:
         port: 0 takes a free one.
@@ -98,7 +99,8 @@ class Router:
         self.monitor = self._visitors.monitor
         try:
             _set_options(self.socket, config, bounds)
-            # Or a message to a peer that has gone, or does not read, would vanish without a word
+            # Otherwise a message to a peer that has gone, or does not read, is dropped without an
+            # error
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._visitors.endpoint = self.endpoint = _bind(self.socket, config, port)
             if has_unix_socket and not bind_unix(self.socket, self.endpoint):
@@ -109,15 +111,15 @@ class Router:
             raise
         self._inbox = Inbox(self.socket, self._visitors)
         self._poller = zmq.Poller()
-        self._poller.register(self.monitor, zmq.POLLIN)  # first: who has ended, then who speaks
+        self._poller.register(self.monitor, zmq.POLLIN)  # first: the ends of connections
         self._poller.register(self.socket, zmq.POLLIN)
 
     def __len__(self) -> int:
         return len(self._visitors)
 
     def poll(self) -> Iterator[list[zmq.Frame]]:
-        """Both, for who has not polled them: one call where nothing is there, because to read from
-        an empty socket costs twice as much.
+        """Handle the monitor and the socket, for a caller that has not polled them. If nothing is
+        there this is one call: a read from an empty socket costs twice as much.
         """
         for socket, _ in self._poller.poll(0):
             if socket is self.monitor:
@@ -126,12 +128,12 @@ class Router:
                 yield from self.receive()
 
     def meet(self) -> None:
-        """Who has come and gone, when ``monitor`` can be read."""
+        """Note new and ended connections; call it when ``monitor`` can be read."""
         self._visitors.meet()
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """What came, the peer's identity first, for one turn. Of a message of too many parts come
-        the first (``visitors.MOST_PARTS``); whoever sent it is sent away.
+        """The messages that came, each with the peer's identity first, for one turn. Of a message
+        of too many parts the first ``visitors.MOST_PARTS`` come; its connection is ended.
         """
         for frames in self._inbox.receive():
             if frames[-1].more:
@@ -139,20 +141,20 @@ class Router:
             yield frames
 
     def warn(self, frame: zmq.Frame, why: str) -> None:
-        """Who sent this is ended if he does it again. For a while his address makes no new
-        connections.
+        """Warn the connection that sent this frame: it is ended if it misbehaves again. For a while
+        its address makes no new connections.
         """
         self._visitors.warn(frame, why)
 
     def take_gone(self) -> list[bytes]:
         """The identities of connections that have ended since the last call, and had sent a
-        message. One whose last words are read later is named once more then.
+        message. If a last message of one is read later, its identity is returned once more.
         """
         return self._visitors.take_gone()
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
-        """One message. False if the peer has gone, or its queue is full. A :class:`zmq.Frame` is
-        not copied: however many peers it is on its way to, it is there once.
+        """Send one message. False if the peer has gone, or its queue is full. A :class:`zmq.Frame`
+        is not copied: one buffer serves all peers that it is sent to.
         """
         try:
             self.socket.send(identity, _SNDMORE)
@@ -169,24 +171,23 @@ class Router:
         self._visitors.look(was_empty=self._inbox.take_empty())
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop listening and end every connection. Idempotent."""
         self._visitors.close()
         self.socket.close()
 
 
 class Dealer:
-    """A connection to a ROUTER; it is made in the background.
+    """A connection to a ROUTER, established in the background.
 
-    ``problem`` says why it does not stand, and ``is_refused`` whether that is a matter of who may
-    come in.
+    ``problem``: why it is not established. ``is_refused``: whether the other side has refused it.
 
     Args:
         server_key: the CURVE key that the other side must have. A Unix socket goes without.
-        word: what is said every WORD_S where nothing else is.
-        reconnects: whether one that fails before it stood is tried again.
+        word: the message that is sent every WORD_S if no other is.
+        reconnects: whether a connection that fails before it was established is tried again.
 
-    Raises TransportUnavailable where keys are configured and the other side's is not pinned,
-    zmq.ZMQError where no socket can be had.
+    Raises TransportUnavailable where keys are configured and the key of the other side is not
+    pinned, zmq.ZMQError where no socket can be had.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Dealer:
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, longest_ms)
             if not reconnects:
                 self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
-            # A Unix socket's ends know each other's user
+            # The ends of a Unix socket know each other's user
             if server_key is not None and not is_unix and _set_keys(self.socket, config):
                 self.socket.curve_serverkey = server_key.encode()
             self.monitor: Socket = self.socket.get_monitor_socket(_EVENTS)
@@ -235,16 +236,16 @@ class Dealer:
         self._inbox, self._backlog = Inbox(self.socket), Backlog(-1)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """What came, for one turn. After the first parts of one with too many (the last has
-        ``more``) the connection is of no use any more.
+        """The messages that came, for one turn. Of a message with too many parts only the first
+        come (the last of them has ``more``); the connection must be dropped then.
         """
         for frames in self._inbox.receive():
             self._backlog.note(frames)
             yield frames
 
     def why_ended(self) -> str | None:
-        """What the monitor has to say: why the connection has ended for good. None: it stands, or
-        may come to stand.
+        """Why the connection has ended for good, by the monitor. None: it is established, or may
+        still be.
         """
         while not self.monitor.closed and self.monitor.poll(0):
             kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
@@ -272,7 +273,9 @@ class Dealer:
         return True
 
     def inspect(self) -> None:
-        """Say a word if it is time. Raises ProtocolError if more has come than anybody reads."""
+        """Send the keep-alive message if it is due. Raises ProtocolError if the other side sends
+        more than this side reads.
+        """
         if time.monotonic() - self._said_s >= WORD_S:
             self.send(self._word)
         nbytes = self._backlog.look(was_empty=self._inbox.take_empty())
@@ -280,7 +283,7 @@ class Dealer:
             raise ProtocolError(f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def close(self) -> None:
-        """What was sent may still leave, for as long as the bounds say. Idempotent."""
+        """Close; sent messages may still leave, for ``linger_ms`` of the bounds. Idempotent."""
         if not self.monitor.closed:
             with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends at that moment
                 self.socket.disable_monitor()
@@ -330,10 +333,10 @@ def bind_address(host: str) -> str:
 
 
 def bind_unix(socket: Socket, endpoint: str) -> bool:
-    """Answer the Unix socket beside ``endpoint``, without CURVE; False where that cannot be had,
-    which costs nothing but speed.
+    """Also listen on the Unix socket beside ``endpoint``, without CURVE. False if that is not
+    possible, which costs nothing but speed.
     """
-    socket.curve_server = False  # for this listener; those that stand keep what they have
+    socket.curve_server = False  # for this listener only; earlier ones keep their setting
     try:
         socket.bind(unix_endpoint(endpoint))
     except zmq.ZMQError:
@@ -347,7 +350,7 @@ def _bind(socket: Socket, config: Config, port: int) -> str:
     host = f"[{address}]" if ":" in address else address
     socket.setsockopt(zmq.IPV6, int(":" in address))
     socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard nobody comes in
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard every connection is refused
     if _set_keys(socket, config):
         socket.curve_server = True
     socket.bind(f"tcp://{host}:{port or '*'}")

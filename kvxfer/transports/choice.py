@@ -1,8 +1,8 @@
-"""Which wire to take to a source rank, by what moves real bytes, and why not another.
+"""The choice of the wire to a source rank, by a trial with real bytes.
 
 A direct wire that works is taken: it costs the source neither staging nor copies nor processor
-time. Where none works each stream wire is timed, and the one is taken over which a long prompt is
-there first.
+time. Where none works each stream wire is timed, and the wire is taken that moves a long prompt in
+the least time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ TRIAL_TIMEOUT_S = 2.0
 class Choice:
     """The wire to one source rank.
 
-    Its name, its trial, which who has the choice closes, how long a transfer of ``workload`` takes
-    by that, why each other wire was not taken, and of a stream wire the staging of its connection.
+    Its name; its trial, which the owner of the choice closes; how long a transfer of ``workload``
+    takes by the trial; why each other wire was not taken; and, for a stream wire, the staging of
+    its connection.
     """
 
     transport: str
@@ -45,11 +46,10 @@ class Choice:
 
     @property
     def costs(self) -> WireCosts:
-        """What the trial measured."""
         return self.trial.costs
 
     def chunk_nbytes(self, nbytes: int) -> int:
-        """Of the Pull of a transfer of so many bytes; 0 on a direct wire."""
+        """The chunk size in the Pull of a transfer of so many bytes; 0 on a direct wire."""
         return self.staging.chunk_nbytes(self.costs, nbytes) if self.staging is not None else 0
 
     def __str__(self) -> str:
@@ -78,17 +78,18 @@ def choose(
     min_gbps: float | None = None,
     timeout_s: float = TRIAL_TIMEOUT_S,
 ) -> Choice:
-    """Try the candidates, in the order of preference: direct wires first. The first direct one that
-    moves bytes, at ``min_gbps`` or more, is taken, and no other is tried then. Of streams the one
-    is taken over which a transfer of ``workload`` is over first. ``classes``: what will be copied.
+    """Try the candidates, in the order of preference: direct wires first. The first direct wire
+    that moves bytes, at ``min_gbps`` or more, is taken, and no other is tried then. Of the stream
+    wires the one with the shortest transfer of ``workload`` is taken. ``classes``: what will be
+    copied.
 
     Blocks for ``timeout_s`` at most, and for TRIAL_TIMEOUT_S for each candidate; but the last one
     has all that is left if none works until then: on a host with many times more work than cores a
-    trial that takes 10 ms alone was seen to take 4 s. May be called from any thread. The trial of
-    what is returned is to be closed.
+    trial that takes 10 ms alone was seen to take 4 s. May be called from any thread. The caller
+    closes the trial of the returned choice.
 
-    Raises TransportUnavailable with every reason when none is left: with one candidate, a wire
-    asked for by name, that is its own reason.
+    Raises TransportUnavailable with every reason when no wire works; with one candidate, a wire
+    asked for by name, with its own reason.
     """
     until_s = time.monotonic() + timeout_s
     working: list[Choice] = []
@@ -115,7 +116,7 @@ def choose(
             f"{source.control_endpoint}: expected a wire that works, got none: "
             f"{listed or 'no candidates'}"
         )
-    best = min(working, key=lambda choice: choice.duration_s)  # alike: the one preferred
+    best = min(working, key=lambda choice: choice.duration_s)  # equal times: the preferred wire
     for other in working:
         if other is not best:
             durations = f"{_ms(other.duration_s)} ms instead of {_ms(best.duration_s)}"
@@ -124,7 +125,7 @@ def choose(
 
 
 def _check_speed(trial: Trial, min_gbps: float | None) -> None:
-    """Raises TransportUnavailable for one that is too slow; what it holds is closed."""
+    """Raises TransportUnavailable for a trial below ``min_gbps``, and closes what it holds."""
     gbps = trial.costs.gb_per_s
     if min_gbps is not None and gbps < min_gbps:
         trial.close()
@@ -132,8 +133,8 @@ def _check_speed(trial: Trial, min_gbps: float | None) -> None:
 
 
 def _choice(name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload) -> Choice:
-    """What a transfer would take, in which staging. Raises TransportUnavailable where what was set
-    leaves no room for it.
+    """The choice of this wire: its time for the workload, and its staging. Raises
+    TransportUnavailable where the settings leave no room for the staging.
     """
     costs = trial.costs
     if bounds is None:
@@ -148,12 +149,12 @@ def _choice(name: str, bounds: StagingBounds | None, trial: Trial, workload: Wor
 
 
 def _ms(duration_s: float) -> str:
-    """Three digits."""
+    """Milliseconds as text: three digits below a second, else whole."""
     return f"{duration_s * 1e3:.3g}" if duration_s < 1 else f"{duration_s * 1e3:.0f}"
 
 
 def _size(nbytes: int) -> str:
-    """In the largest unit of which there is one."""
+    """Bytes as text, in the largest unit of which there is at least one."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:
             return f"{nbytes / unit:.3g} {name}"

@@ -1,4 +1,4 @@
-"""What a wire has to tell when it is polled next."""
+"""The completions that a wire returns from its next poll."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Completions(Generic[T]):
-    """Those of one wire, in their order. For the IO thread."""
+    """The completions of one wire, in order. For the IO thread."""
 
     def __init__(self, wake: Wake) -> None:
         self._wake = wake
@@ -21,19 +21,19 @@ class Completions(Generic[T]):
         return len(self._ready)
 
     def tell(self, completion: T) -> None:
-        """The next poll has this, and is to come."""
+        """Add a completion and wake the IO thread, so that it polls."""
         self._ready.append(completion)
         self._wake()
 
     def note(self, completion: T) -> None:
-        """The same, where a poll is under way, or comes anyway."""
+        """Add a completion without a wake, where a poll is under way or comes anyway."""
         self._ready.append(completion)
 
     def since(self, number: int) -> Sequence[T]:
-        """Those behind the first so many."""
+        """The completions behind the first so many."""
         return self._ready[number:]
 
     def take(self) -> list[T]:
-        """All that was not taken yet."""
+        """All completions that were not taken yet."""
         taken, self._ready = self._ready, []
         return taken

@@ -4,7 +4,7 @@ A :class:`CopyJob` belongs to a *lane*, one for each transfer. The thread runs o
 first job of a lane, then one of the next lane, so that a large transfer does not hold up a small
 one. Between pieces it looks at the cancel flag.
 
-A small job is run by who submits it: to hand it over and back costs more.
+The submitting thread runs a small job itself: the handover costs more than the copy.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class CopyJob(ABC):
     """Copying in pieces.
 
     ``on_end`` is called exactly once, on the copy thread or in the caller of ``cancel`` or
-    ``close``; it must only note the fact and wake somebody. ``cancelled`` may be read by a piece
-    that looks at it more often; ``has_successor`` says at the end that its lane goes on.
+    ``close``; it must only note the end and wake the thread that waits for it. A piece may read
+    ``cancelled`` more often; ``has_successor``: at its end another job of the lane follows.
 
     Args:
-        work_nbytes: how long it takes, as bytes (:func:`work_of`); None if that is not known.
+        work_nbytes: how long the job takes, as bytes (:func:`work_of`); None if unknown.
     """
 
     __slots__ = ("cancelled", "end", "error", "has_successor", "lane", "work_nbytes")
@@ -85,20 +85,20 @@ class CopyJob(ABC):
 
 
 class Copier(Protocol):
-    """What a transport needs of the copy thread."""
+    """The part of the copy thread that transports use."""
 
     def submit(self, job: CopyJob) -> None:
         """Queue a job; never blocks. It may have ended when this returns."""
 
     def cancel(self, job: CopyJob) -> None:
-        """End a job: at once, or after its running piece."""
+        """End a job: at once, or after the piece that is running."""
 
 
 class CopyThread:
     """Runs copy jobs, one piece at a time; the other cores belong to the engine.
 
     Args:
-        small_nbytes: jobs of at most so much work are run in ``submit``.
+        small_nbytes: ``submit`` itself runs jobs of at most so much work.
     """
 
     def __init__(self, name: str = "kvxfer-copy", *, small_nbytes: int = 0) -> None:
@@ -131,9 +131,9 @@ class CopyThread:
         _tell(job, CopyEnd.CANCELLED, None)
 
     def cancel(self, job: CopyJob) -> None:
-        """A job that is waiting ends now; of one that is running the current piece is the last.
+        """End a waiting job now, and a running job after its current piece.
 
-        Unknown jobs: nothing.
+        Unknown jobs are ignored.
         """
         with self._changed:
             job.cancelled = True
@@ -183,7 +183,7 @@ class CopyThread:
             self._let_others_run()
 
     def _let_others_run(self) -> None:
-        """Unless they just did."""
+        """Sleep ASIDE_S once this thread has run for ALONE_S without waiting."""
         if time.perf_counter() - self._resumed_s >= ALONE_S:
             time.sleep(ASIDE_S)
             self._resumed_s = time.perf_counter()
@@ -230,7 +230,7 @@ class CopyThread:
 
 
 def work_of(nbytes: int, num_regions: int) -> int:
-    """How long it takes to copy ``nbytes`` of ``num_regions`` regions, as bytes."""
+    """The work of a copy of ``nbytes`` of ``num_regions`` regions, expressed in bytes."""
     return nbytes + num_regions * REGION_NBYTES
 
 
@@ -243,9 +243,9 @@ def _tell(job: CopyJob, end: CopyEnd, error: BaseException | None) -> None:
 
 
 class Mailbox(Generic[T]):
-    """What the copy thread tells the IO thread.
+    """Items from the copy thread to the IO thread.
 
-    ``wake`` is called once for all items that lie there unread.
+    ``wake`` is called once for all unread items.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -267,8 +267,8 @@ class Mailbox(Generic[T]):
         self._wake()
 
     def drain(self) -> Iterator[T]:
-        """Everything that lies there; never blocks."""
-        # Before the first look: an item that comes after the last one finds the flag down and wakes
+        """All unread items; never blocks."""
+        # The flag goes down before the first look, so an item that comes after the last look wakes
         # again.
         self._told = False
         while True:

@@ -2,8 +2,8 @@
 by one kernel launch for each geometry class of a read (``tensors/device_copy.py``), on a stream of
 the wire's own.
 
-Reads take turns, and few bytes are on their way at a time, so that one that is given up ends soon.
-The IO thread launches, and sees what is over (:mod:`~kvxfer.transports.launches`).
+Reads take turns, and few bytes are in flight at a time, so that a read that is stopped ends soon.
+The IO thread launches the copies and sees which are over (:mod:`~kvxfer.transports.launches`).
 """
 
 from __future__ import annotations
@@ -72,15 +72,18 @@ processes take turns on the GPU another may be interrupted.
 
 
 def cuda_ipc_source(memory: LocalMemory, *_: object, gpu: Gpu | None = None) -> DirectSource:
-    """Exports this rank's memories. Raises TransportUnavailable where one cannot be."""
+    """Export this rank's memories. Raises TransportUnavailable for memory that cannot be
+    exported.
+    """
     gpu = gpu or Gpu(memory.device)
     return DirectSource("cuda_ipc", tuple(gpu.export(tensor) for tensor in memory.tensors))
 
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    """One read. ``launches``: what was put on the stream, as it is put there; None when no more
-    follow. ``end``: how it ends once nothing of it is in flight, None while it goes well.
+    """One read. ``launches``: each ``next`` puts a copy on the stream and gives its event and
+    bytes; None when no more follow. ``end``: how the read ends once nothing of it is in flight;
+    None while it goes well.
     """
 
     key: TransferKey
@@ -91,13 +94,13 @@ class _Pull:
     end: SinkCompletion | None = None
 
     def end_as(self, end: SinkCompletion) -> None:
-        """No more launches; the first reason counts."""
+        """Launch no more and end as this; the first end counts."""
         self.launches = None
         self.end = self.end or end
 
 
 class _Unmap(CopyJob):
-    """On the copy thread: CUDA may wait for other work of this GPU first."""
+    """Closes mappings on the copy thread: CUDA may wait for other work of this GPU first."""
 
     __slots__ = ("_mappings",)
 
@@ -109,7 +112,7 @@ class _Unmap(CopyJob):
         return False
 
     def on_end(self) -> None:
-        """A job that is not run, because all ends, has its end as well."""
+        """Close here, not in ``run``: a job that is cancelled at shutdown is not run, but ends."""
         for mapping in self._mappings:
             mapping.close()
 
@@ -139,7 +142,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         self._memories = tuple(
             DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in memory.tensors
         )
-        self._tensors = memory.tensors  # so that the addresses stay good
+        self._tensors = memory.tensors  # keeps the addresses valid
         settings = CopySettings(launch_programs=config.launch_programs)
         self._copier = DeviceCopier(gpu.device, settings)
         self._stream = gpu.make_stream()
@@ -160,10 +163,10 @@ class CudaIpcSink(MappingSink[MappedMemory]):
     def trial(
         self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
     ) -> Trial:
-        """Map the rank's memories, copy up to 32 MiB of the first, and compile what the classes
-        need and others did not. They stay mapped for ``attach``: to map anew what was just unmapped
-        takes 5 ms where a process does not see the other's GPU, and 32 memories take 4, in which
-        the IO thread would do nothing else.
+        """Map the rank's memories, copy up to 32 MiB of the first, and compile the kernels of the
+        classes that are not compiled yet. They stay mapped for ``attach``: to map anew what was
+        just unmapped takes 5 ms where a process does not see the other's GPU, and 32 memories take
+        4, in which the IO thread would do nothing else.
         """
         self._check_has_memories(source)
         mappings = self._map_all(source)
@@ -173,13 +176,13 @@ class CudaIpcSink(MappingSink[MappedMemory]):
             try:
                 costs = measure_copies(self._gpu, mappings[0].memory)
                 self._warm(classes)
-            except RuntimeError as exc:  # PyTorch's, of CUDA's own errors
+            except RuntimeError as exc:  # PyTorch raises it for CUDA's errors
                 raise TransportUnavailable(f"cuda_ipc: the trial failed: {exc}") from exc
             failed.pop_all()
         return Trial(costs, held=mappings)
 
     def _warm(self, classes: Sequence[CopyClass]) -> None:
-        # A copier is one thread's, and this may be any
+        # A copier belongs to one thread, and a trial may run on any
         copier = DeviceCopier(self._gpu.device, CopySettings(ring_nbytes=1 << 20))
         stream = self._gpu.make_stream()
         for each in classes:
@@ -240,18 +243,18 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         self._wake()  # somebody has to see it through
 
     def stop_read(self, key: TransferKey) -> None:
-        """What was launched is the last of it."""
+        """Launch no more of this read; copies that were launched still run."""
         pull = self._pulls.get(key)
         if pull is None:
             self._completions.tell(ReadStopped(key))
             return
-        pull.end = None  # whatever it was going to say, it was asked to stop
+        pull.end = None  # ReadStopped replaces any other end
         pull.end_as(ReadStopped(key))
         if self._finish():
             self._wake()
 
     def poll(self) -> list[SinkCompletion]:
-        """Progress and ends of the copies; of one that will be over in a moment its end."""
+        """Progress and ends of the copies; waits for a copy that will be over in a moment."""
         try:
             landed = self._in_flight.land()
             while True:
@@ -304,7 +307,9 @@ class CudaIpcSink(MappingSink[MappedMemory]):
     def _launches(
         self, request: ReadRequest, attached: Attached[MappedMemory]
     ) -> list[Iterator[Launched]]:
-        """Those of each class that is read; all of it is checked at once. Raises ValueError."""
+        """The launches of each class that is read; everything is checked at once. Raises
+        ValueError.
+        """
         source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
         sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
         return [
@@ -326,14 +331,14 @@ class CudaIpcSink(MappingSink[MappedMemory]):
             if len(bound) >= MAX_BOUND:
                 bound.clear()
             theirs = [mapping.memory for mapping in attached.mappings]
-            # The class is kept with it: its id is another's once it is gone
+            # Keeps the class alive: a freed class's id may become that of another
             known = (copy_class, bind_copy(copy_class, theirs, self._memories))
             bound[id(copy_class)] = known
         return known[1]
 
     def _launch(self) -> bool:
-        """One launch for each read in turn, as long as few are on their way, and few bytes, and the
-        host need not wait for room for their ids. False if there was none.
+        """Launch one copy for each read in turn, as long as few launches and bytes are in flight
+        and the ring has room for the ids without a wait. False if there was none.
         """
         in_flight, has_launched = self._in_flight, False
         while self._turns and in_flight.nbytes < IN_FLIGHT_NBYTES and len(in_flight) < MAX_LAUNCHES:
@@ -346,7 +351,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
                 following = next(pull.launches, None)
             except (RuntimeError, ValueError) as exc:
                 pull.end_as(ReadBroke(pull.key, Reason.READ_FAILED, f"launch: {exc}"))
-                following = (self._copier.mark(self._stream), 0)  # a part of it may run
+                following = (self._copier.mark(self._stream), 0)  # a part of the launch may run
             if following is None:
                 pull.launches = None
                 continue
@@ -358,7 +363,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         return has_launched
 
     def _land(self, landed: Sequence[Flight[_Pull]]) -> None:
-        """Take note of launches that are over."""
+        """Note launches that are over."""
         for flight in landed:
             pull = flight.owner
             pull.num_in_flight -= 1
@@ -367,7 +372,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
                 self._completions.note(Progress(pull.key, pull.nbytes))
 
     def _finish(self) -> bool:
-        """The ends of reads that have nothing in flight; True if there was one."""
+        """End the reads that have nothing in flight and launch no more; True if there was one."""
         over = [
             pull
             for pull in self._pulls.values()
@@ -379,7 +384,9 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         return bool(over)
 
     def _break(self, detail: str) -> None:
-        """An error of CUDA's: nothing runs in this process's context any more."""
+        """Break all reads after an error of CUDA's: nothing runs in this process's context any
+        more.
+        """
         self._broken = f"this GPU cannot be used any more: {detail}"
         self.counts["gpu_broken"] += 1
         self._in_flight.forget()
@@ -399,17 +406,17 @@ def _events_of(classes: Sequence[Iterator[Launched]]) -> Iterator[tuple[Event, i
 
 
 def measure_copies(gpu: Gpu, memory: DeviceMemory) -> WireCosts:
-    """Of up to 32 MiB from there into new memory of this GPU; from any thread. Raises RuntimeError,
-    PyTorch's, where CUDA fails.
+    """Time copies of up to 32 MiB from ``memory`` into new memory of this GPU; from any thread.
+    Raises RuntimeError, PyTorch's, where CUDA fails.
 
-    The rate is by the GPU's clock, because where many processes take turns on a GPU the host saw a
-    copy of 10 us over after 2 ms. So the host looks at the end of all copies only: beside a thread
-    that computes in Python each look may take milliseconds.
+    The rate is by the GPU's clock: where many processes take turns on a GPU, the host saw a copy of
+    10 us over only after 2 ms. The host waits once, for the end of all copies: beside a thread that
+    computes in Python each look may take milliseconds.
     """
     nbytes = min(memory.nbytes, TRIAL_NBYTES)
     landing = torch.empty(nbytes, dtype=torch.uint8, device=gpu.device)
     stream = gpu.make_stream()
-    # The ring is one thread's, and this may be any
+    # The ring belongs to one thread, and this may be any
     copier = DeviceCopier(gpu.device, CopySettings(ring_nbytes=1 << 16))
     large, small = (
         flat_copy(memory.address, landing.data_ptr(), most_nbytes)

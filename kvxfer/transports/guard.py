@@ -1,15 +1,15 @@
-"""Who may come in to a listener, over TCP or from this host.
+"""Which connections a listener admits, over TCP or from this host.
 
-ZeroMQ asks a :class:`Guard` about each connection during the handshake (ZAP, ZeroMQ RFC 27). Who is
-refused there sends no message, holds no memory beyond the handshake, and is told that he was
-refused. Addresses decide; where CURVE keys are configured, keys do, and addresses do not matter.
+ZeroMQ asks a :class:`Guard` about each connection during the handshake (ZAP, ZeroMQ RFC 27). A
+refused peer sends no message, holds no memory beyond the handshake, and is told that it was
+refused. The peer's address decides; where CURVE keys are configured, its key decides instead.
 
 A source of a stream that is bound to ``tcp://HOST:PORT`` also answers the abstract Unix socket that
 is named after it. Such names belong to one network namespace, as the port does, so a sink that
-finds the name is on the source's host. It sends the same frames for less: 64 MiB took 49 ms of
-processor time over the Unix socket and 58 over TCP, all threads of both sides together. Anybody may
-take a free name, so each end checks the user of the other, with CURVE keys as well as without. A
-sink that finds no such name, or somebody else's, uses TCP.
+finds the name is on the source's host. The Unix socket carries the same frames at less cost: 64 MiB
+took 49 ms of processor time over the Unix socket and 58 over TCP, all threads of both sides
+together. Anybody may take a free name, so each end checks the user of the other, with CURVE keys as
+well as without. A sink that finds no such name, or somebody else's, uses TCP.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ def pinned_keys(config: Config) -> frozenset[str]:
 def why_refused(config: Config, address: str, key: str | None) -> str | None:
     """Why a listener does not admit this address with this CURVE key; None if it does.
 
-    Without keys loopback is admitted, and others only where ``allowed_peers`` was set and names
-    them.
+    Without keys loopback is admitted, and any other address only if ``allowed_peers`` names it.
     """
     user = user_of(address)
     if user is not None:
@@ -87,11 +86,11 @@ class _Penalty:
 
 
 class Penalties:
-    """Addresses that make no new connections for a while, to all listeners of a context.
+    """Addresses that may make no new connections for a while, to any listener of a context.
 
-    A connection that misbehaves is closed, and would be back at once: each message of a megabyte in
-    empty parts holds up all others of the port for 0.2 s. Processes of this user come over the Unix
-    socket, where no penalty is given.
+    A connection that misbehaves is closed; without a penalty it would be back at once: each message
+    of a megabyte in empty parts holds up all others of the port for 0.2 s. Processes of this user
+    come over the Unix socket, where no penalty is given.
     """
 
     def __init__(self) -> None:
@@ -117,13 +116,16 @@ _penalties: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], Penalties] = WeakK
 
 
 def penalties_of(context: zmq.Context[zmq.Socket[bytes]]) -> Penalties:
-    """What its listeners add to and its guard looks at, on threads of their own."""
+    """The penalties of a context. Its listeners add to them and its guard reads them, on different
+    threads.
+    """
     return _penalties.setdefault(context, Penalties())
 
 
 class Guard:
-    """Decides about every connection to the listeners of one context, on a thread of its own: an IO
-    thread that is held up keeps nobody waiting. Make it before they bind; it ends with the context.
+    """Decides about every connection to the listeners of one context. It has a thread of its own,
+    so a busy IO thread does not delay handshakes. Make it before the listeners bind; it ends with
+    the context.
 
     ``on_refused`` is called on that thread for each connection that was refused.
     """
@@ -145,7 +147,7 @@ class Guard:
         self._thread.start()
 
     def join(self) -> None:
-        """After the context was ended: nothing of it is left when this returns."""
+        """Wait for the end of its thread; call it after the context was ended."""
         self._thread.join()
 
     def _main(self) -> None:
@@ -171,7 +173,7 @@ class Guard:
         status, text = (b"200", b"OK") if why is None else (b"400", why.encode())
         if why is None and self._penalties.holds(address, time.monotonic()):
             self._on_refused()
-            status, text = b"300", b"later"  # whoever is no stranger tries again
+            status, text = b"300", b"later"  # a peer that is admitted tries again
         return [b"1.0", request_id, status, text, b"", b""]
 
 

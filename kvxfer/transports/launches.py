@@ -1,8 +1,8 @@
-"""Launches of one stream of a GPU that are on their way: which are over, and when to look.
+"""Launches in flight on one stream of a GPU: which are over, and when to look again.
 
-The IO thread asks; it never waits for a GPU, but for the last moments of a copy it looks without
-pause, because to be woken takes longer. A thread sleeps until a launch is nearly due, and then
-until it is over, and wakes the IO thread each time.
+The IO thread queries the launches and never sleeps for a GPU. In the last moments of a copy it
+queries without pause, because a wake takes longer. A waiting thread sleeps until a launch is nearly
+due, and then until it is over, and wakes the IO thread each time.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Flight(Generic[T]):
-    """A launch on its way. ``begins_s``, ``due_s``: when it should begin and be over
-    (``time.perf_counter``); ``is_expected``: the waiting thread knows of it; ``ended_s``: when that
-    one saw it over.
+    """A launch in flight. ``begins_s``, ``due_s``: when it should begin and be over
+    (``time.perf_counter``); ``is_expected``: the waiting thread knows of it; ``ended_s``: when the
+    waiting thread saw its end.
     """
 
     owner: T
@@ -51,7 +51,9 @@ class Flight(Generic[T]):
 
 
 class Launches(Generic[T]):
-    """Those of one stream, in their order. For the IO thread, but for ``wake``."""
+    """The launches in flight of one stream, in order. For the IO thread; ``wake`` is called on
+    another.
+    """
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self.nbytes = 0
@@ -65,7 +67,7 @@ class Launches(Generic[T]):
         return len(self._flights)
 
     def add(self, owner: T, event: Event, nbytes: int) -> None:
-        """It was put on the stream."""
+        """Note a launch that was put on the stream."""
         begins_s = time.perf_counter()
         if self._flights:
             begins_s = max(begins_s, self._flights[-1].due_s)
@@ -74,7 +76,7 @@ class Launches(Generic[T]):
         self.nbytes += nbytes
 
     def land(self) -> list[Flight[T]]:
-        """Those that are over. Raises RuntimeError, PyTorch's, when the GPU has failed."""
+        """The launches that are over. Raises RuntimeError, PyTorch's, when the GPU has failed."""
         landed: list[Flight[T]] = []
         while self._flights:
             looked_s = time.perf_counter()
@@ -83,17 +85,19 @@ class Launches(Generic[T]):
                 break
             flight = self._flights.popleft()
             self.nbytes -= flight.nbytes
-            if not landed:  # what is over in the same look has begun at an unknown moment
+            if not landed:  # a second one in the same look began at an unknown time
                 self._measure(flight, looked_s)
             landed.append(flight)
-        if landed and self._flights:  # the next has begun
+        if landed and self._flights:  # the next launch has begun
             following = self._flights[0]
             following.begins_s = landed[-1].ended_s or looked_s
             following.due_s = following.begins_s + following.nbytes / self._bytes_per_s
         return landed
 
     def land_close(self) -> list[Flight[T]]:
-        """Those that will be over in a moment; nothing if none will. Raises RuntimeError."""
+        """Wait for launches that will be over in a moment; none if none will. Raises
+        RuntimeError.
+        """
         while self._flights:
             early_s = self._flights[0].due_s - time.perf_counter()
             if not -CLOSE_S <= early_s <= CLOSE_S + WAKE_S:
@@ -103,19 +107,19 @@ class Launches(Generic[T]):
         return []
 
     def expect(self) -> None:
-        """What is on its way now is to be waited for."""
+        """Have the waiting thread wait for every launch in flight."""
         waited = [flight for flight in self._flights if not flight.is_expected]
         for flight in waited:
             flight.is_expected = True
             self._waiter.expect(flight)
 
     def forget(self) -> None:
-        """None of them will be over: the GPU has failed."""
+        """Drop all launches: the GPU has failed."""
         self._flights.clear()
         self.nbytes = 0
 
     def synchronize(self) -> None:
-        """Wait for all, at shutdown. Raises RuntimeError."""
+        """Wait for all launches, at shutdown. Raises RuntimeError."""
         for flight in self._flights:
             flight.event.synchronize()
 
@@ -124,7 +128,7 @@ class Launches(Generic[T]):
         self._waiter.close()
 
     def _measure(self, flight: Flight[T], looked_s: float) -> None:
-        """By when the waiting thread saw it over; else it ended between two looks."""
+        """Update the rate. The end is when the waiting thread saw it, else between two looks."""
         if flight.nbytes < MEASURED_NBYTES:
             return
         running_s = max(self._looked_s, flight.begins_s)
@@ -143,11 +147,11 @@ class _Waiter(Generic[T]):
         self._thread.start()
 
     def expect(self, flight: Flight[T]) -> None:
-        """Wake when it is nearly due, and when it has passed or failed."""
+        """Wake the IO thread when the launch is nearly due, and when it is over or has failed."""
         self._flights.put(flight)
 
     def close(self) -> None:
-        """After the last event."""
+        """End the thread, after it has waited for every event."""
         self._flights.put(None)
         self._thread.join()
 
@@ -155,7 +159,7 @@ class _Waiter(Generic[T]):
         while (flight := self._flights.get()) is not None:
             if self._sleep_until_nearly_due(flight):
                 self._wake()
-            with suppress(RuntimeError):  # who asks the event next learns it
+            with suppress(RuntimeError):  # the next query of the event raises it
                 if not flight.event.query():
                     flight.event.synchronize()
                     flight.ended_s = time.perf_counter()
@@ -163,8 +167,8 @@ class _Waiter(Generic[T]):
             del flight
 
     def _sleep_until_nearly_due(self, flight: Flight[T]) -> bool:
-        """False if it was so already. The IO thread says later when it is due, once what runs
-        before it is over.
+        """False if the launch was nearly due already. The IO thread moves ``due_s`` once the launch
+        before is over.
         """
         has_slept = False
         while (early_s := flight.due_s - CLOSE_S - WAKE_S - time.perf_counter()) > 0:

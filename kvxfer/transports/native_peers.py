@@ -1,14 +1,14 @@
-"""Who may have UCX and NIXL read bytes, and on which network devices their UCX is.
+"""Which peers UCX and NIXL may read bytes from, and which network devices their UCX uses.
 
-Both read what a peer sends in C code, which ends the process where that is not what it expects. UCX
-1.21 asserts that it knows the version of a worker's address; and half of the processes whose TCP
-port of UCX got twelve made-up messages ended by SIGABRT or SIGSEGV. That port asks nobody who he
-is, whatever keys the other ports want. So there is one rule:
+Both parse the bytes of a peer in C code, which ends the process if they are malformed. UCX 1.21
+asserts that it knows the version of a worker's address; and half of the processes whose TCP port of
+UCX got twelve made-up messages ended by SIGABRT or SIGSEGV. That port has no authentication,
+whatever keys the other ports require. So there is one rule:
 
 - UCX stays on the loopback device, and addresses are taken from processes of this user on this host
   only: those on the Unix socket beside the stream's TCP port, where the kernel names the user.
 - With ``trust_network`` UCX is on the device of ``host`` and on RDMA devices, and addresses are
-  taken from everybody who is served.
+  taken from every peer that is served.
 
 A variable ``UCX_NET_DEVICES`` takes precedence over the choice of devices. Other users of this host
 reach a port on the loopback device.
@@ -54,7 +54,7 @@ def needs_own_user(pipe: Pipe, config: Config) -> bool:
 
 
 def is_own_user(frame: zmq.Frame | None) -> bool:
-    """Whether a process of this user on this host has sent it, by what the kernel says."""
+    """Whether a process of this user on this host has sent the message, by what the kernel says."""
     try:
         address = "" if frame is None else str(frame.get("Peer-Address"))
     except zmq.ZMQError:
@@ -63,7 +63,7 @@ def is_own_user(frame: zmq.Frame | None) -> bool:
 
 
 def refusal(name: str) -> str:
-    """What both sides are told."""
+    """The message of a refusal, for both sides."""
     return (
         f"{name}: expected a process of the same user on this host, because the library takes "
         "what peers send unchecked; where only trusted hosts reach the network, set trust_network "
@@ -72,7 +72,7 @@ def refusal(name: str) -> str:
 
 
 def parse_address(name: str, address: bytes, kind: type[A]) -> A:
-    """Of the other end of a connection. Raises PipeBroken."""
+    """Parse the address of the other end of a connection. Raises PipeBroken."""
     try:
         return msgspec.msgpack.decode(address, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
@@ -83,8 +83,8 @@ def parse_address(name: str, address: bytes, kind: type[A]) -> A:
 
 
 def net_devices(config: Config) -> tuple[str, ...]:
-    """What UCX may use of the network, as UCX calls it; ("all",): everything, (): what its variable
-    says.
+    """The network devices that UCX may use, by UCX's names. ("all",): every device; (): those of
+    its variable.
 
     Raises TransportUnavailable if ``host`` is no address of this machine.
     """
@@ -119,7 +119,7 @@ def _rdma_ports() -> list[str]:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """Each device's name and one address of it."""
+    """The name of each device and one IPv4 address of it."""
     space = array.array("B", bytes(_MOST_ADDRESSES * _IFREQ_NBYTES))
     begin, nbytes = space.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:

@@ -1,7 +1,7 @@
 """What kvxfer uses of NIXL, typed: one agent with its UCX plugin.
 
 NIXL's own errors have no common base and become PipeBroken here. An agent is for one thread. It
-brings UCX of its own, which may lie in one process beside another.
+brings its own UCX, which may be loaded in one process beside another UCX.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Area(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Request:
-    """One READ or WRITE, which may be posted again when it is done. Raises PipeBroken."""
+    """One READ or WRITE; it may be posted again when it is done. Raises PipeBroken."""
 
     __slots__ = ("_agent", "_handle", "_nixl")
 
@@ -67,11 +67,13 @@ class Request:
         self._nixl, self._agent, self._handle = nixl, agent, handle
 
     def post(self) -> bool:
-        """Begin. True if it is done already, as it is where this process copies by itself."""
+        """Begin the transfer. True if it is done already, as on one host, where this process copies
+        by itself.
+        """
         return self._state(self._agent.postXferReq)
 
     def is_done(self) -> bool:
-        """Looks; what there is to do for it is done on the way. Not after it has failed."""
+        """Whether the transfer is done; also drives it. Not to be called after it has failed."""
         return self._state(self._agent.getXferStatus)
 
     def _state(self, ask: Callable[[int], object]) -> bool:
@@ -95,7 +97,7 @@ class Request:
 
 
 class _Library:
-    """The bindings."""
+    """NIXL's Python bindings, imported when first needed. Raises TransportUnavailable."""
 
     def __init__(self) -> None:
         try:
@@ -142,7 +144,9 @@ class NixlAgent:
             return self._agent.createBackend("UCX", {})
 
     def register(self, area: Area) -> _Foreign:
-        """For peers, until ``deregister`` gets what this returns. Raises TransportUnavailable."""
+        """Register memory for peers, until ``deregister`` gets what this returns. Raises
+        TransportUnavailable.
+        """
         descriptor = (area.address, area.nbytes, area.device, "")
         registered = self._nixl.bindings.nixlRegDList(self._nixl.kinds[area.kind], [descriptor])
         try:
@@ -154,17 +158,17 @@ class NixlAgent:
         return registered
 
     def deregister(self, registered: _Foreign) -> None:
-        """What ``register`` has returned."""
+        """Undo a ``register``, by what it returned."""
         self._agent.deregisterMem(registered, self._backends)
 
     def metadata(self, registered: _Foreign | None = None) -> bytes:
-        """With it a peer can reach this agent, and this memory."""
+        """What a peer needs to reach this agent and this memory."""
         if registered is None:
             registered = self._nixl.bindings.nixlRegDList(self._nixl.kinds["DRAM"])
         return bytes(self._agent.getLocalPartialMD(registered, True, self._backends))
 
     def add_peer(self, metadata: bytes) -> str:
-        """Connect, and know that memory; the name of the peer. Raises PipeBroken."""
+        """Connect to the agent of this metadata; returns its name. Raises PipeBroken."""
         try:
             name = self._agent.loadRemoteMD(metadata)
         except Exception as exc:  # NIXL's, or what C++ throws at bytes that it cannot read
@@ -201,7 +205,7 @@ class NixlAgent:
         return True
 
     def notes(self) -> list[tuple[str, bytes]]:
-        """What other agents have sent since: who, and what."""
+        """The messages of other agents since the last call: name of the agent, bytes."""
         try:
             found = self._agent.getNotifs({}, self._backends)
         except UnicodeDecodeError as exc:  # not from an agent of ours; the others' went with it

@@ -1,11 +1,11 @@
-"""The ends of a connection over NIXL: the one that reads or writes, and the one that it reaches;
-and what all ends of a pipe have in common: its agent, the peers it knows, its staging.
+"""The two ends of a connection over NIXL: one reads or writes (:class:`Mover`), the other is read
+or written (:class:`Reached`). All ends of a pipe share its agent, its known peers and its staging.
 
-Neither NIXL nor UCX can say when a peer has let go of memory that it may reach. So staging that was
-reached keeps its bytes until the other end has said that it is over, or cannot be reached any more:
-a sink that stood still may have an announcement in its hand long after its source has given it up,
-and would take what another request has left there for its own. None of it is freed before the agent
-is: over TCP UCX reads and writes at an address without asking whether it is still registered.
+Neither NIXL nor UCX can tell when a peer has stopped using memory that it may reach. So such
+staging is not reused until the other end has said that it is over, or cannot be reached any more. A
+sink that was stopped may act on an announcement long after its source has dropped it, and would
+take the bytes of another request for its own. Staging is freed only after the agent: over TCP UCX
+reads and writes at an address without asking whether it is still registered.
 """
 
 from __future__ import annotations
@@ -53,15 +53,17 @@ class Staging:
         self.parts = [self.memory[n * nbytes :][:nbytes] for n in range(slots.num_slots)]
 
     def metadata(self) -> bytes:
-        """For who is to reach it."""
+        """What a peer needs to reach this staging."""
         return self._agent.metadata(self._registered)
 
     def slot(self, slot: int, nbytes: int) -> Area:
-        """The beginning of one."""
+        """The first ``nbytes`` of a slot."""
         return self.area.part(slot * self.slots.slot_nbytes, nbytes)
 
     def deregister(self) -> None:
-        """Peers cannot reach it any more, where the hardware asks for a registration."""
+        """Undo the registration: peers cannot reach the staging any more, where the hardware checks
+        it.
+        """
         self._agent.deregister(self._registered)
 
     def give_back(self) -> None:
@@ -82,7 +84,7 @@ class NixlHost:
         self._kept: list[Staging] = []
 
     def on_device(self) -> AbstractContextManager[object]:
-        """UCX finds the memory's GPU by the context that is current."""
+        """The CUDA context for calls of NIXL: UCX finds the memory's GPU by the current context."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def add_peer(self, metadata: bytes) -> str:
@@ -137,7 +139,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, address: bytes) -> Address:
-        """Raises PipeBroken."""
+        """Parse what the other end sent. Raises PipeBroken."""
         return parse_address("nixl", address, cls)
 
 
@@ -150,7 +152,7 @@ class End(ABC):
         self.closed_s: float | None = None
 
     def meet(self, theirs: Address) -> None:
-        """Raises PipeBroken."""
+        """Check the other end's staging and connect to its agent. Raises PipeBroken."""
         slots, area = self.staging.slots, theirs.area
         # A source may have fewer slots than its sink has asked for
         fits = theirs.slot_nbytes == slots.slot_nbytes and not area.nbytes % slots.slot_nbytes
@@ -159,7 +161,7 @@ class End(ABC):
         self.peer = self.host.add_peer(theirs.metadata)
 
     def address(self, operation: Operation) -> bytes:
-        """For the other end."""
+        """What the other end needs to reach this one, as msgpack."""
         staging = self.staging
         nbytes = staging.slots.slot_nbytes
         return msgspec.msgpack.encode(
@@ -176,10 +178,10 @@ class End(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Does nobody touch the staging any more?"""
+        """Whether nothing can touch the staging any more."""
 
     def let_go(self) -> None:
-        """It is over."""
+        """Drop this end's hold on the peer."""
         if self.peer:
             self.host.remove_peer(self.peer)
 
@@ -211,7 +213,7 @@ class Mover(End):
         """Nothing that matters to it."""
 
     def start(self, slot: int, nbytes: int) -> None:
-        """Raises PipeBroken."""
+        """Begin the transfer of one chunk. Raises PipeBroken."""
         request = self._request(slot, nbytes)
         self._moving[slot] = request  # before it is posted: where that fails it is not looked at
         with self.host.on_device():

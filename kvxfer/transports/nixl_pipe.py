@@ -1,12 +1,12 @@
 """NIXL as a pipe: one READ or one WRITE for each chunk, from staging to staging.
 
 With READ the sink fetches a chunk when it is announced. With WRITE the source puts it into the
-sink's staging, and announces it when it lies there. Which of the two is the sink's to say, by what
-its trial has measured (``stream_trial``); ends on both sides are made for the other one's choice.
+sink's staging, and announces it when it lies there. The sink chooses one of the two by its trial
+(``stream_trial``); the source makes its end to match.
 
-NIXL has no descriptor that tells when a transfer is over. Where it copies by itself (on one host)
-it is over when it has been posted; else an alarm wakes the IO thread after 50 us, 100, 200 and so
-on, which looks.
+NIXL has no descriptor that tells when a transfer is over. On one host NIXL copies by itself, and a
+transfer is over when it has been posted. Otherwise an alarm wakes the IO thread after 50 us, 100,
+200 and so on, and the IO thread polls.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class NixlSinkLane(SinkLane):
             self._written.append(slot)
 
     def poll(self) -> Sequence[int]:
-        """In any order."""
+        """Slots whose payload has come since the last call, in any order."""
         if self._mover is not None:
             return self._mover.moved()
         written, self._written = self._written, []
@@ -201,7 +201,7 @@ class NixlPipe(Pipe):
 
     @property
     def is_idle(self) -> bool:
-        """Not while an end goes on that was closed."""
+        """Whether no closed end is still in use."""
         return not self._ends
 
     def open_source(self, address: bytes, slots: Slots) -> NixlSourceLane:
@@ -231,7 +231,7 @@ class NixlPipe(Pipe):
         return end
 
     def open_sink(self, slots: Slots, way: str = "") -> NixlSinkLane:
-        """It asks for that operation."""
+        """The end asks its source for the operation of ``way``."""
         operation: Operation = "READ" if self.way_named(way) == "READ" else "WRITE"
         connection, host = secrets.token_bytes(16), self._host
         end: End
@@ -262,7 +262,9 @@ class NixlPipe(Pipe):
         return True
 
     def close(self) -> None:
-        """Waits a moment for what goes on; what has no end then is kept until the process ends."""
+        """Wait a moment for operations in flight. Memory of those that do not end is kept until the
+        process ends.
+        """
         if not self._is_open:
             return
         for end in list(self._ends.values()):
@@ -289,7 +291,7 @@ class NixlPipe(Pipe):
         host.close()
 
     def retire(self, end: End) -> None:
-        """It was closed. Idempotent."""
+        """Keep the staging of a closed end until nothing can touch it. Idempotent."""
         if end.closed_s is not None:
             return
         end.closed_s = time.monotonic()

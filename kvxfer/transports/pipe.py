@@ -1,12 +1,12 @@
 """The contract of a pipe: how the payload of a chunk gets from the source's staging to the sink's.
 
-A stream wire (``stream_source``, ``stream_sink``) packs, announces, credits and unpacks; what is
-left is a pipe's. ZeroMQ tells when the other side has gone. It also carries announcements and
-credits, unless the pipe does (``tell``): each of its messages wakes two threads of its own before
-the one that reads it. A connection has *slots*: slot ``i`` of the source's
-staging is sent into slot ``i`` of the sink's, as its ``generation``-th chunk, counted from 0 on
-both sides. It is the source's from the credit (at first: from the attach) until it is announced,
-and the sink's from then on.
+A stream wire (``stream_source``, ``stream_sink``) packs, announces, credits and unpacks; a pipe
+moves the payload. ZeroMQ tells when the other side has gone. ZeroMQ also carries announcements and
+credits, unless the pipe does (``tell``): each ZeroMQ message wakes two threads of ZeroMQ before the
+thread that reads it. A connection has *slots*: slot ``i`` of the source's staging is sent into slot
+``i`` of the sink's, as its ``generation``-th chunk, counted from 0 on both sides. The slot belongs
+to the source from the credit (at first: from the attach) until its chunk is announced, and to the
+sink from then on.
 
 Pipes are driven by the IO thread of a worker, like the wires above them; ``wake`` may be called
 from any thread. A trial makes a pipe of its own on a thread of its own.
@@ -43,7 +43,9 @@ class PipeBroken(KvxferError):
 
 
 def check_no_parts(parts: Sequence[zmq.Frame]) -> None:
-    """Of an announcement whose payload comes another way. Raises ProtocolError."""
+    """Raises ProtocolError for an announcement with frames, on a pipe whose payload comes another
+    way.
+    """
     if parts:
         raise ProtocolError(f"chunk: expected nothing beside its header, got {len(parts)} frames")
 
@@ -63,8 +65,8 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class StagingSize:
-    """What the staging of one connection takes, unless settings say otherwise: all of it, each slot
-    at most, and how many slots there are at least.
+    """The default size of the staging of one connection: bytes of all of it, most bytes of a slot,
+    and least number of slots.
     """
 
     nbytes: int
@@ -96,7 +98,7 @@ class Lane(ABC):
         return False
 
     def heard(self) -> Sequence[bytes]:
-        """What the other end has told, in order; called after every ``progress``. Never blocks.
+        """The messages of the other end, in order; called after every ``progress``. Never blocks.
 
         Raises PipeBroken.
         """
@@ -237,9 +239,9 @@ MakePipe = Callable[[LocalMemory, Config, Wake], Pipe]
 def make_staging(nbytes: int, device: torch.device) -> torch.Tensor:
     """Flat uint8, zeroed. Raises TransportUnavailable, or what the device says when it is full.
 
-    Memory of its own, and none of an allocator's: what a peer might still write to must never
-    become another tensor's. A mapping of its own is taken from the process when the last tensor of
-    it goes.
+    The memory is a mapping of its own and not from an allocator: memory that a peer might still
+    write to must never become part of another tensor. The mapping is unmapped when its last tensor
+    goes.
     """
     if device.type == "cpu":
         return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)

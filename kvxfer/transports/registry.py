@@ -89,7 +89,7 @@ PIPES: dict[str, MakePipe] = {"zmq": _zmq_pipe, "ucx": _ucx_pipe, "nixl": _nixl_
 
 @contextmanager
 def _needs(wire: str, library: str, extra: str) -> Iterator[None]:
-    """Around an import of what a host need not have."""
+    """Wraps the import of an optional library: ImportError becomes TransportUnavailable."""
     try:
         yield
     except ImportError as exc:
@@ -151,7 +151,7 @@ def _make(
             made[name] = makers[name](memory, config, copy_thread, wake, context)
         except Exception as exc:
             is_auto = config.transport == "auto" and name != "zmq"
-            # Whatever fails in a library that nobody has asked for must not end the engine
+            # A failure in a library that was not asked for by name must not end the engine
             if is_auto and (name in OPTIONAL or isinstance(exc, TransportUnavailable)):
                 _log.debug("not offered: %s", exc)
                 continue

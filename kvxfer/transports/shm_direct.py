@@ -1,8 +1,8 @@
 """The direct wire of one host: the sink maps the source's pools and copies out of them.
 
-The source does nothing but own shared pools whose handles stand in its manifest. A source that dies
-is harmless: its bytes stay until the last mapping goes, and what was read counts only with the
-source's verdict.
+The source only owns shared pools, whose handles stand in its manifest. A source that dies is
+harmless: its bytes stay until the last mapping goes, and a read is valid only with the source's
+verdict.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ class _OfThread(threading.local):
 
 
 class _Read(CopyJob):
-    """One read: its copy. ``nbytes`` is written by who copies, ``has_ended`` when nothing of it
-    runs any more; the rest belongs to the IO thread. ``told``: where it goes after each piece.
+    """The copy of one read. The copying thread writes ``nbytes``, and ``has_ended`` when nothing of
+    the read runs any more; all else belongs to the IO thread. ``told``: the mailbox that gets the
+    read after each piece.
     """
 
     __slots__ = (
@@ -103,7 +104,7 @@ class _Read(CopyJob):
         self._pieces = self._copy(source)
 
     def run(self) -> bool:
-        """The next piece."""
+        """Copy the next piece; True if there is more."""
         return next(self._pieces, self) is not self
 
     def on_end(self) -> None:
@@ -137,7 +138,7 @@ class _Read(CopyJob):
 
 
 class ShmSink(MappingSink[MappedPool]):
-    """Maps each source rank once and copies out of it on the copy thread; little, at once."""
+    """Maps each source rank once and copies out of it on the copy thread; small reads at once."""
 
     name = "shm"
 

@@ -1,7 +1,7 @@
 """The sinks that are connected to a source, and what each may ask of it.
 
-Anybody can connect, so everything here is bounded, and nobody is sent the chunks of a transfer who
-has not named its nonce: it goes over the control channel, to those who may read the offer.
+Anybody can connect, so everything here is bounded. A connection gets the chunks of a transfer only
+if it has named the nonce, which goes over the control channel, to sinks that may read the offer.
 """
 
 from __future__ import annotations
@@ -68,18 +68,20 @@ class Connection:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it has no transfer, and none of its slots is in use."""
+        """Whether the connection has no transfer and none of its slots is in use."""
         return self.table.is_idle and not len(self.sends)
 
     def close_lane(self) -> None:
-        """Once it is lost and nobody writes its slots any more."""
+        """Close the lane, once the connection is lost and no job writes its slots any more."""
         if self.is_lost and not self.table.num[SourceSlot.FILLING] and self.lane is not None:
             self.lane.close()
             self.lane = None
 
 
 class Connections:
-    """Who is attached, and which read belongs to whom: the first that named it."""
+    """The attached connections, and the reads of each: a read belongs to the connection that named
+    it.
+    """
 
     def __init__(self) -> None:
         self._by_identity: dict[bytes, Connection] = {}
@@ -89,7 +91,7 @@ class Connections:
         return len(self._by_identity)
 
     def all(self) -> list[Connection]:
-        """Oldest first."""
+        """Every attached connection, the oldest first."""
         return list(self._by_identity.values())
 
     def get(self, identity: bytes) -> Connection | None:
@@ -101,7 +103,9 @@ class Connections:
         return self._by_read.get(name)
 
     def with_staging(self, *, of_trials: bool = False) -> list[Connection]:
-        """Those that have staging, or trials only; the one that has waited longest first."""
+        """The connections that have staging, the longest-waiting first; ``of_trials``: those of
+        trials only.
+        """
         found = (each for each in self._by_identity.values() if each.lane is not None)
         return sorted(
             (each for each in found if each.is_trial or not of_trials),
@@ -111,18 +115,20 @@ class Connections:
     def add(
         self, identity: bytes, slots: Slots, address: bytes, *, is_trial: bool = False
     ) -> Connection:
-        """A new one, all of whose slots are granted."""
+        """Add a new connection, all of whose slots are granted."""
         connection = self._by_identity[identity] = Connection(identity, slots, address, is_trial)
         return connection
 
     def remove(self, connection: Connection) -> None:
-        """It, and the reads that it named."""
+        """Remove a connection, and the reads that it named."""
         self._by_identity.pop(connection.identity, None)
         for name in list(connection.expected):
             self.forget(name)
 
     def expect(self, connection: Connection, name: ReadName) -> bool:
-        """The read is this connection's. False if its oldest one had to be forgotten for that."""
+        """Note that this connection has named the read. False if its oldest read was forgotten to
+        make room.
+        """
         had_room = name in connection.expected or len(connection.expected) < MAX_EXPECTED
         if not had_room:
             self.forget(next(iter(connection.expected)))
@@ -131,7 +137,7 @@ class Connections:
         return had_room
 
     def forget(self, name: ReadName) -> None:
-        """The read has ended."""
+        """From now on the read belongs to no connection."""
         connection = self._by_read.pop(name, None)
         if connection is not None:
             connection.expected.pop(name, None)

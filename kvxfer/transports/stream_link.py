@@ -62,7 +62,7 @@ class Link:
         self.reads = Reads(self.table)
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """Messages of the source: an announcement, and what a pipe sends along.
+        """Messages of the source: each an announcement and the frames that its pipe sends along.
 
         Raises ProtocolError for one of many parts: the connection is of no use any more.
         """
@@ -73,7 +73,7 @@ class Link:
 
     @property
     def is_spent(self) -> bool:
-        """Whether so many announcements could not be read that no slot may be left."""
+        """Whether so many announcements were unreadable that no slot may be left."""
         return self.num_unreadable >= self.slots.num_slots
 
     @property

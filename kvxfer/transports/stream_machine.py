@@ -139,7 +139,7 @@ class SlotTable(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """What packs or unpacks this slot is not wanted any more; its end is awaited all the same."""
+    """Cancel the job that packs or unpacks this slot; its end is still waited for."""
 
     slot: int
 
@@ -255,7 +255,7 @@ class Sends:
         return None
 
     def filled(self, key: TransferKey, sequence: int, *, is_packed: bool) -> list[SourceAction]:
-        """The job has ended."""
+        """The job that packed this chunk has ended; ``is_packed``: it succeeded."""
         send = self._sends[key]
         slot = send.filling.pop(sequence)
         if is_packed and send.stopped is None:
@@ -478,7 +478,7 @@ class Reads:
         else:
             actions = self._settle(read)
         if read.num_placed == len(read.chunks):
-            self.slots.move(slot, SlotEvent.PLACED)  # somebody waits for the end: it is told first
+            self.slots.move(slot, SlotEvent.PLACED)  # credited after the end: a load waits for that
         else:
             self.slots.free(slot)
             actions += () if self.is_lost else (Free(slot),)

@@ -1,10 +1,10 @@
-"""Between a pool and the staging of a stream wire: who copies a chunk, and how it ends.
+"""Copies of chunks between a pool and the staging of a stream wire.
 
-In host memory the copy thread does. On a GPU kernels do, which the IO thread launches on a stream
-of their own; it sees what is over (:mod:`~kvxfer.transports.launches`). Kernels reach the memory of
-their GPU and pinned memory of the host. Staging that is neither, like ZeroMQ's frames, lies behind
-a few pinned buffers: between these and the staging the copy thread copies, so that a chunk is on
-its way to the host or back while another is copied there and a third is on the wire.
+In host memory the copy thread copies. On a GPU kernels copy; the IO thread launches them on a
+stream of their own and sees which are over (:mod:`~kvxfer.transports.launches`). Kernels reach the
+memory of their GPU and pinned memory of the host. Staging that is neither, like ZeroMQ's frames,
+lies behind a few pinned buffers: between these and the staging the copy thread copies, so that a
+chunk is on its way to the host or back while another is copied there and a third is on the wire.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ChunkJob:
     error: BaseException | None = None
 
     def take_dense(self) -> Tensor:
-        """The chunk's memory, for who copies; once, so that it is freed with the copy."""
+        """Take the chunk's memory out of the job, once, so that it is freed with the copy."""
         dense, self.dense = self.dense, None
         assert dense is not None
         if isinstance(dense, SourceLane):
@@ -103,7 +103,7 @@ class HostPacker:
         self._ended: Mailbox[ChunkJob] = Mailbox(wake)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """Nothing takes long."""
+        """Nothing: a copy on the CPU needs no compiling."""
 
     def submit(self, job: ChunkJob) -> None:
         """Queue it, or copy it now; never blocks."""
@@ -111,7 +111,7 @@ class HostPacker:
         self._copy_thread.submit(running)
 
     def cancel(self, job: ChunkJob) -> None:
-        """What it does is not wanted any more: it ends now, or when the copy is through."""
+        """Cancel a job: it ends now, or when its copy is through."""
         running = self._running.get(job)
         if running is not None:
             self._copy_thread.cancel(running)
@@ -263,7 +263,7 @@ class DevicePacker:
             self._wake()
 
     def drain(self) -> Iterator[ChunkJob]:
-        """Jobs that have ended."""
+        """Jobs that have ended since the last call: nothing of them runs."""
         for copied in self._copied.drain():
             self._on_copied(copied)
         self._advance()
@@ -349,7 +349,7 @@ class DevicePacker:
             self._end(step, CopyEnd.DONE)
 
     def _break(self, error: RuntimeError) -> None:
-        """A CUDA error is for ever: nothing runs in this process's context any more."""
+        """Fail all jobs: after a CUDA error nothing runs in this process's context any more."""
         self._broken = str(error)  # not the error, whose frames hold chunks
         self._in_flight.forget()
         for step in list(self._steps.values()):

@@ -1,4 +1,4 @@
-"""The taking end of a stream wire: checks each chunk that is announced, and unpacks it.
+"""The sink end of a stream wire: checks each announced chunk, and unpacks it.
 
 A chunk is taken if its transfer is expected from that source, its sequence has not come before and
 its size is the one that both sides derived. Everything else is dropped and counted; the credit of
@@ -85,8 +85,8 @@ class _Reading:
 
 
 class StreamSink(ReceivingSink):
-    """Takes chunks from the sources that it is attached to. ``packer``: what unpacks them, where
-    it is not what the memory asks for.
+    """Takes chunks from the sources that it is attached to. ``packer``: replaces the packer that
+    suits the memory.
     """
 
     uses_unix_sockets = True

@@ -1,6 +1,6 @@
-"""The giving end of a stream wire: sinks attach to it, and its transfers go to them over a pipe.
+"""The source end of a stream wire: sinks attach to it, and it sends transfers to them over a pipe.
 
-A transfer waits for a connection that names its nonce; from then on it is the connection's.
+A transfer waits until a connection names its nonce; from then on it belongs to that connection.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class _Transfer:
 
 
 class StreamSource(SendingSource):
-    """Sends chunks to the sinks that attach to its ROUTER socket. ``packer``: what packs them,
-    where it is not what the memory asks for.
+    """Sends chunks to the sinks that attach to its ROUTER socket. ``packer``: replaces the packer
+    that suits the memory.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class StreamSource(SendingSource):
         self._num_begun = 0
 
     def _listen(self, config: Config, context: Context) -> Router:
-        # Twice what we take, so that what is a little too long is counted before it ends a
-        # connection
+        # Twice the longest valid message: a message that is a little too long is counted before one
+        # ends a connection
         bounds = Bounds(2 * CONTROL_MAX_NBYTES, BEHIND_NBYTES, num_queued(config))
         try:
             return Router(context, config, bounds, has_unix_socket=True)
@@ -140,7 +140,7 @@ class StreamSource(SendingSource):
             ) from exc
 
     def data_endpoint(self) -> str:
-        """``tcp://host:port`` of the ROUTER."""
+        """Where sinks attach: ``tcp://host:port`` of the ROUTER."""
         return self._router.endpoint
 
     def pollables(self) -> Sequence[Readable]:
@@ -437,7 +437,7 @@ class StreamSource(SendingSource):
         self._connections.add(identity, slots, message.address, is_trial=message.is_trial)
 
     def _make_room(self) -> bool:
-        """Send the oldest sink away that has no transfer; it attaches anew when it has one."""
+        """Disconnect the oldest sink without a transfer; it attaches anew when it has one."""
         for connection in self._connections.all():
             if connection.is_idle:
                 return self._end(connection, "idle, and too many others; attach anew")

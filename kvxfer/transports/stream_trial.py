@@ -165,7 +165,7 @@ class TrialGiver:
         self._copy_thread.submit(_Fill(connection, header, self._filled))
 
     def drain(self) -> Iterator[Filled]:
-        """What was filled since."""
+        """Slots that were filled since the last call."""
         ready, self._ready = self._ready, []
         yield from ready
         for job in self._filled.drain():
@@ -247,7 +247,9 @@ def take_trial(
 def _time_in_turn(
     takers: list[TrialTaker], until_s: float, errors: list[TransportUnavailable]
 ) -> TrialTaker | None:
-    """The one whose way is to be taken, if one is left: those that fail are added to ``errors``."""
+    """The taker whose way is to be used, if one is left. Takers that fail are added to
+    ``errors``.
+    """
     began_s = time.perf_counter()
     for number in range(1, NUM_TURNS + 1):
         for taker in list(takers):
@@ -269,7 +271,7 @@ def _time_in_turn(
 
 
 def best_way(takers: Sequence[TrialTaker]) -> TrialTaker:
-    """The first, unless another one is so much faster that it was no accident."""
+    """The first way, unless another is faster by more than chance explains."""
     best = min(takers, key=lambda taker: taker.large_s)
     return best if best.large_s <= WAY_MARGIN * takers[0].large_s else takers[0]
 

@@ -134,12 +134,12 @@ _to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
 
 
 def encode(message: ToSource | ToSink) -> bytes:
-    """One frame."""
+    """The message as one msgpack frame."""
     return _encoder.encode(message)
 
 
 def decode_to_source(frame: memoryview) -> ToSource:
-    """Raises ProtocolError."""
+    """Parse a frame that a sink sent. Raises ProtocolError."""
     return _decode(_to_source, "data frame", frame)
 
 
@@ -152,7 +152,7 @@ def decode_credit(frame: memoryview) -> Credit:
 
 
 def decode_to_sink(frame: memoryview) -> ToSink:
-    """Raises ProtocolError."""
+    """Parse a header that a source sent. Raises ProtocolError."""
     return _decode(_to_sink, "header", frame)
 
 
@@ -168,7 +168,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: memoryview) -
 
 
 def make_poller(sockets: Sequence[Readable]) -> zmq.Poller:
-    """For :func:`readable`."""
+    """A poller of these sockets for :func:`readable`."""
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)

@@ -39,8 +39,8 @@ def tag_of(connection: int, slot: int, generation: int) -> int:
 
 
 class UcxEnd:
-    """All that there is of one end. ``restless`` is called when it has something to do although its
-    descriptor is silent.
+    """One end of a connection. ``restless`` is called when the end has something to do although its
+    descriptor is not readable.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class UcxEnd:
         slots: Slots,
         restless: Callable[[UcxEnd], None],
     ) -> None:
-        """Raises TransportUnavailable."""
+        """Allocate the staging and a worker. Raises TransportUnavailable."""
         if slots.num_slots > MAX_SLOTS:
             raise TransportUnavailable(
                 f"ucx: expected at most {MAX_SLOTS} slots, got {slots.num_slots}"
@@ -172,7 +172,7 @@ class UcxMail:
 
     @property
     def has_arrived(self) -> bool:
-        """Would ``receive`` return anything?"""
+        """Whether ``receive`` would return a message."""
         return self._posted is not None and bool(self._posted.completed)
 
     def send(self, message: bytes) -> bool:

@@ -46,13 +46,13 @@ class Endpoint(Protocol):
 
 
 class Address(Protocol):
-    """Of a worker."""
+    """The address of a worker."""
 
     def tobytes(self) -> bytes: ...
 
 
 class Worker(Protocol):
-    """What matches tags and makes progress."""
+    """The part of UCX that matches tags and makes progress."""
 
     address: Address
     epoll_file_descriptor: int
@@ -77,7 +77,7 @@ _RNDV_THRESH_CUDA = "8192"
 
 
 class Ucx:
-    """``ucxx``, in the words that are used here."""
+    """The calls of ``ucxx`` that kvxfer uses, typed."""
 
     def __init__(self) -> None:
         """Raises TransportUnavailable with what to install."""
@@ -138,7 +138,7 @@ class Ucx:
         return self._array(part)
 
     def tag(self, number: int) -> object:
-        """64 bits."""
+        """A number of 64 bits as UCX's tag."""
         tag: object = self._library.UCXXTag(number)
         return tag
 

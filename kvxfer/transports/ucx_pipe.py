@@ -58,20 +58,20 @@ _quarantine: list[UcxEnd] = []  # what outlives its pipe
 
 
 class SinkAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Of a sink's end."""
+    """What a sink's end says of itself: the number of the connection, and its worker's address."""
 
     connection: Annotated[int, msgspec.Meta(ge=0, lt=1 << CONNECTION_BITS)]
     worker: bytes
 
 
 class SourceAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Of a source's end."""
+    """What a source's end says of itself: its worker's address."""
 
     worker: bytes
 
 
 class UcxLane(Lane):
-    """What both ends of a connection do alike."""
+    """The part that both ends of a connection share."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd, connection: int) -> None:
         self._pipe, self.end, self._connection = pipe, end, connection
@@ -79,14 +79,14 @@ class UcxLane(Lane):
         self._is_open = True
 
     def tell(self, message: bytes) -> bool:
-        """Behind the payloads that were sent before."""
+        """Send a message behind the payloads that were sent before."""
         if not (self._is_open and self.end.is_connected):
             return False
         with self._pipe.on_device():
             return self._mail.send(message)
 
     def heard(self) -> Sequence[bytes]:
-        """What has come."""
+        """Messages of the other end that have arrived."""
         if not (self._is_open and self._mail.has_arrived):
             return ()
         with self._pipe.on_device():
@@ -109,10 +109,10 @@ class UcxLane(Lane):
 
 
 class UcxSourceLane(UcxLane, SourceLane):
-    """Sends at once; UCX holds back what the network does not take yet."""
+    """Sends at once; UCX queues what the network does not take yet."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd, connection: int) -> None:
-        """Raises PipeBroken."""
+        """Raises PipeBroken if the receive of messages cannot be posted."""
         super().__init__(pipe, end, connection)
         self._mail.listen()
         self._sent: list[int] = []
@@ -138,7 +138,7 @@ class UcxSourceLane(UcxLane, SourceLane):
 
 
 class UcxSinkLane(UcxLane, SinkLane):
-    """Has a receive posted for each slot that is the source's."""
+    """Keeps a receive posted for each slot that belongs to the source."""
 
     def __init__(self, pipe: UcxPipe, end: UcxEnd) -> None:
         super().__init__(pipe, end, secrets.randbits(CONNECTION_BITS))

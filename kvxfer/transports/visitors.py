@@ -1,10 +1,10 @@
-"""What anybody may send, read in turns, and the bounds of what one connection may cost.
+"""Reads what any peer may send, in turns, and bounds what one connection may cost.
 
 ZeroMQ bounds neither how many connections a listener has, nor what one of them may send that is not
 read: it collects a message until its last part has come, and messages of any number where no
-high-water mark is set. Ours receive without one: ZeroMQ 4.3.5 aborts the process ("Assertion
-failed: !_io_error") when a connection ends whose reading the mark had stopped and then its
-heartbeat is due.
+high-water mark is set. Our sockets receive without a high-water mark: ZeroMQ 4.3.5 aborts the
+process ("Assertion failed: !_io_error") when a connection ends whose reading the mark had stopped
+and then its heartbeat is due.
 
 So a :class:`Backlog` counts what a connection has brought that nobody has read yet, an
 :class:`Inbox` reads a socket in turns and no message of many parts, and :class:`Visitors` follows
@@ -50,7 +50,7 @@ EVENT = struct.Struct("=HI")
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
 _NOBLOCK = int(zmq.NOBLOCK)
 _SOURCE_FD = int(zmq.SRCFD)
-_AT_END = (errno.EAGAIN, errno.ENOTSOCK)  # nothing more, or closed by whoever reads
+_AT_END = (errno.EAGAIN, errno.ENOTSOCK)  # no more messages, or the reader has closed the socket
 _PARTS_PER_LOOK = 256
 _NAME_NBYTES = 5  # what a ROUTER calls a peer that has not named itself: 0, and four bytes
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -85,7 +85,7 @@ class Backlog:
     is_heard: bool = False
 
     def note(self, frames: Sequence[zmq.Frame]) -> None:
-        """A message was read."""
+        """Count a message that was read, with its framing on the wire."""
         self.is_heard = True
         for frame in frames:
             nbytes = len(frame)
@@ -222,7 +222,7 @@ class _Visitor:
 
 
 class Visitors:
-    """The connections of one ROUTER. Make it before that binds, and set ``endpoint`` then.
+    """The connections of one ROUTER. Make it before the ROUTER binds, and set ``endpoint`` then.
     ``most_nbytes``: what a connection may have sent that was not read, at a look.
     """
 
@@ -250,7 +250,9 @@ class Visitors:
         return len(self._visitors)
 
     def meet(self) -> bool:
-        """Who has come and gone, as ``monitor`` says, for a turn. Returns whether that was all."""
+        """Note new and ended connections by ``monitor``, for a turn. Returns whether those were
+        all.
+        """
         for event, *_ in self._events.receive():
             kind, fd = EVENT.unpack(event.buffer)
             if kind == zmq.EVENT_ACCEPTED:

@@ -1,4 +1,4 @@
-"""What a thread that polls for itself is woken by, at once or after a time."""
+"""Wakes a thread that polls its own descriptors, at once or after a time."""
 
 from __future__ import annotations
 
@@ -22,24 +22,25 @@ class WakeUp:
         """Can be read after a wake, until it is cleared."""
 
     def __call__(self) -> None:
-        """From any thread."""
+        """Make ``fd`` readable. From any thread."""
         try:
             self._file.write(_ONCE)
         except ValueError:  # closed: nobody will look
             return
 
     def clear(self) -> None:
-        """Before looking for what one was woken for."""
+        """Reset ``fd``; call it before the look at what the wake was for."""
         self._file.read(8)
 
     def close(self) -> None:
-        """Later wakes do nothing."""
+        """Close the descriptor; later wakes do nothing."""
         self._file.close()
 
 
 class Alarm:
-    """Calls ``wake`` once after the shortest of the times that were asked for since: a thread, for
-    times that a poll loop is too coarse for. Exact to about 60 microseconds.
+    """Calls ``wake`` once, after the shortest of the times that were asked for since the last call.
+    A thread of its own serves times for which a poll loop is too coarse; exact to about 60
+    microseconds.
     """
 
     def __init__(self, wake: Wake) -> None:

@@ -1,7 +1,8 @@
-"""The pipe that is everywhere: the payload travels as a frame behind its announcement.
+"""The pipe that every host has: the payload travels as a frame behind its announcement.
 
-Nothing is copied that need not be. A slot of the source is a ZeroMQ message, packed into and sent
-again and again; a chunk is unpacked straight out of the frame that it came in.
+Python copies the payload only to pack and to unpack it. A slot of the source is a ZeroMQ message
+that is packed and sent again and again; the sink unpacks a chunk straight out of the received
+frame.
 
 A credit says that the chunk has left the source's socket, so the message may be written again. This
 makes zero-copy sends safe without ZeroMQ's own "buffer free" call, which in Python costs a thread
@@ -47,7 +48,7 @@ class ZmqSourceLane(SourceLane):
         return torch.frombuffer(frame.buffer, dtype=torch.uint8)
 
     def send(self, slot: int, generation: int, nbytes: int) -> Parts:
-        """The message itself."""
+        """The slot's frame travels with its announcement."""
         frame = self._frames[slot]
         if frame is None or len(frame) != nbytes:
             raise ValueError(f"slot {slot}: expected {nbytes} packed bytes, got {frame!r}")
@@ -55,7 +56,7 @@ class ZmqSourceLane(SourceLane):
         return (frame,)
 
     def poll(self) -> Sequence[int]:
-        """All at once."""
+        """Every slot that was sent since the last call: no payload has to be waited for."""
         sent, self._sent = self._sent, []
         return sent
 
@@ -66,7 +67,7 @@ class ZmqSourceLane(SourceLane):
 
 
 class ZmqSinkLane(SinkLane):
-    """The frames that came."""
+    """Holds each received frame until its chunk is unpacked."""
 
     address = b""
 
@@ -80,7 +81,7 @@ class ZmqSinkLane(SinkLane):
     def announced(
         self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
     ) -> None:
-        """It is here already."""
+        """Keep the frame: it came with its announcement."""
         if len(parts) != 1 or len(parts[0]) != nbytes:
             raise ProtocolError(
                 f"chunk: expected a frame of {nbytes} bytes, got {[len(part) for part in parts]}"
@@ -89,7 +90,7 @@ class ZmqSinkLane(SinkLane):
         self._arrived.append(slot)
 
     def poll(self) -> Sequence[int]:
-        """All that were announced."""
+        """Every slot that was announced since the last call: its payload is here."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
@@ -105,17 +106,16 @@ class ZmqSinkLane(SinkLane):
         self._frames[slot] = None
 
     def path(self, signals: str) -> str:
-        """The payload goes where its announcement goes."""
+        """The payload takes the way of its announcement."""
         return signals
 
     def close(self) -> None:
-        """Forget the frames."""
         self._frames = [None] * len(self._frames)
         self._arrived = []
 
 
 class ZmqPipe(Pipe):
-    """Nothing but frames."""
+    """The pipe that needs no library but ZeroMQ."""
 
     name = "zmq"
 
@@ -123,7 +123,7 @@ class ZmqPipe(Pipe):
         _keep_freed_frames()
 
     def staging_size(self, device_type: str) -> StagingSize:
-        """Frames are host memory."""
+        """The same for every device: frames are host memory."""
         return HOST_STAGING
 
     def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
@@ -136,7 +136,7 @@ class ZmqPipe(Pipe):
         return ZmqSinkLane(slots)
 
     def close(self) -> None:
-        """Nothing is kept here."""
+        """Nothing: the pipe itself holds neither memory nor sockets."""
 
 
 def _keep_freed_frames() -> None:

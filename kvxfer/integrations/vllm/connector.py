@@ -190,7 +190,7 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Any layout will do."""
+        """None: kvxfer asks for no layout of its own."""
         return None
 
     @classmethod

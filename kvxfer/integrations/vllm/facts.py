@@ -287,7 +287,7 @@ def _number(value: Any) -> str:
 
 
 def _runs(letters: Sequence[str]) -> str:
-    """``sssF`` as ``3sF``."""
+    """Run lengths as text: the letters ``sssF`` give ``3sF``."""
     found: list[tuple[str, int]] = []
     for letter in letters:
         count = found.pop()[1] if found and found[-1][0] == letter else 0

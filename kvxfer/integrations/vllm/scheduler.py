@@ -307,7 +307,7 @@ class SchedulerSide:
         return pinned if stats is None else stats.aggregate(pinned)
 
     def reset_cache(self) -> bool:
-        """Break every offer."""
+        """Break every offer; always True."""
         if self._core is not None:
             self._core.reset_cache()
         return True

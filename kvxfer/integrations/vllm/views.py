@@ -59,7 +59,7 @@ def view_request(request: Any) -> _RequestView:
 
 @dataclass(frozen=True, slots=True)
 class BlocksView:
-    """vLLM's KVCacheBlocks."""
+    """vLLM's ``KVCacheBlocks`` as kvxfer reads them: ids without the null block's."""
 
     blocks: Any
 
@@ -99,7 +99,7 @@ class _CachedRequests:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """vLLM's SchedulerOutput."""
+    """vLLM's ``SchedulerOutput`` as kvxfer reads it."""
 
     step: Any
 
