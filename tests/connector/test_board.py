@@ -18,14 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.connector.board import NUM_SLOTS, PROBES, SLOT_NBYTES, Board, BoardView, Posted
-from kvxfer.connector.given_offer import GivenOffer
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.source import Source
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemfdHandle
+from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import Broken, Grant, Reason, Refuse, Verdict
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, POISON, Engine, expect_copied, until
+from tests.connector.rig import DIGEST, POISON, STUCK_S, Engine, expect_copied, stuck, until
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -460,7 +459,7 @@ def test_the_board_says_so_before_anything_is_freed(
             sink.load("d", ref, range(4), SPAN)
         elif ending == "cannot be broken":
             source.expected_io_errors = 0
-            monkeypatch.setattr(Source, "_step", _raise)
+            monkeypatch.setattr(OfferSession, "step", _raise)
             source.end("p")
             until(lambda: not views[0].is_open(nonce), 3)
             monkeypatch.undo()
@@ -476,7 +475,7 @@ def test_the_board_says_so_before_anything_is_freed(
     views[0].close()
 
 
-def _raise(self: Source, offer: GivenOffer, event: object) -> None:
+def _raise(self: OfferSession, event: object) -> None:
     raise RuntimeError("broken table")
 
 
@@ -489,13 +488,9 @@ def test_a_load_reads_from_a_source_that_does_not_answer_now() -> None:
         ref = source.offer("p2", 64, range(4, 8))
         source.compute("p2")
         until(lambda: source.count("offers.opened") == 2)
-        service = source.workers[0]._service
-        assert service is not None
-        service.io.post(lambda: time.sleep(1.5))
-        started_s = time.monotonic()
-        sink.load("d", ref, range(8, 12), SPAN)
-        until(lambda: sink.received("d"))
-        assert time.monotonic() - started_s < 1.4
+        with stuck(source):
+            sink.load("d", ref, range(8, 12), SPAN)
+            until(lambda: sink.received("d"), STUCK_S / 2)
         assert sink.reasons("d") == {None}
         until(lambda: source.sent("p2"))
 
