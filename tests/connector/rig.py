@@ -423,10 +423,10 @@ def given_offer(source: Engine, nonce: bytes) -> GivenOffer | None:
     return offers._live.get(nonce) or offers._over.get(nonce)
 
 
-def is_pulled(source: Engine, nonce: bytes) -> bool:
-    """A Pull of this offer has come; nothing tells of one that is parked."""
+def num_pulls(source: Engine, nonce: bytes) -> int:
+    """Of this offer, which have come; nothing tells of those that are parked."""
     offer = given_offer(source, nonce)
-    return offer is not None and bool(offer.pulls)
+    return len(offer.pulls) if offer is not None else 0
 
 
 def backlogs_of(engine: Engine) -> list[Backlog]:

@@ -16,7 +16,7 @@ from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import shm_direct, stream_packing
 from tests.builders import EngineShape
-from tests.connector.rig import HOST_WIRES, POISON, Engine, is_pulled, service_of, stuck, until
+from tests.connector.rig import HOST_WIRES, POISON, Engine, num_pulls, service_of, stuck, until
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -235,7 +235,7 @@ def test_an_offer_that_is_taken_back_in_the_middle_of_a_load_fails_it(wire: str)
         source.compute("p")
         sink.load("d", ref, range(60), (0, 960))
         until(lambda: source.count("offers.opened") and sink.count("peers.ready"))
-        until(lambda: is_pulled(source, source.nonces["p"]))
+        until(lambda: num_pulls(source, source.nonces["p"]))
         source.end("p", Reason.PREEMPTED)
         until(lambda: source.sent("p"))
         until(lambda: sink.received("d"), WAIT_S)

@@ -44,7 +44,7 @@ from tests.connector.rig import (
     POISON,
     Engine,
     expect_copied,
-    is_pulled,
+    num_pulls,
     only_peer_of,
     service_of,
     until,
@@ -278,7 +278,7 @@ def test_answers_to_another_life_or_rank_are_counted_and_change_nothing(
     ref = source.offer("p", 64, range(4))
     sink.load("d", ref, range(4), SPAN)
     service, peer = service_of(sink), only_peer_of(sink)
-    until(lambda: is_pulled(source, ref.offer.nonce))
+    until(lambda: num_pulls(source, ref.offer.nonce))
     others = (Consumer(b"another life", ZERO), Consumer(sink.incarnation, RankId(0, 1)))
     for number, other in enumerate(others, start=1):
         for message in (

@@ -13,14 +13,13 @@ from kvxfer.connector.peer_trial import workload_of
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import WireCosts, Workload
 from kvxfer.transfer.plan import make_plan
-from kvxfer.transports import stream_sink
 from kvxfer.transports.base import SendRequest, Trial
 from kvxfer.transports.pipe import Slots
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_connections import Connection, Connections
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import ChunkHeader, ToSink
+from kvxfer.transports.stream_wire import ChunkHeader, ToSink, decode_to_sink
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import POISON, Engine, expect_copied, until
 
@@ -38,7 +37,7 @@ class OnTheWire:
         self.chunk_nbytes: list[int] = []
         self.headers: list[ChunkHeader] = []
         add, submit = Connections.add, StreamSource.submit_send
-        decode = stream_sink.decode_to_sink
+        decode = decode_to_sink
 
         def noted_add(
             connections: Connections, identity: bytes, slots: Slots, *more: Any, **named: Any
@@ -58,7 +57,7 @@ class OnTheWire:
 
         monkeypatch.setattr(Connections, "add", noted_add)
         monkeypatch.setattr(StreamSource, "submit_send", noted_submit)
-        monkeypatch.setattr(stream_sink, "decode_to_sink", noted_decode)
+        monkeypatch.setattr("kvxfer.transports.stream_sink.decode_to_sink", noted_decode)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *, shm: WireCosts | str, zmq: WireCosts) -> None:

@@ -41,7 +41,7 @@ from kvxfer.transfer.wire import (
 from kvxfer.transports.base import SendRequest
 from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, POISON, Engine, given_offer, service_of, until
+from tests.connector.rig import DIGEST, POISON, Engine, given_offer, num_pulls, service_of, until
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
 LIFE = b"s" * 16
@@ -126,7 +126,7 @@ def test_an_answer_that_fails_when_an_offer_opens_breaks_it(
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
         ref = source.offer("p", 16, [1])
         dealer.send(encode(_pull(source, ref, wire="shm")))
-        time.sleep(0.1)
+        until(lambda: num_pulls(source, ref.offer.nonce))  # it is parked
         source.compute("p")
         assert isinstance(_answer(dealer), Broken)
         until(lambda: source.sent("p"))
@@ -178,8 +178,7 @@ def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
     ):
         ref = source.offer("p", 16, [1])
         sink.load("d", ref, [1], (0, 16))
-        until(lambda: sink.count("peers.ready") == 2)
-        time.sleep(0.2)  # both Pulls are parked
+        until(lambda: num_pulls(source, ref.offer.nonce) == 2)  # both are parked
         source.compute("p")
         until(lambda: sink.received("d"))
         assert None not in sink.reasons("d")
