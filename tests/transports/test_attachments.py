@@ -358,8 +358,9 @@ def test_each_sink_that_has_gone_is_lost_at_once_and_no_other(
     pair: Pair, clients: list[Client]
 ) -> None:
     """None of them is asked for that: the listener knows which connection has ended."""
-    clients += [Client(pair, ATTACH) for _ in range(3)]
-    pair.until(lambda: len(_connections(pair)) == 3)
+    for number in range(3):  # one after the other, so that their order is known
+        clients.append(Client(pair, ATTACH))
+        pair.until(lambda number=number: len(_connections(pair)) > number)  # type: ignore[misc]
     first, second, third = _connections(pair).all()
     clients[1].socket.close()
     pair.until(lambda: second.is_lost)
