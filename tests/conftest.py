@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,6 +61,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """The accelerator where there is one."""
     return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture
+def made_folders(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The temporary folders that kvxfer has made in this process, in order, with those that have
+    gone again.
+    """
+    made: list[Path] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def note(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:  # noqa: A002 -- as tempfile has it
+        folder = mkdtemp(suffix, prefix, dir)
+        if (prefix or "").startswith("kvxfer-"):
+            made.append(Path(folder))
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", note)
+    return made
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,10 @@ import pytest
 import torch
 
 from kvxfer.config import Config
+from kvxfer.connector.control import ControlClient
+from kvxfer.connector.given_offer import GivenOffer
+from kvxfer.connector.peer import Peer
+from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
@@ -35,7 +41,8 @@ from kvxfer.testing.peers import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, OfferRef, Reason
-from kvxfer.transports.base import LocalMemory
+from kvxfer.transports.base import LocalMemory, SinkTransport
+from kvxfer.transports.visitors import Backlog
 from tests.builders import EngineShape, build_manifest, build_regions
 from tests.conftest import HAS_CUDA
 from tests.helpers import needs_nixl, needs_ucxx
@@ -56,6 +63,8 @@ PATIENT: dict[str, Any] = {
     "lease_s": 300.0,
 }
 """Of engines whose tests look at bytes: a machine that stands still for seconds loses no peer."""
+STUCK_S = 60.0
+"""After which an IO thread goes on that nobody has let go."""
 POISON = 0xEE
 DIGEST = b"d" * 32
 
@@ -341,3 +350,86 @@ def expect_moved(
                 spans=spans,
             )
         np.testing.assert_array_equal(sink.pools[number].tensor.cpu().numpy(), expected[0])
+
+
+# ------------------------------------------------------------------ inside an engine
+#
+# All that these tests touch behind an engine's public face. They post to its IO thread, hold it up,
+# hand it messages, and look at what it keeps where nothing outside would show it.
+
+
+def service_of(engine: Engine, number: int = 0) -> RankService:
+    service = engine.workers[number]._service
+    assert service is not None
+    return service
+
+
+@contextmanager
+def stuck(engine: Engine) -> Iterator[None]:
+    """The engine's IO thread takes no step."""
+    is_stuck, go_on = threading.Event(), threading.Event()
+
+    def stand() -> None:
+        is_stuck.set()
+        go_on.wait(STUCK_S)
+
+    service_of(engine).io.post(stand)
+    assert is_stuck.wait(STUCK_S)
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
+def io_thread_of(engine: Engine) -> threading.Thread:
+    """It says so itself."""
+    threads: list[threading.Thread] = []
+    service_of(engine).io.post(lambda: threads.append(threading.current_thread()))
+    until(lambda: threads)
+    return threads[0]
+
+
+def peers_of(sink: Engine) -> Mapping[tuple[str, str], Peer]:
+    """Of now, by engine id and front door."""
+    return service_of(sink)._peers._peers
+
+
+def only_peer_of(sink: Engine) -> Peer:
+    (peer,) = peers_of(sink).values()
+    return peer
+
+
+def num_loads_at(peer: Peer) -> int:
+    """Those that wait for its answers, and have its silence noticed."""
+    return peer._num_loads
+
+
+def links_of(peer: Peer) -> list[ControlClient]:
+    return list(peer._clients.values())
+
+
+def wires_of(sink: Engine) -> Mapping[str, SinkTransport]:
+    return service_of(sink).sink._addressing.transports
+
+
+def kept_by(sink: Engine) -> list[str]:
+    """The requests whose offers it asks their sources to keep."""
+    return list(service_of(sink).keeper._kept)
+
+
+def given_offer(source: Engine, nonce: bytes) -> GivenOffer | None:
+    """Also one that is over and remembered."""
+    offers = service_of(source).source
+    return offers._live.get(nonce) or offers._over.get(nonce)
+
+
+def num_pulls(source: Engine, nonce: bytes) -> int:
+    """Of this offer, which have come; nothing tells of those that are parked."""
+    offer = given_offer(source, nonce)
+    return len(offer.pulls) if offer is not None else 0
+
+
+def backlogs_of(engine: Engine) -> list[Backlog]:
+    """Of the connections at its control endpoint, one each."""
+    visitors = service_of(engine)._server.router._visitors
+    return [visitor.backlog for visitor in list(visitors._visitors.values())]

@@ -18,14 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.connector.board import NUM_SLOTS, PROBES, SLOT_NBYTES, Board, BoardView, Posted
-from kvxfer.connector.given_offer import GivenOffer
+from kvxfer.connector.control import ControlServer
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.source import Source
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.manifest import MemfdHandle
+from kvxfer.transfer.session import Break
+from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import Broken, Grant, Reason, Refuse, Verdict
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, POISON, Engine, expect_copied, until
+from tests.connector.rig import DIGEST, POISON, STUCK_S, Engine, expect_copied, stuck, until
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -303,8 +304,6 @@ def offered(source: Engine, name: str = "p") -> Any:
 
 def silence(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
     """The source never says any of these."""
-    from kvxfer.connector.control import ControlServer
-
     said = ControlServer.send
 
     def send(self: ControlServer, identity: bytes, message: Any) -> None:
@@ -445,7 +444,10 @@ def test_the_board_says_so_before_anything_is_freed(
         sent(self, request_id)
 
     monkeypatch.setattr(Ledger, "sent", look)
-    source = prefill(lease_s=0.2, keep_s=0.05)
+    if ending == "cannot be broken":
+        monkeypatch.setattr(ControlServer, "send", _fail_at(ControlServer.send, 2, Grant))
+        monkeypatch.setattr(OfferSession, "step", _fail_at(OfferSession.step, 1, Break))
+    source = prefill(lease_s=0.2 if ending == "expired" else 30.0, keep_s=0.05)
     (entry,) = source.manifest.ranks
     assert entry.board is not None
     views.append(BoardView(entry.board))
@@ -459,10 +461,10 @@ def test_the_board_says_so_before_anything_is_freed(
         elif ending == "done":
             sink.load("d", ref, range(4), SPAN)
         elif ending == "cannot be broken":
-            source.expected_io_errors = 0
-            monkeypatch.setattr(Source, "_step", _raise)
-            source.end("p")
+            # The engine, which takes an offer down itself, has ended nothing.
+            sink.load("d", ref, range(4), SPAN)
             until(lambda: not views[0].is_open(nonce), 3)
+            assert source.count("offers.unforeseen") == 2  # the Grant, and the end
             monkeypatch.undo()
         elif ending == "shut down":
             source.close()
@@ -476,8 +478,15 @@ def test_the_board_says_so_before_anything_is_freed(
     views[0].close()
 
 
-def _raise(self: Source, offer: GivenOffer, event: object) -> None:
-    raise RuntimeError("broken table")
+def _fail_at(call: Callable[..., Any], position: int, kind: type) -> Callable[..., Any]:
+    """``call``, which raises where its argument at that place is of this kind."""
+
+    def failing(*arguments: Any) -> Any:
+        if isinstance(arguments[position], kind):
+            raise OSError("unforeseen")
+        return call(*arguments)
+
+    return failing
 
 
 def test_a_load_reads_from_a_source_that_does_not_answer_now() -> None:
@@ -489,13 +498,9 @@ def test_a_load_reads_from_a_source_that_does_not_answer_now() -> None:
         ref = source.offer("p2", 64, range(4, 8))
         source.compute("p2")
         until(lambda: source.count("offers.opened") == 2)
-        service = source.workers[0]._service
-        assert service is not None
-        service.io.post(lambda: time.sleep(1.5))
-        started_s = time.monotonic()
-        sink.load("d", ref, range(8, 12), SPAN)
-        until(lambda: sink.received("d"))
-        assert time.monotonic() - started_s < 1.4
+        with stuck(source):
+            sink.load("d", ref, range(8, 12), SPAN)
+            until(lambda: sink.received("d"), STUCK_S / 2)
         assert sink.reasons("d") == {None}
         until(lambda: source.sent("p2"))
 

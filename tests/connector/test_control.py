@@ -91,13 +91,13 @@ def test_last_words_are_followed_by_the_end_of_their_connection() -> None:
     guard = Guard(context, Config())
     server = ControlServer(io, context, Config(), Ledger(), 0, handle, gone)
     io.start()
-    visitors = server.router._visitors
+    router = server.router
 
     def both_are_there() -> None:  # the end is read first: its socket is watched first
-        visitors.meet()
+        router.meet()
         has_met.set()
-        assert visitors.monitor.poll(30_000)
-        assert server.router.socket.poll(30_000)
+        assert router.monitor.poll(30_000)
+        assert router.socket.poll(30_000)
 
     with closing(zmtp.connect(server.endpoint)) as peer:
         io.post(both_are_there)

@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from kvxfer.connector import rank_service
 from kvxfer.connector.board import Board, BoardView, Ends, Posted
-from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import shm_direct, stream_packing
 from tests.builders import EngineShape
-from tests.connector.rig import HOST_WIRES, POISON, Engine, until
+from tests.connector.rig import HOST_WIRES, POISON, Engine, num_pulls, service_of, stuck, until
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -104,29 +102,6 @@ def test_an_end_that_meets_an_opening_is_never_overtaken(board: Board, view: Boa
 
 
 # ------------------------------------------------------------------ a stuck IO thread
-
-
-def service_of(engine: Engine) -> RankService:
-    service = engine.workers[0]._service
-    assert service is not None
-    return service
-
-
-@contextmanager
-def stuck(engine: Engine) -> Iterator[None]:
-    """The engine's IO thread takes no step."""
-    is_stuck, go_on = threading.Event(), threading.Event()
-
-    def stand() -> None:
-        is_stuck.set()
-        go_on.wait(WAIT_S)
-
-    service_of(engine).io.post(stand)
-    assert is_stuck.wait(WAIT_S)
-    try:
-        yield
-    finally:
-        go_on.set()
 
 
 class Held:
@@ -244,8 +219,7 @@ def test_a_shutdown_ends_every_offer_also_where_the_io_thread_is_stuck(
         source.close()
         assert not view.is_open(source.nonces["p"])
     until(lambda: service.io.stop(WAIT_S))
-    service._copy_thread.close()
-    service._end_context()
+    service.shutdown()  # of what it had to leave
     view.close()
 
 
@@ -261,8 +235,7 @@ def test_an_offer_that_is_taken_back_in_the_middle_of_a_load_fails_it(wire: str)
         source.compute("p")
         sink.load("d", ref, range(60), (0, 960))
         until(lambda: source.count("offers.opened") and sink.count("peers.ready"))
-        live = service_of(source).source._live
-        until(lambda: (offer := live.get(source.nonces["p"])) and offer.pulls)
+        until(lambda: num_pulls(source, source.nonces["p"]))
         source.end("p", Reason.PREEMPTED)
         until(lambda: source.sent("p"))
         until(lambda: sink.received("d"), WAIT_S)

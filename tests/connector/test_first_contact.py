@@ -236,14 +236,16 @@ class Contact:
 
 
 def make_peers(
-    world: World, on_over: Callable[[Peer, Failure], None] = lambda peer, failure: None
+    world: World,
+    on_over: Callable[[Peer, Failure], None] = lambda peer, failure: None,
+    ledger: Ledger | None = None,
 ) -> Peers:
     peers = Peers(
         Surroundings(
             io=cast(Any, world),
             context=cast(Any, None),
             config=CONFIG,
-            ledger=Ledger(),
+            ledger=ledger or Ledger(),
             engine_id="decode",
             incarnation=b"d" * 16,
             rank=RankId(0, 0),
@@ -415,7 +417,8 @@ def test_a_peer_that_is_over_is_attached_to_nothing() -> None:
 
     def run(choose: Callable[[list[object]], object]) -> None:
         world = world_of(other)
-        peers = make_peers(world, lambda peer, failure: peers.set_own(HONEST))
+        ledger = Ledger()
+        peers = make_peers(world, lambda peer, failure: peers.set_own(HONEST), ledger)
         before = Contact(peers, HONEST, HONEST.ranks[0].control_endpoint)
         after = Contact(peers, other, DOOR)
         before.want()
@@ -425,7 +428,7 @@ def test_a_peer_that_is_over_is_attached_to_nothing() -> None:
         play(world, choose)
         assert isinstance(after.outcomes[0], Failure)
         assert world.attached == {}
-        stats = peers._ledger.take_stats()
+        stats = ledger.take_stats()
         assert stats is not None
         assert stats.counts["peers.ready"] == 1  # the one before
 

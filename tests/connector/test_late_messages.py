@@ -13,9 +13,7 @@ import pytest
 
 from kvxfer.connector.control import ControlClient
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_session import Failure
-from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
@@ -42,7 +40,15 @@ from kvxfer.transfer.wire import (
 from kvxfer.transports.base import ReadBroke, ReadDone, SinkCompletion
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, expect_copied, until
+from tests.connector.rig import (
+    POISON,
+    Engine,
+    expect_copied,
+    num_pulls,
+    only_peer_of,
+    service_of,
+    until,
+)
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
@@ -117,17 +123,6 @@ def sink(source: Engine, said: list[tuple[str, str]]) -> Iterator[Engine]:
     with decode() as engine:
         meet(source, engine, said)
         yield engine
-
-
-def service_of(sink: Engine) -> RankService:
-    service = sink.workers[0]._service
-    assert service is not None
-    return service
-
-
-def peer_of(sink: Engine) -> Peer:
-    (peer,) = service_of(sink)._peers._peers.values()
-    return peer
 
 
 def order_of(name: str, ref: SourceRef) -> NewLoad:
@@ -240,7 +235,7 @@ def test_a_hold_is_told_to_every_rank_though_its_load_has_ended_here(
 def test_a_message_that_cannot_wait_does_not_overtake(
     source: Engine, sink: Engine, said: list[tuple[str, str]]
 ) -> None:
-    peer, service = peer_of(sink), service_of(sink)
+    peer, service = only_peer_of(sink), service_of(sink)
     keep = Keep((OfferRef(secrets.token_bytes(16), source.incarnation),), b"k" * 16, 1.0)
     hello = Hello((1, 1), (), "decode", sink.incarnation)
     late, now = partial(peer.send_later, ZERO), partial(peer.send, ZERO)
@@ -252,7 +247,7 @@ def test_what_was_deferred_leaves_before_the_connection_ends(
     source: Engine, sink: Engine, said: list[tuple[str, str]]
 ) -> None:
     ref = offered(source, "p")
-    peer, service = peer_of(sink), service_of(sink)
+    peer, service = only_peer_of(sink), service_of(sink)
     cancel = Cancel(ref.offer, sink.incarnation, Reason.LOCAL_HIT, ref.digest)
     service.io.post(
         partial(peer.send_later, ZERO, cancel),
@@ -282,9 +277,8 @@ def test_answers_to_another_life_or_rank_are_counted_and_change_nothing(
     """The offer is not open yet, so its load waits for a Grant; these are not its own."""
     ref = source.offer("p", 64, range(4))
     sink.load("d", ref, range(4), SPAN)
-    service, peer = service_of(sink), peer_of(sink)
-    live = service_of(source).source._live
-    until(lambda: (offer := live.get(ref.offer.nonce)) and offer.pulls)
+    service, peer = service_of(sink), only_peer_of(sink)
+    until(lambda: num_pulls(source, ref.offer.nonce))
     others = (Consumer(b"another life", ZERO), Consumer(sink.incarnation, RankId(0, 1)))
     for number, other in enumerate(others, start=1):
         for message in (

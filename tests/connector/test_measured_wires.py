@@ -19,7 +19,7 @@ from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_connections import Connection, Connections
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_wire import ChunkHeader
+from kvxfer.transports.stream_wire import ChunkHeader, ToSink, decode_to_sink
 from tests.builders import EngineShape, build_manifest
 from tests.connector.rig import POISON, Engine, expect_copied, until
 
@@ -30,14 +30,14 @@ TOKEN_NBYTES = 2 * 2 * 2 * 8  # layers, planes, heads, bytes
 
 
 class OnTheWire:
-    """What the source was asked for, and has sent."""
+    """What the source was asked for, and what of it the sink hears."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.slots: list[Slots] = []
         self.chunk_nbytes: list[int] = []
         self.headers: list[ChunkHeader] = []
         add, submit = Connections.add, StreamSource.submit_send
-        announce = StreamSource._announce
+        decode = decode_to_sink
 
         def noted_add(
             connections: Connections, identity: bytes, slots: Slots, *more: Any, **named: Any
@@ -49,15 +49,15 @@ class OnTheWire:
             self.chunk_nbytes.append(request.chunk_nbytes)
             submit(source, request)
 
-        def noted_announce(
-            source: StreamSource, connection: Connection, header: Any, parts: Any
-        ) -> bool:
-            self.headers.append(header)
-            return announce(source, connection, header, parts)
+        def noted_decode(frame: memoryview) -> ToSink:
+            message = decode(frame)
+            if isinstance(message, ChunkHeader):
+                self.headers.append(message)
+            return message
 
         monkeypatch.setattr(Connections, "add", noted_add)
         monkeypatch.setattr(StreamSource, "submit_send", noted_submit)
-        monkeypatch.setattr(StreamSource, "_announce", noted_announce)
+        monkeypatch.setattr("kvxfer.transports.stream_sink.decode_to_sink", noted_decode)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *, shm: WireCosts | str, zmq: WireCosts) -> None:

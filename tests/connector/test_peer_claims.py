@@ -13,16 +13,15 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.connector import peers as peers_module
 from kvxfer.connector.access import check_introduction
-from kvxfer.connector.peer import Peer
 from kvxfer.connector.peer_session import PeerState
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.wire import Hello, Manifest, decode_to_sink, encode
-from kvxfer.transports.base import SinkTransport, Trial
+from kvxfer.transports.base import Trial
 from kvxfer.transports.shm_direct import ShmSink
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, WIRES, Engine, until
+from tests.connector.rig import POISON, WIRES, Engine, peers_of, service_of, until, wires_of
 from tests.helpers import free_port
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
@@ -53,18 +52,6 @@ def _blocks_with(engine: Engine, value: int) -> set[int]:
         .any()
         .item()
     }
-
-
-def _peers(sink: Engine) -> dict[tuple[str, str], Peer]:
-    service = sink.workers[0]._service
-    assert service is not None
-    return service._peers._peers
-
-
-def _wire(sink: Engine, name: str) -> SinkTransport:
-    service = sink.workers[0]._service
-    assert service is not None
-    return service.sink._addressing.transports[name]
 
 
 def _state_as_control_endpoint(engine: Engine, endpoint: str) -> str:
@@ -102,7 +89,7 @@ def test_an_endpoint_that_somebody_else_states_keeps_nobody_out(wire: str) -> No
     ):
         door = _state_as_control_endpoint(hostile, honest.endpoint)
         sink.load("b1", _offered(hostile, "b1", door), range(8, 12), SPAN)
-        until(lambda: _peers(sink) or sink.received("b1"))
+        until(lambda: peers_of(sink) or sink.received("b1"))
         assert _load(sink, "a1", _offered(honest, "a1")) == {None}
         until(lambda: sink.received("b1"))
         assert sink.reasons("b1") == {"not_allowed"}
@@ -182,7 +169,7 @@ def test_a_rank_that_does_not_know_its_engine_yet_is_asked_again() -> None:
         sink.load("d", ref, range(4), SPAN)
         until(
             lambda: (
-                (peer := _peers(sink).get(("a", source.endpoint)))
+                (peer := peers_of(sink).get(("a", source.endpoint)))
                 and peer.state is PeerState.CHECKING
             )
         )
@@ -263,10 +250,8 @@ def test_one_engine_under_two_names_is_detached_with_the_last(wire: str) -> None
         alias = source.endpoint.replace("127.0.0.1", "localhost")
         assert _load(sink, "d0", _offered(source, "p0")) == {None}
         assert _load(sink, "d1", _offered(source, "p1", alias)) == {None}
-        service = sink.workers[0]._service
-        assert service is not None
-        first = _peers(sink)["a", source.endpoint]
-        service.io.post(lambda: first.lost("the test says so"))
+        first = peers_of(sink)["a", source.endpoint]
+        service_of(sink).io.post(lambda: first.lost("the test says so"))
         until(lambda: first.state is PeerState.OVER)
         assert _load(sink, "d2", _offered(source, "p2", alias)) == {None}
 
@@ -286,9 +271,7 @@ def test_a_wire_that_has_lost_a_rank_is_met_anew() -> None:
         Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
     ):
         assert _load(sink, "d0", _offered(source, "p0")) == {None}
-        service = sink.workers[0]._service
-        assert service is not None
-        service.io.post(lambda: _wire(sink, "shm").detach(source.endpoint))
+        service_of(sink).io.post(lambda: wires_of(sink)["shm"].detach(source.endpoint))
         assert _load(sink, "d1", _offered(source, "p1")) == {"peer_lost"}
         assert _load(sink, "d2", _offered(source, "p2")) == {None}
 
@@ -398,11 +381,18 @@ def test_only_so_many_engines_are_met_at_one_time(monkeypatch: pytest.MonkeyPatc
         until(lambda: sink.received("d0"))
 
 
-def test_more_engines_than_zeromq_has_sockets_by_itself() -> None:
-    with Engine(ONE, "decode", fill=POISON) as sink:
-        service = sink.workers[0]._service
-        assert service is not None
-        assert service._context.get(zmq.MAX_SOCKETS) > 10_000
+def test_more_engines_than_zeromq_has_sockets_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[zmq.Context[zmq.Socket[bytes]]] = []
+
+    class Noted(zmq.Context[zmq.Socket[bytes]]):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(zmq, "Context", Noted)
+    with Engine(ONE, "decode", fill=POISON):
+        (context,) = made
+        assert context.get(zmq.MAX_SOCKETS) > 10_000
 
 
 def test_no_socket_for_a_contact_fails_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import zmq
 
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, until
+from tests.connector.rig import POISON, Engine, stuck, until
 from tests.helpers import free_port
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
@@ -127,12 +127,10 @@ def test_a_source_that_is_connected_but_says_nothing_is_lost() -> None:
         until(lambda: sink.count("peers.ready"))
         time.sleep(1.0)
         assert not sink.received("d")  # parked, but the source answers
-        service = source.workers[0]._service
-        assert service is not None
-        service.io.post(lambda: time.sleep(2.5))
-        started_s = time.perf_counter()
-        until(lambda: sink.received("d"))
-        assert 0.2 < time.perf_counter() - started_s < 2.4
+        with stuck(source):
+            started_s = time.perf_counter()
+            until(lambda: sink.received("d"))
+            assert 0.2 < time.perf_counter() - started_s < 2.4
         assert sink.reasons("d") == {"peer_lost"}
         assert "was silent for" in sink.reports("d")[0].detail
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from kvxfer.connector import sink as sink_module
 from kvxfer.connector.control import ControlClient
@@ -33,7 +34,17 @@ from kvxfer.transfer.wire import Reason
 from kvxfer.transports.attachments import MappingSink
 from kvxfer.transports.base import DirectSink, SinkTransport
 from tests.builders import EngineShape, build_manifest
-from tests.connector.rig import DIGEST, PATIENT, POISON, Engine, expect_copied, until
+from tests.connector.rig import (
+    DIGEST,
+    PATIENT,
+    POISON,
+    Engine,
+    expect_copied,
+    io_thread_of,
+    service_of,
+    until,
+    wires_of,
+)
 
 SHAPE = EngineShape(num_kv_heads=2, num_blocks=32)
 TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=32)
@@ -53,9 +64,7 @@ class Watch:
             self.note(ControlClient, name, self.touched.add)
 
     def wire(self, engine: Engine) -> SinkTransport:
-        service = engine.workers[0]._service
-        assert service is not None
-        (wire,) = service.sink._addressing.transports.values()
+        (wire,) = wires_of(engine).values()
         begins = "submit_read" if isinstance(wire, DirectSink) else "submit_expect"
         self.note(type(wire), begins, self.began.append)
         return wire
@@ -82,6 +91,7 @@ class Two:
 
     def __init__(self, source: Engine, sink: Engine, *, have_met: bool = True) -> None:
         self.source, self.sink = source, sink
+        self.io_thread = io_thread_of(sink)
         self._num = 0
         if have_met:
             self.move()
@@ -106,9 +116,7 @@ class Two:
 
     @property
     def io(self) -> IoThread:
-        service = self.sink.workers[0]._service
-        assert service is not None
-        return service.io
+        return service_of(self.sink).io
 
     def begin(self, hold: bool = False) -> str:
         name, ref = self.offered()
@@ -126,22 +134,24 @@ class Two:
     @contextmanager
     def io_asleep(self) -> Iterator[None]:
         """The sink's IO thread sleeps, whatever would wake it: a timer, a socket, the engine."""
-        poller, sleeps, may_wake = self.io._poller, threading.Event(), threading.Event()
-        poll = poller.poll
+        sleeps, may_wake = threading.Event(), threading.Event()
+        poll = zmq.Poller.poll
 
-        def sleep(timeout_ms: int) -> Any:  # noqa: ANN401 -- what the poller returns
+        def sleep(poller: zmq.Poller, timeout_ms: int | None = None) -> list[tuple[Any, int]]:
+            if threading.current_thread() is not self.io_thread:
+                return poll(poller, timeout_ms)
             sleeps.set()
             may_wake.wait()
-            return poll(0)
+            return poll(poller, 0)
 
-        vars(poller)["poll"] = sleep
-        self.io.wake()
-        try:
-            assert sleeps.wait(60)
-            yield
-        finally:
-            del vars(poller)["poll"]
-            may_wake.set()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zmq.Poller, "poll", sleep)
+            self.io.wake()
+            try:
+                assert sleeps.wait(60)
+                yield
+            finally:
+                may_wake.set()
 
     def move(self, hold: bool = False) -> None:
         name = self.begin(hold)
@@ -171,7 +181,7 @@ def test_the_engine_begins_what_is_quick(watch: Watch, shape: EngineShape, hold:
         watch.wire(sink)
         two = Two(source, sink)
         first = watch.began.copy()
-        assert set(first) == {two.io._thread.name}  # it had to be met
+        assert set(first) == {two.io_thread.name}  # it had to be met
         for _ in range(3):
             two.move(hold)
         assert watch.began[len(first) :] == [watch.engine] * (3 * len(first))
@@ -211,8 +221,8 @@ def test_the_io_thread_begins_what_copies_or_sends(watch: Watch, wire: str) -> N
         two = Two(source, sink, have_met=False)
         for _ in range(3):
             two.move()
-        assert set(watch.began) == {two.io._thread.name}
-        assert set(watch.reported) == {two.io._thread.name}
+        assert set(watch.began) == {two.io_thread.name}
+        assert set(watch.reported) == {two.io_thread.name}
 
 
 def test_the_io_thread_begins_loads_of_many_ids(
@@ -224,7 +234,7 @@ def test_the_io_thread_begins_loads_of_many_ids(
         watch.wire(sink)
         two = Two(source, sink)
         two.move()
-        assert set(watch.began) == {two.io._thread.name}
+        assert set(watch.began) == {two.io_thread.name}
 
 
 @pytest.mark.parametrize(("num_loads", "is_quick"), [(4, True), (5, False)])
@@ -245,7 +255,7 @@ def test_the_engine_begins_few_loads_of_a_step(
         for name, _ in offered:
             until(lambda name=name: sink.received(name))  # type: ignore[misc]
             assert sink.reasons(name) == {None}
-        who = watch.engine if is_quick else two.io._thread.name
+        who = watch.engine if is_quick else two.io_thread.name
         assert watch.began == [who] * num_loads
 
 
@@ -275,7 +285,7 @@ def test_the_io_thread_begins_loads_over_other_wires_of_the_same_rank(watch: Wat
         vars(watch.wire(sink))["is_quick"] = False
         two = Two(source, sink)
         two.move()
-        assert set(watch.began) == {two.io._thread.name}
+        assert set(watch.began) == {two.io_thread.name}
 
 
 def test_the_io_thread_has_the_orders_of_a_step_that_also_offers(watch: Watch) -> None:
@@ -293,7 +303,7 @@ def test_the_io_thread_has_the_orders_of_a_step_that_also_offers(watch: Watch) -
         sink.step(ConnectorMetadata(loads=(load,), offers=(offer,), blocks=(blocks,)))
         until(lambda: sink.received(name))
         assert sink.reasons(name) == {None}
-        assert added == watch.began == [two.io._thread.name]
+        assert added == watch.began == [two.io_thread.name]
 
 
 def test_wires_without_loads_are_not_looked_at(watch: Watch) -> None:
@@ -301,9 +311,7 @@ def test_wires_without_loads_are_not_looked_at(watch: Watch) -> None:
     with source, sink:
         two = Two(source, sink)
         vars(two.io)["borrow"] = lambda: pytest.fail("nothing is on its way")
-        service = sink.workers[0]._service
-        assert service is not None
-        service.borrower.look()
+        service_of(sink).borrower.look()
 
 
 def test_an_offer_that_no_board_shows_is_asked_for_by_the_io_thread(watch: Watch) -> None:

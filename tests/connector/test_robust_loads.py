@@ -12,29 +12,29 @@ import zmq
 from kvxfer.connector import keeper as keeper_module
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.peer import Peer
-from kvxfer.connector.rank_service import RankService
+from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import SourceRef
 from kvxfer.connector.source import Source
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.wire import Grant, Keep, Pull, ToSource
+from kvxfer.transfer.wire import Consumer, Grant, Keep, OfferRef, Pull, ToSource
 from kvxfer.transports.base import ReadRequest
 from kvxfer.transports.stream_sink import StreamSink
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, WIRES, Engine, until
+from tests.connector.rig import (
+    POISON,
+    WIRES,
+    Engine,
+    kept_by,
+    links_of,
+    num_loads_at,
+    only_peer_of,
+    service_of,
+    until,
+)
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=64)
 SPAN = (0, 64)
-
-
-def _service(engine: Engine, number: int = 0) -> RankService:
-    service = engine.workers[number]._service
-    assert service is not None
-    return service
-
-
-def _peer(sink: Engine) -> Peer:
-    return next(iter(_service(sink)._peers._peers.values()))
 
 
 def _offered(source: Engine, name: str) -> SourceRef:
@@ -77,8 +77,8 @@ def test_repeated_grants_are_no_progress() -> None:
         ref = _offered(source, "p")
         sink.load("d", ref, range(4), SPAN)
         until(lambda: sink.count("peers.ready"))
-        service, peer = _service(sink), _peer(sink)
-        grant = Grant(ref.offer, service.sink._addressing.consumer, ((0, 1, 2, 3),))
+        service, peer = service_of(sink), only_peer_of(sink)
+        grant = Grant(ref.offer, Consumer(sink.incarnation, RankId(0, 0)), ((0, 1, 2, 3),))
         deadline_s = time.monotonic() + 1.0
         while not source.sent("p"):  # given back when the deadline has passed
             assert time.monotonic() < deadline_s, "the deadline does not come"
@@ -117,11 +117,11 @@ def test_what_is_raised_before_a_load_begins_fails_it(
         Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
     ):
         _meet(source, sink)
-        service, peer = _service(sink), _peer(sink)
-        owner = {"ready": service._peers, "hold_at": service.keeper, "begin_load": peer}[where]
+        peer = only_peer_of(sink)
+        owner: type = {"ready": Peers, "hold_at": Keeper, "begin_load": Peer}[where]
         original = getattr(owner, where)
 
-        def once(*args: object, **kwargs: object) -> object:
+        def once(*args: object) -> object:
             monkeypatch.setattr(owner, where, original)
             raise RuntimeError("unforeseen")
 
@@ -130,8 +130,8 @@ def test_what_is_raised_before_a_load_begins_fails_it(
         until(lambda: sink.received("d"), 1.0)
         assert sink.reasons("d") == {"read_failed"}
         until(lambda: source.sent("p"), 1.0)  # cancelled
-        assert not service.keeper._kept
-        assert peer._num_loads == 0
+        assert not kept_by(sink)
+        assert num_loads_at(peer) == 0
 
 
 def test_silence_from_before_a_load_is_not_held_against_it() -> None:
@@ -141,7 +141,7 @@ def test_silence_from_before_a_load_is_not_held_against_it() -> None:
     ):
         _meet(source, sink)
         time.sleep(0.5)  # the watch over the first load has ended
-        for client in _peer(sink)._clients.values():
+        for client in links_of(only_peer_of(sink)):
             client.unanswered_s = time.monotonic() - 100
         sink.load("d", _offered(source, "p"), range(4), SPAN)
         until(lambda: sink.received("d"))
@@ -156,12 +156,12 @@ def test_no_keep_stays_behind_for_a_load_that_ends_as_it_begins(
         Engine(ONE, "decode", fill=POISON, transport="shm") as sink,
     ):
         _meet(source, sink)
-        peer = _peer(sink)
+        peer = only_peer_of(sink)
         monkeypatch.setattr(peer, "begin_load", lambda: peer.lost("silent"))
         sink.load("d", _offered(source, "p"), range(4), SPAN)
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"peer_lost"}
-        assert not _service(sink).keeper._kept
+        assert not kept_by(sink)
         until(lambda: source.count("offers.done") == 1)  # it was never asked for the second one
 
 
@@ -248,20 +248,21 @@ def test_keeps_of_many_offers_come_in_slices_and_go_on_after_a_failure(
 def test_an_offer_that_was_given_up_before_its_engine_was_known_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept: list[int] = []
-    tell = Keeper._tell
+    kept: list[OfferRef] = []
+    send = Peer.send
 
-    def record(self: Keeper, *args: Any) -> None:  # noqa: ANN401
-        kept.append(1)
-        tell(self, *args)
+    def record(self: Peer, rank: RankId, message: ToSource) -> None:
+        if isinstance(message, Keep):
+            kept.extend(message.offers)
+        send(self, rank, message)
 
-    monkeypatch.setattr(Keeper, "_tell", record)
+    monkeypatch.setattr(Peer, "send", record)
     with (
         Engine(ONE, "prefill", fill=1) as source,
         Engine(ONE, "decode", fill=POISON) as sink,
     ):
         ref = _offered(source, "p")
-        service = _service(sink)
+        service = service_of(sink)
 
         def hold_and_give_up() -> None:
             service.keeper.hold("d", ref)
@@ -269,4 +270,7 @@ def test_an_offer_that_was_given_up_before_its_engine_was_known_is_not_kept(
 
         service.io.post(hold_and_give_up)
         until(lambda: sink.count("peers.ready"))
-        assert not kept
+        other = _offered(source, "other")
+        sink.hold("e", other)
+        until(lambda: kept)
+        assert set(kept) == {other.offer}

@@ -11,12 +11,13 @@ import pytest
 import zmq
 
 from kvxfer.connector import source as source_module
-from kvxfer.connector.given_offer import GivenOffer, read_pull
+from kvxfer.connector.control import ControlServer
+from kvxfer.connector.given_offer import read_pull
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
-from kvxfer.connector.source import IsReady, Source
+from kvxfer.connector.source import IsReady
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
-from kvxfer.transfer.session import Break, FinishedSending, SendGrant, SourceAction, SourceEvent
+from kvxfer.transfer.session import Break, SourceEvent
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import (
     Broken,
@@ -40,7 +41,7 @@ from kvxfer.transfer.wire import (
 from kvxfer.transports.base import SendRequest
 from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape
-from tests.connector.rig import DIGEST, POISON, Engine, until
+from tests.connector.rig import DIGEST, POISON, Engine, given_offer, num_pulls, service_of, until
 
 ONE = EngineShape(num_kv_heads=2, num_blocks=8)
 LIFE = b"s" * 16
@@ -114,18 +115,18 @@ def test_an_event_that_raises_breaks_its_offer_and_no_other() -> None:
 def test_an_answer_that_fails_when_an_offer_opens_breaks_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    perform = Source._perform
+    send = ControlServer.send
 
-    def fail_grants(self: Source, offer: GivenOffer, action: SourceAction) -> SourceEvent | None:
-        if isinstance(action, SendGrant):
+    def fail_grants(self: ControlServer, identity: bytes, answer: ToSink | zmq.Frame) -> None:
+        if isinstance(answer, Grant):
             raise OSError("unforeseen")
-        return perform(self, offer, action)
+        send(self, identity, answer)
 
-    monkeypatch.setattr(Source, "_perform", fail_grants)
+    monkeypatch.setattr(ControlServer, "send", fail_grants)
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
         ref = source.offer("p", 16, [1])
         dealer.send(encode(_pull(source, ref, wire="shm")))
-        time.sleep(0.1)
+        until(lambda: num_pulls(source, ref.offer.nonce))  # it is parked
         source.compute("p")
         assert isinstance(_answer(dealer), Broken)
         until(lambda: source.sent("p"))
@@ -177,8 +178,7 @@ def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
     ):
         ref = source.offer("p", 16, [1])
         sink.load("d", ref, [1], (0, 16))
-        until(lambda: sink.count("peers.ready") == 2)
-        time.sleep(0.2)  # both Pulls are parked
+        until(lambda: num_pulls(source, ref.offer.nonce) == 2)  # both are parked
         source.compute("p")
         until(lambda: sink.received("d"))
         assert None not in sink.reasons("d")
@@ -187,22 +187,24 @@ def test_a_stream_that_cannot_start_takes_the_ones_beside_it_along(
         assert source.count("offers.unforeseen") == 0
 
 
-@pytest.mark.parametrize("where", ["step", "perform"])
+@pytest.mark.parametrize("where", ["step", "send"])
 def test_the_engine_goes_on_when_an_offer_cannot_be_broken(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    step, perform = OfferSession.step, Source._perform
+    step, send = OfferSession.step, ControlServer.send
 
     def fail_step(self: OfferSession, event: SourceEvent) -> list[Any]:
         if isinstance(event, Break):
             raise OSError("unforeseen")
         return step(self, event)
 
-    def fail_perform(self: Source, offer: GivenOffer, action: SourceAction) -> SourceEvent | None:
-        if not isinstance(action, FinishedSending):
+    def fail_send(self: ControlServer, identity: bytes, answer: ToSink | zmq.Frame) -> None:
+        if isinstance(answer, Broken):
             raise OSError("unforeseen")
-        return perform(self, offer, action)
+        send(self, identity, answer)
 
+    if where == "send":
+        monkeypatch.setattr(ControlServer, "send", fail_send)
     with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as dealer:
         ref = source.offer("p", 16, [1])
         source.compute("p")
@@ -211,8 +213,6 @@ def test_the_engine_goes_on_when_an_offer_cannot_be_broken(
         with monkeypatch.context() as patch:
             if where == "step":
                 patch.setattr(OfferSession, "step", fail_step)
-            else:
-                patch.setattr(Source, "_perform", fail_perform)
             source.end("p")
             until(lambda: source.count("offers.unforeseen"))
         dealer.send(encode(_pull(source, ref, wire="shm")))
@@ -302,10 +302,8 @@ def test_who_knows_only_the_nonce_changes_nothing_and_leaves_nothing(is_over: bo
         if is_over:
             source.end("p")
             until(lambda: source.sent("p"))
-        service = source.workers[0]._service
-        assert service is not None
-        offers = service.source._over if is_over else service.source._live
-        offer = offers[ref.offer.nonce]
+        offer = given_offer(source, ref.offer.nonce)
+        assert offer is not None
         lease_until_s = offer.lease_until_s
         for number in range(50):
             life = number.to_bytes(16, "big")
@@ -331,14 +329,13 @@ def test_a_keep_asks_for_a_lease_and_no_more() -> None:
         ref = source.offer("p", 16, [1])
         source.compute("p")
         until(lambda: source.count("offers.opened"))
-        service = source.workers[0]._service
-        assert service is not None
-        offer = service.source._live[ref.offer.nonce]
+        offer = given_offer(source, ref.offer.nonce)
+        assert offer is not None
         offer.lease_until_s = 0.0
         dealer.send(encode(Keep((ref.offer,), LIFE, 86400.0, {ref.offer.nonce: DIGEST})))
         dealer.send(encode(Ping()))
         assert isinstance(_answer(dealer), Pong)
-        assert 0.0 < offer.lease_until_s <= service.io.now() + source.config.lease_s
+        assert 0.0 < offer.lease_until_s <= service_of(source).io.now() + source.config.lease_s
         assert offer.heard_s == {}  # it has no claim whose silence would matter
 
 

@@ -37,7 +37,7 @@ from kvxfer.transports import channel, guard, visitors
 from kvxfer.transports.stream_sink import StreamSink
 from tests import zmtp
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, until
+from tests.connector.rig import POISON, Engine, backlogs_of, stuck, until
 
 ONE = EngineShape()
 PORTS = ["control", "data"]
@@ -180,14 +180,10 @@ def test_messages_that_nobody_can_read_in_time_end_the_connection_and_not_the_pr
     heartbeat.
     """
     with Engine(ONE, "prefill", fill=1, transport="zmq", peer_silent_s=0.3) as engine:
-        service = engine.workers[0]._service
-        assert service is not None
-        go_on = threading.Event()
-        service.io.post(go_on.wait)
-        with closing(zmtp.connect(port_of(engine, port))) as peer:
-            peer.sendall(zmtp.frame(b"x") * 20_000)
-        time.sleep(0.5)  # heartbeats: each 0.1 s
-        go_on.set()
+        with stuck(engine):
+            with closing(zmtp.connect(port_of(engine, port))) as peer:
+                peer.sendall(zmtp.frame(b"x") * 20_000)
+            time.sleep(0.5)  # heartbeats: each 0.1 s
         with dealer(engine.endpoint) as honest:
             honest.send(encode(Hello((1, 1), (), "decode", b"i" * 16)))
             assert honest.poll(30_000)
@@ -355,9 +351,7 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
                 if says:
                     idle[-1].sendall(zmtp.frame(says))
                     assert idle[-1].recv(1)
-            server = source.workers[0]._service
-            assert server is not None
-            until(lambda: len(server._server.router) <= 10)
+            until(lambda: len(backlogs_of(source)) <= 10)
             with Engine(ONE, "decode", fill=POISON, transport="zmq") as sink:
                 assert loads(source, sink, 2) == {None}
         finally:
@@ -368,14 +362,11 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
 def test_who_was_silent_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(visitors, "most_connections", lambda: 4)  # two of one address
     with Engine(ONE, "prefill", fill=1) as source, ExitStack() as stack:
-        server = source.workers[0]._service
-        assert server is not None
 
         def say(peer: socket.socket) -> None:
             peer.sendall(zmtp.frame(encode(Ping())))
             assert peer.recv(1 << 16)
-            heard = server._server.router._visitors._visitors.values()
-            until(lambda: not any(each.backlog.is_heard for each in heard))  # by a look
+            until(lambda: not any(each.is_heard for each in backlogs_of(source)))  # by a look
 
         first, second = (
             stack.enter_context(closing(zmtp.connect(source.endpoint))) for _ in range(2)
@@ -422,15 +413,11 @@ def test_a_ping_is_answered_behind_a_message_of_many_parts(engine: Engine) -> No
         honest.send(encode(Hello((1, 1), (), "decode", b"i" * 16)))
         assert honest.poll(30_000)
         honest.recv()
-        service = engine.workers[0]._service
-        assert service is not None
-        go_on = threading.Event()
-        service.io.post(go_on.wait)
-        peer.sendall(parts)
-        for _ in range(3):
-            honest.send(b"\x81\xa4type\xa4ping")
-        time.sleep(0.2)
-        go_on.set()
+        with stuck(engine):
+            peer.sendall(parts)
+            for _ in range(3):
+                honest.send(b"\x81\xa4type\xa4ping")
+            time.sleep(0.2)
         for _ in range(3):
             assert honest.poll(30_000)
             assert isinstance(decode_to_sink(honest.recv()), Pong)

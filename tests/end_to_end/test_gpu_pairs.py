@@ -114,11 +114,11 @@ def test_ranks_end_when_one_of_them_dies_in_a_sum() -> None:
             group.check()
 
 
-def test_ranks_that_sum_by_nccl_end_in_order() -> None:
+def test_ranks_that_sum_by_nccl_end_in_order(made_folders: list[Path]) -> None:
     need(2)
     for _ in range(2):
         with EngineGroup(engine_config(Role.ALONE, None, device="cuda", tp_size=2)) as group:
-            folder = group._folder
+            folder = made_folders[-1]
             with RpcClient(group.endpoint, connect_timeout_s=10) as client:
                 client.send(Generate("r", prompt(100), 50))
                 assert client.poll(60)  # in the middle of it

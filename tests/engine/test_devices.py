@@ -144,13 +144,14 @@ def test_the_cpu_is_always_there() -> None:
     assert claim_device("cpu") == torch.device("cpu")
 
 
-def test_an_engine_without_its_devices_says_so_and_leaves_nothing() -> None:
+def test_an_engine_without_its_devices_says_so_and_leaves_nothing(made_folders: list[Path]) -> None:
     with (
         EngineGroup(config(device="cuda", tp_size=2, devices=(90, 91))) as group,
         pytest.raises(ConfigError, match=r"engine e: device: expected one of \d+ CUDA devices, "),
     ):
         group.ready()
-    assert not group._folder.exists()
+    (folder,) = made_folders
+    assert not folder.exists()
 
 
 def test_other_devices_take_other_processes() -> None:

@@ -103,10 +103,12 @@ def group(model: str) -> Iterator[EngineGroup]:
         yield group
 
 
-def test_close_ends_all_ranks_between_steps_and_leaves_nothing(model: str) -> None:
+def test_close_ends_all_ranks_between_steps_and_leaves_nothing(
+    model: str, made_folders: list[Path]
+) -> None:
     for _ in range(3):
         with EngineGroup(alone(model, tp_size=2)) as group:
-            folder = group._folder
+            folder = made_folders[-1]
             pids = group.pids
             with RpcClient(group.endpoint, connect_timeout_s=10) as client:
                 client.send(Generate("a", tuple(range(100)), 50))
@@ -120,9 +122,11 @@ def test_close_ends_all_ranks_between_steps_and_leaves_nothing(model: str) -> No
         group.close()
 
 
-def test_a_group_that_never_served_closes_at_once(model: str) -> None:
+def test_a_group_that_never_served_closes_at_once(model: str, made_folders: list[Path]) -> None:
     group = EngineGroup(alone(model, tp_size=2))
-    folder, pids = group._folder, group.pids
+    pids = group.pids
+    (folder,) = made_folders
+    assert folder.exists()
     group.close()
     assert not folder.exists()
     assert not any(map(is_running, pids))

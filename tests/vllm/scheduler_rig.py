@@ -188,7 +188,7 @@ class Rig:
         self.stats: dict[str, dict[str, float]] = {}
         self.outputs: list[Any] = []
         self._hasher = get_request_block_hasher(block_tokens, sha256)
-        self._in_flight: list[Any] = []
+        self.in_flight: list[Any] = []  # steps whose output is to come, vLLM's own
         self._loads: dict[str, NewLoad] = {}
         self._block_tokens = block_tokens
         self._is_multi = connectors is not None
@@ -197,6 +197,11 @@ class Rig:
         """What the one rank says of itself."""
         manifest = build_manifest(shape)
         return KvxferHandshake(INCARNATION, manifest.facts, manifest.ranks[0])
+
+    def set_clock(self, now: Callable[[], float]) -> None:
+        """What our scheduler side takes the time from; its last step was now."""
+        side = self.connector.scheduler_side
+        side._now, side._last_step_s = now, now()
 
     def free_blocks(self) -> int:
         """Blocks that nothing uses."""
@@ -237,7 +242,7 @@ class Rig:
     def schedule(self) -> ConnectorMetadata:
         """What the workers are told in the next step, whose output is kept for :meth:`finish`."""
         step = self.scheduler.schedule()
-        self._in_flight.append(step)
+        self.in_flight.append(step)
         metadata = step.kv_connector_metadata
         if self._is_multi:
             metadata = metadata.metadata[self._our_index]
@@ -268,7 +273,7 @@ class Rig:
         )
 
     def _update(self, reported: KVConnectorOutput | None) -> None:
-        step = self._in_flight.pop(0)
+        step = self.in_flight.pop(0)
         names = list(step.num_scheduled_tokens)
         sampled = [[7] if self._reaches_end(step, name) else [] for name in names]
         output = ModelRunnerOutput(
@@ -364,13 +369,13 @@ class Engine(Rig):
     def run(self) -> ConnectorMetadata:
         """One step, as vLLM's runner makes it."""
         orders = self.schedule()
-        metadata = pickle.loads(pickle.dumps(self._in_flight[-1].kv_connector_metadata))
+        metadata = pickle.loads(pickle.dumps(self.in_flight[-1].kv_connector_metadata))
         worker = self.worker
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         worker.start_load_kv()
         worker.wait_for_save()
-        results = worker.get_transfer_results(self._in_flight[-1].finished_req_ids)
+        results = worker.get_transfer_results(self.in_flight[-1].finished_req_ids)
         reported = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,

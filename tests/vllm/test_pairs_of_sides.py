@@ -170,8 +170,8 @@ def test_aborted_in_the_step_of_its_load(pair: tuple[Engine, Engine]) -> None:
     sink.request("d", prompt(100), params)
     sink.schedule()
     sink.abort("d")  # before the worker has even heard of it
-    step = sink._in_flight[-1]
-    sink._in_flight.clear()
+    step = sink.in_flight[-1]
+    sink.in_flight.clear()
     sink.worker.bind_connector_metadata(step.kv_connector_metadata)
     sink.worker.start_load_kv()
     finish_both(source, sink)
@@ -252,7 +252,7 @@ def test_the_first_block_of_a_window_moves_where_vllm_drops_it(
     params = source.params_of("p")
     source.request("q", prompt(7 * BLOCK - 16, seed=1), max_tokens=1)
     source.schedule()
-    (new,) = source._in_flight.pop().scheduled_new_reqs
+    (new,) = source.in_flight.pop().scheduled_new_reqs
     for block_id in {*new.block_ids[0], *new.block_ids[1]}:
         source.fill(1, block_id, POISON)
     request = sink.request("d", prompt(num_tokens), params)

@@ -145,8 +145,7 @@ class Source:
 
 def source_of(rig: Rig) -> Source:
     clock = Clock()
-    rig.connector.scheduler_side._now = clock
-    rig.connector.scheduler_side._last_step_s = clock.now_s
+    rig.set_clock(clock)
     return Source(rig, clock)
 
 
@@ -207,7 +206,7 @@ def test_the_worker_is_asked_to_answer(source: Source) -> None:
     asked = []
     for _ in range(3):
         source.rig.schedule()
-        asked.append(source.rig._in_flight[-1].kv_connector_metadata.wants_answer)
+        asked.append(source.rig.in_flight[-1].kv_connector_metadata.wants_answer)
         source.rig.finish()
         source.clock.now_s += PIN_AFTER_S + SOON_S
     assert asked == [False, True, False]
@@ -250,7 +249,7 @@ def test_the_name_of_a_pinned_block_is_hit(source: Source) -> None:
     source.pin()
     rig.request("again", prompt(40), max_tokens=3)
     rig.schedule()
-    (new,) = rig._in_flight[-1].scheduled_new_reqs
+    (new,) = rig.in_flight[-1].scheduled_new_reqs
     assert new.num_computed_tokens == 2 * BLOCK
     rig.finish()
     rig.step(sent=["p"])  # while it runs

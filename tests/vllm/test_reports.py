@@ -507,7 +507,7 @@ def test_the_edge_of_an_offer_is_nobody_elses_until_it_was_sent(make_rig: MakeRi
     # All others of 23: the offer holds 6 in the group without a window, 3 in that with one.
     rig.request("q", prompt(7 * BLOCK, seed=1), max_tokens=1)
     rig.schedule()
-    (new,) = rig._in_flight[-1].scheduled_new_reqs
+    (new,) = rig.in_flight[-1].scheduled_new_reqs
     assert len(new.block_ids[0] + new.block_ids[1]) == 14 == rig.num_free - 9
     assert told[3] not in new.block_ids[0] + new.block_ids[1]
     rig.finish(sent=["p"])
