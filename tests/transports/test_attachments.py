@@ -350,8 +350,9 @@ def test_each_sink_that_has_gone_is_lost_at_once_and_no_other(
     pair: Pair, clients: list[Client]
 ) -> None:
     """None of them is asked for that: the listener knows which connection has ended."""
-    clients += [Client(pair, ATTACH) for _ in range(3)]
-    pair.until(lambda: len(connections_of(pair)) == 3)
+    for number in range(3):  # one after the other, so that their order is known
+        clients.append(Client(pair, ATTACH))
+        pair.until(lambda number=number: len(connections_of(pair)) > number)  # type: ignore[misc]
     first, second, third = connections_of(pair).all()
     clients[1].socket.close()
     pair.until(lambda: second.is_lost)
