@@ -1,12 +1,14 @@
 """The truth about a copy: loops over tokens and heads, one slice at a time, by region addresses.
 
 Deliberately naive, and independent of the plan: it shares no arithmetic with the code under test.
+All tests of copies take their addresses and the order of a chunk from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +19,81 @@ Bytes = NDArray[np.uint8]
 Spans = Mapping[int, tuple[int, int]]
 
 
-def oracle_address(region: Region, block_id: int, head: int, token: int) -> int:
-    """Byte offset in the region's memory of (block, global head, token of the block)."""
-    kernel_tokens = region.block_tokens // region.kernel_blocks
-    address = region.offset
-    address += (block_id * region.kernel_blocks + token // kernel_tokens) * region.stride_block
-    address += (head - region.head_lo) * region.stride_head
-    address += (token % kernel_tokens) * region.stride_token
-    return address
+class Strides(Protocol):
+    """How the blocks of a side lie in memory: a ``Tile`` of a plan, a ``CopySide`` of a kernel."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def kernel_tokens(self) -> int: ...
+    @property
+    def stride_block(self) -> int: ...
+    @property
+    def stride_head(self) -> int: ...
+    @property
+    def stride_token(self) -> int: ...
+    @property
+    def stride_channel(self) -> int: ...
+
+
+class _RegionStrides(NamedTuple):
+    block_tokens: int
+    kernel_tokens: int
+    stride_block: int
+    stride_head: int
+    stride_token: int
+    stride_channel: int
+
+
+def oracle_offset(
+    side: Strides, ids: Sequence[int], position: int, head: int, channel: int = 0
+) -> int:
+    """Bytes from a region's base to (request token, head counted from 0, channel)."""
+    block_id, token = ids[position // side.block_tokens], position % side.block_tokens
+    kernel_blocks = side.block_tokens // side.kernel_tokens
+    offset = (block_id * kernel_blocks + token // side.kernel_tokens) * side.stride_block
+    offset += head * side.stride_head
+    offset += (token % side.kernel_tokens) * side.stride_token
+    offset += channel * side.stride_channel
+    return offset
+
+
+def oracle_address(region: Region, block_id: int, head: int, token: int, channel: int = 0) -> int:
+    """Byte offset in the region's memory of (block, global head, token of the block, channel)."""
+    strides = _RegionStrides(
+        block_tokens=region.block_tokens,
+        kernel_tokens=region.block_tokens // region.kernel_blocks,
+        stride_block=region.stride_block,
+        stride_head=region.stride_head,
+        stride_token=region.stride_token,
+        stride_channel=region.stride_channel,
+    )
+    return region.offset + oracle_offset(strides, [block_id], token, head - region.head_lo, channel)
+
+
+def oracle_order(
+    kernel_tokens: int,
+    tokens: tuple[int, int],
+    num_heads: int,
+    *,
+    is_token_major: bool,
+    num_channels: int = 0,
+) -> list[tuple[int, int, int]]:
+    """(token, head counted from 0, channel) of every slice of one region of a chunk in the order in
+    which they travel: kernel block by kernel block of the sink. A channel number of -1 stands for
+    all of them, where ``num_channels`` is 0.
+    """
+    (first, end), heads = tokens, range(num_heads)
+    found: list[tuple[int, int, int]] = []
+    for block in range(first // kernel_tokens, -(-end // kernel_tokens)):
+        within = range(max(block * kernel_tokens, first), min((block + 1) * kernel_tokens, end))
+        if num_channels:
+            found += [(t, h, c) for h in heads for c in range(num_channels) for t in within]
+        elif is_token_major:
+            found += [(token, head, -1) for token in within for head in heads]
+        else:
+            found += [(token, head, -1) for head in heads for token in within]
+    return found
 
 
 def oracle_pieces(
@@ -36,17 +105,16 @@ def oracle_pieces(
     block_id = ids[position // region.block_tokens]
     if not 0 <= block_id < region.num_blocks:
         raise ValueError(f"block id {block_id} at token {position}: not in 0..{region.num_blocks}")
-    address = oracle_address(region, block_id, head, position % region.block_tokens)
-    places = [(address, region.inner_nbytes)]
+    token = position % region.block_tokens
+    num_channels, nbytes = 1, region.inner_nbytes
     if region.stride_channel:
-        num_channels = region.inner_nbytes // region.channel_nbytes
-        places = [
-            (address + channel * region.stride_channel, region.channel_nbytes)
-            for channel in range(num_channels)
-        ]
-    views = [memories[region.memory][place : place + nbytes] for place, nbytes in places]
-    if [len(view) for view in views] != [nbytes for _, nbytes in places]:
-        raise ValueError(f"{region.layer} {region.plane}: address {address} is outside the memory")
+        num_channels, nbytes = region.inner_nbytes // region.channel_nbytes, region.channel_nbytes
+    places = [oracle_address(region, block_id, head, token, each) for each in range(num_channels)]
+    views = [memories[region.memory][place : place + nbytes] for place in places]
+    if any(len(view) != nbytes for view in views):
+        raise ValueError(
+            f"{region.layer} {region.plane}: address {places[0]} is outside the memory"
+        )
     return views
 
 

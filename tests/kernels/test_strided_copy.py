@@ -1,8 +1,9 @@
-"""The copying kernel, on a GPU or in Triton's interpreter, against loops over tokens and heads."""
+"""The copying kernel, on a GPU or in Triton's interpreter, against the oracle."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from kvxfer.kernels.strided_work import (
 from tests.conftest import HAS_CUDA
 from tests.helpers import assert_same_bytes, poisoned
 from tests.kernels.compiling import printed_without_interpreter
+from tests.oracle import oracle_offset
 
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
 EXAMPLES = settings().max_examples if HAS_CUDA else max(10, settings().max_examples // 5)
@@ -110,39 +112,8 @@ def strided_copy(
     launch_copy(params, source_table, sink_table, source_ids, sink_ids, launch)
 
 
-def strided_copy_ref(
-    source: Tensor,
-    sink: Tensor,
-    source_bases: Tensor,
-    sink_bases: Tensor,
-    source_ids: Tensor,
-    sink_ids: Tensor,
-    work: CopyWork,
-) -> None:
-    """The same in plain torch on two flat uint8 memories; bases [num_regions] are byte offsets."""
-    given = _byte_offsets(work.source, source_ids, work)
-    taken = _byte_offsets(work.sink, sink_ids, work)
-    for given_base, taken_base in zip(source_bases.tolist(), sink_bases.tolist(), strict=True):
-        sink[taken + taken_base] = source[given + given_base]
-
-
-def _byte_offsets(side: CopySide, ids: Tensor, work: CopyWork) -> Tensor:
-    """[tokens, heads, inner bytes] from a region's base."""
-    token = torch.arange(work.num_tokens, device=ids.device) + side.first_token
-    slot = token % side.block_tokens
-    kernel_block = ids[token // side.block_tokens] * (side.block_tokens // side.kernel_tokens)
-    kernel_block += slot // side.kernel_tokens
-    tokens = kernel_block * side.stride_block + slot % side.kernel_tokens * side.stride_token
-    heads = torch.arange(work.num_heads, device=ids.device) * side.stride_head
-    inner = torch.arange(work.inner_nbytes, device=ids.device)
-    if work.channel_nbytes:
-        channel = inner // work.channel_nbytes
-        inner = inner % work.channel_nbytes + channel * side.stride_channel
-    return tokens[:, None, None] + heads[:, None] + inner
-
-
 def check(work: CopyWork, *, lead: int = 0, programs: int = 3, seed: int = 1) -> int:
-    """Against loops and against the reference; returns the width of an access."""
+    """Against the oracle; returns the width of an access."""
     source = pool_of(work.source, work, seed, lead=lead, poison=False)
     sink = pool_of(work.sink, work, seed + 1, lead=lead, poison=True)
     align = 16
@@ -152,40 +123,39 @@ def check(work: CopyWork, *, lead: int = 0, programs: int = 3, seed: int = 1) ->
                 align //= 2
     work = replace(work, align_nbytes=align)
     before = source.memory.clone()
-    by_loops, by_ref = sink.memory.clone().cpu(), sink.memory.clone()
-    copy_by_loops(source, sink, by_loops, work)
-    strided_copy_ref(source.memory, by_ref, source.bases, sink.bases, source.ids, sink.ids, work)
+    want = sink.memory.clone().cpu()
+    copy_by_oracle(before.cpu(), want, source.bases, sink.bases, source.ids, sink.ids, work)
     strided_copy(source.table, sink.table, source.ids, sink.ids, work, programs)
-    assert_same_bytes(by_ref, by_loops)
-    assert_same_bytes(sink.memory, by_loops)
+    assert_same_bytes(sink.memory, want)
     assert_same_bytes(source.memory, before)
     return plan_launch(work, NUM_REGIONS, programs).word_nbytes
 
 
-def copy_by_loops(source: Pool, sink: Pool, memory: Tensor, work: CopyWork) -> None:
-    """Byte runs one at a time, into ``memory``."""
-    given_bytes = source.memory.cpu()
+def copy_by_oracle(
+    source: Tensor,
+    sink: Tensor,
+    source_bases: Tensor,
+    sink_bases: Tensor,
+    source_ids: Tensor,
+    sink_ids: Tensor,
+    work: CopyWork,
+) -> None:
+    """Byte runs one at a time between flat uint8 memories; bases [num_regions] are byte offsets."""
     element = work.channel_nbytes or work.inner_nbytes
-    for region in range(NUM_REGIONS):
-        for token in range(work.num_tokens):
-            for head in range(work.num_heads):
-                for channel in range(work.inner_nbytes // element):
-                    at = [
-                        place(side, pool, region, token, head, channel)
-                        for side, pool in ((work.source, source), (work.sink, sink))
-                    ]
-                    memory[at[1] : at[1] + element] = given_bytes[at[0] : at[0] + element]
-
-
-def place(side: CopySide, pool: Pool, region: int, token: int, head: int, channel: int) -> int:
-    position = side.first_token + token
-    block = int(pool.ids[position // side.block_tokens])
-    slot = position % side.block_tokens
-    place = int(pool.bases[region])
-    place += block * (side.block_tokens // side.kernel_tokens) * side.stride_block
-    place += slot // side.kernel_tokens * side.stride_block
-    place += slot % side.kernel_tokens * side.stride_token
-    return place + head * side.stride_head + channel * side.stride_channel
+    runs = list(product(*map(range, (work.num_heads, work.inner_nbytes // element))))
+    given_ids, taken_ids = source_ids.tolist(), sink_ids.tolist()
+    bases = list(zip(source_bases.tolist(), sink_bases.tolist(), strict=True))
+    for token in range(work.num_tokens):
+        for head, channel in runs:
+            given = oracle_offset(
+                work.source, given_ids, work.source.first_token + token, head, channel
+            )
+            taken = oracle_offset(
+                work.sink, taken_ids, work.sink.first_token + token, head, channel
+            )
+            for given_base, taken_base in bases:
+                piece = source[given_base + given : given_base + given + element]
+                sink[taken_base + taken : taken_base + taken + element] = piece
 
 
 def work_of(source: CopySide, sink: CopySide, num_tokens: int, heads: int, inner: int) -> CopyWork:
@@ -466,5 +436,5 @@ def test_regions_farther_than_2_gib_and_blocks_too(programs: int) -> None:
     sink_bases = torch.arange(num_regions, device=DEVICE) * 5 * 24 * 512
     tables = (bases + memory.data_ptr(), sink_bases + got.data_ptr())
     strided_copy(*tables, source_ids, sink_ids, work, programs)
-    strided_copy_ref(memory, want, bases, sink_bases, source_ids, sink_ids, work)
+    copy_by_oracle(memory, want, bases, sink_bases, source_ids, sink_ids, work)
     assert_same_bytes(got, want)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.plan import Base, CopyClass, RegionName, Side, Tile
-from tests.oracle import oracle_bytes, oracle_copy
+from tests.oracle import oracle_bytes, oracle_copy, oracle_order
 
 Bytes = NDArray[np.uint8]
 
@@ -215,36 +215,26 @@ def assert_same_bytes(got: Sequence[Bytes], want: Sequence[Bytes]) -> None:
 def naive_dense(
     case: Case, source: Pool, planes: str, region_lo: int, region_hi: int, lo: int, hi: int
 ) -> Bytes:
-    """A chunk by its definition: kernel block by kernel block of the sink, clipped."""
+    """A chunk by its definition."""
     regions = [region for region in source.regions if region.plane in planes]
-    is_turned = case.sink.is_turned and planes == "k" and case.channel_nbytes < case.inner_nbytes
-    element = case.channel_nbytes
-    kernel_tokens = case.sink.block_tokens // case.sink.kernel_blocks
-    heads = range(case.head_lo, case.head_hi)
+    element = case.inner_nbytes
+    if case.sink.is_turned and planes == "k" and case.channel_nbytes < case.inner_nbytes:
+        element = case.channel_nbytes
+    order = oracle_order(
+        case.sink.block_tokens // case.sink.kernel_blocks,
+        (lo, hi),
+        case.head_hi - case.head_lo,
+        is_token_major=_is_token_major(case.sink, planes),
+        num_channels=case.inner_nbytes // element if element < case.inner_nbytes else 0,
+    )
     parts: list[Bytes] = []
     for region in regions[region_lo:region_hi]:
-        for block in range(lo // kernel_tokens, -(-hi // kernel_tokens)):
-            tokens = range(max(lo, block * kernel_tokens), min(hi, (block + 1) * kernel_tokens))
-            if is_turned:
-                for head in heads:
-                    values = [
-                        oracle_bytes(region, source.memories, source.ids.tolist(), token, head)
-                        for token in tokens
-                    ]
-                    parts += [
-                        value[at : at + element]
-                        for at in range(0, case.inner_nbytes, element)
-                        for value in values
-                    ]
-                continue
-            if _is_token_major(case.sink, planes):
-                order = [(token, head) for token in tokens for head in heads]
-            else:
-                order = [(token, head) for head in heads for token in tokens]
-            parts += [
-                oracle_bytes(region, source.memories, source.ids.tolist(), token, head)
-                for token, head in order
-            ]
+        for token, head, channel in order:
+            value = oracle_bytes(
+                region, source.memories, source.ids.tolist(), token, case.head_lo + head
+            )
+            at = max(channel, 0) * element
+            parts.append(value[at : at + element])
     return np.concatenate(parts)
 
 

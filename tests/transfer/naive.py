@@ -1,22 +1,22 @@
-"""Planned copies carried out one slice at a time, through Tile and Base arithmetic only.
+"""Planned copies carried out one slice at a time, where :mod:`tests.oracle` says that it lies.
 
-What :mod:`tests.oracle` is to regions, this is to plans: it shows that a plan says the right thing,
-without any copy code. Fills, moves and compares whole engines.
+This shows that a plan says the right thing, without any copy code. Fills, moves and compares whole
+engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.plan import Base, Chunk, Plan, PullClass, Side, Tile
+from kvxfer.transfer.plan import Chunk, Plan, PullClass, Side, Tile
 from kvxfer.transfer.pull import PullResolver, pull_classes
 from tests.builders import EngineShape, build_manifest, build_memories, scattered_ids
-from tests.oracle import oracle_copy, oracle_fill
+from tests.oracle import oracle_copy, oracle_fill, oracle_offset, oracle_order
 
 Bytes = NDArray[np.uint8]
 Memories = dict[RankId, list[Bytes]]
@@ -106,21 +106,6 @@ def piece_nbytes(tile: Tile) -> int:
     return tile.channel_nbytes or tile.inner_nbytes
 
 
-def tile_address(
-    tile: Tile, base: Base, ids: Sequence[int], position: int, head: int, channel: int = 0
-) -> int:
-    """Byte of (request token, wanted head counted from 0, channel)."""
-    block, slot = ids[position // tile.block_tokens], position % tile.block_tokens
-    kernel_block = block * (tile.block_tokens // tile.kernel_tokens) + slot // tile.kernel_tokens
-    return (
-        base.offset
-        + kernel_block * tile.stride_block
-        + head * tile.stride_head
-        + slot % tile.kernel_tokens * tile.stride_token
-        + channel * tile.stride_channel
-    )
-
-
 def side_addresses(side: Side, ids: Ids, span: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """(memory, byte) of every region, token, head and channel of a class."""
     tile = side.tile
@@ -128,31 +113,25 @@ def side_addresses(side: Side, ids: Ids, span: tuple[int, int]) -> Iterator[tupl
         for position in range(*span):
             for head in range(tile.num_heads):
                 for channel in range(tile.inner_nbytes // piece_nbytes(tile)):
-                    address = tile_address(tile, base, ids[side.group], position, head, channel)
-                    yield base.memory, address
+                    offset = oracle_offset(tile, ids[side.group], position, head, channel)
+                    yield base.memory, base.offset + offset
 
 
 def dense_order(wanted: PullClass, chunk: Chunk) -> list[tuple[int, int, int, int]]:
     """(region, token, head, channel) of every slice of a chunk in the order in which they travel;
     a channel number of -1 stands for all of them.
     """
-    kernel_tokens = wanted.order.kernel_tokens
-    heads = range(wanted.head_hi - wanted.head_lo)
-    found: list[tuple[int, int, int, int]] = []
-    for region in range(chunk.region_lo, chunk.region_hi):
-        first = chunk.token_lo // kernel_tokens
-        for block in range(first, -(-chunk.token_hi // kernel_tokens)):
-            lo = max(block * kernel_tokens, chunk.token_lo)
-            hi = min((block + 1) * kernel_tokens, chunk.token_hi)
-            tokens = range(lo, hi)
-            if wanted.order.channel_nbytes:
-                channels = range(wanted.inner_nbytes // wanted.order.channel_nbytes)
-                found += [(region, t, h, c) for h in heads for c in channels for t in tokens]
-            elif wanted.order.token_major:
-                found += [(region, token, head, -1) for token in tokens for head in heads]
-            else:
-                found += [(region, token, head, -1) for head in heads for token in tokens]
-    return found
+    element = wanted.order.channel_nbytes
+    order = oracle_order(
+        wanted.order.kernel_tokens,
+        (chunk.token_lo, chunk.token_hi),
+        wanted.head_hi - wanted.head_lo,
+        is_token_major=wanted.order.token_major,
+        num_channels=wanted.inner_nbytes // element if element else 0,
+    )
+    return [
+        (region, *place) for region in range(chunk.region_lo, chunk.region_hi) for place in order
+    ]
 
 
 def slice_nbytes(wanted: PullClass) -> int:
@@ -172,7 +151,8 @@ def slice_addresses(
         nbytes = piece_nbytes(tile)
         channels = list(range(tile.inner_nbytes // nbytes))
     return [
-        (tile_address(tile, base, ids[side.group], token, head, each), nbytes) for each in channels
+        (base.offset + oracle_offset(tile, ids[side.group], token, head, each), nbytes)
+        for each in channels
     ]
 
 

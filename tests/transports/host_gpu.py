@@ -100,6 +100,13 @@ def gpu_of(memory: LocalMemory) -> Gpu:
     return OneProcessGpu(memory.device) if memory.device.type == "cuda" else HostGpu(memory)
 
 
+def gpu_of_sink(sink: object) -> HostGpu:
+    """What stands in for the GPU of this sink."""
+    assert isinstance(sink, CudaIpcSink)
+    assert isinstance(sink._gpu, HostGpu)
+    return sink._gpu
+
+
 def source_without_gpu(
     memory: LocalMemory, config: Config, copy_thread: Copier, wake: Wake, context: Context
 ) -> DirectSource:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,10 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+from kvxfer.transports.stream_connections import Connections
+from kvxfer.transports.stream_link import Link
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import STREAM_VERSION, Attach, Expect
 from kvxfer.transports.wake_up import WakeUp
 
@@ -132,6 +137,13 @@ class Pair:
         for sink in filter(may_have_something, self.sinks.values()):
             self.seen.extend(sink.poll())
 
+    def num_wakes(self) -> int:
+        """How often the IO thread was woken since it was last asked."""
+        try:
+            return int.from_bytes(os.read(self.wake.fd, 8), "little")  # eventfd(2): it counts
+        except BlockingIOError:
+            return 0
+
     def until(self, wanted: Callable[[], bool], timeout_s: float = 5.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not wanted():
@@ -188,6 +200,33 @@ class Pair:
         self.wake.close()
         self.source_pool.close()
         self.sink_pool.close()
+
+
+# What the ends of a stream wire keep to themselves is read here and nowhere else
+
+
+def connections_of(pair: Pair) -> Connections:
+    """Who is attached to the source, and which reads it has named."""
+    assert isinstance(pair.source, StreamSource)
+    return pair.source._connections
+
+
+def link_of(pair: Pair) -> Link:
+    """The sink's one connection."""
+    assert isinstance(pair.sink, StreamSink)
+    (link,) = pair.sink._links.values()
+    return link
+
+
+def forget_sink(pair: Pair) -> None:
+    """The source takes its one connection for lost, wrongly."""
+    (connection,) = connections_of(pair).all()
+    pair.source._lose(connection)
+
+
+def forget_source(pair: Pair, detail: str) -> None:
+    """The sink learns at this very moment that its one connection has ended."""
+    pair.sink._lose_link(link_of(pair), detail)
 
 
 def a_move(seed: int = 1) -> Move:

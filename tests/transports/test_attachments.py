@@ -26,11 +26,10 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
-from kvxfer.transports.channel import Socket
+from kvxfer.transports.channel import Router, Socket
 from kvxfer.transports.pipe import Slots
-from kvxfer.transports.stream_connections import MAX_TRIALS, Connections
+from kvxfer.transports.stream_connections import MAX_TRIALS
 from kvxfer.transports.stream_machine import SourceSlot
-from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
     Attached,
@@ -49,7 +48,9 @@ from tests.transports.pair import (
     ZMQ,
     Pair,
     a_move,
+    connections_of,
     expect_of,
+    forget_sink,
     key_of,
     read_request,
     send_request,
@@ -101,15 +102,6 @@ def _rest(pair: Pair, duration_s: float = 0.1) -> None:
     while time.monotonic() < deadline_s:
         pair.turn()
         time.sleep(0.002)
-
-
-def _source(pair: Pair) -> StreamSource:
-    assert isinstance(pair.source, StreamSource)
-    return pair.source
-
-
-def _connections(pair: Pair) -> Connections:
-    return _source(pair)._connections
 
 
 # ------------------------------------------------------------------ whose bytes a read takes
@@ -200,7 +192,7 @@ def test_a_read_that_a_living_sink_has_named_is_not_another_s(
     key = key_of(1)
     pair.sink.attach(pair.manifest)
     pair.sink.submit_expect(read_request(key, a_move(), pair.manifest))
-    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    pair.until(lambda: connections_of(pair).of_read(_name(1)) is not None)
     thief = Client(pair, ATTACH, expect_of(key))
     clients.append(thief)
     pair.until(lambda: pair.source.counts["expected_twice"] == 1)
@@ -213,10 +205,10 @@ def test_a_sink_that_comes_back_is_served_and_takes_over_what_died(
     pair: Pair, clients: list[Client]
 ) -> None:
     first = Client(pair, ATTACH, expect_of(key_of(1)))
-    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    pair.until(lambda: connections_of(pair).of_read(_name(1)) is not None)
     pair.source.submit_send(send_request(key_of(2), a_move()))  # waits for whoever names it
     first.socket.close()
-    pair.until(lambda: not len(_connections(pair)))
+    pair.until(lambda: not len(connections_of(pair)))
     again = Client(pair, ATTACH, expect_of(key_of(1)), expect_of(key_of(2)))
     clients.append(again)
     got = 0
@@ -235,14 +227,14 @@ def test_who_comes_back_before_anybody_looked_takes_over_what_died(
 ) -> None:
     """The end of the first and the word of the second are found by one poll."""
     first = Client(pair, ATTACH, expect_of(key_of(1)))
-    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
-    (owner,) = _connections(pair).all()
+    pair.until(lambda: connections_of(pair).of_read(_name(1)) is not None)
+    (owner,) = connections_of(pair).all()
     first.socket.close()
     time.sleep(0.2)
     clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
     time.sleep(0.2)
     pair.until(lambda: owner.is_lost)
-    pair.until(lambda: _connections(pair).of_read(_name(1)) is not None)
+    pair.until(lambda: connections_of(pair).of_read(_name(1)) is not None)
     assert pair.source.counts["expected_twice"] == 0
 
 
@@ -293,11 +285,11 @@ def test_announced_reads_of_a_connection_are_bounded_oldest_first(
     monkeypatch.setattr(stream_connections, "MAX_EXPECTED", 3)
     clients.append(Client(pair, ATTACH, *[expect_of(key_of(n)) for n in (1, 2, 3, 3, 4, 5)]))
     pair.until(lambda: pair.source.counts["expected_too_much"] == 2)
-    known = [n for n in range(1, 6) if _connections(pair).of_read(_name(n)) is not None]
+    known = [n for n in range(1, 6) if connections_of(pair).of_read(_name(n)) is not None]
     assert known == [3, 4, 5]
     clients[0].socket.close()
-    pair.until(lambda: not len(_connections(pair)))
-    assert _connections(pair).of_read(_name(5)) is None
+    pair.until(lambda: not len(connections_of(pair)))
+    assert connections_of(pair).of_read(_name(5)) is None
 
 
 def test_reads_that_ended_are_forgotten(pair: Pair) -> None:
@@ -310,7 +302,7 @@ def test_reads_that_ended_are_forgotten(pair: Pair) -> None:
     pair.until(lambda: pair.said_kind(Packed, key_of(2)))
     pair.source.stop_send(key_of(2))
     pair.until(lambda: pair.said_kind(SendStopped, key_of(2)))
-    assert [connection.expected for connection in _connections(pair).all()] == [{}]
+    assert [connection.expected for connection in connections_of(pair).all()] == [{}]
 
 
 def test_the_oldest_idle_sink_makes_room_and_busy_ones_stay(
@@ -322,7 +314,7 @@ def test_the_oldest_idle_sink_makes_room_and_busy_ones_stay(
     pair.source.submit_send(send_request(key_of(1), a_move()))
     pair.until(lambda: pair.said_kind(Packed, key_of(1)))
     pair.sink.attach(pair.manifest)
-    pair.until(lambda: len(_connections(pair)) == 2)
+    pair.until(lambda: len(connections_of(pair)) == 2)
     clients.append(Client(pair, ATTACH, expect_of(key_of(2))))
     pair.until(lambda: PeerGone(pair.manifest.control_endpoint) in pair.seen)
     assert pair.source.counts["sent_away"] == 1
@@ -332,7 +324,7 @@ def test_the_oldest_idle_sink_makes_room_and_busy_ones_stay(
     pair.until(lambda: pair.source.counts["too_many_sinks"] == 1)
     assert clients[2].socket.poll(2000)
     assert b"at most 2 sinks" in clients[2].heard()[0][0]
-    assert len(_connections(pair)) == 2
+    assert len(connections_of(pair)) == 2
 
 
 # ------------------------------------------------------------------ lost, full, forgotten
@@ -342,15 +334,15 @@ def test_a_full_queue_is_not_taken_for_a_lost_connection(
     pair: Pair, clients: list[Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clients.append(Client(pair, ATTACH))
-    pair.until(lambda: len(_connections(pair)) == 1)
-    (connection,) = _connections(pair).all()
+    pair.until(lambda: len(connections_of(pair)) == 1)
+    (connection,) = connections_of(pair).all()
 
-    monkeypatch.setattr(_source(pair)._router, "send", lambda *_: False)
+    monkeypatch.setattr(Router, "send", lambda *_: False)
     other = Client(pair, Credit(()))  # it is told to attach first, if it can be
     pair.until(lambda: pair.source.counts["send_failed"] > 0)
     other.socket.close()
     _rest(pair)
-    assert _connections(pair).all() == [connection]
+    assert connections_of(pair).all() == [connection]
     assert not connection.is_lost
 
 
@@ -360,14 +352,14 @@ def test_each_sink_that_has_gone_is_lost_at_once_and_no_other(
     """None of them is asked for that: the listener knows which connection has ended."""
     for number in range(3):  # one after the other, so that their order is known
         clients.append(Client(pair, ATTACH))
-        pair.until(lambda number=number: len(_connections(pair)) > number)  # type: ignore[misc]
-    first, second, third = _connections(pair).all()
+        pair.until(lambda number=number: len(connections_of(pair)) > number)  # type: ignore[misc]
+    first, second, third = connections_of(pair).all()
     clients[1].socket.close()
     pair.until(lambda: second.is_lost)
-    assert _connections(pair).all() == [first, third]
+    assert connections_of(pair).all() == [first, third]
     clients[0].socket.close()
     pair.until(lambda: first.is_lost)
-    assert _connections(pair).all() == [third]
+    assert connections_of(pair).all() == [third]
     assert clients[2].heard() == []
 
 
@@ -377,22 +369,8 @@ def test_an_attach_that_is_read_after_its_connection_has_ended_leaves_nothing(pa
     client.socket.close()
     time.sleep(0.1)
     _rest(pair)
-    assert not len(_connections(pair))
+    assert not len(connections_of(pair))
     assert pair.source.is_idle
-
-
-def test_a_sink_answers_the_empty_frames_of_earlier_sources(pair: Pair) -> None:
-    pair.sink.attach(pair.manifest)
-    pair.until(lambda: len(_connections(pair)) == 1)
-    (connection,) = _connections(pair).all()
-    router = _source(pair)._router
-    assert router.send(connection.identity, b"")
-    poller = zmq.Poller()
-    poller.register(router.socket, zmq.POLLIN)
-    while not poller.poll(10):
-        pair.sink.poll()
-    ((identity, frame),) = router.receive()
-    assert (identity.bytes, frame.bytes) == (connection.identity, encode(Credit(())))
 
 
 @pytest.mark.parametrize("message", [Credit((0,)), expect_of(key_of(1))], ids=["credit", "expect"])
@@ -410,7 +388,7 @@ def test_a_sink_that_the_source_forgot_attaches_anew(pair: Pair) -> None:
     pair.hold = True
     pair.start(key_of(1), a_move())
     pair.until(lambda: pair.said_kind(Packed, key_of(1)))
-    _source(pair)._lose(_connections(pair).all()[0])  # taken for lost, wrongly
+    forget_sink(pair)
     pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
     pair.hold = False
     pair.start(key_of(2), a_move())
@@ -432,7 +410,7 @@ def test_a_sink_that_the_source_forgot_attaches_anew(pair: Pair) -> None:
 
 
 def _staging_nbytes(pair: Pair) -> int:
-    return sum(each.slots.nbytes for each in _connections(pair).with_staging())
+    return sum(each.slots.nbytes for each in connections_of(pair).with_staging())
 
 
 def test_trials_that_are_never_credited_take_a_small_part_and_hinder_no_other(
@@ -459,9 +437,9 @@ def test_a_trial_has_an_end(
     monkeypatch.setattr(stream_source, "TRIAL_S", 0.0)
     clients.append(Client(pair, ATTACH))
     clients.append(Client(pair, TRIAL, AskTrial(TRIAL_NBYTES)))
-    pair.until(lambda: len(_connections(pair)) == 2 and _staging_nbytes(pair) > 0)
+    pair.until(lambda: len(connections_of(pair)) == 2 and _staging_nbytes(pair) > 0)
     pair.source.inspect()
-    assert [each.is_trial for each in _connections(pair).all()] == [False]
+    assert [each.is_trial for each in connections_of(pair).all()] == [False]
     assert clients[1].socket.poll(5000)
     pair.until(lambda: b"a trial to end" in b"".join(sum(clients[1].heard(), [])))
 
@@ -482,7 +460,7 @@ def test_staging_that_is_never_credited_comes_back_for_others(
         clients.append(Client(pair, ATTACH, expect_of(key_of(1))))
         pair.source.submit_send(send_request(key_of(1), a_move()))
         pair.until(lambda: clients[0].chunks() > 0)
-        (silent,) = _connections(pair).all()
+        (silent,) = connections_of(pair).all()
         pair.until(lambda: silent.table.num[SourceSlot.IN_FLIGHT] == ATTACH.num_slots)
         _rest(pair, 0.3)
         pair.sink.attach(pair.manifest)
@@ -547,8 +525,8 @@ def test_a_sink_gets_no_more_slots_than_this_side_allows(
             (refusal,) = client.heard()
             assert b"staging_nbytes is 5242880 here" in refusal[0]
             return
-        pair.until(lambda: len(_connections(pair)) == 1)
-        (connection,) = _connections(pair).all()
+        pair.until(lambda: len(connections_of(pair)) == 1)
+        (connection,) = connections_of(pair).all()
         assert connection.slots == Slots(taken, slot_nbytes)
     finally:
         client.socket.close(linger=0)
@@ -562,14 +540,14 @@ def test_a_trial_has_slots_of_its_own_and_carries_nothing_else() -> None:
     try:
         trial = msgspec.structs.replace(ATTACH, num_slots=5, slot_nbytes=4 * MIB, is_trial=True)
         clients.append(Client(pair, trial, *[AskTrial(TRIAL_SMALL_NBYTES)] * 5))
-        pair.until(lambda: len(_connections(pair)) == 1)
-        assert _connections(pair).all()[0].slots == Slots(5, 4 * MIB)
+        pair.until(lambda: len(connections_of(pair)) == 1)
+        assert connections_of(pair).all()[0].slots == Slots(5, 4 * MIB)
         clients[0].say(expect_of(key_of(1)))
         pair.until(lambda: pair.source.counts["malformed"] == 1)
         for more in ({"num_slots": 6}, {"slot_nbytes": 4 * MIB + 1}):
             clients.append(Client(pair, msgspec.structs.replace(trial, **more)))
         pair.until(lambda: pair.source.counts["malformed"] == 3)
-        assert len(_connections(pair)) == 1
+        assert len(connections_of(pair)) == 1
     finally:
         for client in clients:
             client.socket.close(linger=0)

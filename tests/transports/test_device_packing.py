@@ -183,7 +183,7 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
         return check(self, connection, message)
 
     with _pair(quick_packer, monkeypatch) as pair:
-        pair.until(lambda: len(vars(pair.source)["_connections"]) == 1)
+        pair.until(lambda: not pair.source.is_idle)  # the sink is attached
         monkeypatch.setattr(Admission, "admit", seen_admit)
         monkeypatch.setattr(TrialGiver, "check", seen_check)
         # Both are in host memory; they and the manifest say otherwise
@@ -390,8 +390,7 @@ def test_the_pool_is_written_behind_what_the_engine_still_does(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[object] = []
-    copier = _packer(pair.sink)._copier
-    monkeypatch.setattr(copier, "wait", lambda stream, event: waited.append(event))
+    monkeypatch.setattr(HostCopier, "wait", lambda _, stream, event: waited.append(event))
     first, second = object(), object()
     for number, event in enumerate((first, second, second, None, first), 1):
         request = msgspec.structs.replace(
@@ -463,7 +462,7 @@ def test_what_is_packed_leaves_before_more_is_packed(
 
 def test_preparing_compiles_and_writes_nothing(pair: Pair) -> None:
     before = pair.content()
-    pair.sink._packer.prepare((a_move().copy_class,))
+    _packer(pair.sink).prepare((a_move().copy_class,))
     assert pair.content() == before
 
 

@@ -20,6 +20,7 @@ from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
 from kvxfer.transports.launches import CLOSE_S, FIRST_BYTES_PER_S, WAKE_S, Launches
 from tests.conftest import HAS_CUDA
 from tests.connector.conftest import stand_in_for_gpus
+from tests.transports.host_gpu import gpu_of_sink
 from tests.transports.pair import Pair, a_move, key_of
 
 __all__ = ["stand_in_for_gpus"]
@@ -136,7 +137,7 @@ def test_a_stopped_read_launches_no_more_and_ends_when_nothing_runs(stage: Stage
 
 
 def test_a_detached_source_stays_mapped_until_nothing_runs_on_it(stage: Stage) -> None:
-    gpu: Any = stage.sink._gpu
+    gpu = gpu_of_sink(stage.sink)
     stage.read(1)
     stage.sink.detach(stage.pair.manifest.control_endpoint)
     time.sleep(0.05)
@@ -189,19 +190,18 @@ def test_a_look_notes_what_is_over_and_leaves_the_rest_to_poll(
 ) -> None:
     monkeypatch.setattr(Launches, "land_close", lambda *_: pytest.fail("waited for a moment"))
     monkeypatch.setattr(Launches, "expect", lambda *_: pytest.fail("woke a thread"))
-    wakes: list[int] = []
-    monkeypatch.setattr(stage.sink, "_wake", lambda: wakes.append(1))
+    stage.pair.num_wakes()  # until now
     assert stage.sink.is_idle
     stage.read(1)
-    assert (len(stage.events), len(wakes), stage.sink.is_idle) == (2, 1, False)
+    assert (len(stage.events), stage.pair.num_wakes(), stage.sink.is_idle) == (2, 1, False)
     assert stage.sink.look() == []
-    assert len(wakes) == 1  # nothing more was launched
+    assert stage.pair.num_wakes() == 0  # nothing more was launched
     stage.events[0].is_over = True
     assert stage.sink.look() == [Progress(key_of(1), 100)]
-    assert (len(stage.events), len(wakes)) == (3, 2)  # poll is to follow
+    assert (len(stage.events), stage.pair.num_wakes()) == (3, 1)  # poll is to follow
     stage.events[1].is_over = stage.events[2].is_over = True
     assert stage.sink.look()[-1] == ReadDone(key_of(1), 300, certified=False)
-    assert (len(wakes), stage.sink.is_idle) == (2, True)
+    assert (stage.pair.num_wakes(), stage.sink.is_idle) == (0, True)
 
 
 def test_a_look_sees_that_the_gpu_has_failed(stage: Stage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -80,10 +81,10 @@ def test_optional_wires_are_made_where_they_can_gain_something(
 ) -> None:
     made: list[str] = []
 
-    def make(name: str) -> Any:
+    def make(name: str, error: type[Exception] = RuntimeError) -> Any:
         def broken(*arguments: object) -> SourceTransport:
             made.append(name)
-            raise RuntimeError("a library that does not work")
+            raise error("a library that does not work")
 
         return broken
 
@@ -110,7 +111,14 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     # By name it is an error
     with pytest.raises(RuntimeError, match="does not work"):
         worker.sources(worker.shared, Config(transport="ucx"))
-    assert registry._is_worth_it("nixl", "cuda", Config())
+    # For memory of a GPU they are made without RDMA too
+    made.clear()
+    on_gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setitem(registry.SOURCES, "cuda_ipc", make("cuda_ipc", TransportUnavailable))
+    monkeypatch.setitem(registry.SOURCES, "zmq", lambda *_: None)
+    (tmp_path / "infiniband" / "mlx5_0").rmdir()
+    assert list(worker.sources(LocalMemory((on_gpu,), ()), Config())) == ["zmq"]
+    assert made == ["cuda_ipc", "ucx", "nixl"]
 
 
 def test_auto_without_a_listening_address_is_an_error(worker: Worker) -> None:

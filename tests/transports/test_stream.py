@@ -6,13 +6,11 @@ import dataclasses
 import threading
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-import torch
 import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,8 +35,7 @@ from kvxfer.transports.base import (
     Sent,
 )
 from kvxfer.transports.channel import Router
-from kvxfer.transports.pipe import Slots
-from kvxfer.transports.stream_connections import Connection
+from kvxfer.transports.pipe import SourceLane
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -52,13 +49,14 @@ from kvxfer.transports.stream_wire import (
     decode_to_sink,
     encode,
 )
-from kvxfer.transports.zmq_pipe import ZmqPipe
+from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
 from tests.transports.pair import (
     ATTACH,
     CONFIG,
     ZMQ,
     Pair,
     a_move,
+    connections_of,
     expect_of,
     key_of,
     read_request,
@@ -89,26 +87,32 @@ def test_a_wire_is_idle_until_it_has_something_to_say_or_somebody_to_say_it_to(p
     pair.until(lambda: source.is_idle)  # and so is the end of the connection
 
 
-def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(pair: Pair) -> None:
-    source, gate, closed = pair.source, threading.Event(), []
-    assert isinstance(source, StreamSource)
+def test_a_source_is_not_idle_while_it_fills_the_slot_of_a_trial_that_has_gone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, gate = pair.source, threading.Event()
+    closed: list[SourceLane] = []
+    inner = ZmqSourceLane.close
+
+    def close(lane: ZmqSourceLane) -> None:
+        closed.append(lane)
+        inner(lane)
+
+    monkeypatch.setattr(ZmqSourceLane, "close", close)
 
     def hold() -> Iterator[None]:
         gate.wait(10)
         yield
 
     pair.copy_thread.submit(PiecesJob("gate", hold(), lambda job: None))
-    lane: Any = SimpleNamespace(
-        staging=lambda slot, nbytes: torch.zeros(nbytes, dtype=torch.uint8),
-        close=lambda: closed.append(1),
-    )
-    connection = Connection(b"", Slots(1, TRIAL_NBYTES), lane=lane)
-    source._trials.fill(connection, 0, TRIAL_NBYTES)
-    connection.is_lost = True
+    with pytest.raises(TransportUnavailable):
+        pair.trial(0.3)
+    pair.until(lambda: not len(connections_of(pair)))
     assert not source.is_idle
+    assert closed == []
     gate.set()
     pair.until(lambda: source.is_idle)
-    assert closed == [1]
+    assert len(closed) == 1
 
 
 def test_a_chunk_that_no_slot_holds_is_refused_on_both_sides(pair: Pair) -> None:

@@ -38,7 +38,6 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
-from kvxfer.transports.stream_link import Link
 from kvxfer.transports.stream_machine import SinkSlot
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
@@ -51,8 +50,18 @@ from kvxfer.transports.stream_wire import (
     ToSource,
     encode,
 )
-from tests.transports.memory_pipe import MemorySinkLane, MemorySourceLane, World
-from tests.transports.pair import CONFIG, Pair, a_move, key_of, read_request, send_request
+from tests.transports.memory_pipe import MemoryPipe, MemorySinkLane, MemorySourceLane, World
+from tests.transports.pair import (
+    CONFIG,
+    Pair,
+    a_move,
+    connections_of,
+    forget_source,
+    key_of,
+    link_of,
+    read_request,
+    send_request,
+)
 
 UCX = msgspec.structs.replace(CONFIG, transport="ucx")
 
@@ -94,14 +103,7 @@ def test_every_byte_comes_and_slots_come_back(pair: Pair, world: World) -> None:
 
 def _num_awaited(pair: Pair) -> int:
     """Slots of the pair's connection that were announced."""
-    return _link(pair).table.num[SinkSlot.AWAITED]
-
-
-def _link(pair: Pair) -> Link:
-    """The pair's connection."""
-    assert isinstance(pair.sink, StreamSink)
-    (link,) = pair.sink._links.values()
-    return link
+    return link_of(pair).table.num[SinkSlot.AWAITED]
 
 
 def _one_at_a_time(world: World) -> None:
@@ -224,7 +226,7 @@ def test_what_a_sink_tells_by_the_pipe_and_is_no_credit_is_counted(
 def test_a_credit_by_the_pipe_for_a_slot_that_is_free_is_counted(
     pair: Pair, carrying: tuple[MemorySourceLane, MemorySinkLane]
 ) -> None:
-    pair.until(lambda: all(each.is_idle for each in _source(pair)._connections.all()))
+    pair.until(lambda: all(each.is_idle for each in connections_of(pair).all()))
     carrying[0].inbox.append(encode(Credit((0, 99))))
     pair.until(lambda: pair.source.counts["unknown_credit"] == 2)
     _works(pair, 2)
@@ -236,7 +238,7 @@ def test_what_a_source_tells_by_the_pipe_and_makes_no_sense_ends_the_connection(
     carrying[1].inbox.append(b"\xff")
     pair.until(lambda: pair.sink.counts["malformed"] == 1)
     _works(pair, 2)
-    link = _link(pair)
+    link = link_of(pair)
     carrying[1].inbox.extend([b"\xff"] * link.slots.num_slots)
     pair.until(lambda: PeerGone(pair.manifest.control_endpoint) in pair.seen)
     _works(pair, 3)
@@ -263,14 +265,9 @@ def test_an_announcement_that_lies_there_when_the_connection_ends_counts(
     deadline_s = time.monotonic() + 5
     while not gave():
         assert time.monotonic() < deadline_s
-    sink._lose_link(_link(pair), "gone")
+    forget_source(pair, "gone")
     assert isinstance(pair.end(key), ReadDone)
     assert pair.content() == pair.expected(move)
-
-
-def _source(pair: Pair) -> StreamSource:
-    assert isinstance(pair.source, StreamSource)
-    return pair.source
 
 
 def _sink(pair: Pair) -> StreamSink:
@@ -306,14 +303,12 @@ def test_what_came_before_the_end_of_the_connection_counts(
     if world.is_write:
         pytest.skip("what is announced has come")
     key, move = key_of(1), make_move(next(case for case in CASES if case.name == "one token"), 1)
-    sink = pair.sink
-    assert isinstance(sink, StreamSink)
     world.is_held = True
     pair.start(key, move)
-    link = _link(pair)
+    link = link_of(pair)
     pair.until(lambda: link.is_awaiting)
     world.is_held = not comes
-    sink._lose_link(link, "gone")
+    forget_source(pair, "gone")
     end = pair.end(key)
     if comes:
         assert isinstance(end, ReadDone)
@@ -430,8 +425,7 @@ def test_a_lane_outlives_what_is_packed_and_unpacked_there(
     assert world.num_open == 2
     pair.sink.detach(pair.manifest.control_endpoint)
     if copy == "gather":
-        pair.until(lambda: not len(vars(pair.source)["_connections"]))
-        assert world.num_open == 1
+        pair.until(lambda: world.num_open == 1)
         opened.set()
         pair.until(lambda: pair.said_kind(SendStopped, key_of(1)))
     else:
@@ -478,6 +472,6 @@ def test_a_source_that_cannot_listen_leaves_no_pipe(
 
 
 def test_descriptors_of_a_pipe_are_polled(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MemoryPipe, "fds", lambda _: (98, 99))
     for end in (pair.source, pair.sink):
-        monkeypatch.setattr(vars(end)["_pipe"], "fds", lambda: (98, 99))
         assert tuple(end.pollables())[-2:] == (98, 99)

@@ -39,6 +39,7 @@ from kvxfer.transports.stream_wire import (
     decode_to_source,
     encode,
 )
+from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.transports.pair import (
     ATTACH,
     Pair,
@@ -53,12 +54,12 @@ from tests.transports.pair import (
 def test_staging_is_bounded_by_the_memory_of_both_sides(
     device: str, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def staging_size(kind: str) -> StagingSize:
+    def staging_size(_: ZmqPipe, kind: str) -> StagingSize:
         return HOST_STAGING if kind == "cpu" else StagingSize(16 << 20, 2 << 20, busy_slots=4)
 
     sink = pair.sink
     assert isinstance(sink, StreamSink)
-    monkeypatch.setattr(sink._pipe, "staging_size", staging_size)
+    monkeypatch.setattr(ZmqPipe, "staging_size", staging_size)
     memories = (MemoryInfo(device="cpu", nbytes=1), MemoryInfo(device=device, nbytes=1))
     bounds = sink.staging_bounds(msgspec.structs.replace(pair.manifest, memories=memories))
     sizes = bounds.nbytes, bounds.most_chunk_nbytes, bounds.busy_slots
@@ -110,6 +111,14 @@ def _header(key: TransferKey, move: Move) -> ChunkHeader:
     """Of the first chunk, in slot 0."""
     nbytes = chunk_list((move.pull,), 2048)[0].nbytes
     return ChunkHeader(key.nonce, key.incarnation, "pp0tp0", "pp0tp0", 0, nbytes, 0, 0)
+
+
+def test_a_sink_answers_the_empty_frames_of_earlier_sources(pair: Pair, fake: FakeSource) -> None:
+    identity = _attach(pair, fake)
+    fake.socket.send_multipart([identity, b""])
+    while not fake.socket.poll(10):
+        pair.sink.poll()
+    assert fake.socket.recv_multipart() == [identity, encode(Credit(()))]
 
 
 def test_sink_drops_counts_and_credits_everything_it_did_not_ask_for(

@@ -33,7 +33,7 @@ from kvxfer.transports.stream_trial import (
 from kvxfer.transports.zmq_pipe import ZmqPipe
 from tests.helpers import needs_nixl
 from tests.transports.memory_pipe import MemoryPipe, World
-from tests.transports.pair import CONFIG, Pair, a_move, key_of
+from tests.transports.pair import CONFIG, Pair, a_move, key_of, link_of
 
 MIB = 1 << 20
 COSTS = WireCosts(1e-4, 2e-4, 1e9)
@@ -317,9 +317,7 @@ def test_nixl_reads_or_writes_as_its_trial_says(
         nixl.start(key_of(number), a_move(number))
         assert isinstance(nixl.end(key_of(number)), ReadDone)
         assert nixl.content() == nixl.expected(a_move(number))
-    sink = nixl.sink
-    assert isinstance(sink, StreamSink)
-    assert [link.path for link in sink._links.values()] == [way]
+    assert link_of(nixl).path == way
 
 
 def _slow_but(way: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from kvxfer.transports.base import ReadDone
 from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
 from tests.conftest import HAS_CUDA
 from tests.connector.conftest import stand_in_for_gpus
-from tests.transports.host_gpu import HostGpu
+from tests.transports.host_gpu import gpu_of_sink
 from tests.transports.pair import Pair, a_move, key_of
 
 __all__ = ["stand_in_for_gpus"]
@@ -32,8 +32,7 @@ class Stage:
     def __init__(self) -> None:
         self.pair = Pair(Config(transport="cuda_ipc"))
         assert isinstance(self.pair.sink, CudaIpcSink)
-        assert isinstance(self.pair.sink._gpu, HostGpu)
-        self.sink, self.gpu = self.pair.sink, self.pair.sink._gpu
+        self.sink, self.gpu = self.pair.sink, gpu_of_sink(self.pair.sink)
         self.source: RankManifest = replace(
             self.pair.manifest, memories=self.pair.manifest.memories * 3
         )

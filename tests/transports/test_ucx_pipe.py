@@ -23,7 +23,7 @@ from kvxfer.transports.base import Wake
 from kvxfer.transports.pipe import PipeBroken, Slots
 from kvxfer.transports.ucx_end import GENERATION_BITS, MAX_SLOTS, MOST_NBYTES, tag_of
 from kvxfer.transports.ucx_library import Worker
-from kvxfer.transports.ucx_pipe import UcxLane, UcxPipe, UcxSinkLane, UcxSourceLane
+from kvxfer.transports.ucx_pipe import SinkAddress, UcxLane, UcxPipe, UcxSinkLane, UcxSourceLane
 from tests.helpers import assert_same_bytes, needs_ucxx, run_pair
 from tests.transports.pipe_contract import (
     NUM_OPENS_ON_GPU,
@@ -66,6 +66,11 @@ class Ends:
     sink_pipe: UcxPipe
     source: UcxSourceLane
     sink: UcxSinkLane
+
+    @property
+    def connection(self) -> int:
+        """Its number, as the sink's address says it."""
+        return msgspec.msgpack.decode(self.sink.address, type=SinkAddress).connection
 
     def until(self, wanted: Callable[[], Any], timeout_s: float = 5.0) -> Any:
         deadline_s = time.monotonic() + timeout_s
@@ -118,8 +123,8 @@ def test_a_slot_is_named_when_it_was_announced_and_has_come() -> None:
 def test_another_generation_or_connection_is_not_taken() -> None:
     with two_ends() as ends:
         for slot, tag in (
-            (0, tag_of(ends.source._connection, 0, 1)),
-            (1, tag_of(ends.source._connection + 1, 1, 0)),
+            (0, tag_of(ends.connection, 0, 1)),
+            (1, tag_of(ends.connection + 1, 1, 0)),
         ):
             ends.source.staging(slot, 100).fill_(0xBA)
             ends.source.end.send(slot, tag, 100)
@@ -226,7 +231,7 @@ def test_a_message_that_is_none_breaks_the_connection(message: bytes) -> None:
     """A length that cannot be; more bytes than there is room for."""
     with two_ends() as ends:
         end = ends.source.end
-        tag = tag_of(ends.source._connection, MAX_SLOTS, 0)
+        tag = tag_of(ends.connection, MAX_SLOTS, 0)
         end.start(end.endpoint.tag_send, end.ucx.array(bytearray(message)), tag)
         with pytest.raises(PipeBroken, match="ucx: expected"):
             ends.until(ends.sink.heard)
