@@ -275,6 +275,18 @@ def test_pure_rooms_load_nothing_heavy() -> None:
     assert run_python(code, *modules).split() == []
 
 
+def test_what_serves_on_a_cpu_needs_no_triton() -> None:
+    modules = [
+        *("kvxfer.connector.worker_side", "kvxfer.connector.scheduler_side"),
+        *("kvxfer.transports.registry", "kvxfer.engine.engine", "kvxfer.cli.app", "kvxfer.tensors"),
+    ]
+    code = (
+        "import importlib, sys; sys.modules['triton'] = None\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)"
+    )
+    run_python(code, *modules)
+
+
 def test_help_is_light() -> None:
     code = (
         "import runpy, sys; sys.argv[1:] = ['--help']\n"
