@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from tests.transfer.explore_model import Model, World
 from tests.transfer.explore_sessions import Scenario
+from tests.worlds import trace_to, without_exit
 
 
 @dataclass
@@ -53,7 +54,7 @@ def explore(scenario: Scenario, ignoring: frozenset[str] = frozenset()) -> Resul
         for move in model.moves(world):
             after = move.world
             if move.violation is not None and move.violation not in ignoring:
-                trace = [*_trace(parents, world), move.label]
+                trace = [*trace_to(world, parents), move.label]
                 return Result(len(parents), 0, move.violation, trace)
             if after == world:
                 continue
@@ -63,40 +64,8 @@ def explore(scenario: Scenario, ignoring: frozenset[str] = frozenset()) -> Resul
                 parents[after] = (world, move.label)
                 queue.append(after)
         assert len(parents) <= scenario.max_states, "the scenario is larger than its bound"
-    stuck = _without_exit(model, parents, exits)
+    over = {world for world in parents if model.is_over(world)}
+    stuck = without_exit(parents, exits, over)
     if stuck is not None:
-        return Result(len(parents), 0, "no exit by timers alone", _trace(parents, stuck))
+        return Result(len(parents), 0, "no exit by timers alone", trace_to(stuck, parents))
     return Result(len(parents), sum(model.is_accepted(world) for world in parents))
-
-
-def _without_exit(
-    model: Model, worlds: dict[World, tuple[World, str] | None], exits: dict[World, World]
-) -> World | None:
-    """A world from which local moves alone never reach the end; None if there is none.
-
-    Following one local move per world is enough: if that path ends, an exit exists.
-    """
-    good: set[World] = set()
-    for world in worlds:
-        path: list[World] = []
-        seen: set[World] = set()
-        here = world
-        while here not in good and not model.is_over(here):
-            if here in seen or here not in exits:
-                return world
-            path.append(here)
-            seen.add(here)
-            here = exits[here]
-        good.update(path)
-        good.add(here)
-    return None
-
-
-def _trace(parents: dict[World, tuple[World, str] | None], world: World) -> list[str]:
-    labels: list[str] = []
-    step = parents[world]
-    while step is not None:
-        world, label = step
-        labels.append(label)
-        step = parents[world]
-    return labels[::-1]

@@ -42,6 +42,7 @@ from kvxfer.transports.stream_machine import (
     Unpack,
 )
 from kvxfer.transports.stream_wire import ChunkHeader
+from tests.worlds import trace_to, without_exit
 
 NBYTES = 8
 _ANNOUNCED = SlotEvent.ANNOUNCED
@@ -376,7 +377,7 @@ def explore(scenario: Scenario) -> Result:
             try:
                 apply(after, *move)
             except (Violation, ProtocolError, KeyError) as exc:
-                trace = [*_trace(parents, here), label]
+                trace = [*trace_to(here, parents), label]
                 return Result(len(parents), 0, f"{type(exc).__name__}: {exc}", trace)
             there = _key_of(after)
             if there == here:
@@ -387,40 +388,10 @@ def explore(scenario: Scenario) -> Result:
                 parents[there] = (here, label)
                 queue.append((there, pickle.dumps(after)))
         assert len(parents) <= scenario.max_worlds, "the scenario is larger than its bound"
-    stuck = _without_exit(parents, exits, over)
+    stuck = without_exit(parents, exits, over)
     if stuck is not None:
-        return Result(len(parents), 0, "no end without help", _trace(parents, stuck))
+        return Result(len(parents), 0, "no end without help", trace_to(stuck, parents))
     return Result(len(parents), num_done)
-
-
-def _without_exit(
-    worlds: dict[object, tuple[object, str] | None], exits: dict[object, object], over: set[object]
-) -> object | None:
-    """A world from which local moves alone never reach the end; None if there is none.
-
-    Following one local move per world is enough: if that path ends, an exit exists.
-    """
-    good = set(over)
-    for world in worlds:
-        path: dict[object, None] = {}
-        here = world
-        while here not in good:
-            if here in path or here not in exits:
-                return world
-            path[here] = None
-            here = exits[here]
-        good.update(path)
-    return None
-
-
-def _trace(parents: dict[object, tuple[object, str] | None], world: object) -> list[str]:
-    labels: list[str] = []
-    step = parents[world]
-    while step is not None:
-        world, label = step
-        labels.append(label)
-        step = parents[world]
-    return labels[::-1]
 
 
 def _text(what: object) -> str:
