@@ -4,12 +4,13 @@ ZeroMQ asks a :class:`Guard` about each connection during the handshake (ZAP, Ze
 refused peer sends no message, holds no memory beyond the handshake, and is told that it was
 refused. The peer's address decides; where CURVE keys are configured, its key decides instead.
 
-A source of a stream that is bound to ``tcp://HOST:PORT`` also answers the abstract Unix socket that
-is named after it. Such names belong to one network namespace, as the port does, so a sink that
-finds the name is on the source's host. The Unix socket carries the same frames at less cost: 64 MiB
-took 49 ms of processor time over the Unix socket and 58 over TCP, all threads of both sides
-together. Anybody may take a free name, so each end checks the user of the other, with CURVE keys as
-well as without. A sink that finds no such name, or somebody else's, uses TCP.
+A listener that is bound to ``tcp://HOST:PORT`` also answers the abstract Unix socket that is named
+after it: for stream data always, for control messages where no CURVE keys are set. Such names
+belong to one network namespace, as the port does, so a sink that finds the name is on the source's
+host. The Unix socket carries the same frames at less cost: 64 MiB took 49 ms of processor time over
+the Unix socket and 58 over TCP, all threads of both sides together. Anybody may take a free name,
+so each end checks the user of the other, with CURVE keys as well as without. A sink that finds no
+such name, or somebody else's, uses TCP.
 """
 
 from __future__ import annotations
@@ -170,10 +171,12 @@ class Guard:
             who = address if user_of(address) is None else "another user"
             if self._warned.note(who, time.monotonic()):
                 _log.warning("a connection from %s was refused: %s", address or "nowhere", why)
-        status, text = (b"200", b"OK") if why is None else (b"400", why.encode())
-        if why is None and self._penalties.holds(address, time.monotonic()):
+            status, text = b"400", why.encode()
+        elif self._penalties.holds(address, time.monotonic()):
             self._on_refused()
             status, text = b"300", b"later"  # a peer that is admitted tries again
+        else:
+            status, text = b"200", b"OK"
         return [b"1.0", request_id, status, text, b"", b""]
 
 

@@ -299,12 +299,13 @@ class Visitors:
         """
         fd = int(frame.get(_SOURCE_FD))
         visitor = self._visitors.get(fd)
-        if visitor is None or not visitor.is_warned:
-            self._penalise(visitor)
-        else:
+        if visitor is None:  # it has ended already
+            return
+        if visitor.is_warned:
             self._punish(fd, why)
-        if visitor is not None:
+        else:
             visitor.is_warned = True
+            self._penalise(visitor)
 
     def look(self, *, was_empty: bool) -> None:
         """Close connections that have sent too much that was not read. ``was_empty``: since the
