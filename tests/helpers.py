@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -134,6 +135,20 @@ def free_port() -> int:
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
+
+
+def group_members(group: int) -> dict[int, str]:
+    """The processes of a process group that are not over: id and command."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            command = (folder / "cmdline").read_text().replace("\0", " ")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == group and fields[0] != "Z":
+            found[int(folder.name)] = command
+    return found
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from kvxfer.cli.options import (
     PairOptions,
     PrefillOptions,
     RunOptions,
+    address_towards,
     parse_address,
     place_sides,
 )
@@ -113,7 +114,8 @@ def run_decode(options: DecodeOptions) -> bool:
     model = read_model(options, (side.tp_size, 1))
     work = read_work(options, model)
     (side,) = place_sides((side,), count_cuda_devices)
-    kv = settings(options, given={"port": options.kv_port})
+    host = {"host": address_towards(prefill_at)}
+    kv = settings(options, given={"port": options.kv_port}, defaults=host)
     engine = transfer_engine(Role.DECODE, side, options, model, kv)
     configs = {"decode": fitted(engine, side, options, model, work)}
     return _run(options, model, work, configs, f"tcp://{prefill_at}", options.wait_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -352,6 +353,21 @@ class HostPort:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+
+def address_towards(peer: HostPort) -> str:
+    """The address of this host that a peer sees; loopback where no way leads there. Sends
+    nothing.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            peer.host.strip("[]"), peer.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as asked:
+            asked.connect(address)
+            return str(asked.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
 
 
 _EVERYWHERE = {"*", "0.0.0.0", "[::]", "::"}  # noqa: S104 - refused, not bound

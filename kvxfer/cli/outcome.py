@@ -132,15 +132,22 @@ def judge(name: str, num_prompt_tokens: int, answers: Answers) -> Result:
         token_ids=tuple(token.token_id for token in answers.tokens),
         transfer=transfer(loads),
         failure=answers.failure or (decode.failure if decode else None),
-        detail=next((load.detail for load in loads if load.detail), _detail(prefill, decode)),
+        detail=_detail(decode) or _detail(prefill),
         tokens_equal=None if answers.single is None else difference is None,
         token_difference=difference,
         kv=_kv_check(prefill, decode),
     )
 
 
-def _detail(*ends: Done | None) -> str:
-    return next((end.detail for end in ends if end is not None and end.detail), "")
+def why_unused(decode: Done) -> str:
+    """Why a request had to do without the KV that it asked for, in words; "" if it had not."""
+    return ": ".join(filter(None, (decode.failure, _detail(decode)))) if decode.failure else ""
+
+
+def _detail(end: Done | None) -> str:
+    if end is None:
+        return ""
+    return next((load.detail for load in end.loads if load.detail), end.detail)
 
 
 def transfer(loads: Sequence[LoadReport]) -> Transfer | None:

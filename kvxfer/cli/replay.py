@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,12 +16,21 @@ from dataclasses import dataclass, field
 
 import zmq
 
-from kvxfer.cli.outcome import Answers, Result, judge
+from kvxfer.cli.outcome import Answers, Result, judge, why_unused
 from kvxfer.cli.prompts import Prompt
 from kvxfer.cli.sides import Work
 from kvxfer.engine.config import OnLoadFailure
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import Done, Generate, RequestRefused, RpcClient, ToClient, Token, wait_for
+from kvxfer.engine.rpc import (
+    Abort,
+    Done,
+    Generate,
+    RequestRefused,
+    RpcClient,
+    ToClient,
+    Token,
+    wait_for,
+)
 from kvxfer.errors import KvxferError, PeerLost, ProtocolError
 
 log = logging.getLogger("kvxfer.cli")
@@ -243,7 +253,15 @@ class Replay:
             answers.tokens.append(message)
         else:
             answers.decode = message
+            self._tell_prefill(message)
             self._over(message.request_id)
+
+    def _tell_prefill(self, done: Done) -> None:
+        """What was offered in vain comes back at once, and the log over there says why."""
+        why = why_unused(done)
+        if why and self._prefill.lost_at_s is None:
+            who = f"engine {self._decode.client.info.engine_id} on {socket.gethostname()}"
+            self._prefill.client.send(Abort(done.request_id, f"{who}: {why}"))
 
     def _single_said(self, message: Token | Done) -> None:
         answers = self._jobs[message.request_id].answers

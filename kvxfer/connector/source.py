@@ -29,8 +29,9 @@ from kvxfer.connector.given_offer import (
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
+from kvxfer.connector.untaken_kv import UntakenKV, why_given_up, why_lapsed
 from kvxfer.errors import KvxferError
-from kvxfer.transfer.manifest import RankManifest
+from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
     Break,
@@ -116,6 +117,7 @@ class Source:
     Args:
         manifest: this rank's own; Pulls are checked against it.
         reply: sends an answer over the connection of the message.
+        address_of: where that connection comes from; "" for this host.
         ends: the offers that the engine has ended, and the board that shows open offers to sinks on
             this host.
     """
@@ -130,6 +132,7 @@ class Source:
         manifest: RankManifest,
         transports: Mapping[str, SourceTransport],
         reply: Reply,
+        address_of: Callable[[bytes], str],
         ends: Ends,
     ) -> None:
         self._io = io
@@ -139,7 +142,9 @@ class Source:
         self._incarnation = incarnation
         self._resolver = PullResolver(manifest)
         self._transports = transports
-        self._reply = reply
+        self._reply, self._address_of = reply, address_of
+        self._is_front_door = manifest.rank == RankId(0, 0)  # which writes for all ranks
+        self._untaken = UntakenKV()
         self._keepings = group_keepings(manifest.regions)
         self._streams: dict[TransferKey, _Stream] = {}
         self._live: dict[bytes, GivenOffer] = {}
@@ -215,7 +220,7 @@ class Source:
                 for ref in message.offers:
                     self._on_keep(identity, ref, message)
             case Cancel():
-                self._on_cancel(message)
+                self._on_cancel(identity, message)
             case Release():
                 self._on_release(identity, message)
             case Pull():
@@ -318,7 +323,7 @@ class Source:
         del offer.identities[consumer]
         return False
 
-    def _on_cancel(self, cancel: Cancel) -> None:
+    def _on_cancel(self, identity: bytes, cancel: Cancel) -> None:
         offer = self._find(cancel.offer)
         if isinstance(offer, Reason):
             self._ledger.count(f"cancel.{offer.value}")
@@ -326,6 +331,8 @@ class Source:
         if not knows_tokens(offer.session.snapshot, cancel.incarnation, cancel.digest):
             self._ledger.count("cancel.not_granted")
             return
+        if offer.nonce in self._live:
+            self._warn(offer, why_given_up(self._address_of(identity), cancel.reason))
         self._step(offer, CancelArrived(cancel.incarnation, cancel.reason, cancel.digest))
 
     def _on_keep(self, identity: bytes, ref: OfferRef, keep: Keep) -> None:
@@ -545,6 +552,9 @@ class Source:
         self._ledger.count("offers.done" if reason is None else "offers.broken")
         if reason is not None:
             self._ledger.reason(reason)
+        if reason is Reason.EXPIRED:
+            endpoint, lease_s = self._resolver.manifest.control_endpoint, self._config.lease_s
+            self._warn(offer, why_lapsed(endpoint, lease_s, was_asked=bool(offer.identities)))
         if self._by_request.get(offer.request_id) is offer:
             del self._by_request[offer.request_id]
         try:
@@ -552,6 +562,12 @@ class Source:
                 self._ledger.sent(offer.request_id)
         finally:
             self._tell_drained()
+
+    def _warn(self, offer: GivenOffer, why: str | None) -> None:
+        if why is not None and self._is_front_door:
+            line = self._untaken.note(self._io.now(), offer.request_id, why)
+            if line is not None:
+                _log.warning("%s", line)
 
     def _tell_drained(self) -> None:
         if self._on_drained is not None and not self._live:

@@ -130,6 +130,9 @@ class UnusedKV:
 
 
 def _line(level: int, sentence: str) -> Line:
+    return Line(level, printable(sentence))
+
+
+def printable(sentence: str) -> str:
     """On one line and of bounded length: parts of it are a client's or a peer's."""
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence[:MAX_CHARS])
-    return Line(level, shown)
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in sentence[:MAX_CHARS])

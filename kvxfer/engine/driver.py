@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import zmq
 
 from kvxfer.connector.aggregator import KVOutputAggregator
 from kvxfer.connector.scheduler_side import SchedulerConnector
+from kvxfer.connector.untaken_kv import UntakenKV
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.links import Activity, DriverLink, Output, Started
@@ -79,6 +81,7 @@ class Driver:
         self._own_ids: dict[_Asker, str] = {}
         self._held: dict[_Asker, str] = {}
         self._counts: Counter[str] = Counter()
+        self._untaken = UntakenKV()
         self._is_rank_active = False
 
     def gather(self) -> None:
@@ -152,9 +155,12 @@ class Driver:
         match message:
             case Ask():
                 self._rpc.send(client, self._info())
-            case Abort(request_id=request_id):
+            case Abort(request_id=request_id, why=why):
                 asker = _Asker(client, request_id)
                 own_id = self._own_ids.get(asker) or self._held.pop(asker, "")
+                line = why and self._untaken.note(time.monotonic(), request_id, why)
+                if line:
+                    log.warning("%s", line)
                 for event in self._scheduler.abort(own_id):
                     self._tell(event)
             case Generate():

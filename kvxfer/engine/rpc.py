@@ -39,9 +39,12 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End a request now; its Done follows, unless it had ended: then its offer is withdrawn."""
+    """End a request now; its Done follows, unless it had ended: then its offer is withdrawn.
+    ``why``: for the log, where the KV could not be used elsewhere.
+    """
 
     request_id: str
+    why: str = ""
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -222,7 +225,8 @@ class RpcClient:
                 if isinstance(message, Info):
                     return message
         raise PeerLost(
-            f"engine at {self.endpoint}: no answer within {timeout_s:g} s; is it running?"
+            f"engine at {self.endpoint}: no answer within {timeout_s:g} s; is it running, and can "
+            "its port be reached from here?"
         )
 
     def close(self) -> None:

@@ -152,6 +152,10 @@ class Router:
         """
         return self._visitors.take_gone()
 
+    def address_of(self, identity: bytes) -> str:
+        """Where a connection comes from that has sent a message; "" for this host, or unknown."""
+        return self._visitors.address_of(identity)
+
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
         """Send one message. False if the peer has gone, or its queue is full. A :class:`zmq.Frame`
         is not copied: one buffer serves all peers that it is sent to.

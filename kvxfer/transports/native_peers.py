@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -68,6 +69,24 @@ def refusal(name: str) -> str:
         f"{name}: expected a process of the same user on this host, because the library takes "
         "what peers send unchecked; where only trusted hosts reach the network, set trust_network "
         "on both sides, else use zmq"
+    )
+
+
+def check_own_devices(name: str, config: Config, endpoint: str) -> None:
+    """Raises TransportUnavailable where UCX stays on this engine's loopback device and the source
+    at ``tcp://address:port`` is elsewhere.
+    """
+    if net_devices(config) != LOOPBACK:
+        return
+    address = urlsplit(endpoint).hostname or ""
+    try:
+        if ip_address(address).is_loopback:
+            return
+    except ValueError:
+        return
+    raise TransportUnavailable(
+        f"{name}: expected host of this engine to be an address that {address} can reach, got "
+        f"{config.host}; set host on both sides"
     )
 
 

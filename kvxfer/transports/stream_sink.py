@@ -44,7 +44,7 @@ from kvxfer.transports.channel import Context, Socket
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.guard import nearest_endpoint
-from kvxfer.transports.native_peers import needs_own_user, refusal
+from kvxfer.transports.native_peers import check_own_devices, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots
 from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_machine import Cancel, Free, SinkAction, SinkSlot, Unpack
@@ -196,6 +196,8 @@ class StreamSink(ReceivingSink):
     def _check_may_meet(self, endpoint: str) -> None:
         """Raises TransportUnavailable for a source that the pipe's library may not read."""
         if not needs_own_user(self._pipe, self._config):
+            if self._pipe.reads_peers:
+                check_own_devices(self.name, self._config, endpoint)
             return
         if not self.uses_unix_sockets or nearest_endpoint(endpoint) == endpoint:
             raise TransportUnavailable(refusal(self.name))

@@ -15,33 +15,23 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.helpers import free_port
+from tests.commands import (
+    DIFFERENT,
+    INTERRUPTED,
+    OK,
+    ROOT,
+    WRONG,
+    environment,
+    small_model,
+)
+from tests.helpers import free_port, group_members
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 90
-OK, DIFFERENT, WRONG, INTERRUPTED = 0, 1, 2, 130
-# Two layers: engines start and answer in a fraction of a second.
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
-    path.write_bytes(msgspec.json.encode(MODEL))
-    return str(path)
-
-
-def environment(temporary: Path) -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("KVXFER_")}
-    return {**kept, "TMPDIR": str(temporary), "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    return small_model(tmp_path)
 
 
 def kvxfer(temporary: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -75,25 +65,11 @@ def started(temporary: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def group_members(group: int) -> list[str]:
-    """Commands of processes in a process group that are not over."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            command = (folder / "cmdline").read_text().replace("\0", " ")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(fields[2]) == group and fields[0] != "Z":
-            found.append(command)
-    return found
-
-
 def assert_nothing_left(group: int, temporary: Path) -> None:
     deadline_s = time.monotonic() + 15  # the fork server unloads torch: seconds on a busy machine
     while group_members(group) and time.monotonic() < deadline_s:
         time.sleep(0.05)
-    assert group_members(group) == []
+    assert group_members(group) == {}
     assert list(temporary.glob("kvxfer-*")) == []
 
 
