@@ -288,4 +288,4 @@ def test_a_peer_that_is_not_there(tmp_path: Path, model: str) -> None:
         *("--wait", "0.5"),
     )
     assert ran.returncode == WRONG
-    assert "no answer within 0.5 s; is it running?" in ran.stderr
+    assert "no answer within 0.5 s; is it running, and can its port" in ran.stderr
