@@ -35,7 +35,7 @@ _HOST = ("unshare", "--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--
 # UCX looks for devices in /sys, which shows those of the network that it was mounted in.
 _BEGIN_HOST = (
     'mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && hostname "$0" && '
-    'printf "$1" >/dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts && '
+    'printf "$1" >/dev/shm/hosts && mount --bind /dev/shm/hosts /etc/hosts && rm /dev/shm/hosts && '
     "ip link set lo up && echo up && exec cat"
 )
 _HOSTS = "127.0.0.1 localhost\\n" + "".join(

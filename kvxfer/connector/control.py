@@ -26,7 +26,7 @@ from kvxfer.transfer.wire import (
     encode,
 )
 from kvxfer.transports.channel import MANY_PARTS, Bounds, Dealer, Router
-from kvxfer.transports.guard import nearest_endpoint
+from kvxfer.transports.guard import nearest_endpoint, user_of
 from kvxfer.transports.visitors import LOOK_S
 
 HARD_LIMIT_NBYTES = 64 << 20
@@ -90,6 +90,7 @@ class ControlServer:
         self._config = config
         self._ledger = ledger
         self._handle, self._gone = handle, gone
+        self._handled = zmq.Frame()
         try:
             self.router = Router(
                 context,
@@ -122,6 +123,11 @@ class ControlServer:
         if not self.router.send(identity, frame):
             self._ledger.count("control.dropped")
 
+    def speaker(self) -> str:
+        """Where the message comes from that is being handled; "" for this host."""
+        address = str(self._handled.get("Peer-Address"))
+        return "" if user_of(address) is not None else address
+
     def close(self) -> None:
         """Stop listening and close every connection."""
         self._io.unwatch(self.router.monitor)
@@ -148,6 +154,7 @@ class ControlServer:
                 problem = "control.malformed"
                 message = decode_to_source(_only(parts).buffer)
                 problem = "control.out_of_state"
+                self._handled = parts[0]
                 self._handle(identity.bytes, message)
             except ProtocolError as e:
                 self._ledger.count(problem)

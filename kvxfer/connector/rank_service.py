@@ -139,7 +139,7 @@ class RankService:
                 manifest=self.manifest,
                 transports=sources,
                 reply=self._server.send,
-                address_of=self._server.router.address_of,
+                speaker=self._server.speaker,
                 ends=self.ends,
             )
             self._make_sink(config, sinks, can_leave_unhashed)

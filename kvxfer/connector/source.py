@@ -117,7 +117,7 @@ class Source:
     Args:
         manifest: this rank's own; Pulls are checked against it.
         reply: sends an answer over the connection of the message.
-        address_of: where that connection comes from; "" for this host.
+        speaker: where the message comes from that is being handled; "" for this host.
         ends: the offers that the engine has ended, and the board that shows open offers to sinks on
             this host.
     """
@@ -132,7 +132,7 @@ class Source:
         manifest: RankManifest,
         transports: Mapping[str, SourceTransport],
         reply: Reply,
-        address_of: Callable[[bytes], str],
+        speaker: Callable[[], str],
         ends: Ends,
     ) -> None:
         self._io = io
@@ -142,7 +142,7 @@ class Source:
         self._incarnation = incarnation
         self._resolver = PullResolver(manifest)
         self._transports = transports
-        self._reply, self._address_of = reply, address_of
+        self._reply, self._speaker = reply, speaker
         self._is_front_door = manifest.rank == RankId(0, 0)  # which writes for all ranks
         self._untaken = UntakenKV()
         self._keepings = group_keepings(manifest.regions)
@@ -220,7 +220,7 @@ class Source:
                 for ref in message.offers:
                     self._on_keep(identity, ref, message)
             case Cancel():
-                self._on_cancel(identity, message)
+                self._on_cancel(message)
             case Release():
                 self._on_release(identity, message)
             case Pull():
@@ -323,7 +323,7 @@ class Source:
         del offer.identities[consumer]
         return False
 
-    def _on_cancel(self, identity: bytes, cancel: Cancel) -> None:
+    def _on_cancel(self, cancel: Cancel) -> None:
         offer = self._find(cancel.offer)
         if isinstance(offer, Reason):
             self._ledger.count(f"cancel.{offer.value}")
@@ -332,7 +332,7 @@ class Source:
             self._ledger.count("cancel.not_granted")
             return
         if offer.nonce in self._live:
-            self._warn(offer, why_given_up(self._address_of(identity), cancel.reason))
+            self._warn(offer, why_given_up(self._speaker(), cancel.reason))
         self._step(offer, CancelArrived(cancel.incarnation, cancel.reason, cancel.digest))
 
     def _on_keep(self, identity: bytes, ref: OfferRef, keep: Keep) -> None:
@@ -540,6 +540,10 @@ class Source:
         """The offer is over and drained: report it if its blocks are kept, and remember its session
         for repeated messages.
         """
+        if reason is Reason.EXPIRED:
+            endpoint, lease_s = self._resolver.manifest.control_endpoint, self._config.lease_s
+            was_wanted = bool(offer.identities or offer.speakers)
+            self._warn(offer, why_lapsed(endpoint, lease_s, was_wanted=was_wanted))
         if offer.timer is not None:
             offer.timer.cancel()
         self._live.pop(offer.nonce, None)
@@ -552,9 +556,6 @@ class Source:
         self._ledger.count("offers.done" if reason is None else "offers.broken")
         if reason is not None:
             self._ledger.reason(reason)
-        if reason is Reason.EXPIRED:
-            endpoint, lease_s = self._resolver.manifest.control_endpoint, self._config.lease_s
-            self._warn(offer, why_lapsed(endpoint, lease_s, was_asked=bool(offer.identities)))
         if self._by_request.get(offer.request_id) is offer:
             del self._by_request[offer.request_id]
         try:

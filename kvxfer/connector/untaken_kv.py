@@ -28,12 +28,12 @@ class UntakenKV:
         return f"request {printable(request_id)}: KV not taken: {why}{more}" if num else None
 
 
-def why_lapsed(endpoint: str, lease_s: float, *, was_asked: bool) -> str:
-    """The lease of an offer of the front door ``endpoint`` has ended. ``was_asked``: a sink had
-    asked for it.
+def why_lapsed(endpoint: str, lease_s: float, *, was_wanted: bool) -> str:
+    """The lease of an offer of the front door ``endpoint`` has ended. ``was_wanted``: a sink had
+    said that it wants it.
     """
-    if was_asked:
-        return f"the decode engine that asked for it was silent for {lease_s:g} s (lease_s)"
+    if was_wanted:
+        return "a decode engine wanted it, and has not read it in time (lease_s, max_hold_s)"
     return (
         f"expected a decode engine at {endpoint} within {lease_s:g} s (lease_s), none came for it; "
         "look whether it can reach that port, and what its allowed_peers and CURVE keys admit"

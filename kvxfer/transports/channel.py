@@ -152,10 +152,6 @@ class Router:
         """
         return self._visitors.take_gone()
 
-    def address_of(self, identity: bytes) -> str:
-        """Where a connection comes from that has sent a message; "" for this host, or unknown."""
-        return self._visitors.address_of(identity)
-
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
         """Send one message. False if the peer has gone, or its queue is full. A :class:`zmq.Frame`
         is not copied: one buffer serves all peers that it is sent to.
@@ -258,8 +254,10 @@ class Dealer:
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._stood, self.is_refused = True, False
             elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                if self._stood or not self._reconnects:
+                if self._stood:
                     return "the connection ended"
+                if not self._reconnects:
+                    return self.problem or "no connection; can that port be reached from here?"
             elif self._is_refused_for_good(kind, value) or not self._reconnects:
                 return self.problem
         return None

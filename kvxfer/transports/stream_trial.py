@@ -365,8 +365,9 @@ class TrialTaker:
                 link.dealer.inspect()
             for socket in ready:
                 if socket is link.dealer.monitor:
-                    if link.dealer.why_ended() is not None:
-                        raise ProtocolError("expected an answer, got the end of the connection")
+                    why = link.dealer.why_ended()
+                    if why is not None:
+                        raise ProtocolError(f"expected an answer, got none: {why}")
                     continue
                 for first, *parts in link.receive():
                     self._on_message(first.buffer, parts, first)

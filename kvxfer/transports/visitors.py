@@ -339,11 +339,6 @@ class Visitors:
         visitor = self._visitors.get(fd)
         return None if visitor is None else visitor.name
 
-    def address_of(self, name: bytes) -> str:
-        """Of a connection that has sent a message; "" for a Unix socket, and once it has ended."""
-        visitor = self._visitors.get(self._fds.get(name, -1))
-        return "" if visitor is None else visitor.address
-
     def may_be_name(self, part: bytes) -> bool:
         """Whether these bytes are a name: a known one, or such as a ROUTER makes."""
         return part in self._fds or (len(part) == _NAME_NBYTES and not part[0])

@@ -22,6 +22,7 @@ from kvxfer.cli.options import (
     RunOptions,
     SideOptions,
     Wire,
+    address_towards,
     parse_address,
     parse_devices,
     place_sides,
@@ -280,3 +281,16 @@ def test_both_sides_of_a_pair_are_told_apart() -> None:
     )
     assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "cuda", (2, 3, 4))
     assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "cuda", (1,))
+
+
+@pytest.mark.parametrize(
+    ("peer", "own"),
+    [
+        (HostPort("127.0.0.1", 6000), "127.0.0.1"),
+        (HostPort("[::1]", 6000), "::1"),
+        (HostPort("localhost", 6000), "127.0.0.1"),
+        (HostPort("no-such-host.invalid", 6000), "127.0.0.1"),  # the connection says what is wrong
+    ],
+)
+def test_the_address_that_a_peer_sees(peer: HostPort, own: str) -> None:
+    assert address_towards(peer) == own

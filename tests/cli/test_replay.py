@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import zmq
 
@@ -17,6 +19,7 @@ from kvxfer.cli.replay import Replay, RunEngine
 from kvxfer.cli.sides import Work
 from kvxfer.engine.config import OnLoadFailure
 from kvxfer.engine.rpc import (
+    Abort,
     Ask,
     Done,
     Generate,
@@ -69,6 +72,7 @@ class Scripted:
 
     def __init__(self, answer: Answer, *, port: int = 0, delay_s: float = 0.0) -> None:
         self.heard: list[Generate] = []
+        self.taken_back: list[Abort] = []
         self.most_at_once = 0
         self._answer, self._delay_s = answer, delay_s
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -101,6 +105,8 @@ class Scripted:
                         counts={},
                     )
                     self._server.send(client, info)
+                elif isinstance(message, Abort):
+                    self.taken_back.append(message)
                 elif isinstance(message, Generate):
                     self.heard.append(message)
                     waiting.append((client, message))
@@ -162,6 +168,23 @@ def run(
         on_load_failure=policy,
         progress=progress,
     ).run()
+
+
+def test_prefill_hears_why_its_kv_was_not_used() -> None:
+    def refuse(request: Generate) -> list[ToClient]:
+        end = msgspec.structs.replace(done(request), failure="not_allowed", detail="set it")
+        return [*tokens(request), end if request.prompt_token_ids[0] else done(request)]
+
+    first, second = Scripted(prefill), Scripted(refuse)
+    with engines(first, second) as clients:
+        run(work(2), [RunEngine(client) for client in clients])
+        clients[0].ask(5)  # what was said before has been heard
+    (taken_back,) = first.taken_back
+    assert taken_back == Abort(
+        first.heard[1].request_id,
+        f"engine scripted on {socket.gethostname()}: not_allowed: set it",
+    )
+    assert second.taken_back == []
 
 
 def test_every_prompt_goes_through_both_and_the_single_engine() -> None:

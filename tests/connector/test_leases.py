@@ -116,7 +116,7 @@ def test_unhold_gives_an_offer_back_at_every_rank() -> None:
         assert not sink.received("d")
 
 
-def test_holds_keep_the_lease_until_the_cap() -> None:
+def test_holds_keep_the_lease_until_the_cap(caplog: pytest.LogCaptureFixture) -> None:
     with (
         Engine(SOURCE, "prefill", fill=1, lease_s=0.3, keep_s=0.1, max_hold_s=1.2) as source,
         Engine(ONE_OF_4, "decode", fill=POISON, lease_s=0.3, keep_s=0.1) as sink,
@@ -131,6 +131,49 @@ def test_holds_keep_the_lease_until_the_cap() -> None:
         until(lambda: source.sent("p"))
         assert 1.0 < time.perf_counter() - opened_s < 4.0
         assert source.take_stats().reasons == {"expired": 2}
+    assert warnings(caplog) == [  # one for both ranks
+        "request p: KV not taken: a decode engine wanted it, and has not read it in time "
+        "(lease_s, max_hold_s)"
+    ]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_a_lease_that_ends_without_a_sink_says_where_none_came(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Engine(SOURCE, "prefill", fill=1, lease_s=0.2, keep_s=0.1) as source:
+        for number in range(3):
+            source.offer(f"p{number}", 16, [number])
+            source.compute(f"p{number}")
+        until(lambda: all(source.sent(f"p{number}") for number in range(3)))
+        endpoint = source.workers[0].get_handshake_metadata().control_endpoint
+    (line,) = warnings(caplog)
+    assert line == (
+        f"request p0: KV not taken: expected a decode engine at {endpoint} within 0.2 s (lease_s), "
+        "none came for it; look whether it can reach that port, and what its allowed_peers and "
+        "CURVE keys admit"
+    )
+
+
+def test_a_sink_that_cannot_use_an_offer_is_named_at_its_source(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        Engine(ONE, "prefill", fill=1) as source,
+        Engine(ONE, "decode", fill=POISON, facts={"model": "another"}) as sink,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        sink.load("d", ref, [3], (0, 16))
+        until(lambda: source.sent("p"))
+        assert source.take_stats().reasons == {"incompatible": 1}
+    assert warnings(caplog) == [
+        "request p: KV not taken: the decode engine on this host cannot use it: incompatible; "
+        "its log says what to set"
+    ]
 
 
 ONE_OF_4 = EngineShape(num_kv_heads=4)

@@ -77,7 +77,7 @@ def command(*arguments: str) -> tuple[str, ...]:
 
 @contextmanager
 def prefill(
-    host: Host, folder: Path, *options: str, **variables: str
+    host: Host, folder: Path, variables: Mapping[str, str], *options: str
 ) -> Iterator[subprocess.Popen[str]]:
     """``kvxfer prefill`` that serves."""
     arguments = command("prefill", "--listen", f"{PREFILL}:{PORT}", "--digests", *options)
@@ -89,7 +89,7 @@ def prefill(
 
 
 def decode(
-    host: Host, folder: Path, *options: str, **variables: str
+    host: Host, folder: Path, variables: Mapping[str, str], *options: str
 ) -> subprocess.CompletedProcess[str]:
     arguments = command("decode", "--prefill", f"{PREFILL}:{PORT}", "--limit", "3", *options)
     return host.run(*arguments, env={**environment(folder), **variables}, cwd=ROOT)
@@ -200,13 +200,13 @@ def test_tokens_and_kv_are_equal(
     model = () if "--model" in of_prefill else ("--model", small_model(tmp_path))
     facts = tmp_path / "facts.json"
     with prefill(
-        *(hosts[0], tmp_path, *model, "--transport", wire, *of_prefill),
-        **both | (PREFILL_KEYS if has_keys else {}),
+        *(hosts[0], tmp_path, both | (PREFILL_KEYS if has_keys else {})),
+        *(*model, "--transport", wire, *of_prefill),
     ) as process:
         ran = decode(
-            *(hosts[1], tmp_path, *model, "--transport", wire, *of_decode),
+            *(hosts[1], tmp_path, both | (DECODE_KEYS if has_keys else {})),
+            *(*model, "--transport", wire, *of_decode),
             *("--verify", "--log-level", "INFO", "--json", str(facts)),
-            **both | (DECODE_KEYS if has_keys else {}),
         )
         status, _, said = interrupt(process)
     assert (ran.returncode, status) == (OK, INTERRUPTED), ran.stderr + said
@@ -215,8 +215,7 @@ def test_tokens_and_kv_are_equal(
     assert (found["num_equal_tokens"], found["num_equal_kv"], found["num_transfers"]) == (3, 3, 3)
     assert f"INFO decode rank 0: engine prefill at tcp://{PREFILL}:{KV_PORT}, met in" in ran.stderr
     if wire == "auto":
-        assert "not shm: " in ran.stderr
-        assert "in another namespace" in ran.stderr
+        assert "not shm: " in ran.stderr  # the process has the same number there, or none
     assert not re.search("WARNING|ERROR (prefill|decode)", ran.stderr + said)
 
 
@@ -290,9 +289,10 @@ APART = {
         ALLOWED,
         ALLOWED | QUICK,
         rf"the decode engine at {DECODE} cannot use it: transport; its log says what to set",
-        "expected a wire that works, got none: zmq: .*",
+        rf"zmq: trial with tcp://{PREFILL}:\d+: expected an answer, got none: no connection; can "
+        "that port be reached from here",
         reason="transport",
-        closed=("6001-65535",),
+        closed=("6001-65534",),
     ),
     "ucx without a trusted network": Apart(
         ALLOWED,
@@ -337,24 +337,20 @@ def closed(host: Host, ports: tuple[str, ...]) -> Iterator[None]:
             host.run("ip", "rule", "del", *rule)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name == "prefill does not admit the address" else mark)
-        for mark in (pytest.mark.slow,)
-        for name in APART
-    ],
-)
+def apart_marks(name: str) -> list[pytest.MarkDecorator]:
+    slow = [] if name == "prefill does not admit the address" else [pytest.mark.slow]
+    return [*slow, *([needs_ucxx] if "ucx" in name else [])]
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=apart_marks(each)) for each in APART])
 def test_both_sides_say_what_keeps_them_apart(hosts: Hosts, tmp_path: Path, name: str) -> None:
     apart = APART[name]
-    if "ucx" in apart.options:
-        pytest.importorskip("ucxx")
     options = ("--model", small_model(tmp_path), *apart.options)
     with (
         closed(hosts[0], apart.closed),
-        prefill(hosts[0], tmp_path, *options, **apart.of_prefill) as process,
+        prefill(hosts[0], tmp_path, apart.of_prefill, *options) as process,
     ):
-        ran = decode(hosts[1], tmp_path, *options, *apart.more_of_decode, **apart.of_decode)
+        ran = decode(hosts[1], tmp_path, apart.of_decode, *options, *apart.more_of_decode)
         _, _, said = interrupt(process)
     assert ran.returncode == DIFFERENT, ran.stdout + ran.stderr
     assert "wire none: nothing was moved" in ran.stdout
@@ -368,8 +364,8 @@ def test_both_sides_say_what_keeps_them_apart(hosts: Hosts, tmp_path: Path, name
 
 @pytest.mark.slow
 def test_a_prefill_engine_that_nobody_can_reach(hosts: Hosts, tmp_path: Path) -> None:
-    with closed(hosts[0], (str(PORT),)), prefill(hosts[0], tmp_path):
-        ran = decode(hosts[1], tmp_path, "--wait", "1")
+    with closed(hosts[0], (str(PORT),)), prefill(hosts[0], tmp_path, {}):
+        ran = decode(hosts[1], tmp_path, {}, "--wait", "1")
     assert ran.returncode == WRONG
     assert ran.stderr == (
         f"kvxfer: error: engine at tcp://{PREFILL}:{PORT}: no answer within 1 s; is it running, "
@@ -385,7 +381,7 @@ def test_prefill_that_is_killed_in_mid_run_is_no_good_end(hosts: Hosts, tmp_path
         *("--wait", "1", "--log-level", "INFO"),
     )
     with (
-        prefill(hosts[0], tmp_path, **ALLOWED) as source,
+        prefill(hosts[0], tmp_path, ALLOWED) as source,
         hosts[1].started(*arguments, env={**environment(tmp_path), **ALLOWED}, cwd=ROOT) as sink,
     ):
         assert sink.stderr is not None
@@ -401,8 +397,8 @@ def test_prefill_that_is_killed_in_mid_run_is_no_good_end(hosts: Hosts, tmp_path
 def test_one_host_by_its_outer_address(hosts: Hosts, tmp_path: Path) -> None:
     """Nothing is to be allowed: decode listens where prefill sees it, which is the same host."""
     options = ("--model", small_model(tmp_path))
-    with prefill(hosts[0], tmp_path, *options, "--kv-port", "6012") as process:
-        ran = decode(hosts[0], tmp_path, *options, "--verify")
+    with prefill(hosts[0], tmp_path, {}, *options, "--kv-port", "6012") as process:
+        ran = decode(hosts[0], tmp_path, {}, *options, "--verify")
         interrupt(process)
     assert ran.returncode == OK, ran.stderr
     assert "wire shm: " in ran.stdout

@@ -27,7 +27,7 @@ from kvxfer.transports import native_peers, stream_sink
 from kvxfer.transports.base import PeerGone, ReadDone
 from kvxfer.transports.channel import bind_unix
 from kvxfer.transports.guard import nearest_endpoint, unix_endpoint
-from kvxfer.transports.native_peers import net_devices
+from kvxfer.transports.native_peers import check_own_devices, net_devices
 from kvxfer.transports.nixl_agent import Area
 from kvxfer.transports.nixl_ends import Address
 from kvxfer.transports.pipe import Pipe
@@ -371,6 +371,27 @@ def test_no_more_devices_than_ucx_takes(monkeypatch: pytest.MonkeyPatch, tmp_pat
         (tmp_path / f"mlx5_{number}" / "ports" / "1").mkdir(parents=True)
     monkeypatch.setattr(native_peers, "RDMA_DEVICES", tmp_path)
     assert len(net_devices(Config(host="lo", trust_network=True))) == 64
+
+
+@pytest.mark.parametrize(
+    ("host", "source", "is_refused"),
+    [
+        ("127.0.0.1", "tcp://10.0.0.5:5700", True),
+        ("127.0.0.1", "tcp://[fd00::5]:5700", True),
+        ("127.0.0.1", "tcp://127.0.0.1:5700", False),
+        ("127.0.0.1", "tcp://[::1]:5700", False),
+        ("*", "tcp://10.0.0.5:5700", False),
+    ],
+)
+def test_a_loopback_host_reaches_no_other(host: str, source: str, is_refused: bool) -> None:
+    config = Config(host=host, trust_network=True)
+    if not is_refused:
+        check_own_devices("ucx", config, source)
+        return
+    with pytest.raises(
+        TransportUnavailable, match=r"ucx: expected host .* can reach, got 127.0.0.1; set host on"
+    ):
+        check_own_devices("ucx", config, source)
 
 
 @pytest.mark.parametrize("host", ["203.0.113.1", "no-such-host.invalid"])
