@@ -30,6 +30,7 @@ from tests.commands import (
     small_model,
 )
 from tests.helpers import needs_nixl, needs_ucxx
+from tests.pages import FIRST_CONTACT
 from tests.two_hosts import ADDRESSES, NAMES, Host, interrupt, two_hosts_or_skip
 
 PREFILL, DECODE = ADDRESSES
@@ -213,7 +214,10 @@ def test_tokens_and_kv_are_equal(
     found = summary(facts)
     assert found["wires"] == ["zmq" if wire == "auto" else wire]
     assert (found["num_equal_tokens"], found["num_equal_kv"], found["num_transfers"]) == (3, 3, 3)
-    assert f"INFO decode rank 0: engine prefill at tcp://{PREFILL}:{KV_PORT}, met in" in ran.stderr
+    line = next(line for line in ran.stderr.splitlines() if ", met in " in line)
+    line = line.removeprefix("INFO decode rank 0: ")
+    assert line.startswith(f"engine prefill at tcp://{PREFILL}:{KV_PORT}, met in")
+    assert FIRST_CONTACT.fullmatch(line)  # which pages show
     if wire == "auto":
         assert "not shm: " in ran.stderr  # the process has the same number there, or none
     assert not re.search("WARNING|ERROR (prefill|decode)", ran.stderr + said)

@@ -114,17 +114,21 @@ class Server:
 def start_engine(config: EngineConfig) -> Server:
     """``vllm serve`` of this engine, by its module: the command needs a package named vllm."""
     port, kv_port = free_port(), free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += _arguments(config, port, kv_port)
-    return Server(_url(port), Process.command(command, _environment(config, kv_port)))
+    command = serve_command(config, "127.0.0.1", port, kv_port)
+    return Server(_url(port), Process.command(command, serve_environment(config, kv_port)))
+
+
+def serve_command(config: EngineConfig, host: str, port: int, kv_port: int) -> list[str]:
+    module = "vllm.entrypoints.openai.api_server"
+    return [sys.executable, "-m", module, *_arguments(config, host, port, kv_port)]
 
 
 @contextmanager
 def forked(config: EngineConfig, kv_port: int) -> Iterator[Server]:
     """The same in a fork of the process that has imported vLLM."""
     port = free_port()
-    arguments = _arguments(config, port, kv_port)
-    process = Process.fork(api_server.serve, (arguments,), _environment(config, kv_port))
+    arguments = _arguments(config, "127.0.0.1", port, kv_port)
+    process = Process.fork(api_server.serve, (arguments,), serve_environment(config, kv_port))
     try:
         server = Server(_url(port), process)
         server.wait_ready()
@@ -139,13 +143,13 @@ def _url(port: int) -> str:
     return f"http://127.0.0.1:{port}"
 
 
-def _environment(config: EngineConfig, kv_port: int) -> dict[str, str]:
+def serve_environment(config: EngineConfig, kv_port: int) -> dict[str, str]:
     return config.environment(kv_port) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 
 
-def _arguments(config: EngineConfig, port: int, kv_port: int) -> list[str]:
+def _arguments(config: EngineConfig, host: str, port: int, kv_port: int) -> list[str]:
     """The command line of ``vllm serve``."""
-    found = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
+    found = ["--host", host, "--port", str(port), "--served-model-name", MODEL]
     for name, value in config.engine_args(kv_port).items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
