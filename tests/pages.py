@@ -69,8 +69,9 @@ class Fence:
             return Kind.OPTION
         if all(TREE_LINE.fullmatch(line) and "/" in line.split()[0] for line in lines):
             return Kind.TREE
-        if self.language in ("", "text") and self.follows in (Kind.PYTHON, Kind.COMMANDS):
-            return Kind.OUTPUT
+        is_after = (self.follows, self.language)
+        if is_after in ((Kind.PYTHON, ""), (Kind.PYTHON, "text"), (Kind.COMMANDS, "text")):
+            return Kind.OUTPUT  # without its language it could be commands that nobody knows
         return Kind.DRAWING if self.language == "mermaid" else Kind.UNKNOWN
 
 

@@ -63,7 +63,7 @@ def test_each_block_is_of_a_known_kind(fence: Fence) -> None:
         without = [each for each in commands(fence.text) if rule_of(each) is None]
         pytest.fail(
             f"{fence}: nobody has said how this is tested; add a rule or a kind to tests/pages.py "
-            f"(no rule for: {without})"
+            f"(no rule for: {without}; the language of what commands print is text)"
         )
 
 

@@ -257,11 +257,13 @@ class Replay:
             self._over(message.request_id)
 
     def _tell_prefill(self, done: Done) -> None:
-        """What was offered in vain comes back at once, and the log over there says why."""
+        """What was offered in vain comes back at once, and a log elsewhere says why."""
         why = why_unused(done)
-        if why and self._prefill.lost_at_s is None:
-            who = f"engine {self._decode.client.info.engine_id} on {socket.gethostname()}"
-            self._prefill.client.send(Abort(done.request_id, f"{who}: {why}"))
+        if not why or self._prefill.lost_at_s is not None:
+            return
+        who = f"engine {self._decode.client.info.engine_id} on {socket.gethostname()}"
+        is_here = self._prefill.group is not None  # and decode has written it to the same log
+        self._prefill.client.send(Abort(done.request_id, "" if is_here else f"{who}: {why}"))
 
     def _single_said(self, message: Token | Done) -> None:
         answers = self._jobs[message.request_id].answers
