@@ -83,6 +83,7 @@ def test_an_installed_wire_is_taken_by_name_and_tried_by_auto(deflate: Site) -> 
     assert made("shm") == (["shm"],) * 2
 
 
+@pytest.mark.slow
 def test_two_engines_move_kv_over_it(deflate: Site) -> None:
     kv = load_config({"transport": "deflate", "port": 0}).config
     with (
