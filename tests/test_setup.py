@@ -20,6 +20,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SCRIPTS = [
     "scripts/_setup",
     "scripts/demo",
+    "scripts/quick",
     "scripts/test",
     "scripts/test_gpu",
     "scripts/test_integrations",
