@@ -33,7 +33,7 @@ SECRETS = {"llm-params-key": {"KVXFER_PARAMS_KEY": "0123456789abcdef0123456789ab
 # The oldest Kubernetes with what is used here (preStop.sleep, sidecar containers), and a new one
 VERSIONS = ("1.30", "1.37")
 SIDECAR_FLAGS = {"port", "vllm-port", "kv-connector", "secure-proxy"}
-"""Of those that llm-d's sidecar takes from 0.6 on (``pkg/sidecar/proxy/options.go``)."""
+"""Of those that llm-d's sidecar takes (``pkg/sidecar/proxy/options.go`` of its router)."""
 NEW_SETTINGS = {"data_port", "curve_keys_dir"}
 
 
