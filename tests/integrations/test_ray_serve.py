@@ -7,6 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from kvxfer.connector.params import OfferWanted, parse_params
 from kvxfer.errors import ConfigError
+from tests.connector.rig import until
 
 OURS = "kvxfer.integrations.ray_serve"
 TRANSFER = "ray.llm._internal.serve.engines.vllm.kv_transfer"
@@ -190,3 +192,53 @@ def test_the_builder_registers_the_backend_first(
     finally:
         ray_serve.KVConnectorBackendFactory.unregister_backend("KvxferConnector")
     assert seen == [({"prefill_config": 1}, True)]
+
+
+def set_up_here(transfer: dict[str, Any]) -> dict[str, Any]:
+    """What Ray does in a replica, with what the driver has registered."""
+    factory: Any = import_module(f"{TRANSFER}.factory")
+    llm_config = SimpleNamespace(engine_kwargs={"kv_transfer_config": transfer})
+    factory.KVConnectorBackendFactory.create_backend(transfer["kv_connector"], llm_config).setup()
+    return transfer
+
+
+def test_replicas_of_a_real_cluster_find_the_backend() -> None:
+    pytest.importorskip(
+        f"{TRANSFER}.factory", reason="no ray[serve] here; scripts/test_integrations has it"
+    )
+    import ray
+    from ray import serve
+
+    ours: Any = import_module(OURS)
+
+    class Replica:
+        def __init__(self) -> None:
+            given = {"kv_connector": "KvxferConnector", "engine_id": "prefill"}
+            self.transfer = set_up_here(given)
+
+        def __call__(self) -> dict[str, Any]:
+            return self.transfer
+
+    root = str(Path(__file__).parents[2])
+    environment = {"env_vars": {"PYTHONPATH": root}}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment, log_to_driver=False)
+    try:
+        ours.register()
+        deployment: Any = serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0.1})
+        handle = serve.run(deployment(Replica).bind(), route_prefix=None)
+        found = {}
+        until(lambda: _ask(handle, found) == 2)
+        address = ray.util.get_node_ip_address()
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+    assert found.keys() == {"prefill-0", "prefill-1"}
+    for transfer in found.values():
+        assert transfer["kv_connector_extra_config"] == {"host": address, "port": 0}
+
+
+def _ask(handle: Any, found: dict[str, Any]) -> int:
+    """One replica more, perhaps; how many have answered."""
+    transfer = handle.remote().result()
+    found[transfer["engine_id"]] = transfer
+    return len(found)
