@@ -107,7 +107,7 @@ def choose(
             bounds = (
                 transport.staging_bounds(source) if isinstance(transport, ReceivingSink) else None
             )
-            working.append(_choice(name, bounds, trial, workload))
+            working.append(make_choice(name, bounds, trial, workload))
         except TransportUnavailable as exc:
             reasons[name] = str(exc).removeprefix(f"{name}: ")
     if not working:
@@ -132,7 +132,9 @@ def _check_speed(trial: Trial, min_gbps: float | None) -> None:
         raise TransportUnavailable(f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}")
 
 
-def _choice(name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload) -> Choice:
+def make_choice(
+    name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload
+) -> Choice:
     """The choice of this wire: its time for the workload, and its staging. Raises
     TransportUnavailable where the settings leave no room for the staging.
     """
