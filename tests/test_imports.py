@@ -29,6 +29,7 @@ LEVELS: list[set[str]] = [
     {"testing"},
     {"connector"},
     {"engine", "integrations", "proxy"},
+    {"plan"},
     {"cli"},
     {"__init__", "__main__"},
 ]
