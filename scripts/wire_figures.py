@@ -10,10 +10,13 @@ import argparse
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
 from kvxfer.config import Config
 from kvxfer.plan.transfer_plan import STREAMS, WireFigures
@@ -63,7 +66,8 @@ def _copied_per_s(file: Path) -> float:
     cells = json.loads(file.read_text())["cells"]
     copies = [(each["nbytes"], each["memcpy_ms"]) for each in cells if "memcpy_ms" in each]
     copies += [(each["nbytes"], each["p50_ms"]) for each in cells if each.get("way") == "memcpy"]
-    return max(nbytes / took_ms for nbytes, took_ms in copies) * 1e3
+    rates: list[float] = [nbytes / took_ms * 1e3 for nbytes, took_ms in copies]
+    return max(rates)
 
 
 def bounds_of(wire: str, device: str) -> StagingBounds | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ from typer import Option
 from kvxfer.errors import ConfigError, IncompatiblePeer
 
 if TYPE_CHECKING:  # it loads torch
-    from kvxfer.plan.transfer_plan import TransferPlan, WirePlan
+    from kvxfer.plan.transfer_plan import TransferPlan
 
 _GEOMETRY = "[CONFIG,]KEY=VALUE,..."
 _COLUMNS = 80
@@ -63,6 +63,7 @@ def run_plan(options: PlanOptions) -> bool:
     from kvxfer.plan.geometry import parse_geometry
     from kvxfer.plan.transfer_plan import Refusal, plan_transfer
 
+    logging.getLogger("kvxfer.cache").setLevel(logging.ERROR)  # it speaks of pools, for each stage
     try:
         source = parse_geometry("--source", options.source)
         sink = parse_geometry("--sink", options.sink, like=source)
@@ -116,17 +117,14 @@ def _print(plan: TransferPlan) -> None:
         chunk = f" of {size_text(cut.chunk_nbytes)}" if cut.chunk_nbytes else ""
         staging = f"{cut.num_slots} x {size_text(cut.slot_nbytes)}" if cut.num_slots else "-"
         limit = f"{wire.limit} ({ms_text(wire.terms_s[wire.limit])} ms)"
-        pieces = f"{cut.num_pieces} {wire.pieces}{chunk}"
+        pieces = f"{wire.pieces}: {cut.num_pieces}{chunk}"
         wires.add_row(wire.wire, pieces, staging, ms_text(wire.duration_s), limit)
-    console.print("", wires, "", *_notes(plan.wires), sep="\n")
-
-
-def _notes(wires: tuple[WirePlan, ...]) -> Iterator[str]:
-    """Where the figures are from, and how far the times may be off."""
-    for figures in dict.fromkeys((w.figures.hardware, w.figures.date) for w in wires):
-        names = [w for w in wires if (w.figures.hardware, w.figures.date) == figures]
-        off = max(wire.figures.most_off for wire in names)
-        yield (
-            f"Measured on {figures[0]}, {figures[1]}: {', '.join(w.wire for w in names)}. The "
-            f"measured times are up to {off:.2f} times these, or one in so many."
-        )
+    measured = dict.fromkeys(f"{w.figures.hardware}, {w.figures.date}" for w in plan.wires)
+    off = max(wire.figures.most_off for wire in plan.wires)
+    console.print(
+        "",
+        wires,
+        f"\nWires as measured on {'; '.join(measured)}. Times measured there are at most {off:.2f} "
+        "times what this model says, or one in so many.",
+        sep="\n",
+    )

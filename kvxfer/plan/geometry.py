@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +39,8 @@ _ALL_IN_WINDOWS = ("mistral", "mixtral", "ministral", "starcoder2")
 """Models whose layers all have the window of a config that does not say which."""
 _SPECS = {"chunked_attention": "ChunkedLocalAttentionSpec", "linear_attention": "MambaSpec"}
 _OTHER_CACHES = ("index_topk", "num_key_value_heads_per_layer", "num_global_key_value_heads")
+_FIELDS = {"tp_size": "tp", "block_size": "block", "num_kv_shared_layers": "shared_layers"}
+"""What an engine calls a key."""
 _NORESERVE = 0x4000  # of Linux; mmap has a name for it from Python 3.13 on
 _Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 _Ranks = Annotated[int, msgspec.Meta(ge=1, le=512)]
@@ -82,9 +85,11 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         heads = "one latent" if self.mla else f"{self.kv_heads} KV heads"
         stages = f" PP {self.pp}" if self.pp > 1 else ""
         kept = self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+        windows = sorted({*self.windows.split("/")} - {"full"})
         return (
             f"TP {self.tp}{stages}, blocks of {self.block} {self.layout}, {kept}: {self.layers} "
             f"layers, {heads} of {self.head_dim}"
+            + (f", windows of {', '.join(windows)}" if windows else "")
         )
 
 
@@ -118,10 +123,12 @@ def parse_geometry(option: str, text: str, like: Geometry | None = None) -> Geom
                 f"{option}: {reason[:1].lower()}{reason[1:]}; give [PATH,]KEY=VALUE,... with keys "
                 f"of {', '.join(_KEYS)}"
             ) from exc
+        reason = reason.removeprefix("Expected ").partition(", got")[0]
+        reason = reason.replace("`int`", "a whole number").replace("`bool`", "true or false")
         choices = [each for each in get_args(get_type_hints(Geometry)[name]) if str(each) == each]
-        wanted = f"one of {', '.join(choices)}" if choices else reason.removeprefix("Expected ")
+        wanted = f"one of {', '.join(choices)}" if choices else reason
         got = f"got {values[name]!r}"
-        raise ConfigError(f"{option}: {name}: expected {wanted.split(', got')[0]}, {got}") from exc
+        raise ConfigError(f"{option}: {name}: expected {wanted}, {got}") from exc
 
 
 def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, Any]:
@@ -193,7 +200,10 @@ def make_manifest(option: str, geometry: Geometry, num_tokens: int) -> EngineMan
         attention = models.attention_pattern(model)
         of_stages = _stage_regions(geometry, model, num_tokens)
     except (KvxferError, LookupError, OSError, ValueError) as exc:
-        raise ConfigError(f"{option}: {exc.args[-1]}") from exc
+        said = str(exc.args[-1])
+        for field, key in _FIELDS.items():
+            said = said.replace(field, key)
+        raise ConfigError(f"{option}: {said}") from exc
     ranks: list[RankManifest] = []
     for pp, (regions, nbytes) in enumerate(of_stages):
         for tp in range(geometry.tp):
@@ -324,22 +334,24 @@ def _stage_regions(
             plan,
             backends,
             "cpu",
-            allocator=lambda _, pool=pool: pool,
+            allocator=partial(_take, pool),
             shared_kv_cache_layers={each.name: each.target for each in stage if each.target},
         )
         found.append((kv_regions(plan, caches, backends, [pool], head_lo, head_hi), nbytes))
     return found
 
 
+def _take(pool: torch.Tensor, _nbytes: int) -> torch.Tensor:
+    return pool
+
+
 def _backend(geometry: Geometry) -> type[AttentionBackend]:
     """Of the reference engine, or vLLM's view ``[blocks, heads, tokens, K and V of one head]``."""
     if geometry.engine == "kvxfer" and not geometry.mla:
         return attention_backend(geometry.layout)
-    width, order = (
-        1 if geometry.mla else 2,
-        (0, 1, 2, 3) if geometry.layout == "HND" else (0, 2, 1, 3),
-    )
-    stated = {
+    width = 1 if geometry.mla else 2
+    order = (0, 1, 2, 3) if geometry.layout == "HND" else (0, 2, 1, 3)
+    stated: dict[str, Callable[..., object]] = {
         "get_name": lambda: geometry.layout,
         "get_kv_cache_shape": lambda n, tokens, heads, size: (n, heads, tokens, size * width),
         "get_kv_cache_stride_order": lambda: order,

@@ -38,7 +38,6 @@ from kvxfer.transports.ucx_pipe import UcxPipe
 from kvxfer.transports.zmq_pipe import ZmqPipe
 
 STREAMS: dict[str, type[Pipe]] = {"zmq": ZmqPipe, "ucx": UcxPipe, "nixl": NixlPipe}
-_PIECES = {"cuda_ipc": "launches", "shm": "jobs"}
 _LIFE = b"-" * 16
 
 
@@ -59,7 +58,7 @@ class WireFigures(msgspec.Struct, frozen=True, kw_only=True):
     results: str
 
 
-class Move(msgspec.Struct, frozen=True, kw_only=True):
+class Move(msgspec.Struct, frozen=True):
     """Regions alike that one rank gives to another: of these layers heads and tokens [lo, hi).
     Without layers the source rank is only told that it may let go.
     """
@@ -89,7 +88,7 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Cut(msgspec.Struct, frozen=True, kw_only=True):
+class Cut(msgspec.Struct, frozen=True):
     """How a wire carries all that one rank gives to another. ``terms_s``: what its time would be
     the sum of if it were alone. On a direct wire there are neither chunks nor slots.
     """
@@ -103,7 +102,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     terms_s: dict[str, float]
 
 
-class WirePlan(msgspec.Struct, frozen=True, kw_only=True):
+class WirePlan(msgspec.Struct, frozen=True):
     """How a wire carries the load. ``pieces``: what a cut counts. ``terms_s``: what the time is the
     sum of at ``busiest``, the last rank to be ready, and ``limit`` the largest of them.
     """
@@ -118,7 +117,7 @@ class WirePlan(msgspec.Struct, frozen=True, kw_only=True):
     cuts: tuple[Cut, ...]
 
 
-class TransferPlan(msgspec.Struct, frozen=True, kw_only=True, tag_field="result", tag="planned"):
+class TransferPlan(msgspec.Struct, frozen=True, tag_field="result", tag="planned"):
     """One load. ``gbps``: what the link of each rank to the other host carries, in 1e9 bytes a
     second; None: one host. ``wires``: the fastest first.
     """
@@ -155,15 +154,9 @@ def plan_transfer(
     except (IncompatiblePeer, ProtocolError) as exc:
         found = differences(given, taken) + (() if can_leave else unhashable(given, taken))
         return Refusal(reason=str(exc), differences=found)
-    return TransferPlan(
-        source=source,
-        sink=sink,
-        num_tokens=num_tokens,
-        gbps=gbps,
-        nbytes=sum(move.nbytes for move in load.moves),
-        moves=tuple(load.moves),
-        wires=tuple(sorted(wires, key=lambda wire: wire.duration_s)),
-    )
+    wires.sort(key=lambda wire: wire.duration_s)
+    nbytes = sum(move.nbytes for move in load.moves)
+    return TransferPlan(source, sink, num_tokens, gbps, nbytes, tuple(load.moves), tuple(wires))
 
 
 def load_figures() -> tuple[WireFigures, ...]:
@@ -230,15 +223,10 @@ class _Load:
         busiest, terms_s = _busiest(cuts)
         if bytes_per_s < figures.bytes_per_s:
             terms_s["link"] = terms_s.pop("wire")
+        pieces = {"cuda_ipc": "launches", "shm": "jobs"}.get(figures.wire, "chunks")
+        duration_s, limit = sum(terms_s.values()), max(terms_s, key=lambda term: terms_s[term])
         return WirePlan(
-            wire=figures.wire,
-            pieces=_PIECES.get(figures.wire, "chunks"),
-            duration_s=sum(terms_s.values()),
-            limit=max(terms_s, key=lambda term: terms_s[term]),
-            busiest=busiest,
-            terms_s=terms_s,
-            figures=figures,
-            cuts=tuple(cuts),
+            figures.wire, pieces, duration_s, limit, busiest, terms_s, figures, tuple(cuts)
         )
 
     def _routes(
@@ -246,20 +234,13 @@ class _Load:
     ) -> Iterator[tuple[Way, ReadRequest | None]]:
         """What the connector of each sink rank asks of each source rank, over this wire."""
         for entry in self._taken.ranks:
-            ways = []
+            ways: list[Way] = []
             for route in self._plan.of_sink(entry.rank):
+                given, claim = route.source_rank, self._plan.consumers(route.source_rank)
                 choice = make_choice(wire, bounds, trial, workload_of(route))
-                way = Way(
-                    route=route,
-                    source=self._given.rank(route.source_rank),
-                    claim=self._plan.consumers(route.source_rank),
-                    sink_rank=str(entry.rank),
-                    source_rank=str(route.source_rank),
-                    choice=None if route.is_null else choice,
-                    is_stream=bounds is not None,
-                    is_quick=False,
-                )
-                ways.append(way)
+                of_route = route, self._given.rank(given), claim, str(entry.rank), str(given)
+                is_stream = bounds is not None
+                ways.append(Way(*of_route, None if route.is_null else choice, is_stream, False))
             asking = Addressing(Consumer(_LIFE, entry.rank), {}, self._can_leave_unhashed)
             runs = make_routes(self._order, ways, asking)
             for way in ways:
@@ -269,7 +250,7 @@ class _Load:
 def _moves(way: Way, request: ReadRequest | None) -> Iterator[Move]:
     """Layers of several groups that move alike are one."""
     if request is None:
-        yield Move(source=way.source_rank, sink=way.sink_rank)
+        yield Move(way.source_rank, way.sink_rank)
         return
     alike: dict[tuple[object, ...], list[tuple[CopyClass, PullClass]]] = {}
     for copied, asked in zip(request.classes, request.pull_classes, strict=True):
@@ -278,17 +259,12 @@ def _moves(way: Way, request: ReadRequest | None) -> Iterator[Move]:
     for members in alike.values():
         (copied, asked), pulls = members[0], [pull for _, pull in members]
         names = [name for pull in pulls for name in pull.regions]
-        yield Move(
-            source=way.source_rank,
-            sink=way.sink_rank,
-            layers=tuple(sorted({layer_number(name.layer) for name in names})),
-            planes=tuple(dict.fromkeys("+".join(name.planes) for name in names)),
-            heads=(asked.head_lo, asked.head_hi),
-            tokens=(asked.token_lo, asked.token_hi),
-            window=copied.sink.window,
-            num_regions=len(names),
-            nbytes=route_nbytes(pulls),
-        )
+        layers = tuple(sorted({layer_number(name.layer) for name in names}))
+        planes = tuple(dict.fromkeys("+".join(name.planes) for name in names))
+        heads, tokens = (asked.head_lo, asked.head_hi), (asked.token_lo, asked.token_hi)
+        ends = way.source_rank, way.sink_rank
+        kept, nbytes = copied.sink.window, route_nbytes(pulls)
+        yield Move(*ends, layers, planes, heads, tokens, kept, len(names), nbytes)
 
 
 def _cut(way: Way, request: ReadRequest | None) -> Cut:
@@ -307,15 +283,8 @@ def _cut(way: Way, request: ReadRequest | None) -> Cut:
             for each, pull in pairs:
                 tiles = each.source.tile, each.sink.tile, len(each.sink.bases)
                 num_pieces += len(list(launch_pieces(*tiles, (pull.token_lo, pull.token_hi))))
-    return Cut(
-        source=way.source_rank,
-        sink=way.sink_rank,
-        num_pieces=num_pieces,
-        chunk_nbytes=chunk_nbytes,
-        num_slots=staging.num_slots if staging is not None else 0,
-        slot_nbytes=staging.slot_nbytes if staging is not None else 0,
-        terms_s=terms_s,
-    )
+    slots = (staging.num_slots, staging.slot_nbytes) if staging is not None else (0, 0)
+    return Cut(way.source_rank, way.sink_rank, num_pieces, chunk_nbytes, *slots, terms_s)
 
 
 def _busiest(cuts: Sequence[Cut]) -> tuple[str, dict[str, float]]:
