@@ -133,7 +133,8 @@ def _fit(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with what is there")
-    text = msgspec.json.format(msgspec.json.encode(collect()), indent=2) + b"\n"
+    rows = b",\n".join(msgspec.json.encode(each) for each in collect())
+    text = b"[\n" + rows + b"\n]\n"
     if not parser.parse_args().check:
         TARGET.write_bytes(text)
     elif TARGET.read_bytes() != text:

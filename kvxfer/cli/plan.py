@@ -61,7 +61,7 @@ def run_plan(options: PlanOptions) -> bool:
     """False where the pair is refused. Raises ConfigError."""
     from kvxfer.plan.drawing import draw
     from kvxfer.plan.geometry import parse_geometry
-    from kvxfer.plan.transfer_plan import Refusal, plan_transfer
+    from kvxfer.plan.transfer_plan import Refusal, TransferPlan, plan_transfer
 
     logging.getLogger("kvxfer.cache").setLevel(logging.ERROR)  # it speaks of pools, for each stage
     try:
@@ -70,22 +70,20 @@ def run_plan(options: PlanOptions) -> bool:
         plan = plan_transfer(source, sink, options.tokens, options.gbps)
     except IncompatiblePeer as exc:  # a model that does not move
         plan = Refusal(reason=str(exc))
-    if options.json:
-        print(msgspec.json.format(msgspec.json.encode(plan)).decode())
-    if isinstance(plan, Refusal):
-        if not options.json:
-            Console(width=_COLUMNS, highlight=False).print(f"refused: {escape(plan.reason)}")
-        return False
-    if not options.json:
-        _print(plan)
-    if options.svg is not None:
+    if options.svg is not None and isinstance(plan, TransferPlan):
         try:
             options.svg.write_text(draw(plan))
         except OSError as exc:
             raise ConfigError(
                 f"--svg: expected a file that can be written, got {options.svg} ({exc.strerror})"
             ) from exc
-    return True
+    if options.json:
+        print(msgspec.json.format(msgspec.json.encode(plan)).decode())
+    elif isinstance(plan, TransferPlan):
+        _print(plan)
+    else:
+        Console(width=_COLUMNS, highlight=False).print(f"refused: {escape(plan.reason)}")
+    return isinstance(plan, TransferPlan)
 
 
 def _print(plan: TransferPlan) -> None:
@@ -124,7 +122,7 @@ def _print(plan: TransferPlan) -> None:
     console.print(
         "",
         wires,
-        f"\nWires as measured on {'; '.join(measured)}. Times measured there are at most {off:.2f} "
-        "times what this model says, or one in so many.",
+        f"\nWires as measured on {'; '.join(measured)}. The times measured there differ from those "
+        f"of this model by a factor of at most {off:.2f}.",
         sep="\n",
     )

@@ -142,9 +142,11 @@ def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, A
                 f"{option}: {file}: {found}: expected one kind of K and V in all layers, got "
                 f"{hf[found]}; serve this model without disaggregation"
             )
+        is_one = latent or (hf.get("multi_query") and not hf.get("new_decoder_architecture"))
+        kv_heads = hf.get("num_key_value_heads") or hf.get("num_kv_heads") or heads
         return {
             "layers": hf["num_hidden_layers"],
-            "kv_heads": 1 if latent else hf.get("num_key_value_heads") or heads,
+            "kv_heads": 1 if is_one else kv_heads,
             "head_dim": latent + hf["qk_rope_head_dim"]
             if latent
             else hf.get("head_dim") or hf["hidden_size"] // heads,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvxfer.cli.app import app
+from kvxfer.plan.geometry import Geometry
 
+ROOT = Path(__file__).parents[2]
 MODEL = "layers=32,kv_heads=8,head_dim=128"
 
 
@@ -119,3 +122,29 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], says: str) -> None:
     assert done.exit_code == 2, done.output
     assert says in done.output
     assert "Traceback" not in done.output
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = (
+        (ROOT / "docs/operations.md").read_text().split("## What a pair of engines would do")[1]
+    )
+    command, output = re.findall(r"```\n(.*?)```", section, re.DOTALL)[:2]
+    monkeypatch.chdir(tmp_path)
+    done = run(*command.split()[2:])
+    assert done.exit_code == 0, done.output
+    assert [line.rstrip() for line in done.stdout.splitlines()] == output.splitlines()
+    assert (tmp_path / "plan.svg").is_file()
+
+
+def test_the_page_has_every_key() -> None:
+    section = (ROOT / "docs/operations.md").read_text().split("| key | default | means |")[1]
+    rows = re.findall(r"^\| (`[^|]*) \| ([^|]*) \|", section.split("\n\n")[0], re.MULTILINE)
+    shown: dict[str, str] = {}
+    for names, defaults in rows:
+        keys, values = re.findall(r"`(\w+)`", names), defaults.replace("`", "").split(", ")
+        shown |= dict(zip(keys, values * (len(keys) if len(values) == 1 else 1), strict=True))
+    assert set(shown) == set(Geometry.__struct_fields__)
+    geometry = Geometry(layers=1, head_dim=1)
+    for name, value in shown.items():
+        if value != "of CONFIG":
+            assert str(getattr(geometry, name)) in (value, value.capitalize()), name

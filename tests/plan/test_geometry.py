@@ -106,6 +106,21 @@ def test_a_config_or_its_folder(saved: Any) -> None:
     assert facts.attention == "full"
 
 
+@pytest.mark.parametrize(
+    ("more", "kv_heads"),
+    [
+        ({"multi_query": True}, 1),
+        ({"multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 4}, 4),
+        ({}, 32),
+    ],
+)
+def test_a_config_s_heads_under_other_names(
+    saved: Any, more: dict[str, Any], kv_heads: int
+) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
+    assert parsed(saved(config | more)).kv_heads == kv_heads
+
+
 def test_a_config_s_latent(saved: Any) -> None:
     got = parsed(saved(DEEPSEEK))
     assert (got.layers, got.kv_heads, got.head_dim, got.mla) == (61, 1, 576, True)

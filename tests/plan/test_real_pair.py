@@ -197,7 +197,8 @@ def check(cuts: tuple[Cut, ...], seen: Seen, wire: str) -> None:
         if ranks in seen.requests:
             assert cut.chunk_nbytes == seen.requests[ranks].chunk_nbytes
         assert cut.num_pieces == seen.num_sent[ranks] or wire == "shm"
-        if cut.num_slots and cut.num_pieces:
+        assert bool(cut.num_slots) == (ranks in seen.requests and wire != "shm")
+        if cut.num_slots:
             assert (cut.num_slots, cut.slot_nbytes) == seen.staging[cut.source]
     if wire == "shm":
         assert seen.num_jobs == sum(cut.num_pieces for cut in cuts) > len(seen.requests)
