@@ -201,7 +201,12 @@ def make_manifest(option: str, geometry: Geometry, num_tokens: int) -> EngineMan
         model = _model(geometry)
         attention = models.attention_pattern(model)
         of_stages = _stage_regions(geometry, model, num_tokens)
-    except (KvxferError, LookupError, OSError, ValueError) as exc:
+    except OSError as exc:
+        raise ConfigError(
+            f"{option}: expected addresses for a pool of {num_tokens} tokens, got {exc.strerror}; "
+            "give fewer --tokens"
+        ) from exc
+    except (KvxferError, LookupError, ValueError) as exc:
         said = str(exc.args[-1])
         for field, key in _FIELDS.items():
             said = said.replace(field, key)
@@ -263,6 +268,8 @@ def _model(geometry: Geometry) -> models.ModelConfig:
     """As much of the reference engine's model as says which heads and layers a rank has."""
     if geometry.layers < geometry.pp:
         raise ConfigError(f"pp: expected at most {geometry.layers} layers, got {geometry.pp}")
+    if geometry.mla and geometry.kv_heads > 1:
+        raise ConfigError(f"kv_heads: expected 1 with mla=true, got {geometry.kv_heads}")
     pattern = geometry.windows.split("/")
     if not all(each == "full" or (each.isdecimal() and int(each)) for each in pattern):
         raise ConfigError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,7 @@ def test_groups_without_a_hybrid_manager_keep_everything(saved: Any) -> None:
         ("layers=2,head_dim=8,layout=HDN", "layout: expected one of HND, NHD, got 'HDN'"),
         ("layers=2,head_dim=8,windows=-1", "windows: expected tokens or full, or several in turn"),
         ("layers=2,kv_heads=8,head_dim=8,tp=3", "expected a divisor or a multiple of 8 KV heads"),
+        ("layers=2,kv_heads=8,head_dim=8,mla=true", "kv_heads: expected 1 with mla=true, got 8"),
         ("layers=2,head_dim=8,pp=3", "pp: expected at most 2 layers, got 3"),
         ("layers=2,head_dim=8,engine=kvxfer,block=12", "got 12 tokens; HND takes multiples of 8"),
         ("layers=2,head_dim=8,block=16,kernel_block=12", "got 16 tokens"),
@@ -181,6 +184,15 @@ def test_mistakes_are_named(text: str, says: str, tmp_path: Path, monkeypatch: A
         make_manifest("--source", parsed(text), 64)
     assert str(caught.value).startswith("--source: ")
     assert says in str(caught.value)
+
+
+def test_a_process_without_room_for_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refused)
+    with pytest.raises(ConfigError, match="--sink: .* 4096 tokens, .*; give fewer --tokens"):
+        make_manifest("--sink", parsed("layers=2,head_dim=8"), 4096)
 
 
 @pytest.mark.parametrize(

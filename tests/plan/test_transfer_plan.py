@@ -130,7 +130,7 @@ def pairs(draw: st.DrawFn) -> tuple[Geometry, Geometry]:
     return served(), served()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(pairs(), st.integers(1, 40))
 def test_every_cell_comes_once_from_a_rank_that_has_it(
     pair: tuple[Geometry, Geometry], num_tokens: int
