@@ -89,8 +89,7 @@ def run_plan(options: PlanOptions) -> bool:
 def _print(plan: TransferPlan) -> None:
     from kvxfer.transports.choice import ms_text, size_text
 
-    console = Console(width=_COLUMNS, highlight=False)
-    first = plan.wires[0]
+    console, first = Console(width=_COLUMNS, highlight=False), plan.wires[0]
     console.print(
         f"{plan.num_tokens} tokens, {size_text(plan.nbytes)}; {first.wire} takes "
         f"{ms_text(first.duration_s)} ms; ready last: {first.busiest}"

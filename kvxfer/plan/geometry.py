@@ -184,7 +184,8 @@ def _windows(option: str, file: Path, hf: Mapping[str, Any]) -> str:
         kinds = [models.SLIDING] * (every - 1) + [models.FULL]
     for number, kind in enumerate(kinds):
         if kind not in (models.FULL, models.SLIDING):
-            raise IncompatiblePeer(str(cannot_move(f"layer {number}", _SPECS.get(kind, kind))))
+            refused = cannot_move(f"{option}: layer {number}", _SPECS.get(kind, kind))
+            raise IncompatiblePeer(str(refused))
     return "/".join("full" if kind == models.FULL else str(window) for kind in kinds)
 
 
