@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from kvxfer.plan.transfer_plan import WireFigures, load_figures
+from kvxfer.plan.geometry import Geometry
+from kvxfer.plan.transfer_plan import TransferPlan, WireFigures, load_figures, plan_transfer
 from kvxfer.transfer.costs import WireCosts
 from kvxfer.transports.stream_trial import chunk_s
 from scripts import wire_figures
@@ -46,6 +48,24 @@ def test_no_rate_nearby_is_better() -> None:
             }
         )
         assert worst(other) > figures.most_off - 0.01
+
+
+def test_plans_over_a_slow_link_meet_what_was_measured_there() -> None:
+    """Of which the figures know nothing: 1 Gbit/s with 1 ms each way, and what a socket makes."""
+    cells = json.loads(max(wire_figures.RESULTS.glob("link_cpu_*.json")).read_text())["cells"]
+    link_gbps = max(cell["gbps"][1] for cell in cells if cell["way"] == "sockets")
+    model = Geometry(layers=32, kv_heads=8, head_dim=128, device="cpu")
+    num_compared = 0
+    for num_tokens in {cell["num_tokens"] for cell in cells}:
+        plan = plan_transfer(model, model, num_tokens, link_gbps)
+        assert isinstance(plan, TransferPlan)
+        for wire in plan.wires:
+            for cell in cells:
+                if (cell["way"], cell["num_tokens"]) == (f"kvxfer {wire.wire}", num_tokens):
+                    assert cell["nbytes"] == plan.nbytes
+                    assert wire.duration_s == pytest.approx(cell["p50_ms"] / 1e3, rel=0.06)
+                    num_compared += 1
+    assert num_compared >= 6
 
 
 @pytest.mark.slow
