@@ -226,7 +226,7 @@ def test_replicas_of_a_real_cluster_find_the_backend() -> None:
         ours.register()
         deployment: Any = serve.deployment(num_replicas=2, ray_actor_options={"num_cpus": 0.1})
         handle = serve.run(deployment(Replica).bind(), route_prefix=None)
-        found = {}
+        found: dict[str, Any] = {}
         until(lambda: _ask(handle, found) == 2)
         address = ray.util.get_node_ip_address()
     finally:
