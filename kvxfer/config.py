@@ -16,13 +16,16 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any, Final, Literal, get_args
 
 import msgspec
 
 from kvxfer.errors import ConfigError
 
-Transport = Literal["auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl"]
+OWN_TRANSPORTS: Final = ("auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl")
+WIRE_GROUP: Final = "kvxfer.wires"
+"""The group of entry points by which other packages add wires."""
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 Origin = Literal["argument", "engine", "environment", "default"]
 
@@ -66,9 +69,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Raises ConfigError for a value that cannot work, naming field, expected and got.
     """
 
-    transport: Transport = "auto"
-    """The wire. ``auto`` tries candidates with real bytes; any other choice works or is an
-    error."""
+    transport: str = "auto"
+    """The wire, kvxfer's own or another package's. ``auto`` tries candidates with real bytes; any
+    other choice works or is an error."""
     host: str = "127.0.0.1"
     """Where this engine listens."""
     port: int | None = None
@@ -231,6 +234,7 @@ def load_config(
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as exc:
         raise _explained(exc, values, origins) from exc
+    _check_transport(config.transport, origins["transport"])
     return LoadedConfig(config, origins)
 
 
@@ -337,12 +341,21 @@ def _explained(
     if name not in values:
         return ConfigError(f"settings: {exc}")
     got = _shown(name, values[name])
-    choices = {"transport": get_args(Transport), "log_level": get_args(LogLevel)}
+    choices = {"transport": OWN_TRANSPORTS, "log_level": get_args(LogLevel)}
     if name in choices:
         reason = f"expected one of {', '.join(choices[name])}"
     else:
         reason = reason[:1].lower() + reason[1:].partition(", got")[0].replace(" | null", "")
     return ConfigError(f"{name}: {reason}, got {got} ({origins[name]})")
+
+
+def _check_transport(name: str, origin: Origin) -> None:
+    """Whether kvxfer or a package that is installed has the wire; it is not imported here."""
+    if name in OWN_TRANSPORTS:
+        return
+    known = (*OWN_TRANSPORTS, *sorted(entry_points(group=WIRE_GROUP).names))
+    if name not in known:
+        raise ConfigError(f"transport: expected one of {', '.join(known)}, got {name!r} ({origin})")
 
 
 def _check_numbers(config: Config) -> None:

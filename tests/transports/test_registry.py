@@ -127,7 +127,7 @@ def test_auto_without_a_listening_address_is_an_error(worker: Worker) -> None:
 
 
 def test_wires_of_another_version(worker: Worker) -> None:
-    unknown = Config(transport="rdma")  # type: ignore[arg-type]
+    unknown = Config(transport="rdma")
     with pytest.raises(TransportUnavailable, match="cuda_ipc, shm, zmq, ucx, nixl, got rdma"):
         worker.sources(worker.shared, unknown)
 
