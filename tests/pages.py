@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,14 +37,14 @@ class Kind(enum.Enum):
     LOG = "log lines of a first contact"
     TREE = "paths with what they are"
     OPTION = "an option of vllm serve"
-    DATA = "JSON or YAML"
+    DATA = "JSON, YAML or TOML"
     DRAWING = "a drawing"
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Fence:
-    """``line``: of the page, from 1."""
+    """``line``: of the page, from 1. ``follows``: the block right before it."""
 
     page: str
     line: int
@@ -58,7 +59,7 @@ class Fence:
     def kind(self) -> Kind:
         if self.language == "python":
             return Kind.PYTHON
-        if self.language in ("json", "yaml"):
+        if self.language in ("json", "yaml", "toml"):
             return Kind.DATA
         lines = self.text.splitlines()
         if self.language in SHELLS and all(rule_of(each) for each in commands(self.text)):
@@ -69,25 +70,26 @@ class Fence:
             return Kind.OPTION
         if all(TREE_LINE.fullmatch(line) and "/" in line.split()[0] for line in lines):
             return Kind.TREE
-        is_after = (self.follows, self.language)
-        if is_after in ((Kind.PYTHON, ""), (Kind.PYTHON, "text"), (Kind.COMMANDS, "text")):
-            return Kind.OUTPUT  # without its language it could be commands that nobody knows
+        if self.language in ("", "text") and self.follows in (Kind.PYTHON, Kind.COMMANDS):
+            return Kind.OUTPUT
         return Kind.DRAWING if self.language == "mermaid" else Kind.UNKNOWN
 
 
 def fences(page: str) -> list[Fence]:
     """All of a page, in order."""
     found: list[Fence] = []
-    language, begin = "", 0
+    language, begin, end = "", 0, 0
     body: list[str] | None = None
     for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
         is_edge = line.lstrip().startswith("```")
         if is_edge and body is None:
             language, begin, body = line.strip().removeprefix("```").strip(), number, []
         elif is_edge and body is not None:
-            before = found[-1].kind if found else None
-            found.append(Fence(page, begin, language, "\n".join(body) + "\n", before))
-            body = None
+            is_next = found and begin <= end + 2
+            follows = found[-1].kind if is_next else None
+            text = textwrap.dedent("\n".join(body)) + "\n"
+            found.append(Fence(page, begin, language, text, follows))
+            body, end = None, number
         elif body is not None:
             body.append(line)
     assert body is None, f"{page}:{begin}: this fence has no end"
@@ -123,6 +125,8 @@ RULES = (
     Rule(r"kvxfer \S+.*", How.RUN),
     Rule(r"kvxfer", How.RUN),
     Rule(r"scripts/test( .*)?", How.NOT, "these tests themselves"),
+    Rule(r"scripts/quick", How.NOT, "a part of these tests"),
+    Rule(r"scripts/test_integrations( .*)?", How.NOT, "installs Ray and Dynamo; .ci/run runs it"),
     Rule(r"scripts/test_vllm( .*)?", How.NOT, "installs vLLM, 2.5 GB; .ci/run runs it"),
     Rule(r"scripts/check", How.NOT, ".ci/run runs it, for a minute"),
     Rule(r"scripts/grid( .*)?", How.NOT, "an hour; tests/end_to_end/test_grid.py runs parts of it"),

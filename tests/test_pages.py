@@ -6,6 +6,8 @@ What is not run says why (:data:`tests.pages.RULES`); its options are read by th
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import re
@@ -63,7 +65,7 @@ def test_each_block_is_of_a_known_kind(fence: Fence) -> None:
         without = [each for each in commands(fence.text) if rule_of(each) is None]
         pytest.fail(
             f"{fence}: nobody has said how this is tested; add a rule or a kind to tests/pages.py "
-            f"(no rule for: {without}; the language of what commands print is text)"
+            f"(no rule for: {without}; what commands print stands right behind them)"
         )
 
 
@@ -163,6 +165,8 @@ def test_the_paths_of_a_tree_are_there(fence: Fence) -> None:
 def test_data_can_be_read(fence: Fence) -> None:
     if fence.language == "json":
         json.loads(fence.text)
+    elif fence.language == "toml":
+        tomllib.loads(fence.text)
     else:
         list(pytest.importorskip("yaml").safe_load_all(fence.text))
 
@@ -277,16 +281,34 @@ def place(tmp_path: Path) -> Iterator[Place]:
 # ------------------------------------------------------------------ scripts
 
 
-@pytest.mark.parametrize("fence", of_kind(Kind.PYTHON))
+def output_of(fence: Fence) -> Fence | None:
+    """What stands right behind it."""
+    after = next((each for each in ALL if each.page == fence.page and each.line > fence.line), None)
+    return after if after is not None and after.follows is Kind.PYTHON else None
+
+
+WHOLE = [each for each in ALL if each.kind is Kind.PYTHON and output_of(each)]
+PARTS = [each for each in ALL if each.kind is Kind.PYTHON and not output_of(each)]
+
+
+@pytest.mark.parametrize("fence", PARTS, ids=str)
+def test_a_part_of_a_script_has_names_that_exist(fence: Fence) -> None:
+    """Without output it cannot be run: what it works on is the reader's own."""
+    for node in ast.walk(ast.parse(fence.text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvxfer"):
+            module = importlib.import_module(node.module or "")
+            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+
+
+@pytest.mark.parametrize("fence", WHOLE, ids=str)
 def test_a_script_prints_what_the_page_says(fence: Fence, place: Place) -> None:
     if not place.enter and "Engine(" in fence.text:
         pytest.skip("needs a network of its own: its port may be taken here")
     (place.tree / "example.py").write_text(fence.text)
     printed, _ = place.run(".venv/bin/python example.py")
-    after = [each for each in ALL if each.page == fence.page and each.line > fence.line]
-    assert after
-    assert after[0].kind is Kind.OUTPUT, f"{fence}: expected its output behind it"
-    assert printed == after[0].text
+    output = output_of(fence)
+    assert output is not None
+    assert printed == output.text
 
 
 # ------------------------------------------------------------------ commands
