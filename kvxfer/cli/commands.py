@@ -91,6 +91,7 @@ def run_prefill(options: PrefillOptions) -> None:
         max_model_len=num_blocks * side.block_size,
         max_num_seqs=SERVER_SEQS,
         digests=options.digests,
+        metrics=options.metrics,
     )
     config = msgspec.structs.replace(config, max_model_len=longest_request(config, model))
     console = make_console()
@@ -98,7 +99,7 @@ def run_prefill(options: PrefillOptions) -> None:
         console.print(
             f"prefill: {group.endpoint} serves {model_name(options)} "
             f"(TP {side.tp_size}, block {side.block_size}, {side.layout}{_where(config)}), "
-            f"KV at {group.kv_endpoint}; end with ctrl-C",
+            f"KV at {group.kv_endpoint}{_metrics(group)}; end with ctrl-C",
             soft_wrap=True,
         )
         while True:
@@ -115,6 +116,7 @@ def run_decode(options: DecodeOptions) -> bool:
     (side,) = place_sides((side,), count_cuda_devices)
     kv = settings(options, given={"port": options.kv_port})
     engine = transfer_engine(Role.DECODE, side, options, model, kv)
+    engine = msgspec.structs.replace(engine, metrics=options.metrics)
     configs = {"decode": fitted(engine, side, options, model, work)}
     return _run(options, model, work, configs, f"tcp://{prefill_at}", options.wait_s)
 
@@ -156,6 +158,8 @@ def _run(
         )
         for name, group in groups.items():
             engines[name] = RunEngine(_client(stack, group.endpoint), group)
+            if group.metrics_endpoint:
+                console.print(f"{name}{_metrics(group)}", soft_wrap=True)
         started_s = time.monotonic()
         with _progress(console) as progress:
             results: list[Result] = Replay(
@@ -181,6 +185,10 @@ def _run(
 
 def _client(stack: ExitStack, endpoint: str, timeout_s: float = _INFO_S) -> RpcClient:
     return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s))
+
+
+def _metrics(group: EngineGroup) -> str:
+    return f", metrics at {group.metrics_endpoint}" if group.metrics_endpoint else ""
 
 
 def _where(config: EngineConfig) -> str:

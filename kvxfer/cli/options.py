@@ -230,6 +230,17 @@ class _OneEngine(EngineOptions):
     num_blocks: _NumBlocks = None
     prefix_caching: _PrefixCaching = True
     kv_port: _KvPort = None
+    metrics: Annotated[
+        str | None,
+        Option(
+            help="Serve /metrics there, for Prometheus; port 0: a free one.", metavar="HOST:PORT"
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.metrics is not None:
+            parse_address("--metrics", self.metrics, everywhere=True)
 
     @property
     def side(self) -> SideOptions:

@@ -146,9 +146,15 @@ class Peer:
         return self.snapshot.manifest
 
     @property
+    def slowest(self) -> Choice | None:
+        """Of the chosen wires; None where there is nothing to read."""
+        choices = list(self.choices.values())
+        return max(choices, key=lambda choice: choice.duration_s, default=None)
+
+    @property
     def wire(self) -> str:
         """The slowest of the chosen wires with its measured costs, and why it was not another."""
-        slowest = max(self.choices.values(), key=lambda choice: choice.duration_s, default=None)
+        slowest = self.slowest
         return str(slowest) if slowest is not None else "nothing to read"
 
     def is_alive_as(self, source: SourceRef) -> bool:

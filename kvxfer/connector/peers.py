@@ -128,6 +128,10 @@ class Peers:
         peer = self.known(source)
         return peer if peer is not None and peer.state is PeerState.READY else None
 
+    def all_ready(self) -> list[Peer]:
+        """The peers that can be read now. May be called from any thread."""
+        return [peer for peer in list(self._peers.values()) if peer.state is PeerState.READY]
+
     def forget(self, waiter: Waiter) -> None:
         """Do not call this waiter any more."""
         peer = self._peers.get((waiter.source.engine_id, waiter.source.endpoint))
@@ -325,6 +329,10 @@ class Peers:
             _log.debug("engine %s: its wires", peer.engine_id, exc_info=True)
             return Ended(Failure(Reason.TRANSPORT, str(e) or type(e).__name__))
         self._ledger.count("peers.ready")
+        for choice in peer.choices.values():
+            self._ledger.count(f"trials.{choice.transport}.taken")
+            for name in choice.reasons:
+                self._ledger.count(f"trials.{name}.passed_over")
         peer.moments.end("attach")
         names = peer.engine_id, peer.endpoint
         _log.info("engine %s at %s, met in %s: %s", *names, peer.moments, peer.wire)

@@ -21,6 +21,7 @@ from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
+from kvxfer.connector.metrics import key, peer_label
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
@@ -112,9 +113,12 @@ class RankService:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
+        self.has_looked = True
+        """Set a few times a second: gauges may have changed although nothing was counted."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
-            Guard(self._context, config, lambda: ledger.count("connections.refused"))
+            refused = "connections.refused.{}".format
+            Guard(self._context, config, lambda reason: ledger.count(refused(reason)))
             self._server = ControlServer(
                 self.io, self._context, config, ledger, port or 0, self._dispatch, self._on_gone
             )
@@ -155,10 +159,11 @@ class RankService:
         for sink in (*(sink for sink in sinks.values() if sink not in receiving), *receiving):
             self.io.watch_group(sink, self._poll_sink)
         sending = [source for source in sources.values() if isinstance(source, SendingSource)]
+        self._streams = (("source", sending), ("sink", receiving))
         for source in sending:
             self.io.watch_group(source, self._poll_source)
         self._inspects = [
-            self._server.router.inspect,
+            self._inspect_server,
             *(source.inspect for source in sending),
             *(sink.inspect for sink in receiving),
         ]
@@ -261,6 +266,12 @@ class RankService:
         self.io.after(LOOK_S, self._inspect)
         for inspect in self._inspects:
             self.io.guard(inspect)
+        self.has_looked = True
+
+    def _inspect_server(self) -> None:
+        num_failed = self._server.router.inspect()
+        if num_failed:
+            self._ledger.count("connections.refused.handshake", num_failed)
 
     def _close_all(self) -> None:
         self.io.unwatch_groups()
@@ -308,6 +319,31 @@ class RankService:
             guard(self.sink.load, load, handed_s, after)
         for abort in orders.aborts:
             guard(self.sink.abort, abort)
+
+    def gauges(self) -> dict[str, float]:
+        """How things stand, by metric and labels (:mod:`kvxfer.connector.metrics`). On the engine
+        thread: reads plain numbers that the IO thread writes.
+        """
+        rank, peers = str(self._identity.rank), self._peers.all_ready()
+        stand: dict[str, float] = {
+            key("loads_in_flight", rank): self.sink.num_loads,
+            key("peers_ready", rank): len(peers),
+            key("offers_held", rank): self.source.num_offers,
+            key("blocks_held", rank): self.source.num_held_blocks,
+            key("board_on", rank): int(self.ends.has_board),
+            key("boards_open", rank): sum(len(peer.boards) for peer in peers),
+        }
+        for side, streams in self._streams:
+            for stream in streams:
+                stand[key("staging_bytes", rank, side, stream.name)] = stream.staging_nbytes
+        for peer in peers:
+            wire = peer.slowest
+            if wire is not None:
+                place = key(
+                    "wire_bytes_per_second", rank, peer_label(peer.endpoint), wire.transport
+                )
+                stand[place] = wire.costs.gb_per_s * 1e9
+        return stand
 
     # -------------------------------------------------- the end, on the engine thread
 

@@ -91,12 +91,21 @@ class Engine:
         max_new_tokens: int,
         kv_transfer_params: dict[str, Any] | None = None,
         request_id: str | None = None,
+        trace_headers: dict[str, str] | None = None,
     ) -> str:
-        """Send a request; returns its id (``request_id`` if given)."""
+        """Send a request; returns its id (``request_id`` if given). ``trace_headers``: its
+        ``traceparent`` and ``tracestate``.
+        """
         request_id = request_id or f"r{next(self._ids)}"
         self._tokens[request_id] = []
         self.client.send(
-            Generate(request_id, tuple(prompt_token_ids), max_new_tokens, kv_transfer_params)
+            Generate(
+                request_id,
+                tuple(prompt_token_ids),
+                max_new_tokens,
+                kv_transfer_params,
+                trace_headers,
+            )
         )
         return request_id
 

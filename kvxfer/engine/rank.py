@@ -39,6 +39,7 @@ from kvxfer.engine.links import (
     keeps_store,
     link_address,
 )
+from kvxfer.engine.metrics_server import MetricsServer
 from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import RpcServer
 from kvxfer.engine.runner import Runner, cache_facts
@@ -205,10 +206,18 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
             can_receive=config.role in {Role.DECODE, Role.BOTH},
         )
         stack.callback(connector.shutdown)
-    driver = Driver(config, model, runner, links, rpc, connector, spec.peer_pids)
+    metrics = None
+    if config.metrics is not None:
+        metrics = MetricsServer(config.metrics)
+        stack.callback(metrics.close)
+    driver = Driver(config, model, runner, links, rpc, connector, spec.peer_pids, metrics)
     driver.gather()
     manifest = runner.manifest
-    ready = Ready(rpc.endpoint, manifest.control_endpoint if manifest else "")
+    ready = Ready(
+        rpc.endpoint,
+        manifest.control_endpoint if manifest else "",
+        metrics.endpoint if metrics else "",
+    )
     process.parent.send_bytes(msgspec.msgpack.encode(ready))
     return lambda: driver.run(process.orders.fileno)
 

@@ -30,12 +30,15 @@ HEARTBEAT_S = 1.0
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Run one request; ids are chosen by the client and unique per engine."""
+    """Run one request; ids are chosen by the client and unique per engine. ``trace_headers``: its
+    ``traceparent`` and ``tracestate``.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_new_tokens: int
     kv_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

@@ -166,9 +166,12 @@ class Router:
             return False
         return True
 
-    def inspect(self) -> None:
-        """Close connections that have sent too much that was not read."""
+    def inspect(self) -> int:
+        """Close connections that have sent too much that was not read. Returns how many handshakes
+        have failed since the last call.
+        """
         self._visitors.look(was_empty=self._inbox.take_empty())
+        return self._visitors.take_num_failed()
 
     def close(self) -> None:
         """Stop listening and end every connection. Idempotent."""

@@ -128,14 +128,15 @@ class Guard:
     so a busy IO thread does not delay handshakes. Make it before the listeners bind; it ends with
     the context.
 
-    ``on_refused`` is called on that thread for each connection that was refused.
+    ``on_refused`` is called on that thread for each connection that was refused, with the reason in
+    a word: user, key, address or penalty.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         config: Config,
-        on_refused: Callable[[], object] = lambda: None,
+        on_refused: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self._config = config
         self._penalties = penalties_of(context)
@@ -167,13 +168,15 @@ class Guard:
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else None
         why = why_refused(self._config, address, key)
         if why is not None:
-            self._on_refused()
-            who = address if user_of(address) is None else "another user"
+            is_user = user_of(address) is not None
+            by_key = self._config.curve_secret_key is not None
+            self._on_refused("user" if is_user else "key" if by_key else "address")
+            who = "another user" if is_user else address
             if self._warned.note(who, time.monotonic()):
                 _log.warning("a connection from %s was refused: %s", address or "nowhere", why)
             status, text = b"400", why.encode()
         elif self._penalties.holds(address, time.monotonic()):
-            self._on_refused()
+            self._on_refused("penalty")
             status, text = b"300", b"later"  # a peer that is admitted tries again
         else:
             status, text = b"200", b"OK"

@@ -242,6 +242,7 @@ class Visitors:
         self._fds: dict[bytes, int] = {}
         self._num_of: Counter[str] = Counter()
         self._has_failed = False
+        self._num_failed = 0
         self._gone: list[bytes] = []
         self._penalties = penalties_of(context)
         self._warned: LogLimit[str] = LogLimit(MAX_WARNED)
@@ -259,6 +260,7 @@ class Visitors:
                 self._enter(fd)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._has_failed = True  # whose connection the next event ends
+                self._num_failed += 1
             elif kind == zmq.EVENT_DISCONNECTED:
                 if self._has_failed:
                     self._warn(fd, "it speaks another protocol, or has no CURVE key and needs one")
@@ -270,6 +272,11 @@ class Visitors:
         """The names of connections that have ended since the last call, and had sent a message."""
         gone, self._gone = self._gone, []
         return gone
+
+    def take_num_failed(self) -> int:
+        """How many handshakes have failed since the last call."""
+        num_failed, self._num_failed = self._num_failed, 0
+        return num_failed
 
     def heard(self, frames: Sequence[zmq.Frame]) -> int:
         """A message came, the name of its connection first. Returns its descriptor."""
