@@ -16,6 +16,11 @@ restarted engines have new ports, so all others together are OTHER.
 OTHER = "other"
 _MEETS = {"loads", "wire_bytes_per_second"}
 """Only a peer that was met has these."""
+_MORE: Mapping[Kind, Mapping[str, Any]] = {
+    # Several processes of vLLM's front end get the steps of an engine in turn
+    Kind.GAUGE: {"multiprocess_mode": "mostrecent"},
+    Kind.HISTOGRAM: {"buckets": list(BOUNDS_S)},
+}
 
 
 class Exporter:
@@ -43,7 +48,7 @@ class Exporter:
                 name=prefix + metric.name,
                 documentation=metric.text,
                 labelnames=names,
-                **_arguments(metric),
+                **_MORE.get(metric.kind, {}),
             )
             self._metrics[metric.name] = metric, made
             values = ((value,) for value in metric.known) if metric.labels else ((),)
@@ -87,14 +92,3 @@ class Exporter:
         if is_met and len(self._peers) < MAX_PEERS:
             self._peers.add(peer)
         return peer if peer in self._peers else OTHER
-
-
-def _arguments(metric: Metric) -> dict[str, Any]:
-    """Of one kind of metric only."""
-    match metric.kind:
-        case Kind.GAUGE:
-            # Several processes of vLLM's front end get the steps of an engine in turn
-            return {"multiprocess_mode": "mostrecent"}
-        case Kind.HISTOGRAM:
-            return {"buckets": list(BOUNDS_S)}
-    return {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -74,94 +74,94 @@ class Metric:
 
 
 _REASONS = tuple(reason.value for reason in Reason)
-_STREAMS = ("zmq", "ucx", "nixl")
-_C, _G, _H = Kind.COUNTER, Kind.GAUGE, Kind.HISTOGRAM
 
-# Of those whose patterns fit a name the first one counts it. A tuple has 100 columns.
+
+def _counter(
+    name: str, unit: str, labels: str, text: str, counts: str = "", known: tuple[str, ...] = ()
+) -> Metric:
+    """One without labels counts what the ledger has under its name, as ``offers.done``."""
+    counts = counts or ("" if labels else re.escape(name.replace("_", ".", 1)))
+    return Metric(name, Kind.COUNTER, unit, tuple(labels.split()), text, counts, known)
+
+
+def _gauge(name: str, unit: str, labels: str, text: str) -> Metric:
+    return Metric(name, Kind.GAUGE, unit, tuple(labels.split()), text)
+
+
+# Of those whose patterns fit a name the first one counts it.
 METRICS = (
     # ---- requests, counted once by the scheduler
-    Metric("requests_loaded", _C, "requests", (),
-           "Requests whose KV was loaded.", r"requests\.loaded"),
-    Metric("requests_failed", _C, "requests", ("reason",),
-           "Requests whose KV was to be loaded and could not be.", known=_REASONS),
-    Metric("requests_plain", _C, "requests", ("reason",),
-           "Requests with transfer params that ran without transferred KV.",
-           known=(*_REASONS, "role", "bad_signature")),
-    Metric("pairs_unusable", _C, "peers", (),
-           "Peers from which no load can work as the two engines are configured.",
-           r"pairs\.unusable"),
+    _counter("requests_loaded", "requests", "", "Requests whose KV was loaded."),
+    _counter("requests_failed", "requests", "reason",
+             "Requests whose KV was to be loaded and could not be.", known=_REASONS),
+    _counter("requests_plain", "requests", "reason",
+             "Requests with transfer params that ran without transferred KV.",
+             known=(*_REASONS, "role", "bad_signature")),
+    _counter("pairs_unusable", "peers", "", "Peers from which no load can work as configured."),
     # ---- loads, counted by each rank that takes KV
-    Metric("loads", _C, "loads", ("peer", "wire"), "Loads that were accepted."),
-    Metric("loads_failed", _C, "loads", ("peer", "reason"), "Loads that failed."),
-    Metric("loaded_bytes", _C, "bytes", ("peer", "wire"), "KV bytes of accepted loads."),
-    Metric("read_seconds", _C, "seconds", ("peer", "wire"),
-           "Time in which accepted loads were read; bytes by this time are a read's speed."),
-    Metric("load_seconds", _H, "seconds", ("phase", "wire"),
+    _counter("loads", "loads", "peer wire", "Loads that were accepted."),
+    _counter("loads_failed", "loads", "peer reason", "Loads that failed."),
+    _counter("loaded_bytes", "bytes", "peer wire", "KV bytes of accepted loads."),
+    _counter("read_seconds", "seconds", "peer wire", "Time in which accepted loads were read."),
+    Metric("load_seconds", Kind.HISTOGRAM, "seconds", ("phase", "wire"),
            "Time of accepted loads, by phase and in total."),
-    Metric("loads_in_flight", _G, "loads", ("rank",), "Loads that have not ended."),
-    Metric("loads_undrained", _C, "loads", (),
-           "Loads whose read was stopped and did not end in time; their peer is lost.",
-           r"loads\.undrained"),
+    _gauge("loads_in_flight", "loads", "rank", "Loads that have not ended."),
+    _counter("loads_undrained", "loads", "",
+             "Loads whose read was stopped and did not end; their peer is lost."),
     # ---- peers and wires, counted by each rank that takes KV
-    Metric("peers_met", _C, "peers", (), "First contacts that ended well.", r"peers\.ready"),
-    Metric("peers_lost", _C, "peers", ("reason",),
-           "Peers that were lost, refused or not reached.", r"peers\.(.+)", _REASONS),
-    Metric("peers_ready", _G, "peers", ("rank",), "Peers that can be read now."),
-    Metric("wire_bytes_per_second", _G, "bytes per second", ("rank", "peer", "wire"),
-           "Speed of the wire to a peer, measured at first contact; 0 once the peer is lost."),
-    Metric("trials", _C, "trials", ("wire", "result"),
-           "Wires that first contacts took or passed over.", r"trials\.([^.]+)\.([^.]+)"),
+    _counter("peers_met", "peers", "", "First contacts that ended well.", r"peers\.ready"),
+    _counter("peers_lost", "peers", "reason", "Peers that were lost, refused or not reached.",
+             r"peers\.(.+)", _REASONS),
+    _gauge("peers_ready", "peers", "rank", "Peers that can be read now."),
+    _gauge("wire_bytes_per_second", "bytes per second", "rank peer wire",
+           "Speed of the wire to a peer at first contact; 0 once the peer is lost."),
+    _counter("trials", "trials", "wire result", "Wires that first contacts took or passed over.",
+             r"trials\.([^.]+)\.([^.]+)"),
     # ---- offers, counted by each rank that gives KV
-    Metric("offers_minted", _C, "offers", (),
-           "Requests admitted that are to be offered.", r"offers\.minted"),
-    Metric("offers_opened", _C, "offers", (), "Offers that could be read.", r"offers\.opened"),
-    Metric("offers_done", _C, "offers", (), "Offers read to the end.", r"offers\.done"),
-    Metric("offers_broken", _C, "offers", ("reason",),
-           "Offers that ended before they were read.", known=_REASONS),
-    Metric("offers_pinned", _C, "offers", (),
-           "Offers whose blocks an idle engine kept without their request (vLLM).",
-           r"offers\.pinned"),
-    Metric("offers_held", _G, "offers", ("rank",), "Offers that have not ended."),
-    Metric("blocks_held", _G, "blocks", ("rank",),
-           "Blocks of finished requests that wait for sinks. The ranks of a TP group hold the same "
-           "block ids: take their maximum, not their sum."),
-    Metric("leases_extended", _C, "leases", (), "Leases that a sink extended.",
-           r"leases\.extended"),
-    Metric("leases_lapsed", _C, "leases", (), "Offers that ended with their lease.",
-           r"leases\.lapsed"),
-    Metric("claims_dropped", _C, "claims", ("reason",),
-           "Claims of sink engines that fell silent or went away.", r"claims\.(.+)"),
-    Metric("sent_bytes", _C, "bytes", ("wire",), "KV bytes sent over stream wires.",
-           r"sent\.nbytes\.(.+)"),
-    Metric("sends_stopped", _C, "transfers", ("reason",),
-           "Transfers of stream wires that broke.", r"send_stopped\.(.+)"),
-    Metric("refusals", _C, "answers", ("reason",), "Reads that were refused.", r"refused\.(.+)"),
-    Metric("verdicts", _C, "answers", ("reason",),
-           "Verdicts on reads: valid, or why not.", r"verdict\.(.+)"),
+    _counter("offers_minted", "offers", "", "Offers of requests that were admitted."),
+    _counter("offers_opened", "offers", "", "Offers that could be read."),
+    _counter("offers_done", "offers", "", "Offers read to the end."),
+    _counter("offers_broken", "offers", "reason", "Offers that ended before they were read.",
+             known=_REASONS),
+    _counter("offers_pinned", "offers", "",
+             "Offers whose blocks an idle vLLM keeps without the request."),
+    _gauge("offers_held", "offers", "rank", "Offers that have not ended."),
+    _gauge("blocks_held", "blocks", "rank",
+           "Blocks of finished requests that wait for sinks; the same ids on all TP ranks."),
+    _counter("leases_extended", "leases", "", "Leases that a sink extended."),
+    _counter("leases_lapsed", "leases", "", "Offers that ended with their lease."),
+    _counter("claims_dropped", "claims", "reason",
+             "Claims of sink engines that fell silent or went away.", r"claims\.(.+)"),
+    _counter("sent_bytes", "bytes", "wire", "KV bytes sent over stream wires.",
+             r"sent\.nbytes\.(.+)"),
+    _counter("sends_stopped", "transfers", "reason", "Transfers of stream wires that broke.",
+             r"send_stopped\.(.+)"),
+    _counter("refusals", "answers", "reason", "Reads that were refused.", r"refused\.(.+)"),
+    _counter("verdicts", "answers", "reason", "Verdicts on reads: valid, or why not.",
+             r"verdict\.(.+)"),
     # ---- both sides, counted by each rank
-    Metric("connections_refused", _C, "connections", ("reason",),
-           "Connections that were not let in: by address, user or CURVE key, in a handshake that "
-           "failed (no CURVE key, or another protocol), or for a penalty.",
-           r"[^.]+\.refused\.(.+)", ("address", "user", "key", "handshake", "penalty")),
-    Metric("board_on", _G, "0 or 1", ("rank",), "1: this rank shows its offers on a board."),
-    Metric("boards_open", _G, "boards", ("rank",), "Boards of peers that this rank looks at."),
-    Metric("board_events", _C, "events", ("event",),
-           "Boards seen at first contact; offers posted, and those for which there was no room "
-           "(full); loads that waited for no answer (grants, verdicts).", r"boards?\.(.+)"),
-    Metric("staging_bytes", _G, "bytes", ("rank", "side", "wire"),
-           "Staging of stream connections in use; side: source or sink."),
-    Metric("staging_refused", _C, "connections", ("wire",),
-           "Sinks turned away: no staging was left.", r"([^.]+)\.too_much_staging", _STREAMS),
-    Metric("control_problems", _C, "messages", ("reason",),
-           "Control messages that were late, repeated, dropped or not understood.",
-           r"((?:control|keep|cancel|aborts)\..+)"),
-    Metric("internal_errors", _C, "errors", ("reason",),
-           "Errors that should not occur; each is in the log.",
-           r"(io\.errors|loads\.unforeseen|offers\.unforeseen)",
-           ("io_errors", "loads_unforeseen", "offers_unforeseen")),
-    Metric("wire_problems", _C, "events", ("wire", "reason"),
-           "What a wire dropped or refused, and GPUs that failed (gpu_broken).",
-           r"([^.]+)\.([^.]+)"),
+    _counter("connections_refused", "connections", "reason",
+             "Connections refused: by address, user or CURVE key, in the handshake, as a penalty.",
+             r"[^.]+\.refused\.(.+)", ("address", "user", "key", "handshake", "penalty")),
+    _gauge("board_on", "0 or 1", "rank", "1: this rank shows its offers on a board."),
+    _gauge("boards_open", "boards", "rank", "Boards of peers that this rank looks at."),
+    _counter("board_events", "events", "event",
+             "Boards seen; offers posted, or not (full); answers found (grants, verdicts).",
+             r"boards?\.(.+)"),
+    _gauge("staging_bytes", "bytes", "rank side wire", "Staging of stream connections in use."),
+    _counter("staging_refused", "connections", "wire",
+             "Sinks turned away: no staging was left.", r"([^.]+)\.too_much_staging",
+             ("zmq", "ucx", "nixl")),
+    _counter("control_problems", "messages", "reason",
+             "Control messages that were late, repeated, dropped or not understood.",
+             r"((?:control|keep|cancel|aborts)\..+)"),
+    _counter("internal_errors", "errors", "reason",
+             "Errors that should not occur; each is in the log.",
+             r"(io\.errors|loads\.unforeseen|offers\.unforeseen)",
+             ("io_errors", "loads_unforeseen", "offers_unforeseen")),
+    _counter("wire_problems", "events", "wire reason",
+             "What a wire dropped or refused; GPUs that failed (gpu_broken).",
+             r"([^.]+)\.([^.]+)"),
 )  # fmt: skip
 BY_NAME = {metric.name: metric for metric in METRICS}
 _BY_COUNTS = [(metric, re.compile(metric.counts)) for metric in METRICS if metric.counts]
@@ -191,6 +191,11 @@ def peer_label(endpoint: str) -> str:
     return endpoint.removeprefix("tcp://")
 
 
+def wire_label(report: LoadReport) -> str:
+    """The wires of a load; "none" if it read nothing."""
+    return "+".join(report.transports) or "none"
+
+
 # ------------------------------------------------------------------ what was counted in a step
 
 
@@ -204,7 +209,7 @@ def of_worker(stats: KVConnectorStats, collected_s: float) -> Tables:
             _count(tables, "loads_failed", key(peer, report.reason.value))
             broken[report.reason.value] -= 1
             continue
-        wire = "+".join(report.transports) or "none"
+        wire = wire_label(report)
         spans_s = phases_of(report, collected_s)
         for phase, seconds in {**spans_s, TOTAL: sum(spans_s.values())}.items():
             _count(tables, "load_seconds", key(phase, wire, str(bucket_of(seconds))))
@@ -303,13 +308,3 @@ def quantile(buckets: Mapping[int, float], share: float) -> float:
         if seen >= wanted:
             break
     return middle_of(bucket)
-
-
-# ------------------------------------------------------------------ for people
-
-
-def described(metrics: Iterable[Metric] = METRICS) -> Iterator[str]:
-    """The rows of the table in the documentation."""
-    for metric in metrics:
-        labels = ", ".join(f"`{label}`" for label in metric.labels)
-        yield f"| `{metric.exported}` | {metric.kind} | {metric.unit} | {labels} | {metric.text} |"

@@ -27,7 +27,7 @@ from kvxfer.connector.records import (
     KVConnectorStats,
 )
 from kvxfer.connector.source import IsReady
-from kvxfer.connector.tracing import Tracing
+from kvxfer.connector.tracing import tell_of
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
@@ -101,7 +101,6 @@ class WorkerConnector:
         self._device = device
         self._ready_event = ready_event or self._record_ready
         self._ledger = Ledger()
-        self._tracing = Tracing(rank)
         self._gauges: dict[str, float] = {}
         self._service: RankService | None = None
         self._metadata = NO_ORDERS
@@ -252,7 +251,7 @@ class WorkerConnector:
         """What was counted since the last call, and the gauges that have changed."""
         stats, service = self._ledger.take_stats(), self._service
         if stats is not None and stats.loads:
-            self._tracing.tell(stats.loads)
+            tell_of(stats.loads, self._identity.rank)
         if service is None or (stats is None and not service.has_looked):
             return stats
         service.has_looked = False

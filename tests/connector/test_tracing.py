@@ -11,7 +11,7 @@ import pytest
 from kvxfer.connector import tracing
 from kvxfer.connector.metrics import PHASES
 from kvxfer.connector.records import ConnectorMetadata, NewLoad, SourceRef
-from kvxfer.connector.tracing import MAX_CHARS, Tracing, trace_of
+from kvxfer.connector.tracing import MAX_CHARS, tell_of, trace_of
 from kvxfer.transfer.manifest import RankId
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, until
@@ -143,8 +143,8 @@ def test_nothing_is_made_without_a_provider(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_nothing_is_made_without_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "_imported", lambda name: None)
-    Tracing(RankId(0, 0)).tell([object()])  # type: ignore[list-item]  # not looked at
+    monkeypatch.setattr(tracing, "trace", None)
+    tell_of([object()], RankId(0, 0))  # type: ignore[list-item]  # not looked at
 
 
 def test_headers_of_a_request() -> None:
