@@ -116,7 +116,8 @@ def scrapes() -> Iterator[list[Scrape]]:
             decode.generate(list(range(200, 260)), 2, lose_the_offer(params))
             with pytest.raises(ConnectionError):
                 zmtp.connect(prefill.group.kv_endpoint)  # without a key
-            found += [wait_for(prefill, "kvxfer_connections_refused_total"), Scrape.of(decode)]
+            held = "kvxfer_boards_open" if found else "kvxfer_staging_bytes"
+            found += [wait_for(prefill, "kvxfer_connections_refused_total"), wait_for(decode, held)]
         yield found
 
 
