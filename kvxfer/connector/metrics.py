@@ -181,6 +181,7 @@ def place_of(count: str) -> tuple[str, str] | None:
     return None
 
 
+@lru_cache(4096)
 def key(*labels: str) -> str:
     """The values of labels as tables have them."""
     return SEPARATOR.join(each.replace(SEPARATOR, " ")[:MAX_LABEL_CHARS] for each in labels)
