@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from kvxfer.config import Config
-from kvxfer.errors import TransportUnavailable
+from kvxfer.errors import ConfigError, TransportUnavailable
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transports.base import (
     DirectSink,
@@ -116,11 +116,18 @@ def make_sources(
     """The giving side of the configured wire; with ``auto`` of each that the memory allows.
 
     Raises TransportUnavailable with the reason when a wire that was asked for by name cannot be
-    had.
+    had, ConfigError when its ``data_port`` cannot.
     """
     if config.transport in OPTIONAL and not config.trust_network:
         wanted = config.transport
         _log.info("%s: for processes of this user on this host; see trust_network", wanted)
+    if config.data_ports.is_one:
+        streams = [name for name in _wanted(SOURCES, config, memory) if name in PIPES]
+        if len(streams) > 1:
+            raise ConfigError(
+                f"data_port: expected a port for each of {', '.join(streams)}, got "
+                f"{config.data_port}; give a range, or name the wire with transport"
+            )
     return _make(SOURCES, memory, config, copy_thread, wake, context)
 
 
@@ -151,8 +158,11 @@ def _make(
             made[name] = makers[name](memory, config, copy_thread, wake, context)
         except Exception as exc:
             is_auto = config.transport == "auto" and name != "zmq"
-            # A failure in a library that was not asked for by name must not end the engine
-            if is_auto and (name in OPTIONAL or isinstance(exc, TransportUnavailable)):
+            is_missing = isinstance(exc, TransportUnavailable)
+            # A failure in a library that was not asked for by name must not end the engine; a
+            # setting that cannot be kept to does
+            is_setting = isinstance(exc, ConfigError) and not is_missing
+            if is_auto and not is_setting and (name in OPTIONAL or is_missing):
                 _log.debug("not offered: %s", exc)
                 continue
             for wire in made.values():
