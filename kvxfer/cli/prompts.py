@@ -12,14 +12,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from kvxfer.errors import ConfigError
 
 _EncodeText = Callable[[str], Sequence[int]]
+DecodeText = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,40 @@ def text_encoder(model: str | None) -> _EncodeText:
 
     Raises ConfigError when the file cannot be read, or the package for it is missing.
     """
-    file = Path(model, "tokenizer.json") if model is not None else None
-    if file is None or not file.is_file():
+    file = _tokenizer_file(model)
+    if file is None:
         return lambda text: text.encode()
+    tokenizer = _tokenizer(file)
+
+    def encode(text: str) -> Sequence[int]:
+        ids: list[int] = tokenizer.encode(text).ids
+        return ids
+
+    return encode
+
+
+def text_decoder(model: str | None) -> DecodeText | None:
+    """How token ids become text, by the same file; None without one, or without the package. Raises
+    ConfigError when the file cannot be read.
+    """
+    file = _tokenizer_file(model)
+    if file is None or find_spec("tokenizers") is None:
+        return None
+    tokenizer = _tokenizer(file)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(token_ids))
+        return text
+
+    return decode
+
+
+def _tokenizer_file(model: str | None) -> Path | None:
+    file = Path(model, "tokenizer.json") if model is not None else None
+    return file if file is not None and file.is_file() else None
+
+
+def _tokenizer(file: Path) -> Any:  # noqa: ANN401 - the package has no types
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
@@ -154,15 +187,9 @@ def text_encoder(model: str | None) -> _EncodeText:
             "install kvxfer[engine], or give prompt_token_ids"
         ) from e
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     except Exception as e:  # noqa: BLE001 - the package raises Exception itself
         raise ConfigError(f"{file}: {e}") from e
-
-    def encode(text: str) -> Sequence[int]:
-        ids: list[int] = tokenizer.encode(text).ids
-        return ids
-
-    return encode
 
 
 _UNIT_TOKENS = 512

@@ -122,20 +122,27 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--prefill-tp", "3"], "tp_size: expected a divisor or a multiple of 8 KV heads, got 3"),
+        (["--prefill-tp", "3"], "--prefill-tp: expected a divisor or a multiple of 8 KV heads"),
+        (["--decode-tp", "3"], "--decode-tp: expected a divisor or a multiple of 8 KV heads, got"),
         (["--model", "/nowhere"], "/nowhere: cannot be read (No such file or directory)"),
         (["--prompts", "/nowhere"], "--prompts: /nowhere cannot be read"),
         (["--trace", "/nowhere"], "--trace: /nowhere cannot be read"),
-        (["--decode-block-size", "12"], "block_size: expected a multiple of 8, got 12"),
+        (["--decode-block-size", "12"], "--decode-block-size: expected a multiple of 8, got 12"),
+        (
+            ["--prefill-block-size", "100000000"],
+            "--prefill-block-size, --max-new-tokens, --in-flight: expected engines that fit into ",
+        ),
+        (["--decode-blocks", "100000000"], "--decode-block-size, --decode-blocks: expected engi"),
+        (["--max-new-tokens", "1000000000"], "--max-new-tokens, --in-flight: expected engines th"),
         (["--limit", "0"], "--limit: expected at least 1, got 0"),
-        (["--log-level", "LOUD"], "log_level: expected one of DEBUG"),
+        (["--log-level", "LOUD"], "--log-level: expected one of DEBUG"),
         (["--json", "/nowhere/x"], "--json: /nowhere is no folder"),
         (["--device", "gpu"], "--device: expected cpu, cuda or cuda:N, got 'gpu'"),
         (["--decode-devices", "a"], "--decode-devices: expected numbers of CUDA devices, as in"),
-        (["--decode-devices", "0"], "devices: expected none with device cpu, got 0"),
+        (["--decode-devices", "0"], "--decode-devices: expected none with device cpu, got 0"),
         (
             ["--device", "cuda", "--prefill-devices", "0", "--decode-devices", "1"],
-            "devices: expected one for each of 2 ranks, got 0",
+            "--prefill-devices: expected one for each of 2 ranks, got 0",
         ),
     ],
 )

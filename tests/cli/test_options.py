@@ -148,11 +148,11 @@ def test_pool_blocks_by_option_or_by_work() -> None:
 
 
 def test_read_model_checks_every_tp_size() -> None:
-    assert read_model(MODEL, (1, 2, 8)) == DEFAULT_MODEL
+    assert read_model(MODEL, [side(tp_size=tp_size) for tp_size in (1, 2, 8)]) == DEFAULT_MODEL
     with pytest.raises(ModelError, match="a divisor or a multiple of 8 KV heads, got 3"):
-        read_model(MODEL, (2, 3))
+        read_model(MODEL, [side(tp_size=2), side(tp_size=3, of="decode")])
     with pytest.raises(ModelError, match="nowhere"):
-        read_model(EngineOptions(model="/nowhere"), (1,))
+        read_model(EngineOptions(model="/nowhere"), [side()])
 
 
 def test_read_work(tmp_path: Path) -> None:
@@ -258,7 +258,7 @@ def test_devices_are_counted_only_where_that_decides() -> None:
 
 
 def test_engines_are_where_their_sides_are() -> None:
-    model = read_model(MODEL, (2,))
+    model = read_model(MODEL, [side(tp_size=2)])
     own = side(device="cuda", devices=(3, 1))
     kv = settings(MODEL, given={"port": 0})
     config = transfer_engine(Role.PREFILL, own, MODEL, model, kv)
@@ -278,5 +278,5 @@ def test_both_sides_of_a_pair_are_told_apart() -> None:
         prefill_devices="2,3,4",
         decode_devices="1",
     )
-    assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "cuda", (2, 3, 4))
-    assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "cuda", (1,))
+    assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "cuda", (2, 3, 4), "prefill")
+    assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "cuda", (1,), "decode")
