@@ -65,124 +65,95 @@ _ORDERED: Final = (
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting. Durations end in ``_s`` (seconds), sizes in ``_nbytes``.
 
-    A field's first paragraph says what it is, the second when to change it; the table in
-    docs/operations.md is made of them.
+    A field's text ends with when to change it; the table in docs/operations.md is made of it.
 
     Raises ConfigError for a value that cannot work, naming field, expected and got.
     """
 
     transport: Transport = "auto"
     """The wire. ``auto`` tries candidates with real bytes; any other choice works or is an error.
-
     Change it to insist on one wire."""
     host: str = "127.0.0.1"
-    """The name or address of this machine where the engine listens.
-
-    Change it for peers on other hosts: the address by which they reach this one."""
+    """The name or address of this machine where the engine listens. Change it for peers on other
+    hosts: the address by which they reach this one."""
     port: int | str | None = None
     """Where control messages come in: a port, 0 for any free one, a range (``5700-5710``), or
-    ``5700+rank``. Not set: 5700, and a free one for an engine that only takes KV.
-
-    Change it for a second engine on a host, and to ``5700+rank`` or a range for a firewall."""
+    ``5700+rank``. Not set: 5700, and a free one for an engine that only takes KV. Change it for a
+    second engine on a host, and to ``5700+rank`` or a range for a firewall."""
     data_port: int | str = 0
-    """Where stream wires come in, in the same forms.
-
-    Change it where a firewall or a pod has to name the ports."""
+    """Where stream wires come in, in the same forms. Change it where a firewall or a pod has to
+    name the ports."""
     allowed_peers: tuple[str, ...] | None = None
     """Names, addresses and ranges of the hosts that this engine takes KV from and serves. Not set:
-    this host only, and of its sources those of the same user. See :meth:`peer_allowed`.
-
-    Change it, on both sides, for peers on other hosts."""
+    this host only, and of its sources those of the same user. See :meth:`peer_allowed`. Change it,
+    on both sides, for peers on other hosts."""
     trust_network: bool = False
     """Whether only trusted hosts reach this one. ``ucx`` and ``nixl`` take what they are sent
-    unchecked: without it they connect processes of one user on one host only.
-
-    Change it for ``ucx`` and ``nixl`` between hosts, on a network without other tenants."""
+    unchecked: without it they connect processes of one user on one host only. Change it for
+    ``ucx`` and ``nixl`` between hosts, on a network without other tenants."""
     lease_s: float = 30.0
-    """How long an offer is kept without a word from its sink.
-
-    Change it where requests wait longer than this between prefill and decode."""
+    """How long an offer is kept without a word from its sink. Change it where requests wait longer
+    than this between prefill and decode."""
     keep_s: float = 5.0
-    """How often the sink extends the leases of the requests it still wants.
-
-    Change it with ``lease_s``, and to have the blocks of a dead decode engine back sooner."""
+    """How often the sink extends the leases of the requests it still wants. Change it with
+    ``lease_s``, and to have the blocks of a dead decode engine back sooner."""
     max_hold_s: float = 480.0
-    """The longest that an offer is kept, however often it is extended.
-
-    Change it where requests wait longer at the decode side, or must not hold blocks so long."""
+    """The longest that an offer is kept, however often it is extended. Change it where requests
+    wait longer at the decode side, or must not hold blocks so long."""
     pull_timeout_s: float = 10.0
-    """A load that gets no further for this long has failed.
-
-    Change it where a wire stands still for longer and goes on."""
+    """A load that gets no further for this long has failed. Change it where a wire stands still
+    for longer and goes on."""
     peer_silent_s: float = 3.0
-    """A peer that owes an answer and says nothing for this long is down.
-
-    Change it where engines stand still for longer, or must be found dead sooner."""
+    """A peer that owes an answer and says nothing for this long is down. Change it where engines
+    stand still for longer, or must be found dead sooner."""
     connect_timeout_s: float = 5.0
-    """First contact with a peer ends after this long.
-
-    Change it where the trials of the wires take longer."""
+    """First contact with a peer ends after this long. Change it where the trials of the wires take
+    longer."""
     chunk_nbytes: int | None = None
     """Payload of each message of a stream, 4 KiB to 64 MiB. Not set: for each transfer what its
-    wire's measured costs make best.
-
-    Change it to measure."""
+    wire's measured costs make best. Change it to measure."""
     staging_slots: int | None = None
     """Chunks in flight on one connection of a stream, 2 or more. Not set: by its measured costs.
-
     Change it to measure."""
     staging_nbytes: int | None = None
     """The most staging of one connection, on each side. Not set: 32 MiB where it is host memory,
-    256 MiB on a GPU, and what the two settings above make.
-
-    Change it where memory is short, or many peers connect."""
+    256 MiB on a GPU, and what the two settings above make. Change it where memory is short, or
+    many peers connect."""
     control_max_nbytes: int = 4 << 20
-    """A longer control message is refused, answered and counted.
-
-    Change it for prompts of millions of tokens; lower it where peers are not trusted."""
+    """A longer control message is refused, answered and counted. Change it for prompts of millions
+    of tokens; lower it where peers are not trusted."""
     launch_programs: int = 24
     """Thread blocks of a copy to a GPU from another one, or between it and the host: the most SMs
-    that it takes from what else runs there. Chunks within a GPU are copied by all of it.
-
-    Change it to trade the speed of loads for that of decode steps."""
+    that it takes from what else runs there. Chunks within a GPU are copied by all of it. Change it
+    to trade the speed of loads for that of decode steps."""
     min_gbps: float | None = None
-    """Refuse a peer whose measured wire is slower (GB/s, 1e9 bytes).
-
-    Change it where a slow wire must be an error."""
+    """Refuse a peer whose measured wire is slower (GB/s, 1e9 bytes). Change it where a slow wire
+    must be an error."""
     hash_seed: str | None = None
     """Root of the block hashes; equal on engines that share a cache. Not set: PYTHONHASHSEED.
-
     Change it where a prefix cache outside knows blocks by their hashes."""
     curve_public_key: str | None = None
-    """This engine's public CURVE key (Z85); with the secret one or not at all.
-
-    Change it where others can read or reach the network."""
+    """This engine's public CURVE key (Z85); with the secret one or not at all. Change it where
+    others can read or reach the network."""
     curve_secret_key: str | None = None
-    """This engine's secret CURVE key (Z85). Never shown.
-
-    Change it with the public one."""
+    """This engine's secret CURVE key (Z85). Never shown. Change it with the public one."""
     curve_server_keys: dict[str, str] | None = None
-    """The public key expected of each engine, by engine id (Z85).
-
-    Change it with the keys of the engines."""
+    """The public key expected of each engine, by engine id (Z85). Change it with the keys of the
+    engines."""
     params_key: str | None = None
     """A secret that all engines share, 16 characters or more: signs ``kv_transfer_params``, and
-    unsigned ones are plain. Never shown.
-
-    Change it where clients of the HTTP server are not trusted."""
+    unsigned ones are plain. Never shown. Change it where clients of the HTTP server are not
+    trusted."""
     bind_tokens: bool = True
-    """Compare digests of the token ids on both sides before any KV moves.
-
-    Change it, on both sides, for prompts whose token ids differ by design."""
+    """Compare digests of the token ids on both sides before any KV moves. Change it, on both
+    sides, for prompts whose token ids differ by design."""
     offer_board: bool = True
     """Show open offers to sinks of this host in shared memory, and look at theirs: a direct read
-    then waits for no answer. Off: every offer is asked for, and certified, by message.
-
-    Change it to measure."""
+    then waits for no answer. Off: every offer is asked for, and certified, by message. Change it
+    to measure."""
     log_level: LogLevel = "INFO"
-    """The lowest level of the lines of the logger ``kvxfer``.
-
-    Change it to DEBUG to see each load."""
+    """The lowest level of the lines of the logger ``kvxfer``. Change it to DEBUG to see each load.
+    """
 
     def __post_init__(self) -> None:
         for check in (

@@ -37,17 +37,17 @@ class Row:
 
 
 def rows() -> Iterator[Row]:
-    """Every setting in order. Raises ValueError for a field without both paragraphs."""
+    """Every setting in order. Raises ValueError for a field that does not say both."""
     for file, record, mark in RECORDS:
         said = _said(ROOT / file, record.__name__)
         for field in msgspec.structs.fields(record):
-            meaning, _, change = said.get(field.name, "").partition("\n\n")
-            if not meaning or not change.startswith("Change it"):
+            meaning, mark_of_change, change = said.get(field.name, "").rpartition(" Change it")
+            if not mark_of_change:
                 raise ValueError(
-                    f"{record.__name__}.{field.name}: expected a docstring of two paragraphs, the "
-                    f"second one 'Change it ...', got {said.get(field.name)!r}"
+                    f"{record.__name__}.{field.name}: expected a docstring that ends with 'Change "
+                    f"it ...', got {said.get(field.name)!r}"
                 )
-            change = change.removeprefix("Change it").lstrip(" ,")
+            change = change.lstrip(" ,")
             default = "not set" if field.default is None else f"`{_text(field.default)}`"
             yield Row(f"`{field.name}`{mark}", default, _markdown(meaning), _markdown(change))
 
@@ -64,8 +64,8 @@ def _said(file: Path, record: str) -> dict[str, str]:
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             match text:
                 case ast.Expr(ast.Constant(str(found))):
-                    said[field.target.id] = re.sub(r"(?<!\n)\n *(?!\n| )", " ", found).strip()
-    return {name: re.sub(r"\n\s+", "\n\n", text) for name, text in said.items()}
+                    said[field.target.id] = " ".join(found.split())
+    return said
 
 
 def _text(value: object) -> str:

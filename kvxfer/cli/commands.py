@@ -67,8 +67,11 @@ def run_pair(options: PairOptions) -> bool:
         kv = settings(options, given=given, defaults={"log_level": "WARNING"})
         engine = transfer_engine(role, side, options, model, kv)
         configs[role.value] = fitted(engine, side, options, model, work)
-    set_ups = {"prefill": _faulty(options.prefill_faults), "decode": _faulty(options.decode_faults)}
     names = {"prefill": prefill.option_names, "decode": decode.option_names}
+    set_ups = {}
+    for name, faults in (("prefill", options.prefill_faults), ("decode", options.decode_faults)):
+        with naming_options(names[name]):
+            set_ups[name] = _faulty(faults)
     return _run(options, _Plan(model, work, configs, names, set_ups))
 
 

@@ -4,8 +4,9 @@ that takes more than there is takes the machine along.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from kvxfer.cli.report import nbytes_text
@@ -14,8 +15,10 @@ from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.model_config import ModelConfig
 from kvxfer.errors import ConfigError
 
-_UNBOUNDED_NBYTES = 1 << 60
-"""Above this a limit of a control group is none."""
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+"""Files of a control group; and in memory.stat, what of the use is cache that the kernel gives
+back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,59 +68,42 @@ def free_host_nbytes(root: Path = Path("/")) -> int | None:
     """Memory that this process may still take: of the machine, and of the control groups that it is
     in. None where the system does not tell. ``root``: of the file system, for tests.
     """
-    bounds = [*_of_machine(root / "proc/meminfo"), *_of_groups(root)]
+    bounds = [
+        int(line.split()[1]) << 10
+        for line in _lines(root / "proc/meminfo")
+        if line.startswith("MemAvailable:")
+    ]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            base = root / "sys/fs/cgroup" / controllers
+            # The mount's own root as well: in a container it is its group, whatever the path says
+            folders = accumulate(path.strip("/").split("/"), Path.joinpath, initial=base)
+            bounds += [
+                b for each in folders if (b := _left(each, _V1 if controllers else _V2)) is not None
+            ]
     return max(0, min(bounds)) if bounds else None
 
 
-def _of_machine(file: Path) -> Iterator[int]:
-    for line in _lines(file):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            yield int(value.split()[0]) << 10
+def _left(group: Path, names: tuple[str, str, str]) -> int | None:
+    """What a control group may still take; None without a limit."""
+    limit, used = (next(iter(_lines(group / name)), "") for name in names[:2])
+    if not limit.isdecimal() or int(limit) >> 60:  # the first version has no word for "none"
+        return None
+    stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
+    return int(limit) - int(used or 0) + int(stat.get(names[2], 0))
 
 
-def _of_groups(root: Path) -> Iterator[int]:
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        group = base / path.lstrip("/")
-        # A container may see its own group as the mount's root, under another path
-        for folder in (*_up_to(group, base), base):
-            yield from _of_group(folder, is_v1=bool(controllers))
-
-
-def _up_to(group: Path, base: Path) -> Iterator[Path]:
-    while group != base and base in group.parents:
-        yield group
-        group = group.parent
-
-
-def _of_group(folder: Path, *, is_v1: bool) -> Iterator[int]:
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    limit_name, used_name, cache_name = (
-        names if is_v1 else ("memory.max", "memory.current", "inactive_file")
-    )
-    limit = next(_lines(folder / limit_name), "max")
-    used = next(_lines(folder / used_name), "0")
-    if not limit.isdecimal() or int(limit) > _UNBOUNDED_NBYTES:
-        return
-    stat = dict(line.split(" ", 1) for line in _lines(folder / "memory.stat"))
-    yield int(limit) - int(used) + int(stat.get(cache_name, 0))  # the kernel gives the cache back
-
-
-def _lines(file: Path) -> Iterator[str]:
+def _lines(file: Path) -> list[str]:
     try:
-        yield from file.read_text().splitlines()
+        return file.read_text().splitlines()
     except OSError:
-        return
+        return []
 
 
 def _weights_nbytes(model: ModelConfig, tp_size: int) -> int:
     """Of all ranks: each has its part of the layers, and whole embeddings."""
-    query, kv = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
-    attention = model.hidden_size * (2 * query + 2 * kv)
+    attention = 2 * model.hidden_size * model.head_size * (model.num_heads + model.num_kv_heads)
     layer = attention + 3 * model.hidden_size * model.intermediate_size
     embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)
     return (model.num_layers * layer + tp_size * embeddings) * (

@@ -114,6 +114,7 @@ class SideOptions:
             "block_size": f"{prefix}block-size",
             "num_blocks": num_blocks,
             "devices": f"{prefix}devices",
+            "faults": f"{prefix}faults",
             "pool": f"{prefix}block-size, {work if self.num_blocks is None else num_blocks}",
         }
 
@@ -201,6 +202,10 @@ class RunOptions(EngineOptions):
                 raise ConfigError(f"{option}: expected at least 1, got {value}")
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise ConfigError(f"--json: {self.json.parent} is no folder; make it first")
+        if self.json is not None and self.json.is_dir():
+            raise ConfigError(
+                f"--json: expected a file, got the folder {self.json}; name one in it"
+            )
 
 
 # ------------------------------------------------------------------ one record for each command
@@ -349,6 +354,7 @@ _SHARED_NAMES = {
     "dtype": "--dtype",
     "device": "--device",
     "listen": "--listen",
+    **{wire.value: f"--transport {wire}" for wire in Wire},
 }
 """Options of all engines by the fields that they set."""
 _FIELD_FIRST = re.compile(r"(engine \S+: )?(\w+)(: .*?)( \((argument|environment)\))?", re.DOTALL)

@@ -24,19 +24,19 @@ class Transfer(msgspec.Struct, frozen=True):
     nbytes: int
     wires: tuple[str, ...]
     handed_s: float
-    reading_s: float
+    granted_s: float
     placed_s: float
     finished_s: float
 
     @property
     def wait_s(self) -> float:
         """For the first contact, and for the engines of both sides to answer."""
-        return max(0.0, self.reading_s - self.handed_s)
+        return max(0.0, self.granted_s - self.handed_s)
 
     @property
     def read_s(self) -> float:
         """The bytes were on their way; other requests' bytes were, too."""
-        return max(0.0, self.placed_s - self.reading_s)
+        return max(0.0, self.placed_s - self.granted_s)
 
     @property
     def gbps(self) -> float | None:
@@ -170,7 +170,7 @@ def transfer(loads: Sequence[LoadReport]) -> Transfer | None:
         nbytes=sum(load.nbytes for load in started),
         wires=tuple(sorted({wire for load in started for wire in load.transports})),
         handed_s=min(load.handed_s or load.started_s for load in started),
-        reading_s=min(load.reading_s or load.started_s for load in started),
+        granted_s=min(load.granted_s or load.started_s for load in started),
         placed_s=max(load.placed_s or load.finished_s for load in started),
         finished_s=max(load.finished_s for load in started),
     )
@@ -287,7 +287,7 @@ def summarise(
     planned = len(results) if num_planned is None else num_planned
     transfers = [result.transfer for result in results if result.transfer is not None]
     nbytes = sum(each.nbytes for each in transfers)
-    read_s = busy_s((each.reading_s, each.placed_s) for each in transfers)
+    read_s = busy_s((each.granted_s, each.placed_s) for each in transfers)
     waits_s = [each.wait_s for each in transfers]
     checked_kv = [result.kv for result in results if result.kv is not None]
     return Summary(

@@ -134,7 +134,7 @@ def transfer_engine(
             enable_prefix_caching=side.prefix_caching,
             device=side.device,
             devices=side.devices,
-            kv=kv,
+            kv=kv.for_engine(gives_kv=role is not Role.DECODE, num_ranks=side.tp_size),
         )
 
 

@@ -14,11 +14,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
+from kvxfer.engine.model_config import load_model_config
+from tests.engine.test_weights import full_tensors
 from tests.helpers import free_port
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 90
+FILE = "model.safetensors"
 OK, DIFFERENT, WRONG, INTERRUPTED = 0, 1, 2, 130
 # Two layers: engines start and answer in a fraction of a second.
 MODEL = {
@@ -137,6 +144,7 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         (["--limit", "0"], "--limit: expected at least 1, got 0"),
         (["--log-level", "LOUD"], "--log-level: expected one of DEBUG"),
         (["--json", "/nowhere/x"], "--json: /nowhere is no folder"),
+        (["--json", "/"], "--json: expected a file, got the folder /; name one in it"),
         (["--device", "gpu"], "--device: expected cpu, cuda or cuda:N, got 'gpu'"),
         (["--decode-devices", "a"], "--decode-devices: expected numbers of CUDA devices, as in"),
         (["--decode-devices", "0"], "--decode-devices: expected none with device cpu, got 0"),
@@ -153,6 +161,27 @@ def test_errors_are_one_line(tmp_path: Path, arguments: list[str], sentence: str
     assert sentence in ran.stderr
     assert ran.stderr.count("\n") == 1
     assert ran.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        pytest.param(
+            *(["--transport", "cuda_ipc"], "--transport cuda_ipc: expected cuda memory"),
+            marks=pytest.mark.slow,
+        ),
+        (["--kv-port", "5710-5700"], "--kv-port: expected 0 (any free port) to 65535, a range"),
+        (["--kv-data-port", "5710"], "--kv-data-port: expected a port for each of 2 ranks, got 57"),
+    ],
+)
+def test_errors_of_an_engine_name_the_option(
+    tmp_path: Path, model: str, arguments: list[str], sentence: str
+) -> None:
+    """The first one is found by a process of the engine."""
+    ran = kvxfer(tmp_path, "prefill", "--listen", "127.0.0.1:0", "--model", model, *arguments)
+    assert ran.returncode == WRONG
+    assert sentence in ran.stderr
+    assert ran.stderr.count("\n") == 1
 
 
 def test_pair(tmp_path: Path, model: str) -> None:
@@ -191,6 +220,27 @@ def test_pair_by_another_wire_and_without_checks(tmp_path: Path, model: str) -> 
     assert ran.returncode == OK, ran.stderr
     assert "wire zmq: " in ran.stdout
     assert ran.stdout.splitlines()[-1] == "nothing was compared"
+
+
+def test_text_is_shown_where_there_is_a_tokenizer(tmp_path: Path) -> None:
+    folder, facts = tmp_path / "model", tmp_path / "facts.json"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(msgspec.json.encode(MODEL))
+    save_file(full_tensors(load_model_config(str(folder / "config.json"))), folder / FILE)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    text = tmp_path / "prompts.txt"
+    text.write_text("w1 w2 w3\n")
+    ran = kvxfer(
+        *(tmp_path, "pair", "--model", str(folder), "--prompts", str(text), "--json", str(facts)),
+        *("--no-verify", "--prefill-tp", "1", "--max-new-tokens", "3"),
+    )
+    assert ran.returncode == OK, ran.stderr
+    (request,) = msgspec.json.decode(facts.read_bytes())["requests"]
+    assert request["num_prompt_tokens"] == 3
+    assert request["text"] == " ".join(f"w{token}" for token in request["token_ids"])
+    assert f"line 1: '{request['text']}'" in ran.stdout.splitlines()
 
 
 def test_kv_that_never_came_is_found(tmp_path: Path, model: str) -> None:
@@ -266,10 +316,15 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, when: str) -> None:
 
 def test_prefill_and_decode_in_two_terminals(tmp_path: Path, model: str) -> None:
     port = free_port()
-    server = ("prefill", "--listen", f"127.0.0.1:{port}", "--kv-port", "0", "--model", model)
+    server = (
+        *("prefill", "--listen", f"127.0.0.1:{port}", "--kv-port", "21000-30999"),
+        *("--kv-data-port", "21000-30999", "--model", model),
+    )
     with started(tmp_path, *server, "--digests") as process:
         assert process.stdout is not None
-        assert f"tcp://127.0.0.1:{port} serves config.json" in process.stdout.readline()
+        ready = process.stdout.readline()
+        assert f"tcp://127.0.0.1:{port} serves config.json" in ready
+        assert re.search(r"KV at tcp://127.0.0.1:(2[1-9]|30)\d{3};", ready)
         ran = kvxfer(
             *(tmp_path, "decode", "--prefill", f"127.0.0.1:{port}", "--model", model),
             *("--verify", "--limit", "4"),

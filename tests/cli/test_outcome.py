@@ -71,15 +71,15 @@ def load(nbytes: int, started_s: float, finished_s: float, **changes: object) ->
     return msgspec.structs.replace(report, **changes)
 
 
-def moved(nbytes: int, reading_s: float, placed_s: float, wire: str = "shm") -> Transfer:
+def moved(nbytes: int, granted_s: float, placed_s: float, wire: str = "shm") -> Transfer:
     """Ordered a second before it could be read, and over half a second after it was."""
-    return Transfer(nbytes, (wire,), reading_s - 1, reading_s, placed_s, placed_s + 0.5)
+    return Transfer(nbytes, (wire,), granted_s - 1, granted_s, placed_s, placed_s + 0.5)
 
 
 def test_reading_is_timed_apart_from_waiting_and_from_the_verdict() -> None:
     """Ranks that wait and read at different times: from the first to the last of each."""
-    first = load(10**9, 5.0, 9.0, handed_s=4.5, reading_s=6.0, placed_s=6.5)
-    last = load(10**9, 5.25, 8.0, handed_s=4.75, reading_s=6.25, placed_s=7.0)
+    first = load(10**9, 5.0, 9.0, handed_s=4.5, granted_s=6.0, placed_s=6.5)
+    last = load(10**9, 5.25, 8.0, handed_s=4.75, granted_s=6.25, placed_s=7.0)
     found = transfer([first, msgspec.structs.replace(last, transports=("zmq", "shm"))])
     assert found == Transfer(2 * 10**9, ("shm", "zmq"), 4.5, 6.0, 7.0, 9.0)
     assert (found.wait_s, found.read_s, found.gbps) == (1.5, 1.0, 2.0)

@@ -204,7 +204,7 @@ def test_facts_are_json_and_keep_secrets(tmp_path: Path) -> None:
         "nbytes": 3 << 20,
         "wires": ["shm"],
         "handed_s": 1.0,
-        "reading_s": 1.5,
+        "granted_s": 1.5,
         "placed_s": 1.5125,
         "finished_s": 1.6,
         "wait_s": 0.5,

@@ -71,14 +71,12 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of the extra config that only the plugin has."""
 
     weights_identity: str | None = None
-    """A name for the weights, the same on both sides. Not set: what vLLM says of them.
-
-    Change it where one side loads them from a hub and the other from a directory."""
+    """A name for the weights, the same on both sides. Not set: what vLLM says of them. Change it
+    where one side loads them from a hub and the other from a directory."""
     switch_interval_s: float | None = None
     """What ``sys.setswitchinterval`` is set to in the workers: how soon a thread of ours gets its
-    turn while Python runs in the engine's. Not set: as it is (0.005).
-
-    Change it to 0.0002 where peers have to be answered soonest."""
+    turn while Python runs in the engine's. Not set: as it is (0.005). Change it to 0.0002 where
+    peers have to be answered soonest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
