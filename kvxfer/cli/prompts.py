@@ -145,40 +145,22 @@ def text_encoder(model: str | None) -> _EncodeText:
 
     Raises ConfigError when the file cannot be read, or the package for it is missing.
     """
-    file = _tokenizer_file(model)
-    if file is None:
+    tokenizer = _tokenizer(model)
+    if tokenizer is None:
         return lambda text: text.encode()
-    tokenizer = _tokenizer(file)
-
-    def encode(text: str) -> Sequence[int]:
-        ids: list[int] = tokenizer.encode(text).ids
-        return ids
-
-    return encode
+    return lambda text: list(tokenizer.encode(text).ids)
 
 
 def text_decoder(model: str | None) -> DecodeText | None:
-    """How token ids become text, by the same file; None without one, or without the package. Raises
-    ConfigError when the file cannot be read.
-    """
-    file = _tokenizer_file(model)
-    if file is None or find_spec("tokenizers") is None:
-        return None
-    tokenizer = _tokenizer(file)
-
-    def decode(token_ids: Sequence[int]) -> str:
-        text: str = tokenizer.decode(list(token_ids))
-        return text
-
-    return decode
+    """How token ids become text, by the same file; None without one, or without the package."""
+    tokenizer = _tokenizer(model) if find_spec("tokenizers") else None
+    return None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids)))
 
 
-def _tokenizer_file(model: str | None) -> Path | None:
+def _tokenizer(model: str | None) -> Any:  # noqa: ANN401 - the package has no types
     file = Path(model, "tokenizer.json") if model is not None else None
-    return file if file is not None and file.is_file() else None
-
-
-def _tokenizer(file: Path) -> Any:  # noqa: ANN401 - the package has no types
+    if file is None or not file.is_file():
+        return None
     try:
         from tokenizers import Tokenizer
     except ImportError as e:

@@ -17,7 +17,7 @@ from rich.text import Text
 
 _STDERR = 2
 _LAST = b"\0\n"
-"""Ends the lines: the fork server has the pipe open for as long as this process lives."""
+"""Ends the lines: the fork server has the pipe open as long as this process lives."""
 _WAIT_S = 5.0
 
 
@@ -81,5 +81,8 @@ def stderr_above(console: Console) -> Iterator[None]:
 def _print_lines(lines: int, console: Console) -> None:
     # Left open at the end: the fork server's last words would fail without a reader
     with open(lines, "rb", closefd=False) as stream:
-        for line in iter(stream.readline, _LAST):
-            console.print(Text(line.decode(errors="replace").rstrip("\n")), soft_wrap=True)
+        is_last = False
+        while not is_last and (line := stream.readline()):
+            is_last = line.endswith(_LAST)
+            if text := line.removesuffix(_LAST).decode(errors="replace").rstrip("\n"):
+                console.print(Text(text), soft_wrap=True)
