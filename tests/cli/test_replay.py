@@ -182,6 +182,20 @@ def test_every_prompt_goes_through_both_and_the_single_engine() -> None:
     assert told == [(done, 5) for done in range(1, 6)]
 
 
+@pytest.mark.parametrize("slow", ["decode", "single"])
+def test_a_request_counts_when_both_have_said_all_of_it(slow: str) -> None:
+    """Whichever of the two is behind."""
+    told: list[tuple[int, int]] = []
+    delays_s = {slow: 0.02}
+    second = Scripted(decode, delay_s=delays_s.get("decode", 0.0))
+    third = Scripted(decode, delay_s=delays_s.get("single", 0.0))
+    with engines(Scripted(prefill), second, third) as clients:
+        links = [RunEngine(client) for client in clients]
+        results = run(work(5), links, progress=lambda done, total: told.append((done, total)))
+    assert told == [(done, 5) for done in range(1, 6)]
+    assert [r.tokens_equal for r in results] == [True] * 5
+
+
 def test_a_wrong_token_is_found() -> None:
     def wrong(request: Generate) -> list[ToClient]:
         return [Token(request.request_id, 0, 1.0), *decode(request)[1:]]
