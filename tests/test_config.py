@@ -255,6 +255,7 @@ SERVICES = {
     "KVXFER_PREFILL_0_PORT_53_UDP_PROTO": "udp",
     "KVXFER_PREFILL_0_PORT_53_UDP_PORT": "53",
     "KVXFER_PREFILL_0_PORT_53_UDP_ADDR": "fd00::1",
+    "KVXFER_DATA_PORT": "tcp://10.0.0.1:5800",
     "KVXFER_S_PORT": "sctp://10.0.0.1:1",
     "KVXFER_S_PORT_1_SCTP": "sctp://10.0.0.1:1",
 }
@@ -267,6 +268,8 @@ def test_what_kubernetes_sets_for_a_service_of_our_name_is_passed_over(
     assert loaded.config == Config()
     assert set(loaded.origins.values()) == {"default"}
     assert load_config({}, {}, SERVICES | {"KVXFER_PORT": "5800"}).config.port == 5800
+    ours = load_config({}, {}, SERVICES | {"KVXFER_DATA_PORT": "5800+rank"}).config
+    assert ours.data_port == "5800+rank"
     assert load_config({}, {}, SERVICES | {"KVXFER_HOST": "10.0.0.9"}).config.host == "10.0.0.9"
     assert caplog.records == []
 

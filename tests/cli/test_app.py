@@ -139,7 +139,6 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
             ["--prefill-block-size", "100000000"],
             "--prefill-block-size, --max-new-tokens, --in-flight: expected engines that fit into ",
         ),
-        (["--decode-blocks", "100000000"], "--decode-block-size, --decode-blocks: expected engi"),
         (["--max-new-tokens", "1000000000"], "--max-new-tokens, --in-flight: expected engines th"),
         (["--limit", "0"], "--limit: expected at least 1, got 0"),
         (["--log-level", "LOUD"], "--log-level: expected one of DEBUG"),
@@ -290,7 +289,7 @@ def test_out_of_blocks_ends_the_run(tmp_path: Path, model: str) -> None:
     assert_nothing_left(process.pid, tmp_path)
 
 
-@pytest.mark.parametrize("when", ["fork server starts", "ranks start", "requests run"])
+@pytest.mark.parametrize("when", ["fork server starts", "ranks start"])
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, when: str) -> None:
     trace = ROOT / "tests" / "data" / "conversation_trace_excerpt.jsonl"
     # a second of the trace lasts a second: it would run for an hour
@@ -298,14 +297,11 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, when: str) -> None:
         *(tmp_path, "pair", "--trace", str(trace), "--time-scale", "1", "--log-level", "INFO"),
     ) as process:
         assert process.stdout is not None
-        assert process.stderr is not None
         if when == "fork server starts":
             while len(group_members(process.pid)) < 2:
                 time.sleep(0.005)
         else:
             assert process.stdout.readline().startswith("model ")
-        if when == "requests run":
-            assert "INFO decode rank 0: engine prefill" in process.stderr.readline()
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == INTERRUPTED, err

@@ -22,7 +22,14 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from kvxfer.cli.app import app
-from tests.cli.test_app import INTERRUPTED, MODEL, ROOT, TIMEOUT_S, environment
+from tests.cli.test_app import (
+    INTERRUPTED,
+    MODEL,
+    ROOT,
+    TIMEOUT_S,
+    assert_nothing_left,
+    environment,
+)
 
 COLUMNS = 80
 TRACE = ROOT / "tests" / "data" / "conversation_trace_excerpt.jsonl"
@@ -141,6 +148,7 @@ def test_ctrl_c_keeps_what_is_over_and_no_line_lands_on_the_bar(tmp_path: Path) 
             if not num_asked and re.search(r"m *[1-9]\d*/\d+\x1b", shown):
                 num_asked = os.write(terminal, b"\x03")  # what ctrl-C sends
         assert process.wait(TIMEOUT_S) == INTERRUPTED
+    assert_nothing_left(process.pid, tmp_path)
     lines = screen.lines
     # INFO lines of ranks come while the bar is shown; in the end each has a line of its own
     assert any("met in" in line for line in lines)
