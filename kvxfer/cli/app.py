@@ -18,10 +18,10 @@ from kvxfer.cli.options import (
     PairOptions,
     PrefillOptions,
     ProxyOptions,
-    naming_options,
     own_version,
     parse_address,
 )
+from kvxfer.cli.plan import PlanOptions, run_plan
 from kvxfer.cli.terminal import ToldToEnd, heed_signals
 from kvxfer.errors import KvxferError
 from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
@@ -39,10 +39,7 @@ app = typer.Typer(
 
 
 def _command(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Make a command of a function of one record, whose fields are the command's options.
-
-    Errors that name a field of an engine's settings name the option, where all engines share it.
-    """
+    """Make a command of a function of one record, whose fields are the command's options."""
     record = get_type_hints(run)["options"]
     hints = get_type_hints(record, include_extras=True)
     # The command's own options first, then those that it has in common with others.
@@ -50,7 +47,7 @@ def _command(run: Callable[[Any], None]) -> Callable[[Any], None]:
     defaults = {each.name: each.default for each in fields(record)}
 
     def command(**given: object) -> None:
-        with _border(), naming_options({}):
+        with _border():
             run(record(**given))
 
     command.__doc__ = run.__doc__
@@ -102,6 +99,16 @@ def decode(options: DecodeOptions) -> None:
     from kvxfer.cli.commands import run_decode
 
     _end(run_decode(options))
+
+
+@_command
+def plan(options: PlanOptions) -> None:
+    """Say what a request's KV would take from one engine to another, or why it is refused.
+
+    No engine and no GPU is needed. Exit status: 0 with a plan, 1 when the pair is refused, 2 for
+    errors.
+    """
+    _end(run_plan(options))
 
 
 @_command

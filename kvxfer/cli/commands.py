@@ -72,7 +72,7 @@ def run_pair(options: PairOptions) -> bool:
     for name, faults in (("prefill", options.prefill_faults), ("decode", options.decode_faults)):
         with naming_options(names[name]):
             set_ups[name] = _faulty(faults)
-    return _run(options, _Plan(model, work, configs, names, set_ups))
+    return _run(options, _Setup(model, work, configs, names, set_ups))
 
 
 def _faulty(faults: str) -> Callable[[], None] | None:
@@ -132,12 +132,12 @@ def run_decode(options: DecodeOptions) -> bool:
     engine = transfer_engine(Role.DECODE, side, options, model, kv)
     configs = {"decode": fitted(engine, side, options, model, work)}
     names = {"decode": side.option_names | {"host": "KVXFER_HOST"}}
-    plan = _Plan(model, work, configs, names, prefill_at=f"tcp://{prefill_at}")
-    return _run(options, plan, options.wait_s)
+    setup = _Setup(model, work, configs, names, prefill_at=f"tcp://{prefill_at}")
+    return _run(options, setup, options.wait_s)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Setup:
     """What a run starts: the engines of ``configs``, and whose options are in ``names``.
 
     ``set_ups``: what the ranks of an engine do first, by its name. ``prefill_at``: the prefill
@@ -168,25 +168,25 @@ class _Plan:
         return f"model {model_name(options)}, {prompts}; {'; '.join(sides)}"
 
 
-def _run(options: RunOptions, plan: _Plan, wait_s: float = 0.0) -> bool:
-    """Start the engines of the plan (and the single one), send them the work, show the results.
+def _run(options: RunOptions, setup: _Setup, wait_s: float = 0.0) -> bool:
+    """Start the engines of the setup (and the single one), send them the work, show the results.
     A prefill engine that is elsewhere may be away for ``wait_s``.
     """
     if options.verify:
-        device = plan.configs["decode"].rank_devices[0]
-        single = single_engine(options, plan.model, plan.work, device=device)
-        plan = replace(plan, configs={**plan.configs, "single": single})
-    check_memory(tuple(plan.needs()), free_host_nbytes())
+        device = setup.configs["decode"].rank_devices[0]
+        single = single_engine(options, setup.model, setup.work, device=device)
+        setup = replace(setup, configs={**setup.configs, "single": single})
+    check_memory(tuple(setup.needs()), free_host_nbytes())
     decode_text = text_decoder(options.model)
     console = make_console()
     with ExitStack() as stack:
         stack.enter_context(stderr_above(console))
-        engines = _start(plan, wait_s, stack, console, plan.text(options))
+        engines = _start(setup, wait_s, stack, console, setup.text(options))
         started_s = time.monotonic()
         ended: KvxferError | ToldToEnd | None = None
         with progress_bar(console) as progress:
             replay = Replay(
-                plan.work,
+                setup.work,
                 prefill=engines["prefill"],
                 decode=engines["decode"],
                 single=engines.get("single"),
@@ -202,37 +202,37 @@ def _run(options: RunOptions, plan: _Plan, wait_s: float = 0.0) -> bool:
             results = [msgspec.structs.replace(r, text=decode_text(r.token_ids)) for r in results]
         summary = summarise(
             results,
-            tokens_decide=plan.model.dtype == "float32",
+            tokens_decide=setup.model.dtype == "float32",
             wall_s=time.monotonic() - started_s,
             may_recompute=options.allow_recompute,
-            num_planned=len(plan.work.prompts),
+            num_planned=len(setup.work.prompts),
         )
         show(console, results, summary)
         if options.json is not None:
             asked = {} if ended else engines
             infos = {name: info for name, engine in asked.items() if (info := _info(engine))}
-            write_json(options.json, facts(results, summary, engines=plan.configs, infos=infos))
+            write_json(options.json, facts(results, summary, engines=setup.configs, infos=infos))
         if ended is not None:
             raise ended
         return summary.is_good
 
 
 def _start(
-    plan: _Plan, wait_s: float, stack: ExitStack, console: Console, text: str
+    setup: _Setup, wait_s: float, stack: ExitStack, console: Console, text: str
 ) -> dict[str, RunEngine]:
-    """All engines of the plan, side by side, until the stack is closed."""
+    """All engines of the setup, side by side, until the stack is closed."""
     engines: dict[str, RunEngine] = {}
     groups = {
-        name: stack.enter_context(EngineGroup(config, set_up=plan.set_ups.get(name)))
-        for name, config in plan.configs.items()
+        name: stack.enter_context(EngineGroup(config, set_up=setup.set_ups.get(name)))
+        for name, config in setup.configs.items()
     }
-    if plan.prefill_at is not None:
-        remote = RunEngine(_client(stack, plan.prefill_at, wait_s), come_back_s=wait_s)
+    if setup.prefill_at is not None:
+        remote = RunEngine(_client(stack, setup.prefill_at, wait_s), come_back_s=wait_s)
         stack.callback(lambda: remote.client.close())  # it may be another one by then
         engines["prefill"] = remote
     console.print(text, soft_wrap=not console.is_terminal)
     for name, group in groups.items():
-        with naming_options(plan.names.get(name, {})):
+        with naming_options(setup.names.get(name, {})):
             engines[name] = RunEngine(_client(stack, group.endpoint), group)
     return engines
 

@@ -361,7 +361,7 @@ _FIELD_FIRST = re.compile(r"(engine \S+: )?(\w+)(: .*?)( \((argument|environment
 
 
 @contextmanager
-def naming_options(names: Mapping[str, str]) -> Iterator[None]:
+def naming_options(names: Mapping[str, str] | None = None) -> Iterator[None]:
     """Errors name what a person has set: the option, or the variable, in the place of the field.
     ``names``: the options by field, beside those of all engines.
     """
@@ -372,7 +372,7 @@ def naming_options(names: Mapping[str, str]) -> Iterator[None]:
         if found is None:
             raise
         engine, field, text, _, origin = found.groups(default="")
-        name = (_SHARED_NAMES | dict(names)).get(field)
+        name = (_SHARED_NAMES | dict(names or {})).get(field)
         if origin == "environment":
             name = ENV_PREFIX + field.upper()
         if name is None:
@@ -403,7 +403,8 @@ def place_sides(
     placed = []
     for side in sides:
         if side.device == CUDA and not side.devices:
-            devices = place_ranks(side.tp_size, count_devices(), taken)
+            with naming_options():
+                devices = place_ranks(side.tp_size, count_devices(), taken)
             side = replace(side, devices=devices)
             taken.update(devices)
         placed.append(side)

@@ -66,9 +66,10 @@ def read_model(options: EngineOptions, sides: Sequence[SideOptions]) -> ModelCon
 
     Raises ModelError for missing files, and for head counts that a TP size does not fit.
     """
-    model = load_model_config(
-        options.model, num_kv_heads=options.kv_heads, dtype=options.dtype.value
-    )
+    with naming_options():
+        model = load_model_config(
+            options.model, num_kv_heads=options.kv_heads, dtype=options.dtype.value
+        )
     for side in sides:
         with naming_options(side.option_names):
             shard_for(model, 0, side.tp_size)
@@ -111,7 +112,8 @@ def settings(
         "transport": options.transport,
         "log_level": options.log_level,
     }
-    loaded = load_config({**said, **(given or {})})
+    with naming_options():
+        loaded = load_config({**said, **(given or {})})
     usual = defaults or {}
     chosen = {name: value for name, value in usual.items() if loaded.origins[name] == "default"}
     return msgspec.structs.replace(loaded.config, **chosen)
