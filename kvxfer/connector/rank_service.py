@@ -82,8 +82,7 @@ class RankService:
     and ``keeper``, which belong to the IO thread.
 
     Args:
-        port: where the front door listens; 0 takes any free port. Raises ConfigError if it cannot
-            be had. None for the other ranks.
+        config: with this rank's ports. Raises ConfigError if they cannot be had.
         can_leave_unhashed: as :class:`~kvxfer.connector.worker_side.WorkerConnector` has it.
     """
 
@@ -94,14 +93,13 @@ class RankService:
         identity: Identity,
         regions: tuple[Region, ...],
         memory: LocalMemory,
-        port: int | None,
         *,
         can_leave_unhashed: bool,
     ) -> None:
         make_room()
         self._ledger = ledger
         self._identity = identity
-        self._is_front_door = port is not None
+        self._is_front_door = identity.rank == RankId(0, 0)
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
@@ -116,7 +114,7 @@ class RankService:
         try:
             Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
-                self.io, self._context, config, ledger, port or 0, self._dispatch, self._on_gone
+                self.io, self._context, config, ledger, self._dispatch, self._on_gone
             )
             self._parts.append(self._server)
             sources, sinks = self._make_wires(config, memory)
