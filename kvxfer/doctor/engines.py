@@ -48,6 +48,7 @@ from kvxfer.transfer.wire import (
 from kvxfer.transports.base import LocalMemory
 from kvxfer.transports.channel import Bounds, Dealer
 from kvxfer.transports.choice import Choice
+from kvxfer.transports.guard import pinned_keys
 
 ENGINE_ID = "kvxfer-doctor"
 BLOCK_TOKENS = 16
@@ -168,7 +169,7 @@ def _greet(
     bounds = Bounds(HARD_LIMIT_NBYTES, HARD_LIMIT_NBYTES, 1000)
     dealers = {
         key: Dealer(context, config, bounds, endpoint, key, word=encode(Ping()), reconnects=True)
-        for key in {config.curve_public_key, *(config.curve_server_keys or {}).values()}
+        for key in pinned_keys(config) or (None,)
     }
     for dealer in dealers.values():
         dealer.send(hello)

@@ -150,7 +150,8 @@ def _wire_rows(
             note="" if wire in tried or not tried else f"; {config.transport} does not try it here",
             min_gbps=config.min_gbps,
         )
-    yield wire_row(f"takes: {config.transport}", chosen, is_needed=True)
+    row = wire_row("choice", chosen, is_needed=True)
+    yield replace(row, seen=f"{config.transport}: {row.seen}")
 
 
 def _greet(config: Config, endpoint: str) -> engines.Greeted | Failure:

@@ -83,8 +83,7 @@ def limit_row(limit: Limit) -> Row:
     if amount is None:
         return Row(thing, State.OK, "no limit")
     shown, least = (
-        (f"{each / (1 << 20):,.0f} MiB" if limit.is_nbytes else f"{each}")
-        for each in (amount, limit.least)
+        (f"{each >> 20:,} MiB" if limit.is_nbytes else f"{each}") for each in (amount, limit.least)
     )
     if amount >= limit.least:
         return Row(thing, State.OK, shown)
@@ -159,7 +158,7 @@ _REMEDIES = {
     Reason.INCOMPATIBLE: "run the same kvxfer and the same model on both sides",
     Reason.INCARNATION: "the engine was started anew meanwhile: try again",
     Reason.PEER_LOST: "see that a kvxfer engine listens there, and what its log says",
-    Reason.TRANSPORT: "see the rows of the wires",
+    Reason.TRANSPORT: "see Wires in docs/operations.md",
 }
 """Where the product's own sentence names none."""
 
