@@ -11,14 +11,19 @@ from contextlib import AbstractContextManager
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
+from kvxfer.config import Config
 from kvxfer.connector.peer_session import Failure
 from kvxfer.engine.group import forkserver
-from kvxfer.errors import KvxferError
+from kvxfer.errors import IncompatiblePeer, KvxferError
 from kvxfer.transfer.wire import Reason
 
 START_S = 60.0
 """Until it works: the first one imports PyTorch."""
 END_S = 5.0
+_REASONS: dict[type, Reason] = {
+    PermissionError: Reason.NOT_ALLOWED,
+    IncompatiblePeer: Reason.INCOMPATIBLE,
+}
 
 T = TypeVar("T")
 Work = Callable[..., AbstractContextManager[T]]
@@ -27,14 +32,17 @@ Work = Callable[..., AbstractContextManager[T]]
 class Child(Generic[T]):
     """Enters ``work(*arguments)``, answers with what it yields, and leaves it at the end.
 
-    ``log_level``: of what it says on standard error; None: it is silent, native libraries too.
+    It is silent, native libraries too, unless it ``is_loud`` or the log level is DEBUG.
     """
 
-    def __init__(self, work: Work[T], *arguments: object, log_level: str | None) -> None:
+    def __init__(
+        self, config: Config, work: Work[T], *arguments: object, is_loud: bool = False
+    ) -> None:
         context = forkserver()
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, log_level, work, arguments)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        log_level = config.log_level if is_loud or config.log_level == "DEBUG" else None
+        given = (theirs, log_level, work, arguments)
+        self._process = context.Process(target=_serve, args=given, daemon=True)
         self._is_killed = False
         self._process.start()
         theirs.close()
@@ -65,18 +73,18 @@ class Child(Generic[T]):
     def __enter__(self) -> Child[T]:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, raised: type[BaseException] | None, *_: object) -> None:
         self._pipe.close()  # tells it to end
-        self._process.join(END_S)
+        self._process.join(END_S if raised is None else 0)
         if self._process.is_alive():
             self._is_killed = True
             self._process.kill()
             self._process.join()
 
 
-def call(work: Work[T], *arguments: object, timeout_s: float, log_level: str | None) -> T | Failure:
+def call(config: Config, timeout_s: float, work: Work[T], *arguments: object) -> T | Failure:
     """What ``work`` yields in a process of its own, or why there is nothing."""
-    with Child(work, *arguments, log_level=log_level) as child:
+    with Child(config, work, *arguments) as child:
         found = child.answer(timeout_s)
     return found if isinstance(found, Failure) else child.crash() or found
 
@@ -97,7 +105,6 @@ def _serve(
                 pipe.recv()
     except Exception as exc:  # noqa: BLE001  # whatever it is, it is a row
         is_ours = isinstance(exc, KvxferError | PermissionError)
-        reason = Reason.NOT_ALLOWED if isinstance(exc, PermissionError) else Reason.TRANSPORT
         detail = f"{exc}" if is_ours else f"{type(exc).__name__}: {exc}"
         with contextlib.suppress(OSError):  # told to end meanwhile
-            pipe.send(Failure(reason, detail))
+            pipe.send(Failure(_REASONS.get(type(exc), Reason.TRANSPORT), detail))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import NoReturn
 
 import torch
@@ -31,6 +32,7 @@ from kvxfer.doctor.rows import (
 from kvxfer.errors import ConfigError, PeerLost
 from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.manifest import CudaIpcHandle, EngineManifest, MemfdHandle, parse_endpoint
+from kvxfer.transfer.wire import Reason
 from kvxfer.transports.channel import bind_address
 from kvxfer.transports.registry import AUTO, OPTIONAL
 
@@ -58,7 +60,7 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     yield port_row(address, port, problem, host.listener_on(port) if problem else "")
     for wire in host.LIBRARIES:
         yield library_row(wire, host.versions(wire))
-    found = call(gpus.looking, timeout_s=GPUS_S, log_level=_loud(config))
+    found = call(config, GPUS_S, gpus.looking)
     yield from _gpu_rows(config, found)
     device = torch.device("cuda", 0) if found and not isinstance(found, Failure) else HOST
     if peer is None:
@@ -69,17 +71,14 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
 
 def _gpu_rows(config: Config, found: tuple[GpuFacts, ...] | Failure) -> Iterator[Row]:
     if isinstance(found, Failure):
-        yield failure_row("gpu", State.WARN, found)
+        yield failure_row("gpu", State.FAIL, found)
         return
     yield from gpu_rows(found)
     if not found:
         return
-    with Child(gpus.lending, log_level=_loud(config)) as lender:
+    with Child(config, gpus.lending) as lender:
         lent = lender.answer(GPUS_S)
-        if isinstance(lent, Failure):
-            yield failure_row("cuda ipc", State.WARN, lent)
-            return
-        tries = call(gpus.borrowing, lent, timeout_s=GPUS_S, log_level=_loud(config))
+        tries = lent if isinstance(lent, Failure) else call(config, GPUS_S, gpus.borrowing, lent)
     if isinstance(tries, Failure):
         yield failure_row("cuda ipc", State.WARN, tries)
     else:
@@ -99,7 +98,7 @@ def _try_here(config: Config, address: str, device: torch.device) -> Iterator[Ro
 
 def _meet_here(device: torch.device, config: Config) -> Choices | Failure:
     """With an engine of its own: a library that crashes takes no other wire with it."""
-    with Child(engines.waiting, config, device, 0, log_level=_loud(config)) as child:
+    with Child(config, engines.waiting, config, device, 0) as child:
         endpoint = child.answer(WAIT_S)
         if isinstance(endpoint, Failure):
             return endpoint
@@ -113,7 +112,7 @@ def _try_peer(config: Config, endpoint: str, device: torch.device) -> Iterator[R
         yield failed_row("peer address", State.FAIL, f"{endpoint}: {problem}", "")
         return
     yield Row("peer address", State.OK, f"{endpoint}: a TCP connection begins")
-    greeted = _greet(config, endpoint)
+    greeted = call(config, engines.contact_s(config), engines.greeting, config, endpoint)
     if isinstance(greeted, Failure):
         yield failure_row("peer engine", State.FAIL, greeted)
         return
@@ -138,7 +137,7 @@ def _wire_rows(
     for wire in AUTO[device.type]:
         is_needed = config.transport == wire
         why = why_not.get(wire, "")
-        if wire in OPTIONAL and not all(host.versions(wire).values()):
+        if wire in OPTIONAL and find_spec(OPTIONAL[wire]) is None:
             why = "its library is not installed"
         if why and not is_needed:
             yield Row(f"wire {wire}", State.SKIPPED, why)
@@ -151,18 +150,14 @@ def _wire_rows(
             min_gbps=config.min_gbps,
         )
     row = wire_row("choice", chosen, is_needed=True)
+    if isinstance(chosen, Failure) and chosen.reason is Reason.TRANSPORT:
+        row = Row("choice", State.FAIL, chosen.detail, "see the rows of the wires")
     yield replace(row, seen=f"{config.transport}: {row.seen}")
 
 
-def _greet(config: Config, endpoint: str) -> engines.Greeted | Failure:
-    timeout_s = config.connect_timeout_s + 1.0
-    return call(engines.greeting, config, endpoint, timeout_s=timeout_s, log_level=_loud(config))
-
-
 def _meet(device: torch.device, endpoint: str, num_ranks: int, config: Config) -> Choices | Failure:
-    what = (config, endpoint, device)
     timeout_s = (1 + num_ranks) * engines.contact_s(config)
-    return call(engines.meeting, *what, timeout_s=timeout_s, log_level=_loud(config))
+    return call(config, timeout_s, engines.meeting, config, endpoint, device)
 
 
 def _ports_row(config: Config, manifest: EngineManifest) -> Row:
@@ -194,20 +189,16 @@ def _not_offered(manifest: EngineManifest, wire: str) -> str:
     return ""
 
 
-def _loud(config: Config) -> str | None:
-    """With DEBUG, what the processes and their libraries say is shown."""
-    return "DEBUG" if config.log_level == "DEBUG" else None
-
-
 def wait_for_peers(config: Config, tell: Callable[[str], object]) -> NoReturn:
     """Run an engine that doctors elsewhere can meet, in the memory that ``examine`` takes. ``tell``
     gets its endpoint. Raises ConfigError if it cannot listen, PeerLost if it ends by itself.
     """
     device = torch.device("cuda", 0) if torch.cuda.device_count() else HOST
     port = config.front_door_port(gives_kv=True)
-    with Child(engines.waiting, config, device, port, log_level=config.log_level) as child:
+    with Child(config, engines.waiting, config, device, port, is_loud=True) as child:
         endpoint = child.answer(WAIT_S)
         if isinstance(endpoint, Failure):
             raise ConfigError(endpoint.detail)
         tell(endpoint)
-        raise PeerLost(f"the waiting engine has ended: {child.answer(None)}")
+        child.answer(None)
+    raise PeerLost(f"the waiting engine has ended: {child.crash() or 'see its log'}")

@@ -46,8 +46,11 @@ def lending() -> Iterator[tuple[CudaIpcHandle, ...]]:
 @contextmanager
 def borrowing(handles: tuple[CudaIpcHandle, ...]) -> Iterator[tuple[IpcTry, ...]]:
     """Copy the memory of each GPU of another process to each GPU of this one, and compare."""
-    numbers = range(len(handles))
-    yield tuple(_try(source, handles[source], sink) for source in numbers for sink in numbers)
+    yield tuple(
+        _try(source, handle, sink)
+        for source, handle in enumerate(handles)
+        for sink in range(torch.cuda.device_count())
+    )
 
 
 def _try(source: int, handle: CudaIpcHandle, sink: int) -> IpcTry:

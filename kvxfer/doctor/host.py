@@ -24,6 +24,7 @@ LIBRARIES = {
     "nixl": ("nixl",),
 }
 """The packages of each wire."""
+_MAY_BE_OF_THE_SYSTEM = ("libucx-cu13",)
 _MIB = 1 << 20
 _NO_LIMIT = 1 << 60
 """The kernel writes "max", or the largest number of pages."""
@@ -41,7 +42,7 @@ def versions(wire: str) -> dict[str, str]:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = ""
+            found[name] = "of the system" if name in _MAY_BE_OF_THE_SYSTEM else ""
     return found
 
 

@@ -105,6 +105,7 @@ def test_a_wire_by_name_and_a_speed_that_nothing_has(monkeypatch: pytest.MonkeyP
     assert failing(rows) == ["wire zmq", "choice"]
     assert "expected 1e+06 GB/s" in rows["wire zmq"].remedy
     assert "expected at least min_gbps" in rows["choice"].seen
+    assert look(min_gbps=1e6)["choice"].seen.count("expected at least min_gbps") == 2
     assert rows["wire shm"].state is State.WARN
     assert rows["wire shm"].gb_per_s is not None
 
@@ -183,7 +184,7 @@ def test_however_a_process_ends(
     is_silent = how == "hang" and not is_late
     monkeypatch.setattr(child_module, "START_S", 0.1 if is_silent else 60.0)
     monkeypatch.setattr(child_module, "END_S", 0.1 if how == "hang" else 60.0)
-    found = call(_ending, how, is_late, timeout_s=0.1, log_level=None)
+    found = call(Config(), 0.1, _ending, how, is_late)
     if reason is None:
         assert found == said
     else:
@@ -193,7 +194,7 @@ def test_however_a_process_ends(
 
 
 def test_what_nobody_sees_is_not_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    call(_ending, "surprise", False, timeout_s=60, log_level=None)
+    call(Config(), 60, _ending, "surprise", False)
     assert capfd.readouterr() == ("", "")
 
 
@@ -217,9 +218,9 @@ def test_an_engine_in_service_is_met_and_left_as_it_was() -> None:
 def test_a_doctor_that_waits_is_known_by_its_key() -> None:
     (mine, secret), (theirs, their_secret) = (_keys(), _keys())
     table = {"prefill": theirs, "decode": mine}
-    shared = {"curve_server_keys": table, **QUICK}
+    shared: dict[str, Any] = {"curve_server_keys": table, **QUICK}
     there = Config(curve_public_key=theirs, curve_secret_key=their_secret, **shared)
-    with Child(engines.waiting, there, CPU, 0, log_level=None) as child:
+    with Child(there, engines.waiting, there, CPU, 0) as child:
         endpoint = child.answer(60)
         assert isinstance(endpoint, str), endpoint
         rows = look(endpoint, curve_public_key=mine, curve_secret_key=secret, **shared)

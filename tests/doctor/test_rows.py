@@ -184,7 +184,8 @@ def test_a_slow_wire_fails_where_it_is_needed(
 ) -> None:
     found = {"pp0tp0": choice("zmq", 2.0, 1.0)}
     row = wire_row("wire zmq", found, is_needed=needed, min_gbps=min_gbps)
-    assert (row.state, row.gb_per_s, row.latency_us) == (state, 2.0, pytest.approx(5))
+    assert (row.state, row.gb_per_s) == (state, 2.0)
+    assert row.latency_us == pytest.approx(5)
     assert bool(row.remedy) == (state is not State.OK)
     assert "not x: why" in row.seen
 
