@@ -270,6 +270,9 @@ def test_a_peer_that_the_settings_do_not_admit() -> None:
     row = rows["peer engine"]
     assert (row.state, "allowed_peers" in row.seen) == (State.FAIL, True)
     assert row.remedy.startswith("set it on both sides")
+    stranger = Config(allowed_peers=("192.0.2.7",), connect_timeout_s=0.1)
+    with listener() as port, pytest.raises(PermissionError, match="does not admit"):  # unasked
+        engines.greeting(stranger, f"tcp://127.0.0.1:{port}").__enter__()
 
 
 def test_a_peer_of_another_protocol() -> None:
