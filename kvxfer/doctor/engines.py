@@ -82,15 +82,14 @@ Choices = dict[str, Choice]
 """By the rank of the peer, as text."""
 
 
-def _rank(
-    config: Config, identity: Identity, device: torch.device, port: int | None
-) -> RankService:
+def _rank(config: Config, identity: Identity, device: torch.device) -> RankService:
     if device.type == "cpu":
         pool = SharedPool.create(POOL.end)
         memory = LocalMemory((pool.tensor,), (pool.info,))
     else:
         tensor = torch.zeros(POOL.end, dtype=torch.uint8, device=device)
         memory = LocalMemory((tensor,), (plain_info(tensor),))
+    port = config.port or 0
     return RankService(config, Ledger(), identity, (POOL,), memory, port, can_leave_unhashed=True)
 
 
@@ -101,14 +100,14 @@ def _says(config: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def waiting(config: Config, device: torch.device, port: int) -> Iterator[str]:
+def waiting(config: Config, device: torch.device) -> Iterator[str]:
     """An engine that can be met until the end; its endpoint. Where engines are known by their keys,
     it has the name that goes with its own key.
     """
     names = {key: name for name, key in (config.curve_server_keys or {}).items()}
     engine_id = names.get(config.curve_public_key or "", ENGINE_ID)
     identity = Identity(engine_id, secrets.token_bytes(16), RankId(0, 0))
-    service = _rank(config, identity, device, port)
+    service = _rank(config, identity, device)
     try:
         manifest = EngineManifest(
             engine_id=engine_id,
@@ -248,7 +247,7 @@ def _meet(
         }
         found.put(bare)
 
-    service = _rank(config, me, device, None)
+    service = _rank(config, me, device)
     try:
         service.meet(own, source, ready, found.put)
         return found.get(timeout=contact_s(config))

@@ -58,6 +58,7 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     port = config.front_door_port(gives_kv=peer is None)
     problem = host.why_not_free(address, port)
     yield port_row(address, port, problem, host.listener_on(port) if problem else "")
+    config = replace(config, port=0)  # an engine in service may have the other
     for wire in host.LIBRARIES:
         yield library_row(wire, host.versions(wire))
     found = call(config, GPUS_S, gpus.looking)
@@ -98,7 +99,7 @@ def _try_here(config: Config, address: str, device: torch.device) -> Iterator[Ro
 
 def _meet_here(device: torch.device, config: Config) -> Choices | Failure:
     """With an engine of its own: a library that crashes takes no other wire with it."""
-    with Child(config, engines.waiting, config, device, 0) as child:
+    with Child(config, engines.waiting, config, device) as child:
         endpoint = child.answer(WAIT_S)
         if isinstance(endpoint, Failure):
             return endpoint
@@ -194,8 +195,8 @@ def wait_for_peers(config: Config, tell: Callable[[str], object]) -> NoReturn:
     gets its endpoint. Raises ConfigError if it cannot listen, PeerLost if it ends by itself.
     """
     device = torch.device("cuda", 0) if torch.cuda.device_count() else HOST
-    port = config.front_door_port(gives_kv=True)
-    with Child(config, engines.waiting, config, device, port, is_loud=True) as child:
+    config = replace(config, port=config.front_door_port(gives_kv=True))
+    with Child(config, engines.waiting, config, device, is_loud=True) as child:
         endpoint = child.answer(WAIT_S)
         if isinstance(endpoint, Failure):
             raise ConfigError(endpoint.detail)

@@ -220,7 +220,7 @@ def test_a_doctor_that_waits_is_known_by_its_key() -> None:
     table = {"prefill": theirs, "decode": mine}
     shared: dict[str, Any] = {"curve_server_keys": table, **QUICK}
     there = Config(curve_public_key=theirs, curve_secret_key=their_secret, **shared)
-    with Child(there, engines.waiting, there, CPU, 0) as child:
+    with Child(there, engines.waiting, there, CPU) as child:
         endpoint = child.answer(60)
         assert isinstance(endpoint, str), endpoint
         rows = look(endpoint, curve_public_key=mine, curve_secret_key=secret, **shared)
