@@ -57,7 +57,8 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     yield from map(limit_row, host.limits())
     port = config.front_door_port(gives_kv=peer is None)
     problem = host.why_not_free(address, port)
-    yield port_row(address, port, problem, host.listener_on(port) if problem else "")
+    owner = host.listener_on(port) if problem else ""
+    yield port_row(address, "port", f"{port}", problem, owner)
     config = replace(config, port=0)  # an engine in service may have the other
     for wire in host.LIBRARIES:
         yield library_row(wire, host.versions(wire))

@@ -90,14 +90,16 @@ def limit_row(limit: Limit) -> Row:
     return Row(thing, State.WARN, f"expected at least {least}, got {shown}", limit.remedy)
 
 
-def port_row(address: str, port: int, problem: str, owner: str) -> Row:
-    """``problem``: why it cannot be taken; ``owner``: who has it, "" if unknown."""
-    thing = f"port {port or 'any'}"
+def port_row(address: str, setting: str, ports: str, problem: str, owner: str) -> Row:
+    """What ``port`` or ``data_port`` says. ``problem``: why none of it can be taken; ``owner``: who
+    has the first one, "" if unknown.
+    """
+    shown = "any" if ports == "0" else ports
     if not problem:
-        return Row(thing, State.OK, f"free on {address}")
-    seen = f"{address}: {problem}" + (f": {owner}" if owner else "")
-    remedy = "end that process, or set another port; try a running engine with --peer"
-    return Row(thing, State.FAIL, seen, remedy)
+        return Row(setting, State.OK, f"{shown}: free on {address}")
+    seen = f"{shown} on {address}: {problem}" + (f": {owner}" if owner else "")
+    remedy = f"end that process, or set another {setting}; try a running engine with --peer"
+    return Row(setting, State.FAIL, seen, remedy)
 
 
 def library_row(wire: str, versions: Mapping[str, str]) -> Row:

@@ -103,12 +103,13 @@ def test_a_number_is_no_size() -> None:
 
 
 def test_ports() -> None:
-    assert port_row("127.0.0.1", 5700, "", "") == Row("port 5700", State.OK, "free on 127.0.0.1")
-    assert port_row("127.0.0.1", 0, "", "").thing == "port any"
-    taken = port_row("127.0.0.1", 5700, "Address already in use", "process 7 (vllm serve)")
+    free = port_row("127.0.0.1", "port", "5700-5710", "", "")
+    assert free == Row("port", State.OK, "5700-5710: free on 127.0.0.1")
+    assert port_row("127.0.0.1", "data_port", "0", "", "").seen == "any: free on 127.0.0.1"
+    taken = port_row("127.0.0.1", "port", "5700", "Address already in use", "process 7 (vllm)")
     assert (taken.state, taken.seen) == (
         State.FAIL,
-        "127.0.0.1: Address already in use: process 7 (vllm serve)",
+        "5700 on 127.0.0.1: Address already in use: process 7 (vllm)",
     )
     assert "--peer" in taken.remedy
 
