@@ -37,6 +37,8 @@ from tests.connector.rig import Engine, until
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 QUICK = {"connect_timeout_s": 1.0}
+"""Where silence is what is to be found, and PATIENT where an answer comes."""
+PATIENT = {"connect_timeout_s": 30.0}
 
 
 def look(peer: str | None = None, **settings: Any) -> dict[str, Row]:
@@ -218,7 +220,7 @@ def test_an_engine_in_service_is_met_and_left_as_it_was() -> None:
 def test_a_doctor_that_waits_is_known_by_its_key() -> None:
     (mine, secret), (theirs, their_secret) = (_keys(), _keys())
     table = {"prefill": theirs, "decode": mine}
-    shared: dict[str, Any] = {"curve_server_keys": table, **QUICK}
+    shared: dict[str, Any] = {"curve_server_keys": table, **PATIENT}
     there = Config(curve_public_key=theirs, curve_secret_key=their_secret, **shared)
     with Child(there, engines.waiting, there, CPU) as child:
         endpoint = child.answer(60)
@@ -229,13 +231,13 @@ def test_a_doctor_that_waits_is_known_by_its_key() -> None:
         assert rows["wire zmq"].state is State.OK
         stranger, strange_secret = _keys()
         keys = {"curve_public_key": stranger, "curve_secret_key": strange_secret}
-        refused = look(endpoint, curve_server_keys=table, **keys, **QUICK)
+        refused = look(endpoint, curve_server_keys=table, **keys, **PATIENT)
         assert failing(refused) == ["peer engine"]
         assert "does not admit this engine's CURVE key" in refused["peer engine"].seen
         assert "curve_server_keys" in refused["peer engine"].remedy
         wrong = look(endpoint, curve_server_keys={"prefill": stranger}, **keys, **QUICK)
         assert "the handshake failed" in wrong["peer engine"].seen
-        bare = look(endpoint, **QUICK)
+        bare = look(endpoint, **PATIENT)
         assert "it has CURVE keys, and this engine has none" in bare["peer engine"].seen
 
 
@@ -277,7 +279,7 @@ def test_a_peer_that_the_settings_do_not_admit() -> None:
 
 def test_a_peer_of_another_protocol() -> None:
     with engine(announce=False) as source:
-        rows = look(source.endpoint, **QUICK)
+        rows = look(source.endpoint, connect_timeout_s=2.0)
         assert "it is starting" in rows["peer engine"].seen
         later = msgspec.structs.replace(source.manifest, protocol=(2, 3))
         source.step(ConnectorMetadata(manifest=later))
