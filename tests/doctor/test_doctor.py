@@ -83,7 +83,11 @@ def listener(answer: bytes = b"") -> Iterator[int]:
 # ------------------------------------------------------------------ on one host
 
 
-def test_one_host_without_a_gpu() -> None:
+@pytest.mark.parametrize(
+    "wires", [("shm", "zmq"), pytest.param(("shm", "zmq", "ucx", "nixl"), marks=pytest.mark.slow)]
+)
+def test_one_host_without_a_gpu(wires: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "AUTO", {"cpu": wires})
     rows = look()
     assert failing(rows) == []
     for wire in ("shm", "zmq"):
@@ -91,7 +95,7 @@ def test_one_host_without_a_gpu() -> None:
         assert row.state is State.OK, row
         assert (row.gb_per_s or 0) > 0
         assert (row.latency_us or 0) > 0
-    for wire in ("ucx", "nixl"):  # with their library; auto would not take them here
+    for wire in wires[2:]:  # with their library; auto would not take them here
         row = rows[f"wire {wire}"]
         is_there = all(host.versions(wire).values())
         assert row.state is (State.OK if is_there else State.SKIPPED), row
