@@ -30,7 +30,7 @@ LEVELS: list[set[str]] = [
     {"testing"},
     {"connector"},
     {"engine", "integrations", "proxy"},
-    {"plan"},
+    {"doctor", "plan"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -47,6 +47,7 @@ USES_TESTING = {"kvxfer/cli/commands.py": "kvxfer pair has options for it"}
 ENVIRONMENT = {"kvxfer/config.py": "the one reader"}
 # Who sets up logging besides cli, and why.
 LOG_SETUP = {
+    "kvxfer/doctor/child.py": "the entry of its processes",
     "kvxfer/engine/rank.py": "the entry of a rank's process",
     "kvxfer/integrations/vllm/plugin.py": "vLLM has handlers for its own loggers only",
 }

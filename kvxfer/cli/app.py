@@ -15,6 +15,7 @@ import typer
 
 from kvxfer.cli.options import (
     DecodeOptions,
+    DoctorOptions,
     PairOptions,
     PrefillOptions,
     ProxyOptions,
@@ -132,6 +133,18 @@ def proxy(options: ProxyOptions) -> None:
     from kvxfer.cli.proxy import run_proxy
 
     raise ToldToEnd(run_proxy(settings, options.log_level))
+
+
+@_command
+def doctor(options: DoctorOptions) -> None:
+    """Try what an engine here would use: GPUs, wires with real bytes, limits, ports, a peer.
+
+    Exit status: 0 when all is well, 1 when something that an engine needs does not work or is
+    slower than --min-gbps, 2 for wrong use.
+    """
+    from kvxfer.cli.doctor import run_doctor
+
+    _end(run_doctor(options))
 
 
 def _show_version(wanted: bool) -> None:

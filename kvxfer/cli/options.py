@@ -308,6 +308,31 @@ class DecodeOptions(RunOptions, _OneEngine):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """The options of ``kvxfer doctor``."""
+
+    peer: Annotated[
+        str | None,
+        Option(
+            help="KV address of an engine, or of a doctor that waits; if not given, wires are "
+            "tried between two processes of this host.",
+            metavar="HOST:PORT",
+        ),
+    ] = None
+    listen: Annotated[
+        bool, Option("--listen", help="Wait where an engine would, for a doctor elsewhere.")
+    ] = False
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+    min_gbps: Annotated[
+        float | None, Option(help="The GB/s that a wire must make.", metavar="X")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.listen and (self.peer is not None or self.json):
+            raise ConfigError("--listen: expected neither --peer nor --json beside it")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
     """The options of ``kvxfer proxy``."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from kvxfer.connector.load_routes import Addressing
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import ConnectorMetadata
+from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
@@ -306,6 +306,23 @@ class RankService:
             guard(self.sink.load, load, handed_s, after)
         for abort in orders.aborts:
             guard(self.sink.abort, abort)
+
+    def meet(
+        self,
+        own: EngineManifest,
+        source: SourceRef,
+        ready: Callable[[Peer], object],
+        failed: Callable[[Failure], object],
+    ) -> None:
+        """Meet an engine as a load from it would. ``ready`` or ``failed`` is called once, on the IO
+        thread. ``own``: all ranks of this engine.
+        """
+
+        def begin() -> None:
+            self._peers.set_own(own)
+            self._peers.want(source, needs_wire=True, ready=ready, failed=failed)
+
+        self.io.post(begin)
 
     # -------------------------------------------------- the end, on the engine thread
 
