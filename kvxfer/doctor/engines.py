@@ -89,8 +89,7 @@ def _rank(config: Config, identity: Identity, device: torch.device) -> RankServi
     else:
         tensor = torch.zeros(POOL.end, dtype=torch.uint8, device=device)
         memory = LocalMemory((tensor,), (plain_info(tensor),))
-    port = config.port or 0
-    return RankService(config, Ledger(), identity, (POOL,), memory, port, can_leave_unhashed=True)
+    return RankService(config, Ledger(), identity, (POOL,), memory, can_leave_unhashed=True)
 
 
 def _says(config: Config) -> dict[str, Any]:

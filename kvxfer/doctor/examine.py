@@ -55,11 +55,15 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
         yield failed_row("host", State.FAIL, str(exc), "name an address of this machine")
         return
     yield from map(limit_row, host.limits())
-    port = config.front_door_port(gives_kv=peer is None)
-    problem = host.why_not_free(address, port)
-    owner = host.listener_on(port) if problem else ""
-    yield port_row(address, "port", f"{port}", problem, owner)
-    config = replace(config, port=0)  # an engine in service may have the other
+    ports = config.for_engine(gives_kv=peer is None, num_ranks=1).for_rank(0)
+    for wanted in (ports.control_ports, ports.data_ports):
+        problems = {port: host.why_not_free(address, port) for port in wanted.in_order}
+        is_free = "" in problems.values()
+        owner = "" if is_free else host.listener_on(wanted.first)
+        yield port_row(
+            address, wanted.name, f"{wanted}", "" if is_free else problems[wanted.first], owner
+        )
+    config = replace(config, port=0, data_port=0)  # an engine in service may have the others
     for wire in host.LIBRARIES:
         yield library_row(wire, host.versions(wire))
     found = call(config, GPUS_S, gpus.looking)
@@ -196,7 +200,7 @@ def wait_for_peers(config: Config, tell: Callable[[str], object]) -> NoReturn:
     gets its endpoint. Raises ConfigError if it cannot listen, PeerLost if it ends by itself.
     """
     device = torch.device("cuda", 0) if torch.cuda.device_count() else HOST
-    config = replace(config, port=config.front_door_port(gives_kv=True))
+    config = config.for_engine(gives_kv=True, num_ranks=1).for_rank(0)
     with Child(config, engines.waiting, config, device, is_loud=True) as child:
         endpoint = child.answer(WAIT_S)
         if isinstance(endpoint, Failure):

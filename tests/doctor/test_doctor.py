@@ -102,7 +102,7 @@ def test_one_host_without_a_gpu(wires: tuple[str, ...], monkeypatch: pytest.Monk
         assert "auto does not try it here" in row.seen or not is_there
     assert rows["choice"].seen.startswith("auto: shm at ")
     assert "not zmq: not tried, because shm works" in rows["choice"].seen
-    assert {"limit memlock", "limit memory", "port", "library zmq"} < set(rows)
+    assert {"limit memlock", "limit memory", "port", "data_port", "library zmq"} < set(rows)
 
 
 def test_a_wire_by_name_and_a_speed_that_nothing_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,6 +122,15 @@ def test_a_port_that_is_taken_and_by_whom() -> None:
         row = next(row for row in examine.examine(config, None) if row.thing == "port")
     assert row.state is State.FAIL
     assert f"process {os.getpid()} (" in row.seen
+
+
+def test_a_range_of_ports_needs_one_that_is_free() -> None:
+    with listener() as port:
+        rows = look(f"tcp://127.0.0.1:{port}", port=f"{port}-{port + 20}", data_port=port, **QUICK)
+        assert rows["port"].state is State.OK
+        assert "peer engine" in failing(rows)
+        assert rows["data_port"].state is State.FAIL
+        assert f"process {os.getpid()} (" in rows["data_port"].seen
 
 
 def test_an_address_of_another_machine() -> None:
