@@ -326,3 +326,17 @@ def test_the_documentation_has_every_metric() -> None:
     section = text.split("## Numbers to watch")[1].split("\n## ")[0]
     table = section.split("| metric | type | unit | labels | meaning |\n|---|---|---|---|---|\n")[1]
     assert table.split("\n\n")[0].splitlines() == rows, "\n".join(rows)
+
+
+def test_the_runbook_names_metrics_and_reasons_that_are_there() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text().split("## Settings")[0]
+    named = set(re.findall(r"`kvxfer_(\w+)`", text))
+    assert len(named) > 10
+    assert named <= {metric.exported for metric in METRICS}
+    table = text.split("| reason | cause | remedy | look at |\n|---|---|---|---|\n")[1]
+    told = set(re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE))))
+    assert {reason.value for reason in Reason} - told == {
+        "plan",  # of a peer that is not kvxfer's
+        "cancelled",  # by the request's own client
+        "local_hit",  # no failure
+    }
