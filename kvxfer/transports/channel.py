@@ -24,7 +24,8 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
-from kvxfer.transports.guard import pinned_keys, unix_endpoint
+from kvxfer.transports.guard import pinned_keys, remedy, unix_endpoint
+from kvxfer.transports.key_folder import short
 from kvxfer.transports.visitors import EVENT, Backlog, Inbox, Visitors
 
 Socket = zmq.Socket[bytes]
@@ -103,6 +104,7 @@ class Router:
             # error
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._visitors.endpoint = self.endpoint = _bind(self.socket, config, port)
+            self._visitors.key = config.curve_public_key
             if has_unix_socket and not bind_unix(self.socket, self.endpoint):
                 _log.debug("no Unix socket beside %s: everybody uses TCP", self.endpoint)
         except BaseException:
@@ -205,12 +207,14 @@ class Dealer:
         self._has_keys = config.curve_public_key is not None
         if self._has_keys and not is_unix and server_key not in pinned_keys(config):
             raise TransportUnavailable(
-                "CURVE: expected a peer whose key is pinned, got another; see curve_server_keys"
+                f"CURVE: expected a peer whose key is pinned, got another "
+                f"({short(server_key or 'no key')}); {remedy(config, there=False)}"
             )
         self.endpoint = endpoint
         self.problem = ""
         self.is_refused = False
         self._bounds, self._word, self._reconnects = bounds, word, reconnects
+        self._config, self._server_key = config, server_key
         self._stood = False
         self._said_s = time.monotonic()
         self.socket: Socket = context.socket(zmq.DEALER)
@@ -296,14 +300,15 @@ class Dealer:
         is_other = kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _OTHER_MECHANISM
         self.is_refused = self._has_keys or is_answer or is_other
         if is_answer:
-            what = "CURVE key; name it in curve_server_keys there"
-            if not self._has_keys:
-                what = "address; name it in allowed_peers there, or set CURVE keys on both sides"
+            what = "address; name it in allowed_peers there, or set CURVE keys on both sides"
+            if self._has_keys:
+                own = short(self._config.curve_public_key or "")
+                what = f"CURVE key ({own}); {remedy(self._config, there=True)}"
             self.problem = f"it does not admit this engine's {what}"
         elif self._has_keys:
             self.problem = (
-                "the handshake failed; it has no CURVE keys, or another one than "
-                "curve_server_keys of this engine says"
+                "the handshake failed; it has no CURVE keys, or another one than this engine "
+                f"expects ({short(self._server_key or '')}); {remedy(self._config, there=False)}"
             )
         elif is_other:
             self.problem = "it has CURVE keys, and this engine has none; set them on both sides"

@@ -30,6 +30,7 @@ import zmq
 
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.guard import MAX_WARNED, penalties_of, unix_name
+from kvxfer.transports.key_folder import short
 
 TURN_S = 0.005
 """After which the other readers have their turn; a message that is being handled ends first."""
@@ -222,8 +223,9 @@ class _Visitor:
 
 
 class Visitors:
-    """The connections of one ROUTER. Make it before the ROUTER binds, and set ``endpoint`` then.
-    ``most_nbytes``: what a connection may have sent that was not read, at a look.
+    """The connections of one ROUTER. Make it before the ROUTER binds, and set ``endpoint`` and
+    ``key`` (its public CURVE key, if any) then. ``most_nbytes``: what a connection may have sent
+    that was not read, at a look.
     """
 
     def __init__(
@@ -233,6 +235,7 @@ class Visitors:
         most_nbytes: int,
     ) -> None:
         self.endpoint = ""
+        self.key: str | None = None
         self.monitor = _make_monitor(context, socket)
         self._socket = socket
         self._events = Inbox(self.monitor)
@@ -241,7 +244,7 @@ class Visitors:
         self._visitors: dict[int, _Visitor] = {}
         self._fds: dict[bytes, int] = {}
         self._num_of: Counter[str] = Counter()
-        self._has_failed = False
+        self._failed_with = 0
         self._gone: list[bytes] = []
         self._penalties = penalties_of(context)
         self._warned: LogLimit[str] = LogLimit(MAX_WARNED)
@@ -258,11 +261,11 @@ class Visitors:
             if kind == zmq.EVENT_ACCEPTED:
                 self._enter(fd)
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._has_failed = True  # whose connection the next event ends
+                self._failed_with = fd  # an error; the next event ends its connection
             elif kind == zmq.EVENT_DISCONNECTED:
-                if self._has_failed:
-                    self._warn(fd, "it speaks another protocol, or has no CURVE key and needs one")
-                self._has_failed = False
+                if self._failed_with:
+                    self._warn(fd, self._why_failed(self._failed_with))
+                self._failed_with = 0
                 self._leave(fd)
         return self._events.take_empty()
 
@@ -426,6 +429,17 @@ class Visitors:
         if socket.family == sockets.AF_UNIX:
             return bool(name == unix_name(self.endpoint))
         return self.endpoint.endswith(f":{name[1]}")
+
+    def _why_failed(self, error: int) -> str:
+        """Why a handshake has failed."""
+        if error == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            key = short(self.key or "")
+            return f"it expects another CURVE key here than {key}; give both sides the same keys"
+        if error != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return "it speaks another protocol; is it a kvxfer engine?"
+        if self.key is None:
+            return "it has CURVE keys, and this engine has none; set them on both sides"
+        return "it has no CURVE key and needs one; set them on both sides"
 
     def _warn(self, fd: int, why: str) -> None:
         visitor = self._visitors.get(fd)

@@ -391,7 +391,8 @@ def io_thread_of(engine: Engine) -> threading.Thread:
 
 def peers_of(sink: Engine) -> Mapping[tuple[str, str], Peer]:
     """Of now, by engine id and front door."""
-    return service_of(sink)._peers._peers
+    peers = service_of(sink)._peers._peers.values()
+    return {(peer.engine_id, peer.endpoint): peer for peer in peers}
 
 
 def only_peer_of(sink: Engine) -> Peer:

@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.transports.key_folder import short
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, stuck, until
 from tests.helpers import free_port
@@ -198,15 +199,26 @@ def test_pinned_keys_let_the_right_engines_meet() -> None:
 
 
 _SAID = {
-    "client": "it does not admit this engine's CURVE key; name it in curve_server_keys there",
-    "server": "the handshake failed; it has no CURVE keys, or another one than curve_server_keys",
+    "client": "it does not admit this engine's CURVE key (KEY); name it in curve_server_keys there",
+    "server": "the handshake failed; it has no CURVE keys, or another one than this engine expects "
+    "(KEY); name it in curve_server_keys here",
     "plain": "it has CURVE keys, and this engine has none; set them on both sides",
     "unnamed": "curve_server_keys: expected a key of engine prefill, got none",
 }
 
 
+_HEARD = {
+    "client": "127.0.0.1 was refused: expected a CURVE key that is pinned, got another (KEY); name "
+    "it in curve_server_keys here",
+    "server": "a connection from 127.0.0.1 was closed: it expects another CURVE key here than",
+    "plain": "was closed: it has no CURVE key and needs one; set them on both sides",
+    "unnamed": "",  # it never connects
+}
+"""What the source says of it meanwhile."""
+
+
 @pytest.mark.parametrize("wrong", list(_SAID))
-def test_other_keys_do_not(wrong: str) -> None:
+def test_other_keys_do_not(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     source_keys, sink_keys, other = _keys(), _keys(), _keys()
     client = other if wrong == "client" else sink_keys
     server = other[0] if wrong == "server" else source_keys[0]
@@ -238,7 +250,9 @@ def test_other_keys_do_not(wrong: str) -> None:
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"not_allowed"}
         assert (sink.pools[0].tensor == POISON).all()
-        assert _SAID[wrong] in sink.reports("d")[0].detail
+        key = short(server if wrong == "server" else client[0])
+        assert _SAID[wrong].replace("KEY", key) in sink.reports("d")[0].detail
+        assert _HEARD[wrong].replace("KEY", short(client[0])) in caplog.text
 
 
 @contextmanager
