@@ -227,6 +227,7 @@ class Engine:
             offer=OfferRef(order.nonce, self.incarnation),
             num_tokens=num_tokens,
             digest=digest,
+            curve_public_key=self.manifest.ranks[0].curve_public_key,
         )
 
     def compute(self, *request_ids: str) -> None:
