@@ -35,6 +35,7 @@ from kvxfer.cli.sides import (
     single_engine,
     transfer_engine,
 )
+from kvxfer.config import Config
 from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.kv_plan import longest_request
@@ -143,7 +144,9 @@ def _run(
             for name, c in configs.items()
         }
         if prefill_at is not None:
-            remote = RunEngine(_client(stack, prefill_at, wait_s), come_back_s=wait_s)
+            remote = RunEngine(
+                _client(stack, prefill_at, configs["decode"].kv, wait_s), come_back_s=wait_s
+            )
             stack.callback(lambda: remote.client.close())  # it may be another one by then
             engines["prefill"] = remote
         sides = [
@@ -155,7 +158,7 @@ def _run(
             soft_wrap=True,
         )
         for name, group in groups.items():
-            engines[name] = RunEngine(_client(stack, group.endpoint), group)
+            engines[name] = RunEngine(_client(stack, group.endpoint, configs[name].kv), group)
         started_s = time.monotonic()
         with _progress(console) as progress:
             results: list[Result] = Replay(
@@ -179,8 +182,8 @@ def _run(
         return summary.is_good
 
 
-def _client(stack: ExitStack, endpoint: str, timeout_s: float = _INFO_S) -> RpcClient:
-    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s))
+def _client(stack: ExitStack, endpoint: str, kv: Config, timeout_s: float = _INFO_S) -> RpcClient:
+    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s, kv=kv))
 
 
 def _where(config: EngineConfig) -> str:

@@ -15,32 +15,24 @@ from kvxfer.errors import ConfigError
 WRONG = 2
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the keys.")]
-_Step = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="STEP",
-        help="add: a next key, which is accepted from now on. use: engines that start take it. "
-        "drop: the previous key is not accepted any more. If not given, says which is due.",
-    ),
-]
+_Step = Annotated[str | None, typer.Argument(metavar="STEP", help="add, use or drop.")]
+_NEXT = {
+    "add": "to replace the key: kvxfer keys rotate {0} add",
+    "use": "copy {0} to every host; when it is everywhere: kvxfer keys rotate {0} use",
+    "drop": "copy {0} to every host, and restart the engines, one after the other;\n"
+    "when all have: kvxfer keys rotate {0} drop, and copy it once more",
+}
+"""What is to be done, by the step that is due."""
 
 keys = typer.Typer(
     help="Make and rotate the CURVE keys that engines share (curve_keys_dir).",
     no_args_is_help=True,
 )
 
-_NEXT = {
-    "add": "to replace the key: kvxfer keys rotate {folder} add",
-    "use": "copy {folder} to every host; when it is everywhere: kvxfer keys rotate {folder} use",
-    "drop": "copy {folder} to every host, and restart the engines, one after the other;\n"
-    "when all have: kvxfer keys rotate {folder} drop, and copy it once more",
-}
-"""What is to be done, by the step that is due."""
-
 
 @keys.command()
 def make(folder: _Folder) -> None:
-    """Make a folder with a new key pair. Keys that are there are not replaced."""
+    """Make a folder with a key pair. Keys that are there are not replaced."""
     with _border():
         from kvxfer.transports.key_folder import make_keys
 
@@ -51,32 +43,32 @@ def make(folder: _Folder) -> None:
 
 @keys.command()
 def rotate(folder: _Folder, step: _Step = None) -> None:
-    """Replace the key in three steps, add, use and drop, while engines run."""
-    with _border():
-        from kvxfer.transports.key_folder import Step, rotate_keys
+    """Replace the key while engines run, in three steps.
 
-        if step is not None and step not in list(Step):
-            raise ConfigError(f"STEP: expected one of {', '.join(Step)}, got {step}")
-        rotate_keys(folder, None if step is None else Step(step))
+    add: a next key, which is accepted from now on. use: engines that start from now on take it.
+    drop: the key before it is not accepted any more.
+    """
+    with _border():
+        from kvxfer.transports.key_folder import rotate_keys
+
+        rotate_keys(folder, step)
         _show(folder)
 
 
 @keys.command()
 def show(folder: _Folder) -> None:
-    """Show the public keys of a folder, and which step of a rotation is due.
-
-    Exit status 2 for files that are missing, damaged, or readable by every user.
+    """Show the public keys, and the step that is due. Exit status 2 for a folder that engines
+    refuse.
     """
     with _border():
         _show(folder)
 
 
 def _show(folder: Path) -> None:
-    from kvxfer.transports.key_folder import next_step, read_keys
+    from kvxfer.transports.key_folder import read_keys
 
     found = read_keys(folder)
-    typer.echo(f"{folder}: {found}")
-    typer.echo(_NEXT[next_step(found)].format(folder=folder))
+    typer.echo(f"{folder}: {found}\n{_NEXT[found.due].format(folder)}")
 
 
 @contextmanager

@@ -227,7 +227,7 @@ class Dealer:
             if not reconnects:
                 self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
             # The ends of a Unix socket know each other's user
-            if server_key is not None and not is_unix and _set_keys(self.socket, config):
+            if server_key is not None and not is_unix and set_keys(self.socket, config):
                 self.socket.curve_serverkey = server_key.encode()
             self.monitor: Socket = self.socket.get_monitor_socket(_EVENTS)
             self.socket.connect(endpoint)
@@ -349,20 +349,27 @@ def bind_unix(socket: Socket, endpoint: str) -> bool:
     return True
 
 
+def ask_guard(socket: Socket, config: Config) -> None:
+    """Have a listener admit whom the guard of its context admits (nobody where there is none), with
+    CURVE where there are keys.
+    """
+    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    if set_keys(socket, config):
+        socket.curve_server = True
+
+
 def _bind(socket: Socket, config: Config, port: int) -> str:
     """Listen with the guard at the door; the endpoint."""
     address = bind_address(config.host)
     host = f"[{address}]" if ":" in address else address
     socket.setsockopt(zmq.IPV6, int(":" in address))
-    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard every connection is refused
-    if _set_keys(socket, config):
-        socket.curve_server = True
+    ask_guard(socket, config)
     socket.bind(f"tcp://{host}:{port or '*'}")
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
-def _set_keys(socket: Socket, config: Config) -> bool:
+def set_keys(socket: Socket, config: Config) -> bool:
     """This engine's key pair; False if it has none."""
     if config.curve_public_key is None or config.curve_secret_key is None:
         return False

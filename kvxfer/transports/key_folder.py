@@ -7,8 +7,8 @@ step of it is on its way to the hosts, each engine accepts the key of every othe
 | file | holds | |
 |---|---|---|
 | ``current.key_secret`` | a pair | taken by engines that start |
-| ``next.key_secret`` | a pair | accepted; nobody has it yet |
-| ``previous.key`` | a public key | accepted; engines that started earlier have its pair |
+| ``next.key_secret`` | a pair | accepted; nobody has it yet (from ``add`` to ``use``) |
+| ``previous.key`` | a public key | accepted; engines that started before ``use`` have its pair |
 
 Files are certificates of ZeroMQ (``zmq.auth``). Others may not read them; their group may, because
 Kubernetes mounts a Secret so.
@@ -16,7 +16,6 @@ Kubernetes mounts a Secret so.
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import struct
@@ -34,60 +33,87 @@ from zmq.utils import z85
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
 
-CURRENT, NEXT, PREVIOUS = "current.key_secret", "next.key_secret", "previous.key"
+CURRENT, NEXT, PREVIOUS = _FILES = ("current.key_secret", "next.key_secret", "previous.key")
+ADD, USE, DROP = STEPS = ("add", "use", "drop")
+"""Of a rotation, in order."""
 _KEY_NBYTES = 32
 _FOR_OTHERS = 0o007
+_DAMAGED = (OSError, KeyError, ValueError, struct.error, zmq.ZMQError)
+"""What pyzmq raises for such a file."""
 
 _log = logging.getLogger("kvxfer.transports")
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """In Z85."""
+    """In Z85. ``secret``: None in ``previous.key``."""
 
     public: str
-    secret: str = field(repr=False)
+    secret: str | None = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class FolderKeys:
-    """What a folder holds. ``previous``: a public key."""
+    """What a folder holds."""
 
     current: KeyPair
-    next: KeyPair | None = None
-    previous: str | None = None
+    next: KeyPair | None
+    previous: KeyPair | None
 
     @property
-    def accepted(self) -> frozenset[str]:
-        """The public keys, in Z85."""
-        others = (self.next.public if self.next is not None else None, self.previous)
-        return frozenset({self.current.public, *(key for key in others if key is not None)})
+    def accepted(self) -> dict[str, str]:
+        """The public keys, oldest first, and which each is."""
+        pairs = (("previous", self.previous), ("current", self.current), ("next", self.next))
+        return {pair.public: what for what, pair in pairs if pair is not None}
+
+    @property
+    def due(self) -> str:
+        """The next step. A ``use`` that was cut off has left all files, and is due again."""
+        if self.next is not None:
+            return USE
+        return ADD if self.previous is None else DROP
 
     def __str__(self) -> str:
-        named = {"current": self.current.public, "previous": self.previous}
-        named["next"] = self.next.public if self.next is not None else None
-        return ", ".join(f"{short(key)} ({what})" for what, key in named.items() if key is not None)
+        return ", ".join(f"{short(key)} ({what})" for key, what in self.accepted.items())
 
 
-def short(key: str) -> str:
+def short(key: str | None) -> str:
     """Enough of a public key to know it by."""
-    return key[:8]
-
-
-# ------------------------------------------------------------------ what an engine reads
+    return (key or "none")[:8]
 
 
 def read_keys(folder: str | Path) -> FolderKeys:
     """Raises ConfigError for files that are missing, damaged, or readable by every user."""
-    current, upcoming, previous = (_read(Path(folder, name)) for name in (CURRENT, NEXT, PREVIOUS))
+    current, upcoming, previous = (_read(Path(folder, name)) for name in _FILES)
     if current is None:
         raise ConfigError(
             f"curve_keys_dir: expected {CURRENT} in {folder}, got none; kvxfer keys make {folder} "
             "makes it"
         )
-    pairs = [_pair(key) for key in (current, upcoming)]
-    assert pairs[0] is not None
-    return FolderKeys(pairs[0], pairs[1], None if previous is None else previous[1])
+    return FolderKeys(current, upcoming, previous)
+
+
+def _read(path: Path) -> KeyPair | None:
+    """None where there is no file."""
+    try:
+        mode = path.stat().st_mode & 0o777
+        public, secret = load_certificate(path)
+        has_all = path.name == PREVIOUS or zmq.curve_public(secret or b"") == public
+        if not has_all or len(z85.decode(public)) != _KEY_NBYTES:
+            raise ValueError("keys that do not belong together")  # noqa: TRY301
+    except FileNotFoundError:
+        return None
+    except _DAMAGED as e:
+        raise ConfigError(f"{path}: expected a whole CURVE certificate, got {e}") from e
+    if mode & _FOR_OTHERS:
+        raise ConfigError(
+            f"{path}: expected a file for its owner and group only, got mode {mode:04o}; "
+            f"say chmod 600 {path}, or defaultMode: 0440 of a Kubernetes Secret"
+        )
+    return KeyPair(public.decode(), None if secret is None else secret.decode())
+
+
+# ------------------------------------------------------------------ an engine that runs
 
 
 def with_folder_keys(config: Config) -> Config:
@@ -105,7 +131,7 @@ def with_folder_keys(config: Config) -> Config:
 
 def accepted_keys(folder: str) -> frozenset[str]:
     """The public keys of the folder as it is now; as it was last where it cannot be read now."""
-    return _ring(folder).keys().accepted
+    return frozenset(_ring(folder).keys().accepted)
 
 
 class _Ring:
@@ -115,8 +141,7 @@ class _Ring:
         self._folder = folder
         self._lock = threading.Lock()
         self._taken: set[str] = set()
-        self._stamp = _stamp(folder)
-        self._keys = read_keys(folder)
+        self._stamp, self._keys = _stamp(folder), read_keys(folder)
 
     def take(self) -> KeyPair:
         """The current pair, for an engine that starts. Raises ConfigError."""
@@ -131,17 +156,17 @@ class _Ring:
             stamp = _stamp(self._folder)
             if stamp != self._stamp:
                 self._stamp = stamp
-                self._reload()
+                self._read_again()
             return self._keys
 
-    def _reload(self) -> None:
+    def _read_again(self) -> None:
         try:
             self._keys = read_keys(self._folder)
         except ConfigError as e:
             _log.warning("%s; the keys that were read before stay accepted", e)
             return
         _log.info("curve_keys_dir: %s has changed; accepted: %s", self._folder, self._keys)
-        for key in self._taken - self._keys.accepted:
+        for key in self._taken - self._keys.accepted.keys():
             _log.warning(
                 "curve_keys_dir: expected key %s of this engine in %s, got %s; restart this engine",
                 *(short(key), self._folder, self._keys),
@@ -152,132 +177,55 @@ _rings: dict[str, _Ring] = {}
 
 
 def _ring(folder: str) -> _Ring:
-    ring = _rings.get(folder)
-    return ring if ring is not None else _rings.setdefault(folder, _Ring(folder))
+    return _rings.get(folder) or _rings.setdefault(folder, _Ring(folder))
 
 
-def _stamp(folder: str) -> tuple[tuple[int, int, int] | None, ...]:
+def _stamp(folder: str) -> list[tuple[int, int, int]]:
     """Another one after each change of a file, or of the link to it."""
-    stamps: list[tuple[int, int, int] | None] = []
-    for name in (CURRENT, NEXT, PREVIOUS):
-        try:
-            found = Path(folder, name).stat()
-        except OSError:
-            stamps.append(None)
-        else:
-            stamps.append((found.st_ino, found.st_mtime_ns, found.st_mode))
-    return tuple(stamps)
+    there = [path for name in _FILES if (path := Path(folder, name)).exists()]
+    return [(f.st_ino, f.st_mtime_ns, f.st_mode) for f in map(os.stat, there)]
 
 
-def _read(path: Path) -> tuple[Path, str, str | None] | None:
-    """The public and the secret key, if any; None where there is no file."""
-    try:
-        mode = path.stat().st_mode & 0o777
-        if mode & _FOR_OTHERS:
-            raise ConfigError(
-                f"{path}: expected a file for its owner and group only, got mode {mode:04o}; "
-                f"say chmod 600 {path}, or defaultMode: 0440 of a Kubernetes Secret"
-            )
-        public, secret = load_certificate(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{path}: expected a CURVE certificate, got {e}") from e
-    if not _is_whole(public, secret):
-        # no values: one of them may be the secret one
-        raise ConfigError(
-            f"{path}: expected a public key, or a pair that belongs together, got a damaged file; "
-            "copy it again"
-        )
-    return path, public.decode(), None if secret is None else secret.decode()
+# ------------------------------------------------------------------ an operator
 
 
-def _is_whole(public: bytes, secret: bytes | None) -> bool:
-    try:
-        is_key = len(z85.decode(public)) == _KEY_NBYTES
-        return is_key and (secret is None or zmq.curve_public(secret) == public)
-    except (KeyError, ValueError, struct.error, zmq.ZMQError):
-        return False
-
-
-def _pair(read: tuple[Path, str, str | None] | None) -> KeyPair | None:
-    if read is None:
-        return None
-    path, public, secret = read
-    if secret is None:
-        raise ConfigError(f"{path}: expected a secret key beside the public one, got none")
-    return KeyPair(public, secret)
-
-
-# ------------------------------------------------------------------ what an operator writes
-
-
-class Step(enum.StrEnum):
-    """The steps of a rotation, in order."""
-
-    ADD = "add"
-    USE = "use"
-    DROP = "drop"
-
-
-def next_step(keys: FolderKeys) -> Step:
-    """The one that is due. A ``use`` that was cut off has left both files, and is due again."""
-    if keys.next is not None:
-        return Step.USE
-    return Step.ADD if keys.previous is None else Step.DROP
-
-
-def make_keys(folder: Path) -> FolderKeys:
+def make_keys(folder: Path) -> None:
     """Make the folder, if it is not there, and its first pair. Raises ConfigError if it has keys,
     OSError where it cannot be written.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    there = [name for name in (CURRENT, NEXT, PREVIOUS) if (folder / name).exists()]
-    if there:
+    if there := [name for name in _FILES if (folder / name).exists()]:
         raise ConfigError(
             f"{folder}: expected a folder without keys, got {', '.join(there)}; "
             f"kvxfer keys rotate {folder} replaces keys step by step"
         )
-    _write(folder / CURRENT, *_new_pair())
-    return read_keys(folder)
+    _write(folder / CURRENT, *zmq.curve_keypair())
 
 
-def rotate_keys(folder: Path, step: Step | None) -> FolderKeys:
+def rotate_keys(folder: Path, step: str | None) -> FolderKeys:
     """Take one step of a rotation. Raises ConfigError unless it is the one that is due, OSError
     where the folder cannot be written.
     """
     keys = read_keys(folder)
-    due = next_step(keys)
-    if step is not due:
-        raise ConfigError(f"STEP: expected {due}, got {step or 'none'}; {folder} has {keys}")
-    match due:
-        case Step.ADD:
-            _write(folder / NEXT, *_new_pair())
-        case Step.USE:
-            # In this order there is no moment at which one of both keys is not accepted
-            _write(folder / PREVIOUS, keys.current.public)
-            (folder / NEXT).replace(folder / CURRENT)
-        case Step.DROP:
-            (folder / PREVIOUS).unlink()
+    if step != keys.due:
+        raise ConfigError(f"STEP: expected {keys.due}, got {step or 'none'}; {folder} has {keys}")
+    if step == ADD:
+        _write(folder / NEXT, *zmq.curve_keypair())
+    elif step == USE:  # in this order: both keys are accepted at every moment
+        _write(folder / PREVIOUS, keys.current.public.encode())
+        (folder / NEXT).replace(folder / CURRENT)
+    else:
+        (folder / PREVIOUS).unlink()
     return read_keys(folder)
 
 
-def _new_pair() -> tuple[str, str]:
-    public, secret = zmq.curve_keypair()
-    return public.decode(), secret.decode()
-
-
-def _write(path: Path, public: str, secret: str | None = None) -> None:
+def _write(path: Path, public: bytes, secret: bytes | None = None) -> None:
     """Nobody sees half of the file, and no other user sees it at all."""
-    made = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    lines = ["metadata", f'    made = "{made}"', "curve", f'    public-key = "{public}"']
+    text = f'metadata\n    made = "{time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}"\n'
+    text += f'curve\n    public-key = "{public.decode()}"\n'
     if secret is not None:
-        lines.append(f'    secret-key = "{secret}"')
+        text += f'    secret-key = "{secret.decode()}"\n'
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".")  # mode 0600
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write("\n".join(lines) + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with os.fdopen(fd, "w") as file:
+        file.write(text)
+    Path(temporary).replace(path)

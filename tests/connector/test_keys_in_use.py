@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import select
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,67 +17,19 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.connector import control
+from kvxfer.connector.params import LoadWanted, make_params, parse_params
 from kvxfer.connector.protection import protection
-from kvxfer.transports.key_folder import Step, make_keys, read_keys, rotate_keys, short
+from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.wire import OfferRef
+from kvxfer.transports.key_folder import STEPS, USE, make_keys, read_keys, rotate_keys, short
 from kvxfer.transports.stream_sink import StreamSink
 from tests.builders import EngineShape
 from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, until
+from tests.wiretap import Wiretap
 
 ONE = EngineShape()
 CONTENT, DIGEST = b"\x5a" * 256, b"\xa5" * 32
 MARKER = "a-name-that-nobody-else-has"
-
-
-class Wiretap:
-    """Every TCP connection of ZeroMQ passes through here; ``heard`` is what was said, both ways, by
-    the endpoint that it was said to.
-    """
-
-    def __init__(self, connect: Any) -> None:
-        self.heard: dict[str, bytearray] = {}
-        self._connect = connect
-        self._stack = ExitStack()
-        self._listeners: dict[str, int] = {}
-
-    def connect(self, dealer: zmq.Socket[bytes], endpoint: str) -> Any:
-        """In the place of ``zmq.Socket.connect``."""
-        if not endpoint.startswith("tcp:"):
-            return self._connect(dealer, endpoint)
-        if endpoint not in self._listeners:
-            listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            self._listeners[endpoint] = listener.getsockname()[1]
-            self.heard[endpoint] = bytearray()
-            threading.Thread(target=self._accept, args=(listener, endpoint), daemon=True).start()
-        return self._connect(dealer, f"tcp://127.0.0.1:{self._listeners[endpoint]}")
-
-    def _accept(self, listener: socket.socket, endpoint: str) -> None:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-        while True:
-            try:
-                near, _ = listener.accept()
-            except OSError:  # it was closed
-                return
-            far = socket.create_connection((host, int(port)))
-            threading.Thread(
-                target=self._pass_on, args=(near, far, self.heard[endpoint]), daemon=True
-            ).start()
-
-    def _pass_on(self, near: socket.socket, far: socket.socket, heard: bytearray) -> None:
-        with near, far:
-            while True:
-                for source, sink in ((near, far), (far, near)):
-                    if source in select.select([near, far], [], [], 60)[0]:
-                        try:
-                            said = source.recv(1 << 16)
-                            sink.sendall(said)
-                        except OSError:
-                            return
-                        heard += said
-                        if not said:
-                            return
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 @pytest.fixture
@@ -89,8 +37,12 @@ def wiretap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Wiretap]:
     """Two hosts: nobody finds a Unix socket."""
     monkeypatch.setattr(control, "nearest_endpoint", lambda endpoint: endpoint)
     monkeypatch.setattr(StreamSink, "uses_unix_sockets", False)
-    tap = Wiretap(zmq.Socket.connect)
-    monkeypatch.setattr(zmq.Socket, "connect", lambda *args: tap.connect(*args))
+    tap, connect = Wiretap(), zmq.Socket.connect
+
+    def tapped(dealer: zmq.Socket[bytes], endpoint: str) -> object:
+        return connect(dealer, tap.beside(endpoint) if endpoint.startswith("tcp:") else endpoint)
+
+    monkeypatch.setattr(zmq.Socket, "connect", tapped)
     yield tap
     tap.close()
 
@@ -163,7 +115,11 @@ class Host:
 
     def start(self) -> None:
         fill = 1 if self.name.startswith("prefill") else POISON
-        settings = {"transport": "zmq", **PATIENT, "curve_keys_dir": str(self.folder)}
+        settings: dict[str, Any] = {
+            "transport": "zmq",
+            **PATIENT,
+            "curve_keys_dir": str(self.folder),
+        }
         self.engine = Engine(ONE, self.name, fill=fill, **settings)
 
     def restart(self) -> None:
@@ -191,11 +147,11 @@ def test_a_fleet_changes_its_key_without_a_load_that_fails(
     try:
         first = hosts[0].key
         all_load()
-        for step in Step:
+        for step in STEPS:
             rotate_keys(folder, step)
             for host in hosts:
                 host.copy()
-                if step is Step.USE:
+                if step == USE:
                     host.restart()
                 all_load()
         assert keys == {(True, True), (False, True), (False, False)}  # sinks restart last
@@ -217,8 +173,7 @@ def test_an_engine_with_the_keys_of_another_folder_is_named_on_both_sides(
     with (
         Engine(ONE, "prefill", fill=1, transport="zmq", curve_keys_dir=str(folder)) as source,
         Engine(
-            *(ONE, "decode"),
-            **{"fill": POISON, "curve_keys_dir": str(other), "connect_timeout_s": 1.5},
+            ONE, "decode", fill=POISON, curve_keys_dir=str(other), connect_timeout_s=1.5
         ) as sink,
     ):
         assert load(source, sink) == {"not_allowed"}
@@ -231,10 +186,6 @@ def test_an_engine_with_the_keys_of_another_folder_is_named_on_both_sides(
 
 def test_params_say_which_key_only_where_there_may_be_several(folder: Path) -> None:
     """The signature covers it, and is as it was where it is left out."""
-    from kvxfer.connector.params import LoadWanted, make_params, parse_params
-    from kvxfer.connector.records import SourceRef
-    from kvxfer.transfer.wire import OfferRef
-
     plain = SourceRef(
         engine_id="p",
         endpoint="tcp://10.0.0.1:5700",
@@ -268,8 +219,10 @@ def test_params_say_which_key_only_where_there_may_be_several(folder: Path) -> N
 )
 def test_what_is_protected(host: str, has_keys: bool, level: int, words: str) -> None:
     public, secret = (key.decode() for key in zmq.curve_keypair())
-    keys = {"curve_public_key": public, "curve_secret_key": secret} if has_keys else {}
-    said = protection(Config(host=host, **keys), f"tcp://{host}:5700", ["shm", "zmq", "ucx"])
+    keys: dict[str, Any] = {"curve_public_key": public, "curve_secret_key": secret}
+    said = protection(
+        Config(host=host, **(keys if has_keys else {})), f"tcp://{host}:5700", ["shm", "zmq", "ucx"]
+    )
     assert said.level == level
     assert words in said.text
     assert (short(public) in said.text) is has_keys
