@@ -248,8 +248,8 @@ class RpcClient:
             self._is_refused = bool(EVENT.unpack(self._monitor.recv_multipart()[0])[0] & _FAILED)
         if self._is_refused:
             raise PeerLost(
-                f"engine at {self.endpoint}: expected this side's CURVE keys there, got others or "
-                "none; set the same curve_keys_dir on both sides"
+                f"engine at {self.endpoint}: expected the same CURVE keys on both sides, got "
+                "others, or none on one side; set the same curve_keys_dir on both"
             )
         if self._is_lost and not messages:
             raise PeerLost(f"engine at {self.endpoint}: the connection ended; is it still running?")

@@ -25,6 +25,7 @@ from kvxfer.transports.key_folder import STEPS, USE, make_keys, read_keys, rotat
 from kvxfer.transports.stream_sink import StreamSink
 from tests.builders import EngineShape
 from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, until
+from tests.helpers import free_port
 from tests.wiretap import Wiretap
 
 ONE = EngineShape()
@@ -163,6 +164,26 @@ def test_a_fleet_changes_its_key_without_a_load_that_fails(
             host.engine.close()
     assert "was refused" not in caplog.text
     assert "was closed" not in caplog.text
+
+
+def test_loads_of_an_engine_that_started_anew_do_not_wait_for_its_old_key(folder: Path) -> None:
+    """A load whose params name the old key still tries to connect when the engine is back."""
+    common: dict[str, Any] = {"transport": "zmq", **PATIENT, "curve_keys_dir": str(folder)}
+    port = free_port()
+    with Engine(ONE, "decode", fill=POISON, **common) as sink:
+        before = SourceRef(
+            engine_id="prefill",
+            endpoint=f"tcp://127.0.0.1:{port}",
+            offer=OfferRef(b"n" * 16, b"i" * 16),
+            num_tokens=16,
+            curve_public_key=read_keys(folder).current.public,
+        )
+        sink.load("before", before, [2], (0, 16))
+        for step in STEPS[:2]:
+            rotate_keys(folder, step)
+        with Engine(ONE, "prefill", fill=1, port=port, **common) as source:
+            assert load(source, sink) == {None}
+        assert not sink.received("before")
 
 
 def test_an_engine_with_the_keys_of_another_folder_is_named_on_both_sides(
