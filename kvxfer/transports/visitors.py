@@ -54,7 +54,8 @@ _SOURCE_FD = int(zmq.SRCFD)
 _AT_END = (errno.EAGAIN, errno.ENOTSOCK)  # no more messages, or the reader has closed the socket
 _PARTS_PER_LOOK = 256
 _NAME_NBYTES = 5  # what a ROUTER calls a peer that has not named itself: 0, and four bytes
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILED[0] | _FAILED[1]
 _TURNS_TO_MEET = 4
 """Who connects again and again must not hold up a reader for ever."""
 _SHARE = 8
@@ -247,7 +248,7 @@ class Visitors:
         self._failed_with = 0
         self._gone: list[bytes] = []
         self._penalties = penalties_of(context)
-        self._warned: LogLimit[str] = LogLimit(MAX_WARNED)
+        self._warned: LogLimit[tuple[str, int]] = LogLimit(MAX_WARNED)
 
     def __len__(self) -> int:
         return len(self._visitors)
@@ -260,12 +261,10 @@ class Visitors:
             kind, fd = EVENT.unpack(event.buffer)
             if kind == zmq.EVENT_ACCEPTED:
                 self._enter(fd)
-            elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+            elif kind in _FAILED:
                 self._failed_with = fd  # an error; the next event ends its connection
             elif kind == zmq.EVENT_DISCONNECTED:
-                if self._failed_with:
-                    self._warn(fd, self._why_failed(self._failed_with))
-                self._failed_with = 0
+                self._tell_failed(fd)
                 self._leave(fd)
         return self._events.take_empty()
 
@@ -430,8 +429,17 @@ class Visitors:
             return bool(name == unix_name(self.endpoint))
         return self.endpoint.endswith(f":{name[1]}")
 
+    def _tell_failed(self, fd: int) -> None:
+        """The connection has ended in its handshake, if it has failed."""
+        error, self._failed_with = self._failed_with, 0
+        if error == errno.EPIPE:
+            # Of two sides of which one has keys the first to see it ends the connection
+            why = "it ended the handshake; give both sides CURVE keys, or none"
+            self._warn(fd, why, logging.INFO)  # as a probe of the port does
+        elif error >= zmq.PROTOCOL_ERROR_ZMTP_UNSPECIFIED:
+            self._warn(fd, self._why_failed(error))
+
     def _why_failed(self, error: int) -> str:
-        """Why a handshake has failed."""
         if error == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
             key = short(self.key or "")
             return f"it expects another CURVE key here than {key}; give both sides the same keys"
@@ -441,11 +449,11 @@ class Visitors:
             return "it has CURVE keys, and this engine has none; set them on both sides"
         return "it has no CURVE key and needs one; set them on both sides"
 
-    def _warn(self, fd: int, why: str) -> None:
+    def _warn(self, fd: int, why: str, level: int = logging.WARNING) -> None:
         visitor = self._visitors.get(fd)
         address = "an unknown address" if visitor is None else visitor.address or "this user"
-        if self._warned.note(address, time.monotonic()):
-            _log.warning("%s: a connection from %s was closed: %s", self.endpoint, address, why)
+        if self._warned.note((address, level), time.monotonic()):
+            _log.log(level, "%s: a connection from %s was closed: %s", self.endpoint, address, why)
 
 
 def most_connections() -> int:
