@@ -38,7 +38,7 @@ def protection(config: Config, endpoint: str, wires: Iterable[str]) -> Protectio
 
 
 def _with_keys(config: Config, streams: list[str]) -> str:
-    own = config.curve_public_key or ""
+    own = config.curve_public_key
     others = sorted(short(key) for key in pinned_keys(config) - {own})
     encrypted = ["control", *(f"{w}'s {'data' if w == 'zmq' else 'messages'}" for w in streams)]
     where = "on the network (trust_network)" if config.trust_network else "on this host's loopback"

@@ -243,15 +243,16 @@ class RpcClient:
         messages: list[ToClient] = []
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             messages.append(self._decoded(self._socket.recv(zmq.NOBLOCK)))
-        if self._monitor in ready:
-            self._is_lost = True
-            self._is_refused = bool(EVENT.unpack(self._monitor.recv_multipart()[0])[0] & _FAILED)
-        if self._is_refused:
-            raise PeerLost(
-                f"engine at {self.endpoint}: expected the same CURVE keys on both sides, got "
-                "others, or none on one side; set the same curve_keys_dir on both"
-            )
+        self._is_lost = self._is_lost or self._monitor in ready
         if self._is_lost and not messages:
+            if self._monitor in ready:
+                kind, _ = EVENT.unpack(self._monitor.recv_multipart()[0])
+                self._is_refused = bool(kind & _FAILED)
+            if self._is_refused:
+                raise PeerLost(
+                    f"engine at {self.endpoint}: the handshake failed; is it a kvxfer engine, with "
+                    "the CURVE keys of this side? Set the same curve_keys_dir on both, or none"
+                )
             raise PeerLost(f"engine at {self.endpoint}: the connection ended; is it still running?")
         return messages
 

@@ -207,8 +207,8 @@ class Dealer:
         self._has_keys = config.curve_public_key is not None
         if self._has_keys and not is_unix and server_key not in pinned_keys(config):
             raise TransportUnavailable(
-                f"CURVE: expected a peer whose key is pinned, got another "
-                f"({short(server_key or 'no key')}); {remedy(config, there=False)}"
+                f"CURVE: expected a peer whose key is pinned, got {short(server_key)}; "
+                + remedy(config, there=False)
             )
         self.endpoint = endpoint
         self.problem = ""
@@ -302,13 +302,13 @@ class Dealer:
         if is_answer:
             what = "address; name it in allowed_peers there, or set CURVE keys on both sides"
             if self._has_keys:
-                own = short(self._config.curve_public_key or "")
+                own = short(self._config.curve_public_key)
                 what = f"CURVE key ({own}); {remedy(self._config, there=True)}"
             self.problem = f"it does not admit this engine's {what}"
         elif self._has_keys:
             self.problem = (
                 "the handshake failed; it has no CURVE keys, or another one than this engine "
-                f"expects ({short(self._server_key or '')}); {remedy(self._config, there=False)}"
+                f"expects ({short(self._server_key)}); {remedy(self._config, there=False)}"
             )
         elif is_other:
             self.problem = "it has CURVE keys, and this engine has none; set them on both sides"

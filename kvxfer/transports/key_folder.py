@@ -22,6 +22,7 @@ import struct
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -180,10 +181,14 @@ def _ring(folder: str) -> _Ring:
     return _rings.get(folder) or _rings.setdefault(folder, _Ring(folder))
 
 
-def _stamp(folder: str) -> list[tuple[int, int, int]]:
-    """Another one after each change of a file, or of the link to it."""
-    there = [path for name in _FILES if (path := Path(folder, name)).exists()]
-    return [(f.st_ino, f.st_mtime_ns, f.st_mode) for f in map(os.stat, there)]
+def _stamp(folder: str) -> list[tuple[int, int, int] | None]:
+    """Another one after each change of a file, or of the link to it. Never raises."""
+    stamps: list[tuple[int, int, int] | None] = [None] * len(_FILES)
+    for index, name in enumerate(_FILES):
+        with suppress(OSError):
+            found = os.stat(os.path.join(folder, name))
+            stamps[index] = (found.st_ino, found.st_mtime_ns, found.st_mode)
+    return stamps
 
 
 # ------------------------------------------------------------------ an operator

@@ -441,7 +441,7 @@ class Visitors:
 
     def _why_failed(self, error: int) -> str:
         if error == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
-            key = short(self.key or "")
+            key = short(self.key)
             return f"it expects another CURVE key here than {key}; give both sides the same keys"
         if error != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
             return "it speaks another protocol; is it a kvxfer engine?"

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.connector import control
+from kvxfer.connector import control, rank_service
 from kvxfer.connector.params import LoadWanted, make_params, parse_params
 from kvxfer.connector.protection import protection
 from kvxfer.connector.records import SourceRef
@@ -166,6 +166,30 @@ def test_a_fleet_changes_its_key_without_a_load_that_fails(
     assert "was closed" not in caplog.text
 
 
+def test_ranks_of_one_engine_may_have_started_with_both_keys(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = read_keys(folder).current
+    for step in STEPS[:2]:
+        rotate_keys(folder, step)
+    pairs = [old, read_keys(folder).current, read_keys(folder).current]
+
+    def start(config: Config) -> Config:
+        pair = pairs.pop(0)
+        return msgspec.structs.replace(
+            config, curve_public_key=pair.public, curve_secret_key=pair.secret
+        )
+
+    monkeypatch.setattr(rank_service, "with_folder_keys", start)
+    common: dict[str, Any] = {"transport": "zmq", **PATIENT, "curve_keys_dir": str(folder)}
+    with (
+        Engine(EngineShape(tp_size=2), "prefill", fill=1, **common) as source,
+        Engine(ONE, "decode", fill=POISON, **common) as sink,
+    ):
+        assert len({rank.curve_public_key for rank in source.manifest.ranks}) == 2
+        assert load(source, sink) == {None}
+
+
 def test_loads_of_an_engine_that_started_anew_do_not_wait_for_its_old_key(folder: Path) -> None:
     """A load whose params name the old key still tries to connect when the engine is back."""
     common: dict[str, Any] = {"transport": "zmq", **PATIENT, "curve_keys_dir": str(folder)}
@@ -194,7 +218,7 @@ def test_an_engine_with_the_keys_of_another_folder_is_named_on_both_sides(
     with (
         Engine(ONE, "prefill", fill=1, transport="zmq", curve_keys_dir=str(folder)) as source,
         Engine(
-            ONE, "decode", fill=POISON, curve_keys_dir=str(other), connect_timeout_s=1.5
+            ONE, "decode", fill=POISON, curve_keys_dir=str(other), connect_timeout_s=1.0
         ) as sink,
     ):
         assert load(source, sink) == {"not_allowed"}

@@ -224,10 +224,12 @@ def test_a_folder_that_cannot_be_read_leaves_the_keys_as_they_were(
     config = started(folder)
     accepted = accepted_keys(str(folder))
     (folder / CURRENT).rename(folder / "away")
+    (folder / NEXT).symlink_to(NEXT)  # which not even stat() can follow
     for _ in range(3):
         assert why_refused(config, "10.0.0.9", config.curve_public_key) is None
         assert accepted_keys(str(folder)) == accepted
     assert caplog.text.count("the keys that were read before stay accepted") == 1
+    (folder / NEXT).unlink()
     (folder / "away").rename(folder / CURRENT)
     assert accepted_keys(str(folder)) == accepted
 
@@ -327,7 +329,7 @@ class Fleet:
         )
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_step_of_a_rotation_parts_two_engines(seed: int, tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, seed)
     steps = []
