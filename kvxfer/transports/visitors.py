@@ -257,11 +257,11 @@ class Visitors:
         """Note new and ended connections by ``monitor``, for a turn. Returns whether those were
         all.
         """
-        for event, *_ in self._events.receive():
+        for event, at, *_ in self._events.receive():
             kind, fd = EVENT.unpack(event.buffer)
             if kind == zmq.EVENT_ACCEPTED:
                 self._enter(fd)
-            elif kind in _FAILED:
+            elif kind in _FAILED and bytes(at.buffer[:3]) == b"tcp":  # engines probe Unix sockets
                 self._failed_with = fd  # an error; the next event ends its connection
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._tell_failed(fd)
@@ -434,7 +434,7 @@ class Visitors:
         error, self._failed_with = self._failed_with, 0
         if error == errno.EPIPE:
             # Of two sides of which one has keys the first to see it ends the connection
-            why = "it ended the handshake; give both sides CURVE keys, or none"
+            why = "it ended the handshake; if it is an engine, give both sides CURVE keys or none"
             self._warn(fd, why, logging.INFO)  # as a probe of the port does
         elif error >= zmq.PROTOCOL_ERROR_ZMTP_UNSPECIFIED:
             self._warn(fd, self._why_failed(error))
