@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvxfer.cli.keys import keys
 from kvxfer.cli.options import (
     DecodeOptions,
     DoctorOptions,
@@ -145,6 +146,9 @@ def doctor(options: DoctorOptions) -> None:
     from kvxfer.cli.doctor import run_doctor
 
     _end(run_doctor(options))
+
+
+app.add_typer(keys, name="keys")
 
 
 def _show_version(wanted: bool) -> None:

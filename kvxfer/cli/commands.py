@@ -39,6 +39,7 @@ from kvxfer.cli.sides import (
     transfer_engine,
 )
 from kvxfer.cli.terminal import ToldToEnd, progress_bar, stderr_above
+from kvxfer.config import Config
 from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.kv_plan import longest_request
@@ -229,20 +230,22 @@ def _start(
         for name, config in setup.configs.items()
     }
     if setup.prefill_at is not None:
-        remote = RunEngine(_client(stack, setup.prefill_at, wait_s), come_back_s=wait_s)
+        client = _client(stack, setup.prefill_at, setup.configs["decode"].kv, wait_s)
+        remote = RunEngine(client, come_back_s=wait_s)
         stack.callback(lambda: remote.client.close())  # it may be another one by then
         engines["prefill"] = remote
     console.print(text, soft_wrap=not console.is_terminal)
     for name, group in groups.items():
         with naming_options(setup.names.get(name, {})):
-            engines[name] = RunEngine(_client(stack, group.endpoint), group)
+            client = _client(stack, group.endpoint, setup.configs[name].kv)
+            engines[name] = RunEngine(client, group)
             if group.metrics_endpoint:
                 console.print(f"{name}{_metrics(group)}", soft_wrap=not console.is_terminal)
     return engines
 
 
-def _client(stack: ExitStack, endpoint: str, timeout_s: float = _INFO_S) -> RpcClient:
-    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s))
+def _client(stack: ExitStack, endpoint: str, kv: Config, timeout_s: float = _INFO_S) -> RpcClient:
+    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s, kv=kv))
 
 
 def _metrics(group: EngineGroup) -> str:

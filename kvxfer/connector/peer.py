@@ -117,6 +117,7 @@ class Peer:
     ) -> None:
         self.engine_id = source.engine_id
         self.endpoint = source.endpoint
+        self.curve_public_key = source.curve_public_key
         self.snapshot = PeerSnapshot(source.engine_id, source.endpoint)
         self.asked_as = source.offer.incarnation
         self.plan = Plan(())
@@ -224,11 +225,18 @@ class Peer:
             around.config,
             around.ledger,
             endpoint,
-            server_key_of(around.config, self.engine_id),
+            server_key_of(around.config, self.engine_id, self._key_at(endpoint)),
             partial(self._heard, endpoint),
             partial(self._gone, endpoint),
         )
         return client
+
+    def _key_at(self, endpoint: str) -> str | None:
+        """The key that its params state of the front door, and its manifest of the other ranks."""
+        for entry in self.manifest.ranks if self.manifest is not None else ():
+            if entry.control_endpoint == endpoint != self.endpoint:
+                return entry.curve_public_key
+        return self.curve_public_key
 
     def close(self) -> None:
         """End all connections; messages that were sent may still leave."""

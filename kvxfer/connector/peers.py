@@ -71,7 +71,14 @@ TRIALS_S = 2.0
 _MEETING = (PeerState.MEETING, PeerState.TRYING, PeerState.CHECKING)
 _log = logging.getLogger("kvxfer.connector")
 
-Key = tuple[str, str]
+Key = tuple[str, str, str | None]
+"""Engine id, endpoint, CURVE key: an engine that has started anew with another key is another peer,
+so that its loads need not wait for the end of the one before.
+"""
+
+
+def _key(of: SourceRef | Peer) -> Key:
+    return of.engine_id, of.endpoint, of.curve_public_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ class Peers:
 
     def known(self, source: SourceRef) -> Peer | None:
         """The peer that made this offer, if it is known in the life of the offer."""
-        peer = self._peers.get((source.engine_id, source.endpoint))
+        peer = self._peers.get(_key(source))
         return peer if peer is not None and peer.is_alive_as(source) else None
 
     def ready(self, source: SourceRef) -> Peer | None:
@@ -134,7 +141,7 @@ class Peers:
 
     def forget(self, waiter: Waiter) -> None:
         """Do not call this waiter any more."""
-        peer = self._peers.get((waiter.source.engine_id, waiter.source.endpoint))
+        peer = self._peers.get(_key(waiter.source))
         if peer is not None and waiter in peer.waiters:
             peer.waiters.remove(waiter)
 
@@ -156,7 +163,7 @@ class Peers:
 
     def _wait(self, waiter: Waiter) -> None:
         source = waiter.source
-        key = (source.engine_id, source.endpoint)
+        key = _key(source)
         failure = self._closed or self._failure_of(key, source)
         if failure is not None:
             waiter.failed(failure)
@@ -378,7 +385,7 @@ class Peers:
                 guard(waiter.failed, failure)
 
     def _remember(self, peer: Peer, failure: Failure) -> None:
-        key = (peer.engine_id, peer.endpoint)
+        key = _key(peer)
         self._ledger.count(f"peers.{failure.reason.value}")
         if self._peers.get(key) is peer:
             del self._peers[key]

@@ -25,6 +25,7 @@ from kvxfer.connector.metrics import key, peer_label
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
+from kvxfer.connector.protection import protection
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
@@ -53,6 +54,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.guard import Guard
+from kvxfer.transports.key_folder import with_folder_keys
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.visitors import LOOK_S
 
@@ -98,6 +100,7 @@ class RankService:
         can_leave_unhashed: bool,
     ) -> None:
         make_room()
+        config = with_folder_keys(config)
         self._ledger = ledger
         self._identity = identity
         self._is_front_door = identity.rank == RankId(0, 0)
@@ -150,6 +153,10 @@ class RankService:
             self.io.stop(0)
             self._end_context()
             raise
+        if self._is_front_door:
+            said = protection(config, self._server.endpoint, sources)
+            names = identity.engine_id, self._server.endpoint
+            _log.log(said.level, "protection of engine %s at %s: %s", *names, said.text)
         self.borrower = Borrower(self.io, ledger, self.sink, sinks.values())
         # Direct wires first: their completed reads are reported before the sockets of stream wires
         # are read.

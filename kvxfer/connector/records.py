@@ -52,7 +52,7 @@ class EndOffer(msgspec.Struct, frozen=True):
 class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where an offer is: the front door of the source engine, and the offer. Parsed from
     kv_transfer_params. ``digest``: of the offered tokens as this engine knows them; sent with each
-    message about the offer.
+    message about the offer. ``curve_public_key``: which of the keys in ``curve_keys_dir`` it has.
     """
 
     engine_id: str
@@ -60,6 +60,7 @@ class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
     offer: OfferRef
     num_tokens: int
     digest: bytes = b""
+    curve_public_key: str | None = None
 
 
 class NewLoad(msgspec.Struct, frozen=True, kw_only=True):

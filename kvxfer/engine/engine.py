@@ -73,7 +73,9 @@ class Engine:
         if self._client is None:
             self.group.ready()
             self.group.check()
-            self._client = RpcClient(self.group.endpoint, connect_timeout_s=_CONNECT_TIMEOUT_S)
+            self._client = RpcClient(
+                self.group.endpoint, connect_timeout_s=_CONNECT_TIMEOUT_S, kv=self.config.kv
+            )
         return self._client
 
     def reconfigure(self, config: EngineConfig) -> None:

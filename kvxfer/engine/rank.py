@@ -175,7 +175,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
         link = RankLink(context, link_address(life.token, spec.tp_rank))
         stack.callback(link.close)
     else:
-        rpc = RpcServer(context, spec.listen_host, spec.listen_port)
+        rpc = RpcServer(context, spec.listen_host, spec.listen_port, config.kv)
         stack.callback(rpc.close)
         ranks = range(1, config.tp_size)
         links = [DriverLink(context, link_address(life.token, rank)) for rank in ranks]

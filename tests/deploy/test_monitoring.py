@@ -24,6 +24,7 @@ from kvxfer.connector.metrics import METRICS, PHASES, TOTAL, Kind
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.engine import Engine
 from kvxfer.errors import ConfigError
+from kvxfer.transfer.wire import Reason
 from tests import zmtp
 
 ROOT = Path(__file__).parents[2]
