@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 OK, DIFFERENT, WRONG, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses."""
 # Two layers: engines start and answer in a fraction of a second.
-_MODEL = {
+MODEL = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 64,
@@ -25,7 +25,7 @@ _MODEL = {
 def small_model(folder: Path) -> str:
     """Its path."""
     path = folder / "config.json"
-    path.write_bytes(msgspec.json.encode(_MODEL))
+    path.write_bytes(msgspec.json.encode(MODEL))
     return str(path)
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -149,6 +149,25 @@ def group_members(group: int) -> dict[int, str]:
         if int(fields[2]) == group and fields[0] != "Z":
             found[int(folder.name)] = command
     return found
+
+
+@contextmanager
+def held_ports(number: int) -> Iterator[list[socket.socket]]:
+    """So many ports in a row, each held by a socket; close one to use it."""
+    with ExitStack() as stack:
+        yield _hold(number, stack)
+
+
+def _hold(number: int, stack: ExitStack) -> list[socket.socket]:
+    first = 20_000 + secrets.randbelow(12_000 - number)
+    held = [stack.enter_context(socket.socket()) for _ in range(number)]
+    try:
+        for port, sock in enumerate(held, start=first):
+            sock.bind(("127.0.0.1", port))
+            sock.listen()  # so that ZeroMQ, which sets SO_REUSEADDR, finds it taken too
+    except OSError:  # somebody has one of them
+        return _hold(number, stack)
+    return held
 
 
 @contextmanager

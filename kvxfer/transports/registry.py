@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from kvxfer.config import OWN_TRANSPORTS, Config
-from kvxfer.errors import TransportUnavailable
+from kvxfer.errors import ConfigError, TransportUnavailable
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transports.base import (
     DirectSink,
@@ -108,6 +108,7 @@ SINKS: dict[str, Maker[SinkTransport]] = {
     "shm": ShmSink,
     **{name: partial(StreamSink, pipe) for name, pipe in PIPES.items()},
 }
+_DIRECT = SOURCES.keys() - PIPES.keys()
 
 
 def make_sources(
@@ -116,12 +117,19 @@ def make_sources(
     """The giving side of the configured wire; with ``auto`` of each that the memory allows.
 
     Raises TransportUnavailable with the reason when a wire that was asked for by name cannot be
-    had.
+    had, ConfigError when its ``data_port`` cannot.
     """
     if config.transport in OPTIONAL and not config.trust_network:
         wanted = config.transport
         _log.info("%s: for processes of this user on this host; see trust_network", wanted)
     makers = SOURCES | {name: wire.make_source for name, wire in _external(config).items()}
+    if config.data_ports.is_one:
+        streams = [name for name in _wanted(makers, config, memory) if name not in _DIRECT]
+        if len(streams) > 1:
+            raise ConfigError(
+                f"data_port: expected a port for each of {', '.join(streams)}, got "
+                f"{config.data_port}; give a range, or name the wire with transport"
+            )
     return _make(makers, memory, config, copy_thread, wake, context)
 
 
@@ -158,9 +166,12 @@ def _make(
             made[name] = makers[name](memory, config, copy_thread, wake, context)
         except Exception as exc:
             is_auto = config.transport == "auto" and name != "zmq"
+            is_missing = isinstance(exc, TransportUnavailable)
             is_optional = name in OPTIONAL or name not in OWN_TRANSPORTS
-            # A failure in a library that was not asked for by name must not end the engine
-            if is_auto and (is_optional or isinstance(exc, TransportUnavailable)):
+            # A failure in a library that was not asked for by name must not end the engine; a
+            # setting that cannot be kept to does
+            is_setting = isinstance(exc, ConfigError) and not is_missing
+            if is_auto and not is_setting and (is_optional or is_missing):
                 _log.debug("not offered: %s", exc)
                 continue
             for wire in made.values():
