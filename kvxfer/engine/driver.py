@@ -102,6 +102,7 @@ class Driver:
         poller = zmq.Poller()
         poller.register(stop, zmq.POLLIN)
         poller.register(self._rpc.socket, zmq.POLLIN)
+        poller.register(self._rpc.monitor, zmq.POLLIN)
         own = self._runner.connector
         if own is not None:
             poller.register(own.activity_fileno(), zmq.POLLIN)

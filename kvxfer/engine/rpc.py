@@ -24,7 +24,7 @@ from kvxfer.errors import ConfigError, PeerLost, ProtocolError
 from kvxfer.transports.channel import ask_guard, set_keys
 from kvxfer.transports.guard import Guard, pinned_keys
 from kvxfer.transports.key_folder import with_folder_keys
-from kvxfer.transports.visitors import EVENT
+from kvxfer.transports.visitors import EVENT, Visitors
 
 log = logging.getLogger("kvxfer.engine")
 
@@ -143,22 +143,30 @@ class RpcServer:
         """
         self.num_malformed = 0
         self.socket = context.socket(zmq.ROUTER)
+        # They write who is refused to the log
+        self._visitors = Visitors(context, self.socket, _MAX_FRAME_NBYTES)
+        self.monitor = self._visitors.monitor
         _tune(self.socket)
         if kv is not None and (kv := with_folder_keys(kv)).curve_secret_key is not None:
             Guard(context, kv)
             ask_guard(self.socket, kv)
+            self._visitors.key = kv.curve_public_key
         try:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as e:
-            self.socket.close()
+            self.close()
             what = "address of this machine" if e.errno == errno.EADDRNOTAVAIL else "port"
             raise ConfigError(
                 f"listen: cannot bind {host}:{port}: {e}; choose another {what}"
             ) from e
         self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._visitors.endpoint = self.endpoint
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
-        """Everything that has come, with the client's identity. Never blocks."""
+        """Everything that has come, with the client's identity. Never blocks. Call it when the
+        socket or ``monitor`` can be read.
+        """
+        self._visitors.meet()
         messages: list[tuple[bytes, ToEngine]] = []
         while True:
             try:
@@ -178,6 +186,7 @@ class RpcServer:
         self.socket.send_multipart([client, _encoder.encode(message)])
 
     def close(self) -> None:
+        self._visitors.close()
         self.socket.close()
 
 
