@@ -233,7 +233,8 @@ def _start(
         for name, config in setup.configs.items()
     }
     if setup.prefill_at is not None:
-        client = _client(stack, setup.prefill_at, setup.configs["decode"].kv, wait_s)
+        kv, name = setup.configs["decode"].kv, Role.PREFILL.value
+        client = RpcClient(setup.prefill_at, connect_timeout_s=wait_s, kv=kv, engine_id=name)
         remote = RunEngine(client, come_back_s=wait_s)
         stack.callback(lambda: remote.client.close())  # it may be another one by then
         engines["prefill"] = remote
@@ -247,8 +248,8 @@ def _start(
     return engines
 
 
-def _client(stack: ExitStack, endpoint: str, kv: Config, timeout_s: float = _INFO_S) -> RpcClient:
-    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s, kv=kv))
+def _client(stack: ExitStack, endpoint: str, kv: Config) -> RpcClient:
+    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=_INFO_S, kv=kv))
 
 
 def _metrics(group: EngineGroup) -> str:

@@ -315,7 +315,12 @@ class Replay:
     def _try_to_reconnect(self, engine: RunEngine) -> None:
         try:
             before = engine.client
-            client = RpcClient(before.endpoint, connect_timeout_s=_RECONNECT_TRY_S, kv=before.kv)
+            client = RpcClient(
+                before.endpoint,
+                connect_timeout_s=_RECONNECT_TRY_S,
+                kv=before.kv,
+                engine_id=before.info.engine_id,
+            )
         except PeerLost:
             return
         engine.client, engine.lost_at_s = client, None

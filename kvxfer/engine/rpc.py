@@ -204,15 +204,23 @@ class RpcClient:
     """The other end; used by one thread. Works as a context manager."""
 
     def __init__(
-        self, endpoint: str, *, connect_timeout_s: float, kv: Config | None = None
+        self,
+        endpoint: str,
+        *,
+        connect_timeout_s: float,
+        kv: Config | None = None,
+        engine_id: str = "",
     ) -> None:
         """Connect to ``tcp://host:port`` and wait for its Info; PeerLost without it in time.
-        ``kv``: of the engine, or with the same CURVE keys; None: it has none.
+        ``kv``: of the engine, or with the same CURVE keys; None: it has none. ``engine_id``: which
+        of ``curve_server_keys`` it is to have, if it is among them.
         """
         self.endpoint, self.kv = endpoint, kv
         own = with_folder_keys(kv or Config())
-        # Which of the keys it has is found out by trying, this side's own first
-        keys = sorted(pinned_keys(own), key=lambda key: key != own.curve_public_key) or [""]
+        # Which of the keys it has is found out by trying, the likely one first: the engine writes
+        # each failure to its log
+        likely = (own.curve_server_keys or {}).get(engine_id, own.curve_public_key)
+        keys = sorted(pinned_keys(own), key=lambda key: key != likely) or [""]
         for key in keys:
             try:
                 self._connect(own, key, connect_timeout_s)
