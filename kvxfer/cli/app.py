@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
+from kvxfer.cli.bench import register as register_bench
 from kvxfer.cli.options import (
     DecodeOptions,
     PairOptions,
@@ -118,6 +119,9 @@ def proxy(options: ProxyOptions) -> None:
     from kvxfer.cli.proxy import run_proxy
 
     raise _ToldToEnd(run_proxy(settings, options.log_level))
+
+
+register_bench(app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -7,16 +7,16 @@ from contextlib import closing
 
 import pytest
 
+from kvxfer.bench import ucx_loop
+from kvxfer.bench.contenders import Way, meet
+from kvxfer.bench.least import LEAST, LaunchWays
+from kvxfer.bench.members import SIDES, SINK, SOURCE, Devices, Member
+from kvxfer.bench.plain_ways import MEMCPY
+from kvxfer.bench.pools import TINY, Request, request_of
+from kvxfer.bench.ucx_loop import RAW_UCX, UcxLoop
+from kvxfer.bench.wires import Cut, wire_config
+from kvxfer.bench.workers import FORK_SERVER, Worker, close_all
 from kvxfer.transports.pipe import Slots
-from scripts.benchmarks import ucx_loop
-from scripts.benchmarks.contenders import Way, meet
-from scripts.benchmarks.least import LEAST, LaunchWays
-from scripts.benchmarks.members import SIDES, SINK, SOURCE, Devices, Member
-from scripts.benchmarks.plain_ways import MEMCPY
-from scripts.benchmarks.pools import TINY, Request, request_of
-from scripts.benchmarks.ucx_loop import RAW_UCX, UcxLoop
-from scripts.benchmarks.wires import Cut, wire_config
-from scripts.benchmarks.workers import FORK_SERVER, Worker, close_all
 from tests.helpers import needs_ucxx
 
 CPU = Devices("cpu", "cpu", "ucx")

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from scripts.benchmarks.members import Usage
-from scripts.benchmarks.soak import Soak, soak
+from kvxfer.bench.members import Usage
+from kvxfer.bench.soak import Soak, soak
 from tests.helpers import needs_nixl, needs_ucxx
 
 pytestmark = pytest.mark.slow

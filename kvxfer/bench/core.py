@@ -4,11 +4,9 @@ they took.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -21,13 +19,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
+from kvxfer.bench.plots import Plot, draw
+
 WARM_ROUNDS = 2
 LEAST_ROUNDS = 3
 """Of a contender whose time is up."""
-RESULTS = Path("scripts/results")
 WIRE_PACKAGES = ("pyzmq", "ucxx-cu13", "libucx-cu13", "nixl")
-CROWDED = 10  # lines; more have colours of their own and their names beside the plot
 DRIVER = Path("/proc/driver/nvidia/version")
+CPU_INFO = Path("/proc/cpuinfo")
 
 R = TypeVar("R")
 
@@ -241,10 +240,22 @@ def row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
     return tuple(text(record) for text in columns.values())
 
 
-def line_of(columns: Columns[R], record: R) -> str:
-    """For somebody who watches: each cell with its column's name, but for names."""
-    cells = zip(columns, row_of(columns, record), strict=True)
-    return "  ".join(cell if not cell[:1].isdigit() else f"{cell} {name}" for name, cell in cells)
+def line_of(columns: Columns[R], record: R, shown: Sequence[str]) -> str:
+    """For somebody who watches, in 80 columns: what the record has in the columns ``shown``, below
+    :func:`head_of`.
+    """
+    return _aligned([columns[column](record) for column in shown], shown)
+
+
+def head_of(shown: Sequence[str]) -> str:
+    """The names of the columns ``shown``, but for the first: its cells say what they are."""
+    return _aligned(["", *shown[1:]], shown)
+
+
+def _aligned(cells: Sequence[str], shown: Sequence[str]) -> str:
+    first, *others = cells
+    padded = (f"{c:>{max(10, len(n) + 2)}}" for c, n in zip(others, shown[1:], strict=True))
+    return f"  {first:<24}{''.join(padded)}".rstrip()
 
 
 def markdown(title: str, facts: Mapping[str, str], tables: Sequence[Table], plot: str = "") -> str:
@@ -265,66 +276,6 @@ def markdown(title: str, facts: Mapping[str, str], tables: Sequence[Table], plot
     return "\n".join(lines) + "\n"
 
 
-# ------------------------------------------------------------------ plots
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a plot."""
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    style: str = "o-"
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Both axes logarithmic."""
-
-    title: str
-    x_name: str
-    y_name: str
-    lines: tuple[Line, ...]
-
-
-def line(
-    name: str, records: Sequence[R], xy: Callable[[R], tuple[float, float]], style: str = "o-"
-) -> Line:
-    """Through a point of each record."""
-    points = [xy(record) for record in records]
-    return Line(name, tuple(x for x, _ in points), tuple(y for _, y in points), style)
-
-
-def draw(path: Path, plot: Plot) -> bool:
-    """False without matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("expected matplotlib for the plot, found none; install it")
-        return False
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    is_crowded = len(plot.lines) > CROWDED
-    if is_crowded:
-        colors = plt.get_cmap("tab20")
-        axes.set_prop_cycle(color=[colors(number) for number in range(colors.N)])
-    for each in plot.lines:
-        axes.plot(each.x, each.y, each.style, label=each.name)
-    axes.set(yscale="log", xlabel=plot.x_name, ylabel=plot.y_name, title=plot.title)
-    axes.set_xscale("log", base=2)
-    axes.grid(visible=True, which="both", alpha=0.3)
-    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    if plot.lines:
-        axes.legend(fontsize=7, **(beside if is_crowded else {}))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
-    return True
-
-
 # ------------------------------------------------------------------ reports
 
 
@@ -334,7 +285,8 @@ class Report:
     run cut short leaves something.
 
     ``records``: what was found, by kind; ``tables`` and ``plot`` make of them what a reader sees.
-    ``lost``: what was not measured, and why.
+    ``shown``: the columns that somebody who watches sees of a record. ``lost``: what was not
+    measured, and why.
     """
 
     out: Path
@@ -347,8 +299,15 @@ class Report:
     lost: dict[str, str] = field(default_factory=dict)
     date: str = field(default_factory=lambda: today())
 
+    shown: Sequence[str] = ()
+
+    def begin(self, case: str, shown: Sequence[str]) -> None:
+        """Tell somebody who watches what follows, and in which columns."""
+        self.shown = shown
+        print(f"{case}\n{head_of(shown)}", flush=True)
+
     def add(self, columns: Columns[Any], record: object, kind: str = "cells") -> None:
-        print(line_of(columns, record), flush=True)
+        print(line_of(columns, record, self.shown), flush=True)
         self.records.setdefault(kind, []).append(record)
 
     def write(self, *, is_last: bool = False) -> None:
@@ -356,11 +315,28 @@ class Report:
         self.out.mkdir(parents=True, exist_ok=True)
         name = f"{self.name}_{self.date}"
         known = {kind: _plain(found) for kind, found in self.records.items()}
-        write_json(self.out / f"{name}.json", {"facts": self.facts, **known, "lost": self.lost})
+        document = {"facts": self.facts, **known, "lost": self.lost}
+        (self.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
         plot = self.plot(self) if is_last else None
-        is_drawn = plot is not None and draw(self.out / f"{name}.png", plot)
+        is_drawn = plot is not None and draw(self.out / f"{name}.png", plot, self.conditions())
         picture = f"![{plot.title}]({name}.png)" if plot is not None and is_drawn else ""
         (self.out / f"{name}.md").write_text(self.text(picture))
+
+    def conditions(self) -> tuple[str, ...]:
+        """What a picture says of its run: where and when, and under which conditions."""
+        places = [self.facts[name] for name in ("GPU", "CPUs", "link") if name in self.facts]
+        torch_version = self.facts.get("torch", "").split()[:1]
+        states = [
+            "median of each case",
+            *(f"torch {version}" for version in torch_version),
+            *(
+                f"load {load} at the start"
+                for load in [self.facts.get("load at the start")]
+                if load
+            ),
+            *([self.facts["note"]] if "note" in self.facts else []),
+        ]
+        return ", ".join((*places, self.date)), ", ".join(states)
 
     def text(self, picture: str = "") -> str:
         """All tables as Markdown. ``picture``: a line with the plot."""
@@ -377,42 +353,13 @@ def _plain(found: Any) -> Any:  # noqa: ANN401
     return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
 
 
-def write_json(path: Path, document: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """Of a script whose results go to standard output, and where else they are wanted."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
-
-
-def write_files(
-    options: argparse.Namespace,
-    title: str,
-    facts: Mapping[str, str],
-    tables: Sequence[Table],
-    records: Mapping[str, Sequence[Any]],
-) -> None:
-    """Print the tables, and write what :func:`add_files` has asked for."""
-    text = markdown(f"{title}, {today()}", facts, tables)
-    print(text, end="")
-    if options.markdown:
-        options.markdown.write_text(text)
-    if options.json:
-        found = {kind: [asdict(each) for each in records[kind]] for kind in records}
-        write_json(options.json, {"facts": dict(facts), **found})
-
-
 def today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
-def facts_of(script: str, packages: Sequence[str] = (), note: str = "") -> dict[str, str]:
+def facts_of(command: str, packages: Sequence[str] = (), note: str = "") -> dict[str, str]:
     """Command, hardware and versions; ``packages``: other distributions worth naming."""
-    num_cpus = len(os.sched_getaffinity(0))
-    command = " ".join((f"scripts/{script}", *sys.argv[1:]))
-    facts = {"command": command, "CPUs": f"{platform.machine()}, {num_cpus}"}
+    facts = {"command": command, "CPUs": f"{_processor()} x {len(os.sched_getaffinity(0))}"}
     if torch.cuda.is_available():
         facts["GPU"] = f"{torch.cuda.get_device_name()} x {torch.cuda.device_count()}"
     if DRIVER.exists():
@@ -430,7 +377,8 @@ def facts_of(script: str, packages: Sequence[str] = (), note: str = "") -> dict[
     return facts
 
 
-def parser_of(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
-    """A command line whose help is the script's own text."""
-    shown = argparse.RawTextHelpFormatter
-    return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=shown)
+def _processor() -> str:
+    """The model's name where the system tells it, else the architecture."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()

@@ -8,33 +8,32 @@ at its result. "idle": the engine's thread sleeps until there is something. "bus
 Python and looks every 0.1 ms. "both busy": a thread of the source's process does so, too.
 In turns with the loads one contiguous memcpy of as many bytes between the GPUs, by a third process:
 the limit. Between GPUs, for cuda_ipc and ucx, also "least": the same launches and messages by a
-loop that knows beforehand what comes, without a connector (scripts/benchmarks/least.py): what the
-calls take from Python. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU
-(--device cpu) shm, or --transport: one of kvxfer's others.
+loop that knows beforehand what comes, without a connector (least.py): what the calls take from
+Python. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU shm, or
+--transport: one of kvxfer's others.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
+import torch
 
-from scripts.benchmarks import core
-from scripts.benchmarks.contenders import Way, check_bytes, meet
-from scripts.benchmarks.engines import BenchEngine, LoadTiming, start_engines
-from scripts.benchmarks.members import SIDES, SINK, SOURCE, Devices, devices_for
-from scripts.benchmarks.plain_ways import MEMCPY, PlainWays
-from scripts.benchmarks.pools import LLAMA_8B, TINY, Request
-from scripts.benchmarks.transfer import add_case_options, pool_nbytes, requests_of
-from scripts.benchmarks.wires import wire_config
-from scripts.benchmarks.workers import Worker, close_all, method_for
+from kvxfer.bench import core
+from kvxfer.bench.contenders import Way, check_bytes, meet
+from kvxfer.bench.engines import BenchEngine, LoadTiming, start_engines
+from kvxfer.bench.frame import Benchmark, Session, cases, option
+from kvxfer.bench.members import GPU_OPTIONS, SIDES, SINK, SOURCE, Devices, devices_for
+from kvxfer.bench.plain_ways import MEMCPY, PlainWays
+from kvxfer.bench.plots import Plot, line, plot_of
+from kvxfer.bench.pools import LLAMA_8B, TINY, Request
+from kvxfer.bench.transfer_report import pool_nbytes, requests_of
+from kvxfer.bench.wires import wire_config
+from kvxfer.bench.workers import Worker, close_all, method_for
 
 MODES = ("idle", "busy", "both busy")
 WARM_ROUNDS = 3
@@ -137,21 +136,22 @@ def tables(report: core.Report) -> list[core.Table]:
     return [core.table("times", TIMES_TEXT, TIMES, cells), core.table(title, CPU_TEXT, CPU, idle)]
 
 
-def plot(report: core.Report) -> core.Plot:
+def plot(report: core.Report) -> Plot | None:
     """ms by bytes, and the limits of the first layouts."""
     cells: list[Cell] = report.records.get("cells", [])
     names = list(dict.fromkeys((cell.layouts, cell.mode) for cell in cells))
     of_name = {name: [c for c in cells if (c.layouts, c.mode) == name] for name in names}
-    lines: list[core.Line] = [
-        core.line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
-        for name, chosen in of_name.items()
-    ]
     first = of_name[names[0]] if names else []
     known = [(cell.nbytes, cell.least_ms) for cell in first if cell.least_ms is not None]
-    lines.append(core.line("memcpy", first, lambda cell: (cell.nbytes, cell.memcpy_ms), "--"))
-    if known:
-        lines.append(core.line("least", known, lambda point: point, "--"))
-    return core.Plot("offer to accepted", "bytes of the request", "ms", tuple(lines))
+    lines = [
+        line(MEMCPY, first, lambda cell: (cell.nbytes, cell.memcpy_ms), is_limit=True),
+        line(LEAST, known, lambda point: point, is_limit=True),
+        *(
+            line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
+            for name, chosen in of_name.items()
+        ),
+    ]
+    return plot_of(report.title, "bytes of the request", "ms", lines)
 
 
 # ------------------------------------------------------------------ the engines and their limits
@@ -174,7 +174,7 @@ class Pair:
             return None
         if devices.wire == "cuda_ipc":
             return Way(LEAST, self._limits, self._limits)
-        from scripts.benchmarks.ucx_loop import LEAST_SLOTS, UcxLoop  # UCX need not be there
+        from kvxfer.bench.ucx_loop import LEAST_SLOTS, UcxLoop  # UCX need not be there
 
         source, sink = self._loops = tuple(
             Worker(
@@ -202,7 +202,7 @@ class Pair:
             if self.least is not None:
                 self.least.check(request)
         except core.WrongBytes as exc:
-            raise SystemExit(f"bench_connector: {exc}; nothing was timed") from exc
+            raise SystemExit(f"bench connector: {exc}; nothing was timed") from exc
 
     def measure(self, request: Request, mode: str, rounds: int) -> Cell:
         """Loads and limits in turns. Raises ContenderLost."""
@@ -256,52 +256,42 @@ def start_limits(devices: Devices, nbytes: int) -> Worker:
     """The process that knows them."""
     ways = PlainWays
     if devices.where != "cpu":
-        from scripts.benchmarks.least import LaunchWays as ways  # Triton takes a second
+        from kvxfer.bench.least import LaunchWays as ways  # Triton takes a second
 
     return Worker("limits", ways, devices, nbytes, method=method_for(devices.sink))
 
 
-def parse() -> argparse.Namespace:
-    parser = core.parser_of(__doc__)
-    add_case_options(parser)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"))
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and cases")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--launch-programs", type=int, help="thread blocks of a pull")
-    options = parser.parse_args()
-    layouts = ["HND16->HND16", "HND16->NHD64"]
-    options.shapes = options.shapes or [(TINY if options.device == "cpu" else LLAMA_8B).name]
-    options.layouts = options.layouts or (layouts[:1] if options.quick else layouts)
-    options.tokens = options.tokens or ([128, 32768] if options.quick else [128, 1024, 8192, 32768])
-    options.rounds = options.rounds or (9 if options.quick else 25)
-    return options
+SHOWN = ("mode", "p50 ms", "GB/s", "memcpy ms")
 
 
-def main() -> None:
+def run(session: Session, options: argparse.Namespace) -> int:
     """All pairs of layouts; those whose engines fail are named in the report."""
-    options = parse()
-    devices = devices_for(options.device, options.transport)
-    facts = core.facts_of("bench_connector.py", ("triton", *core.WIRE_PACKAGES), options.note)
-    facts["devices"] = f"source {devices.source}, sink {devices.sink}"
-    title = f"Offer to accepted through the connector, {devices.wire}, {devices.where}"
-    name = f"connector_{devices.wire}_{devices.where}"
-    report = core.Report(options.out, name, title, facts, tables, plot)
+    has_gpu = torch.cuda.is_available() and options.transport != "shm"
+    device = options.device or ("cuda" if has_gpu else "cpu")
+    devices = devices_for(device, options.transport)
+    options.shapes = options.shapes or [(TINY if device == "cpu" else LLAMA_8B).name]
+    report = session.report(
+        f"connector_{devices.wire}_{devices.where}",
+        f"Offer to accepted through the connector, {devices.wire}, {devices.where}",
+        tables,
+        plot,
+        ("triton", *core.WIRE_PACKAGES),
+        devices=f"source {devices.source}, sink {devices.sink}",
+    )
     settings: dict[str, object] = {}
     if options.launch_programs and devices.wire == "cuda_ipc":
         settings["launch_programs"] = options.launch_programs
     everything = requests_of(options)
+    session.progress.plan(len(everything))
     limits = start_limits(devices, pool_nbytes(everything))
     try:
         for layouts in options.layouts:
             requests = [request for request in everything if request.layouts == layouts]
             pair = Pair(devices, requests[0], limits, settings)
             try:
-                for request, mode in product(requests, options.modes):
-                    if mode == options.modes[0]:
-                        pair.check(request)
-                    report.add(TIMES, pair.measure(request, mode, options.rounds))
-                    report.write()
+                for request in requests:
+                    run_request(pair, request, options, report)
+                    session.progress.step()
             except core.ContenderLost as exc:
                 print(f"lost: {layouts}: {exc}")
                 report.lost[layouts] = str(exc)
@@ -310,7 +300,31 @@ def main() -> None:
     finally:
         report.write(is_last=True)
         limits.close()
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+def run_request(
+    pair: Pair, request: Request, options: argparse.Namespace, report: core.Report
+) -> None:
+    """In all modes. Raises ContenderLost."""
+    report.begin(f"{request.name}, {request.nbytes / 1e6:.1f} MB", SHOWN)
+    pair.check(request)
+    for mode in options.modes:
+        report.add(TIMES, pair.measure(request, mode, options.rounds))
+        report.write()
+
+
+BENCHMARK = Benchmark(
+    (
+        *cases(
+            layouts=(["HND16->HND16", "HND16->NHD64"], ["HND16->HND16"]),
+            tokens=([128, 1024, 8192, 32768], [128, 32768]),
+            rounds=(25, 9),
+        ),
+        option("--device", choices=("cuda", "cpu"), help="where KV lies; default: a GPU if any"),
+        option("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"), help="the wire"),
+        option("--modes", list(MODES), nargs="+", choices=MODES, help="what the engine does"),
+        GPU_OPTIONS[1],
+    ),
+    run,
+)

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 
+from kvxfer.bench.core import Contender, ContenderLost, Timing, WrongBytes, measure
+from kvxfer.bench.members import SIDES, SINK, SOURCE, Devices
+from kvxfer.bench.nixl_ways import HOST_SETTINGS, Card, NixlMember, Setting
+from kvxfer.bench.plain_ways import BATCH, LIMITS, MEMCPY, PlainWays
+from kvxfer.bench.pools import Request
+from kvxfer.bench.sockets import SOCKETS, UNIX_SOCKETS, SocketSink, SocketSource
+from kvxfer.bench.wires import Cut, Giving, Taking, wire_config
+from kvxfer.bench.workers import SPAWN, Worker, close_all
 from kvxfer.config import Config
 from kvxfer.transfer.manifest import RankManifest
-from scripts.benchmarks.core import Contender, ContenderLost, Timing, WrongBytes, measure
-from scripts.benchmarks.members import SIDES, SINK, SOURCE, Devices
-from scripts.benchmarks.nixl_ways import HOST_SETTINGS, Card, NixlMember, Setting
-from scripts.benchmarks.plain_ways import BATCH, LIMITS, MEMCPY, PlainWays
-from scripts.benchmarks.pools import Request
-from scripts.benchmarks.sockets import SOCKETS, UNIX_SOCKETS, SocketSink, SocketSource
-from scripts.benchmarks.wires import Cut, Giving, Taking, wire_config
-from scripts.benchmarks.workers import SPAWN, Worker, close_all
 
+QUIET = "FATAL"
+"""Of NIXL: what it fails at is a lost contender, with a reason."""
 LIBRARIES = {"ucx": "ucxx", "nixl": "nixl"}
 """What a wire needs beside kvxfer's own dependencies."""
 NUM_CHECKED = 96
@@ -165,7 +167,7 @@ class Contenders:
         environment: tuple[tuple[str, str], ...] = (),
     ) -> tuple[Worker, Worker]:
         """A process for each side: source, sink."""
-        known = {**self.environment, **dict(environment)}
+        known = {"NIXL_LOG_LEVEL": QUIET, **self.environment, **dict(environment)}
         source, sink = (
             self.worker(f"{name}, {side}", self.inside(side, make), *given, environment=known)
             for side, make, given in zip(SIDES, makes, arguments, strict=True)
@@ -239,7 +241,7 @@ class Contenders:
 
     def start_raw_ucx(self, requests: Sequence[Request]) -> None:
         """UCX's own messages, cut as the wire ``ucx`` cuts them where that is there."""
-        from scripts.benchmarks.ucx_loop import RAW_SLOTS, RAW_UCX, UcxLoop
+        from kvxfer.bench.ucx_loop import RAW_SLOTS, RAW_UCX, UcxLoop
 
         source_config, sink_config = self.configs("ucx")
         source, sink = self.pair(

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.gpu import MatrixLoop
+from kvxfer.bench.members import SINK, SOURCE, Devices, Member, finish
+from kvxfer.bench.pools import Request
+from kvxfer.bench.sockets import CONNECT_S, connect, hear, listen, say, without_delay
 from kvxfer.config import Config, load_config
-from kvxfer.testing.peers import Context
 from kvxfer.transfer.costs import REFERENCE_TOKENS, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
@@ -45,12 +49,8 @@ from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources,
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.wake_up import WakeUp
 from kvxfer.transports.zmq_pipe import ZmqPipe
-from scripts.benchmarks.core import Timing, timed
-from scripts.benchmarks.gpu import MatrixLoop
-from scripts.benchmarks.members import SINK, SOURCE, Devices, Member, finish
-from scripts.benchmarks.pools import Request
-from scripts.benchmarks.sockets import CONNECT_S, connect, hear, listen, say, without_delay
 
+_Context = zmq.Context[zmq.Socket[bytes]]
 READ_S = 30.0
 LONGEST_WAIT_MS = 100  # a wire wakes us; this is for one that forgot
 MATRIX_COLUMNS = {"cuda": 8192, "cpu": 256}
@@ -77,13 +77,13 @@ class Hands:
 
     def __init__(self, config: Config, *watched: Readable) -> None:
         self.copy_thread, self.wake = CopyThread(), WakeUp()
-        self.context: Context = zmq.Context()
+        self.context: _Context = zmq.Context()
         Guard(self.context, config)
         self._poller, self._polled = zmq.Poller(), list[Readable]()
         self.watched = list(watched)
 
     @property
-    def all(self) -> tuple[CopyThread, WakeUp, Context]:
+    def all(self) -> tuple[CopyThread, WakeUp, _Context]:
         """As a wire is given them."""
         return self.copy_thread, self.wake, self.context
 

@@ -15,33 +15,28 @@ is in the times. The host's time to launch is not (that is section cpu), except 
 
 Sections: pieces (equal layouts, blocks of 2 KiB to 2 MiB), pairs (block sizes x layouts x heads),
 inner (sizes that are no powers of two), lengths (128 to 32k tokens), widths (programs of a launch),
-cpu (the host's time for a request), decode (a matrix loop on the sink GPU while copies run).
+cpu (the host's time for a request). What copies cost a decode step is in gpu-transfer.
 With two GPUs all of it also from the other GPU.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
-
-from kvxfer.kernels.strided_work import WHOLE_GPU
-from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
-from kvxfer.tensors.device_memory import DeviceMemory
-from scripts.benchmarks import core
-from scripts.benchmarks.gpu import BatchCopyUnavailable, MatrixLoop, batch_copy, stream_ms
-from scripts.benchmarks.members import FLUSH_NBYTES
-from scripts.benchmarks.plain_ways import torch_copy
-from scripts.benchmarks.pools import (
+from kvxfer.bench import core
+from kvxfer.bench.frame import Benchmark, Session, option
+from kvxfer.bench.gpu import BatchCopyUnavailable, batch_copy, stream_ms
+from kvxfer.bench.members import FLUSH_NBYTES, gpu_missing
+from kvxfer.bench.plain_ways import torch_copy
+from kvxfer.bench.plots import Plot, line, plot_of
+from kvxfer.bench.pools import (
     LLAMA_8B,
     LLAMA_70B_TP8,
     POISON,
@@ -51,6 +46,9 @@ from scripts.benchmarks.pools import (
     Shape,
     layout_of,
 )
+from kvxfer.kernels.strided_work import WHOLE_GPU
+from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
+from kvxfer.tensors.device_memory import DeviceMemory
 
 SPREAD = 2  # a pool has this many times the blocks of the request
 BUDGET_S = 1.5
@@ -151,11 +149,11 @@ def check(bench: Bench, job: Job, programs: int) -> None:
         want = content(bench.source, request.source, job.source_ids, lo, step)
         got = content(pool, request.sink, job.sink_ids, lo, step)
         if not torch.equal(got[:, :num_tokens], want[:, :num_tokens].to(got.device)):
-            raise SystemExit(f"bench_kernels: wrong bytes: {request.name}")
+            raise SystemExit(f"bench kernels: wrong bytes: {request.name}")
         if not bool((got[:, num_tokens:] == POISON).all()):
-            raise SystemExit(f"bench_kernels: wrote behind: {request.name}")
+            raise SystemExit(f"bench kernels: wrote behind: {request.name}")
     if not request.sink.is_untouched_beside(pool, job.sink_ids):
-        raise SystemExit(f"bench_kernels: wrote beside: {request.name}")
+        raise SystemExit(f"bench kernels: wrote beside: {request.name}")
 
 
 def content(memory: Tensor, pool: Pool, ids: Ids, lo: int, step: int) -> Tensor:
@@ -273,44 +271,6 @@ def cpu(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
         yield Cell("cpu", bench.where, case, "kernel", job.request.nbytes, speed)
 
 
-def decode(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
-    """Matrix loops on the current stream while copies of 1 GiB follow each other on their own; the
-    ratio is that of the loop's time alone.
-    """
-    job = job_of(bench, between("HND16", "NHD64", 8192))
-    nbytes = job.request.nbytes
-    for rows in (16, 4096):
-        loop = MatrixLoop(bench.sink.device, rows)
-        loop.run_ms()
-        alone_ms = statistics.median(loop.run_ms() for _ in range(bench.rounds))
-        for width in (None, *WIDTHS):
-            work = None if width is None else partial(copy, bench, job, width)
-            samples = [beside_copies(bench, loop, alone_ms, work) for _ in range(bench.rounds)]
-            loop_ms = core.quantiles([taken_ms for taken_ms, _ in samples])
-            copy_ms = statistics.median(copy_ms for _, copy_ms in samples)
-            per_s = nbytes / copy_ms * 1e3 if copy_ms else 0.0
-            speed = core.Speed(loop_ms, (per_s,) * 3, loop_ms[1] / alone_ms, len(samples))
-            name = "alone" if width is None else name_of(width)
-            yield Cell("decode", bench.where, loop.name, name, nbytes, speed)
-
-
-def beside_copies(
-    bench: Bench, loop: MatrixLoop, alone_ms: float, work: core.Work | None
-) -> tuple[float, float]:
-    """ms of the loop, and of one of the copies beside it, which outlast it; 0 without."""
-    torch.cuda.synchronize(bench.sink.device)
-    count = 1 + int(1.5 * alone_ms / stream_ms(bench.stream, bench.flush, work)) if work else 0
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record(bench.stream)
-    for _ in range(count):
-        assert work is not None
-        work()
-    last.record(bench.stream)
-    loop_ms = loop.run_ms()
-    last.synchronize()
-    return loop_ms, first.elapsed_time(last) / count if count else 0.0
-
-
 def make_bench(where: str, nbytes: int, rounds: int) -> Bench:
     sink_device = torch.device("cuda", 0)
     source_device = torch.device("cuda", 0 if where == "local" else 1)
@@ -329,12 +289,10 @@ def make_bench(where: str, nbytes: int, rounds: int) -> Bench:
     return Bench(where, source, sink, flush, copier, stream, rounds)
 
 
-SECTIONS = {
-    section.__name__: section for section in (pieces, widths, lengths, inner, cpu, decode, pairs)
-}
+SECTIONS = {section.__name__: section for section in (pieces, widths, lengths, inner, cpu, pairs)}
 TEXT = (
     "GB/s of payload, median; on one GPU each byte is read and written. The ratio is to the memcpy "
-    "of the same round (decode: the loop's time to its time alone)."
+    "of the same round."
 )
 
 
@@ -346,14 +304,19 @@ def tables(report: core.Report) -> list[core.Table]:
     ]
 
 
-def plot(report: core.Report) -> core.Plot | None:
-    chosen = [cell for cell in report.records.get("cells", []) if cell.section == "pieces"]
-    lines: list[core.Line] = []
-    for where, contender in dict.fromkeys((cell.where, cell.contender) for cell in chosen):
-        cells = [cell for cell in chosen if (cell.where, cell.contender) == (where, contender)]
-        lines.append(core.line(f"{where}: {contender}", cells, _piece))
-    title = "bytes per second by piece size"
-    return core.Plot(title, "piece, bytes", "GB/s of payload", tuple(lines)) if lines else None
+def plot(report: core.Report) -> Plot | None:
+    cells = [cell for cell in report.records.get("cells", []) if cell.section == "pieces"]
+    names = dict.fromkeys((c.where, c.contender) for c in cells if c.contender != "memset")
+    lines = [
+        line(
+            f"{where}: {contender}",
+            [cell for cell in cells if (cell.where, cell.contender) == (where, contender)],
+            _piece,
+            is_limit=contender == "memcpy",
+        )
+        for where, contender in names
+    ]
+    return plot_of("Copying kernel, by piece", "piece, bytes", "GB/s of payload", lines)
 
 
 def _piece(cell: Cell) -> tuple[float, float]:
@@ -361,32 +324,47 @@ def _piece(cell: Cell) -> tuple[float, float]:
     return block_tokens * LLAMA_8B.token_nbytes, cell.speed.gbps[1]
 
 
-def main() -> None:
+def run(session: Session, options: argparse.Namespace) -> int:
     """Run the sections and write the results after each place."""
-    parser = core.parser_of(__doc__)
-    parser.add_argument("--out", type=Path, default=core.RESULTS)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    parser.add_argument("--where", nargs="+", default=["local", "peer"], choices=["local", "peer"])
-    parser.add_argument("--blocks", nargs="+", type=int, default=list(BLOCKS))
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_kernels: expected a CUDA device, found none")
-    facts = core.facts_of("bench_kernels.py", ("triton",))
-    report = core.Report(options.out, "kernels", "Copying kernel", facts, tables, plot)
+    report = session.report("kernels", "Copying kernel", tables, plot, ("triton",))
     largest = between("HND64", "HND64", 32768).sink.nbytes
-    for where in options.where:
-        if where == "peer" and torch.cuda.device_count() < 2:
-            print("bench_kernels: one GPU only: no copies from a peer")
-            continue
+    has_peer = torch.cuda.device_count() > 1
+    places = [where for where in options.where if where == "local" or has_peer]
+    if places != options.where:
+        report.lost["peer"] = "expected two GPUs, found one"
+    session.progress.plan(len(places) * len(options.sections))
+    for where in places:
         bench = make_bench(where, largest, options.rounds)
         for section in options.sections:
+            case = ""
             for cell in SECTIONS[section](bench, options.blocks):
+                if cell.case != case:
+                    case = cell.case
+                    report.begin(f"{section}, {where}: {case}", SHOWN)
                 report.add(COLUMNS, cell)
+            session.progress.step()
         del bench
         torch.cuda.empty_cache()
         report.write(is_last=True)
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+PLACES = ("local", "peer")
+SHOWN = ("contender", "p50 ms", "GB/s", "ratio")
+BENCHMARK = Benchmark(
+    (
+        option("--rounds", 7, 3, type=int, help="that each contender runs"),
+        option(
+            "--sections",
+            list(SECTIONS),
+            ["pieces", "lengths"],
+            nargs="+",
+            choices=list(SECTIONS),
+            help="some of",
+        ),
+        option("--where", list(PLACES), nargs="+", choices=PLACES, help="the source's GPU"),
+        option("--blocks", list(BLOCKS), nargs="+", type=int, help="tokens, of the section pairs"),
+    ),
+    run,
+    gpu_missing,
+)

@@ -13,14 +13,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.members import Devices, Memory
+from kvxfer.bench.plain_ways import PlainWays
+from kvxfer.bench.pools import Ids, Pool, Request
 from kvxfer.tensors.device_copy import DeviceCopier, bind_copy, bind_side
 from kvxfer.tensors.device_launch import Event, Stream
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.transfer.plan import Chunk, DenseOrder
-from scripts.benchmarks.core import Timing, timed
-from scripts.benchmarks.members import Devices, Memory
-from scripts.benchmarks.plain_ways import PlainWays
-from scripts.benchmarks.pools import Ids, Pool, Request
 
 LEAST = "least"
 

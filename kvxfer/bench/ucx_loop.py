@@ -17,6 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.members import SOURCE, Devices, Member
+from kvxfer.bench.pools import Ids, Pool, Request
+from kvxfer.bench.wires import Cut
 from kvxfer.config import Config
 from kvxfer.tensors.device_launch import Event
 from kvxfer.tensors.device_memory import current_context
@@ -27,10 +31,6 @@ from kvxfer.transports.pipe import DEVICE_STAGING, Slots
 from kvxfer.transports.ucx_end import MAX_SLOTS, UcxEnd, tag_of
 from kvxfer.transports.ucx_library import Request as Operation
 from kvxfer.transports.ucx_library import Ucx
-from scripts.benchmarks.core import Timing, timed
-from scripts.benchmarks.members import SOURCE, Devices, Member
-from scripts.benchmarks.pools import Ids, Pool, Request
-from scripts.benchmarks.wires import Cut
 
 RAW_UCX = "raw ucx"
 RAW_SLOTS = Slots(16, 4 << 20)
@@ -75,7 +75,7 @@ class UcxLoop(Member):
         self._device = torch.device(devices.by_side[side])
         self._packer = None
         if pool is not None:
-            from scripts.benchmarks.least import Packer  # Triton takes a second
+            from kvxfer.bench.least import Packer  # Triton takes a second
 
             self._packer = Packer(self.memories[side], pool)
         self._plans: dict[Request, Plan] = {}
