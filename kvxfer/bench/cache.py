@@ -14,7 +14,7 @@ count once per block.
     caching off
     caching on  every block gets a fresh name after it was given out, and loses it when it is given
                 out again; "name" is the time of that (cache_full_blocks, which also takes the old
-                name out of the table), "all" is get + name + free
+                name out of the table)
     bare dict   "name" is the time to take 500 old names out of a dict of all names and to put 500
                 fresh ones in, in C, and nothing else: what the memory behind a table costs
 
@@ -90,15 +90,20 @@ class PoolTiming(core.Timing):
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """One pool; ns a block and M blocks/s, medians over the rounds; 0 where nothing is measured."""
+    """One pool: ns a block to free, to get and to name, medians over the rounds; 0 where nothing is
+    measured.
+    """
 
     num_blocks: int
     case: str
     free_ns: float
     get_ns: float
     name_ns: float
-    get_free_mblocks_s: float
-    all_mblocks_s: float
+
+    @property
+    def get_free_mblocks_s(self) -> float:
+        """Of get and free, M blocks/s."""
+        return 1e3 / (self.free_ns + self.get_ns) if self.free_ns else 0.0
 
     @property
     def goal(self) -> str:
@@ -107,20 +112,14 @@ class Pooled:
         return core.goal_text(self.get_free_mblocks_s, wanted, "{:g}")
 
 
-def known(number: float, text: str) -> str:
-    """Nothing for what is not measured."""
-    return text.format(number) if number else ""
-
-
 POOLED: core.Columns[Pooled] = {
-    "blocks": lambda pooled: f"{pooled.num_blocks:,}",
     "case": lambda pooled: pooled.case,
-    "free ns": lambda pooled: known(pooled.free_ns, "{:.0f}"),
-    "get ns": lambda pooled: known(pooled.get_ns, "{:.0f}"),
-    "name ns": lambda pooled: known(pooled.name_ns, "{:.0f}"),
-    "get + free M/s": lambda pooled: known(pooled.get_free_mblocks_s, "{:.1f}"),
+    "blocks": lambda pooled: f"{pooled.num_blocks:,}",
+    "free ns": lambda pooled: f"{pooled.free_ns:.0f}",
+    "get ns": lambda pooled: f"{pooled.get_ns:.0f}",
+    "name ns": lambda pooled: f"{pooled.name_ns:.0f}",
+    "get + free M/s": lambda pooled: f"{pooled.get_free_mblocks_s:.1f}",
     "goal": lambda pooled: pooled.goal,
-    "all M/s": lambda pooled: known(pooled.all_mblocks_s, "{:.1f}"),
 }
 
 
@@ -249,26 +248,19 @@ def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[Pooled]:
 
 
 def pooled(load: Load | BareDict, timings: Sequence[PoolTiming], num_blocks: int) -> Pooled:
-    median = statistics.median
-    get_free_s = median(timing.free_s + timing.get_s for timing in timings)
-    all_s = median(timing.total_s for timing in timings)
-    return Pooled(
-        num_blocks=load.num_blocks,
-        case=load.case,
-        free_ns=median(timing.free_s for timing in timings) / num_blocks * 1e9,
-        get_ns=median(timing.get_s for timing in timings) / num_blocks * 1e9,
-        name_ns=median(timing.name_s for timing in timings) / num_blocks * 1e9,
-        get_free_mblocks_s=num_blocks / get_free_s / 1e6 if get_free_s else 0.0,
-        all_mblocks_s=num_blocks / all_s / 1e6 if get_free_s else 0.0,
+    free_ns, get_ns, name_ns = (
+        statistics.median(getattr(timing, name) for timing in timings) / num_blocks * 1e9
+        for name in ("free_s", "get_s", "name_s")
     )
+    return Pooled(load.num_blocks, load.case, free_ns, get_ns, name_ns)
 
 
 HASHED_SHOWN = ("case", "p50", "ratio to loop")
-POOLED_SHOWN = ("case", "blocks", "get + free M/s", "name ns")
+POOLED_SHOWN = ("case", "blocks", "free ns", "get ns", "name ns")
 
 
 def tables(report: core.Report) -> list[core.Table]:
-    per_block = f"Requests of {REQUEST_BLOCKS} blocks; ns a block, M blocks/s."
+    per_block = f"Requests of {REQUEST_BLOCKS} blocks; ns a block."
     found = [
         core.table("hashing", "M tokens/s.", HASHED, report.records.get("hashing", [])),
         core.table("pool", per_block, POOLED, report.records.get("pools", [])),
@@ -292,7 +284,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     for hashed in bench_hashing(options.tokens, options.rounds):
         report.add(HASHED, hashed, "hashing")
     session.progress.step()
-    report.begin("pools, M blocks/s", POOLED_SHOWN)
+    report.begin("pools, ns a block", POOLED_SHOWN)
     for pooled_ in bench_pools(options.pools, options.rounds, options.steps):
         report.add(POOLED, pooled_, "pools")
     session.progress.step()

@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -160,6 +160,9 @@ class Speed:
         return p20, p50, p80
 
 
+NO_SPEED = Speed((0.0,) * 3, (0.0,) * 3, None, 0)
+
+
 def speed_of(
     number: float, timings: Sequence[Timing], limits: Sequence[Timing] | None = None
 ) -> Speed:
@@ -228,6 +231,45 @@ def of_three(
 def of_ms() -> Columns[Any]:
     """Of a record's speed."""
     return of_three(("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda record: record.speed.ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One contender in one case of a section, as benchmarks have it that compare works of one
+    process. ``ratio`` of its speed is to the first contender; ``goal``: of that ratio."""
+
+    section: str
+    case: str
+    nbytes: int
+    contender: str = ""
+    speed: Speed = NO_SPEED
+    goal: float | None = None
+    note: str = ""
+
+
+MEASURED: Columns[Measured] = {
+    "case": lambda cell: cell.case,
+    "contender": lambda cell: cell.contender,
+    **of_ms(),
+    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.4g}",
+    "ratio": lambda cell: f"{cell.speed.ratio or 0.0:.3f}",
+    "goal": lambda cell: goal_text(cell.speed.ratio, cell.goal),
+    "note": lambda cell: cell.note,
+}
+SHOWN = ("contender", "p50 ms", "GB/s", "ratio")
+
+
+def by_section(text: str) -> Callable[[Report], list[Table]]:
+    """A table of each section, with that text."""
+
+    def tables(report: Report) -> list[Table]:
+        cells: list[Measured] = report.records.get("cells", [])
+        of_section = {
+            cell.section: [c for c in cells if c.section == cell.section] for cell in cells
+        }
+        return [table(name, text, MEASURED, found) for name, found in of_section.items()]
+
+    return tables
 
 
 def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> Table:
@@ -309,6 +351,18 @@ class Report:
     def add(self, columns: Columns[Any], record: object, kind: str = "cells") -> None:
         print(line_of(columns, record, self.shown), flush=True)
         self.records.setdefault(kind, []).append(record)
+
+    def compare(
+        self,
+        case: Measured,
+        taken: Mapping[str, Sequence[Timing]],
+        goals: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell and keep what all contenders took in that case, the limit first."""
+        self.begin(f"{case.section}: {case.case}", SHOWN)
+        for name, speed in speeds(case.nbytes, taken).items():
+            goal = (goals or {}).get(name)
+            self.add(MEASURED, replace(case, contender=name, speed=speed, goal=goal))
 
     def write(self, *, is_last: bool = False) -> None:
         """All that there is; the plot, which takes a second, at the end."""

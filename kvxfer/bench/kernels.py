@@ -22,7 +22,7 @@ With two GPUs all of it also from the other GPU.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -60,28 +60,6 @@ LINK_PROGRAMS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One contender in one case; ``speed.ratio`` is to the memcpy beside it."""
-
-    section: str
-    where: str
-    case: str
-    contender: str
-    nbytes: int
-    speed: core.Speed
-
-
-COLUMNS: core.Columns[Cell] = {
-    "where": lambda cell: cell.where,
-    "case": lambda cell: cell.case,
-    "contender": lambda cell: cell.contender,
-    **core.of_ms(),
-    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
-    "ratio": lambda cell: f"{cell.speed.ratio or 0.0:.3f}",
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Bench:
     """The pools, of which every case uses the first bytes, and the copier of the sink's GPU."""
 
@@ -92,6 +70,7 @@ class Bench:
     copier: DeviceCopier
     stream: torch.cuda.Stream
     rounds: int
+    report: core.Report
 
     @property
     def width(self) -> int:
@@ -195,20 +174,18 @@ def run_case(
     widths: Sequence[int] = (),
     *,
     beside_others: bool = False,
-) -> Iterator[Cell]:
+) -> None:
     job, widths = job_of(bench, request), widths or (bench.width,)
     check(bench, job, widths[0])
     works = limits_of(bench, request.nbytes)
     if beside_others:
         works |= others_of(bench, request)
     works |= {name_of(width): partial(copy, bench, job, width) for width in widths}
-    clock = partial(once, bench)
-    taken = core.measure_works(works, clock, bench.rounds, budget_s=BUDGET_S)
+    taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
     shape = request.shape
     sizes = f"{shape.regions}x{shape.heads}x{shape.inner_nbytes}"
     case = f"{request.layouts} {sizes} {request.num_tokens} tokens"
-    for name, speed in core.speeds(request.nbytes, taken).items():
-        yield Cell(section, bench.where, case, name, request.nbytes, speed)
+    bench.report.compare(core.Measured(f"{section}, {bench.where}", case, request.nbytes), taken)
 
 
 def name_of(width: int) -> str:
@@ -219,13 +196,13 @@ def name_of(width: int) -> str:
 # ------------------------------------------------------------------ sections
 
 
-def pieces(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def pieces(bench: Bench, blocks: Sequence[int]) -> None:
     for log2 in range(11):  # 2 KiB are one token of 8 heads
         request = between(f"HND{1 << log2}", f"HND{1 << log2}", 8192)
-        yield from run_case(bench, "pieces", request, beside_others=True)
+        run_case(bench, "pieces", request, beside_others=True)
 
 
-def pairs(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def pairs(bench: Bench, blocks: Sequence[int]) -> None:
     half = Shape("half of 8B", 64, 4, 256)
     for shape in (LLAMA_8B, half, LLAMA_70B_TP8):
         num_tokens = 8192 if shape.heads > 1 else 16384
@@ -233,31 +210,31 @@ def pairs(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
         for (ours, theirs), given, taken in product(layouts, blocks, blocks):
             request = between(f"{ours}{given}", f"{theirs}{taken}", num_tokens, shape)
             beside = shape == LLAMA_8B and given == taken == 16 and ours == theirs
-            yield from run_case(bench, "pairs", request, beside_others=beside)
+            run_case(bench, "pairs", request, beside_others=beside)
 
 
-def inner(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def inner(bench: Bench, blocks: Sequence[int]) -> None:
     """Sizes that are no powers of two."""
     for inner_nbytes, (given, taken) in product((1152, 656, 132), ((64, 64), (64, 16), (16, 24))):
         shape = Shape("odd", 61, 1, inner_nbytes)
         # One token more than whole blocks, so that they cannot be joined to wider words
         for num_tokens in (8192, 8193):
             request = between(f"NHD{given}", f"NHD{taken}", num_tokens, shape)
-            yield from run_case(bench, "inner", request)
+            run_case(bench, "inner", request)
 
 
-def lengths(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def lengths(bench: Bench, blocks: Sequence[int]) -> None:
     for shape, num_tokens in product((LLAMA_8B, LLAMA_70B_TP8), (128, 512, 2048, 8192, 32768)):
         for source in ("HND16", "NHD16"):
-            yield from run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
+            run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
 
 
-def widths(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def widths(bench: Bench, blocks: Sequence[int]) -> None:
     for source in ("NHD16", "HND16"):
-        yield from run_case(bench, "widths", between(source, "NHD64", 8192), WIDTHS)
+        run_case(bench, "widths", between(source, "NHD64", 8192), WIDTHS)
 
 
-def cpu(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def cpu(bench: Bench, blocks: Sequence[int]) -> None:
     """The host's time in ``copy``, while the GPU is busy with something else."""
     for num_tokens in (128, 2048, 32768):
         job = job_of(bench, between("HND16", "NHD64", num_tokens))
@@ -267,11 +244,10 @@ def cpu(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
             taken.append(core.timed(partial(copy, bench, job, bench.width)))
             bench.stream.synchronize()
         case = f"host time of a request of {num_tokens} tokens"
-        speed = core.speed_of(0, taken)
-        yield Cell("cpu", bench.where, case, "kernel", job.request.nbytes, speed)
+        bench.report.compare(core.Measured(f"cpu, {bench.where}", case, 0), {"kernel": taken})
 
 
-def make_bench(where: str, nbytes: int, rounds: int) -> Bench:
+def make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Bench:
     sink_device = torch.device("cuda", 0)
     source_device = torch.device("cuda", 0 if where == "local" else 1)
     torch.cuda.set_device(sink_device)
@@ -286,7 +262,7 @@ def make_bench(where: str, nbytes: int, rounds: int) -> Bench:
     copier = DeviceCopier(sink_device, CopySettings())
     torch.cuda.synchronize(source_device)
     stream = torch.cuda.Stream(sink_device)
-    return Bench(where, source, sink, flush, copier, stream, rounds)
+    return Bench(where, source, sink, flush, copier, stream, rounds, report)
 
 
 SECTIONS = {section.__name__: section for section in (pieces, widths, lengths, inner, cpu, pairs)}
@@ -296,37 +272,31 @@ TEXT = (
 )
 
 
-def tables(report: core.Report) -> list[core.Table]:
-    cells: list[Cell] = report.records.get("cells", [])
-    return [
-        core.table(section, TEXT, COLUMNS, [cell for cell in cells if cell.section == section])
-        for section in SECTIONS
-    ]
-
-
 def plot(report: core.Report) -> Plot | None:
-    cells = [cell for cell in report.records.get("cells", []) if cell.section == "pieces"]
-    names = dict.fromkeys((c.where, c.contender) for c in cells if c.contender != "memset")
+    cells = [cell for cell in report.records.get("cells", []) if cell.section.startswith("pieces")]
+    names = dict.fromkeys((c.section, c.contender) for c in cells if c.contender != "memset")
     lines = [
         line(
-            f"{where}: {contender}",
-            [cell for cell in cells if (cell.where, cell.contender) == (where, contender)],
+            f"{section.removeprefix('pieces, ')}: {contender}",
+            [cell for cell in cells if (cell.section, cell.contender) == (section, contender)],
             _piece,
             is_limit=contender == "memcpy",
         )
-        for where, contender in names
+        for section, contender in names
     ]
     return plot_of("Copying kernel, by piece", "piece, bytes", "GB/s of payload", lines)
 
 
-def _piece(cell: Cell) -> tuple[float, float]:
+def _piece(cell: core.Measured) -> tuple[float, float]:
     block_tokens = int(cell.case.split("->")[0][3:])
     return block_tokens * LLAMA_8B.token_nbytes, cell.speed.gbps[1]
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
     """Run the sections and write the results after each place."""
-    report = session.report("kernels", "Copying kernel", tables, plot, ("triton",))
+    report = session.report(
+        *("kernels", "Copying kernel", core.by_section(TEXT), plot, ("triton",))
+    )
     largest = between("HND64", "HND64", 32768).sink.nbytes
     has_peer = torch.cuda.device_count() > 1
     places = [where for where in options.where if where == "local" or has_peer]
@@ -334,14 +304,9 @@ def run(session: Session, options: argparse.Namespace) -> int:
         report.lost["peer"] = "expected two GPUs, found one"
     session.progress.plan(len(places) * len(options.sections))
     for where in places:
-        bench = make_bench(where, largest, options.rounds)
+        bench = make_bench(where, largest, options.rounds, report)
         for section in options.sections:
-            case = ""
-            for cell in SECTIONS[section](bench, options.blocks):
-                if cell.case != case:
-                    case = cell.case
-                    report.begin(f"{section}, {where}: {case}", SHOWN)
-                report.add(COLUMNS, cell)
+            SECTIONS[section](bench, options.blocks)
             session.progress.step()
         del bench
         torch.cuda.empty_cache()
@@ -350,7 +315,6 @@ def run(session: Session, options: argparse.Namespace) -> int:
 
 
 PLACES = ("local", "peer")
-SHOWN = ("contender", "p50 ms", "GB/s", "ratio")
 BENCHMARK = Benchmark(
     (
         option("--rounds", 7, 3, type=int, help="that each contender runs"),

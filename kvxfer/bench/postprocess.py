@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -77,31 +77,6 @@ REWRITES = [
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One contender. ``moves_percent`` of a rewrite: what does not stay where it is."""
-
-    bench: str
-    case: str
-    contender: str
-    nbytes: int
-    moves_percent: float | None
-    speed: core.Speed
-    goal: float | None
-
-
-COLUMNS: core.Columns[Cell] = {
-    "bench": lambda cell: cell.bench,
-    "case": lambda cell: cell.case,
-    "contender": lambda cell: cell.contender,
-    "MiB": lambda cell: f"{cell.nbytes / 2**20:.0f}",
-    "moves": lambda cell: "" if cell.moves_percent is None else f"{cell.moves_percent:.1f} %",
-    **core.of_three(("p20", "p50", "p80 GB/s"), "{:.0f}", lambda cell: cell.speed.gbps),
-    "ratio to limit": lambda cell: f"{cell.speed.ratio:.3f}",
-    "goal": lambda cell: core.goal_text(cell.speed.ratio, cell.goal),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """What is done, by contender, the limit first; all are right already. ``goals``: of some."""
 
@@ -125,13 +100,6 @@ def once(work: core.Work, device: torch.device) -> core.Timing:
     end.record()
     end.synchronize()
     return core.Timing(float(begin.elapsed_time(end)) / 1e3)
-
-
-def cells_of(case: Case, rounds: int, device: torch.device) -> Iterator[Cell]:
-    taken = core.measure_works(case.works, lambda work: once(work, device), rounds)
-    for name, speed in core.speeds(case.nbytes, taken).items():
-        told = (case.bench, case.name, name, case.nbytes, case.moves_percent)
-        yield Cell(*told, speed, case.goals.get(name))
 
 
 def rewrite_case(
@@ -236,29 +204,25 @@ def wanted_cases(options: argparse.Namespace) -> list[Callable[[torch.device], C
 
 TEXT = (
     "GB/s and ratios count all bytes of the blocks, as the limit copies them, although rows that "
-    "stay where they are need not be moved: a ratio may exceed 1. *moves*: percent of the blocks "
-    "that changes its place."
+    "stay where they are need not be moved: a ratio may exceed 1. The note says what moves."
 )
-SHOWN = ("contender", "p50", "ratio to limit")
-
-
-def tables(report: core.Report) -> list[core.Table]:
-    return [core.table("speed", TEXT, COLUMNS, report.records.get("cells", []))]
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     torch.manual_seed(0)
-    report = session.report(
-        "postprocess", "Rewriting and zeroing blocks", tables, None, ("triton",)
-    )
+    tables = core.by_section(TEXT)
+    title = "Rewriting and zeroing blocks"
+    report = session.report("postprocess", title, tables, packages=("triton",))
     wanted = wanted_cases(options)
     session.progress.plan(len(wanted))
     for make in wanted:
         case = make(device)
-        report.begin(f"{case.bench}: {case.name}, GB/s", SHOWN)
-        for cell in cells_of(case, options.rounds, device):
-            report.add(COLUMNS, cell)
+        taken = core.measure_works(case.works, partial(once, device=device), options.rounds)
+        moves = "" if case.moves_percent is None else f"{case.moves_percent:.1f} % moves"
+        report.compare(
+            core.Measured(case.bench, case.name, case.nbytes, note=moves), taken, case.goals
+        )
         report.write()
         session.progress.step()
     return 0

@@ -33,22 +33,6 @@ SPREAD = 2  # a pool has this many times the blocks of the request
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One case."""
-
-    case: str
-    nbytes: int
-    speed: core.Speed
-
-
-COLUMNS: core.Columns[Cell] = {
-    "case": lambda cell: cell.case,
-    **core.of_three(("p20", "p50", "p80 GB/s"), "{:.2f}", lambda cell: cell.speed.gbps),
-    "of plain copy": lambda cell: f"{cell.speed.ratio:.2f}",
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Side:
     """A pool of random bytes, and the blocks of the request."""
 
@@ -118,10 +102,6 @@ def works_of(shape: Shape, num_tokens: int) -> dict[str, core.Work]:
     }
 
 
-def tables(report: core.Report) -> list[core.Table]:
-    return [core.table("speed", "", COLUMNS, report.records.get("cells", []))]
-
-
 def run(session: Session, options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     shape = Shape("8 heads", options.regions, 8, 256)
@@ -132,12 +112,13 @@ def run(session: Session, options: argparse.Namespace) -> int:
             f"regions, got {options.mib} MiB"
         )
     nbytes = num_tokens * shape.regions * shape.token_nbytes
-    title = f"Copies between two CPU pools: {options.mib} MiB in {options.regions} regions"
-    report = session.report("strided_copy", title, tables, None, ("numpy",))
-    timings = core.measure_works(works_of(shape, num_tokens), core.timed, options.rounds)
-    report.begin(f"{title}, GB/s", ("case", "p50", "of plain copy"))
-    for case, speed in core.speeds(nbytes, timings).items():
-        report.add(COLUMNS, Cell(case, nbytes, speed))
+    sizes = f"{options.mib} MiB in {options.regions} regions"
+    tables = core.by_section("The ratio is to the plain copy of the same round.")
+    report = session.report(
+        *("strided_copy", "Copies between two CPU pools", tables), packages=("numpy",)
+    )
+    taken = core.measure_works(works_of(shape, num_tokens), core.timed, options.rounds)
+    report.compare(core.Measured("copies", sizes, nbytes), taken)
     report.write()
     return 0
 

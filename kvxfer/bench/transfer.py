@@ -7,7 +7,6 @@ waited. Every wire that this machine has (zmq-tcp is zmq as between two hosts), 
 
     sockets, unix-sockets  blocking sendmsg and recvmsg_into straight between the pools: the limit
     memcpy                 one contiguous copy of as many bytes, in one process
-    raw ucx                UCX tag messages of the chunks' size: the limit of the wire ucx
     NIXL                   its own scattered READ, as it is by default and at its best
 """
 
@@ -37,8 +36,7 @@ HOST_TEXT = (
     f"{SOCKETS} (blocking sendmsg and recvmsg_into of the same scattered blocks over TCP), each "
     "quantile to the same one. Only kvxfer changes layouts: the others, NIXL and "
     f"{MEMCPY} (one contiguous copy in one process) too, move as many bytes in blocks as they are. "
-    "raw ucx: tag messages of the size of kvxfer's chunks between buffers, nothing packed or "
-    "unpacked: the limit of the wire ucx. CPU: the thread that asks and waits."
+    "CPU: the thread that asks and waits."
 )
 WIRE_OPTIONS = (
     option("--chunk-nbytes", type=int, help="of a wire, instead of what a trial says"),

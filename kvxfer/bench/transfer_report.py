@@ -18,7 +18,7 @@ from kvxfer.bench.pools import SHAPES, Request, request_of
 from kvxfer.bench.sockets import UNIX_SOCKETS
 
 NIXL_DEFAULT = HOST_SETTINGS[0].name
-NOT_DRAWN = {*LIMITS, UNIX_SOCKETS, "raw ucx"}
+NOT_DRAWN = {*LIMITS, UNIX_SOCKETS}
 MOST_OTHERS = 3
 Aims = Callable[[Request, str], float | None]
 """The least ratio to the limit that we want of a way, where there is one."""
