@@ -252,7 +252,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
                     run_request(pair, request, options, report)
                     session.progress.step()
             except core.ContenderLost as exc:
-                print(f"lost: {layouts}: {exc}")
+                core.tell_lost(layouts, exc)
                 report.lost[layouts] = str(exc)
             finally:
                 pair.close()

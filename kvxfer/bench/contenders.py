@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 
-from kvxfer.bench.core import Contender, ContenderLost, Timing, WrongBytes, measure
+from kvxfer.bench.core import Contender, ContenderLost, Timing, WrongBytes, measure, tell_lost
 from kvxfer.bench.members import SIDES, SINK, SOURCE, Devices
 from kvxfer.bench.nixl_ways import HOST_SETTINGS, Card, NixlMember, Setting
 from kvxfer.bench.plain_ways import BATCH, LIMITS, MEMCPY, PlainWays
@@ -99,7 +99,7 @@ class Way:
     def lose(self, why: ContenderLost) -> None:
         self.why = str(why)
         self.has_wrong_bytes = isinstance(why, WrongBytes)
-        print(f"lost: {self.name}: {self.why}")
+        tell_lost(self.name, why)
 
 
 def check_bytes(source: Worker, sink: Worker, request: Request, move: Callable[[], object]) -> None:

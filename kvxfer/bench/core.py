@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -42,6 +43,11 @@ class WrongBytes(ContenderLost):
     """It did something else than it was asked to."""
 
 
+def tell_lost(name: str, why: ContenderLost) -> None:
+    """To somebody who watches; the report says it, too."""
+    print(fill(f"lost: {name}: {why}", 79, subsequent_indent="    "), flush=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
     """One run: until all was done, until the call that asked for it returned, and the processor
@@ -66,7 +72,7 @@ class Contender(Generic[T]):
 
     def lose(self, why: ContenderLost) -> None:
         self.why = str(why)
-        print(f"lost: {self.name}: {self.why}")
+        tell_lost(self.name, why)
 
 
 def measure(
@@ -297,7 +303,7 @@ def head_of(shown: Sequence[str]) -> str:
 def _aligned(cells: Sequence[str], shown: Sequence[str]) -> str:
     first, *others = cells
     padded = (f"{c:>{max(10, len(n) + 2)}}" for c, n in zip(others, shown[1:], strict=True))
-    return f"  {first:<24}{''.join(padded)}".rstrip()
+    return f"  {first:<28}{''.join(padded)}".rstrip()
 
 
 def markdown(title: str, facts: Mapping[str, str], tables: Sequence[Table], plot: str = "") -> str:

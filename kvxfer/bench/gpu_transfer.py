@@ -113,10 +113,10 @@ def run_decode(run: Run, request: Request, options: argparse.Namespace) -> None:
         try:
             found = taking.call(list, "disturb", *arguments, timeout_s=180)
         except core.ContenderLost as exc:
-            print(f"lost: decode with {rows} rows: {exc}")
+            core.tell_lost(f"decode with {rows} rows", exc)
             run.contenders.absent[f"decode, {rows} rows"] = str(exc)
             break
-        run.report.begin(f"decode, {rows} rows", ("loop", "programs", "slowdown", "pulls GB/s"))
+        run.report.begin(f"decode, {rows} rows", ("programs", "slowdown", "pulls GB/s"))
         for disturbed in found:
             run.report.add(DECODE, disturbed, "decode")
     run.report.write()

@@ -20,6 +20,7 @@ from kvxfer.bench.core import (
     Table,
     line_of,
     table,
+    tell_lost,
 )
 from kvxfer.bench.frame import Benchmark, Session, option
 from kvxfer.bench.members import SINK, SOURCE, Devices, Usage
@@ -199,7 +200,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             found.append(soak(wire, options.transfers))
         except ContenderLost as exc:
             report.lost[wire] = str(exc)
-            print(f"lost: {wire}: {exc}")
+            tell_lost(wire, exc)
             continue
         report.begin(f"{wire}: {options.transfers} transfers", SHOWN)
         for held in found[-1].held:
