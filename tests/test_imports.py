@@ -29,7 +29,7 @@ LEVELS: list[set[str]] = [
     {"testing"},
     {"connector"},
     {"engine", "integrations", "proxy"},
-    {"bench"},
+    {"bench", "plan"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -283,6 +283,7 @@ def test_what_serves_on_a_cpu_needs_no_triton() -> None:
     modules = [
         *("kvxfer.connector.worker_side", "kvxfer.connector.scheduler_side"),
         *("kvxfer.transports.registry", "kvxfer.engine.engine", "kvxfer.cli.app", "kvxfer.tensors"),
+        "kvxfer.plan.drawing",
     ]
     code = (
         "import importlib, sys; sys.modules['triton'] = None\n"

@@ -23,6 +23,7 @@ from kvxfer.cli.options import (
     own_version,
     parse_address,
 )
+from kvxfer.cli.plan import PlanOptions, run_plan
 from kvxfer.errors import KvxferError
 from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
 
@@ -96,6 +97,16 @@ def decode(options: DecodeOptions) -> None:
     from kvxfer.cli.commands import run_decode
 
     _end(run_decode(options))
+
+
+@_command
+def plan(options: PlanOptions) -> None:
+    """Say what a request's KV would take from one engine to another, or why it is refused.
+
+    No engine and no GPU is needed. Exit status: 0 with a plan, 1 when the pair is refused, 2 for
+    errors.
+    """
+    _end(run_plan(options))
 
 
 @_command

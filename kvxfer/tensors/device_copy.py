@@ -21,13 +21,11 @@ from torch import Tensor
 
 from kvxfer.kernels.strided_work import (
     MAX_REGION_NBYTES,
-    NUM_PARAMS,
     WHOLE_GPU,
     Launch,
     plan_launch,
 )
 from kvxfer.tensors.device_launch import (
-    WORD_NBYTES,
     Event,
     GpuLauncher,
     HostLauncher,
@@ -37,6 +35,8 @@ from kvxfer.tensors.device_launch import (
 )
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_index import (
+    LAUNCH_NBYTES,
+    RING_NBYTES,
     Ids,
     are_blocks,
     check_bases,
@@ -49,10 +49,10 @@ from kvxfer.tensors.strided_index import (
     copy_work,
     dense_work,
     is_flat,
+    launch_pieces,
     pool_side,
     span_ids,
     token_nbytes,
-    token_pieces,
     token_rectangles,
 )
 from kvxfer.transfer.plan import CopyClass, DenseOrder, Side, Tile
@@ -283,8 +283,8 @@ class CopySettings:
     """
 
     launch_programs: int = 24
-    launch_nbytes: int = 1 << 30
-    ring_nbytes: int = 8 << 20
+    launch_nbytes: int = LAUNCH_NBYTES
+    ring_nbytes: int = RING_NBYTES
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -402,8 +402,9 @@ class DeviceCopier:
         """
         check_span(bound.source.tile, source_ids, *tokens)
         check_span(bound.sink.tile, sink_ids, *tokens)
-        limit_nbytes = self._piece_nbytes(bound)
-        pieces = token_pieces(bound.source.tile, bound.sink.tile, *tokens, limit_nbytes)
+        num_regions = bound.source.addresses.size
+        bounds = self._settings.launch_nbytes, self._settings.ring_nbytes
+        pieces = launch_pieces(bound.source.tile, bound.sink.tile, num_regions, tokens, *bounds)
         width = self._programs_for(programs)
         works = (pool_work(bound, source_ids, sink_ids, piece, width) for piece in pieces)
         return self._launched(works, stream)
@@ -494,25 +495,6 @@ class DeviceCopier:
             self._looked_through = (ids, tile)
         else:  # there may be none for other tokens than these
             check_span(tile, ids, token_lo, token_hi)
-
-    def _piece_nbytes(self, bound: BoundCopy) -> int:
-        """Bytes of one region in one launch: what the settings allow, and no more ids than a
-        quarter of the ring holds, so that the next launches need not wait for this one.
-        """
-        num_regions = bound.source.addresses.size
-        if num_regions == 0:
-            return self._settings.launch_nbytes
-        ours, theirs = bound.sink.tile.block_tokens, bound.source.tile.block_tokens
-        num_ids = self._ring.num_words // 4 - NUM_PARAMS - 2 * num_regions
-        # Tokens fill so many blocks of both sides, and may touch one more at each end
-        num_tokens = (num_ids - 4) * ours * theirs // (ours + theirs)
-        if num_tokens < 1:
-            raise ValueError(
-                f"ring_nbytes: expected {16 * WORD_NBYTES * num_regions} or more for {num_regions} "
-                f"regions, got {self._settings.ring_nbytes}"
-            )
-        by_ring = num_tokens * token_nbytes(bound.sink.tile)
-        return min(by_ring, max(1, self._settings.launch_nbytes // num_regions))
 
     def _launched(self, works: Iterator[Work], stream: Stream) -> Iterator[Launched]:
         nbytes = 0

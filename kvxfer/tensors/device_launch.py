@@ -24,11 +24,9 @@ from torch import Tensor
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import Launch
 from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, driver
+from kvxfer.tensors.strided_index import WORD_NBYTES
 
 Stream = torch.cuda.Stream | None
-
-
-WORD_NBYTES = 8
 
 
 class Event(Protocol):

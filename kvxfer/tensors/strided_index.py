@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvxfer.kernels.strided_work import CopySide, CopyWork
+from kvxfer.kernels.strided_work import NUM_PARAMS, CopySide, CopyWork
 from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Tile
 
 Ids = NDArray[np.int64]
@@ -31,6 +31,12 @@ PIECE_NBYTES = 1 << 20
 copy's rate, with 512 KiB of second-level cache: pieces of 128 KiB 0.46, 256 KiB 0.54, 512 KiB 0.56,
 1 MiB 0.65, 4 MiB 0.64.
 """
+
+WORD_NBYTES = 8
+LAUNCH_NBYTES = 1 << 30
+"""At most in one launch on a GPU, so that a copy can be stopped."""
+RING_NBYTES = 8 << 20
+"""For the ids and addresses of all launches on their way."""
 
 MIN_TAKE_NBYTES = 64
 """Smaller parts of rows are not taken one by one: their index would be as large as their bytes."""
@@ -76,6 +82,34 @@ def token_pieces(
         hi = min(token_hi, lo // step * step + length)
         yield lo, hi
         lo = hi
+
+
+def launch_pieces(
+    source: Tile,
+    sink: Tile,
+    num_regions: int,
+    tokens: tuple[int, int],
+    launch_nbytes: int = LAUNCH_NBYTES,
+    ring_nbytes: int = RING_NBYTES,
+) -> Iterator[tuple[int, int]]:
+    """Token ranges of the launches that copy so many regions on a GPU: of at most ``launch_nbytes``
+    each, with no more ids than a quarter of the ring holds, so that the next ones need not wait.
+
+    Raises ValueError for a ring that is too small for the regions.
+    """
+    piece_nbytes = launch_nbytes
+    if num_regions:
+        ours, theirs = sink.block_tokens, source.block_tokens
+        num_ids = ring_nbytes // WORD_NBYTES // 4 - NUM_PARAMS - 2 * num_regions
+        # Tokens fill so many blocks of both sides, and may touch one more at each end
+        num_tokens = (num_ids - 4) * ours * theirs // (ours + theirs)
+        if num_tokens < 1:
+            raise ValueError(
+                f"ring_nbytes: expected {16 * WORD_NBYTES * num_regions} or more for {num_regions} "
+                f"regions, got {ring_nbytes}"
+            )
+        piece_nbytes = min(num_tokens * token_nbytes(sink), max(1, launch_nbytes // num_regions))
+    return token_pieces(source, sink, *tokens, piece_nbytes)
 
 
 def token_rectangles(lo: int, hi: int, block_tokens: int) -> list[tuple[int, int]]:

@@ -68,18 +68,22 @@ class WireCosts:
 
     def direct_s(self, nbytes: int) -> float:
         """How long a transfer takes where the sink reads by itself."""
-        return self.latency_s + self.message_s + nbytes / self.bytes_per_s
+        return sum(self.terms_s(nbytes).values())
 
     def stream_s(self, nbytes: int, chunk_nbytes: int) -> float:
         """How long it takes in chunks of that size."""
-        num_chunks = math.ceil(nbytes / chunk_nbytes)
+        return sum(self.terms_s(nbytes, chunk_nbytes).values())
+
+    def terms_s(self, nbytes: int, chunk_nbytes: int = 0) -> dict[str, float]:
+        """What the time is the sum of; ``chunk_nbytes`` 0: on a direct wire."""
+        num_messages = math.ceil(nbytes / chunk_nbytes) if chunk_nbytes else 1
         filled_nbytes = _FILLED_STAGES * min(chunk_nbytes, nbytes)
-        return (
-            self.latency_s
-            + num_chunks * self.message_s
-            + nbytes / self.bytes_per_s
-            + filled_nbytes / self._copied_per_s
-        )
+        return {
+            "latency": self.latency_s,
+            "messages": num_messages * self.message_s,
+            "wire": nbytes / self.bytes_per_s,
+            "pack and unpack": filled_nbytes / self._copied_per_s,
+        }
 
     def chunk_nbytes(self, nbytes: int, least: int, most: int) -> int:
         """The chunk with which a transfer is over first, within bounds and LONGEST_CHUNK_S: a power

@@ -57,14 +57,13 @@ class Choice:
         path = f" over {self.trial.path}" if self.trial.path else ""
         cut = ""
         if (staging := self.staging) is not None:
-            chunk = _size(self.chunk_nbytes(self.workload.nbytes))
-            cut = (
-                f" in chunks of {chunk}, {staging.num_slots} slots of {_size(staging.slot_nbytes)}"
-            )
+            chunk = size_text(self.chunk_nbytes(self.workload.nbytes))
+            slots = f"{staging.num_slots} slots of {size_text(staging.slot_nbytes)}"
+            cut = f" in chunks of {chunk}, {slots}"
         return (
             f"{self.transport}{path} at {self.costs.gb_per_s:.2f} GB/s, "
             f"{self.costs.latency_s * 1e6:.0f} us: {REFERENCE_TOKENS} tokens "
-            f"({_size(self.workload.nbytes)}) in {_ms(self.duration_s)} ms{cut}"
+            f"({size_text(self.workload.nbytes)}) in {ms_text(self.duration_s)} ms{cut}"
             + "".join(f"; not {name}: {reason}" for name, reason in self.reasons.items())
         )
 
@@ -107,7 +106,7 @@ def choose(
             bounds = (
                 transport.staging_bounds(source) if isinstance(transport, ReceivingSink) else None
             )
-            working.append(_choice(name, bounds, trial, workload))
+            working.append(make_choice(name, bounds, trial, workload))
         except TransportUnavailable as exc:
             reasons[name] = str(exc).removeprefix(f"{name}: ")
     if not working:
@@ -119,7 +118,7 @@ def choose(
     best = min(working, key=lambda choice: choice.duration_s)  # equal times: the preferred wire
     for other in working:
         if other is not best:
-            durations = f"{_ms(other.duration_s)} ms instead of {_ms(best.duration_s)}"
+            durations = f"{ms_text(other.duration_s)} ms instead of {ms_text(best.duration_s)}"
             reasons[other.transport] = f"{durations} for {REFERENCE_TOKENS} tokens"
     return replace(best, reasons=reasons)
 
@@ -132,7 +131,9 @@ def _check_speed(trial: Trial, min_gbps: float | None) -> None:
         raise TransportUnavailable(f"expected at least min_gbps {min_gbps} GB/s, got {gbps:.3f}")
 
 
-def _choice(name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload) -> Choice:
+def make_choice(
+    name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload
+) -> Choice:
     """The choice of this wire: its time for the workload, and its staging. Raises
     TransportUnavailable where the settings leave no room for the staging.
     """
@@ -148,12 +149,12 @@ def _choice(name: str, bounds: StagingBounds | None, trial: Trial, workload: Wor
     return Choice(name, trial, workload, duration_s, staging)
 
 
-def _ms(duration_s: float) -> str:
+def ms_text(duration_s: float) -> str:
     """Milliseconds as text: three digits below a second, else whole."""
     return f"{duration_s * 1e3:.3g}" if duration_s < 1 else f"{duration_s * 1e3:.0f}"
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
     """Bytes as text, in the largest unit of which there is at least one."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes >= unit:

@@ -191,7 +191,8 @@ class NixlPipe(Pipe):
         late = (end for end in self._closing if (end.closed_s or 0.0) < before_s)
         return sum(end.staging.slots.nbytes for end in late)
 
-    def staging_size(self, device_type: str) -> StagingSize:
+    @classmethod
+    def staging_size(cls, device_type: str) -> StagingSize:
         """On a GPU less than others: what the trial's READ has taken stays with the source."""
         usual = super().staging_size(device_type)
         if device_type == "cpu":

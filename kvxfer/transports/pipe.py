@@ -31,7 +31,7 @@ import zmq
 from kvxfer.config import Config
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.tensors.device_memory import allocate
-from kvxfer.transfer.costs import BUSY_SLOTS
+from kvxfer.transfer.costs import BUSY_SLOTS, StagingBounds
 from kvxfer.transports.base import LocalMemory, Wake
 
 Parts = tuple[bytes | zmq.Frame, ...]
@@ -80,6 +80,20 @@ DEVICE_STAGING = StagingSize(256 << 20, 64 << 20, busy_slots=4)
 """At 300 GB/s 64 MiB take 0.2 ms, and a chunk costs the IO threads 0.4 ms each, whatever its size:
 1 GiB over UCX between two H200s took 18 ms in 8 slots of 32 MiB, and 11 in 4 of 64.
 """
+
+
+def staging_bounds(config: Config, sizes: Sequence[StagingSize]) -> StagingBounds:
+    """The bounds for the staging of a connection: the settings, and what is usual for the memory of
+    both sides.
+    """
+    return StagingBounds(
+        nbytes=config.staging_nbytes or min(size.nbytes for size in sizes),
+        most_chunk_nbytes=min(size.most_slot_nbytes for size in sizes),
+        is_limit=config.staging_nbytes is not None,
+        chunk_nbytes=config.chunk_nbytes,
+        num_slots=config.staging_slots,
+        busy_slots=min(size.busy_slots for size in sizes),
+    )
 
 
 class Lane(ABC):
@@ -187,7 +201,8 @@ class Pipe(ABC):
     ``native_peers``.
     """
 
-    def staging_size(self, device_type: str) -> StagingSize:
+    @classmethod
+    def staging_size(cls, device_type: str) -> StagingSize:
         """For pools on such a device; a pipe whose staging lies elsewhere says so."""
         return HOST_STAGING if device_type == "cpu" else DEVICE_STAGING
 

@@ -45,7 +45,7 @@ from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import needs_own_user, refusal
-from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots
+from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots, staging_bounds
 from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_machine import Cancel, Free, SinkAction, SinkSlot, Unpack
 from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
@@ -145,16 +145,8 @@ class StreamSink(ReceivingSink):
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
         """Settings, and what is usual for the memory of both sides."""
-        config = self._config
         sizes = [self._pipe.staging_size(each) for each in self._device_types(source)]
-        return StagingBounds(
-            nbytes=config.staging_nbytes or min(size.nbytes for size in sizes),
-            most_chunk_nbytes=min(size.most_slot_nbytes for size in sizes),
-            is_limit=config.staging_nbytes is not None,
-            chunk_nbytes=config.chunk_nbytes,
-            num_slots=config.staging_slots,
-            busy_slots=min(size.busy_slots for size in sizes),
-        )
+        return staging_bounds(self._config, sizes)
 
     def _device_types(self, source: RankManifest) -> set[str]:
         """Of the memory of both sides."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -69,9 +69,13 @@ DEVICE_CHUNK_S = 400e-6
 """
 _SIZES = (TRIAL_SMALL_NBYTES, TRIAL_NBYTES, DEVICE_TRIAL_NBYTES)
 
-
 _ROW_NBYTES = 256
 _log = logging.getLogger("kvxfer.transports")
+
+
+def chunk_s(device_types: Collection[str]) -> float:
+    """What a chunk costs each side between memories on such devices."""
+    return CHUNK_S if set(device_types) == {"cpu"} else DEVICE_CHUNK_S
 
 
 def trial_slots(*device_types: str) -> Slots:
@@ -240,8 +244,7 @@ def take_trial(
         best = _time_in_turn(takers, until_s, errors)
     if best is None:
         raise errors[0]
-    message_s = CHUNK_S if device_types == {"cpu"} else DEVICE_CHUNK_S
-    return Trial(best.costs(message_s), best.path, best.way)
+    return Trial(best.costs(chunk_s(device_types)), best.path, best.way)
 
 
 def _time_in_turn(

@@ -122,7 +122,8 @@ class ZmqPipe(Pipe):
     def __init__(self) -> None:
         _keep_freed_frames()
 
-    def staging_size(self, device_type: str) -> StagingSize:
+    @classmethod
+    def staging_size(cls, device_type: str) -> StagingSize:
         """The same for every device: frames are host memory."""
         return HOST_STAGING
 

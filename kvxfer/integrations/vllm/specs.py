@@ -104,10 +104,15 @@ def _read(layer: str, spec: Any) -> LayerSpec:
         return _record(spec, window=_kept_tokens(spec))
     if kind is window_latent and not getattr(spec, "bounded_replay", False):
         return _record(spec, is_latent=True, window=_kept_tokens(spec))
-    reason = _REFUSED.get(kind.__name__, "what it keeps has no description here")
-    raise ConfigError(
-        f"{layer}: expected full, sliding-window or latent attention, got {kind.__name__}: "
-        f"{reason}; serve this model without disaggregation"
+    raise cannot_move(layer, kind.__name__)
+
+
+def cannot_move(layer: str, kind: str) -> ConfigError:
+    """Of a layer whose spec is of a kind that does not move, by the name of its class."""
+    reason = _REFUSED.get(kind, "what it keeps has no description here")
+    return ConfigError(
+        f"{layer}: expected full, sliding-window or latent attention, got {kind}: {reason}; serve "
+        "this model without disaggregation"
     )
 
 

@@ -1,0 +1,145 @@
+"""Collect what each wire was measured at, from the committed results, for ``kvxfer plan``.
+
+Latency and rate of a wire are those with which the product's own cost model comes nearest to all of
+its median times: the largest ratio between a measured time and the model's is as small as can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
+
+from kvxfer.config import Config
+from kvxfer.plan.transfer_plan import STREAMS, WireFigures
+from kvxfer.transfer.costs import REFERENCE_TOKENS, StagingBounds, WireCosts, Workload, plan_staging
+from kvxfer.transports.pipe import staging_bounds
+from kvxfer.transports.stream_trial import chunk_s
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "scripts" / "results"
+TARGET = ROOT / "kvxfer" / "plan" / "wire_figures.json"
+TOKEN_NBYTES = 128 << 10
+"""Of the 8B geometry of all these results."""
+WORKLOAD = Workload(REFERENCE_TOKENS * TOKEN_NBYTES, 16 * 2 * 128 * 8)
+
+Times = list[tuple[int, float]]
+"""(bytes, seconds)."""
+
+
+def collect() -> tuple[WireFigures, ...]:
+    """All wires, those of host memory first."""
+    return tuple(_all_figures())
+
+
+def _all_figures() -> Iterator[WireFigures]:
+    host = _newest("transfer_host_*.json")
+    ways = (("shm", (1,)), ("zmq", (1,)), ("zmq-tcp", (2,)), ("ucx", (1, 2)), ("nixl", (1, 2)))
+    for way, hosts in ways:
+        yield from _figures(way.removesuffix("-tcp"), "cpu", hosts, host, {"way": f"kvxfer {way}"})
+    for wire in ("cuda_ipc", "zmq", "ucx", "nixl"):
+        hosts = (1,) if wire == "cuda_ipc" else (1, 2)
+        file = _newest(f"connector_{wire}_peer_*.json")
+        yield from _figures(wire, "cuda", hosts, file, {"mode": "idle"})
+
+
+def _newest(pattern: str) -> Path:
+    return max(RESULTS.glob(pattern))
+
+
+def times_of(file: Path, wanted: dict[str, str]) -> Times:
+    """The medians of the cells that have all these values."""
+    cells = json.loads(file.read_text())["cells"]
+    chosen = [cell for cell in cells if wanted.items() <= cell.items()]
+    return [(cell["nbytes"], cell["p50_ms"] / 1e3) for cell in chosen]
+
+
+def _copied_per_s(file: Path) -> float:
+    cells = json.loads(file.read_text())["cells"]
+    copies = [(each["nbytes"], each["memcpy_ms"]) for each in cells if "memcpy_ms" in each]
+    copies += [(each["nbytes"], each["p50_ms"]) for each in cells if each.get("way") == "memcpy"]
+    rates: list[float] = [nbytes / took_ms * 1e3 for nbytes, took_ms in copies]
+    return max(rates)
+
+
+def bounds_of(wire: str, device: str) -> StagingBounds | None:
+    """Of a stream's staging; None for a direct wire."""
+    pipe = STREAMS.get(wire)
+    return staging_bounds(Config(), [pipe.staging_size(device)]) if pipe is not None else None
+
+
+def _figures(
+    wire: str, device: str, hosts: tuple[int, ...], file: Path, wanted: dict[str, str]
+) -> Iterator[WireFigures]:
+    facts, bounds = json.loads(file.read_text())["facts"], bounds_of(wire, device)
+    message_s = chunk_s({device}) if bounds else 0.0
+    times = times_of(file, wanted)
+    latency_s, bytes_per_s, most_off = _fit(times, _copied_per_s(file), message_s, bounds)
+    for num_hosts in hosts:
+        yield WireFigures(
+            wire=wire,
+            device=device,
+            num_hosts=num_hosts,
+            latency_s=latency_s,
+            bytes_per_s=bytes_per_s,
+            most_off=most_off,
+            hardware=facts.get("GPU") or f"{facts['CPUs'].split(', ')[-1]} CPU cores",
+            date=re.findall(r"\d{4}-\d{2}-\d{2}", file.name)[0],
+            results=f"scripts/results/{file.name}",
+        )
+
+
+def predicted_s(costs: WireCosts, nbytes: int, bounds: StagingBounds | None) -> float:
+    """By the product: with the staging that it would choose."""
+    if bounds is None:
+        return costs.direct_s(nbytes)
+    staging = plan_staging(costs, WORKLOAD, bounds)
+    return costs.stream_s(nbytes, staging.chunk_nbytes(costs, nbytes))
+
+
+def _fit(
+    times: Times, most_per_s: float, message_s: float, bounds: StagingBounds | None
+) -> tuple[float, float, float]:
+    """Latency, rate and the ratio that is left, by a grid that gets finer around its best point. No
+    wire is taken for faster than a plain copy of the same bytes.
+    """
+    latency, rate, width = math.log(1e-4), math.log(most_per_s), math.log(1e3)
+
+    def ratio(point: tuple[float, float]) -> float:
+        rate = min(point[1], math.log(most_per_s))
+        costs = WireCosts(math.exp(point[0]), message_s, math.exp(rate))
+        return max(
+            abs(math.log(predicted_s(costs, nbytes, bounds) / took_s)) for nbytes, took_s in times
+        )
+
+    for _ in range(20):
+        steps = [width * step / 10 for step in range(-10, 11)]
+        latency, rate = min(((latency + a, rate + b) for a in steps for b in steps), key=ratio)
+        width /= 1.5
+    latency_s = float(f"{math.exp(latency):.3g}")
+    bytes_per_s = float(f"{min(math.exp(rate), most_per_s):.3g}")
+    most_off = math.exp(ratio((math.log(latency_s), math.log(bytes_per_s))))
+    return latency_s, bytes_per_s, round(most_off, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare with what is there")
+    rows = b",\n".join(msgspec.json.encode(each) for each in collect())
+    text = b"[\n" + rows + b"\n]\n"
+    if not parser.parse_args().check:
+        TARGET.write_bytes(text)
+    elif TARGET.read_bytes() != text:
+        raise SystemExit(f"{TARGET}: expected what the results give, got other figures")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""The plan is what the connector does: both with the same manifests, over real wires on a CPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import pytest
+from msgspec.structs import replace
+
+from kvxfer.cache.specs import ceil_div
+from kvxfer.plan.geometry import Geometry, make_manifest
+from kvxfer.plan.transfer_plan import Cut, Refusal, TransferPlan, plan_transfer
+from kvxfer.transfer.costs import WireCosts
+from kvxfer.transfer.manifest import EngineManifest
+from kvxfer.transfer.windows import group_keepings
+from kvxfer.transports import shm_direct
+from kvxfer.transports.base import ReadRequest, Trial
+from kvxfer.transports.cuda_ipc_direct import CudaIpcSink
+from kvxfer.transports.launches import Launches
+from kvxfer.transports.shm_direct import ShmSink
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_trial import CHUNK_S
+from tests.builders import EngineShape
+from tests.connector import rig
+from tests.connector.conftest import stand_in_for_gpus  # noqa: F401  # autouse
+from tests.connector.rig import PATIENT, Engine, Table, until
+
+NUM_TOKENS = 300
+SMALL = Geometry(layers=6, kv_heads=4, head_dim=64, device="cpu")
+HYBRID = replace(SMALL, windows="40/40/full", prefix_caching=False)
+LATENT = Geometry(layers=12, head_dim=576, mla=True, device="cpu")
+REFERENCE = replace(SMALL, engine="kvxfer")
+PAIRS = {
+    "tp4-tp2": (replace(SMALL, tp=4), replace(SMALL, tp=2, block=64, layout="NHD")),
+    "tp1-tp2 windows": (HYBRID, replace(HYBRID, tp=2, block=48)),
+    "latent": (replace(LATENT, tp=4), replace(LATENT, tp=2, block=32)),
+    "stages": (replace(SMALL, pp=2, tp=2), replace(SMALL, layout="NHD", pp=3)),
+    "reference": (REFERENCE, replace(REFERENCE, tp=2, block=24, layout="NHD")),
+}
+
+
+@contextmanager
+def engines(
+    source: Geometry, sink: Geometry, wire: str, patch: pytest.MonkeyPatch
+) -> Iterator[tuple[Engine, Engine]]:
+    """A pair with the plan's manifests."""
+    patch.setattr(rig, "build_manifest", lambda manifest, engine_id: manifest)
+    patch.setattr(
+        rig,
+        "build_regions",
+        lambda manifest, rank: (
+            manifest.rank(rank).regions,
+            manifest.rank(rank).memories[0].nbytes,
+        ),
+    )
+    given, taken = (
+        make_manifest(option, geometry, NUM_TOKENS)
+        for option, geometry in (("--source", source), ("--sink", sink))
+    )
+    can_leave = sink.engine == "kvxfer" or not sink.prefix_caching
+    with (
+        Engine(shape_of(given), "source", fill=None, transport=wire, **PATIENT) as giver,
+        Engine(
+            shape_of(taken),
+            "sink",
+            fill=0xEE,
+            transport=wire,
+            can_leave_unhashed=can_leave,
+            **PATIENT,
+        ) as taker,
+    ):
+        yield giver, taker
+
+
+def shape_of(manifest: EngineManifest) -> EngineShape:
+    """It has the fields of one that engines look at."""
+    return cast("EngineShape", manifest)
+
+
+def table_of(manifest: EngineManifest) -> Table:
+    """Blocks for all tokens in each group, that share nothing."""
+    keepings = sorted(group_keepings(r for rank in manifest.ranks for r in rank.regions).items())
+    table: list[tuple[int, ...]] = []
+    first = 1
+    for _, kept in keepings:
+        count = ceil_div(NUM_TOKENS, kept.block_tokens)
+        table.append(tuple(range(first, first + count)))
+        first += count
+    return tuple(table)
+
+
+def load(giver: Engine, taker: Engine) -> None:
+    offer = giver.offer_groups("r", NUM_TOKENS, table_of(giver.manifest))
+    giver.compute("r")
+    taker.load_groups("d", offer, table_of(taker.manifest), (0, NUM_TOKENS))
+    until(lambda: taker.received("d"))
+
+
+class Seen:
+    """What the wires are asked for and do."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, plan: TransferPlan | Refusal) -> None:
+        self.requests: dict[tuple[str, str], ReadRequest] = {}
+        self.staging: dict[str, tuple[int, int]] = {}
+        self.num_sent: Counter[tuple[str, str]] = Counter()
+        self.num_jobs = self.num_launches = 0
+        for kind, name in (
+            (ShmSink, "submit_read"),
+            (CudaIpcSink, "submit_read"),
+            (StreamSink, "submit_expect"),
+        ):
+            self._watch(patch, kind, name, self._note_request)
+        self._watch(patch, StreamSource, "send_packed", self._note_chunk)
+        self._watch(patch, StreamSink, "attach", self._note_staging)
+        spans = shm_direct.job_spans
+
+        def counted_spans(*arguments: Any) -> Iterator[tuple[int, int]]:
+            for span in spans(*arguments):
+                self.num_jobs += 1
+                yield span
+
+        patch.setattr(shm_direct, "job_spans", counted_spans)
+        self._watch(patch, Launches, "add", self._note_launch)
+        if isinstance(plan, TransferPlan):  # a trial that measures what the plan takes for measured
+            costs = {w.wire: w.figures for w in plan.wires}["zmq"]
+            trial = Trial(WireCosts(costs.latency_s, CHUNK_S, costs.bytes_per_s))
+            patch.setattr(StreamSink, "trial", lambda *_: trial)
+
+    def _watch(self, patch: pytest.MonkeyPatch, kind: type, name: str, note: Any) -> None:
+        inner = vars(kind)[name]
+
+        def noted(wire: Any, *arguments: Any) -> Any:
+            note(*arguments)
+            return inner(wire, *arguments)
+
+        patch.setattr(kind, name, noted)
+
+    def _note_request(self, request: ReadRequest) -> None:
+        self.requests[request.key.source_rank, request.key.sink_rank] = request
+
+    def _note_launch(self, *_: object) -> None:
+        self.num_launches += 1
+
+    def _note_chunk(self, key: Any, sequence: int) -> None:
+        self.num_sent[key.source_rank, key.sink_rank] += 1
+
+    def _note_staging(self, source: Any, staging: Any) -> None:
+        self.staging[str(source.rank)] = (staging.num_slots, staging.slot_nbytes)
+
+
+def regions_of(plan: TransferPlan) -> Counter[tuple[object, ...]]:
+    """(ranks, layer, heads, tokens) of all that is planned, each as often as it has regions."""
+    found: Counter[tuple[object, ...]] = Counter()
+    for move in plan.moves:
+        for layer in move.layers:
+            each = (move.source, move.sink, layer, move.heads, move.tokens)
+            found[each] += move.num_regions // len(move.layers)
+    return found
+
+
+def asked_of(requests: dict[tuple[str, str], ReadRequest]) -> Counter[tuple[object, ...]]:
+    found: Counter[tuple[object, ...]] = Counter()
+    for ranks, request in requests.items():
+        for pull in request.pull_classes:
+            heads, tokens = (pull.head_lo, pull.head_hi), (pull.token_lo, pull.token_hi)
+            for name in pull.regions:
+                found[(*ranks, int(name.layer.split(".")[2]), heads, tokens)] += 1
+    return found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_what_is_planned_is_what_moves(
+    wire: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shm_direct, "JOB_NBYTES", 200_000)  # more than one job
+    plan = plan_transfer(*PAIRS[name], NUM_TOKENS)
+    assert isinstance(plan, TransferPlan)
+    seen = Seen(monkeypatch, plan)
+    with engines(*PAIRS[name], wire, monkeypatch) as (giver, taker):
+        load(giver, taker)
+        assert taker.reasons("d") == {None}
+        assert sum(report.nbytes for report in taker.reports("d")) == plan.nbytes
+    (planned,) = (each for each in plan.wires if each.wire == wire)
+    check(planned.cuts, seen, wire)
+    assert regions_of(plan) == asked_of(seen.requests)
+
+
+def check(cuts: tuple[Cut, ...], seen: Seen, wire: str) -> None:
+    assert {(cut.source, cut.sink) for cut in cuts if cut.num_pieces} == set(seen.requests)
+    for cut in cuts:
+        ranks = (cut.source, cut.sink)
+        if ranks in seen.requests:
+            assert cut.chunk_nbytes == seen.requests[ranks].chunk_nbytes
+        assert cut.num_pieces == seen.num_sent[ranks] or wire == "shm"
+        assert bool(cut.num_slots) == (ranks in seen.requests and wire != "shm")
+        if cut.num_slots:
+            assert (cut.num_slots, cut.slot_nbytes) == seen.staging[cut.source]
+    if wire == "shm":
+        assert seen.num_jobs == sum(cut.num_pieces for cut in cuts) > len(seen.requests)
+    else:
+        assert sum(seen.num_sent.values()) > len(seen.requests), "more than one chunk somewhere"
+
+
+def test_launches_are_those_of_the_wire_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sink = (replace(each, layers=3, tp=1) for each in PAIRS["tp1-tp2 windows"])
+    source, sink = (replace(each, head_dim=8) for each in (source, sink))
+    on_gpus = [replace(each, device="cuda") for each in (source, sink)]
+    plan = plan_transfer(on_gpus[0], on_gpus[1], NUM_TOKENS)
+    assert isinstance(plan, TransferPlan)
+    seen = Seen(monkeypatch, Refusal(reason=""))
+    with engines(source, sink, "cuda_ipc", monkeypatch) as (giver, taker):
+        load(giver, taker)
+        assert taker.reasons("d") == {None}
+    (planned,) = (each for each in plan.wires if each.wire == "cuda_ipc")
+    assert seen.num_launches == sum(cut.num_pieces for cut in planned.cuts) == 3
+
+
+REFUSED = {
+    "fp8": (SMALL, replace(SMALL, kv_cache_dtype="fp8")),
+    "dtype": (SMALL, replace(SMALL, dtype="float32")),
+    "another model": (SMALL, replace(SMALL, kv_heads=2, layers=5, model="other")),
+    "windows": (HYBRID, replace(HYBRID, block=48, prefix_caching=True)),
+    "the source keeps less": (HYBRID, replace(HYBRID, windows="full", prefix_caching=False)),
+    "other windows": (HYBRID, replace(HYBRID, windows="80/80/full")),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_is_the_engine_s(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_transfer(*REFUSED[name], NUM_TOKENS)
+    assert isinstance(plan, Refusal)
+    assert plan.reason.startswith("engines source and sink cannot exchange KV: ")
+    with engines(*REFUSED[name], "shm", monkeypatch) as (giver, taker):
+        load(giver, taker)
+        assert taker.reasons("d") == {"incompatible"}
+        assert {report.detail for report in taker.reports("d")} == {plan.reason}
+    assert plan.reason.endswith(" | ".join(map(str, plan.differences)))
+    assert plan.differences
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_that_load_are_not_refused(name: str) -> None:
+    assert isinstance(plan_transfer(*PAIRS[name], NUM_TOKENS), TransferPlan)
