@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import TypeVar
 
@@ -82,9 +83,10 @@ def draw(path: Path, plot: Plot, conditions: Sequence[str]) -> bool:
     from matplotlib import pyplot as plt
     from matplotlib.ticker import LogFormatter
 
-    figure, axes = plt.subplots(figsize=(8, 5.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    limits = cycle(("kx--", "k+:"))
     for each in plot.lines:
-        style = "kx--" if each.is_limit else "o-"
+        style = next(limits) if each.is_limit else "o-"
         name = f"{each.name} (limit)" if each.is_limit else each.name
         axes.plot(each.x, each.y, style, markersize=4, label=name)
     axes.set(yscale="log", xlabel=plot.x_name, ylabel=plot.y_name)
@@ -93,7 +95,7 @@ def draw(path: Path, plot: Plot, conditions: Sequence[str]) -> bool:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     axes.grid(visible=True, which="both", alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(fontsize=8, loc="outside right upper")
     figure.suptitle(plot.title, fontsize=12)
     axes.set_title("\n".join(conditions), fontsize=8, color="dimgray", wrap=True)
     figure.savefig(path, dpi=120)

@@ -49,6 +49,7 @@ def _serve(
     arguments: tuple[object, ...],
 ) -> None:
     os.environ.update(environment)  # before anything reads it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends this in order
     try:
         made = make(*arguments)
         pipe.send(_Answer())

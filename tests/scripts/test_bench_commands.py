@@ -144,3 +144,23 @@ def test_the_connector_on_a_gpu(tmp_path: Path) -> None:
     )
     found = result(tmp_path, "connector_cuda_ipc_*.json")
     assert {tuple(cell["transports"]) for cell in found["cells"]} == {("cuda_ipc",)}
+
+
+@pytest.mark.gpu
+def test_the_copying_kernel_on_a_gpu(tmp_path: Path) -> None:
+    run("kernels", "--quick", "--sections", "pieces", "cpu", "--out", str(tmp_path))
+    found = result(tmp_path, "kernels_*.json")["cells"]
+    assert {"pieces, local", "cpu, local"} <= {cell["section"] for cell in found}
+    assert {"memcpy", "torch", "kernel, all"} <= {cell["contender"] for cell in found}
+
+
+@pytest.mark.gpu
+def test_rewriting_and_zeroing_on_a_gpu(tmp_path: Path) -> None:
+    run(
+        "postprocess",
+        *("--tokens", "256", "--planes", "4", "--rounds", "2", "--case", "layout 16"),
+        *("--out", str(tmp_path)),
+    )
+    found = result(tmp_path, "postprocess_*.json")["cells"]
+    assert {cell["section"] for cell in found} == {"postprocess", "zero"}
+    assert {"copy", "torch", "kernel", "memset"} <= {cell["contender"] for cell in found}

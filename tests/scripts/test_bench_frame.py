@@ -208,7 +208,7 @@ def test_the_picture_says_where_when_and_how(tmp_path: Path) -> None:
     (figure,) = closed
     (axes,) = figure.axes
     assert axes.get_title() == "a GPU, today\nload 0.1"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
         "line 1 (limit)",
         "line 2",
     ]

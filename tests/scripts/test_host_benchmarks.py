@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from dataclasses import replace
@@ -166,6 +167,17 @@ def state_of(pid: int) -> str:
     """As in ps(1); a moment later, because a signal takes one."""
     time.sleep(0.05)
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ctrl_c_is_the_parents(capfd: pytest.CaptureFixture[str]) -> None:
+    worker = Worker("named", Named)
+    try:
+        pid = worker.call(int, "pid")
+        os.kill(pid, signal.SIGINT)
+        assert worker.call(int, "pid") == pid
+    finally:
+        worker.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_paused_process_stands_still_and_ends_in_order() -> None:
