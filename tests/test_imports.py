@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 # A room imports itself and rooms of earlier levels, never another one of its own level.
 LEVELS: list[set[str]] = [
     {"errors", "log_limit"},
+    {"ports"},
     {"config"},
     {"cache"},
     {"transfer"},
@@ -29,11 +30,11 @@ LEVELS: list[set[str]] = [
     {"testing"},
     {"connector"},
     {"engine", "integrations", "proxy"},
-    {"bench", "plan"},
+    {"bench", "doctor", "plan"},
     {"cli"},
     {"__init__", "__main__"},
 ]
-PURE = {"errors", "log_limit", "config", "cache", "transfer"}
+PURE = {"errors", "log_limit", "ports", "config", "cache", "transfer"}
 HEAVY = {
     *("torch", "triton", "zmq", "ucxx", "nixl", "cuda", "transformers", "tokenizers"),
     *("aiohttp", "prometheus_client"),
@@ -49,6 +50,7 @@ ENVIRONMENT = {
 }
 # Who sets up logging besides cli, and why.
 LOG_SETUP = {
+    "kvxfer/doctor/child.py": "the entry of its processes",
     "kvxfer/engine/rank.py": "the entry of a rank's process",
     "kvxfer/integrations/vllm/plugin.py": "vLLM has handlers for its own loggers only",
 }

@@ -20,8 +20,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SCRIPTS = [
     "scripts/_setup",
     "scripts/demo",
+    "scripts/quick",
     "scripts/test",
     "scripts/test_gpu",
+    "scripts/test_integrations",
     "scripts/test_vllm",
     "scripts/check",
     "scripts/grid",
@@ -65,7 +67,7 @@ def test_dependencies_and_extras() -> None:
         "vllm-names": {"cbor2", "xxhash"},
         "dev": {
             *("allpairspy", "pytest", "hypothesis", "transformers", "mypy", "ruff", "triton"),
-            *("aiohttp", "prometheus-client", "cbor2", "xxhash"),
+            *("aiohttp", "prometheus-client", "cbor2", "xxhash", "pyyaml"),
         },
     }
     assert project["scripts"] == {"kvxfer": "kvxfer.cli.app:main"}
@@ -104,10 +106,10 @@ def test_scripts_are_executable_and_strict(script: str) -> None:
     assert "http" not in path.read_text()
 
 
-def test_ci_runs_four_scripts_and_nothing_else() -> None:
+def test_ci_runs_five_scripts_and_nothing_else() -> None:
     lines = (ROOT / ".ci/run").read_text().splitlines()
     commands = [line for line in lines if not line.startswith(("#", "set ", "root="))]
-    names = ("check", "test", "demo", "test_vllm")
+    names = ("check", "test", "demo", "test_vllm", "test_integrations")
     assert commands == [f'"$root/scripts/{name}"' for name in names]
 
 

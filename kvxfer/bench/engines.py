@@ -131,7 +131,6 @@ class BenchEngine(Member):
             config,
             **identity,
             rank=RankId(0, 0),
-            front_door_port=0,
             can_leave_unhashed=True,
             device=memory.device,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from kvxfer.connector.load_routes import Addressing
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import ConnectorMetadata
+from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
@@ -82,8 +82,7 @@ class RankService:
     and ``keeper``, which belong to the IO thread.
 
     Args:
-        port: where the front door listens; 0 takes any free port. Raises ConfigError if it cannot
-            be had. None for the other ranks.
+        config: with this rank's ports. Raises ConfigError if they cannot be had.
         can_leave_unhashed: as :class:`~kvxfer.connector.worker_side.WorkerConnector` has it.
     """
 
@@ -94,14 +93,13 @@ class RankService:
         identity: Identity,
         regions: tuple[Region, ...],
         memory: LocalMemory,
-        port: int | None,
         *,
         can_leave_unhashed: bool,
     ) -> None:
         make_room()
         self._ledger = ledger
         self._identity = identity
-        self._is_front_door = port is not None
+        self._is_front_door = identity.rank == RankId(0, 0)
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
@@ -116,7 +114,7 @@ class RankService:
         try:
             Guard(self._context, config, lambda: ledger.count("connections.refused"))
             self._server = ControlServer(
-                self.io, self._context, config, ledger, port or 0, self._dispatch, self._on_gone
+                self.io, self._context, config, ledger, self._dispatch, self._on_gone
             )
             self._parts.append(self._server)
             sources, sinks = self._make_wires(config, memory)
@@ -308,6 +306,23 @@ class RankService:
             guard(self.sink.load, load, handed_s, after)
         for abort in orders.aborts:
             guard(self.sink.abort, abort)
+
+    def meet(
+        self,
+        own: EngineManifest,
+        source: SourceRef,
+        ready: Callable[[Peer], object],
+        failed: Callable[[Failure], object],
+    ) -> None:
+        """Meet an engine as a load from it would. ``ready`` or ``failed`` is called once, on the IO
+        thread. ``own``: all ranks of this engine.
+        """
+
+        def begin() -> None:
+            self._peers.set_own(own)
+            self._peers.want(source, needs_wire=True, ready=ready, failed=failed)
+
+        self.io.post(begin)
 
     # -------------------------------------------------- the end, on the engine thread
 

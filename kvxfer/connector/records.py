@@ -136,7 +136,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Moments are seconds of this host's time.monotonic(), in this order; 0 where the load never got
     there. ``handed_s``: the engine gave the order. ``started_s``: the first Pull left.
-    ``placed_s``: the last byte was in its place. ``finished_s``: the last verdict came.
+    ``granted_s``: the first Grant came. ``placed_s``: the last byte was in its place.
+    ``finished_s``: the last verdict came.
     ``incomplete_blocks``: (group, position) of blocks that were filled only partly, because the
     source had let go of their first tokens.
     """
@@ -147,6 +148,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     handed_s: float = 0.0
     started_s: float = 0.0
+    granted_s: float = 0.0
     placed_s: float = 0.0
     finished_s: float = 0.0
     transports: tuple[str, ...] = ()

@@ -52,10 +52,10 @@ class WorkerConnector:
     """One per rank.
 
     Args:
+        config: with the ports of this engine, see :meth:`~kvxfer.config.Config.for_engine`. Rank 0
+          of stage 0 answers for the engine and keeps held offers.
         incarnation: 16 random bytes, one registration of this engine's pools.
         facts, tp_size, pp_size, block_tokens, layout: fields of the engine's manifest.
-        front_door_port: where this rank listens (0: on any free port) if it answers for the engine
-          and keeps held offers; None for the engine's other ranks.
         can_leave_unhashed: the engine leaves the blocks of ``incomplete_blocks`` out of its prefix
           cache, or has no prefix cache. If False, a source whose windows could leave such blocks is
           refused by name.
@@ -78,12 +78,11 @@ class WorkerConnector:
         pp_size: int,
         block_tokens: int,
         layout: str,
-        front_door_port: int | None,
         can_leave_unhashed: bool = False,
         device: torch.device = HOST,
         ready_event: Callable[[], IsReady] | None = None,
     ) -> None:
-        self._config = config
+        self._config = config.for_rank(rank.pp * tp_size + rank.tp)
         self._identity = Identity(engine_id, incarnation, rank)
         self._expected = {
             "engine_id": engine_id,
@@ -94,7 +93,6 @@ class WorkerConnector:
             "block_tokens": block_tokens,
             "layout": layout,
         }
-        self._front_door_port = front_door_port
         self._can_leave_unhashed = can_leave_unhashed
         self._device = device
         self._ready_event = ready_event or self._record_ready
@@ -126,7 +124,6 @@ class WorkerConnector:
             self._identity,
             regions,
             memory,
-            self._front_door_port,
             can_leave_unhashed=self._can_leave_unhashed,
         )
 

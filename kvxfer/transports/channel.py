@@ -13,6 +13,7 @@ whether the thread behind a connection still works: a side that waits for an ans
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import socket as sockets
@@ -24,6 +25,7 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
+from kvxfer.ports import Ports
 from kvxfer.transports.guard import pinned_keys, unix_endpoint
 from kvxfer.transports.visitors import EVENT, Backlog, Inbox, Visitors
 
@@ -34,12 +36,15 @@ WORD_S = 600.0
 """How often a DEALER says a word that has nothing to say. Heartbeats are no messages, and so count
 as backlog: 16 bytes a second, 80 with CURVE.
 """
+IN_USE = (errno.EADDRINUSE, errno.EACCES)
+"""Why a port cannot be had: somebody has it, or this user may not."""
 MANY_PARTS = "it sent a message of many parts"
 RECONNECT_MS = (20, 500)
 """First and longest wait before a connection is tried again."""
 
 _ZAP_DOMAIN = b"kvxfer"
 """Any name: without one ZeroMQ asks nobody about a connection without CURVE."""
+_ANY_PORT = Ports("port", 0, 0)
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
 _NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -79,7 +84,7 @@ class Router:
     """A ROUTER socket that listens on ``host``, and its connections.
 
     Args:
-        port: 0 takes a free one.
+        ports: it takes the first that is free.
         has_unix_socket: whether it answers the Unix socket beside it, too, if that can be had.
 
     Raises ConfigError for a host that cannot be used, zmq.ZMQError where the port cannot be had.
@@ -90,7 +95,7 @@ class Router:
         context: Context,
         config: Config,
         bounds: Bounds,
-        port: int = 0,
+        ports: Ports = _ANY_PORT,
         *,
         has_unix_socket: bool = False,
     ) -> None:
@@ -102,7 +107,7 @@ class Router:
             # Otherwise a message to a peer that has gone, or does not read, is dropped without an
             # error
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._visitors.endpoint = self.endpoint = _bind(self.socket, config, port)
+            self._visitors.endpoint = self.endpoint = _bind(self.socket, config, ports)
             if has_unix_socket and not bind_unix(self.socket, self.endpoint):
                 _log.debug("no Unix socket beside %s: everybody uses TCP", self.endpoint)
         except BaseException:
@@ -344,8 +349,8 @@ def bind_unix(socket: Socket, endpoint: str) -> bool:
     return True
 
 
-def _bind(socket: Socket, config: Config, port: int) -> str:
-    """Listen with the guard at the door; the endpoint."""
+def _bind(socket: Socket, config: Config, ports: Ports) -> str:
+    """Listen with the guard at the door, on the first port that is free; the endpoint."""
     address = bind_address(config.host)
     host = f"[{address}]" if ":" in address else address
     socket.setsockopt(zmq.IPV6, int(":" in address))
@@ -353,7 +358,13 @@ def _bind(socket: Socket, config: Config, port: int) -> str:
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard every connection is refused
     if _set_keys(socket, config):
         socket.curve_server = True
-    socket.bind(f"tcp://{host}:{port or '*'}")
+    for port in ports.in_order:
+        try:
+            socket.bind(f"tcp://{host}:{port or '*'}")
+            break
+        except zmq.ZMQError as e:
+            if e.errno not in IN_USE or port == ports.last:
+                raise
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 

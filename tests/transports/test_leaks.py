@@ -1,7 +1,7 @@
 """Nothing is left behind by what a wire has moved, nor by connections that have come and gone.
 
 Two processes for each wire, with nothing in them but the wire (kvxfer/bench/soak.py, which
-``bench_transfer.py --soak`` runs for longer). Resident memory is looked at after a garbage
+``kvxfer bench soak`` runs for longer). Resident memory is looked at after a garbage
 collection and ``malloc_trim``: without these it varies by megabytes.
 """
 
