@@ -12,7 +12,7 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(context: typer.Context) -> None:
-    """Measure what moves KV on this machine, each beside what its hardware can do."""
+    """Measure what moves KV here, beside what the hardware can do."""
     from kvxfer.bench.command import main
 
     raise typer.Exit(main(context.args))
