@@ -143,6 +143,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     curve_server_keys: dict[str, str] | None = None
     """The public key expected of each engine, by engine id (Z85). Change it with the keys of the
     engines."""
+    curve_keys_dir: str | None = None
+    """A folder of CURVE keys that all engines share, instead of the three settings above; ``kvxfer
+    keys`` makes it. Change it where others can read or reach the network."""
     params_key: str | None = None
     """A secret that all engines share, 16 characters or more: signs ``kv_transfer_params``, and
     unsigned ones are plain. Never shown. Change it where clients of the HTTP server are not
@@ -290,6 +293,7 @@ def load_config(
                 )
             if value is not None and name not in values:
                 values[name], origins[name] = _from_text(name, value), origin
+    _check_one_source_of_keys(values)
     try:
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as exc:
@@ -490,8 +494,18 @@ def _check_curve(config: Config) -> None:
             # the value stays out of the message: it may be the secret one
             raise ConfigError(
                 f"{name}: expected 40 characters of Z85, got {len(key)} characters; "
-                "zmq.curve_keypair() makes a pair"
+                "zmq.curve_keypair() makes a pair, kvxfer keys make a folder of them"
             )
+
+
+def _check_one_source_of_keys(values: Mapping[str, Any]) -> None:
+    """Of what was set; an engine that has started has the pair of its folder, too."""
+    others = [name for name in values if name.startswith("curve_") and name != "curve_keys_dir"]
+    if others and "curve_keys_dir" in values:
+        raise ConfigError(
+            f"curve_keys_dir: expected no other keys beside the folder, got {', '.join(others)}; "
+            "set one or the other"
+        )
 
 
 def _check_params_key(config: Config) -> None:

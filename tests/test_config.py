@@ -34,6 +34,7 @@ DEFAULTS = {
     "curve_public_key": None,
     "curve_secret_key": None,
     "curve_server_keys": None,
+    "curve_keys_dir": None,
     "params_key": None,
     "bind_tokens": True,
     "offer_board": True,

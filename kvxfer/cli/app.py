@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from kvxfer.cli.bench import register as register_bench
+from kvxfer.cli.keys import keys
 from kvxfer.cli.options import (
     DecodeOptions,
     DoctorOptions,
@@ -149,6 +150,7 @@ def doctor(options: DoctorOptions) -> None:
 
 
 register_bench(app)
+app.add_typer(keys, name="keys")
 
 
 def _show_version(wanted: bool) -> None:

@@ -39,6 +39,7 @@ from kvxfer.cli.sides import (
     transfer_engine,
 )
 from kvxfer.cli.terminal import ToldToEnd, progress_bar, stderr_above
+from kvxfer.config import Config
 from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.kv_plan import longest_request
@@ -101,6 +102,7 @@ def run_prefill(options: PrefillOptions) -> None:
         max_model_len=num_blocks * side.block_size,
         max_num_seqs=SERVER_SEQS,
         digests=options.digests,
+        metrics=options.metrics,
     )
     names = side.option_names | {
         "host": "--listen, or KVXFER_HOST",
@@ -113,7 +115,7 @@ def run_prefill(options: PrefillOptions) -> None:
         console.print(
             f"prefill: {group.endpoint} serves {model_name(options)} "
             f"(TP {side.tp_size}, block {side.block_size}, {side.layout}{_where(config)}), "
-            f"KV at {group.kv_endpoint}; end with ctrl-C",
+            f"KV at {group.kv_endpoint}{_metrics(group)}; end with ctrl-C",
             soft_wrap=True,
         )
         while True:
@@ -130,6 +132,7 @@ def run_decode(options: DecodeOptions) -> bool:
     (side,) = place_sides((side,), count_cuda_devices)
     kv = settings(options, given={"port": options.kv_port, "data_port": options.kv_data_port})
     engine = transfer_engine(Role.DECODE, side, options, model, kv)
+    engine = msgspec.structs.replace(engine, metrics=options.metrics)
     configs = {"decode": fitted(engine, side, options, model, work)}
     names = {"decode": side.option_names | {"host": "KVXFER_HOST"}}
     setup = _Setup(model, work, configs, names, prefill_at=f"tcp://{prefill_at}")
@@ -227,18 +230,26 @@ def _start(
         for name, config in setup.configs.items()
     }
     if setup.prefill_at is not None:
-        remote = RunEngine(_client(stack, setup.prefill_at, wait_s), come_back_s=wait_s)
+        client = _client(stack, setup.prefill_at, setup.configs["decode"].kv, wait_s)
+        remote = RunEngine(client, come_back_s=wait_s)
         stack.callback(lambda: remote.client.close())  # it may be another one by then
         engines["prefill"] = remote
     console.print(text, soft_wrap=not console.is_terminal)
     for name, group in groups.items():
         with naming_options(setup.names.get(name, {})):
-            engines[name] = RunEngine(_client(stack, group.endpoint), group)
+            client = _client(stack, group.endpoint, setup.configs[name].kv)
+            engines[name] = RunEngine(client, group)
+            if group.metrics_endpoint:
+                console.print(f"{name}{_metrics(group)}", soft_wrap=not console.is_terminal)
     return engines
 
 
-def _client(stack: ExitStack, endpoint: str, timeout_s: float = _INFO_S) -> RpcClient:
-    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s))
+def _client(stack: ExitStack, endpoint: str, kv: Config, timeout_s: float = _INFO_S) -> RpcClient:
+    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=timeout_s, kv=kv))
+
+
+def _metrics(group: EngineGroup) -> str:
+    return f", metrics at {group.metrics_endpoint}" if group.metrics_endpoint else ""
 
 
 def _where(config: EngineConfig) -> str:

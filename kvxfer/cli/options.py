@@ -262,6 +262,17 @@ class _OneEngine(EngineOptions):
     prefix_caching: _PrefixCaching = True
     kv_port: _KvPort = None
     kv_data_port: _KvDataPort = None
+    metrics: Annotated[
+        str | None,
+        Option(
+            help="Serve /metrics there, for Prometheus; port 0: a free one.", metavar="HOST:PORT"
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.metrics is not None:
+            parse_address("--metrics", self.metrics, everywhere=True)
 
     @property
     def side(self) -> SideOptions:
@@ -374,6 +385,7 @@ _SHARED_NAMES = {
     "transport": "--transport",
     "log_level": "--log-level",
     "port": "--kv-port",
+    "metrics": "--metrics",
     "data_port": "--kv-data-port",
     "num_kv_heads": "--kv-heads",
     "dtype": "--dtype",

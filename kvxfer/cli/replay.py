@@ -294,7 +294,8 @@ class Replay:
 
     def _try_to_reconnect(self, engine: RunEngine) -> None:
         try:
-            client = RpcClient(engine.client.endpoint, connect_timeout_s=_RECONNECT_TRY_S)
+            before = engine.client
+            client = RpcClient(before.endpoint, connect_timeout_s=_RECONNECT_TRY_S, kv=before.kv)
         except PeerLost:
             return
         engine.client, engine.lost_at_s = client, None

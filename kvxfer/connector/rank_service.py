@@ -21,9 +21,11 @@ from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
+from kvxfer.connector.metrics import key, peer_label
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
+from kvxfer.connector.protection import protection
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
@@ -52,6 +54,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.guard import Guard
+from kvxfer.transports.key_folder import with_folder_keys
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.visitors import LOOK_S
 
@@ -97,6 +100,7 @@ class RankService:
         can_leave_unhashed: bool,
     ) -> None:
         make_room()
+        config = with_folder_keys(config)
         self._ledger = ledger
         self._identity = identity
         self._is_front_door = identity.rank == RankId(0, 0)
@@ -110,9 +114,12 @@ class RankService:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
+        self.has_looked = True
+        """Set a few times a second: gauges may have changed although nothing was counted."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
-            Guard(self._context, config, lambda: ledger.count("connections.refused"))
+            refused = "connections.refused.{}".format
+            Guard(self._context, config, lambda reason: ledger.count(refused(reason)))
             self._server = ControlServer(
                 self.io, self._context, config, ledger, self._dispatch, self._on_gone
             )
@@ -146,6 +153,10 @@ class RankService:
             self.io.stop(0)
             self._end_context()
             raise
+        if self._is_front_door:
+            said = protection(config, self._server.endpoint, sources)
+            names = identity.engine_id, self._server.endpoint
+            _log.log(said.level, "protection of engine %s at %s: %s", *names, said.text)
         self.borrower = Borrower(self.io, ledger, self.sink, sinks.values())
         # Direct wires first: their completed reads are reported before the sockets of stream wires
         # are read.
@@ -153,10 +164,11 @@ class RankService:
         for sink in (*(sink for sink in sinks.values() if sink not in receiving), *receiving):
             self.io.watch_group(sink, self._poll_sink)
         sending = [source for source in sources.values() if isinstance(source, SendingSource)]
+        self._streams = (("source", sending), ("sink", receiving))
         for source in sending:
             self.io.watch_group(source, self._poll_source)
         self._inspects = [
-            self._server.router.inspect,
+            self._inspect_server,
             *(source.inspect for source in sending),
             *(sink.inspect for sink in receiving),
         ]
@@ -259,6 +271,12 @@ class RankService:
         self.io.after(LOOK_S, self._inspect)
         for inspect in self._inspects:
             self.io.guard(inspect)
+        self.has_looked = True
+
+    def _inspect_server(self) -> None:
+        num_failed = self._server.router.inspect()
+        if num_failed:
+            self._ledger.count("connections.refused.handshake", num_failed)
 
     def _close_all(self) -> None:
         self.io.unwatch_groups()
@@ -306,6 +324,31 @@ class RankService:
             guard(self.sink.load, load, handed_s, after)
         for abort in orders.aborts:
             guard(self.sink.abort, abort)
+
+    def gauges(self) -> dict[str, float]:
+        """How things stand, by metric and labels (:mod:`kvxfer.connector.metrics`). On the engine
+        thread: reads plain numbers that the IO thread writes.
+        """
+        rank, peers = str(self._identity.rank), self._peers.all_ready()
+        stand: dict[str, float] = {
+            key("loads_in_flight", rank): self.sink.num_loads,
+            key("peers_ready", rank): len(peers),
+            key("offers_held", rank): self.source.num_offers,
+            key("blocks_held", rank): self.source.num_held_blocks,
+            key("board_on", rank): int(self.ends.has_board),
+            key("boards_open", rank): sum(len(peer.boards) for peer in peers),
+        }
+        for side, streams in self._streams:
+            for stream in streams:
+                stand[key("staging_bytes", rank, side, stream.name)] = stream.staging_nbytes
+        for peer in peers:
+            wire = peer.slowest
+            if wire is not None:
+                place = key(
+                    "wire_bytes_per_second", rank, peer_label(peer.endpoint), wire.transport
+                )
+                stand[place] = wire.costs.gb_per_s * 1e9
+        return stand
 
     def meet(
         self,

@@ -152,8 +152,10 @@ class SinkLoad:
             granted_s=self.granted_s,
             placed_s=self.placed_s,
             finished_s=finished_s,
+            peer=self.order.source.endpoint,
             transports=tuple(sorted({r.pull.transport for r in runs if not r.pull.is_null})),
             incomplete_blocks=tuple(sorted(places)),
+            trace=self.order.trace,
         )
 
 
@@ -181,6 +183,11 @@ class Sink:
         self._asked = AskedOffers()
         self._ways: dict[Peer, tuple[Way, ...]] = {}
         self._on_idle: Callable[[], object] | None = None
+
+    @property
+    def num_loads(self) -> int:
+        """Those that have not ended."""
+        return len(self._by_request)
 
     # -------------------------------------------------- orders of the engine
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import msgspec
 import torch
 
 from kvxfer.config import Config
@@ -26,6 +27,7 @@ from kvxfer.connector.records import (
     KVConnectorStats,
 )
 from kvxfer.connector.source import IsReady
+from kvxfer.connector.tracing import tell_of
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
@@ -97,6 +99,7 @@ class WorkerConnector:
         self._device = device
         self._ready_event = ready_event or self._record_ready
         self._ledger = Ledger()
+        self._gauges: dict[str, float] = {}
         self._service: RankService | None = None
         self._metadata = NO_ORDERS
         self._written: torch.cuda.Event | None = None
@@ -242,8 +245,19 @@ class WorkerConnector:
         return set()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts and reasons since the last call."""
-        return self._ledger.take_stats()
+        """What was counted since the last call, and the gauges that have changed."""
+        stats, service = self._ledger.take_stats(), self._service
+        if stats is not None and stats.loads:
+            tell_of(stats.loads, self._identity.rank)
+        if service is None or (stats is None and not service.has_looked):
+            return stats
+        service.has_looked = False
+        before, self._gauges = self._gauges, service.gauges()
+        changed = {place: n for place, n in self._gauges.items() if before.get(place) != n}
+        changed |= {place: 0 for place in before if place not in self._gauges}
+        if not changed:
+            return stats
+        return msgspec.structs.replace(stats or KVConnectorStats(), gauges=changed)
 
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
         """The results above for this step's output; None if there are none."""

@@ -236,7 +236,13 @@ def _meet(
         manifest, engine_id=me.engine_id, incarnation=me.incarnation, **_says(config)
     )
     offer = OfferRef(secrets.token_bytes(16), manifest.incarnation)  # it is never asked for
-    source = SourceRef(engine_id=manifest.engine_id, endpoint=endpoint, offer=offer, num_tokens=0)
+    source = SourceRef(
+        engine_id=manifest.engine_id,
+        endpoint=endpoint,
+        offer=offer,
+        num_tokens=0,
+        curve_public_key=manifest.rank(RankId(0, 0)).curve_public_key,
+    )
     found: queue.SimpleQueue[Choices | Failure] = queue.SimpleQueue()
 
     def ready(peer: Peer) -> None:

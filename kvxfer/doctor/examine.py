@@ -34,6 +34,7 @@ from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.manifest import CudaIpcHandle, EngineManifest, MemfdHandle, parse_endpoint
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.channel import bind_address
+from kvxfer.transports.key_folder import with_folder_keys
 from kvxfer.transports.registry import AUTO, OPTIONAL
 
 GPUS_S = 60.0
@@ -53,6 +54,11 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
         address = bind_address(config.host)
     except ConfigError as exc:
         yield failed_row("host", State.FAIL, str(exc), "name an address of this machine")
+        return
+    try:
+        config = with_folder_keys(config)
+    except ConfigError as exc:
+        yield failed_row("keys", State.FAIL, str(exc), "see kvxfer keys")
         return
     yield from map(limit_row, host.limits())
     ports = config.for_engine(gives_kv=peer is None, num_ranks=1).for_rank(0)

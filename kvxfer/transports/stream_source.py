@@ -362,11 +362,15 @@ class StreamSource(SendingSource):
 
     def inspect(self) -> None:
         """Close connections that send what is no message, and end trials that have no end."""
-        self._router.inspect()
+        num_failed = self._router.inspect()
+        if num_failed:
+            self.counts["refused.handshake"] += num_failed
         ended_s = time.monotonic() - TRIAL_S
         for connection in self._connections.all():
             if connection.is_trial and connection.attached_s < ended_s:
                 self._end(connection, f"expected a trial to end within {TRIAL_S} s")
+        having = self._connections.with_staging()
+        self.staging_nbytes = sum(connection.slots.nbytes for connection in having)
 
     def close(self) -> None:
         """Stop all transfers, wait for what is being packed, close pipe and sockets."""

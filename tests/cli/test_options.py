@@ -16,10 +16,12 @@ from kvxfer.cache.specs import (
 )
 from kvxfer.cli.commands import run_pair
 from kvxfer.cli.options import (
+    DecodeOptions,
     EngineOptions,
     HostPort,
     Layout,
     PairOptions,
+    PrefillOptions,
     RunOptions,
     SideOptions,
     Wire,
@@ -86,6 +88,13 @@ def test_addresses_that_are_none(text: str) -> None:
 def test_an_address_that_nobody_can_connect_to(text: str) -> None:
     with pytest.raises(ConfigError, match="that the other side can connect to"):
         parse_address("--listen", text)
+
+
+@pytest.mark.parametrize("text", ["9400", "host:x", ":"])
+def test_where_metrics_are_served_is_checked(text: str) -> None:
+    with pytest.raises(ConfigError, match="--metrics: expected HOST:PORT, got"):
+        PrefillOptions(listen="127.0.0.1:0", metrics=text)
+    assert DecodeOptions(prefill="127.0.0.1:1", metrics="0.0.0.0:9400").metrics is not None
 
 
 def test_work_options_are_checked(tmp_path: Path) -> None:

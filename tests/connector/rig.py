@@ -225,6 +225,7 @@ class Engine:
             offer=OfferRef(order.nonce, self.incarnation),
             num_tokens=num_tokens,
             digest=digest,
+            curve_public_key=self.manifest.ranks[0].curve_public_key,
         )
 
     def compute(self, *request_ids: str) -> None:
@@ -389,7 +390,8 @@ def io_thread_of(engine: Engine) -> threading.Thread:
 
 def peers_of(sink: Engine) -> Mapping[tuple[str, str], Peer]:
     """Of now, by engine id and front door."""
-    return service_of(sink)._peers._peers
+    peers = service_of(sink)._peers._peers.values()
+    return {(peer.engine_id, peer.endpoint): peer for peer in peers}
 
 
 def only_peer_of(sink: Engine) -> Peer:

@@ -264,7 +264,7 @@ def test_who_is_not_admitted_is_refused_at_the_handshake(
     for _ in range(3):
         with pytest.raises(ConnectionError, match="400"):
             zmtp.connect(port_of(engine, port))
-    until(lambda: engine.count("connections.refused") == 3)
+    until(lambda: engine.count("connections.refused.address") == 3)
     (line,) = [each for each in caplog.messages if "was refused" in each]
     assert "127.0.0.1 was refused: expected a peer on this host" in line
     assert "allowed_peers" in line
@@ -326,7 +326,7 @@ def test_with_keys_nobody_comes_in_without_one_that_is_pinned(
             monitor.close()
         assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         assert "expected a CURVE key that is pinned" in caplog.text
-        until(lambda: source.count("connections.refused") >= 1)
+        until(lambda: source.count("connections.refused.key") >= 1)
 
 
 def test_a_listener_stands_where_host_says() -> None:

@@ -31,6 +31,7 @@ from kvxfer.doctor.child import Child, call
 from kvxfer.doctor.rows import Row, State, status
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.wire import Reason
+from kvxfer.transports.key_folder import ADD, USE, make_keys, rotate_keys
 from tests.builders import EngineShape
 from tests.connector.rig import Engine, until
 
@@ -228,6 +229,22 @@ def test_an_engine_in_service_is_met_and_left_as_it_was() -> None:
         counts = source.take_stats().counts
         assert not [name for name in counts if name.startswith(("offers.", "control.malformed"))]
         assert source.take_stats().counts.get("io.errors", 0) == 0
+
+
+def test_an_engine_with_the_key_before_is_met(tmp_path: Path) -> None:
+    folder = tmp_path / "keys"
+    make_keys(folder)
+    keys: dict[str, Any] = {"curve_keys_dir": str(folder), "transport": "zmq"}
+    with engine(**keys) as source:
+        rotate_keys(folder, ADD)
+        rotate_keys(folder, USE)
+        rows = look(source.endpoint, **keys, **PATIENT)
+    assert failing(rows) == []
+    assert "CURVE on" in rows["peer engine"].seen
+
+
+def test_a_folder_without_keys_is_a_row(tmp_path: Path) -> None:
+    assert failing(look(curve_keys_dir=str(tmp_path))) == ["keys"]
 
 
 def test_a_doctor_that_waits_is_known_by_its_key() -> None:
