@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvxfer.cli.bench import register as register_bench
 from kvxfer.cli.keys import keys
 from kvxfer.cli.options import (
     DecodeOptions,
@@ -148,6 +149,7 @@ def doctor(options: DoctorOptions) -> None:
     _end(run_doctor(options))
 
 
+register_bench(app)
 app.add_typer(keys, name="keys")
 
 
