@@ -150,7 +150,7 @@ def doctor(options: DoctorOptions) -> None:
 
 
 register_bench(app)
-app.add_typer(keys, name="keys")
+app.add_typer(keys, name="keys", short_help="Make and rotate the CURVE keys that engines share.")
 
 
 def _show_version(wanted: bool) -> None:
