@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvxfer.cli.bench import register as register_bench
 from kvxfer.cli.keys import keys
 from kvxfer.cli.options import (
     DecodeOptions,
@@ -148,7 +149,8 @@ def doctor(options: DoctorOptions) -> None:
     _end(run_doctor(options))
 
 
-app.add_typer(keys, name="keys")
+register_bench(app)
+app.add_typer(keys, name="keys", short_help="Make and rotate the CURVE keys that engines share.")
 
 
 def _show_version(wanted: bool) -> None:

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
-from scripts.benchmarks.sockets import CONNECT_S, connect, hear, listen, say, without_delay
-from scripts.benchmarks.workers import FORK_SERVER, Worker, close_all
+from kvxfer.bench.sockets import CONNECT_S, connect, hear, listen, say, without_delay
+from kvxfer.bench.workers import FORK_SERVER, Worker, close_all
 
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
 """Of the source's namespace and of the sink's."""

@@ -12,42 +12,24 @@ round's ratio to the plain copy of that round.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
-
+from kvxfer.bench import core
+from kvxfer.bench.frame import Benchmark, Session, option
+from kvxfer.bench.pools import POISON, Ids, Pool, Request, Shape
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
-from scripts.benchmarks import core
-from scripts.benchmarks.pools import POISON, Ids, Pool, Request, Shape
 
 CHUNK_NBYTES = 1 << 20
 NUM_SLOTS = 8
 """Chunks that are packed or unpacked in turn."""
 SPREAD = 2  # a pool has this many times the blocks of the request
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One case."""
-
-    case: str
-    nbytes: int
-    speed: core.Speed
-
-
-COLUMNS: core.Columns[Cell] = {
-    "case": lambda cell: cell.case,
-    **core.of_three(("p20", "p50", "p80 GB/s"), "{:.2f}", lambda cell: cell.speed.gbps),
-    "of plain copy": lambda cell: f"{cell.speed.ratio:.2f}",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,41 +84,51 @@ def by_chunk(side: Side, num_tokens: int, move: Callable[..., object]) -> Callab
     return run
 
 
-def main() -> None:
-    parser = core.parser_of(__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="bytes moved per case (default 64)")
-    parser.add_argument("--regions", type=int, default=16, help="regions that share them")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1, help="of the plain copy; ours has one")
-    core.add_files(parser)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    shape = Shape("8 heads", options.regions, 8, 256)
-    num_tokens = (options.mib << 20) // shape.regions // shape.token_nbytes // 32 * 32
+def works_of(shape: Shape, num_tokens: int) -> dict[str, core.Work]:
+    """All cases, the plain copy first. Raises SystemExit for wrong bytes."""
     nbytes = num_tokens * shape.regions * shape.token_nbytes
-    if not nbytes:
-        parser.error(f"--mib: expected at least 32 tokens in each of {options.regions} regions")
     hnd, other = (side_of(shape, "HND", 16, num_tokens, seed) for seed in (1, 2))
     nhd = side_of(shape, "NHD", 32, num_tokens, 3)
     given, taken = (side_of(shape, "HND", 16, num_tokens, 0) for _ in range(2))
     pack = partial(gather, [hnd.memory], hnd.pool.side(), hnd.ids, nhd.pool.side().tile.order)
-    works: dict[str, core.Work] = {
+    unpack = partial(scatter, [nhd.memory], nhd.pool.side(), nhd.ids)
+    return {
         "plain copy": partial(other.memory[:nbytes].copy_, hnd.memory[:nbytes]),
         "equal": checked_copy("equal", hnd, other, num_tokens),
         "mixed": checked_copy("mixed", hnd, nhd, num_tokens),
         "in order": checked_copy("in order", given, taken, num_tokens),
         "pack": by_chunk(hnd, num_tokens, pack),
-        "unpack": by_chunk(
-            nhd, num_tokens, partial(scatter, [nhd.memory], nhd.pool.side(), nhd.ids)
-        ),
+        "unpack": by_chunk(nhd, num_tokens, unpack),
     }
-    facts = core.facts_of("bench_strided_copy.py", ("numpy",))
-    timings = core.measure_works(works, core.timed, options.rounds)
-    cells = [Cell(case, nbytes, speed) for case, speed in core.speeds(nbytes, timings).items()]
-    title = f"{options.mib} MiB in {options.regions} regions"
-    tables = [core.table(title, "", COLUMNS, cells)]
-    core.write_files(options, "Copies between two CPU pools", facts, tables, {"cells": cells})
 
 
-if __name__ == "__main__":
-    main()
+def run(session: Session, options: argparse.Namespace) -> int:
+    torch.set_num_threads(options.threads)
+    shape = Shape("8 heads", options.regions, 8, 256)
+    num_tokens = (options.mib << 20) // shape.regions // shape.token_nbytes // 32 * 32
+    if not num_tokens:
+        raise SystemExit(
+            f"bench strided-copy: --mib: expected at least 32 tokens in each of {options.regions} "
+            f"regions, got {options.mib} MiB"
+        )
+    nbytes = num_tokens * shape.regions * shape.token_nbytes
+    sizes = f"{options.mib} MiB in {options.regions} regions"
+    tables = core.by_section("The ratio is to the plain copy of the same round.")
+    report = session.report(
+        *("strided_copy", "Copies between two CPU pools", tables), packages=("numpy",)
+    )
+    taken = core.measure_works(works_of(shape, num_tokens), core.timed, options.rounds)
+    report.compare(core.Measured("copies", sizes, nbytes), taken)
+    report.write()
+    return 0
+
+
+BENCHMARK = Benchmark(
+    (
+        option("--mib", 64, 16, type=int, help="bytes moved per case (default 64)"),
+        option("--regions", 16, type=int, help="regions that share them"),
+        option("--rounds", 15, 7, type=int, help="that each case runs"),
+        option("--threads", 1, type=int, help="of the plain copy; ours has one"),
+    ),
+    run,
+)

@@ -15,33 +15,28 @@ is in the times. The host's time to launch is not (that is section cpu), except 
 
 Sections: pieces (equal layouts, blocks of 2 KiB to 2 MiB), pairs (block sizes x layouts x heads),
 inner (sizes that are no powers of two), lengths (128 to 32k tokens), widths (programs of a launch),
-cpu (the host's time for a request), decode (a matrix loop on the sink GPU while copies run).
+cpu (the host's time for a request). What copies cost a decode step is in gpu-transfer.
 With two GPUs all of it also from the other GPU.
 """
 
 from __future__ import annotations
 
-import statistics
-import sys
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
-
-from kvxfer.kernels.strided_work import WHOLE_GPU
-from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
-from kvxfer.tensors.device_memory import DeviceMemory
-from scripts.benchmarks import core
-from scripts.benchmarks.gpu import BatchCopyUnavailable, MatrixLoop, batch_copy, stream_ms
-from scripts.benchmarks.members import FLUSH_NBYTES
-from scripts.benchmarks.plain_ways import torch_copy
-from scripts.benchmarks.pools import (
+from kvxfer.bench import core
+from kvxfer.bench.frame import Benchmark, Session, option
+from kvxfer.bench.gpu import BatchCopyUnavailable, batch_copy, stream_ms
+from kvxfer.bench.members import FLUSH_NBYTES, gpu_missing
+from kvxfer.bench.plain_ways import torch_copy
+from kvxfer.bench.plots import Plot, line, plot_of
+from kvxfer.bench.pools import (
     LLAMA_8B,
     LLAMA_70B_TP8,
     POISON,
@@ -51,6 +46,9 @@ from scripts.benchmarks.pools import (
     Shape,
     layout_of,
 )
+from kvxfer.kernels.strided_work import WHOLE_GPU
+from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
+from kvxfer.tensors.device_memory import DeviceMemory
 
 SPREAD = 2  # a pool has this many times the blocks of the request
 BUDGET_S = 1.5
@@ -59,28 +57,6 @@ BLOCKS = (8, 16, 24, 32, 64, 128)
 LAYOUTS = ("HND", "NHD")
 WIDTHS = (8, 16, 24, 32, 48, 64, 96, 132, 264, WHOLE_GPU)
 LINK_PROGRAMS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One contender in one case; ``speed.ratio`` is to the memcpy beside it."""
-
-    section: str
-    where: str
-    case: str
-    contender: str
-    nbytes: int
-    speed: core.Speed
-
-
-COLUMNS: core.Columns[Cell] = {
-    "where": lambda cell: cell.where,
-    "case": lambda cell: cell.case,
-    "contender": lambda cell: cell.contender,
-    **core.of_ms(),
-    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
-    "ratio": lambda cell: f"{cell.speed.ratio or 0.0:.3f}",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +70,7 @@ class Bench:
     copier: DeviceCopier
     stream: torch.cuda.Stream
     rounds: int
+    report: core.Report
 
     @property
     def width(self) -> int:
@@ -151,11 +128,11 @@ def check(bench: Bench, job: Job, programs: int) -> None:
         want = content(bench.source, request.source, job.source_ids, lo, step)
         got = content(pool, request.sink, job.sink_ids, lo, step)
         if not torch.equal(got[:, :num_tokens], want[:, :num_tokens].to(got.device)):
-            raise SystemExit(f"bench_kernels: wrong bytes: {request.name}")
+            raise SystemExit(f"bench kernels: wrong bytes: {request.name}")
         if not bool((got[:, num_tokens:] == POISON).all()):
-            raise SystemExit(f"bench_kernels: wrote behind: {request.name}")
+            raise SystemExit(f"bench kernels: wrote behind: {request.name}")
     if not request.sink.is_untouched_beside(pool, job.sink_ids):
-        raise SystemExit(f"bench_kernels: wrote beside: {request.name}")
+        raise SystemExit(f"bench kernels: wrote beside: {request.name}")
 
 
 def content(memory: Tensor, pool: Pool, ids: Ids, lo: int, step: int) -> Tensor:
@@ -197,20 +174,18 @@ def run_case(
     widths: Sequence[int] = (),
     *,
     beside_others: bool = False,
-) -> Iterator[Cell]:
+) -> None:
     job, widths = job_of(bench, request), widths or (bench.width,)
     check(bench, job, widths[0])
     works = limits_of(bench, request.nbytes)
     if beside_others:
         works |= others_of(bench, request)
     works |= {name_of(width): partial(copy, bench, job, width) for width in widths}
-    clock = partial(once, bench)
-    taken = core.measure_works(works, clock, bench.rounds, budget_s=BUDGET_S)
+    taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
     shape = request.shape
     sizes = f"{shape.regions}x{shape.heads}x{shape.inner_nbytes}"
     case = f"{request.layouts} {sizes} {request.num_tokens} tokens"
-    for name, speed in core.speeds(request.nbytes, taken).items():
-        yield Cell(section, bench.where, case, name, request.nbytes, speed)
+    bench.report.compare(core.Measured(f"{section}, {bench.where}", case, request.nbytes), taken)
 
 
 def name_of(width: int) -> str:
@@ -221,13 +196,13 @@ def name_of(width: int) -> str:
 # ------------------------------------------------------------------ sections
 
 
-def pieces(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def pieces(bench: Bench, blocks: Sequence[int]) -> None:
     for log2 in range(11):  # 2 KiB are one token of 8 heads
         request = between(f"HND{1 << log2}", f"HND{1 << log2}", 8192)
-        yield from run_case(bench, "pieces", request, beside_others=True)
+        run_case(bench, "pieces", request, beside_others=True)
 
 
-def pairs(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def pairs(bench: Bench, blocks: Sequence[int]) -> None:
     half = Shape("half of 8B", 64, 4, 256)
     for shape in (LLAMA_8B, half, LLAMA_70B_TP8):
         num_tokens = 8192 if shape.heads > 1 else 16384
@@ -235,31 +210,31 @@ def pairs(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
         for (ours, theirs), given, taken in product(layouts, blocks, blocks):
             request = between(f"{ours}{given}", f"{theirs}{taken}", num_tokens, shape)
             beside = shape == LLAMA_8B and given == taken == 16 and ours == theirs
-            yield from run_case(bench, "pairs", request, beside_others=beside)
+            run_case(bench, "pairs", request, beside_others=beside)
 
 
-def inner(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def inner(bench: Bench, blocks: Sequence[int]) -> None:
     """Sizes that are no powers of two."""
     for inner_nbytes, (given, taken) in product((1152, 656, 132), ((64, 64), (64, 16), (16, 24))):
         shape = Shape("odd", 61, 1, inner_nbytes)
         # One token more than whole blocks, so that they cannot be joined to wider words
         for num_tokens in (8192, 8193):
             request = between(f"NHD{given}", f"NHD{taken}", num_tokens, shape)
-            yield from run_case(bench, "inner", request)
+            run_case(bench, "inner", request)
 
 
-def lengths(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def lengths(bench: Bench, blocks: Sequence[int]) -> None:
     for shape, num_tokens in product((LLAMA_8B, LLAMA_70B_TP8), (128, 512, 2048, 8192, 32768)):
         for source in ("HND16", "NHD16"):
-            yield from run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
+            run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
 
 
-def widths(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def widths(bench: Bench, blocks: Sequence[int]) -> None:
     for source in ("NHD16", "HND16"):
-        yield from run_case(bench, "widths", between(source, "NHD64", 8192), WIDTHS)
+        run_case(bench, "widths", between(source, "NHD64", 8192), WIDTHS)
 
 
-def cpu(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
+def cpu(bench: Bench, blocks: Sequence[int]) -> None:
     """The host's time in ``copy``, while the GPU is busy with something else."""
     for num_tokens in (128, 2048, 32768):
         job = job_of(bench, between("HND16", "NHD64", num_tokens))
@@ -269,49 +244,10 @@ def cpu(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
             taken.append(core.timed(partial(copy, bench, job, bench.width)))
             bench.stream.synchronize()
         case = f"host time of a request of {num_tokens} tokens"
-        speed = core.speed_of(0, taken)
-        yield Cell("cpu", bench.where, case, "kernel", job.request.nbytes, speed)
+        bench.report.compare(core.Measured(f"cpu, {bench.where}", case, 0), {"kernel": taken})
 
 
-def decode(bench: Bench, blocks: Sequence[int]) -> Iterator[Cell]:
-    """Matrix loops on the current stream while copies of 1 GiB follow each other on their own; the
-    ratio is that of the loop's time alone.
-    """
-    job = job_of(bench, between("HND16", "NHD64", 8192))
-    nbytes = job.request.nbytes
-    for rows in (16, 4096):
-        loop = MatrixLoop(bench.sink.device, rows)
-        loop.run_ms()
-        alone_ms = statistics.median(loop.run_ms() for _ in range(bench.rounds))
-        for width in (None, *WIDTHS):
-            work = None if width is None else partial(copy, bench, job, width)
-            samples = [beside_copies(bench, loop, alone_ms, work) for _ in range(bench.rounds)]
-            loop_ms = core.quantiles([taken_ms for taken_ms, _ in samples])
-            copy_ms = statistics.median(copy_ms for _, copy_ms in samples)
-            per_s = nbytes / copy_ms * 1e3 if copy_ms else 0.0
-            speed = core.Speed(loop_ms, (per_s,) * 3, loop_ms[1] / alone_ms, len(samples))
-            name = "alone" if width is None else name_of(width)
-            yield Cell("decode", bench.where, loop.name, name, nbytes, speed)
-
-
-def beside_copies(
-    bench: Bench, loop: MatrixLoop, alone_ms: float, work: core.Work | None
-) -> tuple[float, float]:
-    """ms of the loop, and of one of the copies beside it, which outlast it; 0 without."""
-    torch.cuda.synchronize(bench.sink.device)
-    count = 1 + int(1.5 * alone_ms / stream_ms(bench.stream, bench.flush, work)) if work else 0
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record(bench.stream)
-    for _ in range(count):
-        assert work is not None
-        work()
-    last.record(bench.stream)
-    loop_ms = loop.run_ms()
-    last.synchronize()
-    return loop_ms, first.elapsed_time(last) / count if count else 0.0
-
-
-def make_bench(where: str, nbytes: int, rounds: int) -> Bench:
+def make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Bench:
     sink_device = torch.device("cuda", 0)
     source_device = torch.device("cuda", 0 if where == "local" else 1)
     torch.cuda.set_device(sink_device)
@@ -326,67 +262,73 @@ def make_bench(where: str, nbytes: int, rounds: int) -> Bench:
     copier = DeviceCopier(sink_device, CopySettings())
     torch.cuda.synchronize(source_device)
     stream = torch.cuda.Stream(sink_device)
-    return Bench(where, source, sink, flush, copier, stream, rounds)
+    return Bench(where, source, sink, flush, copier, stream, rounds, report)
 
 
-SECTIONS = {
-    section.__name__: section for section in (pieces, widths, lengths, inner, cpu, decode, pairs)
-}
+SECTIONS = {section.__name__: section for section in (pieces, widths, lengths, inner, cpu, pairs)}
 TEXT = (
     "GB/s of payload, median; on one GPU each byte is read and written. The ratio is to the memcpy "
-    "of the same round (decode: the loop's time to its time alone)."
+    "of the same round."
 )
 
 
-def tables(report: core.Report) -> list[core.Table]:
-    cells: list[Cell] = report.records.get("cells", [])
-    return [
-        core.table(section, TEXT, COLUMNS, [cell for cell in cells if cell.section == section])
-        for section in SECTIONS
+def plot(report: core.Report) -> Plot | None:
+    cells = [cell for cell in report.records.get("cells", []) if cell.section.startswith("pieces")]
+    names = dict.fromkeys((c.section, c.contender) for c in cells if c.contender != "memset")
+    lines = [
+        line(
+            f"{section.removeprefix('pieces, ')}: {contender}",
+            [cell for cell in cells if (cell.section, cell.contender) == (section, contender)],
+            _piece,
+            is_limit=contender == "memcpy",
+        )
+        for section, contender in names
     ]
+    return plot_of("Copying kernel, by piece", "piece, bytes", "GB/s of payload", lines)
 
 
-def plot(report: core.Report) -> core.Plot | None:
-    chosen = [cell for cell in report.records.get("cells", []) if cell.section == "pieces"]
-    lines: list[core.Line] = []
-    for where, contender in dict.fromkeys((cell.where, cell.contender) for cell in chosen):
-        cells = [cell for cell in chosen if (cell.where, cell.contender) == (where, contender)]
-        lines.append(core.line(f"{where}: {contender}", cells, _piece))
-    title = "bytes per second by piece size"
-    return core.Plot(title, "piece, bytes", "GB/s of payload", tuple(lines)) if lines else None
-
-
-def _piece(cell: Cell) -> tuple[float, float]:
+def _piece(cell: core.Measured) -> tuple[float, float]:
     block_tokens = int(cell.case.split("->")[0][3:])
     return block_tokens * LLAMA_8B.token_nbytes, cell.speed.gbps[1]
 
 
-def main() -> None:
+def run(session: Session, options: argparse.Namespace) -> int:
     """Run the sections and write the results after each place."""
-    parser = core.parser_of(__doc__)
-    parser.add_argument("--out", type=Path, default=core.RESULTS)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--sections", nargs="+", default=list(SECTIONS), choices=list(SECTIONS))
-    parser.add_argument("--where", nargs="+", default=["local", "peer"], choices=["local", "peer"])
-    parser.add_argument("--blocks", nargs="+", type=int, default=list(BLOCKS))
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_kernels: expected a CUDA device, found none")
-    facts = core.facts_of("bench_kernels.py", ("triton",))
-    report = core.Report(options.out, "kernels", "Copying kernel", facts, tables, plot)
+    report = session.report(
+        *("kernels", "Copying kernel", core.by_section(TEXT), plot, ("triton",))
+    )
     largest = between("HND64", "HND64", 32768).sink.nbytes
-    for where in options.where:
-        if where == "peer" and torch.cuda.device_count() < 2:
-            print("bench_kernels: one GPU only: no copies from a peer")
-            continue
-        bench = make_bench(where, largest, options.rounds)
+    has_peer = torch.cuda.device_count() > 1
+    places = [where for where in options.where if where == "local" or has_peer]
+    if places != options.where:
+        report.lost["peer"] = "expected two GPUs, found one"
+    session.progress.plan(len(places) * len(options.sections))
+    for where in places:
+        bench = make_bench(where, largest, options.rounds, report)
         for section in options.sections:
-            for cell in SECTIONS[section](bench, options.blocks):
-                report.add(COLUMNS, cell)
+            SECTIONS[section](bench, options.blocks)
+            session.progress.step()
         del bench
         torch.cuda.empty_cache()
         report.write(is_last=True)
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+PLACES = ("local", "peer")
+BENCHMARK = Benchmark(
+    (
+        option("--rounds", 7, 3, type=int, help="that each contender runs"),
+        option(
+            "--sections",
+            list(SECTIONS),
+            ["pieces", "lengths"],
+            nargs="+",
+            choices=list(SECTIONS),
+            help="some of",
+        ),
+        option("--where", list(PLACES), nargs="+", choices=PLACES, help="the source's GPU"),
+        option("--blocks", list(BLOCKS), nargs="+", type=int, help="tokens, of the section pairs"),
+    ),
+    run,
+    gpu_missing,
+)

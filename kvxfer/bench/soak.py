@@ -7,15 +7,28 @@ transfers 10 bytes each are a megabyte.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvxfer.bench.contenders import LIBRARIES, is_installed
+from kvxfer.bench.core import (
+    WIRE_PACKAGES,
+    Columns,
+    ContenderLost,
+    Report,
+    Table,
+    line_of,
+    table,
+    tell_lost,
+)
+from kvxfer.bench.frame import Benchmark, Session, option
+from kvxfer.bench.members import SINK, SOURCE, Devices, Usage
+from kvxfer.bench.pools import TINY, Request, request_of
+from kvxfer.bench.transfer import WIRES
+from kvxfer.bench.wires import Giving, Taking, wire_config
+from kvxfer.bench.workers import FORK_SERVER, Worker, close_all
 from kvxfer.transfer.manifest import RankManifest
-from scripts.benchmarks.core import Columns, Report, Table, table
-from scripts.benchmarks.members import SINK, SOURCE, Devices, Usage
-from scripts.benchmarks.pools import TINY, Request, request_of
-from scripts.benchmarks.wires import Giving, Taking, wire_config
-from scripts.benchmarks.workers import FORK_SERVER, Worker, close_all
 
 WARM_TRANSFERS = 1500
 """Then pools of the libraries have the size that they keep."""
@@ -165,3 +178,43 @@ def tables(report: Report) -> list[Table]:
             "what is left", TEXT, COLUMNS, [(each, held) for each in soaked for held in each.held]
         )
     ]
+
+
+SHOWN = ("process", "leaks")
+
+
+def run(session: Session, options: argparse.Namespace) -> int:
+    """What is left behind; 1 if something leaked."""
+    report = session.report(
+        *("soak_cpu", "Many small transfers between two processes", tables),
+        packages=WIRE_PACKAGES,
+    )
+    found: list[Soaked] = []
+    report.records["soaked"] = found
+    session.progress.plan(len(options.transport))
+    for wire in options.transport:
+        if not is_installed(wire):
+            report.lost[wire] = f"{LIBRARIES[wire]} is not installed"
+            continue
+        try:
+            found.append(soak(wire, options.transfers))
+        except ContenderLost as exc:
+            report.lost[wire] = str(exc)
+            tell_lost(wire, exc)
+            continue
+        report.begin(f"{wire}: {options.transfers} transfers", SHOWN)
+        for held in found[-1].held:
+            print(line_of(COLUMNS, (found[-1], held), SHOWN), flush=True)
+        report.write()
+        session.progress.step()
+    report.write()
+    return int(any(soaked.leaks() for soaked in found))
+
+
+BENCHMARK = Benchmark(
+    (
+        option("--transport", list(WIRES), nargs="+", choices=WIRES, help="some of the wires"),
+        option("--transfers", 100_000, 4_000, type=int, help="of each wire, after the warm-up"),
+    ),
+    run,
+)

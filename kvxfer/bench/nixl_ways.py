@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scripts.benchmarks.core import Timing, timed
-from scripts.benchmarks.members import SINK, SOURCE, Devices, Member
-from scripts.benchmarks.pools import Pool, Request
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.members import SINK, SOURCE, Devices, Member
+from kvxfer.bench.pools import Pool, Request
 
 NUM_THREADS = 4  # what vLLM's connector sets for UCX
 SGL = {"NIXL_UCX_SGL_ENABLE": "1"}

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvxfer.bench.core import Timing
+from kvxfer.bench.members import SINK, SOURCE, Devices, Member
+from kvxfer.bench.pools import Pool, Request
+from kvxfer.bench.wires import wire_config
+from kvxfer.bench.workers import Worker, method_for
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput, LoadReport
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.engine.steps import NewRequestData, SchedulerOutput
 from kvxfer.transfer.manifest import CacheFacts, RankId
-from scripts.benchmarks.core import Timing
-from scripts.benchmarks.members import SINK, SOURCE, Devices, Member
-from scripts.benchmarks.pools import Pool, Request
-from scripts.benchmarks.wires import wire_config
-from scripts.benchmarks.workers import Worker, method_for
 
 SWITCH_INTERVAL_S = 2e-4  # what the engines set, so that a busy thread lets others run
 ENDS_S = 30.0

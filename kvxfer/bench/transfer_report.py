@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
 
-from scripts.benchmarks import core
-from scripts.benchmarks.contenders import Contenders
-from scripts.benchmarks.nixl_ways import HOST_SETTINGS
-from scripts.benchmarks.pools import SHAPES, Request, request_of
+from kvxfer.bench import core
+from kvxfer.bench.contenders import Contenders
+from kvxfer.bench.frame import Progress
+from kvxfer.bench.nixl_ways import HOST_SETTINGS
+from kvxfer.bench.plain_ways import LIMITS
+from kvxfer.bench.plots import Plot, line, plot_of
+from kvxfer.bench.pools import SHAPES, Request, request_of
+from kvxfer.bench.sockets import UNIX_SOCKETS
 
 NIXL_DEFAULT = HOST_SETTINGS[0].name
+NOT_DRAWN = {*LIMITS, UNIX_SOCKETS}
+MOST_OTHERS = 3
 Aims = Callable[[Request, str], float | None]
 """The least ratio to the limit that we want of a way, where there is one."""
 
@@ -36,6 +41,11 @@ class Cell:
     post_ms: float
     cpu_ms: float
     aim: float | None
+
+    @property
+    def shape(self) -> str:
+        """Of the model."""
+        return self.case.split()[0]
 
     @property
     def verdict(self) -> str:
@@ -66,6 +76,8 @@ COLUMNS: core.Columns[Cell] = {
     "rounds": lambda cell: str(cell.speed.num_rounds),
 }
 
+WATCHED: core.Columns[Cell] = {**COLUMNS, "of the limit": COLUMNS["p50"]}
+
 
 def cells_of(
     request: Request, taken: Mapping[str, Sequence[core.Timing]], limit: str, aims: Aims
@@ -93,21 +105,44 @@ def cells_of(
         )
 
 
+SHOWN = ("way", "p50 ms", "GB/s", "of the limit")
+
+
 @dataclass(slots=True)
 class Run:
     """Contenders and the report of them. ``limit``: the way that ratios are to."""
 
     contenders: Contenders
     report: core.Report
+    progress: Progress
     limit: str
     aims: Aims
 
-    def case(self, request: Request, rounds: int, budget_s: float) -> None:
-        taken = self.contenders.measure(request, rounds, budget_s)
-        self.report.lost = self.contenders.lost()
-        for cell in cells_of(request, taken, self.limit, self.aims):
-            self.report.add(COLUMNS, cell)
-        self.report.write()
+    def cases(self, requests: Sequence[Request], rounds: int, budget_s: float) -> None:
+        """All of them, and a word of each on the way. From the first one on with another layout
+        those that move blocks as they are have nothing more to do.
+        """
+        self.progress.plan(len(requests))
+        for request in requests:
+            self.report.begin(f"{request.name}, {request.nbytes / 1e6:.1f} MB", SHOWN)
+            if not request.is_equal:
+                self.contenders.retire()
+            taken = self.contenders.measure(request, rounds, budget_s)
+            self.report.lost = self.contenders.lost()
+            for cell in cells_of(request, taken, self.limit, self.aims):
+                self.report.add(WATCHED, cell)
+            self.report.write()
+            self.progress.step()
+
+    @contextmanager
+    def written(self) -> Iterator[None]:
+        """What was found is kept, and the processes end, whatever happens."""
+        try:
+            yield
+        finally:
+            self.report.lost |= self.contenders.lost()
+            self.contenders.close()
+            self.report.write(is_last=True)
 
 
 TRIALS = "What a trial of each wire has measured before, and which chunks and slots follow from it."
@@ -129,26 +164,36 @@ def speed_tables(title: str, text: str) -> Callable[[core.Report], list[core.Tab
     return tables
 
 
-def speed_plot(report: core.Report) -> core.Plot:
-    """GB/s by bytes; of other layouts than the first only kvxfer's, because others do not change
-    them.
+def speed_plot(*limits: str) -> Callable[[core.Report], Plot | None]:
+    """GB/s by bytes: kvxfer's wires in the first layouts, the fastest others, then kvxfer's wires
+    in other layouts, which others do not change.
     """
-    cells: list[Cell] = report.records.get("cells", [])
-    shape = cells[0].case.split()[0] if cells else ""
-    layouts = list(dict.fromkeys(cell.layouts for cell in cells))
-    names = dict.fromkeys((cell.layouts, cell.way) for cell in cells)
-    lines = []
-    for layout, way in names:
-        is_first = layout == layouts[0]
-        if is_first or way.startswith("kvxfer"):
-            chosen = [
-                cell
-                for cell in cells
-                if (cell.layouts, cell.way, cell.case.split()[0]) == (layout, way, shape)
-            ]
-            name, style = (way, "o-") if is_first else (f"{way}, {layout}", ".--")
-            lines.append(core.line(name, chosen, lambda c: (c.nbytes, c.speed.gbps[1]), style))
-    return core.Plot(report.title, "bytes of the request", "GB/s of payload", tuple(lines))
+
+    def plot(report: core.Report) -> Plot | None:
+        cells: list[Cell] = report.records.get("cells", [])
+        if not cells:
+            return None
+        layouts, shape = cells[0].layouts, cells[0].shape
+        # Of the longest request.
+        speeds = {cell.way: cell.speed.gbps[1] for cell in cells if cell.layouts == layouts}
+        ours = [way for way in speeds if way.startswith("kvxfer")]
+        others = set(speeds) - NOT_DRAWN - {*limits, *ours}
+        fastest = sorted(others, key=lambda way: -speeds[way])[:MOST_OTHERS]
+        first = [(layouts, way) for way in (*limits, *ours, *fastest)]
+        rest = [(cell.layouts, cell.way) for cell in cells if cell.way in ours]
+        lines = [
+            line(
+                way if at == layouts else f"{way}, {at}",
+                [c for c in cells if (c.layouts, c.way, c.shape) == (at, way, shape)],
+                lambda cell: (cell.nbytes, cell.speed.gbps[1]),
+                is_limit=way in limits,
+            )
+            for at, way in dict.fromkeys(first + rest)
+        ]
+        x_name = f"bytes of a request of {shape}, {layouts}"
+        return plot_of(report.title, x_name, "GB/s of payload", lines)
+
+    return plot
 
 
 def requests_of(options: argparse.Namespace) -> list[Request]:
@@ -163,14 +208,3 @@ def requests_of(options: argparse.Namespace) -> list[Request]:
 def pool_nbytes(requests: Sequence[Request]) -> int:
     """Of memory that all of them fit in."""
     return max(pool.nbytes for request in requests for pool in (request.source, request.sink))
-
-
-def add_case_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:  # noqa: ANN401
-    """Which cases, and where results go."""
-    parser.add_argument("--out", type=Path, default=core.RESULTS)
-    parser.add_argument("--shapes", "--shape", nargs="+", choices=tuple(SHAPES))
-    parser.add_argument("--layouts", nargs="+", metavar="HND16->NHD64")
-    parser.add_argument("--tokens", nargs="+", type=int)
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--note", default="", help="of this machine, for the report")
-    parser.set_defaults(**defaults)

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.gpu import MatrixLoop
+from kvxfer.bench.members import SINK, SOURCE, Devices, Member, finish
+from kvxfer.bench.pools import Request
+from kvxfer.bench.sockets import CONNECT_S, connect, hear, listen, say, without_delay
 from kvxfer.config import Config, load_config
-from kvxfer.testing.peers import Context
 from kvxfer.transfer.costs import REFERENCE_TOKENS, Workload
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import CopyClass, PullClass
@@ -45,12 +49,8 @@ from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources,
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.wake_up import WakeUp
 from kvxfer.transports.zmq_pipe import ZmqPipe
-from scripts.benchmarks.core import Timing, timed
-from scripts.benchmarks.gpu import MatrixLoop
-from scripts.benchmarks.members import SINK, SOURCE, Devices, Member, finish
-from scripts.benchmarks.pools import Request
-from scripts.benchmarks.sockets import CONNECT_S, connect, hear, listen, say, without_delay
 
+_Context = zmq.Context[zmq.Socket[bytes]]
 READ_S = 30.0
 LONGEST_WAIT_MS = 100  # a wire wakes us; this is for one that forgot
 MATRIX_COLUMNS = {"cuda": 8192, "cpu": 256}
@@ -77,13 +77,13 @@ class Hands:
 
     def __init__(self, config: Config, *watched: Readable) -> None:
         self.copy_thread, self.wake = CopyThread(), WakeUp()
-        self.context: Context = zmq.Context()
+        self.context: _Context = zmq.Context()
         Guard(self.context, config)
         self._poller, self._polled = zmq.Poller(), list[Readable]()
         self.watched = list(watched)
 
     @property
-    def all(self) -> tuple[CopyThread, WakeUp, Context]:
+    def all(self) -> tuple[CopyThread, WakeUp, _Context]:
         """As a wire is given them."""
         return self.copy_thread, self.wake, self.context
 
@@ -196,16 +196,6 @@ class Giving(Member):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """How a stream wire moves a request: in chunks of that size, so many under way at most. Both 0
-    on a direct wire.
-    """
-
-    chunk_nbytes: int
-    num_slots: int
-
-
-@dataclass(frozen=True, slots=True)
 class Wanted:
     """A request as a wire knows it."""
 
@@ -264,12 +254,6 @@ class Reader:
         else:
             self.sink.attach(self._source, self._choice.staging)
 
-    def cut(self, request: Request) -> Cut:
-        if self._choice is None:
-            return Cut(0, 0)
-        staging = self._choice.staging
-        return Cut(self._choice.chunk_nbytes(request.nbytes), staging.num_slots if staging else 0)
-
     def begin(self, request: Request) -> Callable[[], None]:
         """What asks for a new read of it; kernels that it needs are compiled before."""
         if self._source is None:
@@ -280,7 +264,8 @@ class Reader:
             copy_class, pull = request.copy_class()
             self.sink.trial(self._source, CONNECT_S, (copy_class,)).close()
             ids = tuple(request.source_ids.tolist()), tuple(request.sink_ids.tolist())
-            self._wanted[request] = Wanted(copy_class, pull, *ids, self.cut(request).chunk_nbytes)
+            chunk_nbytes = self._choice.chunk_nbytes(request.nbytes) if self._choice else 0
+            self._wanted[request] = Wanted(copy_class, pull, *ids, chunk_nbytes)
         self._num_reads += 1
         key = TransferKey(self._num_reads.to_bytes(16), INCARNATION, "pp0tp0", "pp0tp0")
         wanted, source = self._wanted[request], self._source
@@ -361,9 +346,6 @@ class Taking(Member):
 
     def meet(self, source: RankManifest, address: tuple[str, int], request: Request) -> str:
         return self._reader.meet(source, address, request)
-
-    def cut(self, request: Request) -> Cut:
-        return self._reader.cut(request)
 
     def run(self, way: str, request: Request) -> Timing:
         ask = self._reader.begin(request)

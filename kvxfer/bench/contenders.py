@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 
+from kvxfer.bench.core import Contender, ContenderLost, Timing, WrongBytes, measure, tell_lost
+from kvxfer.bench.members import SIDES, SINK, SOURCE, Devices
+from kvxfer.bench.nixl_ways import HOST_SETTINGS, Card, NixlMember, Setting
+from kvxfer.bench.plain_ways import BATCH, LIMITS, MEMCPY, PlainWays
+from kvxfer.bench.pools import Request
+from kvxfer.bench.sockets import SOCKETS, UNIX_SOCKETS, SocketSink, SocketSource
+from kvxfer.bench.wires import Giving, Taking, wire_config
+from kvxfer.bench.workers import SPAWN, Worker, close_all
 from kvxfer.config import Config
 from kvxfer.transfer.manifest import RankManifest
-from scripts.benchmarks.core import Contender, ContenderLost, Timing, WrongBytes, measure
-from scripts.benchmarks.members import SIDES, SINK, SOURCE, Devices
-from scripts.benchmarks.nixl_ways import HOST_SETTINGS, Card, NixlMember, Setting
-from scripts.benchmarks.plain_ways import BATCH, LIMITS, MEMCPY, PlainWays
-from scripts.benchmarks.pools import Request
-from scripts.benchmarks.sockets import SOCKETS, UNIX_SOCKETS, SocketSink, SocketSource
-from scripts.benchmarks.wires import Cut, Giving, Taking, wire_config
-from scripts.benchmarks.workers import SPAWN, Worker, close_all
 
+QUIET = "FATAL"
+"""Of NIXL: what it fails at is a lost contender, with a reason."""
 LIBRARIES = {"ucx": "ucxx", "nixl": "nixl"}
 """What a wire needs beside kvxfer's own dependencies."""
 NUM_CHECKED = 96
@@ -42,9 +44,8 @@ class Way:
 
     ``needs_equal``: it moves blocks as they are, and no request that asks for more; ``is_raw``: it
     moves them as they are whatever is asked. ``is_limit``: what it moves is not the request.
-    ``is_told``: its source has to know before each run. ``is_restless``: its processes take
-    processor time even when idle, so they are stopped between its turns. ``is_over``: its processes
-    have ended in order. ``why``: it is out, and why.
+    ``is_restless``: its processes take processor time even when idle, so they are stopped between
+    its turns. ``is_over``: its processes have ended in order. ``why``: it is out, and why.
     """
 
     name: str
@@ -54,7 +55,6 @@ class Way:
     needs_equal: bool = False
     is_limit: bool = False
     is_raw: bool = False
-    is_told: bool = False
     is_restless: bool = False
     is_over: bool = False
     why: str | None = None
@@ -71,13 +71,8 @@ class Way:
             return self._run(self._asked(request))
 
     def _run(self, request: Request) -> Timing:
-        if self.is_told:
-            self.source.call(object, "serve", request)
         worker = self.sink if self.begins == SINK else self.source
-        timing = worker.call(Timing, "run", self.name, request)
-        if self.is_told:
-            self.source.call(object, "served")
-        return timing
+        return worker.call(Timing, "run", self.name, request)
 
     def _asked(self, request: Request) -> Request:
         return request.raw() if self.is_raw else request
@@ -104,7 +99,7 @@ class Way:
     def lose(self, why: ContenderLost) -> None:
         self.why = str(why)
         self.has_wrong_bytes = isinstance(why, WrongBytes)
-        print(f"lost: {self.name}: {self.why}")
+        tell_lost(self.name, why)
 
 
 def check_bytes(source: Worker, sink: Worker, request: Request, move: Callable[[], object]) -> None:
@@ -165,7 +160,7 @@ class Contenders:
         environment: tuple[tuple[str, str], ...] = (),
     ) -> tuple[Worker, Worker]:
         """A process for each side: source, sink."""
-        known = {**self.environment, **dict(environment)}
+        known = {"NIXL_LOG_LEVEL": QUIET, **self.environment, **dict(environment)}
         source, sink = (
             self.worker(f"{name}, {side}", self.inside(side, make), *given, environment=known)
             for side, make, given in zip(SIDES, makes, arguments, strict=True)
@@ -236,33 +231,6 @@ class Contenders:
             self.takings[wire] = (taking, manifest)
 
         self.add([Way(kvxfer(wire), giving, taking)], join)
-
-    def start_raw_ucx(self, requests: Sequence[Request]) -> None:
-        """UCX's own messages, cut as the wire ``ucx`` cuts them where that is there."""
-        from scripts.benchmarks.ucx_loop import RAW_SLOTS, RAW_UCX, UcxLoop
-
-        source_config, sink_config = self.configs("ucx")
-        source, sink = self.pair(
-            RAW_UCX,
-            (UcxLoop, UcxLoop),
-            (
-                (SOURCE, self.devices, None, RAW_SLOTS, source_config),
-                (SINK, self.devices, None, RAW_SLOTS, sink_config),
-            ),
-        )
-        way = Way(RAW_UCX, source, sink, is_limit=True, is_told=True)
-
-        def join() -> None:
-            meet(source, sink)
-            for request in requests if "ucx" in self.takings else ():
-                cut = self.takings["ucx"][0].call(Cut, "cut", request)
-                for worker in (source, sink):
-                    worker.call(object, "use", request, cut)
-            way.run(requests[0])
-            if not sink.call(bool, "is_intact", requests[0]):
-                raise WrongBytes(f"{RAW_UCX}: expected the pattern in every slot, got other bytes")
-
-        self.add([way], join)
 
     def start_nixl(self, setting: Setting, *, is_raw: bool) -> None:
         """NIXL's own transfer, which moves blocks as they are."""
@@ -344,16 +312,6 @@ def start_host(
     for wire in wires:
         contenders.start_wire(wire, requests[0])
         contenders.join()
-    if "ucx" in wires and is_installed("ucx"):
-        contenders.start_raw_ucx(requests)
-        contenders.join()
     for setting in HOST_SETTINGS:
         contenders.start_nixl(setting, is_raw=True)
         contenders.join()
-
-
-def meet(source: Worker, sink: Worker) -> None:
-    """Two loops over UCX. Raises ContenderLost."""
-    addresses = [worker.call(bytes, "address") for worker in (source, sink)]
-    source.call(object, "meet", addresses[1])
-    sink.call(object, "meet", addresses[0])

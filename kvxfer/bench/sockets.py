@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scripts.benchmarks.core import Timing, timed
-from scripts.benchmarks.members import SINK, SOURCE, Devices, Member
-from scripts.benchmarks.pools import Request
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.members import SINK, SOURCE, Devices, Member
+from kvxfer.bench.pools import Request
 
 SOCKETS, UNIX_SOCKETS = "sockets", "unix-sockets"
 CONNECT_S = 10.0

@@ -27,6 +27,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as TheirManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
+from kvxfer.bench.core import Columns, Contender, Timing, measure, speed_of, timed_cpu
 from kvxfer.cache import (
     BlockPool,
     FullAttentionSpec,
@@ -38,7 +39,6 @@ from kvxfer.cache import (
     none_hash,
     sha256,
 )
-from scripts.benchmarks.core import Columns, Contender, Timing, measure, speed_of, timed_cpu
 
 SIDES = ("kvxfer", "vLLM")
 BLOCK_TOKENS = 16
@@ -69,6 +69,7 @@ COLUMNS: Columns[Beside] = {
     "vLLM": lambda beside: f"{beside.theirs_us:.2f}",
     "vLLM / kvxfer": lambda beside: f"{beside.ratio:.2f}",
 }
+SHOWN = ("work", "kvxfer", "vLLM", "vLLM / kvxfer")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,38 +7,34 @@ source had said that what was read is valid. "seen" is from the first call of th
 at its result. "idle": the engine's thread sleeps until there is something. "busy": it computes in
 Python and looks every 0.1 ms. "both busy": a thread of the source's process does so, too.
 In turns with the loads one contiguous memcpy of as many bytes between the GPUs, by a third process:
-the limit. Between GPUs, for cuda_ipc and ucx, also "least": the same launches and messages by a
-loop that knows beforehand what comes, without a connector (scripts/benchmarks/least.py): what the
-calls take from Python. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU
-(--device cpu) shm, or --transport: one of kvxfer's others.
+the limit. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU shm, or
+--transport: one of kvxfer's others.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
+import torch
 
-from scripts.benchmarks import core
-from scripts.benchmarks.contenders import Way, check_bytes, meet
-from scripts.benchmarks.engines import BenchEngine, LoadTiming, start_engines
-from scripts.benchmarks.members import SIDES, SINK, SOURCE, Devices, devices_for
-from scripts.benchmarks.plain_ways import MEMCPY, PlainWays
-from scripts.benchmarks.pools import LLAMA_8B, TINY, Request
-from scripts.benchmarks.transfer import add_case_options, pool_nbytes, requests_of
-from scripts.benchmarks.wires import wire_config
-from scripts.benchmarks.workers import Worker, close_all, method_for
+from kvxfer.bench import core
+from kvxfer.bench.contenders import check_bytes
+from kvxfer.bench.engines import BenchEngine, LoadTiming, start_engines
+from kvxfer.bench.frame import Benchmark, Session, cases, option
+from kvxfer.bench.members import GPU_OPTIONS, SINK, SOURCE, Devices, devices_for
+from kvxfer.bench.plain_ways import MEMCPY, PlainWays
+from kvxfer.bench.plots import Plot, line, plot_of
+from kvxfer.bench.pools import LLAMA_8B, TINY, Request
+from kvxfer.bench.transfer_report import pool_nbytes, requests_of
+from kvxfer.bench.workers import Worker, close_all, method_for
 
 MODES = ("idle", "busy", "both busy")
 WARM_ROUNDS = 3
-LOAD, LEAST = "load", "least"
+LOAD = "load"
 SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
 SHORT_AIMS_MS = {
     ("cuda_ipc", "idle"): 0.3,
@@ -72,7 +68,7 @@ def aim_of(
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One case. ``ms``: medians of a load's times, by the name in LoadTiming. ``ratio``: total to
-    memcpy. ``least_ms``: without a connector, where that is known.
+    memcpy.
     """
 
     layouts: str
@@ -83,7 +79,6 @@ class Cell:
     speed: core.Speed
     ms: Mapping[str, float]
     memcpy_ms: float
-    least_ms: float | None
     ratio: float
     aim: str
 
@@ -106,7 +101,6 @@ TIMES: core.Columns[Cell] = {
     "verdict": _median("verdict_s"),
     "seen": _median("seen_s"),
     "memcpy ms": lambda cell: f"{cell.memcpy_ms:.3f}",
-    "least ms": lambda cell: "-" if cell.least_ms is None else f"{cell.least_ms:.3f}",
     "ratio": lambda cell: f"{cell.ratio:.2f}",
     "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
     "aim": lambda cell: cell.aim,
@@ -120,8 +114,7 @@ CPU: core.Columns[Cell] = {
 }
 TIMES_TEXT = (
     "Total is from the order to the last verdict; start, place and verdict are its parts, medians "
-    "each; the ratio is total to memcpy. Least: the same launches and messages by a loop that "
-    "knows beforehand what comes, without a connector."
+    "each; the ratio is total to memcpy."
 )
 CPU_TEXT = (
     "Engine's thread: in the scheduler's calls, and in the worker's until the result was seen (an "
@@ -137,54 +130,33 @@ def tables(report: core.Report) -> list[core.Table]:
     return [core.table("times", TIMES_TEXT, TIMES, cells), core.table(title, CPU_TEXT, CPU, idle)]
 
 
-def plot(report: core.Report) -> core.Plot:
+def plot(report: core.Report) -> Plot | None:
     """ms by bytes, and the limits of the first layouts."""
     cells: list[Cell] = report.records.get("cells", [])
     names = list(dict.fromkeys((cell.layouts, cell.mode) for cell in cells))
     of_name = {name: [c for c in cells if (c.layouts, c.mode) == name] for name in names}
-    lines: list[core.Line] = [
-        core.line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
-        for name, chosen in of_name.items()
-    ]
     first = of_name[names[0]] if names else []
-    known = [(cell.nbytes, cell.least_ms) for cell in first if cell.least_ms is not None]
-    lines.append(core.line("memcpy", first, lambda cell: (cell.nbytes, cell.memcpy_ms), "--"))
-    if known:
-        lines.append(core.line("least", known, lambda point: point, "--"))
-    return core.Plot("offer to accepted", "bytes of the request", "ms", tuple(lines))
+    lines = [
+        line(MEMCPY, first, lambda cell: (cell.nbytes, cell.memcpy_ms), is_limit=True),
+        *(
+            line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
+            for name, chosen in of_name.items()
+        ),
+    ]
+    return plot_of(report.title, "bytes of the request", "ms", lines)
 
 
 # ------------------------------------------------------------------ the engines and their limits
 
 
 class Pair:
-    """Two engines that know each other, and what loads without a connector take."""
+    """Two engines that know each other, and the process that knows the limit."""
 
     def __init__(
         self, devices: Devices, request: Request, limits: Worker, settings: dict[str, object]
     ) -> None:
         self._devices, self._limits = devices, limits
         self.engines = start_engines(BenchEngine, devices, request, settings)
-        self._loops: tuple[Worker, ...] = ()
-        self.least = self._least(request)
-
-    def _least(self, request: Request) -> Way | None:
-        devices = self._devices
-        if devices.where == "cpu" or devices.wire not in ("cuda_ipc", "ucx"):
-            return None
-        if devices.wire == "cuda_ipc":
-            return Way(LEAST, self._limits, self._limits)
-        from scripts.benchmarks.ucx_loop import LEAST_SLOTS, UcxLoop  # UCX need not be there
-
-        source, sink = self._loops = tuple(
-            Worker(
-                *(f"least, {side}", UcxLoop, side, devices, pool, LEAST_SLOTS, wire_config("ucx")),
-                method=method_for(devices.by_side[side]),
-            )
-            for side, pool in zip(SIDES, (request.source, request.sink), strict=True)
-        )
-        meet(source, sink)
-        return Way(LEAST, source, sink, is_told=True)
 
     def load(self, request: Request, mode: str) -> LoadTiming:
         """Offer, load, settle. Raises ContenderLost."""
@@ -199,10 +171,8 @@ class Pair:
         try:
             engines = (self.engines[SOURCE], self.engines[SINK])
             check_bytes(*engines, request, partial(self.load, request, "idle"))
-            if self.least is not None:
-                self.least.check(request)
         except core.WrongBytes as exc:
-            raise SystemExit(f"bench_connector: {exc}; nothing was timed") from exc
+            raise SystemExit(f"bench connector: {exc}; nothing was timed") from exc
 
     def measure(self, request: Request, mode: str, rounds: int) -> Cell:
         """Loads and limits in turns. Raises ContenderLost."""
@@ -211,8 +181,6 @@ class Pair:
             core.Contender(MEMCPY, partial(self._limits.call, core.Timing, "run", MEMCPY, request)),
             core.Contender(LOAD, partial(self.load, request, mode)),
         ]
-        if self.least is not None:
-            contenders.append(core.Contender(LEAST, partial(self.least.run, request)))
         taken = core.measure(contenders, rounds, warm_rounds=WARM_ROUNDS)
         self.engines[SOURCE].call(object, "set_busy", False)
         for contender in contenders:
@@ -221,8 +189,7 @@ class Pair:
         return cell_of(self._devices, request, mode, taken)
 
     def close(self) -> None:
-        """End both engines, and what is compared with them alone."""
-        close_all((*self._loops, *self.engines.values()))
+        close_all(self.engines.values())
 
 
 def cell_of(
@@ -246,71 +213,77 @@ def cell_of(
             for name in (*parts, *cpu)
         },
         memcpy_ms=memcpy_ms,
-        least_ms=core.speed_of(request.nbytes, taken[LEAST]).ms[1] if LEAST in taken else None,
         ratio=ratio,
         aim=aim_of(devices, request.num_tokens, mode, total_ms=total_ms, ratio=ratio, gbps=gbps),
     )
 
 
-def start_limits(devices: Devices, nbytes: int) -> Worker:
-    """The process that knows them."""
-    ways = PlainWays
-    if devices.where != "cpu":
-        from scripts.benchmarks.least import LaunchWays as ways  # Triton takes a second
-
-    return Worker("limits", ways, devices, nbytes, method=method_for(devices.sink))
+SHOWN = ("mode", "p50 ms", "GB/s", "memcpy ms")
 
 
-def parse() -> argparse.Namespace:
-    parser = core.parser_of(__doc__)
-    add_case_options(parser)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"))
-    parser.add_argument("--quick", action="store_true", help="fewer rounds and cases")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--launch-programs", type=int, help="thread blocks of a pull")
-    options = parser.parse_args()
-    layouts = ["HND16->HND16", "HND16->NHD64"]
-    options.shapes = options.shapes or [(TINY if options.device == "cpu" else LLAMA_8B).name]
-    options.layouts = options.layouts or (layouts[:1] if options.quick else layouts)
-    options.tokens = options.tokens or ([128, 32768] if options.quick else [128, 1024, 8192, 32768])
-    options.rounds = options.rounds or (9 if options.quick else 25)
-    return options
-
-
-def main() -> None:
+def run(session: Session, options: argparse.Namespace) -> int:
     """All pairs of layouts; those whose engines fail are named in the report."""
-    options = parse()
-    devices = devices_for(options.device, options.transport)
-    facts = core.facts_of("bench_connector.py", ("triton", *core.WIRE_PACKAGES), options.note)
-    facts["devices"] = f"source {devices.source}, sink {devices.sink}"
-    title = f"Offer to accepted through the connector, {devices.wire}, {devices.where}"
-    name = f"connector_{devices.wire}_{devices.where}"
-    report = core.Report(options.out, name, title, facts, tables, plot)
+    has_gpu = torch.cuda.is_available() and options.transport != "shm"
+    device = options.device or ("cuda" if has_gpu else "cpu")
+    devices = devices_for(device, options.transport)
+    options.shapes = options.shapes or [(TINY if device == "cpu" else LLAMA_8B).name]
+    report = session.report(
+        f"connector_{devices.wire}_{devices.where}",
+        f"Offer to accepted through the connector, {devices.wire}, {devices.where}",
+        tables,
+        plot,
+        ("triton", *core.WIRE_PACKAGES),
+        devices=f"source {devices.source}, sink {devices.sink}",
+    )
     settings: dict[str, object] = {}
     if options.launch_programs and devices.wire == "cuda_ipc":
         settings["launch_programs"] = options.launch_programs
     everything = requests_of(options)
-    limits = start_limits(devices, pool_nbytes(everything))
+    session.progress.plan(len(everything))
+    limits = Worker(
+        *("limits", PlainWays, devices, pool_nbytes(everything)), method=method_for(devices.sink)
+    )
     try:
         for layouts in options.layouts:
             requests = [request for request in everything if request.layouts == layouts]
             pair = Pair(devices, requests[0], limits, settings)
             try:
-                for request, mode in product(requests, options.modes):
-                    if mode == options.modes[0]:
-                        pair.check(request)
-                    report.add(TIMES, pair.measure(request, mode, options.rounds))
-                    report.write()
+                for request in requests:
+                    run_request(pair, request, options, report)
+                    session.progress.step()
             except core.ContenderLost as exc:
-                print(f"lost: {layouts}: {exc}")
+                core.tell_lost(layouts, exc)
                 report.lost[layouts] = str(exc)
             finally:
                 pair.close()
     finally:
         report.write(is_last=True)
         limits.close()
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+def run_request(
+    pair: Pair, request: Request, options: argparse.Namespace, report: core.Report
+) -> None:
+    """In all modes. Raises ContenderLost."""
+    report.begin(f"{request.name}, {request.nbytes / 1e6:.1f} MB", SHOWN)
+    pair.check(request)
+    for mode in options.modes:
+        report.add(TIMES, pair.measure(request, mode, options.rounds))
+        report.write()
+
+
+BENCHMARK = Benchmark(
+    (
+        *cases(
+            layouts=(["HND16->HND16", "HND16->NHD64"], ["HND16->HND16"]),
+            tokens=([128, 1024, 8192, 32768], [128, 32768]),
+            rounds=(25, 9),
+        ),
+        option("--device", choices=("cuda", "cpu"), help="where KV lies; default: a GPU if any"),
+        option("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"), help="the wire"),
+        option("--modes", list(MODES), nargs="+", choices=MODES, help="what the engine does"),
+        GPU_OPTIONS[1],
+    ),
+    run,
+)

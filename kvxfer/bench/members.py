@@ -4,6 +4,7 @@ it, say what is in it, and run a way of moving a request.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import gc
 import os
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvxfer.bench.core import Timing
+from kvxfer.bench.frame import option
+from kvxfer.bench.pools import POISON, Request
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.transports.base import LocalMemory
-from scripts.benchmarks.core import Timing
-from scripts.benchmarks.pools import POISON, Request
 
 SOURCE, SINK = SIDES = ("source", "sink")
 FLUSH_NBYTES = 256 << 20  # more than the caches of a GPU hold
@@ -53,9 +55,22 @@ def devices_for(kind: str, wire: str | None = None) -> Devices:
     if kind == "cpu":
         return Devices("cpu", "cpu", wire or "shm")
     if not torch.cuda.is_available():
-        raise SystemExit("benchmark: expected a CUDA device, found none; --device cpu needs none")
+        raise SystemExit("bench: expected a CUDA device, found none; --device cpu needs none")
     source = "cuda:1" if torch.cuda.device_count() > 1 else "cuda:0"
     return Devices(source, "cuda:0", wire or "cuda_ipc")
+
+
+GPU_OPTIONS = (
+    option("--device", "cuda", choices=("cuda", "cpu"), help="where KV lies (default cuda)"),
+    option("--launch-programs", type=int, help="thread blocks of a pull; else the default"),
+)
+
+
+def gpu_missing(options: argparse.Namespace) -> str:
+    """Why a benchmark of GPUs cannot run, or nothing."""
+    if getattr(options, "device", "cuda") == "cpu" or torch.cuda.is_available():
+        return ""
+    return "expected a CUDA device, found none"
 
 
 class Memory:

@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import TypeVar
 
-from scripts.benchmarks.core import ContenderLost
+from kvxfer.bench.core import ContenderLost
 
 SPAWN, FORK_SERVER = "spawn", "forkserver"
 """How processes start: anew, because a forked one cannot use a GPU, or as copies of one that has
 imported everything, which takes 0.1 s instead of 3."""
-IMPORTED_BEFORE = ("torch", "zmq", "kvxfer.transports.registry", "scripts.benchmarks.wires")
+IMPORTED_BEFORE = ("torch", "zmq", "kvxfer.transports.registry", "kvxfer.bench.wires")
 START_S = 120.0
 CALL_S = 60.0
 END_S = 10.0
@@ -49,6 +49,7 @@ def _serve(
     arguments: tuple[object, ...],
 ) -> None:
     os.environ.update(environment)  # before anything reads it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the parent ends this in order
     try:
         made = make(*arguments)
         pipe.send(_Answer())

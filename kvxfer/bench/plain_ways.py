@@ -8,10 +8,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from scripts.benchmarks.core import Timing, timed
-from scripts.benchmarks.gpu import batch_copy
-from scripts.benchmarks.members import SIDES, Devices, Member, finish
-from scripts.benchmarks.pools import Pool, Request
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.gpu import batch_copy
+from kvxfer.bench.members import SIDES, Devices, Member, finish
+from kvxfer.bench.pools import Pool, Request
 
 MEMCPY = "memcpy"
 LOCAL_MEMCPY = "local memcpy"

@@ -20,17 +20,17 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
-
+from kvxfer.bench import core
+from kvxfer.bench.frame import Benchmark, Session, option
+from kvxfer.bench.members import gpu_missing
+from kvxfer.bench.pools import POISON
 from kvxfer.kernels.block_rewrite import (
     BlockOrder,
     BlockRewrite,
@@ -39,8 +39,6 @@ from kvxfer.kernels.block_rewrite import (
 )
 from kvxfer.kernels.rewrite_kernel import plane_table, rewrite_blocks
 from kvxfer.kernels.zero_blocks import TILE_NBYTES, zero_blocks
-from scripts.benchmarks import core
-from scripts.benchmarks.pools import POISON
 
 POSTPROCESS_GOAL = 0.75
 ZERO_GOAL = 0.95
@@ -79,31 +77,6 @@ REWRITES = [
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One contender. ``moves_percent`` of a rewrite: what does not stay where it is."""
-
-    bench: str
-    case: str
-    contender: str
-    nbytes: int
-    moves_percent: float | None
-    speed: core.Speed
-    goal: float | None
-
-
-COLUMNS: core.Columns[Cell] = {
-    "bench": lambda cell: cell.bench,
-    "case": lambda cell: cell.case,
-    "contender": lambda cell: cell.contender,
-    "MiB": lambda cell: f"{cell.nbytes / 2**20:.0f}",
-    "moves": lambda cell: "" if cell.moves_percent is None else f"{cell.moves_percent:.1f} %",
-    **core.of_three(("p20", "p50", "p80 GB/s"), "{:.0f}", lambda cell: cell.speed.gbps),
-    "ratio to limit": lambda cell: f"{cell.speed.ratio:.3f}",
-    "goal": lambda cell: core.goal_text(cell.speed.ratio, cell.goal),
-}
-
-
-@dataclass(frozen=True, slots=True)
 class Case:
     """What is done, by contender, the limit first; all are right already. ``goals``: of some."""
 
@@ -127,13 +100,6 @@ def once(work: core.Work, device: torch.device) -> core.Timing:
     end.record()
     end.synchronize()
     return core.Timing(float(begin.elapsed_time(end)) / 1e3)
-
-
-def cells_of(case: Case, rounds: int, device: torch.device) -> Iterator[Cell]:
-    taken = core.measure_works(case.works, lambda work: once(work, device), rounds)
-    for name, speed in core.speeds(case.nbytes, taken).items():
-        told = (case.bench, case.name, name, case.nbytes, case.moves_percent)
-        yield Cell(*told, speed, case.goals.get(name))
 
 
 def rewrite_case(
@@ -221,47 +187,58 @@ def zero_case(
     return Case("zero", name, nbytes, works, {f"kernel, {TILE_NBYTES} bytes": ZERO_GOAL})
 
 
-def cases(options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
-    """All that were asked for; each is checked when its turn comes."""
+def wanted_cases(options: argparse.Namespace) -> list[Callable[[torch.device], Case]]:
+    """All that were asked for; each is made and checked when its turn comes."""
+    found: list[Callable[[torch.device], Case]] = []
     for num_tokens in options.tokens:
         for wanted in REWRITES if options.only != "zero" else ():
             if options.case is None or options.case in wanted.name:
-                yield rewrite_case(wanted, num_tokens, options.planes, options.tiles, device)
+                given = (wanted, num_tokens, options.planes, options.tiles)
+                found.append(partial(rewrite_case, *given))
         for block_nbytes in (4096, 32768, 131072) if options.only != "postprocess" else ():
             num_blocks = max(1, num_tokens * 2048 // block_nbytes)  # 8 heads of 256 bytes
-            yield zero_case(block_nbytes, num_blocks, options.planes, options.zero_tiles, device)
+            sizes = (block_nbytes, num_blocks, options.planes, options.zero_tiles)
+            found.append(partial(zero_case, *sizes))
+    return found
 
 
-def main() -> None:
-    parser = core.parser_of(__doc__)
-    parser.add_argument("--device", default="cuda", help="cpu only with TRITON_INTERPRET=1, to try")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192], help="of a request")
-    parser.add_argument("--planes", type=int, default=64, help="K and V of all layers")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--only", choices=["postprocess", "zero"], help="one of the two")
-    parser.add_argument("--case", help="only the rewrites whose name has this in it")
-    for name, does in (("--tiles", "rewrites"), ("--zero-tiles", "zeroes")):
-        parser.add_argument(
-            name, type=int, nargs="+", default=[], metavar="KIB", help=f"also, KiB a program {does}"
-        )
-    core.add_files(parser)
-    options = parser.parse_args()
-    if min(options.tokens) < 1 or options.planes < 1 or options.rounds < 2:
-        parser.error("--tokens, --planes, --rounds: expected at least 1, 1 and 2")
+TEXT = (
+    "GB/s and ratios count all bytes of the blocks, as the limit copies them, although rows that "
+    "stay where they are need not be moved: a ratio may exceed 1. The note says what moves."
+)
+
+
+def run(session: Session, options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     torch.manual_seed(0)
-    facts = core.facts_of("bench_postprocess.py", ("triton",))
-    cells = [
-        cell for case in cases(options, device) for cell in cells_of(case, options.rounds, device)
-    ]
-    text = (
-        "GB/s and ratios count all bytes of the blocks, as the limit copies them, although rows "
-        "that stay where they are need not be moved: a ratio may exceed 1. *moves*: percent of the "
-        "blocks that changes its place."
-    )
-    tables = [core.table("speed", text, COLUMNS, cells)]
-    core.write_files(options, "Rewriting and zeroing blocks", facts, tables, {"cells": cells})
+    tables = core.by_section(TEXT)
+    title = "Rewriting and zeroing blocks"
+    report = session.report("postprocess", title, tables, packages=("triton",))
+    wanted = wanted_cases(options)
+    session.progress.plan(len(wanted))
+    for make in wanted:
+        case = make(device)
+        taken = core.measure_works(case.works, partial(once, device=device), options.rounds)
+        moves = "" if case.moves_percent is None else f"{case.moves_percent:.1f} % moves"
+        report.compare(
+            core.Measured(case.bench, case.name, case.nbytes, note=moves), taken, case.goals
+        )
+        report.write()
+        session.progress.step()
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    (
+        option("--device", "cuda", help="cpu only with TRITON_INTERPRET=1, to try"),
+        option("--tokens", [1024, 8192], [1024], type=int, nargs="+", help="of a request"),
+        option("--planes", 64, type=int, help="K and V of all layers"),
+        option("--rounds", 31, 7, type=int, help="that each contender runs"),
+        option("--only", choices=["postprocess", "zero"], help="one of the two"),
+        option("--case", help="only the rewrites whose name has this in it"),
+        option("--tiles", [], type=int, nargs="+", metavar="KIB", help="of a rewrite's program"),
+        option("--zero-tiles", [], type=int, nargs="+", metavar="KIB", help="of a zeroing program"),
+    ),
+    run,
+    gpu_missing,
+)

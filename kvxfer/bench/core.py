@@ -4,30 +4,30 @@ they took.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
+from kvxfer.bench.plots import Plot, draw
+
 WARM_ROUNDS = 2
 LEAST_ROUNDS = 3
 """Of a contender whose time is up."""
-RESULTS = Path("scripts/results")
 WIRE_PACKAGES = ("pyzmq", "ucxx-cu13", "libucx-cu13", "nixl")
-CROWDED = 10  # lines; more have colours of their own and their names beside the plot
 DRIVER = Path("/proc/driver/nvidia/version")
+CPU_INFO = Path("/proc/cpuinfo")
 
 R = TypeVar("R")
 
@@ -41,6 +41,11 @@ class ContenderLost(RuntimeError):
 
 class WrongBytes(ContenderLost):
     """It did something else than it was asked to."""
+
+
+def tell_lost(name: str, why: ContenderLost) -> None:
+    """To somebody who watches; the report says it, too."""
+    print(fill(f"lost: {name}: {why}", 79, subsequent_indent="    "), flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ class Contender(Generic[T]):
 
     def lose(self, why: ContenderLost) -> None:
         self.why = str(why)
-        print(f"lost: {self.name}: {self.why}")
+        tell_lost(self.name, why)
 
 
 def measure(
@@ -161,6 +166,9 @@ class Speed:
         return p20, p50, p80
 
 
+NO_SPEED = Speed((0.0,) * 3, (0.0,) * 3, None, 0)
+
+
 def speed_of(
     number: float, timings: Sequence[Timing], limits: Sequence[Timing] | None = None
 ) -> Speed:
@@ -231,6 +239,45 @@ def of_ms() -> Columns[Any]:
     return of_three(("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda record: record.speed.ms)
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One contender in one case of a section, as benchmarks have it that compare works of one
+    process. ``ratio`` of its speed is to the first contender; ``goal``: of that ratio."""
+
+    section: str
+    case: str
+    nbytes: int
+    contender: str = ""
+    speed: Speed = NO_SPEED
+    goal: float | None = None
+    note: str = ""
+
+
+MEASURED: Columns[Measured] = {
+    "case": lambda cell: cell.case,
+    "contender": lambda cell: cell.contender,
+    **of_ms(),
+    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.4g}",
+    "ratio": lambda cell: f"{cell.speed.ratio or 0.0:.3f}",
+    "goal": lambda cell: goal_text(cell.speed.ratio, cell.goal),
+    "note": lambda cell: cell.note,
+}
+SHOWN = ("contender", "p50 ms", "GB/s", "ratio")
+
+
+def by_section(text: str) -> Callable[[Report], list[Table]]:
+    """A table of each section, with that text."""
+
+    def tables(report: Report) -> list[Table]:
+        cells: list[Measured] = report.records.get("cells", [])
+        of_section = {
+            cell.section: [c for c in cells if c.section == cell.section] for cell in cells
+        }
+        return [table(name, text, MEASURED, found) for name, found in of_section.items()]
+
+    return tables
+
+
 def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> Table:
     header = tuple(name.rstrip() for name in columns)
     return Table(title, text, header, tuple(row_of(columns, record) for record in records))
@@ -241,10 +288,22 @@ def row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
     return tuple(text(record) for text in columns.values())
 
 
-def line_of(columns: Columns[R], record: R) -> str:
-    """For somebody who watches: each cell with its column's name, but for names."""
-    cells = zip(columns, row_of(columns, record), strict=True)
-    return "  ".join(cell if not cell[:1].isdigit() else f"{cell} {name}" for name, cell in cells)
+def line_of(columns: Columns[R], record: R, shown: Sequence[str]) -> str:
+    """For somebody who watches, in 80 columns: what the record has in the columns ``shown``, below
+    :func:`head_of`.
+    """
+    return _aligned([columns[column](record) for column in shown], shown)
+
+
+def head_of(shown: Sequence[str]) -> str:
+    """The names of the columns ``shown``, but for the first: its cells say what they are."""
+    return _aligned(["", *shown[1:]], shown)
+
+
+def _aligned(cells: Sequence[str], shown: Sequence[str]) -> str:
+    first, *others = cells
+    padded = (f"{c:>{max(10, len(n) + 2)}}" for c, n in zip(others, shown[1:], strict=True))
+    return f"  {first:<28}{''.join(padded)}".rstrip()
 
 
 def markdown(title: str, facts: Mapping[str, str], tables: Sequence[Table], plot: str = "") -> str:
@@ -265,66 +324,6 @@ def markdown(title: str, facts: Mapping[str, str], tables: Sequence[Table], plot
     return "\n".join(lines) + "\n"
 
 
-# ------------------------------------------------------------------ plots
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a plot."""
-
-    name: str
-    x: tuple[float, ...]
-    y: tuple[float, ...]
-    style: str = "o-"
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """Both axes logarithmic."""
-
-    title: str
-    x_name: str
-    y_name: str
-    lines: tuple[Line, ...]
-
-
-def line(
-    name: str, records: Sequence[R], xy: Callable[[R], tuple[float, float]], style: str = "o-"
-) -> Line:
-    """Through a point of each record."""
-    points = [xy(record) for record in records]
-    return Line(name, tuple(x for x, _ in points), tuple(y for _, y in points), style)
-
-
-def draw(path: Path, plot: Plot) -> bool:
-    """False without matplotlib."""
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        print("expected matplotlib for the plot, found none; install it")
-        return False
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    is_crowded = len(plot.lines) > CROWDED
-    if is_crowded:
-        colors = plt.get_cmap("tab20")
-        axes.set_prop_cycle(color=[colors(number) for number in range(colors.N)])
-    for each in plot.lines:
-        axes.plot(each.x, each.y, each.style, label=each.name)
-    axes.set(yscale="log", xlabel=plot.x_name, ylabel=plot.y_name, title=plot.title)
-    axes.set_xscale("log", base=2)
-    axes.grid(visible=True, which="both", alpha=0.3)
-    beside: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    if plot.lines:
-        axes.legend(fontsize=7, **(beside if is_crowded else {}))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
-    return True
-
-
 # ------------------------------------------------------------------ reports
 
 
@@ -334,7 +333,8 @@ class Report:
     run cut short leaves something.
 
     ``records``: what was found, by kind; ``tables`` and ``plot`` make of them what a reader sees.
-    ``lost``: what was not measured, and why.
+    ``shown``: the columns that somebody who watches sees of a record. ``lost``: what was not
+    measured, and why.
     """
 
     out: Path
@@ -347,20 +347,56 @@ class Report:
     lost: dict[str, str] = field(default_factory=dict)
     date: str = field(default_factory=lambda: today())
 
+    shown: Sequence[str] = ()
+
+    def begin(self, case: str, shown: Sequence[str]) -> None:
+        """Tell somebody who watches what follows, and in which columns."""
+        self.shown = shown
+        print(f"{case}\n{head_of(shown)}", flush=True)
+
     def add(self, columns: Columns[Any], record: object, kind: str = "cells") -> None:
-        print(line_of(columns, record), flush=True)
+        print(line_of(columns, record, self.shown), flush=True)
         self.records.setdefault(kind, []).append(record)
+
+    def compare(
+        self,
+        case: Measured,
+        taken: Mapping[str, Sequence[Timing]],
+        goals: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell and keep what all contenders took in that case, the limit first."""
+        self.begin(f"{case.section}: {case.case}", SHOWN)
+        for name, speed in speeds(case.nbytes, taken).items():
+            goal = (goals or {}).get(name)
+            self.add(MEASURED, replace(case, contender=name, speed=speed, goal=goal))
 
     def write(self, *, is_last: bool = False) -> None:
         """All that there is; the plot, which takes a second, at the end."""
         self.out.mkdir(parents=True, exist_ok=True)
         name = f"{self.name}_{self.date}"
         known = {kind: _plain(found) for kind, found in self.records.items()}
-        write_json(self.out / f"{name}.json", {"facts": self.facts, **known, "lost": self.lost})
+        document = {"facts": self.facts, **known, "lost": self.lost}
+        (self.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
         plot = self.plot(self) if is_last else None
-        is_drawn = plot is not None and draw(self.out / f"{name}.png", plot)
+        is_drawn = plot is not None and draw(self.out / f"{name}.png", plot, self.conditions())
         picture = f"![{plot.title}]({name}.png)" if plot is not None and is_drawn else ""
         (self.out / f"{name}.md").write_text(self.text(picture))
+
+    def conditions(self) -> tuple[str, ...]:
+        """What a picture says of its run: where and when, and under which conditions."""
+        places = [self.facts[name] for name in ("GPU", "CPUs", "link") if name in self.facts]
+        torch_version = self.facts.get("torch", "").split()[:1]
+        states = [
+            "median of each case",
+            *(f"torch {version}" for version in torch_version),
+            *(
+                f"load {load} at the start"
+                for load in [self.facts.get("load at the start")]
+                if load
+            ),
+            *([self.facts["note"]] if "note" in self.facts else []),
+        ]
+        return ", ".join((*places, self.date)), ", ".join(states)
 
     def text(self, picture: str = "") -> str:
         """All tables as Markdown. ``picture``: a line with the plot."""
@@ -377,42 +413,13 @@ def _plain(found: Any) -> Any:  # noqa: ANN401
     return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
 
 
-def write_json(path: Path, document: Mapping[str, object]) -> None:
-    path.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """Of a script whose results go to standard output, and where else they are wanted."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables here")
-
-
-def write_files(
-    options: argparse.Namespace,
-    title: str,
-    facts: Mapping[str, str],
-    tables: Sequence[Table],
-    records: Mapping[str, Sequence[Any]],
-) -> None:
-    """Print the tables, and write what :func:`add_files` has asked for."""
-    text = markdown(f"{title}, {today()}", facts, tables)
-    print(text, end="")
-    if options.markdown:
-        options.markdown.write_text(text)
-    if options.json:
-        found = {kind: [asdict(each) for each in records[kind]] for kind in records}
-        write_json(options.json, {"facts": dict(facts), **found})
-
-
 def today() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%d")
 
 
-def facts_of(script: str, packages: Sequence[str] = (), note: str = "") -> dict[str, str]:
+def facts_of(command: str, packages: Sequence[str] = (), note: str = "") -> dict[str, str]:
     """Command, hardware and versions; ``packages``: other distributions worth naming."""
-    num_cpus = len(os.sched_getaffinity(0))
-    command = " ".join((f"scripts/{script}", *sys.argv[1:]))
-    facts = {"command": command, "CPUs": f"{platform.machine()}, {num_cpus}"}
+    facts = {"command": command, "CPUs": f"{_processor()} x {len(os.sched_getaffinity(0))}"}
     if torch.cuda.is_available():
         facts["GPU"] = f"{torch.cuda.get_device_name()} x {torch.cuda.device_count()}"
     if DRIVER.exists():
@@ -430,7 +437,8 @@ def facts_of(script: str, packages: Sequence[str] = (), note: str = "") -> dict[
     return facts
 
 
-def parser_of(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
-    """A command line whose help is the script's own text."""
-    shown = argparse.RawTextHelpFormatter
-    return argparse.ArgumentParser(prog=prog, description=doc, formatter_class=shown)
+def _processor() -> str:
+    """The model's name where the system tells it, else the architecture."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
