@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import zmq
 
-from tests.helpers import needs_ucxx
+from tests.helpers import needs_nixl
 from tests.two_hosts import ADDRESSES, Host, two_hosts_or_skip
 from tests.vllm.cases import NEW_TOKENS, References, prompt
 from tests.vllm.engines import ENVIRONMENT, OFFER, Connector, EngineConfig
@@ -42,7 +42,7 @@ url, body = sys.argv[1], sys.argv[2].encode() or None
 request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
 print(urllib.request.urlopen(request, timeout=60).read().decode())
 """
-WAYS: dict[str, dict[str, Any]] = {"zmq": {}, "ucx": {"transport": "ucx", "trust_network": True}}
+WAYS: dict[str, dict[str, Any]] = {"zmq": {}, "nixl": {"transport": "nixl", "trust_network": True}}
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def hosts() -> Iterator[tuple[Host, Host]]:
     scope="module",
     params=[
         pytest.param(("zmq", True), id="zmq with CURVE"),
-        pytest.param(("ucx", False), id="ucx", marks=[needs_ucxx, pytest.mark.slow]),
+        pytest.param(("nixl", False), id="nixl", marks=[needs_nixl, pytest.mark.slow]),
     ],
 )
 def site(request: pytest.FixtureRequest, hosts: tuple[Host, Host]) -> Iterator[Site]:
@@ -149,7 +149,7 @@ def test_tokens_through_the_proxy_are_those_of_one_engine(
     assert moved == sum(len(tokens) - 1 for tokens in prompts) * NBYTES_OF_TOKEN
     log = site.processes["kv_consumer"].log()
     assert re.search(
-        rf"engine \S+ at tcp://{PREFILL}:{KV_PORT}, met in .*: (zmq over TCP|ucx) ", log
+        rf"engine \S+ at tcp://{PREFILL}:{KV_PORT}, met in .*: (zmq over TCP|nixl over) ", log
     )
 
 
