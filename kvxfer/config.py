@@ -231,6 +231,8 @@ def load_config(
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as exc:
         raise _explained(exc, values, origins) from exc
+    except UnicodeEncodeError:  # its cause would show the text, which may be a secret
+        raise ConfigError("settings: expected texts in UTF-8, got other bytes") from None
     return LoadedConfig(config, origins)
 
 
