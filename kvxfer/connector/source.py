@@ -276,9 +276,7 @@ class Source:
             if isinstance(offer, Reason):
                 self._refuse(identity, pull, offer, "")
                 return
-            if self._is_anothers(offer, pull.consumer, identity):
-                raise PullRefused(Reason.PLAN, "another connection reads in this name")
-            wire = self._read(offer, pull)
+            wire = self._read(identity, offer, pull)
         except PullRefused as e:
             self._refuse(identity, pull, e.reason, str(e))
             return
@@ -291,8 +289,10 @@ class Source:
             # be right.
             offer.pulls.pop(pull.consumer, None)
 
-    def _read(self, offer: GivenOffer, pull: Pull) -> Wire:
+    def _read(self, identity: bytes, offer: GivenOffer, pull: Pull) -> Wire:
         """How a Pull will be served; worked out once for each consumer. Raises PullRefused."""
+        if self._is_anothers(offer, pull.consumer, identity):
+            raise PullRefused(Reason.PLAN, "another connection reads in this name")
         first = offer.pulls.get(pull.consumer)
         if first is not None:
             check_same(first, pull)

@@ -437,8 +437,8 @@ class StreamSource(SendingSource):
         self._connections.add(identity, slots, message.address, is_trial=message.is_trial)
 
     def _make_room(self) -> bool:
-        """Disconnect the oldest sink without a transfer, those first that never had a chunk: anybody
-        can attach. It attaches anew when it has a transfer.
+        """Disconnect the oldest sink without a transfer, first of those that never had a chunk:
+        anybody can attach. It attaches anew when it has a transfer.
         """
         idle = [each for each in self._connections.all() if each.is_idle]
         if not idle:

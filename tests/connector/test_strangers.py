@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -162,14 +161,6 @@ def test_long_messages_that_are_none_are_answered_once(
     assert is_kept_out(engine.endpoint)
     with Engine(ONE, "decode", fill=POISON, transport="zmq") as sink:  # over the Unix socket
         assert loads(engine, sink, 1) == {None}
-
-
-@pytest.mark.parametrize("port", PORTS)
-def test_a_message_without_an_end_is_not_collected_for_ever(engine: Engine, port: str) -> None:
-    with closing(zmtp.connect(port_of(engine, port))) as peer:
-        parts = zmtp.EMPTY_PART * (250 << 20)  # 16 GB of memory
-        with pytest.raises(ConnectionError):
-            peer.sendall(parts)
 
 
 @pytest.mark.parametrize("port", PORTS)
@@ -379,31 +370,6 @@ def test_who_was_silent_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # ------------------------------------------------------------------ meanwhile
-
-
-def test_an_honest_pair_goes_on_while_a_stranger_floods(engine: Engine) -> None:
-    over = threading.Event()
-    refusals: list[int] = []
-
-    def flood() -> None:
-        while not over.is_set():
-            try:
-                with closing(zmtp.connect(engine.endpoint, 0.5)) as peer:
-                    peer.sendall(zmtp.EMPTY_PART * 20_000 + zmtp.EMPTY_END)
-                    refusals.append(zmtp.has_ended(peer))
-            except OSError:
-                continue
-
-    thread = threading.Thread(target=flood)
-    with Engine(ONE, "decode", fill=POISON, transport="zmq", peer_silent_s=60) as sink:
-        assert loads(engine, sink, 1) == {None}
-        thread.start()
-        try:
-            until(lambda: refusals)
-            assert loads(engine, sink, 5) == {None}
-        finally:
-            over.set()
-            thread.join()
 
 
 def test_a_ping_is_answered_behind_a_message_of_many_parts(engine: Engine) -> None:

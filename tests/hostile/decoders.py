@@ -309,7 +309,7 @@ _DONE = Done(
 _GENERATE = Generate("a", (1, 2, 3), 4, kv_transfer_params={"do_remote_decode": True})
 
 
-# ------------------------------------------------------------------ texts of whoever starts a process
+# ------------------------------------------------------------------ texts of who starts a process
 
 
 def _text(frame: bytes) -> str:

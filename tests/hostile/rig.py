@@ -71,7 +71,10 @@ class Honest:
         is_moved = got != POISON
         # The same shape and ids: the same bytes in the same places, and as many as were asked for
         np.testing.assert_array_equal(got[is_moved], sent[is_moved])
-        assert 0.98 < is_moved.sum() / (sent.size * len(_BLOCKS) / SHAPE.num_blocks) <= 1  # or POISON
+        assert (
+            0.98 < is_moved.sum() / (sent.size * len(_BLOCKS) / SHAPE.num_blocks) <= 1
+        )  # or POISON
+
 
 @contextmanager
 def over_tcp() -> Iterator[None]:
@@ -129,6 +132,4 @@ class Usage:
     def now(cls) -> Usage:
         with open("/proc/self/statm", encoding="ascii") as file:
             pages = int(file.read().split()[1])
-        return cls(
-            len(os.listdir("/proc/self/fd")), threading.active_count(), pages * 4096
-        )
+        return cls(len(os.listdir("/proc/self/fd")), threading.active_count(), pages * 4096)

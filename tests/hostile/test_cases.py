@@ -86,7 +86,7 @@ def test_half_a_handshake_costs_its_connection(has_keys: bool) -> None:
         fates: list[Fate] = []
         threads = [
             threading.Thread(
-                target=lambda n=n, each=each: fates.append(  # type: ignore[misc]
+                target=lambda n=n, each=each: fates.append(
                     attack(each, honest.target, address_of(each, n))
                 )
             )
