@@ -16,13 +16,17 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from typing import Any, Final, Literal, get_args
 
 import msgspec
 
 from kvxfer.errors import ConfigError
+from kvxfer.ports import Ports, parse_ports
 
-Transport = Literal["auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl"]
+OWN_TRANSPORTS: Final = ("auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl")
+WIRE_GROUP: Final = "kvxfer.wires"
+"""The group of entry points by which other packages add wires."""
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 Origin = Literal["argument", "engine", "environment", "default"]
 
@@ -37,6 +41,7 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://.*")
 _SERVICE_NAME = re.compile(
     r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
 )
+_PORTS: Final = ("port", "data_port")
 _MIN_PARAMS_KEY: Final = 16
 SECRETS: Final = ("curve_secret_key", "params_key")
 """Never shown."""
@@ -63,67 +68,98 @@ _ORDERED: Final = (
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every setting. Durations end in ``_s`` (seconds), sizes in ``_nbytes``.
 
+    A field's text ends with when to change it; the table in docs/operations.md is made of it.
+
     Raises ConfigError for a value that cannot work, naming field, expected and got.
     """
 
-    transport: Transport = "auto"
-    """The wire. ``auto`` tries candidates with real bytes; any other choice works or is an
-    error."""
+    transport: str = "auto"
+    """The wire, kvxfer's own or another package's. ``auto`` tries candidates with real bytes; any
+    other choice works or is an error. Change it to insist on one wire."""
     host: str = "127.0.0.1"
-    """Where this engine listens."""
-    port: int | None = None
-    """Its front door; 0 takes a free one. None: 5700, and a free one where the engine only takes
-    KV, because nobody has to find that."""
+    """The name or address of this machine where the engine listens. Change it for peers on other
+    hosts: the address by which they reach this one."""
+    port: int | str | None = None
+    """Where control messages come in: a port, 0 for any free one, a range (``5700-5710``), or
+    ``5700+rank``. Not set: 5700, and a free one for an engine that only takes KV. Change it for a
+    second engine on a host, and to ``5700+rank`` or a range for a firewall."""
+    data_port: int | str = 0
+    """Where stream wires come in, in the same forms. Change it where a firewall or a pod has to
+    name the ports."""
     allowed_peers: tuple[str, ...] | None = None
-    """Names, addresses and ranges of the hosts that this engine takes KV from and serves; None:
-    this host only, and of its sources those of the same user. See :meth:`peer_allowed`."""
+    """Names, addresses and ranges of the hosts that this engine takes KV from and serves. Not set:
+    this host only, and of its sources those of the same user. See :meth:`peer_allowed`. Change it,
+    on both sides, for peers on other hosts."""
     trust_network: bool = False
     """Whether only trusted hosts reach this one. ``ucx`` and ``nixl`` take what they are sent
-    unchecked: without it they connect processes of one user on one host only."""
+    unchecked: without it they connect processes of one user on one host only. Change it for
+    ``ucx`` and ``nixl`` between hosts, on a network without other tenants."""
     lease_s: float = 30.0
-    """How long an offer is kept without a word from its sink."""
+    """How long an offer is kept without a word from its sink. Change it where requests wait longer
+    than this between prefill and decode."""
     keep_s: float = 5.0
-    """How often the sink extends the leases of the requests it still wants."""
+    """How often the sink extends the leases of the requests it still wants. Change it with
+    ``lease_s``, and to have the blocks of a dead decode engine back sooner."""
     max_hold_s: float = 480.0
-    """The longest that an offer is kept, however often it is extended."""
+    """The longest that an offer is kept, however often it is extended. Change it where requests
+    wait longer at the decode side, or must not hold blocks so long."""
     pull_timeout_s: float = 10.0
-    """A load without a verdict for this long has failed."""
+    """A load that gets no further for this long has failed. Change it where a wire stands still
+    for longer and goes on."""
     peer_silent_s: float = 3.0
-    """A peer that owes an answer and says nothing for this long is down."""
+    """A peer that owes an answer and says nothing for this long is down. Change it where engines
+    stand still for longer, or must be found dead sooner."""
     connect_timeout_s: float = 5.0
-    """First contact with a peer ends after this long."""
+    """First contact with a peer ends after this long. Change it where the trials of the wires take
+    longer."""
     chunk_nbytes: int | None = None
-    """Payload of each message of a stream, 4 KiB to 64 MiB; None: for each transfer what its wire's
-    measured costs make best."""
+    """Payload of each message of a stream, 4 KiB to 64 MiB. Not set: for each transfer what its
+    wire's measured costs make best. Change it to measure."""
     staging_slots: int | None = None
-    """Chunks in flight on one connection of a stream, 2 or more; None: by its measured costs."""
+    """Chunks in flight on one connection of a stream, 2 or more. Not set: by its measured costs.
+    Change it to measure."""
     staging_nbytes: int | None = None
-    """The most staging of one connection, on each side; None: 32 MiB where it is host memory, 256
-    MiB on a GPU, and what the two settings above make."""
+    """The most staging of one connection, on each side. Not set: 32 MiB where it is host memory,
+    256 MiB on a GPU, and what the two settings above make. Change it where memory is short, or
+    many peers connect."""
     control_max_nbytes: int = 4 << 20
-    """A longer control message is refused, answered and counted."""
+    """A longer control message is refused, answered and counted. Change it for prompts of millions
+    of tokens; lower it where peers are not trusted."""
     launch_programs: int = 24
     """Thread blocks of a copy to a GPU from another one, or between it and the host: the most SMs
-    that it takes from what else runs there. Chunks within a GPU are copied by all of it.
-    """
+    that it takes from what else runs there. Chunks within a GPU are copied by all of it. Change it
+    to trade the speed of loads for that of decode steps."""
     min_gbps: float | None = None
-    """Refuse a peer whose measured wire is slower (GB/s, 1e9 bytes)."""
+    """Refuse a peer whose measured wire is slower (GB/s, 1e9 bytes). Change it where a slow wire
+    must be an error."""
     hash_seed: str | None = None
-    """Root of the block hashes; equal on engines that share a cache. PYTHONHASHSEED if unset."""
+    """Root of the block hashes; equal on engines that share a cache. Not set: PYTHONHASHSEED.
+    Change it where a prefix cache outside knows blocks by their hashes."""
     curve_public_key: str | None = None
-    """This engine's CURVE keys (Z85); both or neither."""
+    """This engine's public CURVE key (Z85); with the secret one or not at all. Change it where
+    others can read or reach the network."""
     curve_secret_key: str | None = None
+    """This engine's secret CURVE key (Z85). Never shown. Change it with the public one."""
     curve_server_keys: dict[str, str] | None = None
-    """The public key expected of each engine, by engine id (Z85)."""
+    """The public key expected of each engine, by engine id (Z85). Change it with the keys of the
+    engines."""
+    curve_keys_dir: str | None = None
+    """A folder of CURVE keys that all engines share, instead of the three settings above; ``kvxfer
+    keys`` makes it. Change it where others can read or reach the network."""
     params_key: str | None = None
-    """A secret that all engines share: signs ``kv_transfer_params``, and unsigned ones are plain.
-    16 characters or more."""
+    """A secret that all engines share, 16 characters or more: signs ``kv_transfer_params``, and
+    unsigned ones are plain. Never shown. Change it where clients of the HTTP server are not
+    trusted."""
     bind_tokens: bool = True
-    """Compare digests of the token ids on both sides before any KV moves."""
+    """Compare digests of the token ids on both sides before any KV moves. Change it, on both
+    sides, for prompts whose token ids differ by design."""
     offer_board: bool = True
     """Show open offers to sinks of this host in shared memory, and look at theirs: a direct read
-    then waits for no answer. Off: every offer is asked for, and certified, by message."""
+    then waits for no answer. Off: every offer is asked for, and certified, by message. Change it
+    to measure."""
     log_level: LogLevel = "INFO"
+    """The lowest level of the lines of the logger ``kvxfer``. Change it to DEBUG to see each load.
+    """
 
     def __post_init__(self) -> None:
         for check in (
@@ -144,11 +180,41 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The seed of the block hashes as UTF-8, or None if nobody chose one."""
         return None if self.hash_seed is None else self.hash_seed.encode()
 
-    def front_door_port(self, *, gives_kv: bool) -> int:
-        """Where an engine listens that gives KV, or only takes it; 0 is any free port."""
-        if self.port is None:
-            return _FRONT_DOOR_PORT if gives_kv else 0
-        return self.port
+    def for_engine(self, *, gives_kv: bool, num_ranks: int, replica: int = 0) -> Config:
+        """With the ports of one data-parallel replica, whose engine gives KV or only takes it.
+        Raises ConfigError where its ranks cannot have them.
+        """
+        usual = _FRONT_DOOR_PORT if gives_kv else 0
+        port = parse_ports("port", usual if self.port is None else self.port)
+        data = self.data_ports
+        if data.is_one and num_ranks > 1:
+            raise ConfigError(
+                f"data_port: expected a port for each of {num_ranks} ranks, got {data}; say "
+                f"{data}+rank, or a range"
+            )
+        port, data = (
+            each.moved(replica * (num_ranks if each.adds_rank else 1)) for each in (port, data)
+        )
+        return msgspec.structs.replace(self, port=port.setting, data_port=data.setting)
+
+    def for_rank(self, rank: int) -> Config:
+        """With the ports of one rank of the engine. A single ``port`` is rank 0's, which knows the
+        others' ports: they take any free one.
+        """
+        port = self.control_ports
+        port = parse_ports("port", 0) if port.is_one and rank > 0 else port.of_rank(rank)
+        data = self.data_ports.of_rank(rank)
+        return msgspec.structs.replace(self, port=port.setting, data_port=data.setting)
+
+    @property
+    def control_ports(self) -> Ports:
+        """What ``port`` says; any free one where it is not set."""
+        return parse_ports("port", self.port or 0)
+
+    @property
+    def data_ports(self) -> Ports:
+        """What ``data_port`` says."""
+        return parse_ports("data_port", self.data_port)
 
     def peer_allowed(self, host: str) -> bool:
         """Does ``allowed_peers`` admit this host? If it is not set: this host's loopback, and the
@@ -227,12 +293,17 @@ def load_config(
                 )
             if value is not None and name not in values:
                 values[name], origins[name] = _from_text(name, value), origin
+    _check_one_source_of_keys(values)
     try:
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as exc:
         raise _explained(exc, values, origins) from exc
     except UnicodeEncodeError:  # its cause would show the text, which may be a secret
         raise ConfigError("settings: expected texts in UTF-8, got other bytes") from None
+    except ConfigError as exc:
+        origin = origins.get(str(exc).partition(":")[0], "argument")
+        raise exc if origin == "argument" else ConfigError(f"{exc} ({origin})") from exc
+    _check_transport(config.transport, origins["transport"])
     return LoadedConfig(config, origins)
 
 
@@ -310,6 +381,8 @@ def _split_keys(text: str) -> dict[str, str]:
 
 def _from_text(name: str, value: object) -> object:
     """Text of a list or a mapping in parts; the decoder reads all other text."""
+    if isinstance(value, str) and name in _PORTS and value.isdecimal():
+        return int(value)
     if isinstance(value, str) and name == "allowed_peers":
         return _split(value)
     if isinstance(value, str) and name == "curve_server_keys":
@@ -339,12 +412,21 @@ def _explained(
     if name not in values:
         return ConfigError(f"settings: {exc}")
     got = _shown(name, values[name])
-    choices = {"transport": get_args(Transport), "log_level": get_args(LogLevel)}
+    choices = {"transport": OWN_TRANSPORTS, "log_level": get_args(LogLevel)}
     if name in choices:
         reason = f"expected one of {', '.join(choices[name])}"
     else:
         reason = reason[:1].lower() + reason[1:].partition(", got")[0].replace(" | null", "")
     return ConfigError(f"{name}: {reason}, got {got} ({origins[name]})")
+
+
+def _check_transport(name: str, origin: Origin) -> None:
+    """Whether kvxfer or a package that is installed has the wire; it is not imported here."""
+    if name in OWN_TRANSPORTS:
+        return
+    known = (*OWN_TRANSPORTS, *sorted(entry_points(group=WIRE_GROUP).names))
+    if name not in known:
+        raise ConfigError(f"transport: expected one of {', '.join(known)}, got {name!r} ({origin})")
 
 
 def _check_numbers(config: Config) -> None:
@@ -356,8 +438,8 @@ def _check_numbers(config: Config) -> None:
         value = getattr(config, name)
         if value is not None and not least <= value <= most:
             raise ConfigError(f"{name}: expected {least} to {most}{why}, got {value}")
-    if not 0 <= (config.port or 0) <= 65535:
-        raise ConfigError(f"port: expected 0 (any free port) to 65535, got {config.port}")
+    for name in _PORTS:
+        parse_ports(name, getattr(config, name) or 0)
     if not config.host:
         raise ConfigError("host: expected a name or an address to listen on, got ''")
 
@@ -414,8 +496,18 @@ def _check_curve(config: Config) -> None:
             # the value stays out of the message: it may be the secret one
             raise ConfigError(
                 f"{name}: expected 40 characters of Z85, got {len(key)} characters; "
-                "zmq.curve_keypair() makes a pair"
+                "zmq.curve_keypair() makes a pair, kvxfer keys make a folder of them"
             )
+
+
+def _check_one_source_of_keys(values: Mapping[str, Any]) -> None:
+    """Of what was set; an engine that has started has the pair of its folder, too."""
+    others = [name for name in values if name.startswith("curve_") and name != "curve_keys_dir"]
+    if others and "curve_keys_dir" in values:
+        raise ConfigError(
+            f"curve_keys_dir: expected no other keys beside the folder, got {', '.join(others)}; "
+            "set one or the other"
+        )
 
 
 def _check_params_key(config: Config) -> None:

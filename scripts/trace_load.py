@@ -1,7 +1,7 @@
 """Where the time of one load goes: the calls of both engines, on one clock.
 
-Two engines without a model, as in bench_connector.py, of which every function of the connector, the
-wires and the copies is wrapped. That makes a load of 128 tokens a third longer: what a call takes
+Two engines without a model, as in `kvxfer bench connector`, of which every function of connector,
+wires and copies is wrapped. That makes a load of 128 tokens a third longer: what a call takes
 beside the others is what to read, not how long it all is. Microseconds count from the moment at
 which the sink's engine asks for the load.
 
@@ -18,12 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
+from kvxfer.bench.core import ContenderLost
+from kvxfer.bench.engines import BenchEngine, LoadTiming, start_engines
+from kvxfer.bench.members import SINK, SOURCE, Devices, devices_for
+from kvxfer.bench.pools import LLAMA_8B, SHAPES, TINY, Pool, Request, request_of
+from kvxfer.bench.workers import Worker, close_all
 from scripts.benchmarks.call_trace import Call, CallTrace
-from scripts.benchmarks.core import ContenderLost, parser_of
-from scripts.benchmarks.engines import BenchEngine, LoadTiming, start_engines
-from scripts.benchmarks.members import SINK, SOURCE, Devices, devices_for
-from scripts.benchmarks.pools import LLAMA_8B, SHAPES, TINY, Pool, Request, request_of
-from scripts.benchmarks.workers import Worker, close_all
 
 PACKAGES = ("kvxfer.connector", "kvxfer.transports", "kvxfer.transfer", "kvxfer.tensors")
 WARM_LOADS = 5
@@ -79,7 +79,8 @@ def show(side: str, calls: list[Call], began_s: float, least_us: float) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__)
+    shown = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--transport", choices=("auto", "shm", "cuda_ipc", "zmq", "ucx", "nixl"))
     parser.add_argument("--shape", choices=tuple(SHAPES))

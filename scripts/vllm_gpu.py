@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from scripts.benchmarks.core import RESULTS, Report, facts_of, parser_of
+from kvxfer.bench.core import Report, facts_of
 from scripts.benchmarks.vllm_cases import Cases, Deadline
 from scripts.benchmarks.vllm_pairs import LLAMA_8B, Geometry, Setup, described, running, tiny
 from scripts.benchmarks.vllm_report import tables
@@ -38,8 +38,9 @@ Devices = tuple[int | None, int | None]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
+    shown = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=shown)
+    parser.add_argument("--out", type=Path, default=Path("scripts/results"), help="folder")
     parser.add_argument("--pairs", default=",".join(PAIRS), help="some of nixl,kvxfer,unlike")
     parser.add_argument("--limit-s", type=float, default=480.0, help="of the whole run")
     parser.add_argument("--repeats", type=int, help="of every length, instead of 5, 5, 5 and 3")
@@ -144,7 +145,9 @@ _BEGUN_S = time.monotonic()
 
 
 def run_facts(devices: Devices, geometry: Geometry) -> dict[str, str]:
-    facts = facts_of("vllm_gpu.py", ("vllm", "triton", "nixl", "transformers"))
+    facts = facts_of(
+        " ".join(("scripts/vllm_gpu", *sys.argv[1:])), ("vllm", "triton", "nixl", "transformers")
+    )
     weights = "seeded weights" if geometry.config else "its own weights"
     facts["model"] = f"{geometry.name}, {geometry.dtype}, {weights}"
     facts["prompts"] = "of one token more than is transferred"

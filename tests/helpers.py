@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -134,6 +134,25 @@ def free_port() -> int:
         with socket.socket() as sock, suppress(OSError):
             sock.bind(("127.0.0.1", port))
             return port
+
+
+@contextmanager
+def held_ports(number: int) -> Iterator[list[socket.socket]]:
+    """So many ports in a row, each held by a socket; close one to use it."""
+    with ExitStack() as stack:
+        yield _hold(number, stack)
+
+
+def _hold(number: int, stack: ExitStack) -> list[socket.socket]:
+    first = 20_000 + secrets.randbelow(12_000 - number)
+    held = [stack.enter_context(socket.socket()) for _ in range(number)]
+    try:
+        for port, sock in enumerate(held, start=first):
+            sock.bind(("127.0.0.1", port))
+            sock.listen()  # so that ZeroMQ, which sets SO_REUSEADDR, finds it taken too
+    except OSError:  # somebody has one of them
+        return _hold(number, stack)
+    return held
 
 
 @contextmanager

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 # A room imports itself and rooms of earlier levels, never another one of its own level.
 LEVELS: list[set[str]] = [
     {"errors", "log_limit"},
+    {"ports"},
     {"config"},
     {"cache"},
     {"transfer"},
@@ -29,11 +30,11 @@ LEVELS: list[set[str]] = [
     {"testing"},
     {"connector"},
     {"engine", "integrations", "proxy"},
-    {"plan"},
+    {"bench", "doctor", "plan"},
     {"cli"},
     {"__init__", "__main__"},
 ]
-PURE = {"errors", "log_limit", "config", "cache", "transfer"}
+PURE = {"errors", "log_limit", "ports", "config", "cache", "transfer"}
 HEAVY = {
     *("torch", "triton", "zmq", "ucxx", "nixl", "cuda", "transformers", "tokenizers"),
     *("aiohttp", "prometheus_client"),
@@ -43,9 +44,13 @@ NOT_FOR: dict[str, set[str]] = {"transports": {"kvxfer.transfer.session"}}
 # What makes wires fail is for tests, and for who starts a pair of engines to see them fail.
 USES_TESTING = {"kvxfer/cli/commands.py": "kvxfer pair has options for it"}
 # Who touches the environment, and why.
-ENVIRONMENT = {"kvxfer/config.py": "the one reader"}
+ENVIRONMENT = {
+    "kvxfer/config.py": "the one reader",
+    "kvxfer/bench/workers.py": "a process whose library reads it when it is loaded",
+}
 # Who sets up logging besides cli, and why.
 LOG_SETUP = {
+    "kvxfer/doctor/child.py": "the entry of its processes",
     "kvxfer/engine/rank.py": "the entry of a rank's process",
     "kvxfer/integrations/vllm/plugin.py": "vLLM has handlers for its own loggers only",
 }
@@ -194,8 +199,8 @@ def test_only_config_touches_the_environment(source: Source) -> None:
 
 
 @pytest.mark.parametrize("source", sources(), ids=by_path)
-def test_only_cli_prints_and_handles_logs(source: Source) -> None:
-    if source.room == "cli":
+def test_only_cli_and_bench_print_and_handle_logs(source: Source) -> None:
+    if source.room in ("cli", "bench"):
         return
     set_up = () if source.path in LOG_SETUP else ("basicConfig", "addHandler")
     for name in ("print", *set_up):

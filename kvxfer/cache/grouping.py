@@ -142,14 +142,19 @@ def _merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
 
 def unify_hybrid_kv_cache_specs(kv_cache_spec: dict[str, KVCacheSpec]) -> None:
     """Make layers of several kinds one type, in place: those with a window or chunks then keep all
-    tokens, and still compute what they did. Layers of one type stay as they are.
+    tokens, and still compute what they did. They get the block size of the layers that kept all
+    tokens already, where these have one. Layers of one type stay as they are.
 
     Raises:
         ValueError: a state layer beside others, or blocks of other sizes. Nothing has changed then.
     """
     if is_kv_cache_type_uniform(kv_cache_spec):
         return
-    unified = {name: _keep_everything(name, spec) for name, spec in kv_cache_spec.items()}
+    whole = {s.block_size for s in kv_cache_spec.values() if isinstance(s, FullAttentionSpec)}
+    block_size = whole.pop() if len(whole) == 1 else None
+    unified = {
+        name: _keep_everything(name, spec, block_size) for name, spec in kv_cache_spec.items()
+    }
     first_name, first = next(iter(unified.items()))
     for name, spec in unified.items():
         if spec.block_size != first.block_size:
@@ -204,13 +209,19 @@ def _with_block_nbytes(spec: KVCacheSpec, nbytes: int) -> KVCacheSpec | None:
     return None
 
 
-def _keep_everything(name: str, spec: KVCacheSpec) -> FullAttentionSpec:
+def _keep_everything(name: str, spec: KVCacheSpec, block_size: int | None) -> FullAttentionSpec:
+    """``spec`` without its window, in blocks of ``block_size`` tokens (None: its own)."""
     match spec:
         case FullAttentionSpec():
             return spec
         case SlidingWindowSpec() | ChunkedLocalAttentionSpec():
             same = {at.name: getattr(spec, at.name) for at in fields(spec)}
-            return FullAttentionSpec(**same)
+            unpadded = replace(
+                spec, block_size=block_size or spec.block_size, page_size_padded=None
+            )
+            if spec.page_size_padded is not None:
+                same["page_size_padded"] = max(spec.page_size_padded, unpadded.page_size_bytes)
+            return FullAttentionSpec(**{**same, "block_size": unpadded.block_size})
     raise ValueError(
         f"layer {name}: expected attention, which can keep all tokens, got {type(spec).__name__}; "
         "unset disable_hybrid_kv_cache_manager"

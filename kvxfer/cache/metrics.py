@@ -60,6 +60,11 @@ class PrefixCachingMetrics:
         self._num_requests = self._num_queries = self._num_hits = 0
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing was asked: then a hit rate of 0 says nothing."""
+        return self._num_queries == 0
+
+    @property
     def hit_rate(self) -> float:
         """Hits per query from 0 to 1; 0 when nothing was asked."""
         return self._num_hits / self._num_queries if self._num_queries else 0.0

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
-from types import FrameType
-from typing import Annotated, Any, NoReturn, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from kvxfer.cli.bench import register as register_bench
+from kvxfer.cli.keys import keys
 from kvxfer.cli.options import (
     DecodeOptions,
+    DoctorOptions,
     PairOptions,
     PrefillOptions,
     ProxyOptions,
@@ -23,6 +25,7 @@ from kvxfer.cli.options import (
     parse_address,
 )
 from kvxfer.cli.plan import PlanOptions, run_plan
+from kvxfer.cli.terminal import ToldToEnd, heed_signals
 from kvxfer.errors import KvxferError
 from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
 
@@ -34,6 +37,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # in boxes, 80 columns cut the names of options
 )
 
 
@@ -62,7 +66,9 @@ def _command(run: Callable[[Any], None]) -> Callable[[Any], None]:
             for name in dict.fromkeys(own_first)
         ]
     )
-    app.command(run.__name__)(command)
+    # Help is cut to one line where it is not given: the first paragraph, whole
+    summary = " ".join((run.__doc__ or "").split("\n\n")[0].split())
+    app.command(run.__name__, short_help=summary)(command)
     return run
 
 
@@ -128,7 +134,23 @@ def proxy(options: ProxyOptions) -> None:
     )
     from kvxfer.cli.proxy import run_proxy
 
-    raise _ToldToEnd(run_proxy(settings, options.log_level))
+    raise ToldToEnd(run_proxy(settings, options.log_level))
+
+
+@_command
+def doctor(options: DoctorOptions) -> None:
+    """Try what an engine here would use: GPUs, wires with real bytes, limits, ports, a peer.
+
+    Exit status: 0 when all is well, 1 when something that an engine needs does not work or is
+    slower than --min-gbps, 2 for wrong use.
+    """
+    from kvxfer.cli.doctor import run_doctor
+
+    _end(run_doctor(options))
+
+
+register_bench(app)
+app.add_typer(keys, name="keys", short_help="Make and rotate the CURVE keys that engines share.")
 
 
 def _show_version(wanted: bool) -> None:
@@ -150,35 +172,19 @@ def main() -> None:
     app(prog_name="kvxfer")
 
 
-class _ToldToEnd(BaseException):
-    """SIGINT or SIGTERM came. Not an Exception: nobody on the way handles it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 @contextmanager
 def _border() -> Iterator[None]:
     """Errors become one line and an exit code; signals end what was started, and then this."""
     logging.basicConfig(level=logging.WARNING, format="kvxfer: %(message)s")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _tell_to_end)
+    heed_signals()
     try:
         yield
     except KvxferError as e:
         print(f"kvxfer: error: {e}", file=sys.stderr)
         raise typer.Exit(WRONG) from e
-    except _ToldToEnd as e:
+    except ToldToEnd as e:
         print(f"kvxfer: ended by {signal.Signals(e.number).name}", file=sys.stderr)
         raise typer.Exit(128 + e.number) from e
-
-
-def _tell_to_end(number: int, _frame: FrameType | None) -> NoReturn:
-    # Once is enough: a second one must not cut the ending short.
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)
-    raise _ToldToEnd(number)
 
 
 def _end(is_good: bool) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -12,8 +14,9 @@ from urllib.parse import urlsplit
 
 from typer import Option
 
+from kvxfer.config import ENV_PREFIX
 from kvxfer.engine.config import CPU, CUDA, OnLoadFailure, check_device, place_ranks
-from kvxfer.errors import ConfigError
+from kvxfer.errors import ConfigError, KvxferError
 from kvxfer.proxy.settings import MAX_BODY_NBYTES, OnMissingKv
 
 
@@ -67,20 +70,26 @@ _Devices = Annotated[
         metavar="N,N,...",
     ),
 ]
+_PORTS = "N, N-M or N+rank"
 _KvPort = Annotated[
-    int | None,
+    str | None,
     Option(
-        min=0,
-        max=65535,
-        help="Port of the KV front door; 0: a free one. If not given, decode takes a free one.",
+        help="Port of the KV front door, a range for all ranks, or one for each rank; 0: a free "
+        "one. If not given, decode takes a free one, prefill 5700.",
+        metavar=_PORTS,
     ),
+]
+_KvDataPort = Annotated[
+    str | None,
+    Option(help="Where stream wires listen; a free port if not given.", metavar=_PORTS),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class SideOptions:
     """One engine. ``num_blocks`` None: sized from the workload; ``devices``: the numbers of its
-    ranks' CUDA devices, empty: placed by :func:`place_sides`.
+    ranks' CUDA devices, empty: placed by :func:`place_sides`; ``of``: the engine that its options
+    name, where there are two.
     """
 
     tp_size: int
@@ -90,6 +99,24 @@ class SideOptions:
     prefix_caching: bool
     device: str = CPU
     devices: tuple[int, ...] = ()
+    of: str = ""
+
+    @property
+    def option_names(self) -> dict[str, str]:
+        """The options by the fields of the engine's settings that they set; ``pool``: those that
+        decide its size.
+        """
+        prefix = f"--{self.of}-" if self.of else "--"
+        num_blocks = f"{prefix}blocks" if self.of else "--num-blocks"
+        work = "--max-new-tokens, --in-flight"
+        return {
+            "tp_size": f"{prefix}tp",
+            "block_size": f"{prefix}block-size",
+            "num_blocks": num_blocks,
+            "devices": f"{prefix}devices",
+            "faults": f"{prefix}faults",
+            "pool": f"{prefix}block-size, {work if self.num_blocks is None else num_blocks}",
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +202,10 @@ class RunOptions(EngineOptions):
                 raise ConfigError(f"{option}: expected at least 1, got {value}")
         if self.json is not None and not self.json.absolute().parent.is_dir():
             raise ConfigError(f"--json: {self.json.parent} is no folder; make it first")
+        if self.json is not None and self.json.is_dir():
+            raise ConfigError(
+                f"--json: expected a file, got the folder {self.json}; name one in it"
+            )
 
 
 # ------------------------------------------------------------------ one record for each command
@@ -207,7 +238,7 @@ class PairOptions(RunOptions):
         return SideOptions(
             *(self.prefill_tp, self.prefill_block_size, self.prefill_layout, self.prefill_blocks),
             *(self.prefill_prefix_caching, self.device),
-            parse_devices("--prefill-devices", self.prefill_devices),
+            *(parse_devices("--prefill-devices", self.prefill_devices), "prefill"),
         )
 
     @property
@@ -215,7 +246,7 @@ class PairOptions(RunOptions):
         return SideOptions(
             *(self.decode_tp, self.decode_block_size, self.decode_layout, self.decode_blocks),
             *(self.decode_prefix_caching, self.device),
-            parse_devices("--decode-devices", self.decode_devices),
+            *(parse_devices("--decode-devices", self.decode_devices), "decode"),
         )
 
 
@@ -230,6 +261,18 @@ class _OneEngine(EngineOptions):
     num_blocks: _NumBlocks = None
     prefix_caching: _PrefixCaching = True
     kv_port: _KvPort = None
+    kv_data_port: _KvDataPort = None
+    metrics: Annotated[
+        str | None,
+        Option(
+            help="Serve /metrics there, for Prometheus; port 0: a free one.", metavar="HOST:PORT"
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.metrics is not None:
+            parse_address("--metrics", self.metrics, everywhere=True)
 
     @property
     def side(self) -> SideOptions:
@@ -276,6 +319,31 @@ class DecodeOptions(RunOptions, _OneEngine):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    """The options of ``kvxfer doctor``."""
+
+    peer: Annotated[
+        str | None,
+        Option(
+            help="KV address of an engine, or of a doctor that waits; if not given, wires are "
+            "tried between two processes of this host.",
+            metavar="HOST:PORT",
+        ),
+    ] = None
+    listen: Annotated[
+        bool, Option("--listen", help="Wait where an engine would, for a doctor elsewhere.")
+    ] = False
+    json: Annotated[bool, Option("--json", help="Print JSON.")] = False
+    min_gbps: Annotated[
+        float | None, Option(help="The GB/s that a wire must make.", metavar="X")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.listen and (self.peer is not None or self.json):
+            raise ConfigError("--listen: expected neither --peer nor --json beside it")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
     """The options of ``kvxfer proxy``."""
 
@@ -313,6 +381,42 @@ class ProxyOptions:
 # ------------------------------------------------------------------ what options say
 
 
+_SHARED_NAMES = {
+    "transport": "--transport",
+    "log_level": "--log-level",
+    "port": "--kv-port",
+    "metrics": "--metrics",
+    "data_port": "--kv-data-port",
+    "num_kv_heads": "--kv-heads",
+    "dtype": "--dtype",
+    "device": "--device",
+    "listen": "--listen",
+    **{wire.value: f"--transport {wire}" for wire in Wire},
+}
+"""Options of all engines by the fields that they set."""
+_FIELD_FIRST = re.compile(r"(engine \S+: )?(\w+)(: .*?)( \((argument|environment)\))?", re.DOTALL)
+
+
+@contextmanager
+def naming_options(names: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Errors name what a person has set: the option, or the variable, in the place of the field.
+    ``names``: the options by field, beside those of all engines.
+    """
+    try:
+        yield
+    except KvxferError as e:
+        found = _FIELD_FIRST.fullmatch(str(e))
+        if found is None:
+            raise
+        engine, field, text, _, origin = found.groups(default="")
+        name = (_SHARED_NAMES | dict(names or {})).get(field)
+        if origin == "environment":
+            name = ENV_PREFIX + field.upper()
+        if name is None:
+            raise
+        raise type(e)(f"{engine}{name}{text}") from e
+
+
 def parse_devices(option: str, text: str | None) -> tuple[int, ...]:
     """Numbers of CUDA devices, "0,1"; none where the option was not given. Raises ConfigError."""
     if text is None:
@@ -336,7 +440,8 @@ def place_sides(
     placed = []
     for side in sides:
         if side.device == CUDA and not side.devices:
-            devices = place_ranks(side.tp_size, count_devices(), taken)
+            with naming_options():
+                devices = place_ranks(side.tp_size, count_devices(), taken)
             side = replace(side, devices=devices)
             taken.update(devices)
         placed.append(side)

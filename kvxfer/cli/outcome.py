@@ -17,16 +17,31 @@ _GOOD_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
 
 
 class Transfer(msgspec.Struct, frozen=True):
-    """All ranks' loads of one request. ``seconds``: from the first Pull to the last verdict."""
+    """All ranks' loads of one request. Moments are seconds of this host's clock: the order, the
+    first source that let it read, the last byte in its place, the last verdict.
+    """
 
     nbytes: int
-    seconds: float
     wires: tuple[str, ...]
+    handed_s: float
+    granted_s: float
+    placed_s: float
+    finished_s: float
+
+    @property
+    def wait_s(self) -> float:
+        """For the first contact, and for the engines of both sides to answer."""
+        return max(0.0, self.granted_s - self.handed_s)
+
+    @property
+    def read_s(self) -> float:
+        """The bytes were on their way; other requests' bytes were, too."""
+        return max(0.0, self.placed_s - self.granted_s)
 
     @property
     def gbps(self) -> float | None:
-        """GB/s, 1e9 bytes; None where nothing was timed."""
-        return self.nbytes / self.seconds / 1e9 if self.seconds > 0 else None
+        """GB/s, 1e9 bytes, while it was read; None where nothing was timed."""
+        return self.nbytes / self.read_s / 1e9 if self.read_s > 0 else None
 
 
 class KvCheck(msgspec.Struct, frozen=True):
@@ -65,7 +80,8 @@ class TokenDifference(msgspec.Struct, frozen=True):
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One request. ``tokens_equal`` and ``kv`` are None where nothing was compared; ``failure``:
-    why KV was not used, ``detail``: the same at length.
+    why KV was not used, ``detail``: the same at length. ``text``: of the tokens, where there is a
+    tokenizer.
     """
 
     name: str
@@ -81,6 +97,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     tokens_equal: bool | None
     token_difference: TokenDifference | None
     kv: KvCheck | None
+    text: str | None = None
 
     @property
     def is_recomputed(self) -> bool:
@@ -148,9 +165,24 @@ def transfer(loads: Sequence[LoadReport]) -> Transfer | None:
     started = [load for load in loads if load.started_s > 0]
     if not any(load.nbytes for load in started):
         return None
-    seconds = max(load.finished_s for load in started) - min(load.started_s for load in started)
-    wires = sorted({wire for load in started for wire in load.transports})
-    return Transfer(sum(load.nbytes for load in started), max(0.0, seconds), tuple(wires))
+    # A stream's first bytes may come before the answer that lets it read: then from the Pull on.
+    return Transfer(
+        nbytes=sum(load.nbytes for load in started),
+        wires=tuple(sorted({wire for load in started for wire in load.transports})),
+        handed_s=min(load.handed_s or load.started_s for load in started),
+        granted_s=min(load.granted_s or load.started_s for load in started),
+        placed_s=max(load.placed_s or load.finished_s for load in started),
+        finished_s=max(load.finished_s for load in started),
+    )
+
+
+def busy_s(spans: Iterable[tuple[float, float]]) -> float:
+    """How long at least one of these spans of time lasted."""
+    total_s, until_s = 0.0, float("-inf")
+    for begin_s, end_s in sorted(spans):
+        total_s += max(0.0, end_s - max(begin_s, until_s))
+        until_s = max(until_s, end_s)
+    return total_s
 
 
 def _first_difference(got: Sequence[Token], expected: Sequence[Token]) -> TokenDifference | None:
@@ -209,10 +241,13 @@ def _gap(gap: float | None) -> str:
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """All requests together. ``num_checked_...``: compared, ``num_equal_...``: of those.
     ``reasons``: why KV was not used, by name; ``num_recomputed``: requests that ended well without
-    it, which is fine if they ``may_recompute``.
+    it, which is fine if they ``may_recompute``. ``read_s``: while at least one was read;
+    ``gbps``: all bytes in that time. ``num_planned``: more than ``num_requests`` where the run was
+    ended before.
     """
 
     num_requests: int
+    num_planned: int
     num_failed: int
     num_prompt_tokens: int
     num_new_tokens: int
@@ -220,7 +255,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     num_decode_cached_tokens: int
     num_transfers: int
     nbytes: int
-    median_gbps: float | None
+    read_s: float
+    gbps: float | None
+    median_wait_s: float | None
+    most_wait_s: float | None
     wires: tuple[str, ...]
     num_checked_tokens: int
     num_equal_tokens: int
@@ -235,24 +273,37 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarise(
-    results: Sequence[Result], *, tokens_decide: bool, wall_s: float, may_recompute: bool = False
+    results: Sequence[Result],
+    *,
+    tokens_decide: bool,
+    wall_s: float,
+    may_recompute: bool = False,
+    num_planned: int | None = None,
 ) -> Summary:
     """``tokens_decide``: tokens that differ make the run bad (float32); else the KV decides.
-    ``may_recompute``: KV that was asked for and not used does not make it bad.
+    ``may_recompute``: KV that was asked for and not used does not make it bad. ``num_planned``:
+    requests of the run, if it was ended before they were all over.
     """
+    planned = len(results) if num_planned is None else num_planned
     transfers = [result.transfer for result in results if result.transfer is not None]
-    speeds = [each.gbps for each in transfers if each.gbps is not None]
+    nbytes = sum(each.nbytes for each in transfers)
+    read_s = busy_s((each.granted_s, each.placed_s) for each in transfers)
+    waits_s = [each.wait_s for each in transfers]
     checked_kv = [result.kv for result in results if result.kv is not None]
     return Summary(
         num_requests=len(results),
+        num_planned=planned,
         num_failed=sum(result.status not in _GOOD_STATUSES for result in results),
         num_prompt_tokens=sum(result.num_prompt_tokens for result in results),
         num_new_tokens=sum(len(result.token_ids) for result in results),
         num_prefill_cached_tokens=sum(result.num_prefill_cached_tokens for result in results),
         num_decode_cached_tokens=sum(result.num_decode_cached_tokens for result in results),
         num_transfers=len(transfers),
-        nbytes=sum(each.nbytes for each in transfers),
-        median_gbps=statistics.median(speeds) if speeds else None,
+        nbytes=nbytes,
+        read_s=read_s,
+        gbps=nbytes / read_s / 1e9 if read_s > 0 else None,
+        median_wait_s=statistics.median(waits_s) if waits_s else None,
+        most_wait_s=max(waits_s, default=None),
         wires=tuple(sorted({wire for each in transfers for wire in each.wires})),
         num_checked_tokens=sum(result.tokens_equal is not None for result in results),
         num_equal_tokens=sum(result.tokens_equal is True for result in results),
@@ -262,7 +313,8 @@ def summarise(
         num_recomputed=sum(result.is_recomputed for result in results),
         may_recompute=may_recompute,
         tokens_decide=tokens_decide,
-        is_good=all(
+        is_good=len(results) == planned
+        and all(
             result.is_good(tokens_decide=tokens_decide, may_recompute=may_recompute)
             for result in results
         ),

@@ -12,14 +12,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from kvxfer.errors import ConfigError
 
 _EncodeText = Callable[[str], Sequence[int]]
+DecodeText = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +145,22 @@ def text_encoder(model: str | None) -> _EncodeText:
 
     Raises ConfigError when the file cannot be read, or the package for it is missing.
     """
+    tokenizer = _tokenizer(model)
+    if tokenizer is None:
+        return lambda text: text.encode()
+    return lambda text: list(tokenizer.encode(text).ids)
+
+
+def text_decoder(model: str | None) -> DecodeText | None:
+    """How token ids become text, by the same file; None without one, or without the package."""
+    tokenizer = _tokenizer(model) if find_spec("tokenizers") else None
+    return None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids)))
+
+
+def _tokenizer(model: str | None) -> Any:  # noqa: ANN401 - the package has no types
     file = Path(model, "tokenizer.json") if model is not None else None
     if file is None or not file.is_file():
-        return lambda text: text.encode()
+        return None
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
@@ -154,15 +169,9 @@ def text_encoder(model: str | None) -> _EncodeText:
             "install kvxfer[engine], or give prompt_token_ids"
         ) from e
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     except Exception as e:  # noqa: BLE001 - the package raises Exception itself
         raise ConfigError(f"{file}: {e}") from e
-
-    def encode(text: str) -> Sequence[int]:
-        ids: list[int] = tokenizer.encode(text).ids
-        return ids
-
-    return encode
 
 
 _UNIT_TOKENS = 512

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import zmq
 
@@ -36,7 +36,7 @@ _NO_OFFER = "no_offer"
 """The prefill engine answered without kv_transfer_params."""
 
 Progress = Callable[[int, int], None]
-"""Called with requests that are over, and all; the single engine's count like the others."""
+"""Called with requests that are over, also at the single engine, and all."""
 
 
 @dataclass(slots=True)
@@ -57,6 +57,8 @@ class _Job:
     answers: Answers = field(default_factory=Answers)
     is_at_prefill: bool = False
     is_over: bool = False
+    is_compared: bool = False
+    """The single engine has said all of it."""
 
 
 class Replay:
@@ -87,23 +89,35 @@ class Replay:
         self._queue = deque(self._jobs)
         self._single_queue = deque(self._jobs if single else ())
         self._single_open = len(self._single_queue)
+        self._num_done = 0
         self._open: set[str] = set()
         self._started_s = self._heard_s = time.monotonic()
 
     def run(self) -> list[Result]:
-        """Every prompt's result, in order.
+        """Send every prompt, and return their results in order.
 
         Raises PeerLost when an engine that the run cannot do without has gone, KvxferError when it
         refused a request or one of its processes died.
         """
         self._next_single()
         self._start_due()
-        while self._queue or self._open or self._single_open:
+        while self._num_done < len(self._jobs):
             self._hear()
             self._start_due()
+        return self.results()
+
+    def results(self) -> list[Result]:
+        """Of the prompts that are over by now, in order. What the single engine has not said all of
+        is compared with nothing.
+        """
         return [
-            judge(job.prompt.name, len(job.prompt.token_ids), job.answers)
+            judge(
+                job.prompt.name,
+                len(job.prompt.token_ids),
+                job.answers if job.is_compared else replace(job.answers, single=None),
+            )
             for job in self._jobs.values()
+            if job.is_over
         ]
 
     # ------------------------------------------------------------------ sending
@@ -161,13 +175,16 @@ class Replay:
 
     def _over(self, request_id: str) -> None:
         self._open.discard(request_id)
-        self._jobs[request_id].is_over = True
-        self._tell()
+        if not self._jobs[request_id].is_over:
+            self._jobs[request_id].is_over = True
+            self._tell(request_id)
 
-    def _tell(self) -> None:
-        num_all = len(self._jobs) * (1 if self._single is None else 2)
-        num_open = len(self._queue) + len(self._open) + self._single_open
-        self._progress(num_all - num_open, num_all)
+    def _tell(self, request_id: str) -> None:
+        """Part of this request is over; it counts when all of it is."""
+        job = self._jobs[request_id]
+        if job.is_over and (job.is_compared or self._single is None):
+            self._num_done += 1
+            self._progress(self._num_done, len(self._jobs))
 
     # ------------------------------------------------------------------ hearing
 
@@ -252,7 +269,8 @@ class Replay:
                 answers.single.append(message)
         else:
             self._single_open -= 1
-            self._tell()
+            self._jobs[message.request_id].is_compared = True
+            self._tell(message.request_id)
             self._next_single()
 
     # ------------------------------------------------------------------ an engine that goes
@@ -276,7 +294,8 @@ class Replay:
 
     def _try_to_reconnect(self, engine: RunEngine) -> None:
         try:
-            client = RpcClient(engine.client.endpoint, connect_timeout_s=_RECONNECT_TRY_S)
+            before = engine.client
+            client = RpcClient(before.endpoint, connect_timeout_s=_RECONNECT_TRY_S, kv=before.kv)
         except PeerLost:
             return
         engine.client, engine.lost_at_s = client, None

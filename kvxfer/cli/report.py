@@ -12,6 +12,7 @@ import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from kvxfer.cli.options import own_version
 from kvxfer.cli.outcome import Result, Summary
@@ -20,25 +21,28 @@ from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.rpc import Info
 from kvxfer.errors import ConfigError
 
-_MIN_WIDTH = 110
-"""Columns when the output is no terminal: the table fits."""
+_WIDTH = 80
+"""Columns where the output is no terminal. The table fits into them."""
+_NAME_WIDTH = 11
+_MAX_TEXTS = 10
 PACKAGES = ("torch", "pyzmq", "msgspec", "numpy")
 _MAX_DIFFERENCES = 5
 
 
 def make_console() -> Console:
-    """Standard output; wide enough for the table where it is no terminal."""
+    """Standard output."""
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_MIN_WIDTH)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
 
 def _result_table(results: Sequence[Result]) -> Table:
     table = Table(title=None, box=None, pad_edge=False, header_style="bold")
-    table.add_column("request", no_wrap=True)
-    for name in ("prompt tokens", "cached P/D", "KV bytes", "ms", "GB/s"):
+    table.add_column("\nrequest", overflow="fold", max_width=_NAME_WIDTH)
+    for name in (
+        *("prompt\ntokens", "cached\nP/D", "KV\nbytes", "waited\nms", "read\nms", "\nGB/s"),
+        *("tokens\nequal", "KV\nequal"),
+    ):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("tokens equal", justify="center", no_wrap=True)
-    table.add_column("KV equal", justify="center", no_wrap=True)
     for result in results:
         moved = result.transfer
         gbps = moved.gbps if moved else None
@@ -47,8 +51,9 @@ def _result_table(results: Sequence[Result]) -> Table:
             str(result.num_prompt_tokens),
             f"{result.num_prefill_cached_tokens}/{result.num_decode_cached_tokens}",
             nbytes_text(moved.nbytes) if moved else "-",
-            f"{moved.seconds * 1000:.1f}" if moved else "-",
-            "-" if gbps is None else f"{gbps:.3f}",
+            _ms(moved.wait_s) if moved else "-",
+            _ms(moved.read_s) if moved else "-",
+            _three_digits(gbps),
             _yes_no(result.tokens_equal),
             _yes_no(result.kv.is_equal if result.kv else None),
         )
@@ -58,6 +63,19 @@ def _result_table(results: Sequence[Result]) -> Table:
 def _yes_no(value: bool | None) -> str:
     """In the table; ``-``: not compared."""
     return {True: "[green]yes[/]", False: "[bold red]NO[/]", None: "-"}[value]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}" if seconds < 10 else f"{seconds * 1e3:.0f}"
+
+
+def _three_digits(number: float | None) -> str:
+    """At most five characters below a million."""
+    if number is None:
+        return "-"
+    return next(
+        (f"{number:.{3 - n}f}" for n in range(3) if number < 10 ** (n + 1)), f"{number:.0f}"
+    )
 
 
 def nbytes_text(nbytes: int) -> str:
@@ -77,11 +95,16 @@ def _summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
         f"{summary.wall_s:.1f} s"
     ]
     if summary.num_transfers:
-        speed = "" if summary.median_gbps is None else f", median {summary.median_gbps:.3f} GB/s"
+        speed = f", {_three_digits(summary.gbps)} GB/s in {_ms(summary.read_s)} ms of reading"
         lines.append(
             f"wire {'+'.join(summary.wires) or 'none'}: {nbytes_text(summary.nbytes)} "
-            f"in {summary.num_transfers} transfers{speed}"
+            f"in {summary.num_transfers} transfers{speed if summary.gbps is not None else ''}"
         )
+        if summary.median_wait_s is not None and summary.most_wait_s is not None:
+            lines.append(
+                f"waited before reading: median {_ms(summary.median_wait_s)} ms, most "
+                f"{_ms(summary.most_wait_s)} ms"
+            )
     else:
         nothing = "wire none: nothing was moved"
         lines.append(f"[{_bad(summary)}]{nothing}[/]" if summary.reasons else nothing)
@@ -121,6 +144,10 @@ def _difference_lines(results: Sequence[Result]) -> list[str]:
 
 def _verdict(summary: Summary) -> str:
     parts = []
+    if summary.num_requests < summary.num_planned:
+        parts.append(
+            f"ended when {summary.num_requests} of {summary.num_planned} requests were over"
+        )
     if summary.num_failed:
         parts.append(f"{summary.num_failed} requests failed")
     if summary.num_recomputed:
@@ -144,10 +171,18 @@ def _verdict(summary: Summary) -> str:
 
 
 def show(console: Console, results: Sequence[Result], summary: Summary) -> None:
-    console.print(_result_table(results))
-    console.print()
+    if results:
+        console.print(_result_table(results))
+        console.print()
+    texts = [result for result in results if result.text is not None]
+    for result in texts[:_MAX_TEXTS]:
+        shown = Text(f"{result.name}: {result.text!r}")
+        console.print(shown, no_wrap=True, overflow="ellipsis", soft_wrap=False)
+    if len(texts) > _MAX_TEXTS:
+        console.print(f"and {len(texts) - _MAX_TEXTS} more texts: --json FILE has them all")
     for line in _summary_lines(results, summary):
-        console.print(line, soft_wrap=True)
+        # Words are wrapped for a person, lines are whole for a program.
+        console.print(line, soft_wrap=not console.is_terminal)
 
 
 def facts(
@@ -187,7 +222,8 @@ def _shown(config: EngineConfig) -> dict[str, Any]:
 def _request(result: Result) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(result)
     if result.transfer is not None:
-        shown["transfer"]["gbps"] = result.transfer.gbps
+        moved = result.transfer
+        shown["transfer"] |= {"wait_s": moved.wait_s, "read_s": moved.read_s, "gbps": moved.gbps}
     return shown
 
 

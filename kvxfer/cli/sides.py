@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from kvxfer.cache.kv_cache_manager import KVCacheManager
-from kvxfer.cli.options import EngineOptions, RunOptions, SideOptions
+from kvxfer.cli.options import EngineOptions, RunOptions, SideOptions, naming_options
 from kvxfer.cli.prompts import Prompt, built_in_prompts, load_prompts, load_trace, text_encoder
 from kvxfer.config import Config, load_config
 from kvxfer.engine.config import CPU, EngineConfig, Role
@@ -61,16 +61,18 @@ def _most_blocks(sizing: KVCacheManager, prompt: Prompt) -> int:
     return sizing.blocks_needed(_num_tokens(prompt), len(prompt.token_ids) - 1)
 
 
-def read_model(options: EngineOptions, tp_sizes: Sequence[int]) -> ModelConfig:
-    """The model, checked against every TP size of the run before any process starts.
+def read_model(options: EngineOptions, sides: Sequence[SideOptions]) -> ModelConfig:
+    """The model, checked against every side's TP size before any process starts.
 
     Raises ModelError for missing files, and for head counts that a TP size does not fit.
     """
-    model = load_model_config(
-        options.model, num_kv_heads=options.kv_heads, dtype=options.dtype.value
-    )
-    for tp_size in tp_sizes:
-        shard_for(model, 0, tp_size)
+    with naming_options():
+        model = load_model_config(
+            options.model, num_kv_heads=options.kv_heads, dtype=options.dtype.value
+        )
+    for side in sides:
+        with naming_options(side.option_names):
+            shard_for(model, 0, side.tp_size)
     return model
 
 
@@ -110,7 +112,8 @@ def settings(
         "transport": options.transport,
         "log_level": options.log_level,
     }
-    loaded = load_config({**said, **(given or {})})
+    with naming_options():
+        loaded = load_config({**said, **(given or {})})
     usual = defaults or {}
     chosen = {name: value for name, value in usual.items() if loaded.origins[name] == "default"}
     return msgspec.structs.replace(loaded.config, **chosen)
@@ -120,29 +123,32 @@ def transfer_engine(
     role: Role, side: SideOptions, options: EngineOptions, model: ModelConfig, kv: Config
 ) -> EngineConfig:
     """A prefill or decode engine, not yet as large as its work needs."""
-    return EngineConfig(
-        role=role,
-        engine_id=role.value,
-        model=options.model,
-        num_kv_heads=options.kv_heads,
-        dtype=model.dtype,
-        tp_size=side.tp_size,
-        block_size=side.block_size,
-        layout=side.layout.value,
-        enable_prefix_caching=side.prefix_caching,
-        device=side.device,
-        devices=side.devices,
-        kv=kv,
-    )
+    with naming_options(side.option_names):
+        return EngineConfig(
+            role=role,
+            engine_id=role.value,
+            model=options.model,
+            num_kv_heads=options.kv_heads,
+            dtype=model.dtype,
+            tp_size=side.tp_size,
+            block_size=side.block_size,
+            layout=side.layout.value,
+            enable_prefix_caching=side.prefix_caching,
+            device=side.device,
+            devices=side.devices,
+            kv=kv.for_engine(gives_kv=role is not Role.DECODE, num_ranks=side.tp_size),
+        )
 
 
 def fitted(
     engine: EngineConfig, side: SideOptions, options: RunOptions, model: ModelConfig, work: Work
 ) -> EngineConfig:
     """The engine as a run needs it: large enough for the work."""
+    with naming_options(side.option_names):
+        num_blocks = pool_blocks(side, model, work)
     return msgspec.structs.replace(
         engine,
-        num_blocks=pool_blocks(side, model, work),
+        num_blocks=num_blocks,
         max_model_len=work.max_tokens(),
         max_num_seqs=max(SERVER_SEQS, work.in_flight),
         digests=options.verify,

@@ -31,6 +31,7 @@ from kvxfer.transfer.manifest import (
     validate_manifest,
 )
 from kvxfer.transfer.wire import BIND_TOKENS
+from kvxfer.transports.guard import pinned_keys
 
 NOBODY_KNOWN = frozenset({-1})
 """Where it cannot be looked up: names but ``localhost``, and where there is no ``/proc``."""
@@ -75,16 +76,18 @@ def check_owners(config: Config, endpoints: Iterable[str], *, are_up: bool) -> N
             )
 
 
-def server_key_of(config: Config, engine_id: str) -> str | None:
+def server_key_of(config: Config, engine_id: str, stated: str | None = None) -> str | None:
     """The CURVE public key that an engine must have. Without a table all engines share this
-    engine's key pair.
+    engine's key pair, or those of a folder: then it is the ``stated`` one, if that is among them.
 
     None: CURVE is off. Raises PermissionError for an engine that the table does not name.
     """
     if config.curve_public_key is None:
         return None
     if config.curve_server_keys is None:
-        return config.curve_public_key
+        is_known = stated is not None and stated in pinned_keys(config)
+        # With the wrong one the handshake fails, and both sides say why
+        return stated if is_known else config.curve_public_key
     if engine_id not in config.curve_server_keys:
         raise PermissionError(f"curve_server_keys: expected a key of engine {engine_id}, got none")
     return config.curve_server_keys[engine_id]

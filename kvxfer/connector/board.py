@@ -164,6 +164,11 @@ class Ends:
 
     # -------------------------------------------------- from any thread
 
+    @property
+    def has_board(self) -> bool:
+        """Whether open offers are shown."""
+        return self._board is not None
+
     def end(self, nonce: bytes, reason: Reason) -> None:
         """End an offer: it is over when this returns. The IO thread need not know the offer yet."""
         with self._lock:

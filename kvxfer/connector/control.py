@@ -8,6 +8,7 @@ a frame that it cannot decode with Malformed, and counts it; no message of a pee
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Sequence
 
 import zmq
@@ -25,7 +26,7 @@ from kvxfer.transfer.wire import (
     decode_to_source,
     encode,
 )
-from kvxfer.transports.channel import MANY_PARTS, Bounds, Dealer, Router
+from kvxfer.transports.channel import IN_USE, MANY_PARTS, Bounds, Dealer, Router
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.visitors import LOOK_S
 
@@ -46,7 +47,6 @@ LONG_NBYTES = 64 << 10
 """A message that cannot be understood is answered. Whoever sends two that are longer is sent away:
 4 MiB at a time keep ZeroMQ's thread busy, for all connections.
 """
-_IN_USE = (errno.EADDRINUSE, errno.EACCES)
 
 
 def _bounds(config: Config, num_queued: int) -> Bounds:
@@ -70,8 +70,8 @@ def _only(frames: Sequence[zmq.Frame]) -> zmq.Frame:
 
 
 class ControlServer:
-    """The listener of one rank. ``handle(identity, message)`` gets every message that could be
-    decoded; ``gone(identity)`` is called for each connection that has ended.
+    """The listener of one rank, at its ``port``. ``handle(identity, message)`` gets every message
+    that could be decoded; ``gone(identity)`` is called for each connection that has ended.
 
     Raises ConfigError if the port cannot be had.
     """
@@ -82,7 +82,6 @@ class ControlServer:
         context: zmq.Context[ZmqSocket],
         config: Config,
         ledger: Ledger,
-        port: int,
         handle: Callable[[bytes, ToSource], None],
         gone: Callable[[bytes], object],
     ) -> None:
@@ -95,7 +94,7 @@ class ControlServer:
                 context,
                 config,
                 _bounds(config, ANSWERS_HIGH_WATER),
-                port,
+                config.control_ports,
                 has_unix_socket=config.curve_secret_key is None,
             )
         except zmq.ZMQError as e:
@@ -104,11 +103,12 @@ class ControlServer:
                     f"host: expected an address of this machine, got {config.host}; "
                     "name the address of one of its interfaces"
                 ) from e
-            if e.errno not in _IN_USE:
+            if e.errno not in IN_USE:
                 raise
             raise ConfigError(
-                f"port: expected a free one on {config.host}, got {port}: {e.strerror}; "
-                "end the process that listens there, or choose another port (0 takes a free one)"
+                f"port: expected a free one on {config.host}, got {config.control_ports}: "
+                f"{os.strerror(e.errno)}; end the process that listens there, or choose another "
+                "port (0 takes a free one)"
             ) from e
         self.endpoint = self.router.endpoint
         io.watch(self.router.monitor, self._meet)

@@ -43,6 +43,7 @@ class GivenOffer:
     session: OfferSession
     block_ids: GroupBlockIds = ()
     is_delayed: bool = False
+    num_held_blocks: int = 0
     opened_s: float = 0.0
     lease_until_s: float = 0.0
     timer: Timer | None = None

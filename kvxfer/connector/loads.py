@@ -27,8 +27,10 @@ from kvxfer.connector.records import (
     Hold,
     NewLoad,
     SourceRef,
+    TraceHeaders,
     Unhold,
 )
+from kvxfer.connector.tracing import trace_of
 from kvxfer.transfer.tokens import digest_keys, token_digest
 from kvxfer.transfer.wire import OfferRef, Reason
 
@@ -56,6 +58,7 @@ class Load:
     state: LoadState = LoadState.WANTED
     num_local_tokens: int = 0
     is_spent: bool = False
+    trace: TraceHeaders = ()
 
 
 class AskedOffers:
@@ -106,6 +109,7 @@ class LoadBook:
             # The last prompt token is always computed here, to sample from: its KV is never worth
             # moving.
             num_usable_tokens=min(source.num_tokens, request.num_prompt_tokens - 1),
+            trace=trace_of(request),
         )
         self._users.setdefault(source.offer, []).append(request.request_id)
         self._holds.append(Hold(request.request_id, source))
@@ -151,6 +155,7 @@ class LoadBook:
                 token_lo=load.num_local_tokens,
                 token_hi=load.num_local_tokens + num_external_tokens,
                 block_ids=tuple(tuple(group) for group in block_ids),
+                trace=load.trace,
             )
         )
         return None

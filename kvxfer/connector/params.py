@@ -57,6 +57,7 @@ class _Ours(msgspec.Struct, frozen=True):
     tokens: _Count
     endpoint: str
     digest: str = ""
+    curve_public_key: str | None = None
     signature: str = ""
 
 
@@ -113,6 +114,7 @@ def _source(ours: _Ours, engine_id: str | None) -> SourceRef:
         offer=OfferRef(_hex(ours.nonce, "nonce"), _hex(ours.incarnation, "incarnation")),
         num_tokens=ours.tokens,
         digest=_hex(ours.digest, "digest", DIGEST_NBYTES) if ours.digest else b"",
+        curve_public_key=ours.curve_public_key,
     )
 
 
@@ -130,6 +132,7 @@ def _signature(source: SourceRef, number: int, key: str) -> str:
     signed = msgspec.msgpack.encode(
         ("kvxfer.params.v1", source.engine_id, source.endpoint)
         + (source.offer.incarnation, source.offer.nonce, source.num_tokens, source.digest, number)
+        + ((source.curve_public_key,) if source.curve_public_key is not None else ())
     )
     return hmac.digest(key.encode(), signed, "sha256").hex()
 
@@ -168,6 +171,11 @@ def make_params(
             "tokens": source.num_tokens,
             "endpoint": source.endpoint,
             "digest": source.digest.hex(),
-            **({"signature": _signature(source, number, key)} if key is not None else {}),
+            **_if_set("curve_public_key", source.curve_public_key),
+            **_if_set("signature", _signature(source, number, key) if key is not None else None),
         },
     }
+
+
+def _if_set(name: str, value: str | None) -> dict[str, str]:
+    return {} if value is None else {name: value}

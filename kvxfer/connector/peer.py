@@ -117,6 +117,7 @@ class Peer:
     ) -> None:
         self.engine_id = source.engine_id
         self.endpoint = source.endpoint
+        self.curve_public_key = source.curve_public_key
         self.snapshot = PeerSnapshot(source.engine_id, source.endpoint)
         self.asked_as = source.offer.incarnation
         self.plan = Plan(())
@@ -146,9 +147,15 @@ class Peer:
         return self.snapshot.manifest
 
     @property
+    def slowest(self) -> Choice | None:
+        """Of the chosen wires; None where there is nothing to read."""
+        choices = list(self.choices.values())
+        return max(choices, key=lambda choice: choice.duration_s, default=None)
+
+    @property
     def wire(self) -> str:
         """The slowest of the chosen wires with its measured costs, and why it was not another."""
-        slowest = max(self.choices.values(), key=lambda choice: choice.duration_s, default=None)
+        slowest = self.slowest
         return str(slowest) if slowest is not None else "nothing to read"
 
     def is_alive_as(self, source: SourceRef) -> bool:
@@ -218,11 +225,18 @@ class Peer:
             around.config,
             around.ledger,
             endpoint,
-            server_key_of(around.config, self.engine_id),
+            server_key_of(around.config, self.engine_id, self._key_at(endpoint)),
             partial(self._heard, endpoint),
             partial(self._gone, endpoint),
         )
         return client
+
+    def _key_at(self, endpoint: str) -> str | None:
+        """The key that its params state of the front door, and its manifest of the other ranks."""
+        for entry in self.manifest.ranks if self.manifest is not None else ():
+            if entry.control_endpoint == endpoint != self.endpoint:
+                return entry.curve_public_key
+        return self.curve_public_key
 
     def close(self) -> None:
         """End all connections; messages that were sent may still leave."""

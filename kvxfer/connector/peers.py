@@ -71,7 +71,14 @@ TRIALS_S = 2.0
 _MEETING = (PeerState.MEETING, PeerState.TRYING, PeerState.CHECKING)
 _log = logging.getLogger("kvxfer.connector")
 
-Key = tuple[str, str]
+Key = tuple[str, str, str | None]
+"""Engine id, endpoint, CURVE key: an engine that has started anew with another key is another peer,
+so that its loads need not wait for the end of the one before.
+"""
+
+
+def _key(of: SourceRef | Peer) -> Key:
+    return of.engine_id, of.endpoint, of.curve_public_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ class Peers:
 
     def known(self, source: SourceRef) -> Peer | None:
         """The peer that made this offer, if it is known in the life of the offer."""
-        peer = self._peers.get((source.engine_id, source.endpoint))
+        peer = self._peers.get(_key(source))
         return peer if peer is not None and peer.is_alive_as(source) else None
 
     def ready(self, source: SourceRef) -> Peer | None:
@@ -128,9 +135,13 @@ class Peers:
         peer = self.known(source)
         return peer if peer is not None and peer.state is PeerState.READY else None
 
+    def all_ready(self) -> list[Peer]:
+        """The peers that can be read now. May be called from any thread."""
+        return [peer for peer in list(self._peers.values()) if peer.state is PeerState.READY]
+
     def forget(self, waiter: Waiter) -> None:
         """Do not call this waiter any more."""
-        peer = self._peers.get((waiter.source.engine_id, waiter.source.endpoint))
+        peer = self._peers.get(_key(waiter.source))
         if peer is not None and waiter in peer.waiters:
             peer.waiters.remove(waiter)
 
@@ -152,7 +163,7 @@ class Peers:
 
     def _wait(self, waiter: Waiter) -> None:
         source = waiter.source
-        key = (source.engine_id, source.endpoint)
+        key = _key(source)
         failure = self._closed or self._failure_of(key, source)
         if failure is not None:
             waiter.failed(failure)
@@ -325,6 +336,10 @@ class Peers:
             _log.debug("engine %s: its wires", peer.engine_id, exc_info=True)
             return Ended(Failure(Reason.TRANSPORT, str(e) or type(e).__name__))
         self._ledger.count("peers.ready")
+        for choice in peer.choices.values():
+            self._ledger.count(f"trials.{choice.transport}.taken")
+            for name in choice.reasons:
+                self._ledger.count(f"trials.{name}.passed_over")
         peer.moments.end("attach")
         names = peer.engine_id, peer.endpoint
         _log.info("engine %s at %s, met in %s: %s", *names, peer.moments, peer.wire)
@@ -370,7 +385,7 @@ class Peers:
                 guard(waiter.failed, failure)
 
     def _remember(self, peer: Peer, failure: Failure) -> None:
-        key = (peer.engine_id, peer.endpoint)
+        key = _key(peer)
         self._ledger.count(f"peers.{failure.reason.value}")
         if self._peers.get(key) is peer:
             del self._peers[key]

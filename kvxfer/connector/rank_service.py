@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,10 +21,12 @@ from kvxfer.connector.io_thread import IoThread, ZmqSocket
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
+from kvxfer.connector.metrics import key, peer_label
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.records import ConnectorMetadata
+from kvxfer.connector.protection import protection
+from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
@@ -52,6 +54,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
 from kvxfer.transports.guard import Guard
+from kvxfer.transports.key_folder import with_folder_keys
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.visitors import LOOK_S
 
@@ -82,8 +85,7 @@ class RankService:
     and ``keeper``, which belong to the IO thread.
 
     Args:
-        port: where the front door listens; 0 takes any free port. Raises ConfigError if it cannot
-            be had. None for the other ranks.
+        config: with this rank's ports. Raises ConfigError if they cannot be had.
         can_leave_unhashed: as :class:`~kvxfer.connector.worker_side.WorkerConnector` has it.
     """
 
@@ -94,14 +96,14 @@ class RankService:
         identity: Identity,
         regions: tuple[Region, ...],
         memory: LocalMemory,
-        port: int | None,
         *,
         can_leave_unhashed: bool,
     ) -> None:
         make_room()
+        config = with_folder_keys(config)
         self._ledger = ledger
         self._identity = identity
-        self._is_front_door = port is not None
+        self._is_front_door = identity.rank == RankId(0, 0)
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
@@ -112,11 +114,14 @@ class RankService:
         self._context: zmq.Context[ZmqSocket] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
+        self.has_looked = True
+        """Set a few times a second: gauges may have changed although nothing was counted."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
-            Guard(self._context, config, lambda: ledger.count("connections.refused"))
+            refused = "connections.refused.{}".format
+            Guard(self._context, config, lambda reason: ledger.count(refused(reason)))
             self._server = ControlServer(
-                self.io, self._context, config, ledger, port or 0, self._dispatch, self._on_gone
+                self.io, self._context, config, ledger, self._dispatch, self._on_gone
             )
             self._parts.append(self._server)
             sources, sinks = self._make_wires(config, memory)
@@ -148,6 +153,10 @@ class RankService:
             self.io.stop(0)
             self._end_context()
             raise
+        if self._is_front_door:
+            said = protection(config, self._server.endpoint, sources)
+            names = identity.engine_id, self._server.endpoint
+            _log.log(said.level, "protection of engine %s at %s: %s", *names, said.text)
         self.borrower = Borrower(self.io, ledger, self.sink, sinks.values())
         # Direct wires first: their completed reads are reported before the sockets of stream wires
         # are read.
@@ -155,10 +164,11 @@ class RankService:
         for sink in (*(sink for sink in sinks.values() if sink not in receiving), *receiving):
             self.io.watch_group(sink, self._poll_sink)
         sending = [source for source in sources.values() if isinstance(source, SendingSource)]
+        self._streams = (("source", sending), ("sink", receiving))
         for source in sending:
             self.io.watch_group(source, self._poll_source)
         self._inspects = [
-            self._server.router.inspect,
+            self._inspect_server,
             *(source.inspect for source in sending),
             *(sink.inspect for sink in receiving),
         ]
@@ -261,6 +271,12 @@ class RankService:
         self.io.after(LOOK_S, self._inspect)
         for inspect in self._inspects:
             self.io.guard(inspect)
+        self.has_looked = True
+
+    def _inspect_server(self) -> None:
+        num_failed = self._server.router.inspect()
+        if num_failed:
+            self._ledger.count("connections.refused.handshake", num_failed)
 
     def _close_all(self) -> None:
         self.io.unwatch_groups()
@@ -308,6 +324,48 @@ class RankService:
             guard(self.sink.load, load, handed_s, after)
         for abort in orders.aborts:
             guard(self.sink.abort, abort)
+
+    def gauges(self) -> dict[str, float]:
+        """How things stand, by metric and labels (:mod:`kvxfer.connector.metrics`). On the engine
+        thread: reads plain numbers that the IO thread writes.
+        """
+        rank, peers = str(self._identity.rank), self._peers.all_ready()
+        stand: dict[str, float] = {
+            key("loads_in_flight", rank): self.sink.num_loads,
+            key("peers_ready", rank): len(peers),
+            key("offers_held", rank): self.source.num_offers,
+            key("blocks_held", rank): self.source.num_held_blocks,
+            key("board_on", rank): int(self.ends.has_board),
+            key("boards_open", rank): sum(len(peer.boards) for peer in peers),
+        }
+        for side, streams in self._streams:
+            for stream in streams:
+                stand[key("staging_bytes", rank, side, stream.name)] = stream.staging_nbytes
+        for peer in peers:
+            wire = peer.slowest
+            if wire is not None:
+                place = key(
+                    "wire_bytes_per_second", rank, peer_label(peer.endpoint), wire.transport
+                )
+                stand[place] = wire.costs.gb_per_s * 1e9
+        return stand
+
+    def meet(
+        self,
+        own: EngineManifest,
+        source: SourceRef,
+        ready: Callable[[Peer], object],
+        failed: Callable[[Failure], object],
+    ) -> None:
+        """Meet an engine as a load from it would. ``ready`` or ``failed`` is called once, on the IO
+        thread. ``own``: all ranks of this engine.
+        """
+
+        def begin() -> None:
+            self._peers.set_own(own)
+            self._peers.want(source, needs_wire=True, ready=ready, failed=failed)
+
+        self.io.post(begin)
 
     # -------------------------------------------------- the end, on the engine thread
 

@@ -19,6 +19,9 @@ block.
 BlockPlaces = tuple[tuple[int, int], ...]
 """Blocks of a request by (group, position in the group's table)."""
 
+TraceHeaders = tuple[tuple[str, str], ...]
+"""W3C trace context: names and values of a request's headers ``traceparent`` and ``tracestate``."""
+
 
 class NewOffer(msgspec.Struct, frozen=True, kw_only=True):
     """A new offer, sent with the request's first step. ``num_tokens``: how many tokens are offered,
@@ -49,7 +52,7 @@ class EndOffer(msgspec.Struct, frozen=True):
 class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
     """Where an offer is: the front door of the source engine, and the offer. Parsed from
     kv_transfer_params. ``digest``: of the offered tokens as this engine knows them; sent with each
-    message about the offer.
+    message about the offer. ``curve_public_key``: which of the keys in ``curve_keys_dir`` it has.
     """
 
     engine_id: str
@@ -57,16 +60,20 @@ class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
     offer: OfferRef
     num_tokens: int
     digest: bytes = b""
+    curve_public_key: str | None = None
 
 
 class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks."""
+    """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks. ``trace``: headers of the
+    request's trace, see :mod:`kvxfer.connector.tracing`.
+    """
 
     request_id: str
     source: SourceRef
     token_lo: int
     token_hi: int
     block_ids: GroupBlockIds
+    trace: TraceHeaders = ()
 
 
 class AbortLoad(msgspec.Struct, frozen=True):
@@ -136,7 +143,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Moments are seconds of this host's time.monotonic(), in this order; 0 where the load never got
     there. ``handed_s``: the engine gave the order. ``started_s``: the first Pull left.
-    ``placed_s``: the last byte was in its place. ``finished_s``: the last verdict came.
+    ``granted_s``: the first Grant came. ``placed_s``: the last byte was in its place.
+    ``finished_s``: the last verdict came. ``peer``: the front door of the source engine.
     ``incomplete_blocks``: (group, position) of blocks that were filled only partly, because the
     source had let go of their first tokens.
     """
@@ -147,21 +155,27 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     handed_s: float = 0.0
     started_s: float = 0.0
+    granted_s: float = 0.0
     placed_s: float = 0.0
     finished_s: float = 0.0
+    peer: str = ""
     transports: tuple[str, ...] = ()
     incomplete_blocks: BlockPlaces = ()
+    trace: TraceHeaders = ()
 
 
 class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the last report; ``aggregate`` adds two. ``reasons``: why KV was not used, by
     Reason value; ``failed``: the part of these counts that are loads which began and failed.
+    ``gauges``: those that have changed, by metric and labels as :mod:`kvxfer.connector.metrics` has
+    them; the later one holds.
     """
 
     counts: dict[str, int] = {}
     reasons: dict[str, int] = {}
     failed: dict[str, int] = {}
     loads: tuple[LoadReport, ...] = ()
+    gauges: dict[str, float] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """The sum of both; neither is changed."""
@@ -170,11 +184,12 @@ class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
             reasons=_added(self.reasons, other.reasons),
             failed=_added(self.failed, other.failed),
             loads=self.loads + other.loads,
+            gauges=self.gauges | other.gauges,
         )
 
     def is_empty(self) -> bool:
         """Whether nothing was counted since the last report."""
-        return not (self.counts or self.reasons or self.loads)
+        return not (self.counts or self.reasons or self.loads or self.gauges)
 
 
 def _added(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:

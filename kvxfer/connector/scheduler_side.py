@@ -342,12 +342,15 @@ class SchedulerConnector:
         self._tell(self._unused.rest())
 
     def _source_ref(self, manifest: EngineManifest, offer: Offer) -> SourceRef:
+        front_door = manifest.rank(RankId(0, 0))
+        may_be_another = self._config.curve_keys_dir is not None
         return SourceRef(
             engine_id=self._engine_id,
-            endpoint=manifest.rank(RankId(0, 0)).control_endpoint,
+            endpoint=front_door.control_endpoint,
             offer=OfferRef(offer.nonce, self._incarnation),
             num_tokens=offer.num_tokens,
             digest=offer.digest,
+            curve_public_key=front_door.curve_public_key if may_be_another else None,
         )
 
     def _count(self, request: RequestLike, reason: str, detail: str) -> None:

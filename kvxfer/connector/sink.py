@@ -124,6 +124,7 @@ class SinkLoad:
     detail: str = ""
     handed_s: float = 0.0
     started_s: float = 0.0
+    granted_s: float = 0.0
     placed_s: float = 0.0
     timer: Timer | None = None
     is_begun: bool = False
@@ -148,10 +149,13 @@ class SinkLoad:
             nbytes=sum(run.nbytes for run in runs),
             handed_s=self.handed_s,
             started_s=self.started_s,
+            granted_s=self.granted_s,
             placed_s=self.placed_s,
             finished_s=finished_s,
+            peer=self.order.source.endpoint,
             transports=tuple(sorted({r.pull.transport for r in runs if not r.pull.is_null})),
             incomplete_blocks=tuple(sorted(places)),
+            trace=self.order.trace,
         )
 
 
@@ -179,6 +183,11 @@ class Sink:
         self._asked = AskedOffers()
         self._ways: dict[Peer, tuple[Way, ...]] = {}
         self._on_idle: Callable[[], object] | None = None
+
+    @property
+    def num_loads(self) -> int:
+        """Those that have not ended."""
+        return len(self._by_request)
 
     # -------------------------------------------------- orders of the engine
 
@@ -436,6 +445,7 @@ class Sink:
                     return self._ask(load, source)
                 case StartRead(source):
                     run = load.routes[source]
+                    load.granted_s = load.granted_s or self._io.now()
                     if run.request is not None and load.is_in(source, RouteState.READING):
                         wire = self._wire(run)
                         if isinstance(wire, DirectSink):  # else the source sends by itself

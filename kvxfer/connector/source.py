@@ -147,6 +147,13 @@ class Source:
         self._by_request: dict[str, GivenOffer] = {}
         self._opening: list[tuple[GivenOffer, IsReady]] = []
         self._on_drained: Callable[[], object] | None = None
+        self.num_held_blocks = 0
+        """Of finished requests, kept for sinks."""
+
+    @property
+    def num_offers(self) -> int:
+        """Those that have not ended."""
+        return len(self._live)
 
     # -------------------------------------------------- orders of the engine
 
@@ -187,6 +194,8 @@ class Source:
                 self._ledger.sent(request_id)
             else:
                 offer.is_delayed = True
+                offer.num_held_blocks = sum(len(ids) - ids.count(-1) for ids in offer.block_ids)
+                self.num_held_blocks += offer.num_held_blocks
                 self._extend(offer, self._config.lease_s)  # only now a sink can hear of it
 
     def end(self, orders: Sequence[EndOffer]) -> None:
@@ -257,7 +266,7 @@ class Source:
             return  # stopped after it was sent
         del self._streams[completion.key]
         if isinstance(completion, Sent):
-            self._ledger.count("sent.nbytes", completion.nbytes)
+            self._ledger.count(f"sent.nbytes.{transport.name}", completion.nbytes)
             self._step(stream.offer, StreamSent(stream.consumer))
         else:
             if completion.reason is not None:
@@ -354,7 +363,10 @@ class Source:
             offer.session.snapshot, keep.incarnation, keep.digests.get(ref.nonce, b"")
         ):
             offer.heard(keep.incarnation, self._io.now())
+            before_s = offer.lease_until_s
             self._extend(offer, keep.lease_s)
+            if offer.lease_until_s > before_s:
+                self._ledger.count("leases.extended")
             if len(offer.speakers) < MAX_LIVES:
                 offer.speakers[keep.incarnation] = identity
         else:
@@ -537,8 +549,8 @@ class Source:
         now_s, lease_s = self._io.now(), self._config.lease_s
         self._look_at(offer, now_s + lease_s)  # first: a failure below must not stop the clock
         for event in offer.due(now_s, lease_s):
-            if isinstance(event, ClaimantLost):
-                self._ledger.count("claims.lost")
+            is_claim = isinstance(event, ClaimantLost)
+            self._ledger.count("claims.lost" if is_claim else "leases.lapsed")
             self._step(offer, event)
         if offer.state is OfferState.OPEN:
             self._look_at(offer, offer.next_due_s(now_s, lease_s))
@@ -553,6 +565,7 @@ class Source:
             offer.timer.cancel()
         self._live.pop(offer.nonce, None)
         offer.block_ids = ()
+        self.num_held_blocks -= offer.num_held_blocks
         offer.pulls.clear()  # the session alone answers from now on
         offer.speakers.clear()
         self._over[offer.nonce] = offer

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
+import msgspec
 import torch
 
 from kvxfer.config import Config
@@ -26,6 +27,7 @@ from kvxfer.connector.records import (
     KVConnectorStats,
 )
 from kvxfer.connector.source import IsReady
+from kvxfer.connector.tracing import tell_of
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
@@ -52,10 +54,10 @@ class WorkerConnector:
     """One per rank.
 
     Args:
+        config: with the ports of this engine, see :meth:`~kvxfer.config.Config.for_engine`. Rank 0
+          of stage 0 answers for the engine and keeps held offers.
         incarnation: 16 random bytes, one registration of this engine's pools.
         facts, tp_size, pp_size, block_tokens, layout: fields of the engine's manifest.
-        front_door_port: where this rank listens (0: on any free port) if it answers for the engine
-          and keeps held offers; None for the engine's other ranks.
         can_leave_unhashed: the engine leaves the blocks of ``incomplete_blocks`` out of its prefix
           cache, or has no prefix cache. If False, a source whose windows could leave such blocks is
           refused by name.
@@ -78,12 +80,11 @@ class WorkerConnector:
         pp_size: int,
         block_tokens: int,
         layout: str,
-        front_door_port: int | None,
         can_leave_unhashed: bool = False,
         device: torch.device = HOST,
         ready_event: Callable[[], IsReady] | None = None,
     ) -> None:
-        self._config = config
+        self._config = config.for_rank(rank.pp * tp_size + rank.tp)
         self._identity = Identity(engine_id, incarnation, rank)
         self._expected = {
             "engine_id": engine_id,
@@ -94,11 +95,11 @@ class WorkerConnector:
             "block_tokens": block_tokens,
             "layout": layout,
         }
-        self._front_door_port = front_door_port
         self._can_leave_unhashed = can_leave_unhashed
         self._device = device
         self._ready_event = ready_event or self._record_ready
         self._ledger = Ledger()
+        self._gauges: dict[str, float] = {}
         self._service: RankService | None = None
         self._metadata = NO_ORDERS
         self._written: torch.cuda.Event | None = None
@@ -126,7 +127,6 @@ class WorkerConnector:
             self._identity,
             regions,
             memory,
-            self._front_door_port,
             can_leave_unhashed=self._can_leave_unhashed,
         )
 
@@ -245,8 +245,19 @@ class WorkerConnector:
         return set()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Counts and reasons since the last call."""
-        return self._ledger.take_stats()
+        """What was counted since the last call, and the gauges that have changed."""
+        stats, service = self._ledger.take_stats(), self._service
+        if stats is not None and stats.loads:
+            tell_of(stats.loads, self._identity.rank)
+        if service is None or (stats is None and not service.has_looked):
+            return stats
+        service.has_looked = False
+        before, self._gauges = self._gauges, service.gauges()
+        changed = {place: n for place, n in self._gauges.items() if before.get(place) != n}
+        changed |= {place: 0 for place in before if place not in self._gauges}
+        if not changed:
+            return stats
+        return msgspec.structs.replace(stats or KVConnectorStats(), gauges=changed)
 
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
         """The results above for this step's output; None if there are none."""

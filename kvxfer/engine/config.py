@@ -107,8 +107,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     window keep all tokens too. ``prefix_caching_hash_algo``: one of vLLM's, so that blocks have
     its names; None for kvxfer's own. ``enable_kv_cache_events``: the scheduler's ``take_events``
     has the names that come and go. ``digests``: also digest each request's KV through the naive
-    reader, to compare both sides. ``device``: cpu, cuda or cuda:N; ``devices``: the number of each
-    rank's CUDA device, rank r on the r-th if not given.
+    reader, to compare both sides. ``metrics``: HOST:PORT of its ``/metrics``. ``device``: cpu, cuda
+    or cuda:N; ``devices``: the number of each rank's CUDA device, rank r on the r-th if not given.
 
     The properties at the end are the names under which the cache utilities look for settings; the
     sections that they expect are this record itself.
@@ -133,6 +133,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     enable_kv_cache_events: bool = False
     on_load_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     digests: bool = False
+    metrics: str | None = None
     seed: int = 0
     device: str = "cpu"
     devices: tuple[int, ...] = ()

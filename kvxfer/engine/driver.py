@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +13,12 @@ from dataclasses import dataclass
 import zmq
 
 from kvxfer.connector.aggregator import KVOutputAggregator
+from kvxfer.connector.metrics import add, of_scheduler, of_worker
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.links import Activity, DriverLink, Output, Started
+from kvxfer.engine.metrics_server import MetricsServer
 from kvxfer.engine.model_config import ModelConfig
 from kvxfer.engine.request import Event, NewToken, Request
 from kvxfer.engine.rpc import (
@@ -58,6 +61,7 @@ class Driver:
         rpc: RpcServer,
         connector: SchedulerConnector | None,
         pids: Sequence[int],
+        metrics: MetricsServer | None = None,
     ) -> None:
         self._config = config
         self._model = model
@@ -66,6 +70,7 @@ class Driver:
         self._rpc = rpc
         self._connector = connector
         self._pids = (os.getpid(), *pids)
+        self._metrics = metrics
         kv_cache_config = plan_kv_caches(config, model)[0]
         self._num_blocks = kv_cache_config.num_blocks
         self._scheduler = Scheduler(
@@ -100,6 +105,9 @@ class Driver:
             poller.register(own.activity_fileno(), zmq.POLLIN)
         for link in self._links:
             poller.register(link.socket, zmq.POLLIN)
+        scrape = self._metrics.fileno if self._metrics is not None else -1
+        if self._metrics is not None:
+            poller.register(scrape, zmq.POLLIN)
         while True:
             ready = dict(poller.poll(0 if self._scheduler.has_work() else None))
             if stop in ready:
@@ -107,6 +115,9 @@ class Driver:
             for client, message in self._rpc.receive():
                 self._handle(client, message)
             self._is_rank_active |= own is not None and own.activity_fileno() in ready
+            if scrape in ready:
+                os.eventfd_read(scrape)
+                self._is_rank_active = True  # a step brings every rank's numbers
             for link in self._links:
                 if link.socket in ready:
                     self._hear(link)
@@ -141,10 +152,16 @@ class Driver:
         self._aggregator.aggregate(outputs)
         own = self._connector.get_kv_connector_stats() if self._connector else None
         merged = outputs[0].kv_connector_output
-        for stats in (own, merged.kv_connector_stats if merged else None):
+        ranks = merged.kv_connector_stats if merged else None
+        for stats in (own, ranks):
             if stats is not None:
                 self._counts.update(stats.counts)
                 self._counts.update({f"reason:{key}": n for key, n in stats.reasons.items()})
+        if self._metrics is not None:
+            tables = of_scheduler(own) if own is not None else {}
+            if ranks is not None:
+                add(tables, of_worker(ranks, time.monotonic()))
+            self._metrics.observe(tables)
 
     # ------------------------------------------------------------------ clients
 
@@ -171,6 +188,7 @@ class Driver:
                     prompt_token_ids=message.prompt_token_ids,
                     max_new_tokens=message.max_new_tokens,
                     kv_transfer_params=message.kv_transfer_params,
+                    trace_headers=message.trace_headers,
                 )
             )
         except (KvxferError, ValueError) as e:

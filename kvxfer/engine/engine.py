@@ -73,7 +73,9 @@ class Engine:
         if self._client is None:
             self.group.ready()
             self.group.check()
-            self._client = RpcClient(self.group.endpoint, connect_timeout_s=_CONNECT_TIMEOUT_S)
+            self._client = RpcClient(
+                self.group.endpoint, connect_timeout_s=_CONNECT_TIMEOUT_S, kv=self.config.kv
+            )
         return self._client
 
     def reconfigure(self, config: EngineConfig) -> None:
@@ -91,12 +93,21 @@ class Engine:
         max_new_tokens: int,
         kv_transfer_params: dict[str, Any] | None = None,
         request_id: str | None = None,
+        trace_headers: dict[str, str] | None = None,
     ) -> str:
-        """Send a request; returns its id (``request_id`` if given)."""
+        """Send a request; returns its id (``request_id`` if given). ``trace_headers``: its
+        ``traceparent`` and ``tracestate``.
+        """
         request_id = request_id or f"r{next(self._ids)}"
         self._tokens[request_id] = []
         self.client.send(
-            Generate(request_id, tuple(prompt_token_ids), max_new_tokens, kv_transfer_params)
+            Generate(
+                request_id,
+                tuple(prompt_token_ids),
+                max_new_tokens,
+                kv_transfer_params,
+                trace_headers,
+            )
         )
         return request_id
 

@@ -176,6 +176,11 @@ class EngineGroup:
         """``tcp://host:port`` of the KV front door; empty without a connector."""
         return self.ready().kv_endpoint
 
+    @property
+    def metrics_endpoint(self) -> str:
+        """The URL of its metrics; empty where it has none."""
+        return self.ready().metrics_endpoint
+
     def _first_report(self) -> Ready:
         sentinels = {process.sentinel for process in self._processes}
         while self._pipes:

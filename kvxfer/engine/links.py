@@ -52,11 +52,13 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """To the parent, from rank 0: all ranks serve. ``endpoint``: the request channel;
-    ``kv_endpoint``: the KV front door, empty without a connector.
+    ``kv_endpoint``: the KV front door, empty without a connector; ``metrics_endpoint``: the URL of
+    its metrics, empty without.
     """
 
     endpoint: str
     kv_endpoint: str = ""
+    metrics_endpoint: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

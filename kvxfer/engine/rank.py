@@ -39,6 +39,7 @@ from kvxfer.engine.links import (
     keeps_store,
     link_address,
 )
+from kvxfer.engine.metrics_server import MetricsServer
 from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import RpcServer
 from kvxfer.engine.runner import Runner, cache_facts
@@ -174,7 +175,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
         link = RankLink(context, link_address(life.token, spec.tp_rank))
         stack.callback(link.close)
     else:
-        rpc = RpcServer(context, spec.listen_host, spec.listen_port)
+        rpc = RpcServer(context, spec.listen_host, spec.listen_port, config.kv)
         stack.callback(rpc.close)
         ranks = range(1, config.tp_size)
         links = [DriverLink(context, link_address(life.token, rank)) for rank in ranks]
@@ -205,10 +206,18 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
             can_receive=config.role in {Role.DECODE, Role.BOTH},
         )
         stack.callback(connector.shutdown)
-    driver = Driver(config, model, runner, links, rpc, connector, spec.peer_pids)
+    metrics = None
+    if config.metrics is not None:
+        metrics = MetricsServer(config.metrics)
+        stack.callback(metrics.close)
+    driver = Driver(config, model, runner, links, rpc, connector, spec.peer_pids, metrics)
     driver.gather()
     manifest = runner.manifest
-    ready = Ready(rpc.endpoint, manifest.control_endpoint if manifest else "")
+    ready = Ready(
+        rpc.endpoint,
+        manifest.control_endpoint if manifest else "",
+        metrics.endpoint if metrics else "",
+    )
     process.parent.send_bytes(msgspec.msgpack.encode(ready))
     return lambda: driver.run(process.orders.fileno)
 

@@ -32,15 +32,17 @@ class Request:
     is in the cache.
 
     ``num_cached_tokens``: the local prefix hit; ``num_external_tokens``: tokens that were to be
-    loaded. ``plain``: why it asked for KV and got none to load; ``failure``: why its load failed.
-    ``reports``: one for each rank that loaded. ``digests``: by rank, only where the engine digests.
-    ``num_told_tokens``: how many of its tokens the workers know; None before its first step.
+    loaded. ``trace_headers``: the trace that its load continues. ``plain``: why it asked for KV and
+    got none to load; ``failure``: why its load failed. ``reports``: one for each rank that loaded.
+    ``digests``: by rank, only where the engine digests. ``num_told_tokens``: how many of its tokens
+    the workers know; None before its first step.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_new_tokens: int
     kv_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)

@@ -17,25 +17,38 @@ from typing import Any
 import msgspec
 import zmq
 
+from kvxfer.config import Config
 from kvxfer.connector.records import LoadReport
 from kvxfer.engine.digest import KVDigest
 from kvxfer.errors import ConfigError, PeerLost, ProtocolError
+from kvxfer.transports.channel import ask_guard, set_keys
+from kvxfer.transports.guard import Guard, pinned_keys
+from kvxfer.transports.key_folder import with_folder_keys
+from kvxfer.transports.visitors import EVENT
 
 log = logging.getLogger("kvxfer.engine")
 
 _MAX_FRAME_NBYTES = 64 << 20
 """A million token ids are 5 MB; digests of a 10,000-token prompt on 8 ranks about 10 MB."""
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 HEARTBEAT_S = 1.0
 """ZMQ's own heartbeats: a peer whose process or host is gone is noticed without traffic."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Run one request; ids are chosen by the client and unique per engine."""
+    """Run one request; ids are chosen by the client and unique per engine. ``trace_headers``: its
+    ``traceparent`` and ``tracestate``.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     max_new_tokens: int
     kv_transfer_params: dict[str, Any] | None = None
+    trace_headers: dict[str, str] | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -115,11 +128,22 @@ def _tune(socket: zmq.Socket[bytes]) -> None:
 class RpcServer:
     """The engine's end; used by one thread."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], host: str, port: int) -> None:
-        """Listen on ``host:port`` (port 0: any). ConfigError when that cannot be had."""
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str,
+        port: int,
+        kv: Config | None = None,
+    ) -> None:
+        """Listen on ``host:port`` (port 0: any). ConfigError when that cannot be had. ``kv``: its
+        CURVE keys, if it has any, are those of this channel, too.
+        """
         self.num_malformed = 0
         self.socket = context.socket(zmq.ROUTER)
         _tune(self.socket)
+        if kv is not None and (kv := with_folder_keys(kv)).curve_secret_key is not None:
+            Guard(context, kv)
+            ask_guard(self.socket, kv)
         try:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as e:
@@ -167,20 +191,41 @@ def wait_for(
 class RpcClient:
     """The other end; used by one thread. Works as a context manager."""
 
-    def __init__(self, endpoint: str, *, connect_timeout_s: float) -> None:
-        """Connect to ``tcp://host:port`` and wait for its Info; PeerLost without it in time."""
-        self.endpoint = endpoint
+    def __init__(
+        self, endpoint: str, *, connect_timeout_s: float, kv: Config | None = None
+    ) -> None:
+        """Connect to ``tcp://host:port`` and wait for its Info; PeerLost without it in time.
+        ``kv``: of the engine, or with the same CURVE keys; None: it has none.
+        """
+        self.endpoint, self.kv = endpoint, kv
+        own = with_folder_keys(kv or Config())
+        # Which of the keys it has is found out by trying, this side's own first
+        keys = sorted(pinned_keys(own), key=lambda key: key != own.curve_public_key) or [""]
+        for key in keys:
+            try:
+                self._connect(own, key, connect_timeout_s)
+            except PeerLost:
+                if not self._is_refused or key == keys[-1]:
+                    raise
+            else:
+                return
+
+    def _connect(self, own: Config, server_key: str, timeout_s: float) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         _tune(self._socket)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._is_lost = False
+        if set_keys(self._socket, own):
+            self._socket.curve_serverkey = server_key.encode()
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _FAILED)
+        self._is_lost = self._is_refused = False
         try:
-            self._socket.connect(endpoint)
-            self.info = self.ask(connect_timeout_s)
+            self._socket.connect(self.endpoint)
+            self.info = self.ask(timeout_s)
         except zmq.ZMQError as e:
             self.close()
-            raise ConfigError(f"endpoint: expected tcp://host:port, got {endpoint!r} ({e})") from e
+            raise ConfigError(
+                f"endpoint: expected tcp://host:port, got {self.endpoint!r} ({e})"
+            ) from e
         except (PeerLost, ProtocolError):
             self.close()
             raise
@@ -203,6 +248,14 @@ class RpcClient:
             messages.append(self._decoded(self._socket.recv(zmq.NOBLOCK)))
         self._is_lost = self._is_lost or self._monitor in ready
         if self._is_lost and not messages:
+            if self._monitor in ready:
+                kind, _ = EVENT.unpack(self._monitor.recv_multipart()[0])
+                self._is_refused = bool(kind & _FAILED)
+            if self._is_refused:
+                raise PeerLost(
+                    f"engine at {self.endpoint}: the handshake failed; is it a kvxfer engine, with "
+                    "the CURVE keys of this side? Set the same curve_keys_dir on both, or none"
+                )
             raise PeerLost(f"engine at {self.endpoint}: the connection ended; is it still running?")
         return messages
 

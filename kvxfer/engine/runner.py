@@ -86,9 +86,9 @@ class Runner:
 
     def _connect(self, model: ModelConfig, incarnation: bytes) -> WorkerConnector:
         config = self._config
-        port = config.kv.front_door_port(gives_kv=config.role is not Role.DECODE)
+        gives_kv = config.role is not Role.DECODE
         connector = WorkerConnector(
-            config.kv,
+            config.kv.for_engine(gives_kv=gives_kv, num_ranks=config.tp_size),
             engine_id=config.engine_id,
             incarnation=incarnation,
             rank=RankId(0, self._tp_rank),
@@ -97,7 +97,6 @@ class Runner:
             pp_size=1,
             block_tokens=config.block_size,
             layout=config.layout,
-            front_door_port=port if self._tp_rank == 0 else None,
             can_leave_unhashed=True,
             device=self._device,
         )

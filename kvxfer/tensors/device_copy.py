@@ -402,10 +402,9 @@ class DeviceCopier:
         """
         check_span(bound.source.tile, source_ids, *tokens)
         check_span(bound.sink.tile, sink_ids, *tokens)
-        pieces = launch_pieces(
-            *(bound.source.tile, bound.sink.tile, bound.source.addresses.size, tokens),
-            *(self._settings.launch_nbytes, self._settings.ring_nbytes),
-        )
+        num_regions = bound.source.addresses.size
+        bounds = self._settings.launch_nbytes, self._settings.ring_nbytes
+        pieces = launch_pieces(bound.source.tile, bound.sink.tile, num_regions, tokens, *bounds)
         width = self._programs_for(programs)
         works = (pool_work(bound, source_ids, sink_ids, piece, width) for piece in pieces)
         return self._launched(works, stream)

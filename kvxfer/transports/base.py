@@ -147,6 +147,8 @@ class SendingSource(ABC):
     """The giving side of a stream wire on one rank."""
 
     name: str
+    staging_nbytes: int = 0
+    """Of all connections at the last ``inspect``; for metrics."""
     counts: Counter[str]
     """What was dropped or refused, by reason; for metrics."""
 
@@ -382,6 +384,9 @@ class DirectSink(TakingSide):
 
 class ReceivingSink(TakingSide):
     """The taking side of a stream wire on one rank: the source sends."""
+
+    staging_nbytes: int = 0
+    """Of all connections at the last ``inspect``; for metrics."""
 
     @abstractmethod
     def staging_bounds(self, source: RankManifest) -> StagingBounds:

@@ -13,6 +13,7 @@ whether the thread behind a connection still works: a side that waits for an ans
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import logging
 import socket as sockets
@@ -24,7 +25,9 @@ import zmq
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError, ProtocolError, TransportUnavailable
-from kvxfer.transports.guard import pinned_keys, unix_endpoint
+from kvxfer.ports import Ports
+from kvxfer.transports.guard import pinned_keys, remedy, unix_endpoint
+from kvxfer.transports.key_folder import short
 from kvxfer.transports.visitors import EVENT, Backlog, Inbox, Visitors
 
 Socket = zmq.Socket[bytes]
@@ -34,12 +37,15 @@ WORD_S = 600.0
 """How often a DEALER says a word that has nothing to say. Heartbeats are no messages, and so count
 as backlog: 16 bytes a second, 80 with CURVE.
 """
+IN_USE = (errno.EADDRINUSE, errno.EACCES)
+"""Why a port cannot be had: somebody has it, or this user may not."""
 MANY_PARTS = "it sent a message of many parts"
 RECONNECT_MS = (20, 500)
 """First and longest wait before a connection is tried again."""
 
 _ZAP_DOMAIN = b"kvxfer"
 """Any name: without one ZeroMQ asks nobody about a connection without CURVE."""
+_ANY_PORT = Ports("port", 0, 0)
 # Plain numbers: pyzmq's flags are enums, whose arithmetic costs more than the calls they go to.
 _NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -79,7 +85,7 @@ class Router:
     """A ROUTER socket that listens on ``host``, and its connections.
 
     Args:
-        port: 0 takes a free one.
+        ports: it takes the first that is free.
         has_unix_socket: whether it answers the Unix socket beside it, too, if that can be had.
 
     Raises ConfigError for a host that cannot be used, zmq.ZMQError where the port cannot be had.
@@ -90,7 +96,7 @@ class Router:
         context: Context,
         config: Config,
         bounds: Bounds,
-        port: int = 0,
+        ports: Ports = _ANY_PORT,
         *,
         has_unix_socket: bool = False,
     ) -> None:
@@ -102,7 +108,8 @@ class Router:
             # Otherwise a message to a peer that has gone, or does not read, is dropped without an
             # error
             self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            self._visitors.endpoint = self.endpoint = _bind(self.socket, config, port)
+            self._visitors.endpoint = self.endpoint = _bind(self.socket, config, ports)
+            self._visitors.key = config.curve_public_key
             if has_unix_socket and not bind_unix(self.socket, self.endpoint):
                 _log.debug("no Unix socket beside %s: everybody uses TCP", self.endpoint)
         except BaseException:
@@ -166,9 +173,12 @@ class Router:
             return False
         return True
 
-    def inspect(self) -> None:
-        """Close connections that have sent too much that was not read."""
+    def inspect(self) -> int:
+        """Close connections that have sent too much that was not read. Returns how many handshakes
+        have failed since the last call.
+        """
         self._visitors.look(was_empty=self._inbox.take_empty())
+        return self._visitors.take_num_failed()
 
     def close(self) -> None:
         """Stop listening and end every connection. Idempotent."""
@@ -205,12 +215,14 @@ class Dealer:
         self._has_keys = config.curve_public_key is not None
         if self._has_keys and not is_unix and server_key not in pinned_keys(config):
             raise TransportUnavailable(
-                "CURVE: expected a peer whose key is pinned, got another; see curve_server_keys"
+                f"CURVE: expected a peer whose key is pinned, got {short(server_key)}; "
+                + remedy(config, there=False)
             )
         self.endpoint = endpoint
         self.problem = ""
         self.is_refused = False
         self._bounds, self._word, self._reconnects = bounds, word, reconnects
+        self._config, self._server_key = config, server_key
         self._stood = False
         self._said_s = time.monotonic()
         self.socket: Socket = context.socket(zmq.DEALER)
@@ -223,7 +235,7 @@ class Dealer:
             if not reconnects:
                 self.socket.setsockopt(zmq.CONNECT_TIMEOUT, _ms(config.connect_timeout_s))
             # The ends of a Unix socket know each other's user
-            if server_key is not None and not is_unix and _set_keys(self.socket, config):
+            if server_key is not None and not is_unix and set_keys(self.socket, config):
                 self.socket.curve_serverkey = server_key.encode()
             self.monitor: Socket = self.socket.get_monitor_socket(_EVENTS)
             self.socket.connect(endpoint)
@@ -296,14 +308,15 @@ class Dealer:
         is_other = kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL and value == _OTHER_MECHANISM
         self.is_refused = self._has_keys or is_answer or is_other
         if is_answer:
-            what = "CURVE key; name it in curve_server_keys there"
-            if not self._has_keys:
-                what = "address; name it in allowed_peers there, or set CURVE keys on both sides"
+            what = "address; name it in allowed_peers there, or set CURVE keys on both sides"
+            if self._has_keys:
+                own = short(self._config.curve_public_key)
+                what = f"CURVE key ({own}); {remedy(self._config, there=True)}"
             self.problem = f"it does not admit this engine's {what}"
         elif self._has_keys:
             self.problem = (
-                "the handshake failed; it has no CURVE keys, or another one than "
-                "curve_server_keys of this engine says"
+                "the handshake failed; it has no CURVE keys, or another one than this engine "
+                f"expects ({short(self._server_key)}); {remedy(self._config, there=False)}"
             )
         elif is_other:
             self.problem = "it has CURVE keys, and this engine has none; set them on both sides"
@@ -344,20 +357,33 @@ def bind_unix(socket: Socket, endpoint: str) -> bool:
     return True
 
 
-def _bind(socket: Socket, config: Config, port: int) -> str:
-    """Listen with the guard at the door; the endpoint."""
+def ask_guard(socket: Socket, config: Config) -> None:
+    """Have a listener admit whom the guard of its context admits (nobody where there is none), with
+    CURVE where there are keys.
+    """
+    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+    if set_keys(socket, config):
+        socket.curve_server = True
+
+
+def _bind(socket: Socket, config: Config, ports: Ports) -> str:
+    """Listen with the guard at the door, on the first port that is free; the endpoint."""
     address = bind_address(config.host)
     host = f"[{address}]" if ":" in address else address
     socket.setsockopt(zmq.IPV6, int(":" in address))
-    socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a guard every connection is refused
-    if _set_keys(socket, config):
-        socket.curve_server = True
-    socket.bind(f"tcp://{host}:{port or '*'}")
+    ask_guard(socket, config)
+    for port in ports.in_order:
+        try:
+            socket.bind(f"tcp://{host}:{port or '*'}")
+            break
+        except zmq.ZMQError as e:
+            if e.errno not in IN_USE or port == ports.last:
+                raise
     return bytes(socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
 
-def _set_keys(socket: Socket, config: Config) -> bool:
+def set_keys(socket: Socket, config: Config) -> bool:
     """This engine's key pair; False if it has none."""
     if config.curve_public_key is None or config.curve_secret_key is None:
         return False

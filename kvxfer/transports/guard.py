@@ -32,6 +32,7 @@ from zmq.utils import z85
 
 from kvxfer.config import Config
 from kvxfer.log_limit import LogLimit
+from kvxfer.transports.key_folder import accepted_keys, short
 
 MAX_WARNED = 16
 """Addresses that are warned of within a minute, each once."""
@@ -52,9 +53,18 @@ _log = logging.getLogger("kvxfer.transports")
 def pinned_keys(config: Config) -> frozenset[str]:
     """The public keys of all engines that this one knows, its own included."""
     keys = set((config.curve_server_keys or {}).values())
+    if config.curve_keys_dir is not None:
+        keys |= accepted_keys(config.curve_keys_dir)
     if config.curve_public_key is not None:
         keys.add(config.curve_public_key)
     return frozenset(keys)
+
+
+def remedy(config: Config, *, there: bool) -> str:
+    """What to do about a key that one side does not know: ``there``, or this one."""
+    if config.curve_keys_dir is not None:
+        return f"copy {config.curve_keys_dir} (curve_keys_dir) of one to the other"
+    return f"name it in curve_server_keys {'there' if there else 'here'}"
 
 
 def why_refused(config: Config, address: str, key: str | None) -> str | None:
@@ -69,7 +79,8 @@ def why_refused(config: Config, address: str, key: str | None) -> str | None:
     if config.curve_secret_key is not None:
         if key is not None and key in pinned_keys(config):
             return None
-        return "expected a CURVE key that is pinned, got another; name it in curve_server_keys"
+        got = "none" if key is None else f"another ({short(key)})"
+        return f"expected a CURVE key that is pinned, got {got}; {remedy(config, there=False)}"
     try:
         if ipaddress.ip_address(address).is_loopback:
             return None
@@ -128,14 +139,15 @@ class Guard:
     so a busy IO thread does not delay handshakes. Make it before the listeners bind; it ends with
     the context.
 
-    ``on_refused`` is called on that thread for each connection that was refused.
+    ``on_refused`` is called on that thread for each connection that was refused, with the reason in
+    a word: user, key, address or penalty.
     """
 
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         config: Config,
-        on_refused: Callable[[], object] = lambda: None,
+        on_refused: Callable[[str], object] = lambda reason: None,
     ) -> None:
         self._config = config
         self._penalties = penalties_of(context)
@@ -167,13 +179,15 @@ class Guard:
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else None
         why = why_refused(self._config, address, key)
         if why is not None:
-            self._on_refused()
-            who = address if user_of(address) is None else "another user"
+            is_user = user_of(address) is not None
+            by_key = self._config.curve_secret_key is not None
+            self._on_refused("user" if is_user else "key" if by_key else "address")
+            who = "another user" if is_user else address
             if self._warned.note(who, time.monotonic()):
                 _log.warning("a connection from %s was refused: %s", address or "nowhere", why)
             status, text = b"400", why.encode()
         elif self._penalties.holds(address, time.monotonic()):
-            self._on_refused()
+            self._on_refused("penalty")
             status, text = b"300", b"later"  # a peer that is admitted tries again
         else:
             status, text = b"200", b"OK"

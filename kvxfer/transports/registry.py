@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from kvxfer.config import Config
-from kvxfer.errors import TransportUnavailable
+from kvxfer.config import OWN_TRANSPORTS, Config
+from kvxfer.errors import ConfigError, TransportUnavailable
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transports.base import (
     DirectSink,
@@ -26,6 +26,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier
+from kvxfer.transports.external import Maker, Wire, external_wires
 from kvxfer.transports.native_peers import RDMA_DEVICES
 from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, shm_source
@@ -46,7 +47,6 @@ RDMA that they may use (``trust_network``). Else both carry host memory by TCP, 
 
 _log = logging.getLogger("kvxfer.transports")
 T = TypeVar("T", DirectSource | SendingSource, DirectSink | ReceivingSink)
-_Maker = Callable[[LocalMemory, Config, Copier, Wake, Context], T]
 
 
 def _cuda_ipc_source(memory: LocalMemory, *_: object) -> SourceTransport:
@@ -98,16 +98,17 @@ def _needs(wire: str, library: str, extra: str) -> Iterator[None]:
         ) from exc
 
 
-SOURCES: dict[str, _Maker[SourceTransport]] = {
+SOURCES: dict[str, Maker[SourceTransport]] = {
     "cuda_ipc": _cuda_ipc_source,
     "shm": shm_source,
     **{name: partial(StreamSource, pipe) for name, pipe in PIPES.items()},
 }
-SINKS: dict[str, _Maker[SinkTransport]] = {
+SINKS: dict[str, Maker[SinkTransport]] = {
     "cuda_ipc": _cuda_ipc_sink,
     "shm": ShmSink,
     **{name: partial(StreamSink, pipe) for name, pipe in PIPES.items()},
 }
+_DIRECT = SOURCES.keys() - PIPES.keys()
 
 
 def make_sources(
@@ -116,12 +117,20 @@ def make_sources(
     """The giving side of the configured wire; with ``auto`` of each that the memory allows.
 
     Raises TransportUnavailable with the reason when a wire that was asked for by name cannot be
-    had.
+    had, ConfigError when its ``data_port`` cannot.
     """
     if config.transport in OPTIONAL and not config.trust_network:
         wanted = config.transport
         _log.info("%s: for processes of this user on this host; see trust_network", wanted)
-    return _make(SOURCES, memory, config, copy_thread, wake, context)
+    makers = SOURCES | {name: wire.make_source for name, wire in _external(config).items()}
+    if config.data_ports.is_one:
+        streams = [name for name in _wanted(makers, config, memory) if name not in _DIRECT]
+        if len(streams) > 1:
+            raise ConfigError(
+                f"data_port: expected a port for each of {', '.join(streams)}, got "
+                f"{config.data_port}; give a range, or name the wire with transport"
+            )
+    return _make(makers, memory, config, copy_thread, wake, context)
 
 
 def make_sinks(
@@ -133,11 +142,17 @@ def make_sinks(
     Raises TransportUnavailable with the reason when a wire that was asked for by name cannot be
     had.
     """
-    return _make(SINKS, memory, config, copy_thread, wake, context)
+    makers = SINKS | {name: wire.make_sink for name, wire in _external(config).items()}
+    return _make(makers, memory, config, copy_thread, wake, context)
+
+
+def _external(config: Config) -> dict[str, Wire]:
+    """Wires of other packages. Nothing is loaded for who has named one of kvxfer's own."""
+    return {} if config.transport in SOURCES else external_wires()
 
 
 def _make(
-    makers: Mapping[str, _Maker[T]],
+    makers: Mapping[str, Maker[T]],
     memory: LocalMemory,
     config: Config,
     copy_thread: Copier,
@@ -151,8 +166,12 @@ def _make(
             made[name] = makers[name](memory, config, copy_thread, wake, context)
         except Exception as exc:
             is_auto = config.transport == "auto" and name != "zmq"
-            # A failure in a library that was not asked for by name must not end the engine
-            if is_auto and (name in OPTIONAL or isinstance(exc, TransportUnavailable)):
+            is_missing = isinstance(exc, TransportUnavailable)
+            is_optional = name in OPTIONAL or name not in OWN_TRANSPORTS
+            # A failure in a library that was not asked for by name must not end the engine; a
+            # setting that cannot be kept to does
+            is_setting = isinstance(exc, ConfigError) and not is_missing
+            if is_auto and not is_setting and (is_optional or is_missing):
                 _log.debug("not offered: %s", exc)
                 continue
             for wire in made.values():
@@ -193,11 +212,12 @@ def _wanted(makers: Collection[str], config: Config, memory: LocalMemory) -> lis
             raise TransportUnavailable(
                 f"transport: expected memory on one of {', '.join(AUTO)}, got {kind}"
             )
-        return [name for name in AUTO[kind] if _is_worth_it(name, kind, config)]
+        own = [name for name in AUTO[kind] if _is_worth_it(name, kind, config)]
+        return own + [name for name, wire in _external(config).items() if kind in wire.auto_for]
     if config.transport not in makers:
         raise TransportUnavailable(
             f"transport: expected one of auto, {', '.join(makers)}, got {config.transport}; "
-            "this version does not have it"
+            "no package that is installed has it, or a warning above says why it cannot be used"
         )
     return [config.transport]
 

@@ -286,6 +286,7 @@ class StreamSink(ReceivingSink):
                 link.dealer.inspect()
             except ProtocolError as exc:
                 self._lose_link(link, str(exc))
+        self.staging_nbytes = sum(link.slots.nbytes for link in self._links.values())
 
     def close(self) -> None:
         """Stop all reads, wait for what is being unpacked, close connections and pipe."""

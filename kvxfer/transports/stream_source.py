@@ -6,6 +6,7 @@ A transfer waits until a connection names its nonce; from then on it belongs to 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from kvxfer.transports.base import (
     TransferKey,
     Wake,
 )
-from kvxfer.transports.channel import Bounds, Context, Router
+from kvxfer.transports.channel import IN_USE, Bounds, Context, Router
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
@@ -132,8 +133,14 @@ class StreamSource(SendingSource):
         # ends a connection
         bounds = Bounds(2 * CONTROL_MAX_NBYTES, BEHIND_NBYTES, num_queued(config))
         try:
-            return Router(context, config, bounds, has_unix_socket=True)
+            return Router(context, config, bounds, config.data_ports, has_unix_socket=True)
         except (ConfigError, zmq.ZMQError) as exc:
+            if isinstance(exc, zmq.ZMQError) and exc.errno in IN_USE:
+                raise ConfigError(
+                    f"data_port: expected a free one on {config.host} for {self.name}, got "
+                    f"{config.data_ports}: {os.strerror(exc.errno)}; end the process that listens "
+                    "there, or choose others"
+                ) from exc
             raise TransportUnavailable(
                 f"{self.name}: {config.host} cannot be listened on: {exc}; "
                 "set host to an address of this machine"
@@ -355,11 +362,15 @@ class StreamSource(SendingSource):
 
     def inspect(self) -> None:
         """Close connections that send what is no message, and end trials that have no end."""
-        self._router.inspect()
+        num_failed = self._router.inspect()
+        if num_failed:
+            self.counts["refused.handshake"] += num_failed
         ended_s = time.monotonic() - TRIAL_S
         for connection in self._connections.all():
             if connection.is_trial and connection.attached_s < ended_s:
                 self._end(connection, f"expected a trial to end within {TRIAL_S} s")
+        having = self._connections.with_staging()
+        self.staging_nbytes = sum(connection.slots.nbytes for connection in having)
 
     def close(self) -> None:
         """Stop all transfers, wait for what is being packed, close pipe and sockets."""

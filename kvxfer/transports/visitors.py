@@ -30,6 +30,7 @@ import zmq
 
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.guard import MAX_WARNED, penalties_of, unix_name
+from kvxfer.transports.key_folder import short
 
 TURN_S = 0.005
 """After which the other readers have their turn; a message that is being handled ends first."""
@@ -42,6 +43,11 @@ LOOK_S = 0.25
 """How often to look for backlogs. Empty parts, of 2 bytes each, fill 0.6 GB/s of memory at most, on
 two fast cores: 150 MB between two looks.
 """
+MOST_LEFT = 8
+"""Connections of an address that may end while a listener is behind, which has had something to
+read for LOOK_S: what they sent lies there and is nobody's backlog. One that came and went at once
+filled 17 GB.
+"""
 MAX_WAITING = 4
 """How many connections may hold the most that one may, all of a listener together."""
 EVENT = struct.Struct("=HI")
@@ -53,7 +59,8 @@ _SOURCE_FD = int(zmq.SRCFD)
 _AT_END = (errno.EAGAIN, errno.ENOTSOCK)  # no more messages, or the reader has closed the socket
 _PARTS_PER_LOOK = 256
 _NAME_NBYTES = 5  # what a ROUTER calls a peer that has not named itself: 0, and four bytes
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_FAILED = (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILED[0] | _FAILED[1]
 _TURNS_TO_MEET = 4
 """Who connects again and again must not hold up a reader for ever."""
 _SHARE = 8
@@ -222,8 +229,9 @@ class _Visitor:
 
 
 class Visitors:
-    """The connections of one ROUTER. Make it before the ROUTER binds, and set ``endpoint`` then.
-    ``most_nbytes``: what a connection may have sent that was not read, at a look.
+    """The connections of one ROUTER. Make it before the ROUTER binds, and set ``endpoint`` and
+    ``key`` (its public CURVE key, if any) then. ``most_nbytes``: what a connection may have sent
+    that was not read, at a look.
     """
 
     def __init__(
@@ -233,6 +241,7 @@ class Visitors:
         most_nbytes: int,
     ) -> None:
         self.endpoint = ""
+        self.key: str | None = None
         self.monitor = _make_monitor(context, socket)
         self._socket = socket
         self._events = Inbox(self.monitor)
@@ -241,10 +250,13 @@ class Visitors:
         self._visitors: dict[int, _Visitor] = {}
         self._fds: dict[bytes, int] = {}
         self._num_of: Counter[str] = Counter()
-        self._has_failed = False
+        self._is_behind = False
+        self._num_left: Counter[str] = Counter()
+        self._failed_with = 0
+        self._num_failed = 0
         self._gone: list[bytes] = []
         self._penalties = penalties_of(context)
-        self._warned: LogLimit[str] = LogLimit(MAX_WARNED)
+        self._warned: LogLimit[tuple[str, int]] = LogLimit(MAX_WARNED)
 
     def __len__(self) -> int:
         return len(self._visitors)
@@ -253,16 +265,16 @@ class Visitors:
         """Note new and ended connections by ``monitor``, for a turn. Returns whether those were
         all.
         """
-        for event, *_ in self._events.receive():
+        for event, at, *_ in self._events.receive():
             kind, fd = EVENT.unpack(event.buffer)
             if kind == zmq.EVENT_ACCEPTED:
                 self._enter(fd)
-            elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._has_failed = True  # whose connection the next event ends
+            elif kind in _FAILED and bytes(at.buffer[:3]) == b"tcp":  # engines probe Unix sockets
+                self._failed_with = fd  # an error; the next event ends its connection
+                # Not who only connects and goes, as probes of a port do
+                self._num_failed += kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             elif kind == zmq.EVENT_DISCONNECTED:
-                if self._has_failed:
-                    self._warn(fd, "it speaks another protocol, or has no CURVE key and needs one")
-                self._has_failed = False
+                self._tell_failed(fd)
                 self._leave(fd)
         return self._events.take_empty()
 
@@ -270,6 +282,11 @@ class Visitors:
         """The names of connections that have ended since the last call, and had sent a message."""
         gone, self._gone = self._gone, []
         return gone
+
+    def take_num_failed(self) -> int:
+        """How many handshakes have failed since the last call."""
+        num_failed, self._num_failed = self._num_failed, 0
+        return num_failed
 
     def heard(self, frames: Sequence[zmq.Frame]) -> int:
         """A message came, the name of its connection first. Returns its descriptor."""
@@ -311,6 +328,9 @@ class Visitors:
         """Close connections that have sent too much that was not read. ``was_empty``: since the
         last look the listener had nothing left to read.
         """
+        self._is_behind = not was_empty
+        if was_empty:
+            self._num_left.clear()
         for fd in [fd for fd, each in self._visitors.items() if each.backlog.is_heard]:
             self._visitors[fd] = self._visitors.pop(fd)  # the longest silent comes first
         backlogs = {
@@ -388,6 +408,12 @@ class Visitors:
         self._num_of[visitor.address] -= 1
         if not self._num_of[visitor.address]:
             del self._num_of[visitor.address]
+        if self._is_behind and visitor.address:
+            self._num_left[visitor.address] += 1
+            is_many = self._num_left[visitor.address] >= MOST_LEFT
+            if is_many and not self._penalties.holds(visitor.address, time.monotonic()):
+                self._num_left[visitor.address] = 0
+                self._penalise(visitor)
 
     def _punish(self, fd: int, why: str) -> None:
         visitor = self._visitors.get(fd)
@@ -427,11 +453,31 @@ class Visitors:
             return bool(name == unix_name(self.endpoint))
         return self.endpoint.endswith(f":{name[1]}")
 
-    def _warn(self, fd: int, why: str) -> None:
+    def _tell_failed(self, fd: int) -> None:
+        """The connection has ended in its handshake, if it has failed."""
+        error, self._failed_with = self._failed_with, 0
+        if error == errno.EPIPE:
+            # Of two sides of which one has keys the first to see it ends the connection
+            why = "it ended the handshake; if it is an engine, give both sides CURVE keys or none"
+            self._warn(fd, why, logging.INFO)  # as a probe of the port does
+        elif error >= zmq.PROTOCOL_ERROR_ZMTP_UNSPECIFIED:
+            self._warn(fd, self._why_failed(error))
+
+    def _why_failed(self, error: int) -> str:
+        if error == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC:
+            key = short(self.key)
+            return f"it expects another CURVE key here than {key}; give both sides the same keys"
+        if error != zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            return "it speaks another protocol; is it a kvxfer engine?"
+        if self.key is None:
+            return "it has CURVE keys, and this engine has none; set them on both sides"
+        return "it has no CURVE key and needs one; set them on both sides"
+
+    def _warn(self, fd: int, why: str, level: int = logging.WARNING) -> None:
         visitor = self._visitors.get(fd)
         address = "an unknown address" if visitor is None else visitor.address or "this user"
-        if self._warned.note(address, time.monotonic()):
-            _log.warning("%s: a connection from %s was closed: %s", self.endpoint, address, why)
+        if self._warned.note((address, level), time.monotonic()):
+            _log.log(level, "%s: a connection from %s was closed: %s", self.endpoint, address, why)
 
 
 def most_connections() -> int:

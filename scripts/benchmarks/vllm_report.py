@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from scripts.benchmarks.core import Columns, Report, Table, table
+from kvxfer.bench.core import Columns, Report, Table, table
 from scripts.benchmarks.vllm_cases import POOLS, Equality, Sample
 
 ACCEPTED_MS = {8192: 5.0, 32768: 16.0}

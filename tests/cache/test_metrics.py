@@ -10,6 +10,15 @@ from kvxfer.cache.metrics import PrefixCacheStats, PrefixCachingMetrics
 def test_nothing_observed() -> None:
     assert PrefixCachingMetrics().max_recent_requests == 1000
     assert PrefixCachingMetrics().hit_rate == 0.0
+    assert PrefixCachingMetrics().empty
+
+
+def test_a_rate_of_zero_is_told_from_no_rate() -> None:
+    metrics = PrefixCachingMetrics()
+    metrics.observe(PrefixCacheStats(requests=1, queries=30, hits=0))
+    assert not metrics.empty
+    metrics.reset()
+    assert metrics.empty
 
 
 def test_rate_is_by_tokens() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,26 @@ def test_unify_hybrid() -> None:
     assert isinstance(spec["l"], MLAAttentionSpec)
 
 
+def test_unify_gives_windows_the_block_size_of_those_that_keep_all() -> None:
+    """A padded block stays padded, and is never smaller than what it holds."""
+    spec: dict[str, KVCacheSpec] = {
+        "s": window(48),
+        "p": window(48, page_size_padded=600),
+        "w": window(48, page_size_padded=5000),
+        "c": replace(chunked(64), block_size=128),
+        "f": full(block_size=64),
+    }
+    unify_hybrid_kv_cache_specs(spec)
+    kept = full(block_size=64, sliding_window=48)
+    assert spec == {
+        "s": kept,
+        "p": replace(kept, page_size_padded=kept.page_size_bytes),
+        "w": replace(kept, page_size_padded=5000),
+        "c": full(block_size=64, attention_chunk_size=64),
+        "f": full(block_size=64),
+    }
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -161,6 +182,10 @@ def test_unify_two_windows() -> None:
         (
             {"a": window(), "b": full(), "c": full(block_size=32)},
             "layer c: expected block_size 16, as layer a has, got 32",
+        ),
+        (
+            {"a": window(), "b": replace(chunked(), block_size=32)},
+            "layer b: expected block_size 16, as layer a has, got 32",
         ),
     ],
 )

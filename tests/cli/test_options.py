@@ -14,14 +14,18 @@ from kvxfer.cache.specs import (
     KVCacheSpec,
     SlidingWindowSpec,
 )
+from kvxfer.cli.commands import run_pair
 from kvxfer.cli.options import (
+    DecodeOptions,
     EngineOptions,
     HostPort,
     Layout,
     PairOptions,
+    PrefillOptions,
     RunOptions,
     SideOptions,
     Wire,
+    naming_options,
     parse_address,
     parse_devices,
     place_sides,
@@ -86,6 +90,13 @@ def test_an_address_that_nobody_can_connect_to(text: str) -> None:
         parse_address("--listen", text)
 
 
+@pytest.mark.parametrize("text", ["9400", "host:x", ":"])
+def test_where_metrics_are_served_is_checked(text: str) -> None:
+    with pytest.raises(ConfigError, match="--metrics: expected HOST:PORT, got"):
+        PrefillOptions(listen="127.0.0.1:0", metrics=text)
+    assert DecodeOptions(prefill="127.0.0.1:1", metrics="0.0.0.0:9400").metrics is not None
+
+
 def test_work_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected one source of prompts"):
         RunOptions(prompts=Path("p"), trace=Path("t"))
@@ -148,11 +159,11 @@ def test_pool_blocks_by_option_or_by_work() -> None:
 
 
 def test_read_model_checks_every_tp_size() -> None:
-    assert read_model(MODEL, (1, 2, 8)) == DEFAULT_MODEL
+    assert read_model(MODEL, [side(tp_size=tp_size) for tp_size in (1, 2, 8)]) == DEFAULT_MODEL
     with pytest.raises(ModelError, match="a divisor or a multiple of 8 KV heads, got 3"):
-        read_model(MODEL, (2, 3))
+        read_model(MODEL, [side(tp_size=2), side(tp_size=3, of="decode")])
     with pytest.raises(ModelError, match="nowhere"):
-        read_model(EngineOptions(model="/nowhere"), (1,))
+        read_model(EngineOptions(model="/nowhere"), [side()])
 
 
 def test_read_work(tmp_path: Path) -> None:
@@ -258,7 +269,7 @@ def test_devices_are_counted_only_where_that_decides() -> None:
 
 
 def test_engines_are_where_their_sides_are() -> None:
-    model = read_model(MODEL, (2,))
+    model = read_model(MODEL, [side(tp_size=2)])
     own = side(device="cuda", devices=(3, 1))
     kv = settings(MODEL, given={"port": 0})
     config = transfer_engine(Role.PREFILL, own, MODEL, model, kv)
@@ -278,5 +289,49 @@ def test_both_sides_of_a_pair_are_told_apart() -> None:
         prefill_devices="2,3,4",
         decode_devices="1",
     )
-    assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "cuda", (2, 3, 4))
-    assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "cuda", (1,))
+    assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "cuda", (2, 3, 4), "prefill")
+    assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "cuda", (1,), "decode")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("tp_size: expected 1, got 2", "--decode-tp: expected 1, got 2"),
+        ("log_level: expected x, got 'y' (argument)", "--log-level: expected x, got 'y'"),
+        ("log_level: expected x, got 'y' (environment)", "KVXFER_LOG_LEVEL: expected x, got 'y'"),
+        ("lease_s: expected x, got 'y' (environment)", "KVXFER_LEASE_S: expected x, got 'y'"),
+        ("lease_s: expected x, got y", "lease_s: expected x, got y"),
+        ("engine decode: port: taken", "engine decode: --kv-port: taken"),
+        (
+            "engine decode: out of memory: of\n2 GiB",
+            "engine decode: out of memory: of\n2 GiB",
+        ),
+        ("engine decode: ucx: expected ucxx", "engine decode: --transport ucx: expected ucxx"),
+        ("--prompts: port: x", "--prompts: port: x"),
+        ("no field at all", "no field at all"),
+    ],
+)
+def test_errors_name_what_was_set(error: str, said: str) -> None:
+    for kind in (ConfigError, ModelError):
+        with pytest.raises(kind) as refused, naming_options(side(of="decode").option_names):
+            raise kind(error)
+        assert str(refused.value) == said
+
+
+def test_options_by_the_fields_that_they_set() -> None:
+    assert side(of="prefill", num_blocks=3).option_names == {
+        "tp_size": "--prefill-tp",
+        "block_size": "--prefill-block-size",
+        "num_blocks": "--prefill-blocks",
+        "devices": "--prefill-devices",
+        "faults": "--prefill-faults",
+        "pool": "--prefill-block-size, --prefill-blocks",
+    }
+    one = side().option_names
+    assert (one["tp_size"], one["num_blocks"]) == ("--tp", "--num-blocks")
+    assert one["pool"] == "--block-size, --max-new-tokens, --in-flight"
+
+
+def test_faults_that_nobody_knows_are_of_one_side() -> None:
+    with pytest.raises(ConfigError, match="^--decode-faults: expected one of read:stall"):
+        run_pair(PairOptions(decode_faults="bogus"))

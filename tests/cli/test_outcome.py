@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvxfer.cli.outcome import (
     Answers,
@@ -11,6 +13,7 @@ from kvxfer.cli.outcome import (
     Result,
     TokenDifference,
     Transfer,
+    busy_s,
     judge,
     summarise,
     transfer,
@@ -68,17 +71,39 @@ def load(nbytes: int, started_s: float, finished_s: float, **changes: object) ->
     return msgspec.structs.replace(report, **changes)
 
 
-def test_transfer_takes_from_the_first_pull_to_the_last_verdict() -> None:
-    found = transfer([load(10**9, 5.0, 5.5), load(10**9, 5.25, 7.0, transports=("zmq", "shm"))])
-    assert found == Transfer(2 * 10**9, 2.0, ("shm", "zmq"))
-    assert found.gbps == 1.0
+def moved(nbytes: int, granted_s: float, placed_s: float, wire: str = "shm") -> Transfer:
+    """Ordered a second before it could be read, and over half a second after it was."""
+    return Transfer(nbytes, (wire,), granted_s - 1, granted_s, placed_s, placed_s + 0.5)
+
+
+def test_reading_is_timed_apart_from_waiting_and_from_the_verdict() -> None:
+    """Ranks that wait and read at different times: from the first to the last of each."""
+    first = load(10**9, 5.0, 9.0, handed_s=4.5, granted_s=6.0, placed_s=6.5)
+    last = load(10**9, 5.25, 8.0, handed_s=4.75, granted_s=6.25, placed_s=7.0)
+    found = transfer([first, msgspec.structs.replace(last, transports=("zmq", "shm"))])
+    assert found == Transfer(2 * 10**9, ("shm", "zmq"), 4.5, 6.0, 7.0, 9.0)
+    assert (found.wait_s, found.read_s, found.gbps) == (1.5, 1.0, 2.0)
+
+
+def test_bytes_that_came_before_the_answer_were_read_from_the_pull_on() -> None:
+    found = transfer([load(10**9, 5.0, 7.5, placed_s=7.0)])
+    assert found == Transfer(10**9, ("shm",), 5.0, 5.0, 7.0, 7.5)
+    assert (found.wait_s, found.read_s) == (0.0, 2.0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), max_size=8))
+def test_time_in_which_something_was_read(spans: list[tuple[int, int]]) -> None:
+    """Against counting each tick."""
+    ticks = {tick for begin, length in spans for tick in range(begin, begin + length)}
+    assert busy_s([(begin, begin + length) for begin, length in spans]) == len(ticks)
 
 
 def test_ranks_that_moved_nothing_do_not_count() -> None:
     assert transfer([]) is None
     assert transfer([load(0, 0.0, 0.0), load(0, 5.0, 6.0)]) is None
-    assert transfer([load(0, 0.0, 0.0), load(8, 5.0, 6.0)]) == Transfer(8, 1.0, ("shm",))
-    assert Transfer(8, 0.0, ()).gbps is None
+    found = transfer([load(0, 0.0, 0.0), load(8, 5.0, 6.0)])
+    assert found == Transfer(8, ("shm",), 5.0, 5.0, 6.0, 6.0)
+    assert moved(8, 5.0, 5.0).gbps is None
 
 
 def test_equal_tokens() -> None:
@@ -199,8 +224,8 @@ def result(**changes: object) -> Result:
 
 def test_summary() -> None:
     results = [
-        result(transfer=Transfer(10**9, 1.0, ("shm",)), tokens_equal=True, kv=KvCheck(0, 4, ())),
-        result(transfer=Transfer(10**9, 0.5, ("zmq",)), tokens_equal=False, failure=None),
+        result(transfer=moved(10**9, 5.0, 6.0), tokens_equal=True, kv=KvCheck(0, 4, ())),
+        result(transfer=moved(10**9, 5.5, 6.5, "zmq"), tokens_equal=False, failure=None),
         result(status="FINISHED_ERROR", failure="peer_lost", kv=KvCheck(0, 4, ("x",))),
         result(failure="peer_lost"),
     ]
@@ -208,12 +233,19 @@ def test_summary() -> None:
     assert (summary.num_requests, summary.num_failed) == (4, 1)
     assert (summary.num_prompt_tokens, summary.num_new_tokens) == (32, 4)
     assert (summary.num_transfers, summary.nbytes) == (2, 2 * 10**9)
-    assert summary.median_gbps == 1.5
+    assert (summary.read_s, summary.gbps) == (1.5, 2 / 1.5)
+    assert (summary.median_wait_s, summary.most_wait_s) == (1.0, 1.0)
     assert summary.wires == ("shm", "zmq")
     assert (summary.num_checked_tokens, summary.num_equal_tokens) == (2, 1)
     assert (summary.num_checked_kv, summary.num_equal_kv) == (2, 1)
     assert summary.reasons == {"peer_lost": 2}
     assert not summary.is_good
+
+
+def test_a_run_that_was_ended_is_not_good() -> None:
+    summary = summarise([result()], tokens_decide=True, wall_s=1.0, num_planned=2)
+    assert (summary.num_requests, summary.num_planned, summary.is_good) == (1, 2, False)
+    assert summarise([result()], tokens_decide=True, wall_s=1.0, num_planned=1).is_good
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from kvxfer.cli.prompts import Prompt, built_in_prompts, load_prompts, text_encoder
+from kvxfer.cli.prompts import Prompt, built_in_prompts, load_prompts, text_decoder, text_encoder
 from kvxfer.errors import ConfigError
 
 
@@ -88,8 +88,13 @@ def test_text_is_read_by_the_models_tokenizer(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert list(text_encoder(str(tmp_path))("b a x")) == [1, 0, 2]
+    decode = text_decoder(str(tmp_path))
+    assert decode is not None
+    assert decode((1, 0, 2)) == "b a c"
     # a bare config file, or a folder without one: UTF-8 bytes
     assert list(text_encoder(str(tmp_path / "config.json"))("b")) == [98]
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="tokenizer.json: "):
         text_encoder(str(tmp_path))
+    for model in (None, str(tmp_path / "config.json"), "hybrid"):
+        assert text_decoder(model) is None

@@ -38,7 +38,7 @@ from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.tensors.shared_memory import SharedPool
 from kvxfer.testing.faults import injected
 from kvxfer.testing.peers import DevicePool, make_pool
-from kvxfer.transfer.manifest import EngineManifest, RankId
+from kvxfer.transfer.manifest import EngineManifest
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
@@ -122,7 +122,6 @@ class Engine:
         self.stats = KVConnectorStats()
         self.expected_io_errors = 0
         self.nonces: dict[str, bytes] = {}
-        port = self.config.front_door_port(gives_kv=True)
         rng = np.random.default_rng(7)
         for entry in base.ranks:
             regions, nbytes = build_regions(shape, entry.rank)
@@ -142,7 +141,6 @@ class Engine:
                 pp_size=shape.pp_size,
                 block_tokens=shape.block_tokens,
                 layout=shape.layout,
-                front_door_port=port if entry.rank == RankId(0, 0) else None,
                 can_leave_unhashed=can_leave_unhashed,
                 ready_event=ready_event,
                 device=device,
@@ -227,6 +225,7 @@ class Engine:
             offer=OfferRef(order.nonce, self.incarnation),
             num_tokens=num_tokens,
             digest=digest,
+            curve_public_key=self.manifest.ranks[0].curve_public_key,
         )
 
     def compute(self, *request_ids: str) -> None:
@@ -391,7 +390,8 @@ def io_thread_of(engine: Engine) -> threading.Thread:
 
 def peers_of(sink: Engine) -> Mapping[tuple[str, str], Peer]:
     """Of now, by engine id and front door."""
-    return service_of(sink)._peers._peers
+    peers = service_of(sink)._peers._peers.values()
+    return {(peer.engine_id, peer.endpoint): peer for peer in peers}
 
 
 def only_peer_of(sink: Engine) -> Peer:

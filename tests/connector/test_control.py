@@ -70,7 +70,7 @@ def test_a_host_of_another_machine_is_no_port_in_use(host: str) -> None:
         zmq.Context() as context,
         pytest.raises(ConfigError, match=f"host: expected an address of this machine, got {host};"),
     ):
-        ControlServer(io, context, Config(host=host), Ledger(), 0, lambda *_: None, lambda _: None)
+        ControlServer(io, context, Config(host=host), Ledger(), lambda *_: None, lambda _: None)
     assert io.stop(1)
 
 
@@ -89,7 +89,7 @@ def test_last_words_are_followed_by_the_end_of_their_connection() -> None:
     io = IoThread("io", lambda: None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     guard = Guard(context, Config())
-    server = ControlServer(io, context, Config(), Ledger(), 0, handle, gone)
+    server = ControlServer(io, context, Config(), Ledger(), handle, gone)
     io.start()
     router = server.router
 

@@ -202,7 +202,11 @@ def trial(
 ) -> None:
     """Every wire works, at some later time."""
     choice = SimpleNamespace(
-        transport="made up", staging=None, trial=SimpleNamespace(held=()), duration_s=0.0
+        transport="made up",
+        staging=None,
+        trial=SimpleNamespace(held=()),
+        duration_s=0.0,
+        reasons={},
     )
     world = cast(World, around.io)
     choices = {entry.rank: choice for _, entry in routes}

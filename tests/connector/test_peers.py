@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import pytest
 import zmq
 
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.transports.guard import nearest_endpoint
+from kvxfer.transports.key_folder import short
 from tests.builders import EngineShape
 from tests.connector.rig import POISON, Engine, stuck, until
 from tests.helpers import free_port
@@ -198,18 +201,39 @@ def test_pinned_keys_let_the_right_engines_meet() -> None:
 
 
 _SAID = {
-    "client": "it does not admit this engine's CURVE key; name it in curve_server_keys there",
-    "server": "the handshake failed; it has no CURVE keys, or another one than curve_server_keys",
+    "client": "it does not admit this engine's CURVE key (KEY); name it in curve_server_keys there",
+    "server": "the handshake failed; it has no CURVE keys, or another one than this engine expects "
+    "(KEY); name it in curve_server_keys here",
     "plain": "it has CURVE keys, and this engine has none; set them on both sides",
+    "bare": "the handshake failed; it has no CURVE keys, or another one than this engine expects",
     "unnamed": "curve_server_keys: expected a key of engine prefill, got none",
 }
 
 
+_HEARD = {
+    "client": r"127.0.0.1 was refused: expected a CURVE key that is pinned, got another \(KEY\); "
+    "name it in curve_server_keys here",
+    "server": "a connection from 127.0.0.1 was closed: it expects another CURVE key here than",
+    "plain": "was closed: it (has no CURVE key and needs one; set them on|ended the handshake; if)",
+    "bare": "was closed: it (has CURVE keys, and this engine has none|ended the handshake; if)",
+    "unnamed": "",  # it never connects
+}
+"""What the source says of it meanwhile. Where one side has no keys, the first that sees it ends the
+connection.
+"""
+
+
 @pytest.mark.parametrize("wrong", list(_SAID))
-def test_other_keys_do_not(wrong: str) -> None:
+def test_other_keys_do_not(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     source_keys, sink_keys, other = _keys(), _keys(), _keys()
     client = other if wrong == "client" else sink_keys
     server = other[0] if wrong == "server" else source_keys[0]
+    own: dict[str, Any] = {
+        "curve_public_key": source_keys[0],
+        "curve_secret_key": source_keys[1],
+        "curve_server_keys": {"decode": sink_keys[0]},
+    }
     secured: dict[str, Any] = {
         "curve_public_key": client[0],
         "curve_secret_key": client[1],
@@ -220,15 +244,13 @@ def test_other_keys_do_not(wrong: str) -> None:
             ONE,
             "prefill",
             fill=1,
-            curve_public_key=source_keys[0],
-            curve_secret_key=source_keys[1],
-            curve_server_keys={"decode": sink_keys[0]},
+            **({} if wrong == "bare" else own),
         ) as source,
         Engine(
             ONE,
             "decode",
             fill=POISON,
-            connect_timeout_s=2.0 if wrong == "server" else 60,
+            connect_timeout_s=2.0 if wrong in ("server", "bare") else 60,
             **({} if wrong == "plain" else secured),
         ) as sink,
     ):
@@ -238,7 +260,10 @@ def test_other_keys_do_not(wrong: str) -> None:
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"not_allowed"}
         assert (sink.pools[0].tensor == POISON).all()
-        assert _SAID[wrong] in sink.reports("d")[0].detail
+        key = short(server if wrong == "server" else client[0])
+        assert _SAID[wrong].replace("KEY", key) in sink.reports("d")[0].detail
+        heard = _HEARD[wrong].replace("KEY", re.escape(short(client[0])))
+        until(lambda: re.search(heard, caplog.text))
 
 
 @contextmanager
@@ -292,3 +317,16 @@ def test_who_lets_everybody_in_and_says_nothing_is_lost() -> None:
         sink.load("d", _ref(sink, endpoint), [1], (0, 16))
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"peer_lost"}
+
+
+def test_an_engine_that_looks_for_a_unix_socket_is_nothing_to_tell(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Engine(ONE, "prefill", fill=1) as source:
+        for _ in range(20):
+            assert nearest_endpoint(source.endpoint).startswith("ipc:")
+        with socket.create_connection(("127.0.0.1", int(source.endpoint.rpartition(":")[2]))) as s:
+            assert s.recv(1 << 10)
+        until(lambda: "was closed: it ended the handshake" in caplog.text)
+    assert caplog.text.count("was closed") == 1

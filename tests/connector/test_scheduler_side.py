@@ -61,6 +61,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None = None
     status: str = "FINISHED_LENGTH_CAPPED"
     lora_request: object = None
+    trace_headers: dict[str, str] | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -335,6 +336,17 @@ def test_a_load_is_held_then_handed_over_and_never_asked_for_again() -> None:
     assert c.get_num_new_matched_tokens(request, 0) == (0, False)
     assert c.request_finished(request, [5, 6, 7]) == (False, None)
     assert not c.has_orders()
+
+
+def test_a_load_has_the_trace_of_its_request() -> None:
+    c = connector()
+    request = wanting()
+    request.trace_headers = {"traceparent": "00-1-2-01", "tracestate": "a=b", "cookie": "c"}
+    c.on_new_request(request)
+    c.get_num_new_matched_tokens(request, 0)
+    c.update_state_after_alloc(request, Blocks([5, 6, 7]), 39)
+    (load,) = c.build_connector_meta(step()).loads
+    assert load.trace == (("traceparent", "00-1-2-01"), ("tracestate", "a=b"))
 
 
 def test_an_adapter_is_part_of_what_is_offered_and_wanted() -> None:

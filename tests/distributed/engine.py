@@ -144,7 +144,6 @@ class RankEngine:
             pp_size=1,
             block_tokens=shape.block_tokens,
             layout=shape.layout,
-            front_door_port=0 if seat.is_driver else None,
             device=device,
         )
         self.worker.register_kv_caches(self.regions, self.pool.memory)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import cast
 
-from kvxfer.config import Config, Transport
+from kvxfer.config import Config
 from kvxfer.testing.faults import injected
 from kvxfer.transfer.manifest import RankManifest
 from tests.distributed.content import Pair, assert_same, expected_at_sink, forgive
@@ -25,7 +25,7 @@ class Play:
     ranks do by themselves when everything is prefilled and nothing has been asked for.
     """
 
-    wire: Transport = "auto"
+    wire: str = "auto"
     sink_faults: Mapping[int, str] | None = None
     between: Callable[[RankEngine], None] | None = None
     loads_per_step: int = 2
@@ -139,7 +139,7 @@ class _Stage:
         return self._driver
 
 
-def expected_wire(world: World, wire: Transport) -> str:
+def expected_wire(world: World, wire: str) -> str:
     """Which wire carries the bytes here."""
     if wire != "auto":
         return wire

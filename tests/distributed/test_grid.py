@@ -11,7 +11,6 @@ from typing import get_args
 
 import pytest
 
-from kvxfer.config import Transport
 from tests.builders import LayoutName
 from tests.distributed.content import Pair, make_pair
 from tests.distributed.play import Play, Stories, expected_wire, run
@@ -72,7 +71,7 @@ def test_a_stream_brings_the_same(world: World, tp_sizes: tuple[int, ...]) -> No
     expect_all_moved(world, pair, run(world, pair, Play(wire="zmq")), "zmq")
 
 
-def expect_all_moved(world: World, pair: Pair, stories: Stories, wire: Transport) -> None:
+def expect_all_moved(world: World, pair: Pair, stories: Stories, wire: str) -> None:
     """Every request once at both ends, over this wire, and the ranks' numbers added up."""
     source, sink = stories.source, stories.sink
     assert sorted(source.sent) == sorted(prompt.source_id for prompt in pair.prompts)

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvxfer.config import Config
 from kvxfer.engine.rpc import (
     Abort,
     Ask,
@@ -27,7 +29,9 @@ from kvxfer.engine.rpc import (
     Token,
 )
 from kvxfer.errors import ConfigError, PeerLost, ProtocolError
+from kvxfer.transports.key_folder import ADD, USE, make_keys, rotate_keys
 from tests.helpers import free_port
+from tests.wiretap import Wiretap
 
 INFO = Info(
     engine_id="e",
@@ -55,10 +59,10 @@ DONE = Done(
 class Engine:
     """Answers Ask, keeps everything else."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, kv: Config | None = None) -> None:
         self.heard: list[ToEngine] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.server = RpcServer(self._context, "127.0.0.1", port)
+        self.server = RpcServer(self._context, "127.0.0.1", port, kv)
         self.endpoint = self.server.endpoint
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -237,3 +241,54 @@ def test_something_that_is_no_engine() -> None:
         with pytest.raises(ProtocolError, match=r"is it a kvxfer engine\?"):
             RpcClient(f"tcp://127.0.0.1:{port}", connect_timeout_s=5)
         thread.join()
+
+
+# ------------------------------------------------------------------ CURVE
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def with_keys(folder: Path) -> Config:
+    return Config(curve_keys_dir=str(folder))
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_prompts_cannot_be_read_with_keys(has_keys: bool, folder: Path) -> None:
+    kv = with_keys(folder) if has_keys else None
+    engine = Engine(kv=kv)
+    tap = Wiretap()
+    with RpcClient(tap.beside(engine.endpoint), connect_timeout_s=5, kv=kv) as client:
+        client.send(Generate("a-name-of-a-request", (1, 2, 3), 4))
+        while not any(isinstance(message, Done) for message in client.poll(5)):
+            pass
+    engine.stop()
+    tap.close()
+    heard = tap.heard[engine.endpoint]
+    assert len(heard) > 500
+    assert (b"a-name-of-a-request" in heard) is not has_keys
+
+
+def test_an_engine_serves_both_keys_of_a_rotation(folder: Path) -> None:
+    old = Engine(kv=with_keys(folder))
+    for step in (ADD, USE):
+        rotate_keys(folder, step)
+    new = Engine(kv=with_keys(folder))
+    for engine in (old, new):
+        with RpcClient(engine.endpoint, connect_timeout_s=5, kv=with_keys(folder)) as client:
+            assert client.info == INFO
+        engine.stop()
+
+
+@pytest.mark.parametrize("client", ["another folder", "no keys", "keys, and the engine has none"])
+def test_another_key_is_one_sentence(client: str, folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make_keys(other)
+    engine = Engine(kv=None if "none" in client else with_keys(folder))
+    kv = None if client == "no keys" else with_keys(other)
+    with pytest.raises(PeerLost, match="with the CURVE keys of this side"):
+        RpcClient(engine.endpoint, connect_timeout_s=5, kv=kv)
+    engine.stop()

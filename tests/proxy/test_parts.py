@@ -81,6 +81,7 @@ CLIENT = [
     ("Authorization", "Bearer k"),
     ("x-request-id", "r1"),
     ("X-Session", "s"),
+    ("traceparent", "00-1-2-01"),
 ]
 
 
@@ -88,6 +89,7 @@ def test_headers_to_engines() -> None:
     assert to_prefill(CLIENT, "r1") == [
         ("Authorization", "Bearer k"),
         ("X-Session", "s"),
+        ("traceparent", "00-1-2-01"),
         ("Content-Type", "application/json"),
         ("X-Request-Id", "r1"),
         ("Accept", "application/json"),
@@ -98,6 +100,7 @@ def test_headers_to_engines() -> None:
         ("Accept-Encoding", "gzip"),
         ("Authorization", "Bearer k"),
         ("X-Session", "s"),
+        ("traceparent", "00-1-2-01"),
         ("Content-Type", "application/json"),
         ("X-Request-Id", "r1"),
     ]

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from scripts.bench_transfer import WIRES
-from scripts.benchmarks.contenders import is_installed
+from kvxfer.bench.contenders import is_installed
+from kvxfer.bench.transfer import WIRES
 from tests.scripts.link_marks import needs_link
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(script: str, *arguments: str) -> str:
-    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-m", "kvxfer", "bench", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=ONE_THREAD, capture_output=True, text=True, timeout=200, check=False
     )
@@ -40,8 +40,8 @@ def result(folder: Path, pattern: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_the_wire_beside_others(tmp_path: Path) -> None:
     run(
-        "bench_transfer.py",
-        *("--transport", "cuda_ipc", "--device", "cpu", "--out", str(tmp_path), "--rounds", "2"),
+        "gpu-transfer",
+        *("--device", "cpu", "--out", str(tmp_path), "--rounds", "2"),
         *("--tokens", "128", "--layouts", "HND16->HND16", "NHD24->HND16", "--widths", "0", "8"),
     )
     found = result(tmp_path, "transfer_shm_cpu_*.json")
@@ -56,7 +56,7 @@ def test_the_wire_beside_others(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_connector_over_another_wire(tmp_path: Path) -> None:
     run(
-        "bench_connector.py",
+        "connector",
         *("--device", "cpu", "--transport", "zmq", "--out", str(tmp_path), "--rounds", "2"),
         *("--tokens", "128", "--layouts", "HND16->NHD64", "--modes", "idle"),
     )
@@ -68,7 +68,7 @@ def test_the_connector_over_another_wire(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
     run(
-        "bench_connector.py",
+        "connector",
         *("--device", "cpu", "--out", str(tmp_path), "--rounds", "2", "--tokens", "64"),
         *("--layouts", "HND16->NHD64"),
     )
@@ -85,8 +85,8 @@ def test_the_connector_from_offer_to_accepted(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_wire_of_host_memory_beside_others(tmp_path: Path) -> None:
     run(
-        "bench_transfer.py",
-        *("--shape", "tiny", "--tokens", "96", "--rounds", "2", "--out", str(tmp_path)),
+        "transfer",
+        *("--shapes", "tiny", "--tokens", "96", "--rounds", "2", "--out", str(tmp_path)),
     )
     found = result(tmp_path, "transfer_host_*.json")
     wires = [name for name in WIRES if is_installed(name)]
@@ -103,7 +103,7 @@ def test_every_wire_of_host_memory_beside_others(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_small_transfers(tmp_path: Path) -> None:
-    run("bench_transfer.py", *("--transport", "zmq", "--soak", "40", "--out", str(tmp_path)))
+    run("soak", *("--transport", "zmq", "--transfers", "40", "--out", str(tmp_path)))
     (soaked,) = result(tmp_path, "soak_cpu_*.json")["soaked"]
     assert (soaked["wire"], soaked["num_transfers"]) == ("zmq", 40)
     assert [held["side"] for held in soaked["held"]] == ["source", "sink"]
@@ -114,8 +114,8 @@ def test_many_small_transfers(tmp_path: Path) -> None:
 @needs_link
 def test_the_wires_over_a_slow_link(tmp_path: Path) -> None:
     run(
-        "bench_link.py",
-        *("--shape", "tiny", "--tokens", "1024", "--rounds", "2", "--out", str(tmp_path)),
+        "link",
+        *("--shapes", "tiny", "--tokens", "1024", "--rounds", "2", "--out", str(tmp_path)),
         *("--transport", "zmq"),
     )
     found = result(tmp_path, "link_cpu_*.json")
@@ -128,8 +128,8 @@ def test_the_wires_over_a_slow_link(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_the_wire_on_a_gpu(tmp_path: Path) -> None:
     run(
-        "bench_transfer.py",
-        *("--transport", "cuda_ipc", "--out", str(tmp_path), "--rounds", "2", "--shapes", "tiny"),
+        "gpu-transfer",
+        *("--out", str(tmp_path), "--rounds", "2", "--shapes", "tiny"),
         *("--tokens", "128", "1024", "--sections", "wire"),
     )
     found = result(tmp_path, "transfer_cuda_ipc_*.json")
@@ -139,8 +139,28 @@ def test_the_wire_on_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_the_connector_on_a_gpu(tmp_path: Path) -> None:
     run(
-        "bench_connector.py",
-        *("--out", str(tmp_path), "--rounds", "2", "--shape", "tiny", "--tokens", "128"),
+        "connector",
+        *("--out", str(tmp_path), "--rounds", "2", "--shapes", "tiny", "--tokens", "128"),
     )
     found = result(tmp_path, "connector_cuda_ipc_*.json")
     assert {tuple(cell["transports"]) for cell in found["cells"]} == {("cuda_ipc",)}
+
+
+@pytest.mark.gpu
+def test_the_copying_kernel_on_a_gpu(tmp_path: Path) -> None:
+    run("kernels", "--quick", "--sections", "pieces", "cpu", "--out", str(tmp_path))
+    found = result(tmp_path, "kernels_*.json")["cells"]
+    assert {"pieces, local", "cpu, local"} <= {cell["section"] for cell in found}
+    assert {"memcpy", "torch", "kernel, all"} <= {cell["contender"] for cell in found}
+
+
+@pytest.mark.gpu
+def test_rewriting_and_zeroing_on_a_gpu(tmp_path: Path) -> None:
+    run(
+        "postprocess",
+        *("--tokens", "256", "--planes", "4", "--rounds", "2", "--case", "layout 16"),
+        *("--out", str(tmp_path)),
+    )
+    found = result(tmp_path, "postprocess_*.json")["cells"]
+    assert {cell["section"] for cell in found} == {"postprocess", "zero"}
+    assert {"copy", "torch", "kernel", "memset"} <= {cell["contender"] for cell in found}

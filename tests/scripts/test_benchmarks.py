@@ -11,24 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from scripts.bench_transfer import peer_aim
-from scripts.benchmarks.contenders import Way
-from scripts.benchmarks.core import (
+from kvxfer.bench.contenders import Way
+from kvxfer.bench.core import (
     ContenderLost,
-    Line,
-    Plot,
     Report,
     Table,
     Timing,
     WrongBytes,
     facts_of,
 )
-from scripts.benchmarks.gpu import BatchCopyUnavailable, batch_copy
-from scripts.benchmarks.members import SINK, SOURCE, Devices, Memory, devices_for
-from scripts.benchmarks.nixl_ways import SETTINGS, _indexes, _rows
-from scripts.benchmarks.plain_ways import MEMCPY, MEMSET, PlainWays, torch_copy
-from scripts.benchmarks.pools import (
+from kvxfer.bench.gpu import BatchCopyUnavailable, batch_copy
+from kvxfer.bench.gpu_transfer import peer_aim
+from kvxfer.bench.members import SINK, SOURCE, Devices, Memory, devices_for
+from kvxfer.bench.nixl_ways import SETTINGS, _indexes, _rows
+from kvxfer.bench.plain_ways import MEMCPY, MEMSET, PlainWays, torch_copy
+from kvxfer.bench.plots import Line, Plot
+from kvxfer.bench.pools import (
     POISON,
     SHAPES,
     TINY,
@@ -38,8 +36,9 @@ from scripts.benchmarks.pools import (
     layout_of,
     request_of,
 )
-from scripts.benchmarks.transfer import cells_of
-from scripts.benchmarks.workers import Worker, close_all
+from kvxfer.bench.transfer_report import cells_of
+from kvxfer.bench.workers import Worker, close_all
+from kvxfer.tensors.strided_copy import Scratch, strided_copy
 
 CPU = Devices("cpu", "cpu", "shm")
 LAYOUTS = ("HND16->HND16", "HND16->NHD64", "NHD64->HND16", "NHD24->HND16", "NHD8->NHD8")
@@ -338,11 +337,11 @@ def test_cells_are_medians_beside_memcpy() -> None:
 
 
 def test_a_report_has_its_tables_and_survives_without_cells(tmp_path: Path) -> None:
-    facts = facts_of("bench.py", ("torch", "no-such-package"), "of a test")
+    facts = facts_of("kvxfer bench x --quick", ("torch", "no-such-package"), "of a test")
     assert (facts["no-such-package"], facts["note"]) == ("not installed", "of a test")
     table = Table("times", "In ms.", ("a", "b"), (("1", "2"),))
     empty = Table("nothing", "", ("a",), ())
-    plot = Plot("speed", "bytes", "GB/s", (Line("one", (1, 1024), (1, 10)),))
+    plot = Plot("speed", "bytes", "GB/s", (Line("one", (1, 1024), (1, 10), is_limit=True),))
     tables = [table, empty]
     report = Report(tmp_path, "r", "Title", facts, lambda _: tables, lambda _: plot, date="today")
     report.records["where"], report.lost["two"] = "here", "it ended"
@@ -350,7 +349,7 @@ def test_a_report_has_its_tables_and_survives_without_cells(tmp_path: Path) -> N
     text = (tmp_path / "r_today.md").read_text()
     assert text.startswith("# Title, today\n")
     assert "| a | b |\n|---|---|\n| 1 | 2 |" in text
-    assert "Command: `scripts/bench.py" in text
+    assert "Command: `kvxfer bench x --quick`" in text
     assert "## nothing" not in text
     assert "| two | it ended |" in text
     known = json.loads((tmp_path / "r_today.json").read_text())

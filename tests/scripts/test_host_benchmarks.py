@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from dataclasses import replace
@@ -10,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench_connector import aim_of
-from scripts.bench_transfer import HOST_AIMS, host_aim
-from scripts.benchmarks import soak
-from scripts.benchmarks.core import Report, Timing
-from scripts.benchmarks.members import Devices, Usage, devices_for, usage_now
-from scripts.benchmarks.pools import LLAMA_8B, TINY, request_of
-from scripts.benchmarks.soak import MOST_GROWTH_NBYTES, Held, Soaked
-from scripts.benchmarks.sockets import SOCKETS, hear, receive_pieces, say, send_pieces
-from scripts.benchmarks.transfer import COLUMNS, NIXL_DEFAULT, cells_of, speed_tables
-from scripts.benchmarks.workers import Worker
+from kvxfer.bench import soak
+from kvxfer.bench.connector import aim_of
+from kvxfer.bench.core import Report, Timing
+from kvxfer.bench.members import Devices, Usage, devices_for, usage_now
+from kvxfer.bench.pools import LLAMA_8B, TINY, request_of
+from kvxfer.bench.soak import MOST_GROWTH_NBYTES, Held, Soaked
+from kvxfer.bench.sockets import SOCKETS, hear, receive_pieces, say, send_pieces
+from kvxfer.bench.transfer import HOST_AIMS, host_aim
+from kvxfer.bench.transfer_report import NIXL_DEFAULT, SHOWN, WATCHED, cells_of, speed_tables
+from kvxfer.bench.workers import Worker
 
 
 def timings(*durations_s: float) -> list[Timing]:
@@ -100,8 +101,9 @@ def test_a_report_is_written_case_by_case(tmp_path: Path) -> None:
     report = Report(tmp_path, "speed", "Speed", {"command": "do"}, tables)
     request = request_of(TINY, "HND16->NHD64", 64, 64)
     report.lost["kvxfer ucx"] = "not installed"
+    report.begin(request.name, SHOWN)
     for cell in cells_of(request, {"sockets": timings(0.1, 0.2)}, SOCKETS, host_aim):
-        report.add(COLUMNS, cell)
+        report.add(WATCHED, cell)
     report.write()
     text = next(tmp_path.glob("speed_*.md")).read_text()
     assert "tiny HND16->NHD64 64 tokens | sockets" in text
@@ -165,6 +167,17 @@ def state_of(pid: int) -> str:
     """As in ps(1); a moment later, because a signal takes one."""
     time.sleep(0.05)
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ctrl_c_is_the_parents(capfd: pytest.CaptureFixture[str]) -> None:
+    worker = Worker("named", Named)
+    try:
+        pid = worker.call(int, "pid")
+        os.kill(pid, signal.SIGINT)
+        assert worker.call(int, "pid") == pid
+    finally:
+        worker.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_paused_process_stands_still_and_ends_in_order() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.slow_link import (
+from kvxfer.bench.slow_link import (
     ADDRESSES,
     QUEUE_S,
     Echo,
@@ -23,7 +23,7 @@ from scripts.benchmarks.slow_link import (
     Speed,
     wire_nbytes,
 )
-from scripts.benchmarks.workers import FORK_SERVER, Worker, close_all
+from kvxfer.bench.workers import FORK_SERVER, Worker, close_all
 from tests.scripts.link_marks import needs_link
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def test_two_namespaces_see_each_other_late() -> None:
 
 HOLD = """
 import time
-from scripts.benchmarks.slow_link import SlowLink, Speed
+from kvxfer.bench.slow_link import SlowLink, Speed
 if __name__ == "__main__":
     link = SlowLink(Speed(1e9, 0.001))
     print(link.pid, flush=True)

@@ -1,7 +1,7 @@
 """Nothing is left behind by what a wire has moved, nor by connections that have come and gone.
 
-Two processes for each wire, with nothing in them but the wire (scripts/benchmarks/soak.py, which
-``bench_transfer.py --soak`` runs for longer). Resident memory is looked at after a garbage
+Two processes for each wire, with nothing in them but the wire (kvxfer/bench/soak.py, which
+``kvxfer bench soak`` runs for longer). Resident memory is looked at after a garbage
 collection and ``malloc_trim``: without these it varies by megabytes.
 """
 
@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from scripts.benchmarks.members import Usage
-from scripts.benchmarks.soak import Soak, soak
+from kvxfer.bench.members import Usage
+from kvxfer.bench.soak import Soak, soak
 from tests.helpers import needs_nixl, needs_ucxx
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 import zmq
 
 from kvxfer.config import Config
-from kvxfer.errors import TransportUnavailable
+from kvxfer.errors import ConfigError, TransportUnavailable
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.testing.peers import Context
 from kvxfer.transports import registry
@@ -108,6 +108,11 @@ def test_optional_wires_are_made_where_they_can_gain_something(
     assert (names(), made) == (["shm", "zmq"], ["ucx", "nixl"])
     # On the loopback device, where UCX stays without that, there is no RDMA
     assert (names(is_trusted=False), made) == (["shm", "zmq"], [])
+    # A setting that one of them cannot keep to is no failure of its library
+    monkeypatch.setitem(registry.SOURCES, "ucx", make("ucx", ConfigError))
+    with pytest.raises(ConfigError, match="does not work"):
+        names()
+    monkeypatch.setitem(registry.SOURCES, "ucx", make("ucx"))
     # By name it is an error
     with pytest.raises(RuntimeError, match="does not work"):
         worker.sources(worker.shared, Config(transport="ucx"))
@@ -127,7 +132,7 @@ def test_auto_without_a_listening_address_is_an_error(worker: Worker) -> None:
 
 
 def test_wires_of_another_version(worker: Worker) -> None:
-    unknown = Config(transport="rdma")  # type: ignore[arg-type]
+    unknown = Config(transport="rdma")
     with pytest.raises(TransportUnavailable, match="cuda_ipc, shm, zmq, ucx, nixl, got rdma"):
         worker.sources(worker.shared, unknown)
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvxfer.connector.metrics import add
 from kvxfer.connector.params import make_params
 from kvxfer.connector.records import ConnectorMetadata, NewLoad, SourceRef
 from kvxfer.tensors.shared_memory import SharedPool
@@ -217,6 +218,7 @@ class Rig:
         abort_immediately: bool = False,
         prompt_embeds: Any = None,
         prompt_logprobs: int | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
         """A request that was added to the scheduler."""
         request = Request(
@@ -233,6 +235,7 @@ class Rig:
             prompt_embeds=prompt_embeds,
             block_hasher=self._hasher,
             abort_immediately=abort_immediately,
+            trace_headers=trace_headers,
         )
         self.scheduler.add_request(request)
         return request
@@ -311,10 +314,7 @@ class Rig:
 
     def _add(self, data: Mapping[str, Mapping[str, Any]]) -> None:
         tables = data["KvxferConnector"] if self._is_multi else data
-        for table, numbers in tables.items():
-            mine = self.stats.setdefault(table, {})
-            for name, number in numbers.items():
-                mine[name] = mine.get(name, 0) + number
+        add(self.stats, tables)
 
     # -------------------------------------------------- what comes of it
 

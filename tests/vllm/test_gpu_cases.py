@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from scripts.benchmarks.core import Report
+from kvxfer.bench.core import Report
 from scripts.benchmarks.vllm_cases import Equality, Sample, leading, own_numbers, prompt
 from scripts.benchmarks.vllm_engine import ConnectorTimes, MeasuredWorker
 from scripts.benchmarks.vllm_report import goals_of, tables

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvxfer.connector.metrics import PHASES, TOTAL, times_of
 from kvxfer.connector.worker_side import WorkerConnector
 from tests.vllm.scheduler_rig import BLOCK, OFFERED, Engine, Status
 from tests.vllm.test_reports import prompt
@@ -74,15 +75,16 @@ def test_bytes_arrive_and_blocks_come_back(pair: tuple[Engine, Engine]) -> None:
     assert sink.reports_of("failed_recving", "d") == 0
     assert source.reports_of("finished_sending", "p") == 1
     assert len(request.output_token_ids) == 4
-    counts = sink.stats["counts"]
-    assert (counts["requests.loaded"], counts["loads.accepted"]) == (1, 1)
-    assert counts["loads.nbytes"] == 99 * 2 * 2 * 8  # tokens x planes x heads x bytes
-    for phase in ("total", "queue", "read", "verdict", "pickup"):
-        assert sum(sink.stats[f"times.{phase}"].values()) == 1
+    assert sink.stats["requests_loaded"] == {"": 1}
+    (peer,) = sink.stats["loads"]
+    assert sink.stats["loads"] == {peer: 1}
+    nbytes = 99 * 2 * 2 * 8  # tokens x planes x heads x bytes
+    assert sink.stats["loaded_bytes"] == {peer: nbytes}
+    for phase in (TOTAL, *PHASES):
+        assert sum(times_of(sink.stats, phase).values()) == 1
     assert 0 < sink.stats["busy_s"]["pp0tp0"] < 10
-    spent = sink.stats["seconds"]
-    parts = spent["queue"] + spent["read"] + spent["verdict"] + spent["pickup"]
-    assert spent["total"] == pytest.approx(parts, abs=1e-6)
+    assert sink.stats["offers_held"] == source.stats["offers_held"] == {"pp0tp0": 0}
+    assert source.stats["blocks_held"] == {"pp0tp0": 0}
 
 
 def test_only_what_is_missing_moves(pair: tuple[Engine, Engine]) -> None:
@@ -93,7 +95,7 @@ def test_only_what_is_missing_moves(pair: tuple[Engine, Engine]) -> None:
     params = prefill(source, "p", tokens)
     sink.request("d", tokens, params)
     finish_both(source, sink)
-    assert sink.stats["counts"]["loads.nbytes"] == (99 - 3 * BLOCK) * 2 * 2 * 8
+    assert sum(sink.stats["loaded_bytes"].values()) == (99 - 3 * BLOCK) * 2 * 2 * 8
 
 
 def test_other_tokens_are_refused(pair: tuple[Engine, Engine]) -> None:
@@ -104,11 +106,11 @@ def test_other_tokens_are_refused(pair: tuple[Engine, Engine]) -> None:
     sink.run_until(lambda: wrong.status.name.startswith("FINISHED"))
     assert sink.reports_of("finished_recving", "wrong") == 1
     assert sink.reports_of("failed_recving", "wrong") == 1
-    assert sink.stats["failed"] == {"tokens": 1}
+    assert sink.stats["requests_failed"] == {"tokens": 1}
     assert len(wrong.output_token_ids) == 4  # computed here
     right = sink.request("right", prompt(100), params)
     sink.run_until(lambda: right.status == Status.RUNNING)
-    assert sink.stats["counts"]["requests.loaded"] == 1
+    assert sink.stats["requests_loaded"][""] == 1
     finish_both(source, sink)
 
 
@@ -120,9 +122,9 @@ def test_an_offer_that_is_over(pair: tuple[Engine, Engine]) -> None:
     request = sink.request("d", prompt(100), params)
     sink.run_until(lambda: request.status.name.startswith("FINISHED"))
     assert sink.reports_of("finished_recving", "d") == sink.reports_of("failed_recving", "d") == 1
-    assert sink.stats["failed"] == {"ended": 1}
+    assert sink.stats["requests_failed"] == {"ended": 1}
     finish_both(source, sink)
-    assert source.stats["broken"] == {"reset": 1}
+    assert source.stats["offers_broken"] == {"reset": 1}
 
 
 def test_source_is_gone(make_engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
@@ -155,8 +157,8 @@ def test_engines_that_cannot_exchange_kv(
         request = sink.request(name, prompt(100), prefill(source, f"p{name}", prompt(100)))
         sink.run_until(lambda request=request: request.status.name.startswith("FINISHED"))  # type: ignore[misc]
     finish_both(source, sink)
-    assert sink.stats["failed"] == {"incompatible": 2}
-    assert sink.stats["counts"]["pairs.unusable"] == 1
+    assert sink.stats["requests_failed"] == {"incompatible": 2}
+    assert sink.stats["pairs_unusable"][""] == 1
     (line,) = [
         r for r in caplog.records if r.levelno >= logging.WARNING and "KV not" in r.getMessage()
     ]
@@ -189,7 +191,7 @@ def test_turned_away_releases_the_source_at_once(
     started_s = time.monotonic()
     finish_both(source, sink)
     assert time.monotonic() - started_s < 5  # a lease is 30 s
-    assert source.stats["broken"] == {"cancelled": 1}
+    assert source.stats["offers_broken"] == {"cancelled": 1}
     assert sink.reports_of("finished_recving", "d") == 0
 
 
@@ -219,9 +221,7 @@ def test_many_loads_with_aborts(pair: tuple[Engine, Engine]) -> None:
     finish_both(source, sink)
     for i in range(num):
         assert sink.reports_of("finished_recving", f"d{i}") <= 1
-    handed = sink.stats["counts"].get("loads.accepted", 0) + sink.stats["counts"].get(
-        "loads.failed", 0
-    )
+    handed = sum(sum(sink.stats.get(name, {}).values()) for name in ("loads", "loads_failed"))
     assert sum(sink.reports_of("finished_recving", f"d{i}") for i in range(num)) == handed
 
 
@@ -231,7 +231,7 @@ def test_windows_move(make_engine: MakeEngine) -> None:
     params = prefill(source, "p", prompt(100))
     request = sink.request("d", prompt(100), params)
     sink.run_until(lambda: request.status == Status.RUNNING)
-    assert sink.stats["counts"]["requests.loaded"] == 1
+    assert sink.stats["requests_loaded"][""] == 1
     tables = sink.scheduler.kv_cache_manager.get_block_ids("d")
     theirs = source.scheduler.kv_cache_manager.get_block_ids("p")
     assert sink.block(1, tables[1][5]) == source.block(1, theirs[1][5])
@@ -257,7 +257,7 @@ def test_the_first_block_of_a_window_moves_where_vllm_drops_it(
         source.fill(1, block_id, POISON)
     request = sink.request("d", prompt(num_tokens), params)
     sink.run_until(lambda: request.status == Status.RUNNING)
-    assert sink.stats["counts"]["requests.loaded"] == 1
+    assert sink.stats["requests_loaded"][""] == 1
     ours = sink.scheduler.kv_cache_manager.get_block_ids("d")[1]
     for position in (3, 4) if num_tokens < 96 else (4,):
         assert sink.block(1, ours[position]) == source.block(1, told.block_ids[1][position])
@@ -282,8 +282,8 @@ def test_windows_that_would_poison_the_prefix_cache(
     request = sink.request("d", prompt(100), params)
     sink.run_until(lambda: request.status.name.startswith("FINISHED"))
     finish_both(source, sink)
-    assert sink.stats.get("failed") == ({"incompatible": 1} if prefix_caching else None)
-    assert sink.stats["counts"].get("requests.loaded", 0) == int(not prefix_caching)
+    assert sink.stats.get("requests_failed") == ({"incompatible": 1} if prefix_caching else None)
+    assert sum(sink.stats.get("requests_loaded", {}).values()) == int(not prefix_caching)
 
 
 def test_idle_steps_wait(pair: tuple[Engine, Engine]) -> None:
@@ -343,7 +343,7 @@ def test_versions_without_failed_requests_are_told_all_blocks(
     assert reported.invalid_block_ids == set(ids[3:])  # the first three were cached here
     assert (request.status == Status.FINISHED_ERROR) == (policy == "fail")
     sink.run_until(sink.is_quiet)
-    assert sink.stats["failed"] == {"ended": 1}
+    assert sink.stats["requests_failed"] == {"ended": 1}
 
 
 @pytest.mark.parametrize(("num_ranks", "waits"), [(1, True), (2, False)])

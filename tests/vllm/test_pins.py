@@ -169,7 +169,7 @@ def test_a_long_hold_needs_no_steps(source: Source) -> None:
     assert not rig.scheduler.requests
     assert not rig.scheduler.has_requests()
     assert rig.free_blocks() == rig.num_free - NUM_BLOCKS_OF_40
-    assert rig.stats["counts"] == {"offers.pinned": 1}
+    assert rig.stats["offers_pinned"] == {"": 1}
     source.sleep()
     assert rig.scheduler.has_requests()  # somebody woke it, and asks
     rig.step(sent=["p"])
@@ -185,7 +185,7 @@ def test_a_short_hold_is_vllms_own(source: Source) -> None:
     source.clock.now_s += 2 * SOON_S
     rig.step(sent=["p"])  # in the step that would pin it
     assert rig.is_quiet()
-    assert "counts" not in rig.stats
+    assert "offers_pinned" not in rig.stats
 
 
 def test_an_engine_that_computes_pins_nothing(source: Source) -> None:
@@ -330,7 +330,7 @@ def test_its_id_comes_again(source: Source) -> None:
     assert request.status == Status.FINISHED_LENGTH_CAPPED
     assert rig.outputs[-1].kv_transfer_params is None
     assert rig.is_quiet()
-    assert rig.stats["plain"] == {"id_in_use": 1}
+    assert rig.stats["requests_plain"] == {"id_in_use": 1}
     rig.outputs.clear()
     source.hold(seed=4)  # now it is free again
     rig.step(sent=["p"])
@@ -482,4 +482,4 @@ def test_the_lease_of_a_pinned_request_ends(make_engine: MakeEngine) -> None:
     assert source.free_blocks() == source.num_free - 7
     source.run_until(source.is_quiet)
     assert source.reports_of("finished_sending", "p") == 1
-    assert source.stats["broken"] == {"expired": 1}
+    assert source.stats["offers_broken"] == {"expired": 1}

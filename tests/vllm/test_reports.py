@@ -47,6 +47,16 @@ def handed(rig: Rig, num_tokens: int = 40, **request: Any) -> Any:
     return found
 
 
+def test_a_load_has_the_trace_of_its_request(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    for request_id, headers in (("d", {"traceparent": "00-1-2-01", "cookie": "x"}), ("e", None)):
+        prompt_ids = prompt(40, seed=ord(request_id))
+        nonce = request_id.encode() * 16
+        rig.request(request_id, prompt_ids, offered_by(nonce, 40), trace_headers=headers)
+        (load,) = rig.step().loads
+        assert load.trace == ((("traceparent", "00-1-2-01"),) if headers else ())
+
+
 def is_not_asked_again(rig: Rig, request: Any) -> bool:
     """Neither now nor after being asked now."""
     return [rig.connector.get_num_new_matched_tokens(request, n) for n in (0, 0, 16)] == [
@@ -69,8 +79,8 @@ def test_accepted(make_rig: MakeRig, is_async: bool) -> None:
         assert (orders.loads, orders.aborts, orders.unholds) == ((), (), ())
     assert len(request.output_token_ids) == 4
     assert rig.is_quiet()
-    assert rig.stats["counts"]["requests.loaded"] == 1
-    assert "failed" not in rig.stats
+    assert rig.stats["requests_loaded"][""] == 1
+    assert "requests_failed" not in rig.stats
 
 
 def test_asking_changes_nothing(make_rig: MakeRig) -> None:
@@ -102,8 +112,8 @@ def test_failed_and_recomputed(make_rig: MakeRig) -> None:
         rig.step()
     assert len(request.output_token_ids) == 4
     assert rig.is_quiet()
-    assert rig.stats["failed"] == {"expired": 1}
-    assert "plain" not in rig.stats
+    assert rig.stats["requests_failed"] == {"expired": 1}
+    assert "requests_plain" not in rig.stats
 
 
 def test_failed_and_given_up(make_rig: MakeRig) -> None:
@@ -115,8 +125,8 @@ def test_failed_and_given_up(make_rig: MakeRig) -> None:
     orders = rig.step()
     assert [(u.request_id, u.reason) for u in orders.unholds] == [("d", Reason.PEER_LOST)]
     assert rig.is_quiet()
-    assert rig.stats["failed"] == {"peer_lost": 1}
-    assert "plain" not in rig.stats
+    assert rig.stats["requests_failed"] == {"peer_lost": 1}
+    assert "requests_plain" not in rig.stats
 
 
 def test_failed_without_a_name(make_rig: MakeRig) -> None:
@@ -131,7 +141,7 @@ def test_refused_for_its_tokens_leaves_the_offer(make_rig: MakeRig) -> None:
     handed(rig)
     rig.step(failed={"d": "tokens"})
     assert rig.step().unholds == ()
-    assert rig.stats["failed"] == {"tokens": 1}
+    assert rig.stats["requests_failed"] == {"tokens": 1}
 
 
 def test_aborted_in_flight(make_rig: MakeRig) -> None:
@@ -148,7 +158,7 @@ def test_aborted_in_flight(make_rig: MakeRig) -> None:
     rig.step()
     assert rig.is_quiet()
     assert is_not_asked_again(rig, request)
-    assert rig.stats["failed"] == {"cancelled": 1}
+    assert rig.stats["requests_failed"] == {"cancelled": 1}
 
 
 def test_aborted_returns_false(make_rig: MakeRig) -> None:
@@ -203,7 +213,7 @@ def test_nothing_to_load(make_rig: MakeRig) -> None:
     for _ in range(5):
         rig.step()
     assert rig.is_quiet()
-    assert rig.stats["plain"] == {"local_hit": 1}
+    assert rig.stats["requests_plain"] == {"local_hit": 1}
 
 
 def test_full_local_hit(make_rig: MakeRig) -> None:
@@ -237,7 +247,7 @@ def test_aborted_before_allocation(make_rig: MakeRig) -> None:
     rig.abort("d")
     assert is_given_up(rig.step(), Reason.CANCELLED)
     assert rig.is_quiet()
-    assert rig.stats["plain"] == {"cancelled": 1}
+    assert rig.stats["requests_plain"] == {"cancelled": 1}
 
 
 def test_turned_away_before_admission(make_rig: MakeRig) -> None:
@@ -250,7 +260,7 @@ def test_turned_away_before_admission(make_rig: MakeRig) -> None:
     assert orders.holds == ()
     assert is_given_up(orders, Reason.CANCELLED)
     assert rig.is_quiet()
-    assert rig.stats["plain"] == {"cancelled": 1}
+    assert rig.stats["requests_plain"] == {"cancelled": 1}
 
 
 def test_other_tokens_than_offered_tell_the_source_nothing(make_rig: MakeRig) -> None:
@@ -260,7 +270,7 @@ def test_other_tokens_than_offered_tell_the_source_nothing(make_rig: MakeRig) ->
     assert (orders.holds, orders.loads, orders.unholds) == ((), (), ())
     rig.abort("d")
     assert rig.step().unholds == ()
-    assert rig.stats["plain"] == {"tokens": 1}
+    assert rig.stats["requests_plain"] == {"tokens": 1}
 
 
 # ---------------------------------------------------------------- prefill
@@ -393,7 +403,7 @@ def test_plain(make_rig: MakeRig, role: str, params: dict[str, Any], reason: str
     assert rig.params_of("d") is None
     rig.step()
     assert rig.is_quiet()
-    assert rig.stats["plain"] == {reason: 1}
+    assert rig.stats["requests_plain"] == {reason: 1}
 
 
 @pytest.mark.parametrize("params", [OFFERED, offered_by(NONCE, 40)])
@@ -402,7 +412,7 @@ def test_embeddings_are_plain(make_rig: MakeRig, params: dict[str, Any]) -> None
     rig.request("d", None, params, prompt_embeds=torch.zeros(40, 64))
     orders = rig.step()
     assert (orders.loads, orders.holds, orders.offers) == ((), (), ())
-    assert rig.stats["plain"] == {"prompt_embeds": 1}
+    assert rig.stats["requests_plain"] == {"prompt_embeds": 1}
 
 
 def test_no_params_are_not_counted(make_rig: MakeRig) -> None:
@@ -490,7 +500,7 @@ def test_a_prompt_is_offered_wherever_its_window_begins(
         assert (orders.delayed, orders.ended) == ((name,), ())
         rig.step(sent=[name])
         assert rig.is_quiet()
-    assert "plain" not in rig.stats
+    assert "requests_plain" not in rig.stats
 
 
 def windowed(blocks: Sequence[Any]) -> tuple[int, ...]:
@@ -556,7 +566,7 @@ def test_a_vllm_without_pins_does_not_offer_at_the_edge_of_a_block(make_rig: Mak
         assert [e.reason for e in orders.ended] == ([] if is_offered else [Reason.ABORTED])
         rig.step(sent=[name])
         assert rig.is_quiet()
-    assert rig.stats["plain"] == {"window": 1}
+    assert rig.stats["requests_plain"] == {"window": 1}
 
 
 @pytest.mark.parametrize(("max_tokens", "is_offered"), [(1, True), (4, True), (40, False)])
@@ -609,7 +619,7 @@ def test_beside_another_connector(make_rig: MakeRig) -> None:
     rig.step()
     rig.step(sent=["p"])
     assert rig.is_quiet()
-    assert rig.stats["counts"]["requests.loaded"] == 1
+    assert rig.stats["requests_loaded"][""] == 1
 
 
 def test_another_connector_has_it(make_rig: MakeRig) -> None:
@@ -621,7 +631,7 @@ def test_another_connector_has_it(make_rig: MakeRig) -> None:
     rig.step()
     rig.step()
     assert rig.is_quiet()
-    assert rig.stats["plain"] == {"local_hit": 1}
+    assert rig.stats["requests_plain"] == {"local_hit": 1}
     assert "requests.loaded" not in rig.stats.get("counts", {})
 
 

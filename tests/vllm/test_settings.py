@@ -63,8 +63,7 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_everything_at_its_default() -> None:
     assert read_settings(vllm_config()) == Settings(
-        config=Config(),
-        port=5700,
+        config=Config(port=5700),
         engine_id="E",
         can_send=True,
         can_receive=True,
@@ -104,11 +103,17 @@ def test_own_keys_of_the_plugin() -> None:
 
 
 @pytest.mark.parametrize(
-    ("port", "index", "expected"), [(5700, 3, 5703), (0, 3, 0), (5700, 0, 5700)]
+    ("port", "index", "expected"),
+    [
+        *((5700, 3, 5703), (0, 3, 0), (5700, 0, 5700), ("5700-5710", 3, "5700-5710")),
+        ("5700+rank", 3, "5706+rank"),  # two tensor-parallel ranks each
+    ],
 )
-def test_each_data_parallel_rank_has_its_port(port: int, index: int, expected: int) -> None:
+def test_each_data_parallel_rank_has_its_port(
+    port: int | str, index: int, expected: int | str
+) -> None:
     config = vllm_config(extra={"port": port}, parallel={"data_parallel_index": index})
-    assert read_settings(config).port == expected
+    assert read_settings(config).config.port == expected
 
 
 @pytest.mark.parametrize(
@@ -139,7 +144,7 @@ def test_what_only_takes_kv_takes_a_free_port_unless_told(
     config = vllm_config(
         extra=extra, transfer={"kv_role": role}, parallel={"data_parallel_index": index}
     )
-    assert read_settings(config).port == expected
+    assert read_settings(config).config.port == expected
 
 
 NIXL = {
@@ -158,7 +163,7 @@ NIXL = {
 
 def test_nixl_s_keys_are_warnings_that_name_ours(caplog: pytest.LogCaptureFixture) -> None:
     settings = read_settings(vllm_config(extra={**NIXL, "keep_s": 4}))
-    assert settings.config == Config(keep_s=4)  # none of its values is taken over
+    assert settings.config == Config(keep_s=4, port=5700)  # none of its values is taken over
     said = {record.getMessage() for record in caplog.records}
     assert {record.levelname for record in caplog.records} == {"WARNING"}
     assert len(said) == len(caplog.records) == len(NIXL)
@@ -206,7 +211,7 @@ def test_nixl_s_side_channel_is_mentioned_and_not_used(
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     settings = read_settings(vllm_config(extra=extra))
-    assert (settings.config.host, settings.port) == (
+    assert (settings.config.host, settings.config.port) == (
         "127.0.0.1",
         int(environ.get("KVXFER_PORT", 5700)),
     )
@@ -223,7 +228,7 @@ def test_ranks_that_are_not_independent_compute_in_step() -> None:
 def test_older_versions_call_the_index_a_rank() -> None:
     config = vllm_config(parallel={"data_parallel_rank": 2})
     del config.parallel_config.data_parallel_index
-    assert read_settings(config).port == 5702
+    assert read_settings(config).config.port == 5702
 
 
 @pytest.mark.parametrize(
@@ -233,6 +238,8 @@ def test_older_versions_call_the_index_a_rank() -> None:
         ({"extra": {"lease_s": "long"}}, r"lease_s: expected `float`.* \(engine\)"),
         ({"extra": {"weights_identity": 3.5}}, "kv_connector_extra_config: .*weights_identity"),
         ({"extra": {"switch_interval_s": 0}}, "switch_interval_s: expected above 0"),
+        ({"extra": {"data_port": 5800}}, "data_port: .* each of 2 ranks, got 5800; say 5800.rank"),
+        ({"extra": {"port": "all"}}, r"port: expected 0 .* got 'all' \(engine\)"),
         ({"extra": {"port": 65535}, "parallel": {"data_parallel_index": 1}}, "at most 65534"),
         ({"transfer": {"kv_role": None}}, "kv_role: expected kv_producer, kv_consumer or kv_both"),
         ({"transfer": {"engine_id": None}}, "engine_id: expected a name"),
@@ -276,5 +283,5 @@ def test_with_vllm_s_own_configs() -> None:
             speculative_config=None,
         )
     )
-    assert (settings.port, settings.block_tokens) == (7000, 64)
+    assert (settings.config.port, settings.block_tokens) == (7000, 64)
     assert settings.engine_id == transfer.engine_id

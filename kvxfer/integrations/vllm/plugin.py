@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
+from kvxfer.integrations import dynamo
+
 NAME = "KvxferConnector"
+
+_log = logging.getLogger("kvxfer.integrations")
 
 
 def register() -> None:
@@ -14,6 +18,10 @@ def register() -> None:
 
     with suppress(ValueError):  # the name is registered already
         KVConnectorFactory.register_connector(NAME, "kvxfer.integrations.vllm", NAME)
+    try:
+        dynamo.register(NAME)
+    except dynamo.UnknownDynamo as exc:  # vLLM without Dynamo goes on
+        _log.warning("%s", exc)
 
 
 PLAIN = "%(levelname)s %(asctime)s [%(name)s] %(message)s"

@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
-from kvxfer.connector.records import NO_ORDERS, ConnectorMetadata, KVConnectorOutput
+from kvxfer.connector.records import (
+    NO_ORDERS,
+    ConnectorMetadata,
+    KVConnectorOutput,
+    KVConnectorStats,
+)
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.compat import (
@@ -20,7 +25,7 @@ from kvxfer.integrations.vllm.compat import (
     KvxferWorkerMetadata,
 )
 from kvxfer.integrations.vllm.settings import Settings
-from kvxfer.integrations.vllm.stats import KvxferStats, counted, of_scheduler
+from kvxfer.integrations.vllm.stats import KvxferStats, of_scheduler
 from kvxfer.integrations.vllm.views import (
     BlocksView,
     Pins,
@@ -299,12 +304,12 @@ class SchedulerSide:
         if self._core is None:
             return None
         self._last_step_s = self._now()
-        stats = of_scheduler(self._core.get_kv_connector_stats())
+        stats = self._core.get_kv_connector_stats()
         num_pinned, self._num_pinned = self._num_pinned, 0
-        if not num_pinned:
-            return stats
-        pinned = counted({"offers.pinned": num_pinned})
-        return pinned if stats is None else stats.aggregate(pinned)
+        if num_pinned:
+            pinned = KVConnectorStats(counts={"offers.pinned": num_pinned})
+            stats = pinned if stats is None else stats.aggregate(pinned)
+        return of_scheduler(stats)
 
     def reset_cache(self) -> bool:
         """Break every offer; always True."""

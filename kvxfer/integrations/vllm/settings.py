@@ -63,7 +63,6 @@ def _mention_nixl_variables(loaded: LoadedConfig) -> None:
         )
 
 
-_MAX_PORT = 65535
 _SENDERS = ("kv_producer", "kv_both")
 _RECEIVERS = ("kv_consumer", "kv_both")
 
@@ -72,11 +71,12 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Keys of the extra config that only the plugin has."""
 
     weights_identity: str | None = None
-    """A name for the weights, the same on both sides, where the plugin would find two: when one
-    side loads them from a hub and the other from a directory."""
+    """A name for the weights, the same on both sides. Not set: what vLLM says of them. Change it
+    where one side loads them from a hub and the other from a directory."""
     switch_interval_s: float | None = None
     """What ``sys.setswitchinterval`` is set to in the workers: how soon a thread of ours gets its
-    turn while Python runs in the engine's; None leaves it (0.005)."""
+    turn while Python runs in the engine's. Not set: as it is (0.005). Change it to 0.0002 where
+    peers have to be answered soonest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +84,7 @@ class Settings:
     """What both sides of the plugin need to know of their engine.
 
     Attributes:
-        config: kvxfer's own settings.
-        port: the front door of this data parallel rank; 0 is any free one.
+        config: kvxfer's own settings, with the ports of this data parallel rank.
         can_send, can_receive: may requests offer KV, may they load it.
         block_tokens: of vLLM's cache config.
         is_in_step: data-parallel ranks compute every step together (those of a mixture of experts).
@@ -93,7 +92,6 @@ class Settings:
     """
 
     config: Config
-    port: int
     engine_id: str
     can_send: bool
     can_receive: bool
@@ -121,8 +119,11 @@ def read_settings(vllm_config: Any) -> Settings:
     _mention_nixl_variables(loaded)
     can_send = transfer.kv_role in _SENDERS
     return Settings(
-        config=loaded.config,
-        port=_port(loaded.config, can_send, parallel),
+        config=loaded.config.for_engine(
+            gives_kv=can_send,
+            num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            replica=_replica(parallel),
+        ),
         engine_id=transfer.engine_id,
         can_send=can_send,
         can_receive=transfer.kv_role in _RECEIVERS,
@@ -215,15 +216,6 @@ def _refuse_draft(vllm_config: Any) -> None:
         )
 
 
-def _port(config: Config, can_send: bool, parallel: Any) -> int:
-    """Each data parallel rank has its own front door; 0 stays "any free one"."""
-    configured = config.front_door_port(gives_kv=can_send)
-    if configured == 0:
-        return 0
-    index = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
-    if configured + index > _MAX_PORT:
-        raise ConfigError(
-            f"port: expected at most {_MAX_PORT - index}, so that data parallel rank {index} has "
-            f"one of its own behind it, got {configured}; choose a smaller one"
-        )
-    return configured + int(index)
+def _replica(parallel: Any) -> int:
+    """Each data parallel rank is an engine of its own, and has its own ports."""
+    return int(getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0)))

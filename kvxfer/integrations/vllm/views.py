@@ -38,6 +38,7 @@ class _RequestView:
     status: object
     lora_request: object
     mm_features: Sequence[Any]
+    trace_headers: Mapping[str, str] | None
     has_embeddings: bool
     is_rejected: bool
 
@@ -52,6 +53,7 @@ def view_request(request: Any) -> _RequestView:
         status=request.status,
         lora_request=getattr(request, "lora_request", None),
         mm_features=getattr(request, "mm_features", None) or (),
+        trace_headers=getattr(request, "trace_headers", None),
         has_embeddings=token_ids is None or getattr(request, "prompt_embeds", None) is not None,
         is_rejected=bool(getattr(request, "abort_immediately", False)),
     )

@@ -85,7 +85,6 @@ class WorkerSide:
             pp_size=settings.pp_size,
             block_tokens=settings.block_tokens,
             layout=LAYOUT,
-            front_door_port=settings.port if self._rank == RankId(0, 0) else None,
             can_leave_unhashed=not settings.prefix_caching,
             device=located.memory.device,
         )

@@ -1,0 +1,289 @@
+"""A request's KV from offer to accepted through the whole connector, warm: two engines without a
+model, one process and one GPU each, scheduler side and worker side as an engine drives them.
+
+Times are the load report's own moments: "total" from the order (start_load_kv) to the last verdict,
+"start" until the first Pull left, "place" until the last byte was in its place, "verdict" until the
+source had said that what was read is valid. "seen" is from the first call of the step to the look
+at its result. "idle": the engine's thread sleeps until there is something. "busy": it computes in
+Python and looks every 0.1 ms. "both busy": a thread of the source's process does so, too.
+In turns with the loads one contiguous memcpy of as many bytes between the GPUs, by a third process:
+the limit. Bytes are checked first, token by token. The wire is cuda_ipc, without a GPU shm, or
+--transport: one of kvxfer's others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from kvxfer.bench import core
+from kvxfer.bench.contenders import check_bytes
+from kvxfer.bench.engines import BenchEngine, LoadTiming, start_engines
+from kvxfer.bench.frame import Benchmark, Session, cases, option
+from kvxfer.bench.members import GPU_OPTIONS, SINK, SOURCE, Devices, devices_for
+from kvxfer.bench.plain_ways import MEMCPY, PlainWays
+from kvxfer.bench.plots import Plot, line, plot_of
+from kvxfer.bench.pools import LLAMA_8B, TINY, Request
+from kvxfer.bench.transfer_report import pool_nbytes, requests_of
+from kvxfer.bench.workers import Worker, close_all, method_for
+
+MODES = ("idle", "busy", "both busy")
+WARM_ROUNDS = 3
+LOAD = "load"
+SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
+SHORT_AIMS_MS = {
+    ("cuda_ipc", "idle"): 0.3,
+    ("cuda_ipc", "busy"): 0.5,
+    ("ucx", "idle"): 0.4,
+    ("zmq", "idle"): 2.0,
+}
+"""By wire and mode; of zmq in host memory, of the others between GPUs."""
+LONG_AIM = 1.15
+"""Times memcpy, of cuda_ipc."""
+MIDDLE_AIM_GBPS = 250.0
+"""Of ucx between GPUs, where an 8B model has 1 GiB."""
+
+
+def aim_of(
+    devices: Devices, num_tokens: int, mode: str, *, total_ms: float, ratio: float, gbps: float
+) -> str:
+    """What we want of a wire there, and whether it was met."""
+    if (devices.wire == "zmq") != (devices.where == "cpu"):
+        return ""
+    most_ms = SHORT_AIMS_MS.get((devices.wire, mode))
+    if num_tokens == SHORT_TOKENS and most_ms is not None:
+        return core.goal_text(-total_ms, -most_ms, f"{most_ms} ms")
+    if num_tokens == MIDDLE_TOKENS and (devices.wire, mode) == ("ucx", "idle"):
+        return core.goal_text(gbps, MIDDLE_AIM_GBPS, "{:g} GB/s")
+    if num_tokens == LONG_TOKENS and (devices.wire, mode) == ("cuda_ipc", "idle"):
+        return core.goal_text(-ratio, -LONG_AIM, f"{LONG_AIM} x memcpy")
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One case. ``ms``: medians of a load's times, by the name in LoadTiming. ``ratio``: total to
+    memcpy.
+    """
+
+    layouts: str
+    num_tokens: int
+    mode: str
+    nbytes: int
+    transports: tuple[str, ...]
+    speed: core.Speed
+    ms: Mapping[str, float]
+    memcpy_ms: float
+    ratio: float
+    aim: str
+
+
+def _median(name: str) -> Callable[[Cell], str]:
+    return lambda cell: f"{cell.ms[name]:.3f}"
+
+
+CASE: core.Columns[Cell] = {
+    "layouts": lambda cell: cell.layouts,
+    "tokens": lambda cell: str(cell.num_tokens),
+}
+TIMES: core.Columns[Cell] = {
+    **CASE,
+    "mode": lambda cell: cell.mode,
+    "MB": lambda cell: f"{cell.nbytes / 1e6:.1f}",
+    **core.of_ms(),
+    "start": _median("start_s"),
+    "place": _median("place_s"),
+    "verdict": _median("verdict_s"),
+    "seen": _median("seen_s"),
+    "memcpy ms": lambda cell: f"{cell.memcpy_ms:.3f}",
+    "ratio": lambda cell: f"{cell.ratio:.2f}",
+    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
+    "aim": lambda cell: cell.aim,
+}
+CPU: core.Columns[Cell] = {
+    **CASE,
+    "scheduler's calls": _median("scheduler_cpu_s"),
+    "worker's calls": _median("worker_cpu_s"),
+    "IO thread": _median("io_cpu_s"),
+    "others": _median("other_cpu_s"),
+}
+TIMES_TEXT = (
+    "Total is from the order to the last verdict; start, place and verdict are its parts, medians "
+    "each; the ratio is total to memcpy."
+)
+CPU_TEXT = (
+    "Engine's thread: in the scheduler's calls, and in the worker's until the result was seen (an "
+    "idle engine; a busy one computes meanwhile)."
+)
+
+
+def tables(report: core.Report) -> list[core.Table]:
+    """Times of all cases, processor time of idle engines."""
+    cells: list[Cell] = report.records.get("cells", [])
+    idle = [cell for cell in cells if cell.mode == "idle"]
+    title = "processor time of a request at the sink, ms"
+    return [core.table("times", TIMES_TEXT, TIMES, cells), core.table(title, CPU_TEXT, CPU, idle)]
+
+
+def plot(report: core.Report) -> Plot | None:
+    """ms by bytes, and the limits of the first layouts."""
+    cells: list[Cell] = report.records.get("cells", [])
+    names = list(dict.fromkeys((cell.layouts, cell.mode) for cell in cells))
+    of_name = {name: [c for c in cells if (c.layouts, c.mode) == name] for name in names}
+    first = of_name[names[0]] if names else []
+    lines = [
+        line(MEMCPY, first, lambda cell: (cell.nbytes, cell.memcpy_ms), is_limit=True),
+        *(
+            line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
+            for name, chosen in of_name.items()
+        ),
+    ]
+    return plot_of(report.title, "bytes of the request", "ms", lines)
+
+
+# ------------------------------------------------------------------ the engines and their limits
+
+
+class Pair:
+    """Two engines that know each other, and the process that knows the limit."""
+
+    def __init__(
+        self, devices: Devices, request: Request, limits: Worker, settings: dict[str, object]
+    ) -> None:
+        self._devices, self._limits = devices, limits
+        self.engines = start_engines(BenchEngine, devices, request, settings)
+
+    def load(self, request: Request, mode: str) -> LoadTiming:
+        """Offer, load, settle. Raises ContenderLost."""
+        source, sink = self.engines[SOURCE], self.engines[SINK]
+        params = source.call(dict, "offer", request)
+        timing = sink.call(LoadTiming, "load", request, params, mode != "idle")
+        source.call(object, "settle")
+        return timing
+
+    def check(self, request: Request) -> None:
+        """Raises ContenderLost, SystemExit for wrong bytes."""
+        try:
+            engines = (self.engines[SOURCE], self.engines[SINK])
+            check_bytes(*engines, request, partial(self.load, request, "idle"))
+        except core.WrongBytes as exc:
+            raise SystemExit(f"bench connector: {exc}; nothing was timed") from exc
+
+    def measure(self, request: Request, mode: str, rounds: int) -> Cell:
+        """Loads and limits in turns. Raises ContenderLost."""
+        self.engines[SOURCE].call(object, "set_busy", mode == "both busy")
+        contenders: list[core.Contender[core.Timing]] = [
+            core.Contender(MEMCPY, partial(self._limits.call, core.Timing, "run", MEMCPY, request)),
+            core.Contender(LOAD, partial(self.load, request, mode)),
+        ]
+        taken = core.measure(contenders, rounds, warm_rounds=WARM_ROUNDS)
+        self.engines[SOURCE].call(object, "set_busy", False)
+        for contender in contenders:
+            if contender.why is not None:
+                raise core.ContenderLost(contender.why)
+        return cell_of(self._devices, request, mode, taken)
+
+    def close(self) -> None:
+        close_all(self.engines.values())
+
+
+def cell_of(
+    devices: Devices, request: Request, mode: str, taken: Mapping[str, Sequence[core.Timing]]
+) -> Cell:
+    loads = [timing for timing in taken[LOAD] if isinstance(timing, LoadTiming)]
+    speed, limit = (core.speed_of(request.nbytes, timings) for timings in (loads, taken[MEMCPY]))
+    total_ms, memcpy_ms = speed.ms[1], limit.ms[1]
+    ratio, gbps = total_ms / memcpy_ms, speed.gbps[1]
+    parts = ("start_s", "place_s", "verdict_s", "seen_s")
+    cpu = ("scheduler_cpu_s", "worker_cpu_s", "io_cpu_s", "other_cpu_s")
+    return Cell(
+        layouts=request.layouts,
+        num_tokens=request.num_tokens,
+        mode=mode,
+        nbytes=request.nbytes,
+        transports=loads[0].transports,
+        speed=speed,
+        ms={
+            name: statistics.median(getattr(load, name) for load in loads) * 1e3
+            for name in (*parts, *cpu)
+        },
+        memcpy_ms=memcpy_ms,
+        ratio=ratio,
+        aim=aim_of(devices, request.num_tokens, mode, total_ms=total_ms, ratio=ratio, gbps=gbps),
+    )
+
+
+SHOWN = ("mode", "p50 ms", "GB/s", "memcpy ms")
+
+
+def run(session: Session, options: argparse.Namespace) -> int:
+    """All pairs of layouts; those whose engines fail are named in the report."""
+    has_gpu = torch.cuda.is_available() and options.transport != "shm"
+    device = options.device or ("cuda" if has_gpu else "cpu")
+    devices = devices_for(device, options.transport)
+    options.shapes = options.shapes or [(TINY if device == "cpu" else LLAMA_8B).name]
+    report = session.report(
+        f"connector_{devices.wire}_{devices.where}",
+        f"Offer to accepted through the connector, {devices.wire}, {devices.where}",
+        tables,
+        plot,
+        ("triton", *core.WIRE_PACKAGES),
+        devices=f"source {devices.source}, sink {devices.sink}",
+    )
+    settings: dict[str, object] = {}
+    if options.launch_programs and devices.wire == "cuda_ipc":
+        settings["launch_programs"] = options.launch_programs
+    everything = requests_of(options)
+    session.progress.plan(len(everything))
+    limits = Worker(
+        *("limits", PlainWays, devices, pool_nbytes(everything)), method=method_for(devices.sink)
+    )
+    try:
+        for layouts in options.layouts:
+            requests = [request for request in everything if request.layouts == layouts]
+            pair = Pair(devices, requests[0], limits, settings)
+            try:
+                for request in requests:
+                    run_request(pair, request, options, report)
+                    session.progress.step()
+            except core.ContenderLost as exc:
+                core.tell_lost(layouts, exc)
+                report.lost[layouts] = str(exc)
+            finally:
+                pair.close()
+    finally:
+        report.write(is_last=True)
+        limits.close()
+    return 0
+
+
+def run_request(
+    pair: Pair, request: Request, options: argparse.Namespace, report: core.Report
+) -> None:
+    """In all modes. Raises ContenderLost."""
+    report.begin(f"{request.name}, {request.nbytes / 1e6:.1f} MB", SHOWN)
+    pair.check(request)
+    for mode in options.modes:
+        report.add(TIMES, pair.measure(request, mode, options.rounds))
+        report.write()
+
+
+BENCHMARK = Benchmark(
+    (
+        *cases(
+            layouts=(["HND16->HND16", "HND16->NHD64"], ["HND16->HND16"]),
+            tokens=([128, 1024, 8192, 32768], [128, 32768]),
+            rounds=(25, 9),
+        ),
+        option("--device", choices=("cuda", "cpu"), help="where KV lies; default: a GPU if any"),
+        option("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"), help="the wire"),
+        option("--modes", list(MODES), nargs="+", choices=MODES, help="what the engine does"),
+        GPU_OPTIONS[1],
+    ),
+    run,
+)

@@ -1,0 +1,444 @@
+"""The core of all benchmarks: contenders that take turns, and the tables, records and plots of what
+they took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from textwrap import fill
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from kvxfer.bench.plots import Plot, draw
+
+WARM_ROUNDS = 2
+LEAST_ROUNDS = 3
+"""Of a contender whose time is up."""
+WIRE_PACKAGES = ("pyzmq", "ucxx-cu13", "libucx-cu13", "nixl")
+DRIVER = Path("/proc/driver/nvidia/version")
+CPU_INFO = Path("/proc/cpuinfo")
+
+R = TypeVar("R")
+
+
+# ------------------------------------------------------------------ contenders in turns
+
+
+class ContenderLost(RuntimeError):
+    """A contender is out; the message says why."""
+
+
+class WrongBytes(ContenderLost):
+    """It did something else than it was asked to."""
+
+
+def tell_lost(name: str, why: ContenderLost) -> None:
+    """To somebody who watches; the report says it, too."""
+    print(fill(f"lost: {name}: {why}", 79, subsequent_indent="    "), flush=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One run: until all was done, until the call that asked for it returned, and the processor
+    time of the thread that asked and waited.
+    """
+
+    total_s: float
+    post_s: float = 0.0
+    cpu_s: float = 0.0
+
+
+T = TypeVar("T", bound=Timing)
+
+
+@dataclass(slots=True, eq=False)
+class Contender(Generic[T]):
+    """One that takes turns. ``why``: it is out, and why."""
+
+    name: str
+    run: Callable[[], T]
+    why: str | None = None
+
+    def lose(self, why: ContenderLost) -> None:
+        self.why = str(why)
+        tell_lost(self.name, why)
+
+
+def measure(
+    contenders: Sequence[Contender[T]],
+    rounds: int,
+    *,
+    warm_rounds: int = WARM_ROUNDS,
+    budget_s: float = float("inf"),
+) -> dict[str, list[T]]:
+    """What each took, by name, without the warm-up. They run in turns, each begins as often as the
+    others. ``budget_s``: of each; one that has used it up runs no more after LEAST_ROUNDS.
+    """
+    taken: dict[str, list[T]] = {contender.name: [] for contender in contenders}
+    spent_s = dict.fromkeys(taken, 0.0)
+    for number in range(rounds + warm_rounds):
+        first = number % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            timings = taken[contender.name]
+            is_over = spent_s[contender.name] > budget_s and len(timings) >= LEAST_ROUNDS
+            if contender.why is not None or is_over:
+                continue
+            try:
+                timing = contender.run()
+            except ContenderLost as exc:
+                contender.lose(exc)
+                continue
+            spent_s[contender.name] += timing.total_s
+            if number >= warm_rounds:
+                timings.append(timing)
+    return {name: timings for name, timings in taken.items() if timings}
+
+
+Work = Callable[[], object]
+
+
+def measure_works(
+    works: Mapping[str, Work],
+    clock: Callable[[Work], Timing],
+    rounds: int,
+    *,
+    budget_s: float = float("inf"),
+) -> dict[str, list[Timing]]:
+    """Of contenders in this process: what they do, by name, and how one run is timed."""
+    contenders = [Contender(name, partial(clock, work)) for name, work in works.items()]
+    return measure(contenders, rounds, budget_s=budget_s)
+
+
+def timed(post: Work, wait: Work | None = None) -> Timing:
+    """``post`` asks for it, ``wait`` returns when it is done."""
+    cpu_s, started_s = time.thread_time(), time.perf_counter()
+    post()
+    posted_s = ended_s = time.perf_counter()
+    if wait is not None:
+        wait()
+        ended_s = time.perf_counter()
+    return Timing(ended_s - started_s, posted_s - started_s, time.thread_time() - cpu_s)
+
+
+def timed_cpu(work: Work) -> Timing:
+    """In processor time of the thread, which other work of the machine is not in."""
+    cpu_s = time.thread_time()
+    work()
+    return Timing(time.thread_time() - cpu_s)
+
+
+Quantiles = tuple[float, float, float]
+
+
+def quantiles(values: Sequence[float]) -> Quantiles:
+    """p20, p50 and p80."""
+    p20, p50, p80 = np.percentile(values, [20, 50, 80]).tolist()
+    return p20, p50, p80
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What one contender has made of a number of things (bytes, tokens, blocks): ms of a run and
+    things a second, each at p20, p50 and p80. ``ratio``: the median of each round's ratio of speeds
+    to the limit in that round; None: there is none.
+    """
+
+    ms: Quantiles
+    per_s: Quantiles
+    ratio: float | None
+    num_rounds: int
+
+    @property
+    def gbps(self) -> Quantiles:
+        """Where the things are bytes; 1e9 a second."""
+        p20, p50, p80 = (speed / 1e9 for speed in self.per_s)
+        return p20, p50, p80
+
+
+NO_SPEED = Speed((0.0,) * 3, (0.0,) * 3, None, 0)
+
+
+def speed_of(
+    number: float, timings: Sequence[Timing], limits: Sequence[Timing] | None = None
+) -> Speed:
+    """``limits``: of the same rounds, of which the last may be missing."""
+    taken_s = [timing.total_s for timing in timings]
+    ratios = [limit.total_s / ours for limit, ours in zip(limits or (), taken_s, strict=False)]
+    p20, p50, p80 = quantiles(taken_s)
+    return Speed(
+        ms=(p20 * 1e3, p50 * 1e3, p80 * 1e3),
+        per_s=quantiles([number / each_s for each_s in taken_s]),
+        ratio=float(np.median(ratios)) if ratios else None,
+        num_rounds=len(timings),
+    )
+
+
+def speeds(number: float, taken: Mapping[str, Sequence[Timing]]) -> dict[str, Speed]:
+    """Of all contenders of a case; the first is the limit of the others."""
+    limits = next(iter(taken.values()), None)
+    return {name: speed_of(number, timings, limits) for name, timings in taken.items()}
+
+
+def goal_text(reached: float | None, wanted: float | None, text: str = "{:.2f}") -> str:
+    """Whether a goal was reached; nothing where there is none. ``text``: of the goal."""
+    if reached is None or wanted is None:
+        return ""
+    return f"{text.format(wanted)} {'met' if reached >= wanted else 'MISSED'}"
+
+
+# ------------------------------------------------------------------ tables
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One section of a report."""
+
+    title: str
+    text: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def lines(self) -> list[str]:
+        """As Markdown; nothing without rows."""
+        if not self.rows:
+            return []
+        lines = ["", f"## {self.title}", "", *([self.text, ""] if self.text else [])]
+        lines += ["| " + " | ".join(self.header) + " |", "|" + "---|" * len(self.header)]
+        return lines + ["| " + " | ".join(row) + " |" for row in self.rows]
+
+
+Columns = Mapping[str, Callable[[R], str]]
+"""What a record has in each column, by the column's name; spaces at its end are not written, so
+that two columns can have one name."""
+
+
+def of_three(
+    names: tuple[str, str, str], text: str, three: Callable[[Any], Quantiles]
+) -> Columns[Any]:
+    """Columns of a record's quantiles. ``text``: of each, as str.format has it."""
+
+    def column(at: int) -> Callable[[Any], str]:
+        return lambda record: text.format(three(record)[at])
+
+    return {name: column(at) for at, name in enumerate(names)}
+
+
+def of_ms() -> Columns[Any]:
+    """Of a record's speed."""
+    return of_three(("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda record: record.speed.ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One contender in one case of a section, as benchmarks have it that compare works of one
+    process. ``ratio`` of its speed is to the first contender; ``goal``: of that ratio."""
+
+    section: str
+    case: str
+    nbytes: int
+    contender: str = ""
+    speed: Speed = NO_SPEED
+    goal: float | None = None
+    note: str = ""
+
+
+MEASURED: Columns[Measured] = {
+    "case": lambda cell: cell.case,
+    "contender": lambda cell: cell.contender,
+    **of_ms(),
+    "GB/s": lambda cell: f"{cell.speed.gbps[1]:.4g}",
+    "ratio": lambda cell: f"{cell.speed.ratio or 0.0:.3f}",
+    "goal": lambda cell: goal_text(cell.speed.ratio, cell.goal),
+    "note": lambda cell: cell.note,
+}
+SHOWN = ("contender", "p50 ms", "GB/s", "ratio")
+
+
+def by_section(text: str) -> Callable[[Report], list[Table]]:
+    """A table of each section, with that text."""
+
+    def tables(report: Report) -> list[Table]:
+        cells: list[Measured] = report.records.get("cells", [])
+        of_section = {
+            cell.section: [c for c in cells if c.section == cell.section] for cell in cells
+        }
+        return [table(name, text, MEASURED, found) for name, found in of_section.items()]
+
+    return tables
+
+
+def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> Table:
+    header = tuple(name.rstrip() for name in columns)
+    return Table(title, text, header, tuple(row_of(columns, record) for record in records))
+
+
+def row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
+    """The cells of one record."""
+    return tuple(text(record) for text in columns.values())
+
+
+def line_of(columns: Columns[R], record: R, shown: Sequence[str]) -> str:
+    """For somebody who watches, in 80 columns: what the record has in the columns ``shown``, below
+    :func:`head_of`.
+    """
+    return _aligned([columns[column](record) for column in shown], shown)
+
+
+def head_of(shown: Sequence[str]) -> str:
+    """The names of the columns ``shown``, but for the first: its cells say what they are."""
+    return _aligned(["", *shown[1:]], shown)
+
+
+def _aligned(cells: Sequence[str], shown: Sequence[str]) -> str:
+    first, *others = cells
+    padded = (f"{c:>{max(10, len(n) + 2)}}" for c, n in zip(others, shown[1:], strict=True))
+    return f"  {first:<28}{''.join(padded)}".rstrip()
+
+
+def markdown(title: str, facts: Mapping[str, str], tables: Sequence[Table], plot: str = "") -> str:
+    """A whole report; ``facts`` has the command. ``plot``: a line with its picture."""
+    lines = [
+        f"# {title}",
+        "",
+        f"Command: `{facts['command']}`",
+        "",
+        "| what | version |",
+        "|---|---|",
+    ]
+    lines += [f"| {what} | {fact} |" for what, fact in facts.items() if what != "command"]
+    if plot:
+        lines += ["", plot]
+    for each in tables:
+        lines += each.lines()
+    return "\n".join(lines) + "\n"
+
+
+# ------------------------------------------------------------------ reports
+
+
+@dataclass(slots=True)
+class Report:
+    """``name``_date.json, .md and .png in the folder ``out``; written after each case, so that a
+    run cut short leaves something.
+
+    ``records``: what was found, by kind; ``tables`` and ``plot`` make of them what a reader sees.
+    ``shown``: the columns that somebody who watches sees of a record. ``lost``: what was not
+    measured, and why.
+    """
+
+    out: Path
+    name: str
+    title: str
+    facts: dict[str, str]
+    tables: Callable[[Report], list[Table]]
+    plot: Callable[[Report], Plot | None] = lambda report: None
+    records: dict[str, Any] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    date: str = field(default_factory=lambda: today())
+
+    shown: Sequence[str] = ()
+
+    def begin(self, case: str, shown: Sequence[str]) -> None:
+        """Tell somebody who watches what follows, and in which columns."""
+        self.shown = shown
+        print(f"{case}\n{head_of(shown)}", flush=True)
+
+    def add(self, columns: Columns[Any], record: object, kind: str = "cells") -> None:
+        print(line_of(columns, record, self.shown), flush=True)
+        self.records.setdefault(kind, []).append(record)
+
+    def compare(
+        self,
+        case: Measured,
+        taken: Mapping[str, Sequence[Timing]],
+        goals: Mapping[str, float] | None = None,
+    ) -> None:
+        """Tell and keep what all contenders took in that case, the limit first."""
+        self.begin(f"{case.section}: {case.case}", SHOWN)
+        for name, speed in speeds(case.nbytes, taken).items():
+            goal = (goals or {}).get(name)
+            self.add(MEASURED, replace(case, contender=name, speed=speed, goal=goal))
+
+    def write(self, *, is_last: bool = False) -> None:
+        """All that there is; the plot, which takes a second, at the end."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        name = f"{self.name}_{self.date}"
+        known = {kind: _plain(found) for kind, found in self.records.items()}
+        document = {"facts": self.facts, **known, "lost": self.lost}
+        (self.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        plot = self.plot(self) if is_last else None
+        is_drawn = plot is not None and draw(self.out / f"{name}.png", plot, self.conditions())
+        picture = f"![{plot.title}]({name}.png)" if plot is not None and is_drawn else ""
+        (self.out / f"{name}.md").write_text(self.text(picture))
+
+    def conditions(self) -> tuple[str, ...]:
+        """What a picture says of its run: where and when, and under which conditions."""
+        places = [self.facts[name] for name in ("GPU", "CPUs", "link") if name in self.facts]
+        torch_version = self.facts.get("torch", "").split()[:1]
+        states = [
+            "median of each case",
+            *(f"torch {version}" for version in torch_version),
+            *(
+                f"load {load} at the start"
+                for load in [self.facts.get("load at the start")]
+                if load
+            ),
+            *([self.facts["note"]] if "note" in self.facts else []),
+        ]
+        return ", ".join((*places, self.date)), ", ".join(states)
+
+    def text(self, picture: str = "") -> str:
+        """All tables as Markdown. ``picture``: a line with the plot."""
+        lost = Table("not measured", "", ("what", "why"), tuple(self.lost.items()))
+        return markdown(
+            f"{self.title}, {self.date}", self.facts, [*self.tables(self), lost], picture
+        )
+
+
+def _plain(found: Any) -> Any:  # noqa: ANN401
+    """As JSON has it: records by field, all else as it is."""
+    if isinstance(found, list):
+        return [_plain(each) for each in found]
+    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
+
+
+def today() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
+def facts_of(command: str, packages: Sequence[str] = (), note: str = "") -> dict[str, str]:
+    """Command, hardware and versions; ``packages``: other distributions worth naming."""
+    facts = {"command": command, "CPUs": f"{_processor()} x {len(os.sched_getaffinity(0))}"}
+    if torch.cuda.is_available():
+        facts["GPU"] = f"{torch.cuda.get_device_name()} x {torch.cuda.device_count()}"
+    if DRIVER.exists():
+        facts["driver"] = DRIVER.read_text().splitlines()[0]
+    facts["Python"] = platform.python_version()
+    facts["torch"] = f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
+    for name in packages:
+        try:
+            facts[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    facts["load at the start"] = f"{os.getloadavg()[0]:.1f}"
+    if note:
+        facts["note"] = note
+    return facts
+
+
+def _processor() -> str:
+    """The model's name where the system tells it, else the architecture."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()

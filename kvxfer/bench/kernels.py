@@ -1,0 +1,334 @@
+"""The copying kernel on a GPU, and over the link between two, beside what the hardware can do.
+
+    memcpy          as many contiguous bytes, pool to pool: on one GPU, or from the other
+    memset          as many bytes, on one GPU (half the traffic of a copy)
+    torch           index_select, permute and index_copy_, region by region: the usual way
+    batch           cudaMemcpyBatchAsync of blocks as they are, its arrays made before
+    kernel          DeviceCopier.copy between pools whose blocks lie in random order
+
+Bytes are checked before anything is timed: a wrong copy ends the run. The contenders of a case take
+turns, each after 256 MiB were written to clear the caches, slow ones fewer times; the ratio is the
+median of each round's ratio to the memcpy of that round. GB/s are of the payload; on one GPU each
+byte is read and written, so its memory moves twice as many. The way of ids and addresses to the GPU
+is in the times. The host's time to launch is not (that is section cpu), except for "torch" and
+"batch": their hundreds of launches or pieces outlast the head start.
+
+Sections: pieces (equal layouts, blocks of 2 KiB to 2 MiB), pairs (block sizes x layouts x heads),
+inner (sizes that are no powers of two), lengths (128 to 32k tokens), widths (programs of a launch),
+cpu (the host's time for a request). What copies cost a decode step is in gpu-transfer.
+With two GPUs all of it also from the other GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from kvxfer.bench import core
+from kvxfer.bench.frame import Benchmark, Session, option
+from kvxfer.bench.gpu import BatchCopyUnavailable, batch_copy, stream_ms
+from kvxfer.bench.members import FLUSH_NBYTES, gpu_missing
+from kvxfer.bench.plain_ways import torch_copy
+from kvxfer.bench.plots import Plot, line, plot_of
+from kvxfer.bench.pools import (
+    LLAMA_8B,
+    LLAMA_70B_TP8,
+    POISON,
+    Ids,
+    Pool,
+    Request,
+    Shape,
+    layout_of,
+)
+from kvxfer.kernels.strided_work import WHOLE_GPU
+from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
+from kvxfer.tensors.device_memory import DeviceMemory
+
+SPREAD = 2  # a pool has this many times the blocks of the request
+BUDGET_S = 1.5
+"""Of one contender in one case, after its least rounds."""
+BLOCKS = (8, 16, 24, 32, 64, 128)
+LAYOUTS = ("HND", "NHD")
+WIDTHS = (8, 16, 24, 32, 48, 64, 96, 132, 264, WHOLE_GPU)
+LINK_PROGRAMS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The pools, of which every case uses the first bytes, and the copier of the sink's GPU."""
+
+    where: str
+    source: Tensor
+    sink: Tensor
+    flush: Tensor
+    copier: DeviceCopier
+    stream: torch.cuda.Stream
+    rounds: int
+    report: core.Report
+
+    @property
+    def width(self) -> int:
+        """Programs of a copy where nothing else is said."""
+        return WHOLE_GPU if self.where == "local" else LINK_PROGRAMS
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A copy, ready to be made: one class, the ids of both sides."""
+
+    request: Request
+    bound: BoundCopy
+    source_ids: Ids
+    sink_ids: Ids
+
+
+def between(source: str, sink: str, num_tokens: int, shape: Shape = LLAMA_8B) -> Request:
+    """A request that fills a part of its pools; ``source``, ``sink``: HND16."""
+    pools = []
+    for text in (source, sink):
+        layout, block_tokens = layout_of(text)
+        num_blocks = -(-num_tokens // block_tokens) * SPREAD
+        pools.append(Pool(layout, block_tokens, num_blocks, shape))
+    return Request(pools[0], pools[1], num_tokens)
+
+
+def job_of(bench: Bench, request: Request) -> Job:
+    """Bound to the pools of the benchmark."""
+    copy_class, _ = request.copy_class()
+    memories = [
+        (DeviceMemory(memory.data_ptr(), memory.numel()),) for memory in (bench.source, bench.sink)
+    ]
+    bound = bind_copy(copy_class, *memories)
+    return Job(request, bound, request.source_ids, request.sink_ids)
+
+
+def copy(bench: Bench, job: Job, programs: int) -> None:
+    ids = (job.source_ids, job.sink_ids)
+    bench.copier.copy(
+        job.bound, *ids, (0, job.request.num_tokens), stream=bench.stream, programs=programs
+    )
+
+
+def check(bench: Bench, job: Job, programs: int) -> None:
+    """Not by the code under test: every byte of the request, and none beside it."""
+    request, num_tokens = job.request, job.request.num_tokens
+    pool = bench.sink[: request.sink.nbytes]
+    with torch.cuda.stream(bench.stream):
+        pool.fill_(POISON)
+    copy(bench, job, programs)
+    bench.stream.synchronize()
+    step = max(1, (1 << 30) // (num_tokens * request.shape.token_nbytes))
+    for lo in range(0, request.shape.regions, step):
+        want = content(bench.source, request.source, job.source_ids, lo, step)
+        got = content(pool, request.sink, job.sink_ids, lo, step)
+        if not torch.equal(got[:, :num_tokens], want[:, :num_tokens].to(got.device)):
+            raise SystemExit(f"bench kernels: wrong bytes: {request.name}")
+        if not bool((got[:, num_tokens:] == POISON).all()):
+            raise SystemExit(f"bench kernels: wrote behind: {request.name}")
+    if not request.sink.is_untouched_beside(pool, job.sink_ids):
+        raise SystemExit(f"bench kernels: wrote beside: {request.name}")
+
+
+def content(memory: Tensor, pool: Pool, ids: Ids, lo: int, step: int) -> Tensor:
+    """[regions, tokens, heads, inner] of some regions, all tokens of the blocks."""
+    blocks = pool.blocks(memory)[lo : lo + step]
+    taken = blocks[:, torch.from_numpy(ids).to(memory.device)]
+    return taken.reshape(taken.shape[0], -1, pool.shape.heads, pool.shape.inner_nbytes)
+
+
+def once(bench: Bench, work: core.Work) -> core.Timing:
+    return core.Timing(stream_ms(bench.stream, bench.flush, work) / 1e3)
+
+
+def limits_of(bench: Bench, nbytes: int) -> dict[str, core.Work]:
+    """The first is what ratios are to."""
+    given, taken = bench.source[:nbytes], bench.sink[:nbytes]
+    found: dict[str, core.Work] = {"memcpy": partial(taken.copy_, given)}
+    if bench.where == "local":
+        found["memset"] = taken.zero_
+    return found
+
+
+def others_of(bench: Bench, request: Request) -> dict[str, core.Work]:
+    """The usual ways, for equal layouts; what a machine does not have is left out."""
+    found: dict[str, core.Work] = {"torch": torch_copy(request, bench.source, bench.sink)}
+    given, taken = request.pieces()
+    addresses = (given + bench.source.data_ptr(), taken + bench.sink.data_ptr())
+    try:
+        found["batch"] = batch_copy(*addresses, request.source.block_nbytes, bench.stream)
+    except BatchCopyUnavailable as exc:
+        print(exc)
+    return found
+
+
+def run_case(
+    bench: Bench,
+    section: str,
+    request: Request,
+    widths: Sequence[int] = (),
+    *,
+    beside_others: bool = False,
+) -> None:
+    job, widths = job_of(bench, request), widths or (bench.width,)
+    check(bench, job, widths[0])
+    works = limits_of(bench, request.nbytes)
+    if beside_others:
+        works |= others_of(bench, request)
+    works |= {name_of(width): partial(copy, bench, job, width) for width in widths}
+    taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
+    shape = request.shape
+    sizes = f"{shape.regions}x{shape.heads}x{shape.inner_nbytes}"
+    case = f"{request.layouts} {sizes} {request.num_tokens} tokens"
+    bench.report.compare(core.Measured(f"{section}, {bench.where}", case, request.nbytes), taken)
+
+
+def name_of(width: int) -> str:
+    """Of the kernel with so many programs."""
+    return "kernel, all" if width == WHOLE_GPU else f"kernel {width}"
+
+
+# ------------------------------------------------------------------ sections
+
+
+def pieces(bench: Bench, blocks: Sequence[int]) -> None:
+    for log2 in range(11):  # 2 KiB are one token of 8 heads
+        request = between(f"HND{1 << log2}", f"HND{1 << log2}", 8192)
+        run_case(bench, "pieces", request, beside_others=True)
+
+
+def pairs(bench: Bench, blocks: Sequence[int]) -> None:
+    half = Shape("half of 8B", 64, 4, 256)
+    for shape in (LLAMA_8B, half, LLAMA_70B_TP8):
+        num_tokens = 8192 if shape.heads > 1 else 16384
+        layouts = list(product(LAYOUTS, LAYOUTS)) if shape.heads > 1 else [("HND", "HND")]
+        for (ours, theirs), given, taken in product(layouts, blocks, blocks):
+            request = between(f"{ours}{given}", f"{theirs}{taken}", num_tokens, shape)
+            beside = shape == LLAMA_8B and given == taken == 16 and ours == theirs
+            run_case(bench, "pairs", request, beside_others=beside)
+
+
+def inner(bench: Bench, blocks: Sequence[int]) -> None:
+    """Sizes that are no powers of two."""
+    for inner_nbytes, (given, taken) in product((1152, 656, 132), ((64, 64), (64, 16), (16, 24))):
+        shape = Shape("odd", 61, 1, inner_nbytes)
+        # One token more than whole blocks, so that they cannot be joined to wider words
+        for num_tokens in (8192, 8193):
+            request = between(f"NHD{given}", f"NHD{taken}", num_tokens, shape)
+            run_case(bench, "inner", request)
+
+
+def lengths(bench: Bench, blocks: Sequence[int]) -> None:
+    for shape, num_tokens in product((LLAMA_8B, LLAMA_70B_TP8), (128, 512, 2048, 8192, 32768)):
+        for source in ("HND16", "NHD16"):
+            run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
+
+
+def widths(bench: Bench, blocks: Sequence[int]) -> None:
+    for source in ("NHD16", "HND16"):
+        run_case(bench, "widths", between(source, "NHD64", 8192), WIDTHS)
+
+
+def cpu(bench: Bench, blocks: Sequence[int]) -> None:
+    """The host's time in ``copy``, while the GPU is busy with something else."""
+    for num_tokens in (128, 2048, 32768):
+        job = job_of(bench, between("HND16", "NHD64", num_tokens))
+        check(bench, job, bench.width)
+        taken: list[core.Timing] = []
+        for _ in range(20 * bench.rounds):
+            taken.append(core.timed(partial(copy, bench, job, bench.width)))
+            bench.stream.synchronize()
+        case = f"host time of a request of {num_tokens} tokens"
+        bench.report.compare(core.Measured(f"cpu, {bench.where}", case, 0), {"kernel": taken})
+
+
+def make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Bench:
+    sink_device = torch.device("cuda", 0)
+    source_device = torch.device("cuda", 0 if where == "local" else 1)
+    torch.cuda.set_device(sink_device)
+    source = torch.empty(nbytes, dtype=torch.uint8, device=source_device)
+    for part in source.split(1 << 28):
+        part.random_()
+    sink = torch.empty(nbytes, dtype=torch.uint8, device=sink_device)
+    # torch lets one GPU read the other only once it has copied in that direction
+    sink[:1024].copy_(source[:1024])
+    source[:1024].copy_(sink[:1024])
+    flush = torch.empty(FLUSH_NBYTES, dtype=torch.uint8, device=sink_device)
+    copier = DeviceCopier(sink_device, CopySettings())
+    torch.cuda.synchronize(source_device)
+    stream = torch.cuda.Stream(sink_device)
+    return Bench(where, source, sink, flush, copier, stream, rounds, report)
+
+
+SECTIONS = {section.__name__: section for section in (pieces, widths, lengths, inner, cpu, pairs)}
+TEXT = (
+    "GB/s of payload, median; on one GPU each byte is read and written. The ratio is to the memcpy "
+    "of the same round."
+)
+
+
+def plot(report: core.Report) -> Plot | None:
+    cells = [cell for cell in report.records.get("cells", []) if cell.section.startswith("pieces")]
+    names = dict.fromkeys((c.section, c.contender) for c in cells if c.contender != "memset")
+    lines = [
+        line(
+            f"{section.removeprefix('pieces, ')}: {contender}",
+            [cell for cell in cells if (cell.section, cell.contender) == (section, contender)],
+            _piece,
+            is_limit=contender == "memcpy",
+        )
+        for section, contender in names
+    ]
+    return plot_of("Copying kernel, by piece", "piece, bytes", "GB/s of payload", lines)
+
+
+def _piece(cell: core.Measured) -> tuple[float, float]:
+    block_tokens = int(cell.case.split("->")[0][3:])
+    return block_tokens * LLAMA_8B.token_nbytes, cell.speed.gbps[1]
+
+
+def run(session: Session, options: argparse.Namespace) -> int:
+    """Run the sections and write the results after each place."""
+    report = session.report(
+        *("kernels", "Copying kernel", core.by_section(TEXT), plot, ("triton",))
+    )
+    largest = between("HND64", "HND64", 32768).sink.nbytes
+    has_peer = torch.cuda.device_count() > 1
+    places = [where for where in options.where if where == "local" or has_peer]
+    if places != options.where:
+        report.lost["peer"] = "expected two GPUs, found one"
+    session.progress.plan(len(places) * len(options.sections))
+    for where in places:
+        bench = make_bench(where, largest, options.rounds, report)
+        for section in options.sections:
+            SECTIONS[section](bench, options.blocks)
+            session.progress.step()
+        del bench
+        torch.cuda.empty_cache()
+        report.write(is_last=True)
+    return 0
+
+
+PLACES = ("local", "peer")
+BENCHMARK = Benchmark(
+    (
+        option("--rounds", 7, 3, type=int, help="that each contender runs"),
+        option(
+            "--sections",
+            list(SECTIONS),
+            ["pieces", "lengths"],
+            nargs="+",
+            choices=list(SECTIONS),
+            help="some of",
+        ),
+        option("--where", list(PLACES), nargs="+", choices=PLACES, help="the source's GPU"),
+        option("--blocks", list(BLOCKS), nargs="+", type=int, help="tokens, of the section pairs"),
+    ),
+    run,
+    gpu_missing,
+)

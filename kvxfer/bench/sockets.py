@@ -1,0 +1,181 @@
+"""Plain sockets that move the same scattered pieces as they are: blocking sendmsg and recvmsg_into
+straight between the pools. The yardstick of every wire of host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.members import SINK, SOURCE, Devices, Member
+from kvxfer.bench.pools import Request
+
+SOCKETS, UNIX_SOCKETS = "sockets", "unix-sockets"
+CONNECT_S = 10.0
+PIECES_A_CALL = 64
+"""2 MiB of usual blocks: a call takes about that much, and what is left is cut again after each."""
+
+Address = tuple[str, int] | bytes
+_LENGTH = struct.Struct("<Q")
+
+
+def connect(address: Address) -> socket.socket:
+    """TCP without Nagle's delay, or an abstract Unix socket."""
+    sock = socket.socket(socket.AF_UNIX if isinstance(address, bytes) else socket.AF_INET)
+    sock.settimeout(CONNECT_S)
+    sock.connect(address)
+    sock.settimeout(None)
+    return without_delay(sock)
+
+
+def without_delay(sock: socket.socket) -> socket.socket:
+    if sock.family == socket.AF_INET:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def listen(host: str) -> socket.socket:
+    return socket.create_server((host, 0))
+
+
+def say(sock: socket.socket, message: bytes) -> None:
+    """A message with its length before it."""
+    sock.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def hear(sock: socket.socket) -> bytes:
+    """The next message. Raises ConnectionError at the end of the stream."""
+    (length,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return _exactly(sock, length)
+
+
+def _exactly(sock: socket.socket, nbytes: int) -> bytes:
+    found = bytearray(nbytes)
+    left = memoryview(found)
+    while left:
+        count = sock.recv_into(left)
+        if not count:
+            raise ConnectionError("sockets: expected more bytes, got the end of the stream")
+        left = left[count:]
+    return bytes(found)
+
+
+def send_pieces(sock: socket.socket, pool: memoryview, offsets: list[int], nbytes: int) -> None:
+    """Every piece of so many bytes, in order."""
+    for buffers in _batches(pool, offsets, nbytes):
+        while buffers:
+            _advance(buffers, sock.sendmsg(buffers))
+
+
+def receive_pieces(sock: socket.socket, pool: memoryview, offsets: list[int], nbytes: int) -> None:
+    """Every piece to its place. Raises ConnectionError at the end of the stream."""
+    for buffers in _batches(pool, offsets, nbytes):
+        while buffers:
+            count = sock.recvmsg_into(buffers)[0]
+            if not count:
+                raise ConnectionError("sockets: expected more bytes, got the end of the stream")
+            _advance(buffers, count)
+
+
+def _batches(pool: memoryview, offsets: list[int], nbytes: int) -> Iterator[list[memoryview]]:
+    for first in range(0, len(offsets), PIECES_A_CALL):
+        yield [pool[at : at + nbytes] for at in offsets[first : first + PIECES_A_CALL]]
+
+
+def _advance(buffers: list[memoryview], count: int) -> None:
+    done = 0
+    while done < len(buffers) and count >= len(buffers[done]):
+        count -= len(buffers[done])
+        done += 1
+    del buffers[:done]
+    if count:
+        buffers[0] = buffers[0][count:]
+
+
+class SocketSource(Member):
+    """Sends the pieces that it is asked for, on each socket by a thread of its own."""
+
+    def __init__(self, devices: Devices, nbytes: int) -> None:
+        super().__init__({SOURCE: devices.source}, nbytes)
+        self._view = self.memories[SOURCE].tensor.numpy().data
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    def connect(self, addresses: dict[str, Address]) -> None:
+        """To the sink."""
+        for address in addresses.values():
+            sock = connect(address)
+            thread = threading.Thread(target=self._serve, args=(sock,))
+            thread.start()
+            self._sockets.append(sock)
+            self._threads.append(thread)
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the sink has closed
+            while True:
+                nbytes, *offsets = np.frombuffer(hear(sock), dtype=np.int64).tolist()
+                send_pieces(sock, self._view, offsets, nbytes)
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+        self._view.release()
+        super().close()
+
+
+class SocketSink(Member):
+    """Asks for pieces, and takes them; over TCP, and where ``has_unix`` over a Unix socket, too."""
+
+    def __init__(self, devices: Devices, nbytes: int, host: str, has_unix: bool) -> None:
+        super().__init__({SINK: devices.sink}, nbytes)
+        self._view = self.memories[SINK].tensor.numpy().data
+        self._listeners = {SOCKETS: listen(host)}
+        if has_unix:
+            unix = socket.socket(socket.AF_UNIX)
+            unix.bind(b"")  # the kernel finds a free name
+            unix.listen()
+            self._listeners[UNIX_SOCKETS] = unix
+        self._sockets: dict[str, socket.socket] = {}
+        self._pieces: dict[Request, tuple[bytes, list[int]]] = {}
+
+    def addresses(self) -> dict[str, Address]:
+        """Where the source connects to, which it does at once."""
+        return {way: listener.getsockname() for way, listener in self._listeners.items()}
+
+    def accept(self) -> None:
+        for way, listener in self._listeners.items():
+            listener.settimeout(CONNECT_S)
+            sock = listener.accept()[0]
+            sock.settimeout(None)
+            self._sockets[way] = without_delay(sock)
+
+    def run(self, way: str, request: Request) -> Timing:
+        """From the request, which names each piece, to the last byte."""
+        if request not in self._pieces:
+            given, taken = request.pieces()
+            asked = np.concatenate(([request.source.block_nbytes], given)).astype(np.int64)
+            self._pieces[request] = (asked.tobytes(), taken.tolist())
+        asked_for, places = self._pieces[request]
+        sock, nbytes = self._sockets[way], request.source.block_nbytes
+        self.flush()
+        return timed(
+            lambda: say(sock, asked_for),
+            lambda: receive_pieces(sock, self._view, places, nbytes),
+        )
+
+    def close(self) -> None:
+        for sock in (*self._sockets.values(), *self._listeners.values()):
+            sock.close()
+        self._view.release()
+        super().close()

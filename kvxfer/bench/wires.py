@@ -1,0 +1,429 @@
+"""A wire of kvxfer through its contract, without a connector: one process gives, the other takes.
+
+A direct wire between GPUs reads by itself, and nobody is asked. In host memory the sink says what
+it wants over a socket, as a connector's control channel would, and is timed from there to the
+report that everything is in place. One IO thread on each side drives the wire.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from kvxfer.bench.core import Timing, timed
+from kvxfer.bench.gpu import MatrixLoop
+from kvxfer.bench.members import SINK, SOURCE, Devices, Member, finish
+from kvxfer.bench.pools import Request
+from kvxfer.bench.sockets import CONNECT_S, connect, hear, listen, say, without_delay
+from kvxfer.config import Config, load_config
+from kvxfer.transfer.costs import REFERENCE_TOKENS, Workload
+from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.transfer.plan import CopyClass, PullClass
+from kvxfer.transfer.pull import block_chunk_nbytes, pull_class, route_nbytes
+from kvxfer.transports.base import (
+    DirectSink,
+    LocalMemory,
+    Packed,
+    PeerGone,
+    Readable,
+    ReadBroke,
+    ReadDone,
+    ReadRequest,
+    ReceivingSink,
+    SendingSource,
+    SendRequest,
+    SinkTransport,
+    TransferKey,
+)
+from kvxfer.transports.choice import Choice, choose
+from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.guard import Guard
+from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports.zmq_pipe import ZmqPipe
+
+_Context = zmq.Context[zmq.Socket[bytes]]
+READ_S = 30.0
+LONGEST_WAIT_MS = 100  # a wire wakes us; this is for one that forgot
+MATRIX_COLUMNS = {"cuda": 8192, "cpu": 256}
+ZMQ_TCP = "zmq-tcp"
+"""The wire zmq as between two hosts: without its Unix socket."""
+INCARNATION = b"bench-sink-bench"
+
+
+class TcpSink(StreamSink):
+    """The taking end of ``zmq-tcp``."""
+
+    uses_unix_sockets = False
+
+
+def wire_config(wire: str, **settings: object) -> Config:
+    """The settings of a benchmark's wire."""
+    name = "zmq" if wire == ZMQ_TCP else wire
+    chosen = {"transport": name, "port": 0, "trust_network": True, **settings}
+    return load_config(chosen, environ={}).config
+
+
+class Hands:
+    """What a wire needs beside its memory, and how its IO thread waits."""
+
+    def __init__(self, config: Config, *watched: Readable) -> None:
+        self.copy_thread, self.wake = CopyThread(), WakeUp()
+        self.context: _Context = zmq.Context()
+        Guard(self.context, config)
+        self._poller, self._polled = zmq.Poller(), list[Readable]()
+        self.watched = list(watched)
+
+    @property
+    def all(self) -> tuple[CopyThread, WakeUp, _Context]:
+        """As a wire is given them."""
+        return self.copy_thread, self.wake, self.context
+
+    def wait(self, wire: SendingSource | SinkTransport | None) -> set[Readable]:
+        """What can be read, of the wire or of what else is watched; what a wire has to be watched
+        for may change every time.
+        """
+        wanted: list[Readable] = [self.wake.fd, *self.watched]
+        wanted.extend(wire.pollables() if wire is not None else ())
+        if wanted != self._polled:
+            self._poller, self._polled = zmq.Poller(), wanted
+            for each in wanted:
+                self._poller.register(each, zmq.POLLIN)
+        ready = {each for each, _ in self._poller.poll(LONGEST_WAIT_MS)}
+        if self.wake.fd in ready:
+            self.wake.clear()
+        return ready
+
+    def close(self) -> None:
+        self.copy_thread.close()
+        self.context.term()
+        self.wake.close()
+
+
+# ------------------------------------------------------------------ the giving process
+
+
+class SendIds(msgspec.Struct, tag=True):
+    """What a Pull does on a direct wire; the answer is the same, as a Grant."""
+
+    ids: tuple[int, ...]
+
+
+class SendChunks(msgspec.Struct, tag=True):
+    """What a Pull does on a stream wire."""
+
+    request: SendRequest
+
+
+_commands = msgspec.msgpack.Decoder(SendIds | SendChunks)
+
+
+class Giving(Member):
+    """The source: serves its wire and the sink's requests on a thread."""
+
+    def __init__(self, devices: Devices, nbytes: int, config: Config) -> None:
+        super().__init__({SOURCE: devices.source}, nbytes)
+        memory = self.memories[SOURCE].local
+        self._listener = listen(config.host)
+        self._hands = Hands(config, self._listener.fileno())
+        sources = make_sources(memory, config, *self._hands.all)
+        (source,) = sources.values()
+        self._source = source if isinstance(source, SendingSource) else None
+        self.given = RankManifest(
+            rank=RankId(0, 0),
+            control_endpoint=f"tcp://{config.host}:1",
+            data_endpoints=data_endpoints(sources),
+            memories=published_infos(sources, memory),
+            regions=(),
+        )
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def manifest(self) -> RankManifest:
+        return self.given
+
+    def address(self) -> tuple[str, int]:
+        """Where a sink says what it wants."""
+        host, port = self._listener.getsockname()
+        return host, port
+
+    def _serve(self) -> None:
+        control: socket.socket | None = None
+        while not self._over.is_set():
+            ready = self._hands.wait(self._source)
+            for completion in self._source.poll() if self._source is not None else ():
+                if self._source is not None and isinstance(completion, Packed):
+                    self._source.send_packed(completion.key, completion.sequence)
+            if self._listener.fileno() in ready:
+                control = without_delay(self._listener.accept()[0])
+                self._hands.watched = [control.fileno()]
+            elif control is not None and control.fileno() in ready:
+                try:
+                    self._obey(control, _commands.decode(hear(control)))
+                except ConnectionError:  # the sink has closed
+                    break
+        if control is not None:
+            control.close()
+
+    def _obey(self, control: socket.socket, command: SendIds | SendChunks) -> None:
+        match command:
+            case SendIds():
+                say(control, msgspec.msgpack.encode(command))
+            case SendChunks(request) if self._source is not None:
+                self._source.submit_send(request)
+
+    def close(self) -> None:
+        self._over.set()
+        self._hands.wake()
+        self._thread.join()
+        self._listener.close()
+        if self._source is not None:
+            self._source.close()
+        self._hands.close()
+        super().close()
+
+
+# ------------------------------------------------------------------ the taking process
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request as a wire knows it."""
+
+    copy_class: CopyClass
+    pull: PullClass
+    source_ids: tuple[int, ...]
+    sink_ids: tuple[int, ...]
+    chunk_nbytes: int
+
+
+class Reader:
+    """One sink's end of a wire; for one thread."""
+
+    def __init__(self, memory: LocalMemory, wire: str, config: Config) -> None:
+        self._hands = Hands(config)
+        self.sink: SinkTransport
+        if wire == ZMQ_TCP:
+            self.sink = TcpSink(lambda *_: ZmqPipe(), memory, config, *self._hands.all)
+        else:
+            (self.sink,) = make_sinks(memory, config, *self._hands.all).values()
+        self._source: RankManifest | None = None
+        self._control: socket.socket | None = None
+        self._choice: Choice | None = None
+        self._num_reads = 0
+        self._wanted: dict[Request, Wanted] = {}
+
+    def attach(self, source: RankManifest) -> None:
+        """Without a trial, to read without asking."""
+        self._source = source
+        self.sink.attach(source)
+
+    def meet(self, source: RankManifest, address: tuple[str, int], request: Request) -> str:
+        """Try the wire, as a connector does at the first contact, for such requests, and connect to
+        the source; what the trial says.
+        """
+        copy_class, _ = request.copy_class()
+        pulls = (pull_class(copy_class, 0, REFERENCE_TOKENS),)
+        workload = Workload(route_nbytes(pulls), block_chunk_nbytes(pulls))
+        self._source = source
+        self._choice = choose({self.sink.name: self.sink}, source, workload)
+        if isinstance(self.sink, DirectSink):
+            self.sink.attach(source, self._choice.trial)
+        else:
+            self.sink.attach(source, self._choice.staging)
+        self._control = connect(address)
+        self._control.settimeout(CONNECT_S)
+        return str(self._choice)
+
+    def reattach(self) -> None:
+        """Leave the source and come back."""
+        assert self._source is not None
+        assert self._choice is not None
+        self.sink.detach(self._source.control_endpoint)
+        if isinstance(self.sink, DirectSink):
+            self.sink.attach(self._source)
+        else:
+            self.sink.attach(self._source, self._choice.staging)
+
+    def begin(self, request: Request) -> Callable[[], None]:
+        """What asks for a new read of it; kernels that it needs are compiled before."""
+        if self._source is None:
+            raise RuntimeError("sink: expected attach before run")
+        if (
+            request not in self._wanted
+        ):  # a connector has its classes from a plan, and so has a wire
+            copy_class, pull = request.copy_class()
+            self.sink.trial(self._source, CONNECT_S, (copy_class,)).close()
+            ids = tuple(request.source_ids.tolist()), tuple(request.sink_ids.tolist())
+            chunk_nbytes = self._choice.chunk_nbytes(request.nbytes) if self._choice else 0
+            self._wanted[request] = Wanted(copy_class, pull, *ids, chunk_nbytes)
+        self._num_reads += 1
+        key = TransferKey(self._num_reads.to_bytes(16), INCARNATION, "pp0tp0", "pp0tp0")
+        wanted, source = self._wanted[request], self._source
+        return lambda: self._ask(key, source, wanted)
+
+    def _ask(self, key: TransferKey, source: RankManifest, wanted: Wanted) -> None:
+        classes, pulls = (wanted.copy_class,), (wanted.pull,)
+
+        def read(ids: tuple[tuple[int, ...], ...], chunk_nbytes: int) -> ReadRequest:
+            places = (wanted.sink_ids,)
+            return ReadRequest(key, source, classes, pulls, ids, places, chunk_nbytes)
+
+        if isinstance(self.sink, DirectSink) and self._control is None:
+            self.sink.submit_read(read((wanted.source_ids,), 0))
+            return
+        assert self._control is not None
+        if isinstance(self.sink, ReceivingSink):
+            self.sink.submit_expect(read((), wanted.chunk_nbytes))
+            sides, ids = (wanted.copy_class.source,), (wanted.source_ids,)
+            asked = SendRequest(key, pulls, sides, ids, wanted.chunk_nbytes)
+            say(self._control, msgspec.msgpack.encode(SendChunks(asked)))
+        else:
+            say(self._control, msgspec.msgpack.encode(SendIds(wanted.source_ids)))
+            granted = msgspec.msgpack.decode(hear(self._control), type=SendIds).ids
+            self.sink.submit_read(read((granted,), 0))
+
+    def wait(self) -> None:
+        """Until the wire says that the read is done, as an IO thread waits: asleep. Raises
+        RuntimeError where it breaks, TimeoutError.
+        """
+        deadline_s = time.monotonic() + READ_S
+        while True:
+            for completion in self.sink.poll():
+                match completion:
+                    case ReadDone():
+                        return
+                    case ReadBroke() | PeerGone():
+                        raise RuntimeError(f"{self.sink.name}: {completion}")
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"{self.sink.name}: expected the read done in {READ_S:g} s")
+            self._hands.wait(self.sink)
+
+    def close(self) -> None:
+        """Unmap or disconnect, and end its threads."""
+        if self._control is not None:
+            self._control.close()
+        self.sink.close()
+        self._hands.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Disturbed:
+    """A matrix loop while pulls follow each other: its time, that of it alone, and the pulls' GB/s.
+
+    ``programs`` 0: no pulls.
+    """
+
+    loop: str
+    programs: int
+    taken_ms: tuple[float, ...]
+    alone_ms: float
+    gbps: float
+
+
+class Taking(Member):
+    """The sink; drives its wire while it waits."""
+
+    def __init__(self, devices: Devices, nbytes: int, config: Config) -> None:
+        super().__init__({SINK: devices.sink}, nbytes)
+        self._devices, self._config = devices, config
+        self._reader = self._new_reader(config)
+
+    def _new_reader(self, config: Config) -> Reader:
+        return Reader(self.memories[SINK].local, self._devices.wire, config)
+
+    def attach(self, source: RankManifest) -> None:
+        self._reader.attach(source)
+
+    def meet(self, source: RankManifest, address: tuple[str, int], request: Request) -> str:
+        return self._reader.meet(source, address, request)
+
+    def run(self, way: str, request: Request) -> Timing:
+        ask = self._reader.begin(request)
+        self.flush()
+        return timed(ask, self._reader.wait)
+
+    def many(self, request: Request, count: int) -> float:
+        """One after the other; seconds of all."""
+        started_s = time.perf_counter()
+        for _ in range(count):
+            self._reader.begin(request)()
+            self._reader.wait()
+        return time.perf_counter() - started_s
+
+    def reattach(self, request: Request, times: int) -> None:
+        """Leave the source, come back and read once, again and again."""
+        for _ in range(times):
+            self._reader.reattach()
+            self.many(request, 1)
+
+    def disturb(
+        self, source: RankManifest, request: Request, rows: int, widths: list[int], rounds: int
+    ) -> list[Disturbed]:
+        """A matrix loop on this process's GPU, alone and beside pulls of several widths."""
+        device = self.memories[SINK].device
+        loop = MatrixLoop(device, rows, MATRIX_COLUMNS[device.type])
+        loop.run_ms()
+        alone_ms = statistics.median(loop.run_ms() for _ in range(rounds))
+        found: list[Disturbed] = []
+        for programs in widths:
+            if not programs:
+                taken = tuple(loop.run_ms() for _ in range(rounds))
+                found.append(Disturbed(loop.name, 0, taken, alone_ms, 0.0))
+                continue
+            config = self._config
+            if self._devices.wire == "cuda_ipc":
+                config = msgspec.structs.replace(config, launch_programs=programs)
+            reader = self._new_reader(config)
+            try:
+                reader.attach(source)
+                taken, gbps = _beside_pulls(loop, reader, request, rounds)
+            finally:
+                reader.close()
+                finish(device)
+            found.append(Disturbed(loop.name, programs, taken, alone_ms, gbps))
+        return found
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()
+
+
+def _beside_pulls(
+    loop: MatrixLoop, reader: Reader, request: Request, rounds: int
+) -> tuple[tuple[float, ...], float]:
+    """The loop's times while another thread pulls without a pause, and the pulls' GB/s."""
+    pulling, over = threading.Event(), threading.Event()
+    speeds: list[float] = []
+
+    def pull() -> None:
+        num_done, started_s = 0, time.perf_counter()
+        while not over.is_set():
+            reader.begin(request)()
+            pulling.set()
+            reader.wait()
+            num_done += 1
+        speeds.append(num_done * request.nbytes / (time.perf_counter() - started_s) / 1e9)
+
+    reader.begin(request)()
+    reader.wait()  # the first one may compile
+    thread = threading.Thread(target=pull)
+    thread.start()
+    try:
+        pulling.wait(READ_S)
+        taken = tuple(loop.run_ms() for _ in range(rounds))
+    finally:
+        over.set()
+        thread.join()
+    if not speeds:
+        raise RuntimeError("pulls: expected some beside the matrix loop, they broke")
+    return taken, speeds[0]

@@ -1,0 +1,81 @@
+"""``kvxfer keys``: makes, rotates and shows the folder of CURVE keys that engines share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvxfer.errors import ConfigError
+
+WRONG = 2
+
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the keys.")]
+_Step = Annotated[str | None, typer.Argument(metavar="STEP", help="add, use or drop.")]
+_NEXT = {
+    "add": "to replace the key: kvxfer keys rotate {0} add",
+    "use": "copy {0} to every host; when it is everywhere: kvxfer keys rotate {0} use",
+    "drop": "copy {0} to every host, and restart the engines, one after the other;\n"
+    "when all have: kvxfer keys rotate {0} drop, and copy it once more",
+}
+"""What is to be done, by the step that is due."""
+
+keys = typer.Typer(
+    help="Make and rotate the CURVE keys that engines share (curve_keys_dir).",
+    no_args_is_help=True,
+)
+
+
+@keys.command()
+def make(folder: _Folder) -> None:
+    """Make a folder with a key pair. Keys that are there are not replaced."""
+    with _border():
+        from kvxfer.transports.key_folder import make_keys
+
+        make_keys(folder)
+        typer.echo(f"copy {folder} to every host, and set curve_keys_dir on every engine")
+        _show(folder)
+
+
+@keys.command()
+def rotate(folder: _Folder, step: _Step = None) -> None:
+    """Replace the key while engines run, in three steps.
+
+    add: a next key, which is accepted from now on. use: engines that start from now on take it.
+    drop: the key before it is not accepted any more.
+    """
+    with _border():
+        from kvxfer.transports.key_folder import rotate_keys
+
+        rotate_keys(folder, step)
+        _show(folder)
+
+
+@keys.command()
+def show(folder: _Folder) -> None:
+    """Show the public keys, and the step that is due. Exit status 2 for a folder that engines
+    refuse.
+    """
+    with _border():
+        _show(folder)
+
+
+def _show(folder: Path) -> None:
+    from kvxfer.transports.key_folder import read_keys
+
+    found = read_keys(folder)
+    typer.echo(f"{folder}: {found}\n{_NEXT[found.due].format(folder)}")
+
+
+@contextmanager
+def _border() -> Iterator[None]:
+    """Errors become one line and an exit code."""
+    try:
+        yield
+    except (ConfigError, OSError) as e:
+        print(f"kvxfer: error: {e}", file=sys.stderr)
+        raise typer.Exit(WRONG) from e
