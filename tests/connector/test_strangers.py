@@ -36,7 +36,7 @@ from kvxfer.transports import channel, guard, visitors
 from kvxfer.transports.stream_sink import StreamSink
 from tests import zmtp
 from tests.builders import EngineShape
-from tests.connector.rig import POISON, Engine, backlogs_of, stuck, until
+from tests.connector.rig import POISON, Engine, backlogs_of, service_of, stuck, until
 
 ONE = EngineShape()
 PORTS = ["control", "data"]
@@ -234,6 +234,32 @@ def test_a_connection_that_has_nothing_to_say_says_a_word(monkeypatch: pytest.Mo
         )
         sink.load("d", ref, [1], (0, 16))
         until(lambda: decode_to_source(router.recv_multipart()[1]) == Ping())
+
+
+def test_who_sends_and_goes_again_and_again_has_to_wait(
+    engine: Engine,
+) -> None:
+    """What it has sent is nobody's backlog any more, and would fill the memory."""
+
+    def send_and_go() -> None:
+        with closing(zmtp.connect(engine.endpoint)) as peer:
+            peer.sendall(zmtp.frame(encode(Ping())) * 20)
+
+    for _ in range(2 * visitors.MOST_LEFT):
+        send_and_go()
+    until(lambda: not backlogs_of(engine))
+    assert not is_kept_out(engine.endpoint)  # all of it was read at once
+    penalties = guard.penalties_of(service_of(engine)._context)
+    listener = service_of(engine)._server.router
+    with stuck(engine):
+        for _ in range(2 * visitors.MOST_LEFT):
+            send_and_go()
+        listener.inspect()  # on this thread, while the other stands
+        listener.inspect()
+        listener.meet()
+        assert penalties.holds("127.0.0.1", time.monotonic())
+    until(lambda: not penalties.holds("127.0.0.1", time.monotonic()))
+    assert not is_kept_out(engine.endpoint)
 
 
 # ------------------------------------------------------------------ who comes in

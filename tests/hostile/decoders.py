@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, cast
 
 import msgspec
 import zmq
+import zmq.auth
 
 import kvxfer
 from kvxfer.cli.options import parse_address as parse_host_port
@@ -52,6 +54,7 @@ from kvxfer.transfer.pull import PullResolver
 from kvxfer.transports import stream_wire
 from kvxfer.transports.base import SendingSource
 from kvxfer.transports.guard import user_of, why_refused
+from kvxfer.transports.key_folder import CURRENT, read_keys
 from kvxfer.transports.native_peers import parse_address
 from kvxfer.transports.nixl_agent import Area
 from kvxfer.transports.nixl_ends import Address
@@ -393,6 +396,18 @@ def _model_config(frame: bytes, folder: Path) -> object:
     return load_model_config(str(file))
 
 
+def _key_files() -> tuple[bytes, ...]:
+    with tempfile.TemporaryDirectory() as folder:
+        secret = zmq.auth.create_certificates(folder, "current")[1]
+        return (Path(secret).read_bytes(),)
+
+
+def _key_file(frame: bytes, folder: Path) -> object:
+    (folder / CURRENT).write_bytes(frame)
+    (folder / CURRENT).chmod(0o600)
+    return read_keys(folder)
+
+
 def _weight_index(frame: bytes, folder: Path) -> object:
     (folder / "model.safetensors.index.json").write_bytes(frame)
     (folder / "model-1.safetensors").touch()
@@ -686,6 +701,14 @@ DECODERS = (
         ),
     ),
     Decoder(
+        "key file",
+        "text",
+        _key_files(),
+        _key_file,
+        (ConfigError,),
+        ("transports/key_folder.py:_read",),
+    ),
+    Decoder(
         "index of weights",
         "json",
         (_lines({"weight_map": {"a": "model-1.safetensors"}}),),
@@ -712,6 +735,18 @@ DECODERS = (
 )
 
 NO_INPUT: Mapping[str, str] = {
+    "bench/nixl_ways.py:NixlMember.meet": "the other end of a benchmark",
+    "bench/slow_link.py:wire_nbytes": "a benchmark's own device",
+    "bench/sockets.py:SocketSource._serve": "the other end of a benchmark",
+    "bench/sockets.py:hear": "the other end of a benchmark",
+    "bench/wires.py:Giving._serve": "the other end of a benchmark",
+    "bench/wires.py:Reader._ask": "the other end of a benchmark",
+    "cli/doctor.py:as_json": "what it has encoded itself",
+    "cli/prompts.py:text_decoder": "tokens of this process",
+    "cli/terminal.py:_print_lines": "lines of its own child",
+    "connector/protection.py:protection": "settings have been parsed",
+    "transports/external.py:_loaded": "code that an installed package names",
+    "transports/key_folder.py:_write": "keys of this process",
     "cache/hashing.py:_cut": "this process's own bytes",
     "cache/kv_events.py:KVEventLog._external": "a hash of this process",
     "cli/plan.py:run_plan": "what it has encoded itself",
@@ -722,6 +757,7 @@ NO_INPUT: Mapping[str, str] = {
     "engine/links.py:DriverLink.receive": "a socket to its own child",
     "engine/links.py:RankLink.receive": "a socket to its own parent",
     "engine/rank.py:_Orders._receive": "a pipe to its own parent",
+    "engine/rpc.py:RpcClient.poll": "an event of ZeroMQ",
     "engine/weights.py:RandomWeights.read": "a hash of this process",
     "integrations/vllm/facts.py:_files_identity": "the model that vLLM has loaded",
     "integrations/vllm/facts.py:_weight_files": "the model that vLLM has loaded",
