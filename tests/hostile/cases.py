@@ -227,7 +227,7 @@ def _of_both_ports() -> Iterator[Case]:
             name=f"a huge frame {where}",
             port=port,
             fate=_ENDED,
-            sends=_raw(b"\x02" + (1 << 40).to_bytes(8, "big") + bytes(1000)),
+            sends=_raw(b"\x02" + ((64 << 20) + 1).to_bytes(8, "big") + bytes(1000)),
         )
         yield Case(
             name=f"an address that is not admitted {where}",
