@@ -125,7 +125,12 @@ def _measured(
     after = honest.source.take_stats().counts
     moved = {
         name: after[name] - counts.get(name, 0)
-        for name in (*case.counts, "connections.refused", "control.malformed")
+        for name in (
+            *case.counts,
+            "connections.refused.address",
+            "connections.refused.key",
+            "control.malformed",
+        )
         if after.get(name, 0) > counts.get(name, 0)
     }
     return Row(

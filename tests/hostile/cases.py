@@ -234,7 +234,7 @@ def _of_both_ports() -> Iterator[Case]:
             port=port,
             fate=_REFUSED,
             origin="afar",
-            counts=("connections.refused",),
+            counts=("connections.refused.address",),
         )
         yield Case(name=f"no key {where}", port=port, fate=_REFUSED, keys=True)
         yield Case(
@@ -243,7 +243,7 @@ def _of_both_ports() -> Iterator[Case]:
             fate=_REFUSED,
             keys=True,
             key="strange",
-            counts=("connections.refused",),
+            counts=("connections.refused.key",),
         )
         yield Case(
             name=f"a strange key from afar {where}",
@@ -252,7 +252,7 @@ def _of_both_ports() -> Iterator[Case]:
             keys=True,
             key="strange",
             origin="afar",
-            counts=("connections.refused",),
+            counts=("connections.refused.key",),
         )
         yield Case(
             name=f"half a greeting with keys {where}",
