@@ -298,6 +298,8 @@ def load_config(
         config = msgspec.convert(values, Config, strict=False)
     except msgspec.ValidationError as exc:
         raise _explained(exc, values, origins) from exc
+    except UnicodeEncodeError:  # its cause would show the text, which may be a secret
+        raise ConfigError("settings: expected texts in UTF-8, got other bytes") from None
     except ConfigError as exc:
         origin = origins.get(str(exc).partition(":")[0], "argument")
         raise exc if origin == "argument" else ConfigError(f"{exc} ({origin})") from exc

@@ -5,22 +5,29 @@ from __future__ import annotations
 import socket
 import struct
 
-_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 EMPTY_PART = b"\x01\x00"
 """A part of no bytes, after which more of its message comes."""
 EMPTY_END = b"\x00\x00"
 """A last part of no bytes."""
 
 
-def connect(endpoint: str, timeout_s: float = 30.0, name: bytes = b"") -> socket.socket:
+def open_tcp(endpoint: str, timeout_s: float = 30.0, address: str = "") -> socket.socket:
+    """A connection from this address of the host, on which nothing was said."""
+    host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+    return socket.create_connection((host, int(port)), timeout_s, (address, 0))
+
+
+def connect(
+    endpoint: str, timeout_s: float = 30.0, name: bytes = b"", address: str = ""
+) -> socket.socket:
     """A DEALER (of that name) that has shaken hands without a key. Raises OSError where it is
     refused.
     """
-    host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
-    peer = socket.create_connection((host, int(port)), timeout_s)
+    peer = open_tcp(endpoint, timeout_s, address)
     try:
-        peer.sendall(_GREETING)
-        _read(peer, len(_GREETING))
+        peer.sendall(GREETING)
+        _read(peer, len(GREETING))
         ready = b"\x05READY" + b"".join(
             bytes([len(key)]) + key + struct.pack(">I", len(value)) + value
             for key, value in ((b"Socket-Type", b"DEALER"), (b"Identity", name))
@@ -41,7 +48,9 @@ def _expect_ready(peer: socket.socket) -> None:
 
 
 def frame(content: bytes) -> bytes:
-    """A message of one short part."""
+    """A message of one part."""
+    if len(content) > 255:
+        return b"\x02" + len(content).to_bytes(8, "big") + content
     return bytes([0, len(content)]) + content
 
 

@@ -256,7 +256,7 @@ class BoardView:
             return None
         try:
             return _decoder.decode(frame)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
 
     def is_open(self, nonce: bytes) -> bool:

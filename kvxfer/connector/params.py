@@ -12,7 +12,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -22,6 +22,7 @@ from kvxfer.transfer.wire import OfferRef
 
 NONCE_NBYTES = 16
 DIGEST_NBYTES = 32
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # what msgpack carries to the ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ Params = OfferWanted | LoadWanted | Plain
 
 class _Ours(msgspec.Struct, frozen=True):
     incarnation: str
-    number: int
+    number: _Count
     nonce: str
-    tokens: int
+    tokens: _Count
     endpoint: str
     digest: str = ""
     curve_public_key: str | None = None
@@ -101,6 +102,7 @@ def parse_params(raw: Mapping[str, Any] | None, key: str | None = None) -> Param
 def _source(ours: _Ours, engine_id: str | None) -> SourceRef:
     if not engine_id:
         raise ValueError("remote_engine_id: expected a name, got none")
+    (engine_id + ours.endpoint).encode()  # JSON has texts that no message can carry
     url = urlsplit(ours.endpoint)
     if url.scheme != "tcp" or not url.hostname or not url.port:
         raise ValueError(f"kvxfer.endpoint: expected tcp://host:port, got {ours.endpoint!r}")

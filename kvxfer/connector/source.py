@@ -243,6 +243,8 @@ class Source:
         connected anew, and sends a Keep every ``keep_s`` for what it wants.
         """
         for offer in self._live.values():
+            for consumer in [c for c, last in offer.identities.items() if last == identity]:
+                del offer.identities[consumer]
             for life in [life for life, last in offer.speakers.items() if last == identity]:
                 del offer.speakers[life]
                 grace_s = self._config.keep_s + self._config.peer_silent_s
@@ -288,7 +290,7 @@ class Source:
             if isinstance(offer, Reason):
                 self._refuse(identity, pull, offer, "")
                 return
-            wire = self._read(offer, pull)
+            wire = self._read(identity, offer, pull)
         except PullRefused as e:
             self._refuse(identity, pull, e.reason, str(e))
             return
@@ -301,8 +303,10 @@ class Source:
             # be right.
             offer.pulls.pop(pull.consumer, None)
 
-    def _read(self, offer: GivenOffer, pull: Pull) -> Wire:
+    def _read(self, identity: bytes, offer: GivenOffer, pull: Pull) -> Wire:
         """How a Pull will be served; worked out once for each consumer. Raises PullRefused."""
+        if self._is_anothers(offer, pull.consumer, identity):
+            raise PullRefused(Reason.PLAN, "another connection reads in this name")
         first = offer.pulls.get(pull.consumer)
         if first is not None:
             check_same(first, pull)
@@ -317,9 +321,21 @@ class Source:
             self._ledger.count(f"verdict.{offer.value}")
             self._reply(identity, Verdict(release.offer, release.consumer, False, offer))
             return
+        if self._is_anothers(offer, release.consumer, identity):
+            self._ledger.count("verdict.plan")
+            verdict = Verdict(release.offer, release.consumer, False, Reason.PLAN)
+            self._reply(identity, verdict)
+            return
         offer.identities[release.consumer] = identity
         self._step(offer, ReleaseArrived(release.consumer))
         self._hears(offer, release.consumer, identity)
+
+    def _is_anothers(self, offer: GivenOffer, consumer: Consumer, identity: bytes) -> bool:
+        """Whether this consumer's Pull came over another connection, which stands. Else who has
+        learnt the consumer's name could release the offer while it is read: blocks would be used
+        again, and the reader's own Release be answered as valid.
+        """
+        return offer.nonce in self._live and offer.identities.get(consumer, identity) != identity
 
     def _hears(self, offer: GivenOffer, consumer: Consumer, identity: bytes) -> bool:
         """Note the time of a message of this consumer, if the offer serves it. Nothing is kept of

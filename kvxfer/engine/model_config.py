@@ -7,7 +7,7 @@ Layers may differ in what they see (all tokens, or a sliding window) and in whos
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -255,7 +255,7 @@ class _HfConfig(msgspec.Struct, frozen=True):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
+    num_hidden_layers: Annotated[int, msgspec.Meta(le=1 << 16)]
     num_attention_heads: int
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -373,7 +373,7 @@ def _decode(file: Path, kind: type[_T]) -> _T:
             f"{file}: cannot be read ({exc.strerror}); give a Hugging Face folder, a config.json, "
             f"or one of {', '.join(BUILT_IN_MODELS)}"
         ) from exc
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise ModelError(f"{file}: {exc}") from exc
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,11 +189,11 @@ def _weight_files(folder: Path) -> list[Path]:
         return sorted(folder.glob("*.safetensors"))
     try:
         weight_map = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise ModelError(f"{index}: {exc}") from exc
     files = [folder / name for name in sorted(set(weight_map.values()))]
     for file in files:
-        if not file.is_file():
+        if not os.path.isfile(file):  # False for what can be no name, too
             raise ModelError(f"{file}: expected a file (the index names it), found none")
     return files
 

@@ -108,13 +108,14 @@ def parse_geometry(option: str, text: str, like: Geometry | None = None) -> Geom
     )
     values: dict[str, Any] = {}
     if "=" not in first:
-        path = Path(first)
-        values = _from_file(option, path / "config.json" if path.is_dir() else path, given)
+        values = _from_file(option, Path(first), given)
     elif like is not None:
         values = {name: getattr(like, name) for name in _KEYS[: _KEYS.index("tp")]}
     values |= given
     try:
         return msgspec.convert(values, Geometry, strict=False)
+    except UnicodeEncodeError as exc:
+        raise ConfigError(f"{option}: expected UTF-8, got {text!r}") from exc
     except msgspec.ValidationError as exc:
         reason, _, at = str(exc).partition(" - at `$.")
         name = at.rstrip("`")
@@ -132,8 +133,9 @@ def parse_geometry(option: str, text: str, like: Geometry | None = None) -> Geom
 
 
 def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, Any]:
-    """What a Hugging Face config says of the cache."""
+    """What a Hugging Face config, or that of a folder, says of the cache."""
     try:
+        file = file / "config.json" if file.is_dir() else file
         whole = json.loads(file.read_bytes())
         hf: dict[str, Any] = {**whole, **(whole.get("text_config") or {})}
         heads, latent = hf["num_attention_heads"], hf.get("kv_lora_rank") or 0
@@ -181,7 +183,7 @@ def _windows(option: str, file: Path, hf: Mapping[str, Any]) -> str:
                 f"{option}: {file}: layer_types: expected it beside sliding_window {window}, got "
                 f"none; add windows=full, windows={window}, or in turn windows={window}/full"
             )
-        kinds = [models.SLIDING] * (every - 1) + [models.FULL]
+        kinds = [models.SLIDING] * (min(every, 1 << 20) - 1) + [models.FULL]
     for number, kind in enumerate(kinds):
         if kind not in (models.FULL, models.SLIDING):
             refused = cannot_move(f"{option}: layer {number}", _SPECS.get(kind, kind))

@@ -39,7 +39,7 @@ ADD, USE, DROP = STEPS = ("add", "use", "drop")
 """Of a rotation, in order."""
 _KEY_NBYTES = 32
 _FOR_OTHERS = 0o007
-_DAMAGED = (OSError, KeyError, ValueError, struct.error, zmq.ZMQError)
+_DAMAGED = (OSError, LookupError, ValueError, struct.error, zmq.ZMQError)
 """What pyzmq raises for such a file."""
 
 _log = logging.getLogger("kvxfer.transports")

@@ -448,11 +448,14 @@ class StreamSource(SendingSource):
         self._connections.add(identity, slots, message.address, is_trial=message.is_trial)
 
     def _make_room(self) -> bool:
-        """Disconnect the oldest sink without a transfer; it attaches anew when it has one."""
-        for connection in self._connections.all():
-            if connection.is_idle:
-                return self._end(connection, "idle, and too many others; attach anew")
-        return False
+        """Disconnect the oldest sink without a transfer, first of those that never had a chunk:
+        anybody can attach. It attaches anew when it has a transfer.
+        """
+        idle = [each for each in self._connections.all() if each.is_idle]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda each: not each.is_trial and any(each.table.generations))
+        return self._end(oldest, "idle, and too many others; attach anew")
 
     def _make_room_of_staging(self, nbytes: int, *, is_trial: bool) -> bool:
         """The same for as much staging: of idle sinks, and of those that owe credits for so long

@@ -156,3 +156,23 @@ def test_what_was_not_signed_so_is_plain(raw: dict[str, Any], got: str) -> None:
 
 def test_to_ask_for_an_offer_needs_no_signature() -> None:
     assert parse_params({"do_remote_decode": True}, KEY) == OfferWanted()
+
+
+@pytest.mark.parametrize(
+    ("changes", "at"),
+    [
+        ({"number": 1 << 70}, "kvxfer.number"),
+        ({"number": -1}, "kvxfer.number"),
+        ({"tokens": 1 << 70}, "kvxfer.tokens"),
+        ({"endpoint": "tcp://10.0.0.7:5700\ud800"}, "surrogates"),
+    ],
+)
+@pytest.mark.parametrize("key", [None, KEY])
+def test_what_no_message_can_carry_is_plain(
+    changes: dict[str, Any], at: str, key: str | None
+) -> None:
+    """JSON has numbers and texts that the orders to the ranks have not."""
+    parsed = parse_params(params(KEY, **changes), key)
+    assert isinstance(parsed, Plain)
+    assert parsed.reason == "bad_params"
+    assert at in parsed.detail

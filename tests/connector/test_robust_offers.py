@@ -17,7 +17,7 @@ from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.source import IsReady
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.plan import DenseOrder, PullClass, RegionName
-from kvxfer.transfer.session import Break, SourceEvent
+from kvxfer.transfer.session import Break, OfferState, SourceEvent
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.wire import (
     Broken,
@@ -349,6 +349,56 @@ def test_a_cancel_of_who_knows_the_tokens_or_was_granted_counts(has_digest: bool
             assert isinstance(_answer(dealer), Grant)
         digest = DIGEST if has_digest else b""
         dealer.send(encode(Cancel(ref.offer, LIFE, Reason.CANCELLED, digest)))
+        until(lambda: source.sent("p"))
+
+
+def test_a_stolen_name_neither_takes_a_read_over_nor_releases_it() -> None:
+    """Who has learnt all that a consumer says: else its blocks would be used again while it reads,
+    and its own Release be answered as valid.
+    """
+    with (
+        Engine(ONE, "prefill", fill=1) as source,
+        _dealer(source) as reader,
+        _dealer(source) as thief,
+    ):
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        pull = _pull(source, ref, wire="shm")
+        release = Release(ref.offer, pull.consumer)
+        reader.send(encode(pull))
+        assert isinstance(_answer(reader), Grant)
+        thief.send(encode(release))
+        answer = _answer(thief)
+        assert isinstance(answer, Verdict)
+        assert (answer.valid, answer.reason) == (False, Reason.PLAN)
+        thief.send(encode(pull))
+        answer = _answer(thief)
+        assert isinstance(answer, Refuse)
+        assert answer.detail == "another connection reads in this name"
+        offer = given_offer(source, ref.offer.nonce)
+        assert offer is not None
+        assert offer.state is OfferState.OPEN
+        reader.send(encode(release))
+        answer = _answer(reader)
+        assert isinstance(answer, Verdict)
+        assert answer.valid
+        until(lambda: source.sent("p"))
+
+
+def test_a_reader_whose_connection_has_ended_may_ask_over_another() -> None:
+    with Engine(ONE, "prefill", fill=1) as source, _dealer(source) as again:
+        ref = source.offer("p", 16, [1])
+        source.compute("p")
+        pull = _pull(source, ref, wire="shm")
+        with _dealer(source) as reader:
+            reader.send(encode(pull))
+            assert isinstance(_answer(reader), Grant)
+        offer = given_offer(source, ref.offer.nonce)
+        assert offer is not None
+        until(lambda: not offer.identities)
+        again.send(encode(pull))
+        assert isinstance(_answer(again), Grant)
+        again.send(encode(Release(ref.offer, pull.consumer)))
         until(lambda: source.sent("p"))
 
 

@@ -1,0 +1,136 @@
+"""An honest pair of engines that is under attack."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from kvxfer.connector import control
+from kvxfer.connector.records import SourceRef
+from kvxfer.transports import guard
+from kvxfer.transports.stream_sink import StreamSink
+from tests.builders import EngineShape
+from tests.connector.rig import PATIENT, POISON, Engine, until
+from tests.hostile.cases import Target
+
+SHAPE = EngineShape()
+_BLOCKS = (1, 2, 3)
+_names = count()
+
+
+@dataclass(frozen=True, slots=True)
+class Honest:
+    """``held``: an open offer that nobody has asked for yet."""
+
+    source: Engine
+    sink: Engine
+    held: SourceRef
+    keys: tuple[str, ...]
+
+    @property
+    def target(self) -> Target:
+        """What an attacker knows."""
+        return Target(
+            control=self.source.endpoint,
+            data=self.source.manifest.ranks[0].data_endpoints["zmq"],
+            nonce=self.held.offer.nonce,
+            incarnation=self.source.incarnation,
+            sink_life=self.sink.incarnation,
+            keys=self.keys,
+        )
+
+    def load(self) -> None:
+        """One request from its offer to its report, over TCP: accepted, with the right bytes."""
+        self.finish(self.offer())
+
+    def offer(self) -> SourceRef:
+        """An offer that will open."""
+        name = f"request {next(_names)}"
+        ref = self.source.offer(name, 16 * len(_BLOCKS), _BLOCKS)
+        self.source.compute(name)
+        return ref
+
+    def finish(self, ref: SourceRef) -> None:
+        """Load what was offered."""
+        name = f"load {next(_names)}"
+        (taken,), (given,) = self.sink.pools, self.source.pools
+        taken.tensor.fill_(POISON)
+        self.sink.load(name, ref, _BLOCKS, (0, 16 * len(_BLOCKS)))
+        until(lambda: self.sink.received(name))
+        assert self.sink.reasons(name) == {None}
+        self.sink.results[0].received.clear()  # or looking through them takes longer and longer
+        got, sent = taken.tensor.numpy(), given.tensor.numpy()
+        is_moved = got != POISON
+        # The same shape and ids: the same bytes in the same places, and as many as were asked for
+        np.testing.assert_array_equal(got[is_moved], sent[is_moved])
+        assert (
+            0.98 < is_moved.sum() / (sent.size * len(_BLOCKS) / SHAPE.num_blocks) <= 1
+        )  # or POISON
+
+
+@contextmanager
+def over_tcp() -> Iterator[None]:
+    """Honest peers come over TCP as attackers do, and what comes from 127.1 comes from afar."""
+    decide = guard.why_refused
+
+    def from_afar(config: Any, address: str, key: str | None) -> str | None:
+        return decide(config, address.replace("127.1.", "192.0."), key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "nearest_endpoint", lambda endpoint: endpoint)
+        patch.setattr(StreamSink, "uses_unix_sockets", False)
+        patch.setattr(guard, "why_refused", from_afar)
+        yield
+
+
+@contextmanager
+def honest_pair(*, has_keys: bool = False, **settings: Any) -> Iterator[Honest]:
+    """``settings``: of the source."""
+    keys: list[dict[str, Any]] = [{}, {}]
+    stolen: tuple[str, ...] = ()
+    if has_keys:
+        (gives, gives_secret), (takes, takes_secret) = (
+            [key.decode() for key in zmq.curve_keypair()] for _ in range(2)
+        )
+        pinned = {"curve_server_keys": {"prefill": gives, "decode": takes}}
+        keys = [
+            {"curve_public_key": gives, "curve_secret_key": gives_secret, **pinned},
+            {"curve_public_key": takes, "curve_secret_key": takes_secret, **pinned},
+        ]
+        stolen = (takes, takes_secret, gives)
+    with ExitStack() as stack:
+        stack.enter_context(over_tcp())
+        common: dict[str, Any] = {"transport": "zmq", **PATIENT}
+        source = stack.enter_context(
+            Engine(SHAPE, "prefill", fill=None, **{**common, **settings}, **keys[0])
+        )
+        sink = stack.enter_context(Engine(SHAPE, "decode", fill=POISON, **common, **keys[1]))
+        held = source.offer("held", 16 * len(_BLOCKS), _BLOCKS)
+        source.compute("held")
+        honest = Honest(source, sink, held, stolen)
+        honest.load()
+        yield honest
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What this process has."""
+
+    descriptors: int
+    threads: int
+    resident_nbytes: int
+
+    @classmethod
+    def now(cls) -> Usage:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            pages = int(file.read().split()[1])
+        return cls(len(os.listdir("/proc/self/fd")), threading.active_count(), pages * 4096)
