@@ -21,4 +21,4 @@ def test_the_names_of_the_page_exist() -> None:
 
 
 def test_the_readme_is_a_quick_read() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 165

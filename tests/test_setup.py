@@ -66,6 +66,7 @@ def test_dependencies_and_extras() -> None:
         "proxy": {"aiohttp", "prometheus-client"},
         "metrics": {"prometheus-client"},
         "vllm-names": {"cbor2", "xxhash"},
+        "fuzz": {"atheris"},
         "dev": {
             *("allpairspy", "pytest", "hypothesis", "transformers", "mypy", "ruff", "triton"),
             *("aiohttp", "prometheus-client", "cbor2", "xxhash", "opentelemetry-sdk", "pyyaml"),
