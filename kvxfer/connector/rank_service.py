@@ -143,8 +143,7 @@ class RankService:
                 incarnation=identity.incarnation,
                 manifest=self.manifest,
                 transports=sources,
-                reply=self._server.send,
-                speaker=self._server.speaker,
+                server=self._server,
                 ends=self.ends,
             )
             self._make_sink(config, sinks, can_leave_unhashed)

@@ -17,6 +17,7 @@ from typing import assert_never
 
 from kvxfer.config import Config
 from kvxfer.connector.board import Ends, Posted
+from kvxfer.connector.control import ControlServer
 from kvxfer.connector.given_offer import (
     GivenOffer,
     PullRefused,
@@ -97,7 +98,6 @@ READY_POLL_S = 0.001
 
 IsReady = Callable[[], bool]
 """Whether the step that computes an offer's last token has completed."""
-Reply = Callable[[bytes, ToSink], None]
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -116,8 +116,7 @@ class Source:
 
     Args:
         manifest: this rank's own; Pulls are checked against it.
-        reply: sends an answer over the connection of the message.
-        speaker: where the message comes from that is being handled; "" for this host.
+        server: answers go over the connections of their messages.
         ends: the offers that the engine has ended, and the board that shows open offers to sinks on
             this host.
     """
@@ -131,8 +130,7 @@ class Source:
         incarnation: bytes,
         manifest: RankManifest,
         transports: Mapping[str, SourceTransport],
-        reply: Reply,
-        speaker: Callable[[], str],
+        server: ControlServer,
         ends: Ends,
     ) -> None:
         self._io = io
@@ -142,7 +140,7 @@ class Source:
         self._incarnation = incarnation
         self._resolver = PullResolver(manifest)
         self._transports = transports
-        self._reply, self._speaker = reply, speaker
+        self._server = server
         self._is_front_door = manifest.rank == RankId(0, 0)  # which writes for all ranks
         self._untaken = UntakenKV()
         self._keepings = group_keepings(manifest.regions)
@@ -319,12 +317,12 @@ class Source:
         offer = self._find(release.offer)
         if isinstance(offer, Reason):
             self._ledger.count(f"verdict.{offer.value}")
-            self._reply(identity, Verdict(release.offer, release.consumer, False, offer))
+            self._server.send(identity, Verdict(release.offer, release.consumer, False, offer))
             return
         if self._is_anothers(offer, release.consumer, identity):
             self._ledger.count("verdict.plan")
             verdict = Verdict(release.offer, release.consumer, False, Reason.PLAN)
-            self._reply(identity, verdict)
+            self._server.send(identity, verdict)
             return
         offer.identities[release.consumer] = identity
         self._step(offer, ReleaseArrived(release.consumer))
@@ -357,7 +355,7 @@ class Source:
             self._ledger.count("cancel.not_granted")
             return
         if offer.nonce in self._live:
-            self._warn(offer, why_given_up(self._speaker(), cancel.reason))
+            self._warn(offer, why_given_up(self._server.speaker(), cancel.reason))
         self._step(offer, CancelArrived(cancel.incarnation, cancel.reason, cancel.digest))
 
     def _on_keep(self, identity: bytes, ref: OfferRef, keep: Keep) -> None:
@@ -381,7 +379,7 @@ class Source:
 
     def _refuse(self, identity: bytes, pull: Pull, reason: Reason, detail: str) -> None:
         self._ledger.count(f"refused.{reason.value}")
-        self._reply(identity, Refuse(pull.offer, pull.consumer, reason, detail))
+        self._server.send(identity, Refuse(pull.offer, pull.consumer, reason, detail))
 
     # -------------------------------------------------- event -> table -> actions -> perform
 
@@ -478,7 +476,7 @@ class Source:
     def _tell(self, offer: GivenOffer, consumer: Consumer, message: ToSink) -> None:
         identity = offer.identities.get(consumer)
         if identity is not None:
-            self._reply(identity, message)
+            self._server.send(identity, message)
 
     def _start_stream(self, offer: GivenOffer, consumer: Consumer) -> SourceEvent | None:
         share = offer.session.snapshot.shares.get(consumer)

@@ -160,7 +160,7 @@ _REMEDIES = {
     Reason.INCOMPATIBLE: "run the same kvxfer and the same model on both sides",
     Reason.INCARNATION: "the engine was started anew meanwhile: try again",
     Reason.PEER_LOST: "see that a kvxfer engine listens there, and what its log says",
-    Reason.TRANSPORT: "see Wires in docs/operations.md",
+    Reason.TRANSPORT: "see docs/wires.md",
 }
 """Where the product's own sentence names none."""
 
