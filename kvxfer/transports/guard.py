@@ -91,6 +91,10 @@ def why_refused(config: Config, address: str, key: str | None) -> str | None:
     return "expected a peer on this host, got another; name it in allowed_peers, or configure CURVE"
 
 
+BEGUN_S = 5.0
+"""For so long connections that were admitted are counted by address."""
+
+
 @dataclass(slots=True, eq=False)
 class _Penalty:
     until_s: float
@@ -107,6 +111,25 @@ class Penalties:
 
     def __init__(self) -> None:
         self._by_address: dict[str, _Penalty] = {}
+        self._begun: dict[str, tuple[float, int]] = {}
+
+    def begun(self, address: str, now_s: float) -> None:
+        """A connection of this address was admitted. From the guard's thread."""
+        since_s, number = self._begun.pop(address, (now_s, 0))
+        if now_s - since_s >= BEGUN_S:
+            since_s, number = now_s, 0
+        elif not number and len(self._begun) >= _MAX_PENALTIES:
+            del self._begun[next(iter(self._begun))]
+        self._begun[address] = since_s, number + 1
+
+    def busiest(self, now_s: float) -> tuple[str, int]:
+        """The address of most connections of late, and how many; "" if there is none."""
+        late = {
+            address: number
+            for address, (since_s, number) in list(self._begun.items())
+            if now_s - since_s < BEGUN_S
+        }
+        return max(late.items(), key=lambda item: item[1], default=("", 0))
 
     def add(self, address: str, now_s: float) -> None:
         """A connection of this address has misbehaved."""
@@ -191,6 +214,8 @@ class Guard:
             status, text = b"300", b"later"  # a peer that is admitted tries again
         else:
             status, text = b"200", b"OK"
+            if user_of(address) is None:
+                self._penalties.begun(address, time.monotonic())
         return [b"1.0", request_id, status, text, b"", b""]
 
 

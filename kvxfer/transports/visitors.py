@@ -322,7 +322,7 @@ class Visitors:
             self._punish(fd, why)
         else:
             visitor.is_warned = True
-            self._penalise(visitor)
+            self._penalise(visitor.address)
 
     def look(self, *, was_empty: bool) -> None:
         """Close connections that have sent too much that was not read. ``was_empty``: since the
@@ -401,6 +401,8 @@ class Visitors:
     def _leave(self, fd: int) -> None:
         visitor = self._visitors.pop(fd, None)
         if visitor is None:
+            if self._is_behind:
+                self._count_left("")
             return
         if visitor.name is not None:
             self._gone.append(visitor.name)
@@ -409,27 +411,39 @@ class Visitors:
         if not self._num_of[visitor.address]:
             del self._num_of[visitor.address]
         if self._is_behind and visitor.address:
-            self._num_left[visitor.address] += 1
-            is_many = self._num_left[visitor.address] >= MOST_LEFT
-            if is_many and not self._penalties.holds(visitor.address, time.monotonic()):
-                self._num_left[visitor.address] = 0
-                self._penalise(visitor)
+            self._count_left(visitor.address)
+
+    def _count_left(self, address: str) -> None:
+        """A connection has ended while this listener is behind; ``address`` "": nobody looked while
+        it stood, so it counts for whoever has made most connections of late.
+        """
+        self._num_left[address] += 1
+        now_s = time.monotonic()
+        if self._num_left[address] < MOST_LEFT:
+            return
+        is_sure = bool(address)
+        if not is_sure:  # others end unseen, too: an engine that starts makes a few
+            address, number = self._penalties.busiest(now_s)
+            is_sure = number >= 2 * MOST_LEFT
+        if is_sure and not self._penalties.holds(address, now_s):
+            self._num_left.clear()
+            self._penalise(address)
 
     def _punish(self, fd: int, why: str) -> None:
         visitor = self._visitors.get(fd)
         self._shut(fd, why)
-        self._penalise(visitor)
+        self._penalise(visitor.address if visitor is not None else "")
 
-    def _penalise(self, visitor: _Visitor | None) -> None:
-        """Its address makes no new connections for a while, and those of it that have not said a
+    def _penalise(self, address: str) -> None:
+        """This address makes no new connections for a while, and those of it that have not said a
         word are ended. A process of this user, which comes over the Unix socket, may be back at
         once.
         """
-        if visitor is None or not visitor.address:
+        if not address:
             return
-        self._penalties.add(visitor.address, time.monotonic())
+        self._penalties.add(address, time.monotonic())
         for other, each in list(self._visitors.items()):
-            if each.address == visitor.address and each.name is None:
+            if each.address == address and each.name is None:
                 self._shut(other, "another one of its address has misbehaved")
 
     def _shut(self, fd: int, why: str) -> None:

@@ -277,6 +277,7 @@ def _to_engine(frame: bytes, _: Path) -> object:
     server = SimpleNamespace(
         socket=SimpleNamespace(recv_multipart=recv),
         num_malformed=0,
+        _visitors=SimpleNamespace(meet=lambda: None),
         send=lambda *answer: sent.append(answer),
     )
     found = RpcServer.receive(cast(Any, server))
@@ -763,6 +764,7 @@ NO_INPUT: Mapping[str, str] = {
     "integrations/vllm/facts.py:_weight_files": "the model that vLLM has loaded",
     "plan/geometry.py:_stage_regions": "memory of this process",
     "plan/transfer_plan.py:load_figures": "a file of the package",
+    "cli/options.py:address_towards": "an address that was parsed",
     "tensors/cuda_driver.py:Driver._reason": "a text of the driver",
     "tensors/device_memory.py:_call": "a text of the driver",
     "tensors/shared_memory.py:SharedPool.__init__": "memory of this process",
@@ -775,6 +777,7 @@ NO_INPUT: Mapping[str, str] = {
     "transports/guard.py:Guard._answer": "fields that ZeroMQ has made; 'address of a peer'",
     "transports/guard.py:_name": "an endpoint that was parsed",
     "transports/guard.py:_is_here": "a record of the kernel",
+    "transports/native_peers.py:check_own_devices": "an endpoint that was parsed",
     "transports/native_peers.py:net_devices": "the setting host, which is looked up",
     "transports/native_peers.py:_addresses": "records of the kernel",
     "transports/pipe.py:make_staging": "memory of this process",
