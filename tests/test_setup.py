@@ -113,7 +113,7 @@ def test_scripts_are_executable_and_strict(script: str) -> None:
 def test_ci_runs_five_scripts_and_nothing_else() -> None:
     lines = (ROOT / ".ci/run").read_text().splitlines()
     commands = [line for line in lines if not line.startswith(("#", "set ", "root="))]
-    names = ("check", "test", "demo", "test_vllm", "test_integrations")
+    names = ("check", "test", "demo", "test_vllm")
     assert commands == [f'"$root/scripts/{name}"' for name in names]
 
 
