@@ -140,8 +140,12 @@ def test_an_address_that_misbehaved_has_to_wait_and_others_of_it_go_on(
         honest.send(encode(Ping()))
         assert honest.poll(30_000)
     assert is_kept_out(endpoint)
-    now_s[0] = guard.MOST_PENALTY_S  # where the IO thread is late, one message may count twice
-    assert not is_kept_out(endpoint)
+
+    def is_let_in() -> bool:
+        now_s[0] += guard.MOST_PENALTY_S  # what still lay unread may be a new penalty
+        return not is_kept_out(endpoint)
+
+    until(is_let_in)
 
 
 def test_long_messages_that_are_none_are_answered_once(
@@ -248,7 +252,7 @@ def test_who_sends_and_goes_again_and_again_has_to_wait(
     for _ in range(2 * visitors.MOST_LEFT):
         send_and_go()
     until(lambda: not backlogs_of(engine))
-    assert not is_kept_out(engine.endpoint)  # all of it was read at once
+    until(lambda: not is_kept_out(engine.endpoint))  # all of it was read
     penalties = guard.penalties_of(service_of(engine)._context)
     listener = service_of(engine)._server.router
     with stuck(engine):
@@ -263,8 +267,7 @@ def test_who_sends_and_goes_again_and_again_has_to_wait(
             return penalties.holds("127.0.0.1", time.monotonic())
 
         until(is_penalised)
-    until(lambda: not penalties.holds("127.0.0.1", time.monotonic()))
-    assert not is_kept_out(engine.endpoint)
+    until(lambda: not is_kept_out(engine.endpoint))
 
 
 # ------------------------------------------------------------------ who comes in
