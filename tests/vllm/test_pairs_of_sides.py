@@ -160,7 +160,9 @@ def test_engines_that_cannot_exchange_kv(
     assert sink.stats["requests_failed"] == {"incompatible": 2}
     assert sink.stats["pairs_unusable"][""] == 1
     (line,) = [
-        r for r in caplog.records if r.levelno >= logging.WARNING and "KV not" in r.getMessage()
+        record
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and "KV not used" in record.getMessage()
     ]
     assert line.levelname == "ERROR"
     assert "incompatible: bind_tokens: engine here has it off" in line.getMessage()
