@@ -118,6 +118,21 @@ def test_penalties_double_and_are_forgotten() -> None:
     assert penalties.holds("9999", now_s)
 
 
+def test_the_address_of_most_connections_of_late() -> None:
+    penalties = guard.Penalties()
+    assert penalties.busiest(0.0) == ("", 0)
+    for address in ("a", "b", "b"):
+        penalties.begun(address, 100.0)
+    assert penalties.busiest(100.0) == ("b", 2)
+    assert penalties.busiest(100.0 + guard.BEGUN_S) == ("", 0)
+    penalties.begun("b", 100.0 + guard.BEGUN_S)  # counted anew
+    assert penalties.busiest(100.0 + guard.BEGUN_S) == ("b", 1)
+    for number in range(10_000):
+        penalties.begun(str(number), 200.0)
+    penalties.begun("0", 200.0)
+    assert penalties.busiest(200.0)[1] == 1  # forgotten meanwhile, or each would cost memory
+
+
 @pytest.mark.parametrize("port", PORTS)
 def test_an_address_that_misbehaved_has_to_wait_and_others_of_it_go_on(
     engine: Engine, port: str, monkeypatch: pytest.MonkeyPatch
@@ -251,8 +266,8 @@ def test_who_sends_and_goes_again_and_again_has_to_wait(
 
     for _ in range(2 * visitors.MOST_LEFT):
         send_and_go()
-    until(lambda: not backlogs_of(engine))
-    until(lambda: not is_kept_out(engine.endpoint))  # all of it was read
+        until(lambda: not backlogs_of(engine))
+    assert not is_kept_out(engine.endpoint)  # all of it was read at once
     penalties = guard.penalties_of(service_of(engine)._context)
     listener = service_of(engine)._server.router
     with stuck(engine):

@@ -20,7 +20,6 @@ from kvxfer.engine.rpc import (
     Ask,
     Done,
     Generate,
-    Info,
     RequestRefused,
     RpcClient,
     RpcServer,
@@ -31,29 +30,8 @@ from kvxfer.engine.rpc import (
 from kvxfer.errors import ConfigError, PeerLost, ProtocolError
 from kvxfer.transports.key_folder import ADD, USE, make_keys, rotate_keys
 from tests.helpers import free_port
+from tests.rpc_messages import DONE, INFO
 from tests.wiretap import Wiretap
-
-INFO = Info(
-    engine_id="e",
-    vocab_size=8,
-    max_model_len=8,
-    num_blocks=2,
-    num_free_blocks=1,
-    prefix_hit_rate=0.5,
-    pids=(1,),
-    counts={},
-)
-DONE = Done(
-    request_id="a",
-    status="FINISHED_STOPPED",
-    kv_transfer_params={"kvxfer": {"tokens": 3}},
-    num_prompt_tokens=3,
-    num_cached_tokens=0,
-    num_external_tokens=0,
-    failure=None,
-    loads=(),
-    digests=(),
-)
 
 
 class Engine:

@@ -32,7 +32,7 @@ from kvxfer.connector.given_offer import PullRefused, read_pull
 from kvxfer.connector.params import LoadWanted, make_params, parse_params
 from kvxfer.connector.records import ConnectorMetadata, SourceRef, Unhold
 from kvxfer.engine.model_config import load_model_config
-from kvxfer.engine.rpc import Abort, Ask, Done, Generate, Info, RpcClient, RpcServer, Token
+from kvxfer.engine.rpc import Abort, Ask, Generate, RpcClient, RpcServer, Token
 from kvxfer.engine.weights import _weight_files
 from kvxfer.errors import (
     ConfigError,
@@ -63,6 +63,7 @@ from kvxfer.transports.stream_wire import data_endpoint_of
 from kvxfer.transports.ucx_end import MOST_NBYTES, UcxMail
 from kvxfer.transports.ucx_pipe import SinkAddress, SourceAddress
 from tests.hostile.mutation import Form
+from tests.rpc_messages import DONE, INFO
 from tests.transfer.test_wire import MANIFEST, OFFER, PULL, TO_SINK, TO_SOURCE, golden
 
 pack = msgspec.msgpack.encode
@@ -289,27 +290,6 @@ def _to_client(frame: bytes, _: Path) -> object:
     return RpcClient._decoded(cast(Any, SimpleNamespace(endpoint="x")), frame)
 
 
-_INFO = Info(
-    engine_id="e",
-    vocab_size=8,
-    max_model_len=8,
-    num_blocks=2,
-    num_free_blocks=1,
-    prefix_hit_rate=0.5,
-    pids=(1,),
-    counts={},
-)
-_DONE = Done(
-    request_id="a",
-    status="FINISHED_STOPPED",
-    kv_transfer_params={"kvxfer": {"tokens": 3}},
-    num_prompt_tokens=3,
-    num_cached_tokens=0,
-    num_external_tokens=0,
-    failure=None,
-    loads=(),
-    digests=(),
-)
 _GENERATE = Generate("a", (1, 2, 3), 4, kv_transfer_params={"do_remote_decode": True})
 
 
@@ -623,7 +603,7 @@ DECODERS = (
     Decoder(
         "answer of an engine",
         "msgpack",
-        _packed(_INFO, _DONE, Token("a", 1, 2.5)),
+        _packed(INFO, DONE, Token("a", 1, 2.5)),
         _to_client,
         _REFUSED,
         ("engine/rpc.py:RpcClient._decoded",),
