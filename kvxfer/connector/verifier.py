@@ -13,11 +13,13 @@ import numpy as np
 from kvxfer.tensors.kv_digest import Cells, add_digests
 from kvxfer.transfer.plan import PullClass
 from kvxfer.transports.base import LocalMemory
-from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob
+from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, work_of
 
 SAMPLE_EVERY = 16
 """Of a sample one token in so many is looked at: the block of most engines, so of every block."""
 EVERY = {"sample": SAMPLE_EVERY, "all": 1}
+WORK = 3
+"""A digest takes so many times as long as a copy does, on a CPU."""
 TURN_NBYTES = 8 << 20
 """Looked at between two looks at the cancel flag: a millisecond or two on a CPU."""
 
@@ -38,7 +40,13 @@ class Verifier:
 
     def submit(self, lane: Hashable, cells: Sequence[Cells], seed: int, done: Done) -> None:
         """Make the digests; ``done`` is called once, later, on the IO thread."""
-        self._copy_thread.submit(_DigestJob(lane, self._pieces(cells, seed), self._post, done))
+        work_nbytes = None  # a thread that waits for a GPU is not the IO thread
+        if self._memory.device.type == "cpu":
+            num_regions = sum(len(each.names) for each in cells)
+            nbytes = sum(each.nbytes for each in cells)
+            work_nbytes = work_of(nbytes, num_regions) * WORK
+        pieces = self._pieces(cells, seed)
+        self._copy_thread.submit(_DigestJob(lane, work_nbytes, pieces, self._post, done))
 
     def _pieces(self, cells: Sequence[Cells], seed: int) -> Iterator[int | Digests]:
         """The bytes of each piece of work, and at last the digests."""
@@ -51,18 +59,17 @@ class Verifier:
 
 
 class _DigestJob(CopyJob):
-    """Work of unknown size: it never runs where it is submitted."""
-
     __slots__ = ("_digests", "_done", "_pieces", "_post")
 
     def __init__(
         self,
         lane: Hashable,
+        work_nbytes: int | None,
         pieces: Iterator[int | Digests],
         post: Callable[[Callable[[], object]], bool],
         done: Done,
     ) -> None:
-        super().__init__(lane)
+        super().__init__(lane, work_nbytes)
         self._pieces, self._post, self._done = pieces, post, done
         self._digests: Digests | None = None
 
