@@ -1,41 +1,46 @@
-"""Open-loop serving on real vLLM engines, one for prefill and one for decode: what a request waits
-for, with vLLM's NixlConnector, with kvxfer on each wire, on two plain engines without transfer, and
-at the floor, where decode has the prompt's KV in its own prefix cache.
+"""Open-loop serving on real vLLM engines, one for prefill and one for decode:
+what a request waits for, with vLLM's NixlConnector, with kvxfer on each wire,
+on two plain engines without transfer, and at the floor, where decode has the
+prompt's KV in its own prefix cache.
 
-All contenders get the same requests at the same times, in turns: each round of each load once.
-Before that every pool is brought into the order that serving leaves, and every contender has to
-give the floor's tokens, prompt by prompt. Writes vllm_load_DATE.json, .md and .png. Ctrl-C keeps
-what was measured. Exit status 1 where a contender was lost, gave other tokens or failed requests.
+All contenders get the same requests at the same times, in turns: each round of
+each load once. Before that every pool is brought into the order that serving
+leaves, and every contender has to give the floor's tokens, prompt by prompt.
+Writes vllm_load_DATE.json, .md and .png. Ctrl-C keeps what was measured. Exit
+status 1 where a contender was lost, gave other tokens or failed requests.
 
 contenders (--contender, may be repeated):
   nixl  kvxfer  kvxfer,wire=zmq  plain  floor
-  kvxfer,name=mine,wire=cuda_ipc,lease_s=5     settings go to kv_connector_extra_config
-  nixl,UCX_TLS=tcp                             capitals: environment variables
+  kvxfer,name=mine,wire=cuda_ipc,lease_s=5  settings of the connector
+  nixl,UCX_TLS=tcp                          capitals: environment variables
   kvxfer,decode.block_size=64,decode.VLLM_KV_CACHE_LAYOUT=NHD
-                                               engine., prefill., decode.: vLLM's arguments
+                                            engine., prefill. or decode.: an
+                                            argument of vLLM's engines
 
 loads (--load, may be repeated; "/" separates alternatives):
-  rate=2/4,prompt=1000-8000,output=64-128      Poisson arrivals, lengths drawn evenly
-  rate=2,prompt=33/128/1024/4000/16000,output=64
-  trace=FILE                                   JSON lines with some of timestamp (ms),
-                                               input_length and output_length (hash_ids are not
-                                               read); what is missing is drawn
+  rate=2/4,prompt=1000-8000,output=64-128   Poisson arrivals, even lengths
+  rate=2,prompt=33/128/1024/4000,output=64
+  trace=FILE                                JSON lines with some of timestamp
+                                            (ms), input_length, output_length;
+                                            what is missing is drawn
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 from types import FrameType
@@ -45,7 +50,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 
 from kvxfer.bench.contenders import is_installed
 from kvxfer.bench.core import ContenderLost, Report, WrongBytes, facts_of, tell_lost
-from kvxfer.bench.frame import Progress
+from kvxfer.bench.frame import words_of
 from scripts.benchmarks.load_pairs import Pair
 from scripts.benchmarks.load_plan import (
     MODELS,
@@ -80,8 +85,9 @@ PRELOADED = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.
 GPU_WIRES = ("cuda_ipc", "ucx", "nixl", "zmq")
 """The best one first. On CPUs zmq is the one: vLLM's memory there is not shared."""
 STOPPED = 130
-GPU_LOADS = ("rate=2/4,prompt=1000-8000,output=64-128",)
-CPU_LOADS = ("rate=2,prompt=64-512,output=16-32",)
+TOLD_EVERY_S = 45.0
+GPU_LOADS = "rate=2/4,prompt=1000-8000,output=64-128"
+CPU_LOADS = "rate=2,prompt=64-512,output=16-32"
 
 
 # ------------------------------------------------------------------ what is asked for
@@ -91,25 +97,48 @@ def parse_arguments() -> argparse.Namespace:
     shown = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("vllm_load", description=__doc__, formatter_class=shown)
     add = parser.add_argument
-    add("--contender", action="append", metavar="SPEC", help="default: all that can run here")
-    add("--load", action="append", type=parse_loads, metavar="SPEC", help="as above")
+    spec: dict[str, Any] = {"action": "append", "default": [], "metavar": "SPEC"}
+    add("--contender", type=parse_contender, help="default: all that can run here", **spec)
+    add(
+        "--load",
+        type=parse_loads,
+        help="default: rate=2/4 and prompts that suit the device",
+        **spec,
+    )
     add("--quick", action="store_true", help="the best wire alone, short rounds: 5 minutes")
-    add("--duration-s", type=float, help="of arrivals in a round (default 15, quick 8)")
-    add("--rounds", type=int, help="of each load (default 3, quick 2)")
-    add("--drain-s", type=float, default=20.0, help="for the last requests of a round")
-    add("--warm-up-s", type=float, help="of each pool at most (default 30, on CPUs 8)")
-    add("--limit-s", type=float, default=540.0, help="of the whole run; what is left is told")
-    add("--objective", type=Objective.parse, help="of goodput, ms (default ttft=500,tpot=20)")
-    add("--model", default="auto", help=f"{', '.join(MODELS)}, tiny, or auto: what fits")
+    add("--duration-s", type=positive, help="of arrivals in a round (default 15, quick 8)")
+    add("--rounds", type=count, help="of each load (default 3, quick 2)")
+    add("--drain-s", type=positive, default=20.0, help="for the last requests of a round")
+    add("--warm-up-s", type=positive, help="of each pool at most (default 30, on CPUs 8)")
+    add("--limit-s", type=positive, default=540.0, help="of the whole run; what is left is told")
+    objective = Objective(ttft=500, tpot=20)
+    add("--objective", type=Objective.parse, default=objective, help=f"default {objective}")
+    models = (*MODELS, "tiny", "auto")
+    add("--model", choices=models, default="auto", help="default auto: the largest that fits")
     add("--gpus", type=int, choices=(0, 1, 2), help="default: what is there; 0: CPUs")
-    add("--kv-tokens", type=int, help="of each pool (default: five of the longest requests)")
-    add("--block-tokens", type=int, help="default 16, on CPUs 32")
-    add("--pairs", type=int, help="engine pairs that are there together (default: what fits)")
+    add("--kv-tokens", type=count, help="of each pool (default: five of the longest requests)")
+    add("--block-tokens", type=count, help="default 16, on CPUs 32")
+    add("--pairs", type=count, help="engine pairs that are there together (default: what fits)")
     add("--engine", action="append", default=[], metavar="ARG=VALUE", help="for all engines")
     add("--seed", type=int, default=1, help="of arrivals, lengths and prompts")
     add("--out", type=Path, default=Path("scripts/results"), help="folder of the results")
     add("--note", default="", help="of this machine, for the report")
     return parser.parse_args()
+
+
+def positive(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+
+
+def count(text: str) -> int:
+    """Raises ArgumentTypeError."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return int(text)
 
 
 def usual_contenders(*, on_gpus: bool, quick: bool) -> tuple[list[str], dict[str, str]]:
@@ -139,33 +168,19 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str
     free_nbytes = free_nbytes_of_gpus()
     num_gpus = min(2, len(free_nbytes)) if arguments.gpus is None else arguments.gpus
     if num_gpus > len(free_nbytes):
-        raise SystemExit(
-            f"--gpus: expected at most {len(free_nbytes)}, found so many, got {num_gpus}"
-        )
-    usual, left_out = usual_contenders(on_gpus=num_gpus > 0, quick=arguments.quick)
-    contenders = contenders_of(arguments.contender or usual)
-    loads = [load for loads in arguments.load or () for load in loads]
-    if not loads:
-        loads = [
-            load for text in (GPU_LOADS if num_gpus else CPU_LOADS) for load in parse_loads(text)
-        ]
+        raise SystemExit(f"--gpus: expected at most {len(free_nbytes)}, got {num_gpus}")
+    quick, left_out = arguments.quick, dict[str, str]()
+    contenders = arguments.contender
+    if not contenders:
+        names, left_out = usual_contenders(on_gpus=num_gpus > 0, quick=quick)
+        contenders = [parse_contender(name) for name in names]
+    names = [contender.name for contender in contenders]
+    if len(set(names)) < len(names):
+        raise SystemExit(f"--contender: expected names that differ, got {', '.join(names)}")
+    loads = list(chain(*arguments.load)) or parse_loads(GPU_LOADS if num_gpus else CPU_LOADS)
     longest = max(load.most_tokens for load in loads)
     kv_tokens = arguments.kv_tokens or max(65536 if num_gpus else 8192, 5 * longest)
-    num_pairs = len({contender.pair_key for contender in contenders})
-    usable_nbytes = int(0.95 * min(free_nbytes[:num_gpus], default=0))
-    engines_a_gpu = 2 if num_gpus == 1 else 1
-    if not num_gpus or arguments.model == "tiny":
-        model = tiny()
-    elif arguments.model == "auto":
-        model = largest_that_fits(engines_a_gpu * num_pairs, kv_tokens, usable_nbytes)
-    elif arguments.model in MODELS:
-        model = MODELS[arguments.model]
-    else:
-        raise SystemExit(
-            f"--model: expected {', '.join(MODELS)}, tiny or auto, got {arguments.model}"
-        )
-    fit = usable_nbytes // (engines_a_gpu * engine_nbytes(model, kv_tokens)) if num_gpus else 8
-    quick = arguments.quick
+    model, fit = model_of(arguments.model, contenders, kv_tokens, free_nbytes[:num_gpus])
     plan = Plan(
         contenders=tuple(contenders),
         loads=tuple(loads),
@@ -180,26 +195,33 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str
         warm_up_s=arguments.warm_up_s or (30.0 if num_gpus else 8.0),
         seed=arguments.seed,
         ends_s=time.monotonic() + arguments.limit_s,
-        engine=parse_contender(
-            ",".join(("plain", *(f"engine.{a}" for a in arguments.engine)))
-        ).engine["decode"],
+        engine=engine_settings(arguments.engine),
     )
     if not model.path:
         (folder / "config.json").write_text(json.dumps(model.config(plan.longest), indent=1))
         plan = replace(plan, model=replace(model, path=str(folder)))
-    return plan, {} if arguments.contender else left_out
+    return plan, left_out
 
 
-def contenders_of(names: list[str]) -> list[Contender]:
-    """Raises SystemExit for a name that is wrong, or comes twice."""
+def model_of(
+    name: str, contenders: Sequence[Contender], kv_tokens: int, free_nbytes: Sequence[int]
+) -> tuple[Model, int]:
+    """The model, and how many pairs of engines have room together. ``free_nbytes``: of each GPU."""
+    if not free_nbytes or name == "tiny":
+        return tiny(), len(contenders)
+    usable_nbytes, engines = int(0.95 * min(free_nbytes)), 2 // len(free_nbytes)
+    num_engines = engines * len({contender.pair_key for contender in contenders})
+    model = MODELS.get(name) or largest_that_fits(num_engines, kv_tokens, usable_nbytes)
+    return model, usable_nbytes // (engines * engine_nbytes(model, kv_tokens))
+
+
+def engine_settings(given: Sequence[str]) -> dict[str, Any]:
+    """Of ``ARG=VALUE``. Raises SystemExit."""
     try:
-        found = [parse_contender(name) for name in names]
+        found = parse_contender(",".join(("plain", *(f"engine.{each}" for each in given))))
     except argparse.ArgumentTypeError as exc:
-        raise SystemExit(f"--contender: {exc}") from exc
-    twice = sorted({c.name for c in found if sum(c.name == other.name for other in found) > 1})
-    if twice:
-        raise SystemExit(f"--contender: expected names that differ, got {', '.join(twice)} twice")
-    return found
+        raise SystemExit(f"--engine: expected ARG=VALUE, got {' '.join(given)}") from exc
+    return found.engine["decode"]
 
 
 def tiny() -> Model:
@@ -228,17 +250,15 @@ class Run:
         have to give.
         """
         contenders = sorted(self.plan.contenders, key=lambda each: each.kind != FLOOR)
-        of_floor = [each for each in contenders if each.pair_key == contenders[0].pair_key]
-        keys = [each.pair_key for each in (*of_floor, *contenders)]
-        groups = groups_of(keys, self.plan.pairs_at_once)
+        groups = groups_of([each.pair_key for each in contenders], self.plan.pairs_at_once)
         if len(groups) > 1:
-            say(
-                f"{len(groups)} groups of engines after one another: GPU memory has no room for all"
-            )
-        for keys in groups:
-            self.group([each for each in contenders if each.pair_key in keys])
+            say(f"{len(groups)} groups of engines after one another: no room for all on the GPU")
+        for at, keys in enumerate(groups):
+            left_s = self.plan.ends_s - time.monotonic()
+            ends_s = time.monotonic() + left_s / (len(groups) - at)
+            self.group([each for each in contenders if each.pair_key in keys], ends_s)
 
-    def group(self, contenders: list[Contender]) -> None:
+    def group(self, contenders: list[Contender], ends_s: float) -> None:
         began_s = time.monotonic()
         pairs: dict[str, Pair] = {}
         try:
@@ -250,9 +270,9 @@ class Run:
             say(f"ready and warm after {time.monotonic() - began_s:.0f} s; checking tokens")
             for contender in contenders:
                 self.guarded(contender, pairs, self.check)
-            self.rounds(contenders, pairs)
+            self.rounds(contenders, pairs, ends_s)
             for contender in contenders:
-                self.guarded(contender, pairs, self.count)
+                self.guarded(contender, pairs, self.counters)
         finally:
             with ThreadPoolExecutor(8) as pool:
                 list(pool.map(Pair.close, pairs.values()))
@@ -315,23 +335,26 @@ class Run:
             if not equal:
                 raise WrongBytes(f"a prompt of {length} tokens: another first token than the floor")
 
-    def rounds(self, contenders: list[Contender], pairs: dict[str, Pair]) -> None:
+    def rounds(self, contenders: list[Contender], pairs: dict[str, Pair], ends_s: float) -> None:
         """Every load and contender in every round, each contender begins as often as the others."""
-        plan, progress = self.plan, Progress()
-        progress.plan(plan.rounds * len(plan.loads))
-        longest_s = (plan.duration_s + 3) * len(contenders)
-        for number in range(plan.rounds):
-            for load in plan.loads:
-                began_s = time.monotonic()
-                if began_s + longest_s > plan.ends_s:
-                    self.report.lost[f"round {number + 1}, {load}"] = "no time left for it"
-                    continue
-                first = number % len(contenders)
-                for contender in (*contenders[first:], *contenders[:first]):
-                    self.guarded(contender, pairs, self.segment, load, number)
-                longest_s = max(longest_s, time.monotonic() - began_s)
-                progress.step()
-                self.write()
+        plan, began_s, told_s = self.plan, time.monotonic(), time.monotonic()
+        turns = [(number, load) for number in range(plan.rounds) for load in plan.loads]
+        turn_s = (plan.duration_s + 3) * len(contenders)
+        for done, (number, load) in enumerate(turns):
+            now_s = time.monotonic()
+            if now_s + turn_s > ends_s:
+                left_out = [f"round {n + 1} of {each}" for n, each in turns[done:]]
+                self.report.lost["; ".join(dict.fromkeys(left_out))] = "no time left (--limit-s)"
+                return
+            if now_s - told_s > TOLD_EVERY_S or not done:
+                told_s = now_s
+                left = words_of(min(turn_s * (len(turns) - done), ends_s - now_s))
+                say(f"turn {done + 1} of {len(turns)}, about {left} left")
+            first = number % len(contenders)
+            for contender in (*contenders[first:], *contenders[:first]):
+                self.guarded(contender, pairs, self.segment, load, number)
+            turn_s = (time.monotonic() - began_s) / (done + 1)
+            self.write()
 
     def segment(self, contender: Contender, pair: Pair, load: Load, number: int) -> None:
         jobs = self.plan.jobs(load, number)
@@ -340,7 +363,7 @@ class Run:
         self.served += found
         self.report.records["requests"] += [each.record() for each in found]
 
-    def count(self, contender: Contender, pair: Pair) -> None:
+    def counters(self, contender: Contender, pair: Pair) -> None:
         if contender.has_connector:
             prefill, decode = pair.both(("counters",), ("counters",), timeout_s=10)
             self.report.records["counters"][contender.name] = {"prefill": prefill, "decode": decode}
@@ -422,7 +445,7 @@ def went_wrong(report: Report, plan: Plan) -> bool:
 
 def main() -> int:
     arguments = parse_arguments()
-    objective = arguments.objective or Objective(ttft=500, tpot=20)
+    objective = arguments.objective
     status = 0
     with tempfile.TemporaryDirectory(prefix="vllm-load-") as made, ending_on_signals():
         folder = Path(made)

@@ -16,6 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from kvxfer.bench.core import ContenderLost
 from kvxfer.bench.workers import Worker, method_for
 from scripts.benchmarks.load_host import DECODE, PREFILL, WARM_OUTPUT, WHOLE, EngineHost, Part
 from scripts.benchmarks.load_plan import SIDES, Contender, Job, Plan, engine_args
@@ -71,9 +72,13 @@ class Pair:
 
     def warm_up(self) -> None:
         """Wait for both, and leave their pools as serving does. Raises ContenderLost."""
-        for engine in self.engines:
-            engine.ready(START_S)
         plan = self.plan
+        try:
+            for engine in self.engines:
+                engine.ready(START_S)
+        except ContenderLost:
+            self.kill()  # the other one has memory that is needed
+            raise
         longest = max(16, plan.longest - WARM_OUTPUT)
         call = ("warm_up", plan.kv_tokens, longest, plan.model.vocab_size, plan.warm_up_s)
         self.both(call, call, timeout_s=3 * plan.warm_up_s + 60)

@@ -175,7 +175,8 @@ def jobs_of(
     the others do. ``distinct_tokens``: prompts of more tokens than that in all are repeated ones
     (the floor has to keep them in its cache; for the others every request is new).
     """
-    rng = np.random.default_rng([zlib.crc32(str(load).encode()), round_number, seed])
+    name = zlib.crc32(f"{load} {round_number}".encode())
+    rng = np.random.default_rng([name, seed])
     jobs: list[Job] = []
     lengths: list[int] = []
     for index, (arrival_s, line) in enumerate(_arrivals(load, round_number, duration_s, rng)):
@@ -185,10 +186,9 @@ def jobs_of(
         if len(lengths) == index and sum(lengths) + length <= max(distinct_tokens, length):
             lengths.append(length)
         drawn = int(rng.integers(load.output.least, load.output.most + 1))
-        prompt_id = index % len(lengths)
-        jobs.append(
-            Job(index, arrival_s, lengths[prompt_id], line.output_tokens or drawn, prompt_id)
-        )
+        at = index % len(lengths)
+        output_tokens = line.output_tokens or drawn
+        jobs.append(Job(index, arrival_s, lengths[at], output_tokens, (name << 16) + at))
     return tuple(jobs)
 
 

@@ -380,23 +380,22 @@ SHOWN = (
 
 
 def summary(cells: Sequence[Cell]) -> list[str]:
-    """A few lines of 80 columns for each load; what went wrong beside it."""
-    lines: list[str] = []
+    """A line of 80 columns for each contender under each load; what went wrong below it."""
+    lines = [f"{'ms':<18}" + "".join(f"{short:>6}" for _, short in SHOWN)]
     for load in dict.fromkeys(cell.load for cell in cells):
         found = [cell for cell in cells if cell.load == load]
         most = max(cell.requests for cell in found)
-        head = "".join(f"{short:>6}" for _, short in SHOWN)
-        lines += [f"{load} (n={most})", f"{'ms':<18}{head}"]
+        lines.append(f"{load} (n={most})")
         for cell in found:
             values = (CELL[name](cell) for name, _ in SHOWN)
-            lines.append(f"{cell.contender[:18]:<18}" + "".join(f"{_short(v):>6}" for v in values))
-            wrong = {
-                **{"requests fewer": most - cell.requests, "failed": cell.failed},
-                "recomputed": cell.recomputed,
-            }
+            lines.append(
+                f"  {cell.contender[:16]:<16}" + "".join(f"{_short(v):>6}" for v in values)
+            )
+            wrong = {"fewer": most - cell.requests, "failed": cell.failed}
+            wrong |= {"recomputed": cell.recomputed}
             if said := ", ".join(f"{n} {what}" for what, n in wrong.items() if n):
                 lines.append(f"    {said}")
-    return lines
+    return lines if cells else []
 
 
 def _short(text: str) -> str:
