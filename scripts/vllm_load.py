@@ -43,6 +43,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from multiprocessing import forkserver, get_context
 from pathlib import Path
+from textwrap import fill
 from types import FrameType
 from typing import Any
 
@@ -252,7 +253,7 @@ class Run:
         contenders = sorted(self.plan.contenders, key=lambda each: each.kind != FLOOR)
         groups = groups_of([each.pair_key for each in contenders], self.plan.pairs_at_once)
         if len(groups) > 1:
-            say(f"{len(groups)} groups of engines after one another: no room for all on the GPU")
+            say(f"{len(groups)} groups of engines one by one: no room for all")
         for at, keys in enumerate(groups):
             left_s = self.plan.ends_s - time.monotonic()
             ends_s = time.monotonic() + left_s / (len(groups) - at)
@@ -265,7 +266,8 @@ class Run:
             for contender in contenders:
                 if contender.pair_key not in pairs:
                     pairs[contender.pair_key] = Pair(self.plan, contender, self.folder)
-            say(f"starting {2 * len(pairs)} engines: {', '.join(c.name for c in contenders)}")
+            names = ", ".join(each.name for each in contenders)
+            say(fill(f"starting {2 * len(pairs)} engines: {names}", 70, subsequent_indent=" " * 10))
             self.warm_up(contenders, pairs)
             say(f"ready and warm after {time.monotonic() - began_s:.0f} s; checking tokens")
             for contender in contenders:
@@ -302,7 +304,7 @@ class Run:
         tell_lost(contender.name, why)
         words = pair.last_words()
         for line in words:
-            print(f"    {line[:120]}", flush=True)
+            print(f"    {line[:75]}", flush=True)
         self.report.lost[contender.name] = "; ".join([str(why), *words[-1:]])
 
     def guarded(self, contender: Contender, pairs: dict[str, Pair], act: Any, *more: Any) -> None:  # noqa: ANN401
@@ -467,10 +469,10 @@ def main() -> int:
         run.write(is_last=True)
     print("\n".join([*tokens_told(report.records["checks"]), *summary(report.records["cells"])]))
     for what, why in report.lost.items():
-        print(f"not measured: {what}: {why[:200]}")
+        print(fill(f"not measured: {what[:200]}: {why[:300]}", 79, subsequent_indent="    "))
     print("hand: from prefill's answer to decode's first token; +flr: its p50 beyond the floor's")
     print(f"gap: between tokens; good: {objective}")
-    print(f"all of it: {report.out}/{report.name}_{report.date}.md")
+    print(f"more: {report.out}/{report.name}_{report.date}.md")
     return status or int(went_wrong(report, plan))
 
 
