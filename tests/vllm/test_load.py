@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +69,45 @@ def test_contenders_serve_the_same_requests_and_one_that_cannot_start_is_told(
     assert max(map(len, shown)) <= 80, said
 
 
-def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process(tmp_path: Path) -> None:
-    run = started(tmp_path, "--contender=floor", "--rounds", "50")
+def processes_of(run: subprocess.Popen[str], log: str) -> list[psutil.Process]:
+    """Those below a run that write to such a log."""
+    below = psutil.Process(run.pid).children(recursive=True)
+    return [p for p in below if log in os.readlink(f"/proc/{p.pid}/fd/1")]
+
+
+def test_the_others_go_on_where_one_dies_and_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path,
+) -> None:
+    run = started(tmp_path, "--contender=floor", "--contender=kvxfer,wire=zmq", "--rounds", "50")
     assert run.stdout is not None
     until = next(line for line in run.stdout if "turn 1 of 50" in line)
-    while run.poll() is None and not list(tmp_path.glob("*.json")):
-        time.sleep(0.2)
     children = psutil.Process(run.pid).children(recursive=True)
+    wait_for(run, lambda: list(tmp_path.glob("*.json")))
+    for process in processes_of(run, "prefill_kvxfer"):
+        process.kill()
+    wait_for(run, lambda: "kvxfer:zmq" in result(tmp_path)["lost"])
+    rounds = requests_of(tmp_path, "floor")
+    wait_for(run, lambda: requests_of(tmp_path, "floor") > rounds)
     run.send_signal(signal.SIGINT)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 130, until + said
-    (cell,) = result(tmp_path)["cells"]
-    assert (cell["contender"], cell["failed"]) == ("floor", 0)
+    floor, kvxfer = result(tmp_path)["cells"]
+    assert (floor["contender"], floor["failed"]) == ("floor", 0)
+    assert (kvxfer["contender"], kvxfer["failed"]) == ("kvxfer:zmq", 0)
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive
+
+
+def wait_for(run: subprocess.Popen[str], holds: Callable[[], object]) -> None:
+    ends_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < ends_s:
+        with suppress(ValueError):  # the result is being written
+            if holds():
+                return
+        assert run.poll() is None
+        time.sleep(0.2)
+    raise TimeoutError
+
+
+def requests_of(out: Path, contender: str) -> int:
+    return sum(row["contender"] == contender for row in result(out)["requests"])
