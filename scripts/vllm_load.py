@@ -470,7 +470,7 @@ def main() -> int:
     print("\n".join([*tokens_told(report.records["checks"]), *summary(report.records["cells"])]))
     for what, why in report.lost.items():
         print(fill(f"not measured: {what[:200]}: {why[:300]}", 79, subsequent_indent="    "))
-    print("hand: from prefill's answer to decode's first token; +flr: its p50 beyond the floor's")
+    print("hand: prefill's answer to decode's first token; +flr: its p50 beyond floor's")
     print(f"gap: between tokens; good: {objective}")
     print(f"more: {report.out}/{report.name}_{report.date}.md")
     return status or int(went_wrong(report, plan))
