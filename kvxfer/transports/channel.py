@@ -160,8 +160,9 @@ class Router:
         return self._visitors.take_gone()
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
-        """Send one message. False if the peer has gone, or its queue is full. A :class:`zmq.Frame`
-        is not copied: one buffer serves all peers that it is sent to.
+        """Send one message. False if the peer has gone, or its queue is full: who does not read is
+        sent away after some of these. A :class:`zmq.Frame` is not copied: one buffer serves all
+        peers that it is sent to.
         """
         try:
             self.socket.send(identity, _SNDMORE)
@@ -170,6 +171,8 @@ class Router:
             self.socket.send(frames[-1], _NOBLOCK, copy=False)
         except zmq.ZMQError as exc:
             _log.debug("%s: a connection takes nothing: %s", self.endpoint, exc)
+            if exc.errno == zmq.EAGAIN:
+                self._visitors.unread(identity)
             return False
         return True
 
