@@ -30,7 +30,9 @@ from tests.builders import EngineShape, build_manifest, build_regions
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM loads parts of torch that other parts call deprecated
     from vllm import EngineArgs, SamplingParams
+    from vllm.distributed.kv_events import BlockRemoved
     from vllm.utils.hashing import sha256
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -52,9 +54,11 @@ with warnings.catch_warnings():
     from kvxfer.integrations.vllm.connector import KvxferConnector
     from kvxfer.integrations.vllm.regions import Located
     from kvxfer.integrations.vllm.settings import read_settings
+    from kvxfer.integrations.vllm.step_loads import UnprovenKV, why_never
     from kvxfer.integrations.vllm.worker import WorkerSide, failed_block_ids
 
 Status = RequestStatus
+__all__ = ["BlockPool", "BlockRemoved", "UnprovenKV", "why_never"]
 
 BLOCK = 16
 NUM_BLOCKS = 64

@@ -56,6 +56,8 @@ class ComputingEngine(Engine):
     def __init__(self, *args: Any, is_async: bool = False, **settings: Any) -> None:
         self._depth = 2 if is_async else 1
         self._known: dict[str, _Sequence] = {}
+        self.begun_at: dict[str, int] = {}
+        """Where each request's first step began: what was computed or loaded before."""
         self._new_tokens: dict[str, list[int]] = {}
         self._to_come: deque[tuple[Any, dict[str, list[int]]]] = deque()
         super().__init__(*args, is_async=is_async, **settings)
@@ -123,7 +125,7 @@ class ComputingEngine(Engine):
         starts: dict[str, int] = {}
         for new in step.scheduled_new_reqs:
             self._known[new.req_id] = _Sequence(list(new.prompt_token_ids), list(new.block_ids[0]))
-            starts[new.req_id] = new.num_computed_tokens
+            starts[new.req_id] = self.begun_at[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
         for number, name in enumerate(cached.req_ids):
             known, ids = self._known[name], cached.new_block_ids[number]

@@ -98,15 +98,12 @@ class UnprovenKV:
     def drop_tokens_of_preempted(self) -> None:
         """Called after a step was scheduled: the token of a request that it has preempted is not
         to be told, whatever the verdict, because vLLM looks for failed blocks only among those
-        that run. As vLLM does itself where it preempts all.
+        that run. As 0.26 does itself where it preempts all; later versions preempt none that a
+        step still computes.
         """
         for opened in self._open.values():
             request = opened.request
-            if status_name(request) != "PREEMPTED":
-                continue
-            if hasattr(request, "drop_stale_output"):
-                request.drop_stale_output = True
-            else:  # 0.26
+            if status_name(request) == "PREEMPTED" and hasattr(request, "async_tokens_to_discard"):
                 request.async_tokens_to_discard = request.num_output_placeholders
                 request.num_output_placeholders = 0
 
