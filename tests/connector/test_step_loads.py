@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvxfer.connector import worker_side
 from kvxfer.connector.board import Board, Posted
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
+from kvxfer.connector.sink import Sink
 from kvxfer.connector.step_loads import DISTRUST_S, StepLoads
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports import shm_direct
@@ -186,7 +187,8 @@ def meet(source: Engine, sink: Engine) -> None:
 @pytest.mark.parametrize("wire", ["shm", "cuda_ipc"])
 @pytest.mark.parametrize("shape", [ONE, TWO], ids=["one", "two"])
 def test_the_step_computes_with_the_kv_and_reports_the_load(wire: str, shape: EngineShape) -> None:
-    source, sink = engines(wire, shape)
+    slow = "read:slow=20ms" if wire == "shm" else ""
+    source, sink = engines(wire, shape, faults=slow)
     with source, sink:
         meet(source, sink)
         for pool in sink.pools:
@@ -198,6 +200,23 @@ def test_the_step_computes_with_the_kv_and_reports_the_load(wire: str, shape: En
         ref = offered(source, "d")
         assert step(sink, order("d", ref), compute=compute) == [{"d": None}] * len(sink.workers)
         until(lambda: source.sent("d"))
+
+
+def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copies are on a stream, and the step's work behind them: nothing is waited for before."""
+    monkeypatch.setattr(Sink, "copied", lambda *_: [])
+    source, sink = engines("shm", faults="read:slow=50ms")
+    with source, sink:
+        meet(source, sink)
+        ref = offered(source, "d")
+
+        def compute() -> None:
+            with pytest.raises(AssertionError):  # the copy is still to come
+                expect_copied(source, sink, [1, 2, 3, 4], [5, 6, 7, 8], (0, 64))
+
+        assert step(sink, order("d", ref), compute=compute) == [{"d": None}]
 
 
 @pytest.mark.parametrize("is_after", [False, True])
