@@ -108,8 +108,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """A load that gets no further for this long has failed. Change it where a wire stands still
     for longer and goes on."""
     load_in_step_s: float = 0.002
-    """The loads of a step that together take no longer, by the measured wires, are part of it: the
-    step waits, and computes with their KV. 0: never. Change it to a third of a decode step."""
+    """Loads that together take no longer, by the trials of their wires, are part of the step that
+    orders them: it computes behind their copies. 0: none is. Change it to a third of a decode
+    step."""
     peer_silent_s: float = 3.0
     """A peer that owes an answer and says nothing for this long is down. Change it where engines
     stand still for longer, or must be found dead sooner."""
