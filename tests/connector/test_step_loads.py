@@ -18,6 +18,7 @@ from kvxfer.connector.board import Board, Posted
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.step_loads import DISTRUST_S, StepLoads
+from kvxfer.tensors.strided_copy import strided_copy
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports import shm_direct
 from tests.builders import EngineShape
@@ -224,7 +225,7 @@ def test_an_offer_that_ends_during_the_copy_fails_the_load_in_the_step(
     is_after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, sink = engines("shm")
-    copy = shm_direct.strided_copy
+    copy = strided_copy
     with source, sink:
         meet(source, sink)
         ref = offered(source, "d")
@@ -291,9 +292,14 @@ def test_a_rank_says_which_sources_are_near() -> None:
     with source, sink:
         assert near_of(sink) is None
         meet(source, sink)
-        seen: list[dict[bytes, NearSource]] = []
-        until(lambda: (found := near_of(sink)) is not None and not seen.append(found))
-        ((life, near),) = seen[0].items()
+        seen: list[dict[bytes, NearSource] | None] = []
+
+        def has_news() -> bool:
+            seen.append(near_of(sink))
+            return seen[-1] is not None
+
+        until(has_news)
+        ((life, near),) = (seen[-1] or {}).items()
         assert life == source.incarnation
         assert near.boards == tuple(entry.board for entry in source.manifest.ranks)
         assert near.latency_s >= 0

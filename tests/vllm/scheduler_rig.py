@@ -58,7 +58,17 @@ with warnings.catch_warnings():
     from kvxfer.integrations.vllm.worker import WorkerSide, failed_block_ids
 
 Status = RequestStatus
-__all__ = ["BlockPool", "BlockRemoved", "UnprovenKV", "why_never"]
+__all__ = [
+    "BlockPool",
+    "BlockRemoved",
+    "Request",
+    "SamplingParams",
+    "UnprovenKV",
+    "get_request_block_hasher",
+    "init_none_hash",
+    "sha256",
+    "why_never",
+]
 
 BLOCK = 16
 NUM_BLOCKS = 64

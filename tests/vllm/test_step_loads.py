@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvxfer.connector.board import BoardView
+from kvxfer.tensors.strided_copy import strided_copy
 from kvxfer.transports import shm_direct
 from tests.connector.rig import until
 from tests.vllm.scheduler_rig import (
@@ -20,6 +21,7 @@ from tests.vllm.scheduler_rig import (
     OFFERED,
     BlockPool,
     BlockRemoved,
+    Request,
     SamplingParams,
     Status,
     UnprovenKV,
@@ -28,7 +30,6 @@ from tests.vllm.scheduler_rig import (
     sha256,
     why_never,
 )
-from tests.vllm.scheduler_rig import Request as VllmRequest
 from tests.vllm.step_rig import ComputingEngine, expected_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -71,7 +72,7 @@ class Pair:
         self.board = BoardView.open(self.source.worker.get_handshake_metadata().manifest.board)
         self.tears_after: bool | None = None
         self.num_torn = 0
-        self._copy = shm_direct.strided_copy
+        self._copy = strided_copy
         patch.setattr(shm_direct, "strided_copy", self._torn_copy)
         self.load("first", prompt_of(random.Random(0)))
         self.sink.run_out()
@@ -299,7 +300,7 @@ class Named:
     def __init__(self) -> None:
         init_none_hash(sha256)
         self.pool = BlockPool(8, True, BLOCK, enable_kv_cache_events=True)
-        self.request = VllmRequest(
+        self.request = Request(
             request_id="d",
             prompt_token_ids=list(range(3 * BLOCK)),
             sampling_params=SamplingParams(max_tokens=1),
@@ -309,8 +310,9 @@ class Named:
         self.blocks = self.pool.get_new_blocks(3)
         self.pool.cache_full_blocks(self.request, self.blocks, 0, 3, BLOCK, 0)
         self.pool.take_events()
-        self.unproven = UnprovenKV.of(self.pool)
-        assert self.unproven is not None
+        unproven = UnprovenKV.of(self.pool)
+        assert unproven is not None
+        self.unproven = unproven
         self.table = tuple(block.block_id for block in self.blocks)
 
     def found(self) -> list[bool]:
