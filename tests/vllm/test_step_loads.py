@@ -129,7 +129,7 @@ def assert_right(request: Any) -> None:
 
 
 def try_once(pair: Pair, rng: random.Random, name: str, policy: str) -> None:
-    """One load beside requests for the same tokens that load nothing, and a load of other ones."""
+    """One load beside requests for the same tokens that load nothing; its client may go away."""
     tokens = prompt_of(rng)
     is_torn = rng.random() < 0.8
     request = pair.load(name, tokens)
@@ -141,8 +141,17 @@ def try_once(pair: Pair, rng: random.Random, name: str, policy: str) -> None:
         if rng.random() < 0.6:
             pair.sink.run()
         others.append(pair.sink.request(f"{name}o{number}", shares, max_tokens=NUM_NEW))
+    if rng.random() < 0.15:
+        for _ in range(rng.randrange(3)):
+            pair.sink.run()
+        pair.sink.abort(name)
     pair.sink.run_out()
-    if is_torn and policy == "fail":
+    if request.status == Status.FINISHED_ABORTED:
+        want = expected_tokens(tokens, NUM_NEW)
+        assert list(request.output_token_ids) == want[: len(request.output_token_ids)]
+        assert not (is_torn and policy == "fail" and request.output_token_ids)
+        pair.tears_after = None
+    elif is_torn and policy == "fail":
         assert request.status == Status.FINISHED_ERROR
         assert not request.output_token_ids
     else:
@@ -168,7 +177,8 @@ def test_no_token_comes_of_kv_that_is_not_proven(
     for number in range(num_tries):
         try_once(pair, rng, f"d{number}", mode[0])
     assert pair.num_torn > num_tries / 2
-    assert pair.num_in_step == (num_tries if mode in CAN else 0)
+    # Some were aborted before they were scheduled
+    assert pair.num_in_step > 0.9 * num_tries if mode in CAN else pair.num_in_step == 0
 
 
 def test_a_request_that_is_preempted_behind_its_load_is_right(
