@@ -57,6 +57,7 @@ _BOUNDS: Final = {  # name: (least, most, what or why)
     "chunk_nbytes": (4 << 10, 64 << 20, " bytes"),
     "staging_slots": (2, 1024, "; with one slot nothing overlaps"),
     "staging_nbytes": (8 << 10, 4 << 30, " bytes"),
+    "load_in_step_s": (0, 1, " s"),
 }
 # (shorter, longer, why)
 _ORDERED: Final = (
@@ -106,6 +107,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pull_timeout_s: float = 10.0
     """A load that gets no further for this long has failed. Change it where a wire stands still
     for longer and goes on."""
+    load_in_step_s: float = 0.002
+    """Loads that together take no longer, by the trials of their wires, are part of the step that
+    orders them: it computes behind their copies. 0: none is. Change it to a third of a decode
+    step."""
     peer_silent_s: float = 3.0
     """A peer that owes an answer and says nothing for this long is down. Change it where engines
     stand still for longer, or must be found dead sooner."""

@@ -22,6 +22,7 @@ DEFAULTS = {
     "keep_s": 5.0,
     "max_hold_s": 480.0,
     "pull_timeout_s": 10.0,
+    "load_in_step_s": 0.002,
     "peer_silent_s": 3.0,
     "connect_timeout_s": 5.0,
     "chunk_nbytes": None,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import Empty, SimpleQueue
 
 import msgspec
 import torch
@@ -26,10 +28,17 @@ from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.protection import protection
-from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.connector.records import (
+    AbortLoad,
+    ConnectorMetadata,
+    NearSource,
+    NearSources,
+    SourceRef,
+)
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
+from kvxfer.transfer.costs import REFERENCE_TOKENS
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.wire import (
@@ -298,6 +307,41 @@ class RankService:
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
 
+    def carry_out_now(
+        self,
+        orders: ConnectorMetadata,
+        after: torch.cuda.Event | None,
+        request_ids: Sequence[str],
+        timeout_s: float,
+    ) -> list[torch.cuda.Event] | None:
+        """:meth:`carry_out`, and wait until the IO thread has begun these loads: their copies, as
+        :meth:`Sink.copied` has them.
+        """
+        begun: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
+        handed_s = self.io.now()
+
+        def order() -> None:
+            self._take(orders, handed_s, after)
+            begun.put(self.sink.copied(request_ids))
+
+        if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
+            self.io.post(order)
+        with suppress(Empty):
+            return begun.get(timeout=timeout_s)
+        return None
+
+    def abort(self, request_ids: Iterable[str], reason: Reason) -> None:
+        """Give these loads up; those that have ended stay as they are."""
+        for request_id in request_ids:
+            self.io.post(partial(self.sink.abort, AbortLoad(request_id, reason)))
+
+    def near(self) -> NearSources:
+        """The sources that this rank can load from within a step. On the engine thread, as
+        :meth:`gauges`.
+        """
+        near = ((peer.manifest, near_source(peer)) for peer in self._peers.all_ready())
+        return {of.incarnation: source for of, source in near if of and source}
+
     def _take(
         self, orders: ConnectorMetadata, handed_s: float, after: torch.cuda.Event | None
     ) -> None:
@@ -396,3 +440,18 @@ class RankService:
         thread.join(DRAIN_S)
         if thread.is_alive():
             _log.error("shutdown: a socket was left open")
+
+
+def near_source(peer: Peer) -> NearSource | None:
+    """How long loads from a peer that is ready take within a step; None where they need a message
+    or a stream.
+    """
+    choices, boards = list(peer.choices.values()), []
+    for route in peer.routes():
+        board = peer.source(route.source_rank).board
+        if board is None or peer.board(route.source_rank) is None:  # a stream has none
+            return None
+        boards.append(board)
+    latency_s = sum(choice.costs.latency_s for choice in choices)
+    reference_s = sum(choice.workload.nbytes / choice.costs.bytes_per_s for choice in choices)
+    return NearSource(latency_s, reference_s / REFERENCE_TOKENS, tuple(boards))
