@@ -2,9 +2,10 @@
 
 In host memory the copy thread copies. On a GPU kernels copy; the IO thread launches them on a
 stream of their own and sees which are over (:mod:`~kvxfer.transports.launches`). Kernels reach the
-memory of their GPU and pinned memory of the host. Staging that is neither, like ZeroMQ's frames,
-lies behind a few pinned buffers: between these and the staging the copy thread copies, so that a
-chunk is on its way to the host or back while another is copied there and a third is on the wire.
+memory of their GPU and pinned memory of the host. Staging that is neither, like frames that ZeroMQ
+has received, lies behind a few pinned buffers: between these and the staging copy threads copy, so
+that a chunk is on its way to the host or back while another is copied there and a third is on the
+wire.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from kvxfer.transfer.plan import Chunk, CopyClass, DenseOrder, Side
 from kvxfer.transports.base import LocalMemory, TransferKey, Wake
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
 from kvxfer.transports.launches import Launches
+from kvxfer.transports.parallel import num_copy_threads
 from kvxfer.transports.pipe import SourceLane
 
 if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
     from kvxfer.tensors.device_copy import BoundSide, DeviceCopier
 
-MAX_BOUNCES = 4
-"""Pinned buffers of one packer, each as large as the largest chunk: one for the kernel, one for the
-copy thread, and one each that waits for them.
+LEAST_BOUNCES = 3
+"""Pinned buffers of one packer, each as large as the largest chunk: one for the kernel, two that
+wait for it or for a copy thread; each copy thread has one more.
 """
 RING_NBYTES = 1 << 20
 """For ids and addresses on their way to the GPU; a chunk has a few KB of them."""
@@ -222,6 +224,7 @@ class DevicePacker:
         self._bound: dict[int, tuple[Side, BoundSide]] = {}
         self._bounces: list[Tensor] = []
         self._num_bounces = 0
+        self._most_bounces = LEAST_BOUNCES + num_copy_threads(config)
         self._waited: torch.cuda.Event | None = None
         self._broken = ""
         # What nearly all engines need is compiled now: the first time it takes a second
@@ -370,7 +373,7 @@ class DevicePacker:
                 self._copy(step)
 
     def _has_bounce(self) -> bool:
-        return bool(self._bounces) or self._num_bounces < MAX_BOUNCES
+        return bool(self._bounces) or self._num_bounces < self._most_bounces
 
     def _take_bounce(self, nbytes: int) -> Tensor:
         """One that is free and large enough, or a new one (in the place of a smaller one)."""
