@@ -82,8 +82,8 @@ MESSAGES = {
 
 
 def test_the_recorded_conversation_has_every_message() -> None:
-    """All that this protocol has but what is said to who is too early, too dumb or on trial, and what
-    is said of streams, which the previous version does not ask for.
+    """All that this protocol has but what is said to who is too early, too dumb, on trial, or asks
+    for streams, as the previous version does not.
     """
     names = {raw(said.frames[0])["type"] for said in MESSAGES.values()}
     kinds = (*wire.ToSource.__args__, *wire.ToSink.__args__)
