@@ -57,6 +57,7 @@ class Link:
     connect_stream: Callable[[], Dealer]
     num_streams: int = 1
     further: list[Dealer] = field(default_factory=list)
+    latest: Dealer = field(init=False)
     jobs: dict[int, ChunkJob] = field(default_factory=dict)
     num_unreadable: int = 0
     is_connected: bool = False
@@ -67,6 +68,7 @@ class Link:
     def __post_init__(self) -> None:
         self.table = SinkSlots(self.slots.num_slots, self.slots.slot_nbytes)
         self.reads = Reads(self.table)
+        self.latest = self.dealer
 
     @property
     def dealers(self) -> tuple[Dealer, ...]:
@@ -83,6 +85,7 @@ class Link:
                 self.further[-1].send(encode(Join(message.token)))
         except (zmq.ZMQError, TransportUnavailable) as exc:  # out of descriptors, say
             _log.debug("%s: no further stream: %s", self.endpoint, exc)
+        _log.debug("%s: chunks come over %d streams", self.endpoint, len(self.dealers))
 
     def drop_stream(self, dealer: Dealer) -> bool:
         """A stream has ended. False if chunks may have been on their way over it."""
@@ -99,6 +102,7 @@ class Link:
         Raises ProtocolError for one of many parts: the connection is of no use any more.
         """
         for frames in dealer.receive():
+            self.latest = dealer
             if frames[-1].more:
                 raise ProtocolError(MANY_PARTS)
             yield frames
@@ -137,9 +141,12 @@ class Link:
         self.lane.announced(header.slot, header.generation, header.nbytes, parts)
 
     def give_back(self, slots: Sequence[int]) -> bool:
-        """Credits, by the pipe if it carries messages. Raises PipeBroken."""
-        credit = Credit(tuple(slots))
-        return self.lane.tell(encode(credit)) or self.send(credit)
+        """Credits, by the pipe if it carries messages; else over the stream that brought something
+        last: a listener that is full ends the connection that was silent longest. Raises
+        PipeBroken.
+        """
+        credit = encode(Credit(tuple(slots)))
+        return self.lane.tell(credit) or self.latest.send(credit)
 
     def send(self, message: ToSource) -> bool:
         """By ZeroMQ. False if it does not take it; the monitor tells the rest."""

@@ -175,7 +175,9 @@ def _make_copier(gpu: Gpu, config: Config | None = None) -> DeviceCopier:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A job, and where its chunk lies. ``bounce``: its pinned buffer, if it needs one."""
+    """A job, and where its chunk lies. ``bounce``: its pinned buffer, if it needs one;
+    ``is_by_host``: the chunk's bytes go to or come from memory of the host.
+    """
 
     job: ChunkJob
     dense: Tensor | None
@@ -184,6 +186,7 @@ class _Step:
     copying: CopyJob | None = None
     error: BaseException | None = None
     is_cancelled: bool = False
+    is_by_host: bool = False
 
     @property
     def is_pack(self) -> bool:
@@ -243,7 +246,7 @@ class DevicePacker:
     def submit(self, job: ChunkJob) -> None:
         """Launch it, or let it wait for a pinned buffer."""
         dense = job.take_dense()
-        step = self._steps[job] = _Step(job, dense, dense.numel())
+        step = self._steps[job] = _Step(job, dense, dense.numel(), is_by_host=dense.is_cpu)
         if self._gpu.reaches(dense):
             self._launch(step, dense)
         else:
@@ -335,6 +338,8 @@ class DevicePacker:
                 for flight in landed:
                     self._on_landed(flight.owner)
                 self._start_waiting()
+                if self._ended and landed[-1].owner.is_by_host:
+                    break  # it is sent or credited first: the link to the host has others to carry
                 landed = self._in_flight.land_close()
         except RuntimeError as exc:
             self._break(exc)
