@@ -120,9 +120,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Chunks in flight on one connection of a stream, 2 or more. Not set: by its measured costs.
     Change it to measure."""
     staging_nbytes: int | None = None
-    """The most staging of one connection, on each side. Not set: 32 MiB where it is host memory,
-    256 MiB on a GPU, and what the two settings above make. Change it where memory is short, or
-    many peers connect."""
+    """The most staging of one connection, on each side. Not set: 32 MiB where it is host memory
+    (for each stream of ``zmq``), 256 MiB on a GPU, and what the two settings above make. Change it
+    where memory is short, or many peers connect."""
     zmq_streams: int = 0
     """Connections over which ``zmq`` carries the chunks of one peer rank, each with a thread of its
     own: what the sink says, as far as the source says as much. 0: one for each four cores, 1 to 8.

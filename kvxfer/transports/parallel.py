@@ -22,6 +22,11 @@ CORES_PER_STREAM = 4
 and most of a host is the engine's.
 """
 MOST_AUTO_STREAMS = 8
+MOST_FURTHER = 64
+"""With 32 MiB each half of the staging that a source has for all sinks
+(``stream_connections.MAX_STAGING_NBYTES``); also at most half of the connections that a listener
+may have of one address. So streams keep no sink out.
+"""
 MAX_SOCKETS = 16384
 """Of one rank: a source rank takes two for control and two for data, and three for each further
 stream; ZeroMQ's own bound is 1023.
@@ -44,10 +49,8 @@ def num_streams(config: Config) -> int:
 
 
 def most_further() -> int:
-    """Streams beyond the first of each connection, of one wire at one side: a quarter of the
-    connections that its listener may have, so that they keep no sink out.
-    """
-    return most_connections() // 4
+    """Streams beyond the first of each connection, of one wire at one side."""
+    return min(MOST_FURTHER, most_connections() // 4)
 
 
 def num_copy_threads(config: Config) -> int:

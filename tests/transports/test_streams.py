@@ -36,8 +36,9 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.channel import Dealer, Router
 from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
-from kvxfer.transports.parallel import num_copy_threads, num_cores, num_streams
+from kvxfer.transports.parallel import MOST_FURTHER, num_copy_threads, num_cores, num_streams
 from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
+from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_link import Link
 from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
 from kvxfer.transports.stream_sink import StreamSink
@@ -207,6 +208,7 @@ def test_a_source_that_may_have_streams_has_staging_for_them() -> None:
             msgspec.structs.replace(ATTACH, num_slots=16, slot_nbytes=8 << 20), 4
         ) == Slots(16, 8 << 20)
     assert HOST_STAGING.over(1) == HOST_STAGING
+    assert MOST_FURTHER * HOST_STAGING.nbytes <= MAX_STAGING_NBYTES // 2
 
 
 # ------------------------------------------------------------------ who may join
@@ -402,19 +404,21 @@ class TcpSink(StreamSink):
 
 
 def make_source(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+    number: int, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> StreamSource:
-    return StreamSource(zmq_pipe, memory, with_streams(4), copy_thread, wake, context)
+    return StreamSource(zmq_pipe, memory, with_streams(number), copy_thread, wake, context)
 
 
 def make_sink(
-    memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+    number: int, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
 ) -> StreamSink:
-    return TcpSink(zmq_pipe, memory, with_streams(4), copy_thread, wake, context)
+    sink = TcpSink if number == 4 else StreamSink
+    return sink(zmq_pipe, memory, with_streams(number), copy_thread, wake, context)
 
 
-def test_the_wire_keeps_every_promise_over_four_streams() -> None:
-    check_transport(make_source, make_sink)
+@pytest.mark.parametrize("number", [2, 4])
+def test_the_wire_keeps_every_promise_over_streams(number: int) -> None:
+    check_transport(partial(make_source, number), partial(make_sink, number))
 
 
 def test_all_streams_have_curve_keys(
