@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 PREVIOUS = (HERE / "previous_version").read_text().strip()
 RECORDED = read_lines((HERE / "protocol_1.golden").read_text())
+# Of every engine; this version's would have streams, which the previous one does not know
+SETTINGS = {"KVXFER_LOG_LEVEL": "WARNING", "KVXFER_ZMQ_STREAMS": "4"}
 MODULES = {"control": "kvxfer.transfer.wire", "data": "kvxfer.transports.stream_wire"}
 
 
@@ -128,7 +130,7 @@ class VersionProcess:
     def __init__(self, tree: Path) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(HERE / "one_version.py")],
-            env=os.environ | {"PYTHONPATH": str(tree), "KVXFER_LOG_LEVEL": "WARNING"},
+            env=os.environ | SETTINGS | {"PYTHONPATH": str(tree)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
