@@ -246,6 +246,8 @@ def test_nobody_joins_without_the_token_nor_more_than_may() -> None:
             until_joined(pair, 2)
             assert isinstance(third.ask(Join(answer.token)), Refused)
         pair.until(lambda: not len(connections_of(pair)))  # it has lost a stream
+        refused = decode_to_sink(memoryview(first.socket.recv_multipart()[0]))
+        assert isinstance(refused, Refused)
         assert connections_of(pair).num_further == 0
         with closing(Stranger(pair)) as late:
             assert isinstance(late.ask(Join(answer.token)), Refused)
