@@ -171,10 +171,10 @@ def test_streams_follow_the_cores_that_the_process_may_use(
     assert 1 <= num_cores() <= cores
 
 
-def test_further_streams_keep_no_sink_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for five of them at the source the second sink has three and the third has one."""
-    for module in ("stream_admission", "stream_sink"):
-        monkeypatch.setattr(f"kvxfer.transports.{module}.most_further", lambda: 5)
+@pytest.mark.parametrize("side", ["stream_admission", "stream_sink"])
+def test_further_streams_keep_no_sink_out(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for five of them the second connection has three streams and the third has one."""
+    monkeypatch.setattr(f"kvxfer.transports.{side}.most_further", lambda: 5)
     with a_pair(4) as pair:
         until_joined(pair, 4)
         for number, want in ((2, 3), (3, 1)):
@@ -254,10 +254,13 @@ def test_nobody_joins_without_the_token_nor_more_than_may() -> None:
         assert pair.source.counts["not_attached"] == 3
 
 
-@pytest.mark.parametrize("num_streams", [-1, 0, 1])
-def test_who_asks_for_one_stream_hears_of_none(num_streams: int) -> None:
+@pytest.mark.parametrize(
+    ("num_streams", "is_trial"), [(-1, False), (0, False), (1, False), (4, True)]
+)
+def test_who_asks_for_one_stream_or_a_trial_hears_of_none(num_streams: int, is_trial: bool) -> None:
+    attach = msgspec.structs.replace(ATTACH, num_streams=num_streams, is_trial=is_trial)
     with closing(Pair(with_streams(4))) as pair, closing(Stranger(pair)) as sink:
-        sink.socket.send(encode(msgspec.structs.replace(ATTACH, num_streams=num_streams)))
+        sink.socket.send(encode(attach))
         until_joined(pair, 1)
         for _ in range(20):
             pair.turn()
@@ -275,7 +278,8 @@ def test_a_source_that_offers_more_than_was_asked_for_gets_no_more(
             link_of(pair).add_streams(Streams(b"x", 3))
 
 
-def test_each_stream_begins_with_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_early", [False, True])
+def test_each_stream_begins_with_attached(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a chunk over one of them does not wait for another."""
     heard: list[tuple[int, str]] = []
     receive = Link.receive
@@ -288,7 +292,8 @@ def test_each_stream_begins_with_attached(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(Link, "receive", seen)
     with a_pair(3) as pair:
-        load(pair, 1)
+        if is_early:
+            load(pair, 1)
         until_joined(pair, 3)
         load(pair, 2)
     for stream in range(1, 3):
