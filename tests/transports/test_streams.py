@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError
+from kvxfer.tensors.device_memory import Gpu
 from kvxfer.testing import check_transport
 from kvxfer.testing.peers import Context
 from kvxfer.transfer.wire import Reason
@@ -489,4 +490,18 @@ def test_frames_lie_in_the_memory_that_a_gpu_reaches_and_are_freed() -> None:
         assert isinstance(frame, zmq.Frame)
         assert bytes(frame.buffer) == bytes(staging.numpy())
     assert len(made) == 1
+    lane.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_packs_straight_into_frames() -> None:
+    gpu = Gpu(torch.device("cuda:0"))
+    lane = ZmqSourceLane(Slots(1, 1 << 20), gpu.pinned)
+    for nbytes in (1 << 20, 1000):
+        staging = lane.staging(0, nbytes)
+        assert gpu.reaches(staging)
+        staging.copy_(torch.full((nbytes,), 7, dtype=torch.uint8, device=gpu.device))
+        (frame,) = lane.send(0, 0, nbytes)
+        assert isinstance(frame, zmq.Frame)
+        assert bytes(frame.buffer) == b"\7" * nbytes
     lane.close()
