@@ -193,6 +193,7 @@ class Dealer:
     """A connection to a ROUTER, established in the background.
 
     ``problem``: why it is not established. ``is_refused``: whether the other side has refused it.
+    ``has_stood``: whether it was established.
 
     Args:
         server_key: the CURVE key that the other side must have. A Unix socket goes without.
@@ -226,7 +227,7 @@ class Dealer:
         self.is_refused = False
         self._bounds, self._word, self._reconnects = bounds, word, reconnects
         self._config, self._server_key = config, server_key
-        self._stood = False
+        self.has_stood = False
         self._said_s = time.monotonic()
         self.socket: Socket = context.socket(zmq.DEALER)
         try:
@@ -267,9 +268,9 @@ class Dealer:
             if kind == zmq.EVENT_CONNECTED:
                 self._backlog = Backlog(value)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._stood, self.is_refused = True, False
+                self.has_stood, self.is_refused = True, False
             elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                if self._stood:
+                if self.has_stood:
                     return "the connection ended"
                 if not self._reconnects:
                     return self.problem or "no connection; can that port be reached from here?"
