@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -133,6 +133,22 @@ def test_the_address_of_most_connections_of_late() -> None:
     assert penalties.busiest(200.0)[1] == 1  # forgotten meanwhile, or each would cost memory
 
 
+def test_an_address_that_connects_all_the_time_has_to_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guard, "MOST_BEGUN", 20)
+    monkeypatch.setattr(guard, "BEGUN_S", 3600.0)
+    with dealer(engine.endpoint) as honest:
+        for _ in range(20 - 1):
+            zmtp.connect(engine.endpoint).close()
+        assert is_kept_out(engine.endpoint)
+        honest.send(encode(Ping()))
+        assert honest.poll(30_000)
+    (warned,) = (each.message for each in caplog.records if "expected at most 20" in each.message)
+    assert "127.0.0.1" in warned
+    until(lambda: engine.count("connections.refused.penalty") >= 1)
+
+
 @pytest.mark.parametrize("port", PORTS)
 def test_an_address_that_misbehaved_has_to_wait_and_others_of_it_go_on(
     engine: Engine, port: str, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +269,49 @@ def test_a_connection_that_has_nothing_to_say_says_a_word(monkeypatch: pytest.Mo
         )
         sink.load("d", ref, [1], (0, 16))
         until(lambda: decode_to_source(router.recv_multipart()[1]) == Ping())
+
+
+def test_who_reads_no_answers_is_sent_away(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And who reads them is served as long as it likes."""
+    hellos = zmtp.frame(encode(Hello((1, 1), (), "e", b"i" * 16))) * 1000
+    with dealer(engine.endpoint) as honest, closing(zmtp.connect(engine.endpoint)) as peer:
+        sent = 0
+        while "it does not read what it asks for" not in caplog.text:
+            with suppress(OSError):  # it has been sent away
+                peer.sendall(hellos)
+            honest.send(encode(Ping()))
+            assert honest.poll(30_000)
+            honest.recv()
+            sent += 1
+            assert sent < 1000
+    assert is_kept_out(engine.endpoint)
+
+
+def test_what_is_left_of_a_connection_is_not_asked_after_for_each_message(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    meet = visitors.Visitors.meet
+
+    def counted_meet(self: visitors.Visitors) -> bool:
+        looks.append(1)
+        return meet(self)
+
+    ping = zmtp.frame(encode(Ping()))
+    with stuck(engine):
+        for _ in range(visitors.MOST_LEFT - 1):
+            with closing(zmtp.connect(engine.endpoint)) as peer:
+                peer.sendall(ping * 50)
+        last = zmtp.connect(engine.endpoint)  # comes when all of that is there
+        last.sendall(ping * 50)
+        monkeypatch.setattr(visitors.Visitors, "meet", counted_meet)
+    with closing(last):
+        for _ in range(50):
+            assert last.recv(1)
+        until(lambda: not any(each.is_heard for each in backlogs_of(engine)))
+    assert len(looks) < 60, "of 400 messages"
 
 
 def test_who_sends_and_goes_again_and_again_has_to_wait(
@@ -399,8 +458,12 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
                 each.close()
 
 
-def test_who_was_silent_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visitors, "most_connections", lambda: 4)  # two of one address
+@pytest.mark.parametrize(("most", "of_address"), [(4, 512), (100, 2)])
+def test_who_was_silent_longest_makes_room(
+    most: int, of_address: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(visitors, "most_connections", lambda: most)  # two of one address
+    monkeypatch.setattr(visitors, "MOST_OF_ADDRESS", of_address)
     with Engine(ONE, "prefill", fill=1) as source, ExitStack() as stack:
 
         def say(peer: socket.socket) -> None:
@@ -414,6 +477,7 @@ def test_who_was_silent_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> N
         for peer in (first, second, first):
             say(peer)
         stack.enter_context(closing(zmtp.connect(source.endpoint)))
+        until(lambda: "it was silent" in caplog.text)  # not by a heartbeat that is not answered
         assert zmtp.has_ended(second)
         say(first)
 
