@@ -22,6 +22,7 @@ from kvxfer.connector.records import ConnectorMetadata
 from kvxfer.connector.verifier import Verifier
 from kvxfer.tensors import strided_copy
 from kvxfer.tensors.device_copy import DeviceCopier
+from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.wire import BIND_TOKENS, Reason, Release, Verdict
 from kvxfer.transports import shm_direct, stream_packing
 from tests.builders import EngineShape
@@ -85,6 +86,44 @@ def test_sides_of_any_shape_agree(shape: EngineShape) -> None:
     with engines("shm", "all", shape) as (source, sink):
         assert load(source, sink, span=(7, NUM_TOKENS - 5)) == {None}
         assert sink.count("verify.equal") == 2
+
+
+HYBRID: dict[str, Any] = {"groups": (0, 1), "windows": (None, 40), "num_layers": 2}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "latent": ({"is_mla": True, "inner_nbytes": 36}, {"is_mla": True, "inner_nbytes": 36}),
+    "K and V side by side": ({"outermost": "inner"}, {"outermost": "inner", "layout": "NHD"}),
+    "K by channel at the source": ({"turned": ("k",)}, {"layout": "NHD"}),
+    "a window": (HYBRID, {**HYBRID, "layout": "NHD"}),
+    "opaque blocks": ({"interior": Interior.OPAQUE}, {"interior": Interior.OPAQUE}),
+    "kernel blocks": ({"block_tokens": 32, "kernel_blocks": 2}, {"block_tokens": 32}),
+}
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_agree_and_other_digests_are_corrupt(name: str, transport: str) -> None:
+    """Latents, packed planes, channels, windows, opaque blocks, kernel blocks: on both kinds of wires."""
+    shapes = [EngineShape(**each) for each in LAYOUTS[name]]
+    settings: dict[str, Any] = {"transport": transport, **PATIENT}
+    num_tokens, ids = 90, tuple(range(1, 7))
+    with (
+        Engine(shapes[0], "prefill", fill=None, **settings) as source,
+        Engine(shapes[1], "decode", fill=POISON, verify="all", **settings) as sink,
+    ):
+        table = (ids,) * shapes[0].num_groups
+        verifiers = held(source)
+        for request, reason in (("d", None), ("e", "corrupt")):
+            ref = source.offer_groups(request, num_tokens, table)
+            source.compute(request)
+            sink.load_groups(request, ref, table, (0, num_tokens))
+            until(lambda: all(each.kept for each in verifiers))
+            if reason is not None:  # one more digest, of other bytes than were read
+                verifiers[0].kept = [partial(verifiers[0].dones[-1], (1,) * 64)]
+            for worker, verifier in zip(source.workers, verifiers, strict=True):
+                worker._service.io.post(*verifier.kept)  # type: ignore[union-attr]
+                verifier.kept = []
+            until(partial(sink.received, request))
+            assert sink.reasons(request) == {reason}
 
 
 # ------------------------------------------------------------------ corruption
@@ -337,12 +376,14 @@ class Held(Verifier):
     """Digests that nobody gets until they are let go."""
 
     kept: list[Callable[[], object]]
+    dones: list[Callable[[Any], object]]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.kept = []
+        self.kept, self.dones = [], []
 
     def submit(self, lane: Any, cells: Any, seed: Any, done: Any) -> None:
+        self.dones.append(done)
         super().submit(lane, cells, seed, lambda digests: self.kept.append(lambda: done(digests)))
 
 
