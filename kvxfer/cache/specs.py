@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 DTYPE_NBYTES = {
     "float32": 4,
@@ -29,22 +29,15 @@ DTYPE_NBYTES = {
 """Bytes of one element, by dtype name (torch's names without ``torch.``)."""
 
 
-class PlanningConfig(Protocol):
-    """What a cache's size depends on: settings of an engine, in its sections.
+PlanningConfig: TypeAlias = Any
+"""What a cache's size depends on: settings of whatever engine, in its sections.
 
-    - ``model_config.max_model_len``: tokens of the longest request
-    - ``scheduler_config.max_num_batched_tokens``: tokens of the largest step
-    - ``scheduler_config.disable_hybrid_kv_cache_manager``: one group only (missing or None: False)
-    - ``cache_config.num_gpu_blocks_override``: blocks of the pool whatever the memory is (missing
-      or None: as many as fit)
-    """
-
-    @property
-    def model_config(self) -> Any: ...  # noqa: ANN401 - a section of whatever engine
-    @property
-    def scheduler_config(self) -> Any: ...  # noqa: ANN401
-    @property
-    def cache_config(self) -> Any: ...  # noqa: ANN401
+- ``model_config.max_model_len``: tokens of the longest request
+- ``scheduler_config.max_num_batched_tokens``: tokens of the largest step
+- ``scheduler_config.disable_hybrid_kv_cache_manager``: one group only (missing or None: False)
+- ``cache_config.num_gpu_blocks_override``: blocks of the pool whatever the memory is (missing or
+  None: as many as fit)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

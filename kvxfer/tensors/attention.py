@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,37 +28,10 @@ from kvxfer.cache.specs import (
 _KEEPS_NOTHING = {"encoder", "encoder_only"}
 
 
-class CompilationSettings(Protocol):
-    """Where the field keeps a model's layers: ``{layer name: layer}``, in the model's order."""
-
-    @property
-    def static_forward_context(self) -> Mapping[str, object]: ...
-
-
-class ForwardConfig(Protocol):
-    """The part of an engine's configuration that leads to the model's layers."""
-
-    @property
-    def compilation_config(self) -> CompilationSettings: ...
-
-
-class _CacheSettings(Protocol):
-    @property
-    def block_size(self) -> int: ...
-
-
-class _ModelSettings(Protocol):
-    @property
-    def dtype(self) -> str | torch.dtype: ...
-
-
-class SpecConfig(ForwardConfig, Protocol):
-    """What the specs of a model's layers depend on."""
-
-    @property
-    def cache_config(self) -> _CacheSettings: ...
-    @property
-    def model_config(self) -> _ModelSettings: ...
+ForwardConfig: TypeAlias = Any
+"""The configuration of whatever engine. ``compilation_config.static_forward_context``: the model's
+layers by name, in its order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +231,7 @@ def attention_layers(vllm_config: ForwardConfig) -> dict[str, AttentionLayer]:
 
 
 def get_kv_cache_spec(
-    vllm_config: SpecConfig, kv_cache_dtype: str | torch.dtype = "auto"
+    vllm_config: ForwardConfig, kv_cache_dtype: str | torch.dtype = "auto"
 ) -> dict[str, KVCacheSpec]:
     """What each attention layer of a model keeps, by layer name.
 
