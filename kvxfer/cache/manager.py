@@ -179,45 +179,6 @@ class GroupManager:
 
     # ------------------------------------------------------------------ tables
 
-    def allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        hit_blocks: Sequence[KVCacheBlock] = (),
-        num_computed_tokens: int = 0,
-    ) -> list[int] | None:
-        """Make the request's table hold ``num_tokens`` tokens, or change nothing.
-
-        Args:
-            request_id: a new request, or one whose table grows.
-            num_tokens: all its tokens, prefix hit included.
-            hit_blocks: from :meth:`find_longest_cache_hit`, for a new request only; they become its
-                first blocks.
-            num_computed_tokens: tokens that are computed, or loaded from elsewhere, when the first
-                step uses the table: what is not needed after them is null from the start.
-
-        Returns:
-            The ids added after ``hit_blocks`` (those that hold nothing yet), ``[]`` when the table
-            is large enough, None when too few blocks are free.
-
-        Raises:
-            ValueError: hits for a request that has a table, hits beyond ``num_tokens``, or a hit
-                that was evicted since.
-        """
-        if hit_blocks:
-            self.check_hit(request_id, num_tokens, hit_blocks)
-        table = self._tables.get(request_id)
-        kept = self.first_kept_block(num_computed_tokens)
-        num_held = len(table.blocks) if table else len(hit_blocks)
-        first_new = max(num_held, kept, self._first_written_block(num_tokens))
-        num_new = max(self.blocks_needed(num_tokens) - first_new, 0)
-        num_revived = sum(b.ref_cnt == 0 and not b.is_null for b in hit_blocks[kept:])
-        if num_new + num_revived > self.pool.num_free_blocks:
-            return None
-        if table is None:
-            self.open_table(request_id, hit_blocks, num_computed_tokens)
-        return self.extend(request_id, num_tokens, num_computed_tokens)
-
     def open_table(
         self, request_id: str, hit_blocks: Sequence[KVCacheBlock], num_computed_tokens: int
     ) -> None:
