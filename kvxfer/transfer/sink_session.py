@@ -258,14 +258,6 @@ class LoadSession:
             tuple(RouteRecord(source, source in null) for source in routes)
         )
 
-    @classmethod
-    def restore(cls, snapshot: LoadSnapshot) -> LoadSession:
-        """A session that goes on from a snapshot."""
-        null = frozenset(route.source for route in snapshot.routes if route.is_null)
-        session = cls([route.source for route in snapshot.routes], null)
-        session.snapshot = snapshot
-        return session
-
     def state_of(self, source: RankId) -> RouteState:
         """The state of the route from this source rank. Raises ProtocolError for one that is not a
         route.

@@ -484,13 +484,6 @@ class OfferSession:
     def __init__(self, nonce: bytes, digest: bytes | None) -> None:
         self.snapshot = OfferSnapshot(nonce, digest)
 
-    @classmethod
-    def restore(cls, snapshot: OfferSnapshot) -> OfferSession:
-        """A session that goes on from a snapshot."""
-        session = cls(snapshot.nonce, snapshot.digest)
-        session.snapshot = snapshot
-        return session
-
     @property
     def claimants(self) -> tuple[bytes, ...]:
         """The sink engine lives with a live claim that is not complete: whose silence matters."""
