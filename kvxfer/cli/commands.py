@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 import msgspec
 from rich.console import Console
 
-from kvxfer.cli.memory import Need, check_memory, free_host_nbytes, needs_of
+from kvxfer.cli.memory import Need, check_memory, needs_of
 from kvxfer.cli.options import (
     DecodeOptions,
     PairOptions,
@@ -41,6 +41,7 @@ from kvxfer.cli.sides import (
 )
 from kvxfer.cli.terminal import ToldToEnd, progress_bar, stderr_above
 from kvxfer.config import Config
+from kvxfer.doctor.host import free_host_nbytes
 from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.kv_plan import longest_request

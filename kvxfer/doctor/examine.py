@@ -64,11 +64,8 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     ports = config.for_engine(gives_kv=peer is None, num_ranks=1).for_rank(0)
     for wanted in (ports.control_ports, ports.data_ports):
         problems = {port: host.why_not_free(address, port) for port in wanted.in_order}
-        is_free = "" in problems.values()
-        owner = "" if is_free else host.listener_on(wanted.first)
-        yield port_row(
-            address, wanted.name, f"{wanted}", "" if is_free else problems[wanted.first], owner
-        )
+        problem = "" if "" in problems.values() else problems[wanted.first]
+        yield port_row(address, wanted.name, f"{wanted}", problem)
     config = replace(config, port=0, data_port=0)  # an engine in service may have the others
     for wire in host.LIBRARIES:
         yield library_row(wire, host.versions(wire))
