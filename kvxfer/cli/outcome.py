@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer.connector.records import LoadReport
-from kvxfer.engine.digest import Difference, KVDigest, PlaneDigest, compare
+from kvxfer.engine.digest import compare
 from kvxfer.engine.rpc import Done, Token
 
 _GOOD_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
@@ -218,27 +218,7 @@ def _kv_check(prefill: Done | None, decode: Done | None) -> KvCheck | None:
     hi = min(lo + decode.num_external_tokens, both)
     if hi <= lo:
         return None
-    found = compare(_span(prefill.digests, lo, hi), _span(decode.digests, lo, hi))
-    return KvCheck(lo, hi, tuple(str(_moved(difference, lo)) for difference in found))
-
-
-def _span(digests: Iterable[KVDigest], lo: int, hi: int) -> list[KVDigest]:
-    """The tokens of ``[lo, hi)``, counted from ``lo``."""
-    return [
-        KVDigest(
-            num_tokens=hi - lo, planes=tuple(_plane_span(plane, lo, hi) for plane in digest.planes)
-        )
-        for digest in digests
-    ]
-
-
-def _plane_span(plane: PlaneDigest, lo: int, hi: int) -> PlaneDigest:
-    part = plane.between(lo, hi)
-    return msgspec.structs.replace(part, first_token=part.first_token - lo)
-
-
-def _moved(difference: Difference, by_tokens: int) -> Difference:
-    return msgspec.structs.replace(difference, first_token=difference.first_token + by_tokens)
+    return KvCheck(lo, hi, tuple(map(str, compare(prefill.digests, decode.digests, span=(lo, hi)))))
 
 
 def _gap(gap: float | None) -> str:

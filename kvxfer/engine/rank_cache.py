@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -51,9 +52,8 @@ class RequestStep:
         return self.num_computed_tokens + self.num_new_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _StepTables:
-    """The arguments of ``build_attn_metadata``; ``block_tables`` (0 where there is no block) and
+class StepTables(TypedDict):
+    """Arguments of ``build_attn_metadata``; ``block_tables`` (0 where there is no block) and
     ``slot_mappings`` by group. All int64.
     """
 
@@ -61,7 +61,7 @@ class _StepTables:
     num_tokens: int
     query_start_loc: Tensor
     seq_lens: Tensor
-    num_computed_tokens: Tensor
+    num_computed_tokens_cpu: Tensor
     block_tables: tuple[Tensor, ...]
     slot_mappings: tuple[Tensor, ...]
 
@@ -70,7 +70,7 @@ def step_tables(
     requests: Sequence[RequestStep],
     groups: Sequence[KVCacheGroupSpec],
     device: torch.device | str = "cpu",
-) -> _StepTables:
+) -> StepTables:
     """Tables of a step. Raises ValueError for a request without new tokens, with another number of
     tables than groups, with too few blocks for its tokens, or without one that a new token sees.
     """
@@ -92,12 +92,12 @@ def step_tables(
             for slot in _new_slots(request, blocks, group.kv_cache_spec.block_size)
         ]
         slot_mappings.append(torch.tensor(slots, dtype=torch.int64, device=device))
-    return _StepTables(
+    return StepTables(
         num_reqs=len(requests),
         num_tokens=query_start_loc[-1],
         query_start_loc=torch.tensor(query_start_loc, dtype=torch.int64),
         seq_lens=torch.tensor([request.seq_len for request in requests], dtype=torch.int64),
-        num_computed_tokens=torch.tensor(
+        num_computed_tokens_cpu=torch.tensor(
             [request.num_computed_tokens for request in requests], dtype=torch.int64
         ),
         block_tables=tuple(block_tables),
@@ -191,19 +191,22 @@ class RankCache:
             for number, group in enumerate(groups)
         ]
         kernel_tokens = prepare_kernel_block_sizes(self.config, [[each] for each in attn_groups])
-        memory = _Memory(config, self._device)
+        self._is_shared = (
+            self._device.type == "cpu"
+            and config.role is not Role.ALONE
+            and config.kv.transport in {"auto", "shm"}
+        )
+        self._shared: SharedPool | None = None
         kv_caches = init_kv_cache(
             [],
             self.layers,
             self.config,
             backends,
             self._device,
-            allocator=memory.allocate,
+            allocator=self._allocate,
             kernel_block_sizes=kernel_tokens,
             shared_kv_cache_layers=sharing,
         )
-        self._shared = memory.shared
-        self.memory = memory.local()
         (self.buffer,) = self.memory.tensors
         self.regions: tuple[Region, ...] = kv_regions(
             self.config, kv_caches, backends, [self.buffer], shard.kv_lo, shard.kv_hi
@@ -215,6 +218,19 @@ class RankCache:
             )
         self._zeroer = KVBlockZeroer(self._device, pin_memory=True)
         self._zeroer.init_meta(attn_groups, kernel_tokens, model.dtype, runner_only, self.layers)
+
+    def _allocate(self, nbytes: int) -> Tensor:
+        """Host memory that peers on this host can map, unless no wire of this engine could use
+        that; on a GPU an allocation of torch's, which a wire can export by itself.
+        """
+        if self._is_shared:
+            self._shared = SharedPool.create(nbytes)
+            tensor, info = self._shared.tensor, self._shared.info
+        else:
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+            info = plain_info(tensor)
+        self.memory = LocalMemory((tensor,), (info,))
+        return tensor
 
     def zero(self, block_ids: Sequence[int]) -> None:
         """Clear these blocks in all layers, so that a new owner never sees what another left.
@@ -228,49 +244,9 @@ class RankCache:
         that do not have the blocks that their new tokens see.
         """
         tables = step_tables(requests, self.config.kv_cache_groups, self._device)
-        return build_attn_metadata(
-            self._builders,
-            tables.num_reqs,
-            tables.num_tokens,
-            tables.query_start_loc,
-            tables.seq_lens,
-            tables.num_computed_tokens,
-            tables.block_tables,
-            tables.slot_mappings,
-            self.config,
-        )
+        return build_attn_metadata(self._builders, kv_cache_config=self.config, **tables)
 
     def close(self) -> None:
         """Let nobody map it any more, and drop it."""
         if self._shared is not None:
             self._shared.close()
-
-
-class _Memory:
-    """Host memory that peers on this host can map, unless no wire of this engine could use that;
-    on a GPU an allocation of torch's, which a wire can export by itself.
-    """
-
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self._device = device
-        self._is_shared = (
-            device.type == "cpu"
-            and config.role is not Role.ALONE
-            and config.kv.transport in {"auto", "shm"}
-        )
-        self._tensor: Tensor | None = None
-        self.shared: SharedPool | None = None
-
-    def allocate(self, nbytes: int) -> Tensor:
-        if self._is_shared:
-            self.shared = SharedPool.create(nbytes)
-            self._tensor = self.shared.tensor
-        else:
-            self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        return self._tensor
-
-    def local(self) -> LocalMemory:
-        if self._tensor is None:
-            raise ValueError("KV cache: expected layers that keep KV, got none")
-        info = self.shared.info if self.shared else plain_info(self._tensor)
-        return LocalMemory((self._tensor,), (info,))

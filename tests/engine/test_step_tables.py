@@ -23,35 +23,35 @@ def test_tables_of_two_groups_by_hand() -> None:
         RequestStep(([4], [6]), 0, 2),
     ]
     tables = step_tables(requests, [FULL, WINDOW])
-    assert (tables.num_reqs, tables.num_tokens) == (2, 5)
-    assert tables.query_start_loc.tolist() == [0, 3, 5]
-    assert tables.seq_lens.tolist() == [18, 2]
-    assert tables.num_computed_tokens.tolist() == [15, 0]
-    assert [table.tolist() for table in tables.block_tables] == [
+    assert (tables["num_reqs"], tables["num_tokens"]) == (2, 5)
+    assert tables["query_start_loc"].tolist() == [0, 3, 5]
+    assert tables["seq_lens"].tolist() == [18, 2]
+    assert tables["num_computed_tokens_cpu"].tolist() == [15, 0]
+    assert [table.tolist() for table in tables["block_tables"]] == [
         [[5, 2, 7], [4, 0, 0]],
         [[0, 9, 1], [6, 0, 0]],
     ]
-    assert [slots.tolist() for slots in tables.slot_mappings] == [
+    assert [slots.tolist() for slots in tables["slot_mappings"]] == [
         [2 * 8 + 7, 7 * 8, 7 * 8 + 1, 4 * 8, 4 * 8 + 1],
         [9 * 8 + 7, 1 * 8, 1 * 8 + 1, 6 * 8, 6 * 8 + 1],
     ]
     everything = (
-        *(tables.query_start_loc, tables.seq_lens, tables.num_computed_tokens),
-        *(*tables.block_tables, *tables.slot_mappings),
+        *(tables["query_start_loc"], tables["seq_lens"], tables["num_computed_tokens_cpu"]),
+        *(*tables["block_tables"], *tables["slot_mappings"]),
     )
     assert {tensor.dtype for tensor in everything} == {torch.int64}
 
 
 def test_tables_longer_than_needed_and_a_long_chunk() -> None:
     tables = step_tables([RequestStep(([3, 0, 2, 8],), 4, 15)], [FULL])
-    assert tables.slot_mappings[0].tolist() == [*range(28, 32), *range(8), *range(16, 19)]
-    assert tables.block_tables[0].tolist() == [[3, 0, 2, 8]]
+    assert tables["slot_mappings"][0].tolist() == [*range(28, 32), *range(8), *range(16, 19)]
+    assert tables["block_tables"][0].tolist() == [[3, 0, 2, 8]]
 
 
 def test_a_step_without_requests() -> None:
     tables = step_tables([], [FULL, WINDOW])
-    assert (tables.num_reqs, tables.num_tokens) == (0, 0)
-    assert [tuple(table.shape) for table in tables.block_tables] == [(0, 0), (0, 0)]
+    assert (tables["num_reqs"], tables["num_tokens"]) == (0, 0)
+    assert [tuple(table.shape) for table in tables["block_tables"]] == [(0, 0), (0, 0)]
 
 
 @pytest.mark.parametrize(("num_computed", "needs"), [(12, 0), (13, 1), (20, 1), (21, 2)])
