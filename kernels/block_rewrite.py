@@ -88,7 +88,6 @@ class BlockRewrite:
 
     @property
     def set_blocks(self) -> int:
-        """Local blocks of a set."""
         return self.set_tokens // self.local.block_tokens
 
     @property
@@ -100,7 +99,6 @@ class BlockRewrite:
 
     @property
     def set_runs(self) -> int:
-        """Runs of a set, of all heads."""
         return self.num_heads * self.set_tokens // self.run_tokens
 
     def check_blocks(self, num_blocks: int) -> None:

@@ -293,7 +293,6 @@ def _num_warps(num_units: int, unit_nbytes: int) -> int:
 
 
 def fits(rewrite: BlockRewrite) -> bool:
-    """Does a program hold a unit of each run of the longest cycle?"""
     return longest_cycle(rewrite) <= MAX_TILE_UNITS
 
 

@@ -119,7 +119,6 @@ class Launch:
 
     @property
     def warps(self) -> int:
-        """Warps of one program."""
         return ALONE_WARPS if self.alone else WARPS
 
     @property

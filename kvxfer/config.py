@@ -208,12 +208,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def control_ports(self) -> Ports:
-        """What ``port`` says; any free one where it is not set."""
         return parse_ports("port", self.port or 0)
 
     @property
     def data_ports(self) -> Ports:
-        """What ``data_port`` says."""
         return parse_ports("data_port", self.data_port)
 
     def peer_allowed(self, host: str) -> bool:
@@ -255,7 +253,6 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def not_admitted(host: str) -> str:
-    """What to do about a host that ``allowed_peers`` does not admit."""
     return (
         f"allowed_peers of this engine does not admit {host}; set it on both sides to the names or "
         "addresses of the other one"
@@ -348,7 +345,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_a_service(rest: str, text: str) -> bool:
-    """Did Kubernetes set ``KVXFER_<rest>``? Its KVXFER_PORT is told from ours by the value."""
     has_url = re.fullmatch("(.*_)?PORT", rest) and _SERVICE_URL.fullmatch(text)
     return bool(has_url or _SERVICE_NAME.fullmatch(rest))
 
@@ -395,7 +391,6 @@ def _items(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _open(name: str, value: object) -> object:
-    """The value, unless it is a secret."""
     return "(set)" if name in SECRETS and value is not None else value
 
 

@@ -34,7 +34,6 @@ class Ports:
 
     @property
     def setting(self) -> int | str:
-        """As the setting has it."""
         return int(str(self)) if str(self).isdecimal() else str(self)
 
     @property
@@ -44,7 +43,6 @@ class Ports:
 
     @property
     def in_order(self) -> range:
-        """What a listener tries."""
         return range(self.first, self.last + 1)
 
     def moved(self, by: int) -> Ports:
@@ -61,7 +59,6 @@ class Ports:
         return replace(self, first=self.first + by, last=self.last + by)
 
     def of_rank(self, rank: int) -> Ports:
-        """Those of one rank. Raises ConfigError as :meth:`moved`."""
         return replace(self.moved(rank), adds_rank=False) if self.adds_rank else self
 
 

@@ -214,7 +214,6 @@ class BlockPool:
         block.block_hash = None
 
     def _keep_others(self, named: _Named, block: KVCacheBlock, block_hash: BlockHashType) -> None:
-        """Put the entry back that ``block`` shared with other blocks, without it."""
         assert isinstance(named, dict)
         del named[block.block_id]
         if named:
@@ -238,7 +237,6 @@ def _first_named(named: dict[int, KVCacheBlock]) -> KVCacheBlock | None:
 
 
 def _with(named: _Named, block: KVCacheBlock) -> _Named:
-    """The entry that ``named`` becomes when ``block`` gets the same name."""
     if isinstance(named, dict):
         named[block.block_id] = block
         return named

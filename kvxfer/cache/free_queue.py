@@ -111,7 +111,6 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put ``block`` at the end; RuntimeError when it is in a queue already."""
         self.append_n((block,))
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:

@@ -251,7 +251,6 @@ def _group(
 
 
 def _first_difference(kv_cache_spec: Mapping[str, KVCacheSpec], layer_names: Sequence[str]) -> str:
-    """Two layers that cannot share a spec, in words."""
     for end in range(2, len(layer_names) + 1):
         if _merge_specs([kv_cache_spec[name] for name in layer_names[:end]]) is None:
             break
@@ -269,7 +268,6 @@ def _first_difference(kv_cache_spec: Mapping[str, KVCacheSpec], layer_names: Seq
 
 
 def _layers_by_spec(kv_cache_spec: Mapping[str, KVCacheSpec]) -> list[list[str]]:
-    """Lists of layers that can share a spec, in the order of their first layers."""
     alike: list[list[str]] = []
     for name, spec in kv_cache_spec.items():
         for names in alike:

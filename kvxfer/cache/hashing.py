@@ -189,7 +189,6 @@ class ObjectHash:
     def block(
         self, parent: bytes, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] | None
     ) -> bytes:
-        """The name of a block after ``parent``."""
         return self.digest(self.encode((parent, tuple(token_ids), extra_keys or None)))
 
     def none_hash(self, seed: str | None) -> bytes:
@@ -284,7 +283,6 @@ _object_roots: dict[str, BlockHashType] = {}
 
 
 def _root_for(hash_function: HashFunction) -> BlockHashType:
-    """The process's root for names of this function."""
     if not isinstance(hash_function, ObjectHash):
         return _process_root()
     root = _object_roots.get(hash_function.name)

@@ -138,14 +138,12 @@ class KVEventLog:
             self._events.append(event)
 
     def removed(self, block_hash: BlockHashType, group_id: int) -> None:
-        """Note that a block of the group has lost its name."""
         names = [self._external(block_hash)]
         self._events.append(
             BlockRemoved(block_hashes=names, medium=self.medium, group_idx=group_id)
         )
 
     def cleared(self) -> None:
-        """Note that no block has a name any more."""
         self._events.append(AllBlocksCleared())
 
     def _external(self, block_hash: BlockHashType) -> _ExternalBlockHash:

@@ -86,7 +86,6 @@ class GroupManager:
         raise NotImplementedError
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Length of a table for ``num_tokens`` tokens; ValueError when negative."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}")
         return -(-num_tokens // self.block_size)
@@ -337,7 +336,6 @@ class FullAttentionManager(GroupManager):
     def max_blocks(
         self, num_tokens: int, step_tokens: int, num_held_tokens: int | None = None
     ) -> int:
-        """Blocks for all its tokens, however they are computed."""
         return self.blocks_needed(num_tokens)
 
     def extend(self, request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> list[int]:
@@ -356,7 +354,6 @@ class FullAttentionManager(GroupManager):
         max_tokens: int,
         alignment_tokens: int | None = None,
     ) -> list[KVCacheBlock]:
-        """The blocks of the longest known prefix, at most ``max_tokens`` tokens."""
         # From the left: a prompt that nobody knows costs one lookup.
         hit: list[KVCacheBlock] = []
         names = self.block_names(block_hashes)
@@ -416,7 +413,6 @@ class MambaManager(GroupManager):
         return max(0, num_computed_tokens - 1)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Length of a table for ``num_tokens`` tokens; ValueError when negative."""
         return super().blocks_needed(num_tokens) + self.spec.num_speculative_blocks
 
     def _first_written_block(self, num_tokens: int) -> int:

@@ -57,7 +57,6 @@ def estimate_max_model_len(
 
 
 def _pool_block_nbytes(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Bytes of one block of the pool: of all layers of the largest group; 0 without groups."""
     of_groups = (
         sum(group.spec_of(name).page_size_bytes for name in group.layer_names) for group in groups
     )
@@ -251,7 +250,6 @@ def unify_kv_cache_configs(kv_cache_configs: Sequence[KVCacheConfig]) -> None:
 
 
 def _part(group: KVCacheGroupSpec, layers: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
-    """The group with those of its layers that a worker has."""
     return KVCacheGroupSpec(
         [name for name in group.layer_names if name in layers],
         group.kv_cache_spec,
@@ -319,7 +317,6 @@ def _groups_in_order(
 def _same_groups(
     worker: int, own: list[KVCacheGroupSpec], of: int, groups: list[KVCacheGroupSpec]
 ) -> list[KVCacheGroupSpec]:
-    """``own`` in the order of ``groups``, which worker ``of`` has: the same layers in each."""
     in_order = _in_order(own, groups, lambda group: frozenset(group.layer_names))
     if in_order is None:
         raise ValueError(
@@ -356,7 +353,6 @@ def _in_order(
     wanted: list[KVCacheGroupSpec],
     key: Callable[[KVCacheGroupSpec], Hashable],
 ) -> list[KVCacheGroupSpec] | None:
-    """``own`` in the order of ``wanted``, by equal keys; None where the keys are not the same."""
     left, in_order = list(own), []
     for group in wanted:
         at = next((at for at, other in enumerate(left) if key(other) == key(group)), None)

@@ -88,12 +88,10 @@ class KVCacheSpec:
 
 
 def ceil_div(value: int, divisor: int) -> int:
-    """``value / divisor``, rounded up."""
     return -(-value // divisor)
 
 
 def check_int(name: str, value: object) -> None:
-    """TypeError unless ``value`` is an int."""
     if not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {value!r}")
 
@@ -119,13 +117,11 @@ def check_positive(name: str, value: int, advice: str = "") -> None:
 
 
 def _check_dtype(dtype: str) -> None:
-    """ValueError unless ``dtype`` is a key of :data:`DTYPE_NBYTES`."""
     if dtype not in DTYPE_NBYTES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NBYTES)}, got {dtype!r}")
 
 
 def _check_padding(padded: int | None, unpadded: int) -> None:
-    """TypeError unless ``padded`` is an int or None, ValueError for less than a block has."""
     if padded is None:
         return
     check_int("page_size_padded", padded)

@@ -166,7 +166,6 @@ class _Setup:
             yield from needs_of(config, self.model, self.names.get(name, of_single))
 
     def text(self, options: RunOptions) -> str:
-        """For people."""
         sides = [
             f"{name} TP {c.tp_size} block {c.block_size} {c.layout}{_where(c)}"
             for name, c in self.configs.items()
@@ -227,7 +226,6 @@ def _run(options: RunOptions, setup: _Setup, wait_s: float = 0.0) -> bool:
 def _start(
     setup: _Setup, wait_s: float, stack: ExitStack, console: Console, text: str
 ) -> dict[str, RunEngine]:
-    """All engines of the setup, side by side, until the stack is closed."""
     engines: dict[str, RunEngine] = {}
     groups = {
         name: stack.enter_context(EngineGroup(config, set_up=setup.set_ups.get(name)))
@@ -258,7 +256,6 @@ def _metrics(group: EngineGroup) -> str:
 
 
 def _where(config: EngineConfig) -> str:
-    """The devices of the ranks, in order, unless they are where they always were."""
     return "" if config.device == CPU else f" on {', '.join(config.rank_devices)}"
 
 

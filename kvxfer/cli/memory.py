@@ -58,7 +58,6 @@ def check_memory(needs: Sequence[Need], free_nbytes: int | None) -> None:
 
 
 def _weights_nbytes(model: ModelConfig, tp_size: int) -> int:
-    """Of all ranks: each has its part of the layers, and whole embeddings."""
     attention = 2 * model.hidden_size * model.head_size * (model.num_heads + model.num_kv_heads)
     layer = attention + 3 * model.hidden_size * model.intermediate_size
     embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)

@@ -55,7 +55,6 @@ class KvCheck(msgspec.Struct, frozen=True):
 
     @property
     def is_equal(self) -> bool:
-        """Every byte of every plane and head."""
         return not self.differences
 
 
@@ -131,7 +130,6 @@ class Answers:
 
 
 def judge(name: str, num_prompt_tokens: int, answers: Answers) -> Result:
-    """One request's result from the engines' answers."""
     prefill, decode = answers.prefill, answers.decode
     difference = None
     if answers.single is not None:

@@ -110,7 +110,6 @@ def load_prompts(
 
 
 def _read_lines(path: Path, option: str) -> list[str]:
-    """The lines of a UTF-8 file; ConfigError naming the option when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:

@@ -33,7 +33,6 @@ class Work:
     in_flight: int
 
     def max_tokens(self) -> int:
-        """Tokens of the longest request, new ones included."""
         return max(map(_num_tokens, self.prompts))
 
     def num_blocks(self, sizing: KVCacheManager, kept_blocks: int) -> int:
@@ -122,7 +121,6 @@ def settings(
 def transfer_engine(
     role: Role, side: SideOptions, options: EngineOptions, model: ModelConfig, kv: Config
 ) -> EngineConfig:
-    """A prefill or decode engine, not yet as large as its work needs."""
     with naming_options(side.option_names):
         return EngineConfig(
             role=role,
@@ -143,7 +141,6 @@ def transfer_engine(
 def fitted(
     engine: EngineConfig, side: SideOptions, options: RunOptions, model: ModelConfig, work: Work
 ) -> EngineConfig:
-    """The engine as a run needs it: large enough for the work."""
     with naming_options(side.option_names):
         num_blocks = pool_blocks(side, model, work)
     return msgspec.structs.replace(
@@ -181,7 +178,6 @@ def single_engine(
 
 
 def pool_blocks(side: SideOptions, model: ModelConfig, work: Work) -> int:
-    """What ``--num-blocks`` says, or what the work needs."""
     if side.num_blocks is not None:
         return side.num_blocks
     config = EngineConfig(
@@ -201,5 +197,4 @@ def _sizing(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheManager, i
 
 
 def model_name(options: EngineOptions) -> str:
-    """The model's name for people: its folder's name, or ``built-in``."""
     return "built-in" if options.model is None else Path(options.model).name

@@ -63,7 +63,6 @@ class Child(Generic[T]):
         return found
 
     def crash(self) -> Failure | None:
-        """How it has crashed, if it has."""
         code = self._process.exitcode
         if code is None or code >= 0 or self._is_killed:
             return None

@@ -93,7 +93,6 @@ def _rank(config: Config, identity: Identity, device: torch.device) -> RankServi
 
 
 def _says(config: Config) -> dict[str, Any]:
-    """What every engine of this version says of itself."""
     names = (BIND_TOKENS,) if config.bind_tokens else ()
     return {"protocol": (PROTOCOL_MIN, PROTOCOL_MAX), "capabilities": names}
 

@@ -170,7 +170,6 @@ def _meet(device: torch.device, endpoint: str, num_ranks: int, config: Config) -
 
 
 def _ports_row(config: Config, manifest: EngineManifest) -> Row:
-    """Whether the ports of all ranks can be reached, for control and for streams."""
     uses = {
         where: f"{use} of rank {entry.rank}"
         for entry in manifest.ranks

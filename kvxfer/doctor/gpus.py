@@ -76,6 +76,5 @@ def _try(source: int, handle: CudaIpcHandle, sink: int) -> IpcTry:
 
 
 def _pattern(number: int, device: int) -> torch.Tensor:
-    """The bytes of a GPU, unlike those of every other."""
     numbers = torch.arange(IPC_NBYTES, dtype=torch.int32, device=torch.device("cuda", device))
     return ((numbers + 31 * number) % 251).to(torch.uint8)

@@ -36,7 +36,6 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def status(rows: Iterable[Row]) -> int:
-    """The exit status."""
     return int(any(row.state is State.FAIL for row in rows))
 
 

@@ -103,7 +103,6 @@ class PagedBackend:
 
     @staticmethod
     def get_builder_cls() -> type[PagedMetadataBuilder]:
-        """What builds this backend's metadata of a step."""
         return PagedMetadataBuilder
 
     @classmethod
@@ -189,7 +188,6 @@ _BACKENDS: dict[str, type[PagedBackend]] = {"HND": _HndBackend, "NHD": _NhdBacke
 
 
 def attention_backend(name: str) -> type[PagedBackend]:
-    """The backend of a layout, "HND" or "NHD"; raises ModelError for another name."""
     if name not in _BACKENDS:
         raise ModelError(f"layout: expected {' or '.join(_BACKENDS)}, got {name!r}")
     return _BACKENDS[name]
@@ -246,22 +244,18 @@ class PagedAttention:
     kv_cache: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def get_attn_backend(self) -> type[PagedBackend]:
-        """The backend that reads and writes this layer's cache."""
         return self.backend
 
     def write(self, key: Tensor, value: Tensor, meta: AttentionMetadata) -> None:
-        """Keep the new tokens' K and V [T, num_kv_heads, head_size]."""
         self.backend.write(self.kv_cache, key, value, meta)
 
     def attend(self, query: Tensor, meta: AttentionMetadata) -> Tensor:
-        """Attention of the new tokens' ``query`` [T, query heads, head_size] over what is kept."""
         return self.backend.attend(query, self.kv_cache, meta, self.sliding_window)
 
 
 def paged_layers(
     model: ModelConfig, shard: TpShard, backend: type[PagedBackend]
 ) -> dict[str, PagedAttention]:
-    """The layers of one rank by name, in order of depth, not bound to a cache yet."""
     return {
         layer.name: PagedAttention(
             num_kv_heads=shard.kv_hi - shard.kv_lo,
@@ -275,7 +269,6 @@ def paged_layers(
 
 
 def sharing_layers(layers: Mapping[str, PagedAttention]) -> dict[str, str]:
-    """Layers without a cache of their own, and whose they read."""
     return {
         name: layer.kv_sharing_target_layer_name
         for name, layer in layers.items()

@@ -165,12 +165,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def rank_devices(self) -> tuple[str, ...]:
-        """Where each rank computes: "cpu" or "cuda:N"."""
         return rank_devices(self.device, self.devices, self.tp_size)
 
     @property
     def collectives(self) -> str:
-        """What sums over the ranks: gloo or nccl."""
         return collectives_of(self.rank_devices)
 
     @property

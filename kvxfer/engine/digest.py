@@ -40,11 +40,9 @@ class PlaneDigest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """The token behind the last one."""
         return self.first_token + len(self.tokens) // DIGEST_NBYTES
 
     def between(self, lo: int, hi: int) -> PlaneDigest:
-        """The tokens of ``[lo, hi)`` that are digested."""
         first = min(max(self.first_token, lo), hi)
         begin, end = (max(0, at - self.first_token) * DIGEST_NBYTES for at in (first, hi))
         return replace(self, first_token=first, tokens=self.tokens[begin:end])
@@ -180,7 +178,6 @@ def _part(digest: KVDigest, span: tuple[int, int] | None) -> KVDigest:
 
 
 def _table(region: Region, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Sequence[int]:
-    """The blocks that a region's tokens lie in."""
     if region.group >= len(block_ids):
         raise ValueError(
             f"block_ids: expected a table for group {region.group} of {region.layer}, got "

@@ -34,7 +34,6 @@ class Result:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """What a prefill engine gives for the decode engine."""
         return self.done.kv_transfer_params
 
     @property
@@ -112,7 +111,6 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request now; its result follows."""
         self.client.send(Abort(request_id))
 
     def result(self, request_id: str, timeout_s: float = 60.0) -> Result:
@@ -139,7 +137,6 @@ class Engine:
         kv_transfer_params: dict[str, Any] | None = None,
         timeout_s: float = 60.0,
     ) -> Result:
-        """Run one request to its end."""
         request_id = self.submit(prompt_token_ids, max_new_tokens, kv_transfer_params)
         return self.result(request_id, timeout_s)
 

@@ -168,17 +168,14 @@ class EngineGroup:
 
     @property
     def endpoint(self) -> str:
-        """``tcp://host:port`` of the request channel."""
         return self.ready().endpoint
 
     @property
     def kv_endpoint(self) -> str:
-        """``tcp://host:port`` of the KV front door; empty without a connector."""
         return self.ready().kv_endpoint
 
     @property
     def metrics_endpoint(self) -> str:
-        """The URL of its metrics; empty where it has none."""
         return self.ready().metrics_endpoint
 
     def _first_report(self) -> Ready:
@@ -222,7 +219,6 @@ class EngineGroup:
         return tuple(process.sentinel for process in self._processes)
 
     def dead(self) -> list[str]:
-        """Ranks that have ended by themselves, and how."""
         return [
             f"{process.name} ({_ending(process.exitcode)})"
             for process in self._processes
@@ -240,7 +236,6 @@ class EngineGroup:
         return f"engine {self.config.engine_id}: died {when}: rank {', '.join(self.dead())}"
 
     def kill(self) -> None:
-        """SIGKILL every rank, as a fault would."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -148,7 +148,6 @@ class RankLink:
         self.socket.send(_encoder.encode(message))
 
     def receive(self) -> SchedulerOutput | None:
-        """The next step; waits for it. None: there is no next one."""
         frame = self.socket.recv()
         return None if frame == _END else _step.decode(frame)
 

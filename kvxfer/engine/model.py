@@ -111,7 +111,6 @@ class LlamaModel:
 
 
 def _keep(partial: Tensor) -> Tensor:
-    """The sum over one rank."""
     return partial
 
 

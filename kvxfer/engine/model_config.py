@@ -400,7 +400,6 @@ def _refuse_unsupported(raw: _HfConfig, file: Path) -> None:
 
 
 def _windows(raw: _HfConfig, file: Path) -> tuple[int | None, ...]:
-    """What each layer sees; empty where all see everything."""
     window = raw.sliding_window
     if raw.model_type == "llama":
         if window not in (UNSET, None):

@@ -48,7 +48,6 @@ class RequestStep:
 
     @property
     def seq_len(self) -> int:
-        """Tokens with the new ones."""
         return self.num_computed_tokens + self.num_new_tokens
 
 
@@ -247,6 +246,5 @@ class RankCache:
         return build_attn_metadata(self._builders, kv_cache_config=self.config, **tables)
 
     def close(self) -> None:
-        """Let nobody map it any more, and drop it."""
         if self._shared is not None:
             self._shared.close()

@@ -45,12 +45,10 @@ class RequestBlocks:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nothing uses; cached ones count as free."""
         return self._manager.num_free_blocks
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens of the most recent 1000 requests that were cached here."""
         return self._prefix_metrics.hit_rate
 
     def add(self, request: Request) -> None:
@@ -67,7 +65,6 @@ class RequestBlocks:
         self._name_full_blocks(request)
 
     def find_hit(self, request: Request, max_tokens: int) -> CacheHit:
-        """The longest prefix of the prompt that is cached, at most ``max_tokens`` tokens."""
         return self._manager.find_longest_cache_hit(request.block_hashes, max_tokens)
 
     def admit(self, request: Request, hit: CacheHit, num_external_tokens: int) -> bool:
@@ -116,7 +113,6 @@ class RequestBlocks:
         )
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What happened to the names since the last call; nothing unless events are enabled."""
         return self._manager.take_events()
 
     def loaded(self, request: Request, incomplete: Iterable[tuple[int, int]]) -> None:
@@ -136,7 +132,6 @@ class RequestBlocks:
         self._manager.stop_growing(request.request_id, request.num_computed_tokens)
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request, if it holds any."""
         if request_id in self._manager:
             self._manager.free(request_id)
 
@@ -159,7 +154,6 @@ class RequestBlocks:
 
 
 def _names(config: EngineConfig) -> tuple[HashFunction, BlockHashType]:
-    """What names the blocks, and the root of all chains."""
     if config.prefix_caching_hash_algo is None:
         return sha256, none_hash(config.kv.hash_seed_bytes)
     function = get_hash_fn_by_name(config.prefix_caching_hash_algo)

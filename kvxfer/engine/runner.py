@@ -105,7 +105,6 @@ class Runner:
 
     @property
     def manifest(self) -> RankManifest | None:
-        """What this rank says of itself; None without a connector."""
         return self.connector.get_handshake_metadata() if self.connector else None
 
     def execute(self, step: SchedulerOutput) -> StepOutput:
@@ -157,7 +156,6 @@ class Runner:
         return kv_digests(regions, buffer, block_ids, num_tokens)
 
     def _learn(self, step: SchedulerOutput) -> None:
-        """Keep what the step tells of its requests."""
         for new in step.scheduled_new_reqs:
             self._sequences[new.req_id] = _Sequence(
                 list(new.prompt_token_ids),

@@ -94,12 +94,10 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nothing uses; cached ones count as free."""
         return self._blocks.num_free_blocks
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens of recent requests that were cached here."""
         return self._blocks.prefix_hit_rate
 
     def take_events(self) -> list[KVCacheEvent]:
@@ -141,7 +139,6 @@ class Scheduler:
         return events
 
     def is_held(self, request_id: str) -> bool:
-        """It has finished, and its blocks are kept for whoever takes its KV."""
         return request_id in self._held_offers
 
     # ------------------------------------------------------------------ one step

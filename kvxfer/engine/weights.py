@@ -183,7 +183,6 @@ def weights_identity(config: ModelConfig, *, seed: int = 0) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files named by the index, or every safetensors file of the folder."""
     index = folder / _INDEX_NAME
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

@@ -300,7 +300,6 @@ def to_decode(headers: Iterable[tuple[str, str]], request_id: str) -> Headers:
 
 
 def to_client(headers: Iterable[tuple[str, str]]) -> Headers:
-    """For the client, from a decode engine's answer."""
     return _end_to_end(list(headers))
 
 

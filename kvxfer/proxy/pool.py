@@ -68,7 +68,6 @@ class EnginePool:
 
     @property
     def is_healthy(self) -> bool:
-        """Both sides have an engine that is up."""
         up = {engine.side for engine, seen in self._seen.items() if seen.state is State.UP}
         return up == set(Side)
 

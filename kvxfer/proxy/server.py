@@ -155,13 +155,11 @@ class Proxy:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def watch(self, engine: Engine) -> None:
-        """Probe one engine until cancelled."""
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             await self.probe(engine)
 
     async def probe(self, engine: Engine) -> None:
-        """Ask the engine once and remember what it says."""
         try:
             async with (
                 asyncio.timeout(_PROBE_TIMEOUT_S),

@@ -383,7 +383,6 @@ def _shared_by_groups(
     seq_lens: Tensor | CpuGpuBuffer,
     num_computed_tokens_cpu: Tensor | CpuGpuBuffer,
 ) -> dict[str, Any]:
-    """The fields of the common metadata that are the same for all groups."""
     for name, count in (("num_reqs", num_reqs), ("num_tokens", num_tokens)):
         if count < 0:
             raise ValueError(f"{name}: expected at least 0, got {count}")
@@ -442,7 +441,6 @@ def _target_of(layer: AttentionLayer) -> str | None:
 def _group_backend(
     group_id: int, group: KVCacheGroupSpec, layers: Mapping[str, AttentionLayer]
 ) -> type[AttentionBackend]:
-    """The one backend of a group's layers."""
     if not group.layer_names:
         raise ValueError(f"group {group_id}: expected at least one layer, got none")
     if unknown := [name for name in group.layer_names if name not in layers]:

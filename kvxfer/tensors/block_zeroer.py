@@ -126,7 +126,6 @@ class Segment:
     nbytes: int
 
     def end(self, num_blocks: int) -> int:
-        """The first address behind its last piece."""
         return self.address + (num_blocks - 1) * self.stride_nbytes + self.nbytes
 
 
@@ -292,7 +291,6 @@ def _views(
     runner_only: Collection[str],
     context: Mapping[str, CacheHolder],
 ) -> Iterator[_CacheView]:
-    """The caches that have K and V of their own."""
     for group in groups:
         spec, number = group.kv_cache_spec, group.kv_cache_group_id
         if not isinstance(spec, AttentionSpec):

@@ -43,7 +43,6 @@ class CacheShape:
 
     @property
     def piece_numel(self) -> int:
-        """Elements of one of these pieces of one kernel block."""
         return math.prod(self.shape) // self.shape[self.block_dim] // self.num_outer
 
     def strides(self, piece_stride: int) -> tuple[int, ...]:
@@ -181,7 +180,6 @@ class Place:
 
 
 def place_of(spec: AttentionSpec, kernel_tokens: int, backend: type[AttentionBackend]) -> Place:
-    """Where the backend puts the blocks of a layer."""
     return Place(spec.page_size_bytes, cache_shape(backend, 1, kernel_tokens, spec).num_outer)
 
 
@@ -256,7 +254,6 @@ def state_views(layer: str, raw: Tensor, spec: MambaSpec, num_blocks: int) -> li
 
 
 def _elements(layer: str, raw: Tensor, block_nbytes: int, num_blocks: int, dtype: str) -> Tensor:
-    """The bytes of all blocks as elements."""
     if raw.dim() != 1 or raw.element_size() != 1 or not raw.is_contiguous():
         raise ValueError(
             f"{layer}: expected a flat buffer of bytes, got {raw.dtype} of shape {tuple(raw.shape)}"

@@ -231,7 +231,6 @@ def _plan_pools(
     align_nbytes: int,
     programs: int,
 ) -> tuple[Launch, Ids]:
-    """A launch, and its numbers as an array."""
     sides = (pool_side(source, source_first), pool_side(sink, sink_first))
     work = copy_work(*sides, sink, num_tokens, align_nbytes)
     launch = plan_launch(work, num_regions, programs)

@@ -218,15 +218,12 @@ class GpuLauncher:
             )
 
     def record(self, stream: Stream) -> Event:
-        """An event behind all that was put on the stream, which may be nothing."""
         return self._events.record(self._handle(stream))
 
     def stamp(self, stream: Stream) -> Stamp:
-        """An event as :meth:`record` makes it; the GPU also notes when it reaches it."""
         return self._stamps.record(self._handle(stream))
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
-        """What is put on the stream from now on runs after PyTorch's event."""
         waited: int = event.cuda_event
         if waited:  # else it was never recorded, and there is nothing to wait for
             with self._current:

@@ -166,7 +166,6 @@ def current_context(device: torch.device) -> CurrentContext:
 
 
 def _allocation_of(address: int) -> tuple[int, int]:
-    """Where it begins, and its bytes. Raises TransportUnavailable."""
     try:
         return driver().address_range(address)
     except CudaError as exc:
@@ -183,7 +182,6 @@ def _bindings() -> ModuleType:
 
 
 def _call(bindings: ModuleType, name: str, *arguments: object) -> tuple[Any, ...]:
-    """What a function of the CUDA driver returns. Raises TransportUnavailable with its error."""
     error, *results = getattr(bindings, name)(*arguments)
     if int(error) != 0:
         _, text = bindings.cuGetErrorString(error)

@@ -278,7 +278,6 @@ def _reshape(
     kernel_block_sizes: Sequence[int] | None,
     without: Collection[str],
 ) -> dict[str, LayerCache]:
-    """The views of all layers but ``without``."""
     if config.num_blocks < 1:
         raise ValueError(f"num_blocks: expected at least 1, got {config.num_blocks}")
     specs = {
@@ -313,7 +312,6 @@ def _kernel_tokens(
     attn_backends: Mapping[str, type[AttentionBackend]],
     kernel_block_sizes: Sequence[int] | None,
 ) -> dict[str, int]:
-    """Tokens of a kernel block, by layer."""
     groups = config.kv_cache_groups
     if kernel_block_sizes is None:
         kernel_block_sizes = [

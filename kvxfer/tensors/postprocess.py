@@ -286,7 +286,6 @@ def _join(
 
 
 def _received_tokens(num_tokens: int, block_size_ratio: int) -> int:
-    """Tokens of a received block."""
     if not isinstance(block_size_ratio, Integral):
         raise TypeError(
             f"block_size_ratio: expected an integer, got {block_size_ratio!r}; divide with //"

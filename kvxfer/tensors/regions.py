@@ -133,7 +133,6 @@ def _planes(
     backend: type[AttentionBackend],
     dims: CacheDims,
 ) -> list[_Plane]:
-    """Which planes a view holds, and where each begins."""
     num_planes = 1 if dims.plane is None else view.shape[dims.plane]
     width = view.shape[dims.channel]
     is_latent = isinstance(spec, MLAAttentionSpec)

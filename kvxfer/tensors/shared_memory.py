@@ -132,7 +132,6 @@ class MappedPool:
 
     @property
     def tensor(self) -> Tensor:
-        """Flat uint8, without the header."""
         if self._tensor is None:
             raise ValueError("mapping: expected an open one, got a closed one")
         return self._tensor

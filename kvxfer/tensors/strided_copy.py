@@ -178,7 +178,6 @@ def _scatter(pool: Bytes, offset: int, piece: Piece, dense: Bytes) -> None:
 
 
 def _elements(memory: Bytes, offset: int, element_nbytes: int, count: int) -> NDArray[np.void]:
-    """``count`` elements side by side."""
     return np.ndarray((count,), _void(element_nbytes), memory, offset)
 
 
@@ -210,7 +209,6 @@ def _regions(side: Side, regions: tuple[int, int]) -> tuple[Base, ...]:
 
 
 def _chunk(tensor: Tensor, name: str, piece: Piece, num_regions: int) -> NDArray[np.uint8]:
-    """The chunk as [regions, bytes of a region]."""
     check_chunk(tensor, name, num_regions, piece.nbytes)
     flat: Bytes = tensor.numpy()
     return flat.reshape(num_regions, piece.nbytes)

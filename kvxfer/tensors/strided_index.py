@@ -48,7 +48,6 @@ def token_nbytes(tile: Tile) -> int:
 
 
 def tile_extent_nbytes(tile: Tile) -> int:
-    """Bytes from the base to the end of the last block."""
     num_kernel_blocks = tile.num_blocks * (tile.block_tokens // tile.kernel_tokens)
     return (
         (num_kernel_blocks - 1) * tile.stride_block
@@ -347,7 +346,6 @@ def _numbers(starts: Ids, row_nbytes: int, granule_nbytes: int) -> Ids | None:
 
 
 def _contiguous_at(parts: Sequence[Units]) -> int | None:
-    """Where the piece starts if every unit begins where the one before it ends."""
     first = end = None
     for part in parts:
         starts, row = part.starts, part.element_nbytes

@@ -194,7 +194,6 @@ def make_move(case: Case, seed: int, slot: int = 0, num_slots: int = 1) -> Move:
 
 
 def move_nbytes(move: Move) -> int:
-    """Bytes of KV in it."""
     case = move.case
     return (
         case.num_regions * (case.token_hi - case.token_lo) * case.sink.num_heads * case.inner_nbytes

@@ -155,17 +155,14 @@ class _Check:
         request = self.read_request(key, move)
         self.ask(request)
         if self.source.is_stream:
-            sent = SendRequest(
-                key,
-                (move.pull,),
-                (move.copy_class.source,),
-                (move.source_ids,),
-                move.case.chunk_nbytes,
-            )
-            self.source.pipe.send(Send(sent, hold_after))
+            self.send(key, move, hold_after)
+
+    def send(self, key: TransferKey, move: Move, hold_after: int = -1) -> None:
+        of_class = (move.pull,), (move.copy_class.source,), (move.source_ids,)
+        request = SendRequest(key, *of_class, move.case.chunk_nbytes)
+        self.source.pipe.send(Send(request, hold_after))
 
     def ask(self, request: ReadRequest) -> None:
-        """Submit the read at the sink, as its kind of wire has it."""
         sink = self.sink.transport
         if isinstance(sink, DirectSink):
             sink.submit_read(request)
@@ -174,6 +171,10 @@ class _Check:
 
     def end_of(self, key: TransferKey, what: str, timeout_s: float | None = None) -> SinkCompletion:
         return self.sink.until(partial(is_end, key), timeout_s or self.timeout_s, what)
+
+    def ends_as(self, kind: type[ReadBroke | ReadStopped], key: TransferKey, what: str) -> None:
+        end = self.end_of(key, what)
+        assert isinstance(end, kind), f"{what}: expected {kind.__name__}, got {end}"
 
     def source_says(self, kind: type[SourceCompletion], key: TransferKey) -> None:
         """Wait for it; the sink is driven meanwhile, because the source waits for its credits."""
@@ -283,8 +284,7 @@ class _Check:
             self.start(key, move)
             self.sink.transport.stop_read(key)
             gate.set()
-        end = self.end_of(key, what)
-        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
+        self.ends_as(ReadStopped, key, what)
         content = self.sink.content()
         if self.source.is_stream:
             self.source.pipe.send(Release(key))
@@ -298,8 +298,7 @@ class _Check:
         what = "a key that nobody knows"
         key, move = self.key(), make_move(CASES[0], 8)
         self.sink.transport.stop_read(key)
-        end = self.end_of(key, what)
-        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
+        self.ends_as(ReadStopped, key, what)
         if not self.source.is_stream:
             return
         self.sink.poison()
@@ -309,12 +308,8 @@ class _Check:
         key = self.key()
         self.ask(self.read_request(key, move))
         self.sink.transport.stop_read(key)
-        end = self.end_of(key, what)
-        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
-        request = SendRequest(
-            key, (move.pull,), (move.copy_class.source,), (move.source_ids,), 2048
-        )
-        self.source.pipe.send(Send(request))
+        self.ends_as(ReadStopped, key, what)
+        self.send(key, move)
         self.source_says(Sent, key)
         self.sink.rest(0.1)
         self.assert_content([], what)
@@ -327,13 +322,11 @@ class _Check:
         self.start(key, make_move(CASES[0], 9), hold_after=1)
         self.sink.transport.detach(self.source.manifest.control_endpoint)
         gate.set()
-        end = self.end_of(key, what)
-        assert isinstance(end, ReadBroke), f"{what}: expected ReadBroke, got {end}"
+        self.ends_as(ReadBroke, key, what)
         self.sink.transport.detach(self.source.manifest.control_endpoint)
         late = self.key()
         self.ask(self.read_request(late, make_move(CASES[0], 9)))
-        end = self.end_of(late, "a read of a source that is not attached")
-        assert isinstance(end, ReadBroke), f"not attached: expected ReadBroke, got {end}"
+        self.ends_as(ReadBroke, late, "a read of a source that is not attached")
         self.sink.transport.attach(self.source.manifest)
         if self.source.is_stream:
             self.source.pipe.send(StopSend(key))
@@ -349,10 +342,7 @@ class _Check:
         try:
             assert other.pipe.poll(60), "other sink: expected it to attach, got nothing"
             if self.source.is_stream:
-                request = SendRequest(
-                    key, (move.pull,), (move.copy_class.source,), (move.source_ids,), 2048
-                )
-                self.source.pipe.send(Send(request, hold_after=1))
+                self.send(key, move, hold_after=1)
         finally:
             other.kill()
         if self.source.is_stream:

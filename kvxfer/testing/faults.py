@@ -231,7 +231,6 @@ class FaultyCopier:
         self._jobs: dict[CopyJob, _WrappedJob] = {}
 
     def submit(self, job: CopyJob) -> None:
-        """Submit the job wrapped, so that ``run`` decides what each of its pieces does."""
         wrapped = _WrappedJob(job, self._run, lambda inner: self._jobs.pop(inner, None))
         self._jobs[job] = wrapped
         self._inner.submit(wrapped)
@@ -267,7 +266,6 @@ def _check_device_faults(faults: Sequence[Fault]) -> None:
 
 
 def _faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
-    """The copier, or a slow or blank one if ``read:slow`` or ``read:blank`` is asked for."""
     for fault in faults:
         if fault.name == "read:slow":
             copier = FaultyCopier(copier, _slowly(fault.value))
@@ -284,7 +282,6 @@ class _Stalled:
 
 
 def _end(timer: threading.Timer) -> None:
-    """It wakes nobody any more."""
     timer.cancel()
     timer.join()
 
@@ -337,7 +334,6 @@ class _FaultySink(TakingSide):
         return done
 
     def close(self) -> None:
-        """End the timers of stalled reads, then close the wire."""
         for stalled in self._stalled.values():
             _end(stalled.timer)
         self._stalled.clear()
@@ -372,7 +368,6 @@ class FaultyDirectSink(_FaultySink, DirectSink):
         self._inner.attach(source, trial)
 
     def submit_read(self, request: ReadRequest) -> None:
-        """The beginning of a read."""
         if not self._fails(request.key):
             self._inner.submit_read(request)
 
@@ -391,7 +386,6 @@ class FaultyReceivingSink(_FaultySink, ReceivingSink):
         self._inner.attach(source, staging)
 
     def submit_expect(self, request: ReadRequest) -> None:
-        """The beginning of a read."""
         if not self._fails(request.key):
             self._inner.submit_expect(request)
 

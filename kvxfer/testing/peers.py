@@ -339,11 +339,9 @@ class SinkPeer:
         self.seen: list[SinkCompletion] = []
 
     def content(self) -> bytes:
-        """The bytes of the whole pool, copied to the host."""
         return self.pool.tensor.cpu().numpy().tobytes()
 
     def poison(self) -> None:
-        """Fill the whole pool with POISON, so that a byte that was not read shows."""
         self.pool.tensor.fill_(POISON)
         self.settle()
 
@@ -363,11 +361,9 @@ class SinkPeer:
         raise AssertionError(f"{what}: expected within {timeout_s} s, got {self.seen[-8:]}")
 
     def has_ended(self, key: TransferKey) -> bool:
-        """It has said so already."""
         return any(is_end(key, completion) for completion in self.seen)
 
     def rest(self, duration_s: float) -> None:
-        """Drive it for a while."""
         for _ in self._grow(time.monotonic() + duration_s, start=len(self.seen)):
             pass
 

@@ -78,7 +78,6 @@ def _step_tokens(wanted: PullClass, chunk_nbytes: int) -> int:
 
 
 def _fit_regions(wanted: PullClass, num_tokens: int, chunk_nbytes: int) -> int:
-    """Regions that fit one chunk of so many tokens, at least one."""
     return max(chunk_nbytes // (num_tokens * token_nbytes(wanted)), 1)
 
 

@@ -187,7 +187,6 @@ def _kept_pairs(
 
 
 def _keepings(manifest: EngineManifest) -> dict[tuple[str, str], dict[Keeping, None]]:
-    """What is kept by (layer, plane); several if the ranks disagree."""
     found: dict[tuple[str, str], dict[Keeping, None]] = {}
     for rank in manifest.ranks:
         for region in rank.regions:

@@ -63,7 +63,6 @@ class WireCosts:
 
     @property
     def gb_per_s(self) -> float:
-        """The rate in units of 1e9 bytes a second."""
         return self.bytes_per_s / 1e9
 
     def direct_s(self, nbytes: int) -> float:
@@ -144,7 +143,6 @@ class Staging:
     way: str = ""
 
     def chunk_nbytes(self, costs: WireCosts, nbytes: int) -> int:
-        """For a transfer of so many bytes."""
         if self.fixed_nbytes is not None:
             return self.fixed_nbytes
         return costs.chunk_nbytes(nbytes, LEAST_CHUNK_NBYTES, self.slot_nbytes)

@@ -96,7 +96,6 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeping(self) -> Keeping:
-        """What this side keeps of a request."""
         return Keeping(self.tile.block_tokens, self.window)
 
 
@@ -264,7 +263,6 @@ def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 
 
 
 def side_base(region: Region, head_lo: int) -> Base:
-    """Where heads from ``head_lo`` of a region begin."""
     return Base(region.memory, region.address(0, head_lo, 0))
 
 
@@ -347,7 +345,6 @@ def _inconvertible(source: Region, sink: Region) -> str | None:
 
 
 def _channel_nbytes(region: Region) -> int:
-    """Of channels that are apart, else 0."""
     return region.channel_nbytes if region.has_channels_apart else 0
 
 
@@ -387,7 +384,6 @@ def _classes(pairs: Sequence[_Pair]) -> tuple[CopyClass, ...]:
 
 
 def _tiles(pair: _Pair) -> tuple[Tile, Tile]:
-    """Source and sink; by channel if either side has them apart."""
     channel_nbytes = _channel_nbytes(pair.source) or _channel_nbytes(pair.sink)
     return (
         side_tile(pair.source, pair.head_lo, pair.head_hi, channel_nbytes),

@@ -84,7 +84,6 @@ class PullResolver:
         return tuple(side for side, _ in found)
 
     def _find(self, classes: tuple[PullClass, ...]) -> tuple[tuple[Side, Region], ...]:
-        """Of each class the side and the first region."""
         asked: set[tuple[str, str]] = set()
         return tuple(
             _resolve(f"class {index}", self._regions, asked, wanted)
@@ -93,7 +92,6 @@ class PullResolver:
 
 
 def route_nbytes(classes: Sequence[PullClass]) -> int:
-    """Bytes of KV that all chunks carry."""
     return sum(
         len(wanted.regions) * (wanted.token_hi - wanted.token_lo) * token_nbytes(wanted)
         for wanted in classes

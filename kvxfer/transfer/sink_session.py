@@ -80,7 +80,6 @@ class LoadSnapshot(msgspec.Struct, frozen=True):
     is_finished: bool = False
 
     def with_state(self, source: RankId, state: RouteState) -> LoadSnapshot:
-        """A copy in which the route from this source rank is in this state."""
         routes = [replace(r, state=state) if r.source == source else r for r in self.routes]
         return replace(self, routes=tuple(routes))
 

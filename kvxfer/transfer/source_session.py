@@ -117,7 +117,6 @@ class Claim:
 
     @property
     def is_complete(self) -> bool:
-        """Every rank of the claim has a valid verdict."""
         return not self.waiting
 
 
@@ -149,7 +148,6 @@ class OfferSnapshot:
     is_finished: bool = False
 
     def claim(self, incarnation: bytes) -> Claim | None:
-        """The live claim of a sink engine."""
         return next((c for c in self.claims if c.incarnation == incarnation), None)
 
     def gone_reason(self, incarnation: bytes) -> Reason | None:
@@ -171,7 +169,6 @@ class OfferSnapshot:
         return len(self.shares) + num_claimed + num_ranks <= MAX_CONSUMERS
 
     def with_share(self, share: Share) -> OfferSnapshot:
-        """A copy in which this share replaces its consumer's, or is added."""
         return replace(self, shares={**self.shares, share.consumer: share})
 
     def with_valid(self, consumer: Consumer) -> OfferSnapshot:

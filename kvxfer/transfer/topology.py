@@ -51,7 +51,6 @@ class TpKVTopology:
 
     @property
     def tp_size(self) -> int:
-        """TP size of the own engine."""
         return _positive("tp_size", _known(self.remote_tp_size, self.engine_id))
 
     @property

@@ -96,7 +96,6 @@ class Missing:
     source: Keeping
 
     def explain(self, layer: str) -> str:
-        """The message for a person, about one of the group's layers."""
         return (
             f"{layer}: expected tokens from {self.needed_start} on, which the sink needs (it keeps "
             f"{self.sink}); the source has let go of those before {self.held_start} (it keeps "
@@ -190,5 +189,4 @@ def _held_ids(ids: Sequence[int], keeping: Keeping, num_offered_tokens: int) -> 
 
 
 def _window_start(num_computed_tokens: int, window: int | None) -> int:
-    """The first token that the next one looks at."""
     return 0 if window is None else max(0, num_computed_tokens - window + 1)
