@@ -251,10 +251,7 @@ def tile_of(num_longest: int, run_units: int, unit_nbytes: int, max_units: int) 
 def plan_of(
     rewrite: BlockRewrite, run_units: int, unit_nbytes: int, tile_nbytes: int
 ) -> ProgramPlan:
-    """Programs of about ``tile_nbytes``, a power of two; see :func:`tile_of`.
-
-    Smaller ones where those are fuller, by an eighth.
-    """
+    """About ``tile_nbytes`` a program; smaller ones where those are fuller, by an eighth."""
     num_longest = longest_cycle(rewrite)
     most = min(max(1, tile_nbytes // unit_nbytes), MAX_TILE_UNITS)
     least = max(1, most // MIN_TILE_SHARE)

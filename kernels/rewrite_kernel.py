@@ -298,10 +298,7 @@ def fits(rewrite: BlockRewrite) -> bool:
 
 @cache
 def _pairs_on(plan: ProgramPlan, device: torch.device) -> Tensor:
-    """[num_bins, most_runs] int64 there, source and target in one word.
-
-    Kept: launches that read them may still be on their way.
-    """
+    """[num_bins, most_runs] int64 there. Kept: launches may still read them."""
     pairs = plan.runs.view(torch.int64).squeeze(2)
     if device.type != "cuda":
         return pairs

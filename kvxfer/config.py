@@ -181,9 +181,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return None if self.hash_seed is None else self.hash_seed.encode()
 
     def for_engine(self, *, gives_kv: bool, num_ranks: int, replica: int = 0) -> Config:
-        """With the ports of one data-parallel replica, whose engine gives KV or only takes it.
-        Raises ConfigError where its ranks cannot have them.
-        """
+        """The ports of one replica, whose engine gives KV or only takes it. Raises ConfigError."""
         usual = _FRONT_DOOR_PORT if gives_kv else 0
         port = parse_ports("port", usual if self.port is None else self.port)
         data = self.data_ports
@@ -198,9 +196,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self, port=port.setting, data_port=data.setting)
 
     def for_rank(self, rank: int) -> Config:
-        """With the ports of one rank of the engine. A single ``port`` is rank 0's, which knows the
-        others' ports: they take any free one.
-        """
+        """A single ``port`` is rank 0's, which knows the others' ports: they take any free one."""
         port = self.control_ports
         port = parse_ports("port", 0) if port.is_one and rank > 0 else port.of_rank(rank)
         data = self.data_ports.of_rank(rank)

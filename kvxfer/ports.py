@@ -18,9 +18,7 @@ _FORM = re.compile(r"(\d{1,5})(?:-(\d{1,5})|(\+rank))?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The value of a setting ``name``: from ``first`` to ``last``. With ``adds_rank`` each rank
-    counts on from ``first``.
-    """
+    """From ``first`` to ``last``; with ``adds_rank`` each rank counts on from ``first``."""
 
     name: str
     first: int
@@ -46,9 +44,7 @@ class Ports:
         return range(self.first, self.last + 1)
 
     def moved(self, by: int) -> Ports:
-        """The same, so many ranks further on. A range serves all, and any free port stays so.
-        Raises ConfigError where the numbers end before.
-        """
+        """A range serves all ranks, and any free port stays so. Raises ConfigError."""
         if self.first == 0 or self.first != self.last:
             return self
         if self.first + by > _MAX_PORT:

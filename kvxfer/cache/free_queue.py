@@ -114,9 +114,7 @@ class FreeKVCacheBlockQueue:
         self.append_n((block,))
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Put ``blocks`` at the end, in this order; RuntimeError, and nothing changed, when one is
-        in a queue already.
-        """
+        """In this order; RuntimeError, and nothing changed, when one is in a queue already."""
         first_last = last = self._last()
         num_blocks = 0
         for block in blocks:

@@ -60,9 +60,7 @@ def get_kv_cache_groups(
 
 
 def is_kv_cache_type_uniform(kv_cache_spec: Mapping[str, KVCacheSpec]) -> bool:
-    """Whether all layers can share one block table: they keep the same tokens, in blocks of as many
-    tokens. Their heads may differ. True when there are no layers.
-    """
+    """Whether all keep the same tokens, in blocks of as many; True without layers."""
     return len({table_key(spec) for spec in kv_cache_spec.values()}) <= 1
 
 
@@ -120,11 +118,7 @@ def create_kv_cache_group_specs(
 
 
 def _merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
-    """The one spec that stands for all of ``specs``, or None.
-
-    Layers that keep everything may differ in the window that they compute, if there is only one
-    window beside none.
-    """
+    """Layers that keep everything may compute one window beside none. None: no one spec."""
     first = specs[0]
     if all(spec == first for spec in specs):
         return first

@@ -159,9 +159,7 @@ class KVCacheManager:
         return self.pool.usage
 
     def blocks_needed(self, num_tokens: int, num_held_tokens: int | None = None) -> int:
-        """The most blocks that a request of ``num_tokens`` tokens holds at a time, all groups
-        together; arguments as in :meth:`admit`.
-        """
+        """The most at a time, all groups together; arguments as in :meth:`admit`."""
         return sum(
             group.max_blocks(num_tokens, self._max_step_tokens, num_held_tokens)
             for group in self.groups

@@ -107,9 +107,7 @@ class KVEventLog:
         request: HashableRequest,
         spec: KVCacheSpec,
     ) -> None:
-        """Note that ``blocks[new]`` have got their names: one event for each run without null
-        blocks, so that tokens and names always belong together.
-        """
+        """One event for each run of ``blocks[new]`` without null blocks."""
         mm_idx, lora = 0, getattr(request, "lora_request", None)
         for start, end in _runs(blocks, new):
             keys: list[tuple[ExtraKey, ...] | None] = []

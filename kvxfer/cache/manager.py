@@ -232,9 +232,7 @@ class GroupManager:
         self._give_back(dropped)
 
     def free(self, request_id: str) -> None:
-        """Give the request's blocks back, tail first, so that the start of its prefix is evicted
-        last. ValueError when it holds no table (freed twice, or never allocated).
-        """
+        """Tail first: the start of its prefix is evicted last. ValueError without a table."""
         table = self._table(request_id)
         del self._tables[request_id]
         if table.num_dropped_blocks:

@@ -87,9 +87,7 @@ def _num_blocks_for(
 def _num_blocks_needed(
     groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_tokens: int
 ) -> int:
-    """Blocks of a pool in which one request of ``num_tokens`` tokens fits, computed in steps of up
-    to ``step_tokens``; the null block is among them.
-    """
+    """The null block among them; computed in steps of up to ``step_tokens``."""
     return _NUM_NULL_BLOCKS + sum(
         group.kv_cache_spec.max_blocks(num_tokens, step_tokens) for group in groups
     )

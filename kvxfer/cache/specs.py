@@ -108,9 +108,7 @@ def check_ids(name: str, ids: Iterable[object]) -> list[int]:
 
 
 def check_positive(name: str, value: int, advice: str = "") -> None:
-    """TypeError unless ``value`` is an int, ValueError unless it is at least 1; ``advice`` says
-    what to change where the name alone does not.
-    """
+    """TypeError unless it is an int, ValueError below 1; ``advice``: what to change."""
     check_int(name, value)
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}{advice and f'; {advice}'}")

@@ -175,9 +175,7 @@ class _Setup:
 
 
 def _run(options: RunOptions, setup: _Setup, wait_s: float = 0.0) -> bool:
-    """Start the engines of the setup (and the single one), send them the work, show the results.
-    A prefill engine that is elsewhere may be away for ``wait_s``.
-    """
+    """A prefill engine elsewhere may be away for ``wait_s``. Returns whether all is well."""
     if options.verify:
         device = setup.configs["decode"].rank_devices[0]
         single = single_engine(options, setup.model, setup.work, device=device)

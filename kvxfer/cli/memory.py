@@ -43,9 +43,7 @@ def needs_of(
 
 
 def check_memory(needs: Sequence[Need], free_nbytes: int | None) -> None:
-    """Raises ConfigError where all needs together are more than ``free_nbytes`` (None: nobody
-    knows), naming the largest.
-    """
+    """Raises ConfigError, naming the largest need. ``free_nbytes`` None: unknown."""
     total_nbytes = sum(need.nbytes for need in needs)
     if free_nbytes is None or total_nbytes <= free_nbytes:
         return

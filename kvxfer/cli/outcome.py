@@ -45,9 +45,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class KvCheck(msgspec.Struct, frozen=True):
-    """The moved tokens ``[token_lo, token_hi)``, compared between both sides; of layers with a
-    window those that both sides still hold.
-    """
+    """The moved tokens ``[token_lo, token_hi)``, as far as both sides still hold them."""
 
     token_lo: int
     token_hi: int
@@ -104,9 +102,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.failure is not None and self.status in _GOOD_STATUSES
 
     def is_good(self, *, tokens_decide: bool, may_recompute: bool = False) -> bool:
-        """It ended well, used the KV that it asked for unless it ``may_recompute``, and whatever
-        was compared and decides is equal.
-        """
+        """It used its KV unless it ``may_recompute``, and what was compared is equal."""
         return (
             self.status in _GOOD_STATUSES
             and (may_recompute or not self.is_recomputed)
@@ -117,9 +113,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Answers:
-    """What the engines have said about one request so far. ``single``: the single-engine run's
-    tokens, None when there is no such run.
-    """
+    """Of one request, so far. ``single``: the single engine's tokens, None without one."""
 
     prefill: Done | None = None
     prefill_tokens: list[Token] = field(default_factory=list)

@@ -140,10 +140,7 @@ def _check(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def text_encoder(model: str | None) -> _EncodeText:
-    """How text becomes token ids: by the model folder's tokenizer.json, else its UTF-8 bytes.
-
-    Raises ConfigError when the file cannot be read, or the package for it is missing.
-    """
+    """By the model folder's tokenizer.json, else as UTF-8 bytes. Raises ConfigError."""
     tokenizer = _tokenizer(model)
     if tokenizer is None:
         return lambda text: text.encode()

@@ -104,11 +104,7 @@ class Replay:
         self._started_s = self._heard_s = time.monotonic()
 
     def run(self) -> list[Result]:
-        """Send every prompt, and return their results in order.
-
-        Raises PeerLost when an engine that the run cannot do without has gone, KvxferError when it
-        refused a request or one of its processes died.
-        """
+        """All results in order. Raises PeerLost and KvxferError where the run cannot go on."""
         self._next_single()
         self._start_due()
         while self._num_done < len(self._jobs):
@@ -117,9 +113,7 @@ class Replay:
         return self.results()
 
     def results(self) -> list[Result]:
-        """Of the prompts that are over by now, in order. What the single engine has not said all of
-        is compared with nothing.
-        """
+        """Of the prompts that are over by now, in order."""
         return [
             judge(
                 job.prompt.name,

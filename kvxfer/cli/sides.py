@@ -54,17 +54,12 @@ def _num_tokens(prompt: Prompt) -> int:
 
 
 def _most_blocks(sizing: KVCacheManager, prompt: Prompt) -> int:
-    """Blocks that a request holds at a time. An offer keeps the window of its last prompt token
-    until it was read, also while new tokens are computed.
-    """
+    """An offer keeps the window of its last prompt token until it was read."""
     return sizing.blocks_needed(_num_tokens(prompt), len(prompt.token_ids) - 1)
 
 
 def read_model(options: EngineOptions, sides: Sequence[SideOptions]) -> ModelConfig:
-    """The model, checked against every side's TP size before any process starts.
-
-    Raises ModelError for missing files, and for head counts that a TP size does not fit.
-    """
+    """Checked against every side's TP size before any process starts. Raises ModelError."""
     with naming_options():
         model = load_model_config(
             options.model, num_kv_heads=options.kv_heads, dtype=options.dtype.value
@@ -104,9 +99,7 @@ def settings(
     given: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The settings of one engine: its options and what is ``given`` first (None: not given), then
-    the environment, then the command's ``defaults``, then the product's.
-    """
+    """First options and ``given``, then the environment, ``defaults``, the product's."""
     said = {
         "transport": options.transport,
         "log_level": options.log_level,

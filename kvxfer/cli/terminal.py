@@ -54,9 +54,7 @@ def border(*also: type[Exception]) -> Iterator[None]:
 
 
 def _heed_signals() -> None:
-    """From now on the first SIGINT or SIGTERM raises ToldToEnd, and later ones do nothing: they
-    must not cut the ending short.
-    """
+    """The first SIGINT or SIGTERM raises ToldToEnd; later ones must not cut the ending short."""
 
     def tell(number: int, _frame: FrameType | None) -> NoReturn:
         for each in (signal.SIGINT, signal.SIGTERM):

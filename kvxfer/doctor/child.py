@@ -48,9 +48,7 @@ class Child(Generic[T]):
         theirs.close()
 
     def answer(self, timeout_s: float | None) -> T | Failure:
-        """What ``work`` yields, or why it does not: its error, a crash, silence (None: it is waited
-        for).
-        """
+        """What ``work`` yields, or its error, crash or silence (None: it is waited for)."""
         found: T | Failure
         try:
             if self._pipe.poll(None if timeout_s is None else START_S + timeout_s):

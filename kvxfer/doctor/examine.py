@@ -137,9 +137,7 @@ def _try_peer(config: Config, endpoint: str, device: torch.device) -> Iterator[R
 def _wire_rows(
     config: Config, device: torch.device, meet: Meet, why_not: dict[str, str]
 ) -> Iterator[Row]:
-    """Each wire alone, and then what the settings take. ``why_not``: wires that cannot be had,
-    which are tried only where they are asked for.
-    """
+    """Each alone, then what the settings take. ``why_not``: tried only where they are asked for."""
     chosen, tried = meet(config), set(AUTO[device.type])
     if not isinstance(chosen, Failure):
         tried = {name for each in chosen.values() for name in (each.transport, *each.reasons)}

@@ -51,9 +51,7 @@ def rank_devices(device: str, devices: tuple[int, ...], num_ranks: int) -> tuple
 
 
 def collectives_of(devices: Collection[str]) -> str:
-    """What sums over ranks on these devices: nccl for several with a GPU each, which is the only
-    way that it works; gloo for all others.
-    """
+    """nccl works only with a GPU for each of several ranks; gloo for all others."""
     have_own_gpus = CPU not in devices and len(set(devices)) == len(devices) > 1
     return "nccl" if have_own_gpus else "gloo"
 

@@ -106,9 +106,7 @@ def kv_digests(
 def blocks_on_host(
     regions: Sequence[Region], buffer: Tensor, block_ids: Sequence[Sequence[int]]
 ) -> Tensor:
-    """For :func:`kv_digests`, of a buffer on a GPU: one on the CPU, as large, with the bytes of
-    these blocks in their places and anything in the others.
-    """
+    """A GPU's buffer on the CPU, as large: these blocks in their places, anything in the others."""
     # What is not written is never backed by memory.
     host = buffer.new_empty(buffer.shape, device="cpu")
     for region in regions:

@@ -68,10 +68,7 @@ class EngineGroup:
         port: int = 0,
         set_up: Callable[[], object] | None = None,
     ) -> None:
-        """Start all ranks. ``host`` and ``port``: where the request channel listens (0: any).
-
-        ``set_up``: what each process does first, for tests; it is pickled.
-        """
+        """``host``, ``port``: the request channel; ``set_up``: what each does first, pickled."""
         self.config = config
         self._set_up = set_up
         self._folder = Path(tempfile.mkdtemp(prefix="kvxfer-"))

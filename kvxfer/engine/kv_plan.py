@@ -62,10 +62,7 @@ def _plan(config: EngineConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
 
 
 def longest_request(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens of the longest request that the engine's cache holds, whatever ``max_model_len`` is.
-
-    Raises ConfigError for a cache that does not hold one token, ModelError as above.
-    """
+    """Whatever ``max_model_len`` is. Raises ConfigError where not one token fits, ModelError."""
     (plan, *_) = plan_kv_caches(config, model)
     specs = kv_cache_specs(config, model, shard_for(model, 0, config.tp_size))
     # No block holds more than its tokens, so no request is longer than the pool.

@@ -58,11 +58,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class LayerAttention(msgspec.Struct, frozen=True, kw_only=True):
-    """How one layer attends.
-
-    ``window``: tokens that a token sees, itself among them; None for all. ``target``: the layer
-    whose KV it reads instead of keeping its own.
-    """
+    """``window``: tokens seen, itself among them; None: all. ``target``: whose KV it reads."""
 
     name: str
     window: int | None = None

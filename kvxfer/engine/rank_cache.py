@@ -172,9 +172,7 @@ class RankCache:
         shard: TpShard,
         backend: type[PagedBackend],
     ) -> None:
-        """Allocate and bind. Raises ConfigError for a cache that cannot be planned, ValueError for
-        blocks that the backend cannot serve.
-        """
+        """Raises ConfigError for a cache that cannot be planned, ValueError for wrong blocks."""
         self._device = torch.device(config.rank_devices[shard.tp_rank])
         self.config: KVCacheConfig = plan_kv_caches(config, model)[shard.tp_rank]
         self.layers: dict[str, PagedAttention] = paged_layers(model, shard, backend)
@@ -239,9 +237,7 @@ class RankCache:
         self._zeroer.zero_block_ids(block_ids)
 
     def metadata(self, requests: Sequence[RequestStep]) -> dict[str, AttentionMetadata]:
-        """What the layers need to know of a step, by layer name. Raises ValueError for requests
-        that do not have the blocks that their new tokens see.
-        """
+        """By layer name. Raises ValueError where a block that a new token sees is missing."""
         tables = step_tables(requests, self.config.kv_cache_groups, self._device)
         return build_attn_metadata(self._builders, kv_cache_config=self.config, **tables)
 

@@ -68,9 +68,7 @@ class RequestBlocks:
         return self._manager.find_longest_cache_hit(request.block_hashes, max_tokens)
 
     def admit(self, request: Request, hit: CacheHit, num_external_tokens: int) -> bool:
-        """Promise all that the request can need; its tables hold the hit and what is to be loaded.
-        False, and nothing changed, when that does not fit now.
-        """
+        """False, and nothing changed, when all that it can need does not fit now."""
         # The prompt is computed in steps as large as the engine's, then one token at a time.
         num_left = request.num_prompt_tokens - hit.num_tokens - num_external_tokens
         is_admitted = self._manager.admit(
@@ -126,9 +124,7 @@ class RequestBlocks:
         self.computed(request)
 
     def keep(self, request: Request) -> None:
-        """The request has ended; what somebody may still read or write of it stays until
-        :meth:`free`, the rest is given back.
-        """
+        """The request has ended: what may still be read or written stays until :meth:`free`."""
         self._manager.stop_growing(request.request_id, request.num_computed_tokens)
 
     def free(self, request_id: str) -> None:

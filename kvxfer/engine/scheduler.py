@@ -101,9 +101,7 @@ class Scheduler:
         return self._blocks.prefix_hit_rate
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Which names of blocks came and went since the last call, for a router; nothing unless
-        ``enable_kv_cache_events`` is set.
-        """
+        """Names that came and went since, for a router; nothing unless events are enabled."""
         return self._blocks.take_events()
 
     def has_work(self) -> bool:
@@ -211,9 +209,7 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """Admit the oldest requests first; a request that waits for another's load lets others
-        pass.
-        """
+        """The oldest first; one that waits for another's load lets others pass."""
         self._is_blocked = False
         for request in list(self._waiting):
             num_live = len(self._running) + len(self._loading)

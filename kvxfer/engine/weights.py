@@ -30,10 +30,7 @@ _INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One rank's weights of one layer; ``qkv`` and ``gate_up`` are stacked along their rows.
-
-    A layer that reads another one's KV has only the query rows in ``qkv``.
-    """
+    """``qkv``, ``gate_up``: rows stacked; only query rows where the layer reads another's KV."""
 
     input_norm: Tensor
     qkv: Tensor

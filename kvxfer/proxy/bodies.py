@@ -46,10 +46,7 @@ class NoKv(KvxferError):
 
 
 class ErrorReply(KvxferError):
-    """A request that the proxy answers by itself, with an error.
-
-    ``status`` is the HTTP status, ``param`` the field of the body that is the reason, if one is.
-    """
+    """``status``: of HTTP; ``param``: the field of the body that is the reason, if one is."""
 
     def __init__(
         self, status: int, reason: Reason, message: str, *, param: str | None = None

@@ -206,10 +206,7 @@ class AttentionLayer(Protocol):
 
 @dataclass(slots=True)
 class AttentionGroup:
-    """Layers of one cache group that use one backend.
-
-    ``kv_cache_group_id``: the position of the group in ``KVCacheConfig.kv_cache_groups``.
-    """
+    """``kv_cache_group_id``: the group's position in ``KVCacheConfig.kv_cache_groups``."""
 
     backend: type[AttentionBackend]
     layer_names: list[str]
@@ -527,10 +524,7 @@ def prepare_kernel_block_sizes(
 
 
 def kernel_block_size(spec: KVCacheSpec, backends: Collection[type[AttentionBackend]]) -> int:
-    """Tokens of a kernel block of one cache group, given the backends of its layers.
-
-    Raises ValueError if they have no common size, NotImplementedError for an unknown kind of layer.
-    """
+    """Raises ValueError without a common size, NotImplementedError for an unknown kind of layer."""
     if isinstance(spec, MambaSpec):
         return spec.block_size
     if isinstance(spec, AttentionSpec):

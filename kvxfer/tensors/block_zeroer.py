@@ -34,9 +34,7 @@ class KVBlockZeroer:
     """
 
     def __init__(self, device: torch.device | str, pin_memory: bool) -> None:
-        """``device``: where the caches are. ``pin_memory``: send the ids of a step to a GPU from
-        pinned memory, without waiting for what runs there.
-        """
+        """``pin_memory``: the ids of a step go to a GPU from pinned memory, without waiting."""
         self._device = torch.device(device)
         self._pin_memory = pin_memory and self._device.type != "cpu"
         self._filler: RowFiller | TableFiller | None = None
@@ -160,10 +158,7 @@ class RowFiller:
 
 
 class TableFiller:
-    """Device memory: all segments in one table of addresses, all of a step in one launch.
-
-    Raises ValueError for a table that one launch does not reach.
-    """
+    """All segments in one table, all of a step in one launch. ValueError for too large a table."""
 
     def __init__(
         self,

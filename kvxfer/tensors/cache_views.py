@@ -61,9 +61,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheDims:
-    """What the logical dimensions mean. ``head`` and ``plane`` are None where there is none;
-    ``plane`` counts K and V.
-    """
+    """None where there is none; ``plane`` counts K and V."""
 
     block: int
     token: int

@@ -97,9 +97,7 @@ def bind_copy(
     source_memories: Sequence[DeviceMemory],
     sink_memories: Sequence[DeviceMemory],
 ) -> BoundCopy:
-    """Both sides in their memories, once for all requests. Raises ValueError for bases outside
-    them, and for sides that do not belong together.
-    """
+    """Once for all requests. ValueError for bases outside them or sides that do not fit."""
     check_pair(copy_class)
     return BoundCopy(
         bind_side(copy_class.source, source_memories), bind_side(copy_class.sink, sink_memories)
@@ -147,9 +145,7 @@ def pool_work(
     tokens: tuple[int, int],
     programs: int,
 ) -> Work:
-    """Tokens [lo, hi) of all regions from pool to pool; ids are positional. ``programs``: at most,
-    or WHOLE_GPU.
-    """
+    """Ids are positional. ``programs``: at most, or WHOLE_GPU."""
     source, sink, (lo, hi) = bound.source, bound.sink, tokens
     num_regions = source.addresses.size
     launch, numbers = _plan_pools(
@@ -297,10 +293,7 @@ class CopySettings:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What was put on a stream so far: ``event`` is behind it, ``nbytes`` are all bytes of it.
-
-    ``event`` is None where there was nothing to copy.
-    """
+    """So far, ``nbytes`` in all; ``event`` is behind it, None where there was nothing to copy."""
 
     event: Event | None
     nbytes: int
@@ -329,17 +322,13 @@ class DeviceCopier:
         return self._ring.has_room()
 
     def warm(self, bound: BoundCopy, stream: Stream, programs: int | None = None) -> Event:
-        """Compile what copies between these sides need, for it takes a second the first time on a
-        machine; nothing is copied.
-        """
+        """Compile them, which takes a second the first time on a machine; nothing is copied."""
         works = empty_works(bound, self._programs_for(programs))
         events = [self._launch(work, stream, is_empty=True) for work in works]
         return events[-1]
 
     def warm_unpack(self, side: BoundSide, stream: Stream) -> Event:
-        """Compile what unpacks chunks of this side, from this GPU and from the host; nothing is
-        copied.
-        """
+        """Compile what unpacks its chunks, from this GPU and from the host; nothing is copied."""
         widths = (WHOLE_GPU, self._settings.launch_programs)
         ids, order = np.zeros(1, np.int64), side.tile.order
         for num_tokens in (side.tile.kernel_tokens, 1):

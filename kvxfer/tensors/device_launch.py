@@ -107,10 +107,7 @@ class JobRing:
         self._num_used = 0
 
     def take(self, num_words: int) -> Slot:
-        """A slot of so many words; :meth:`close` it before the next is taken.
-
-        Raises ValueError for more words than the ring has.
-        """
+        """:meth:`close` it before the next is taken. ValueError for more words than there are."""
         if not 0 < num_words <= self.num_words:
             raise ValueError(f"slot: expected 1 to {self.num_words} words, got {num_words}")
         left = self.num_words - self._head

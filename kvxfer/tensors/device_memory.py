@@ -42,18 +42,14 @@ class DeviceMemory:
 
 
 class MappedMemory:
-    """Memory as this GPU addresses it: a peer's, of :meth:`Gpu.map`, or its own, of
-    :func:`allocate`.
-    """
+    """A peer's, of :meth:`Gpu.map`, or this GPU's own, of :func:`allocate`."""
 
     def __init__(self, memory: DeviceMemory, close: Callable[[], None]) -> None:
         self.memory = memory
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:
-        """Unmap or free it; nothing may run on it any more. It may wait for other work of this
-        GPU. Idempotent.
-        """
+        """Nothing may run on it any more; it may wait for other work of this GPU. Idempotent."""
         close, self._close = self._close, None
         if close is not None:
             close()
@@ -140,10 +136,7 @@ class Gpu:
 
 
 def allocate(nbytes: int, device: torch.device) -> MappedMemory:
-    """Memory of the GPU's own, outside of PyTorch's allocator; other processes can map it.
-
-    Raises TransportUnavailable with the driver's reason.
-    """
+    """Outside of PyTorch's allocator, and mappable. Raises TransportUnavailable."""
     bindings = _bindings()
     with current_context(device):
         (address,) = _call(bindings, "cuMemAlloc", nbytes)

@@ -240,11 +240,7 @@ def _unknown_target(layer: str, target: str, known: Mapping[str, object]) -> Key
 def _carve(
     allocator: Callable[[int], Tensor], device: torch.device, sizes: Sequence[int]
 ) -> list[Tensor]:
-    """Flat int8 buffers of ``sizes`` bytes out of one ``allocator(nbytes)``.
-
-    Raises ValueError for an allocation that is not flat uint8 on ``device``, too small or not
-    aligned.
-    """
+    """One ``allocator(nbytes)`` for all. ValueError if not flat uint8, fitting, aligned."""
     starts, nbytes = [], 0
     for size in sizes:
         start = -(-nbytes // BUFFER_ALIGNMENT_NBYTES) * BUFFER_ALIGNMENT_NBYTES
@@ -360,9 +356,7 @@ def _check_sharers(
     config: KVCacheConfig,
     attn_backends: Mapping[str, type[AttentionBackend]],
 ) -> None:
-    """A layer reads its target's view as it is, so its backend must state what the target's
-    states.
-    """
+    """A layer reads its target's view as it is: both backends must state the same."""
     specs = {
         layer: group.spec_of(layer)
         for group in config.kv_cache_groups

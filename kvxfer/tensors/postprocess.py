@@ -214,9 +214,7 @@ def _zero_tail(cache: Tensor, indices: BlockIds, num_covered_tokens: int, token_
 
 
 def _plane_of(cache: Tensor, received: BlockOrder, token_dim: int) -> tuple[BlockRewrite, Tensor]:
-    """What is done to its blocks, and [num_blocks, outer, inner, D], heads and tokens as they lie
-    in memory, as integers.
-    """
+    """And [num_blocks, outer, inner, D], heads and tokens as they lie in memory, as integers."""
     outer_dim = _outer_dim(cache)
     local = BlockOrder(cache.shape[token_dim], by_head=outer_dim != token_dim)
     view = as_integers(cache)

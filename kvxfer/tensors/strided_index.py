@@ -209,10 +209,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """All units of a dense piece.
-
-    ``contiguous_at`` is the piece's start where the region holds it without a gap, else None.
-    """
+    """``contiguous_at``: its start where the region holds it without a gap, else None."""
 
     nbytes: int
     parts: tuple[Units, ...]
@@ -378,9 +375,7 @@ def check_span(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> None
 
 
 def check_tokens(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> None:
-    """Is there an id, good or not, for every token of ``[token_lo, token_hi)``? Raises
-    ValueError.
-    """
+    """An id, good or not, for every token of ``[token_lo, token_hi)``? Raises ValueError."""
     if not 0 <= token_lo <= token_hi:
         raise ValueError(f"tokens: expected 0 <= lo <= hi, got [{token_lo}, {token_hi})")
     if block_ids.dtype != np.int64 or block_ids.size * tile.block_tokens < token_hi:

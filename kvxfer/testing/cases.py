@@ -147,10 +147,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A case with its ids: everything that both sides are told.
-
-    ``slot`` keeps the regions of moves apart.
-    """
+    """A case with its ids. ``slot`` keeps the regions of moves apart."""
 
     case: Case
     copy_class: CopyClass

@@ -69,10 +69,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault; ``value`` is in seconds, a probability or a number.
-
-    ``nth`` (from 1) picks one read, None is every one.
-    """
+    """``value``: seconds, a probability or a number; ``nth``: one read, from 1; None: every one."""
 
     name: str
     value: float

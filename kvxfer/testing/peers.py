@@ -244,10 +244,7 @@ def serve_idle_sink(
 
 
 class Child:
-    """A process of the check, with a pipe to it.
-
-    Started by forkserver: threads and locks are not inherited.
-    """
+    """With a pipe to it; by forkserver: threads and locks are not inherited."""
 
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         context = get_context("forkserver")

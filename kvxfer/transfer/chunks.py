@@ -35,10 +35,7 @@ def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
 
 
 def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
-    """The length of :func:`chunk_list`, by arithmetic alone: O(classes), whatever the sizes.
-
-    Raises ProtocolError for sizes out of bounds.
-    """
+    """By arithmetic alone: O(classes). Raises ProtocolError for sizes out of bounds."""
     if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
         raise ProtocolError(f"chunk_nbytes: expected 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
     total = 0
@@ -82,9 +79,7 @@ def _fit_regions(wanted: PullClass, num_tokens: int, chunk_nbytes: int) -> int:
 
 
 def _num_class_chunks(wanted: PullClass, chunk_nbytes: int) -> int:
-    """Between its ends, the part of a range up to the first cut and that behind the last, all
-    pieces are equal.
-    """
+    """Between the part up to the first cut and that behind the last, all pieces are equal."""
     lo, hi = wanted.token_lo, wanted.token_hi
     step = _step_tokens(wanted, chunk_nbytes)
     first = min(step - lo % step, hi - lo)

@@ -106,9 +106,7 @@ class WireCosts:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a route carries. ``nbytes``: of KV of ``REFERENCE_TOKENS`` tokens.
-    ``least_chunk_nbytes``: of the largest block that has to be in one chunk.
-    """
+    """``nbytes``: of REFERENCE_TOKENS. ``least_chunk_nbytes``: of the largest block."""
 
     nbytes: int
     least_chunk_nbytes: int

@@ -59,10 +59,7 @@ MemoryHandle = MemfdHandle | CudaIpcHandle
 
 
 class MemoryInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation of a rank, which regions refer to by its position.
-
-    ``handle`` is None where it cannot be mapped.
-    """
+    """Regions refer to it by its position. ``handle``: None where it cannot be mapped."""
 
     device: str
     nbytes: int
@@ -131,10 +128,7 @@ class EngineManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_manifest(manifest: EngineManifest) -> None:
-    """Does a manifest that came from the network make sense by itself?
-
-    Raises IncompatiblePeer with the first few things that are wrong.
-    """
+    """By itself? Raises IncompatiblePeer with the first few things that are wrong."""
     problems = list(_engine_problems(manifest))
     if not problems:  # the sizes are sane, so the ranks can be looked at
         problems = list(_rank_problems(manifest))

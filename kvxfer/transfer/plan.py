@@ -107,10 +107,7 @@ class RegionName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PullClass(msgspec.Struct, frozen=True, kw_only=True):
-    """One geometry class as the sink asks for it: what a stream source needs to pack chunks.
-
-    Travels in the Pull.
-    """
+    """What a stream source needs to pack chunks of one geometry class; travels in the Pull."""
 
     regions: tuple[RegionName, ...]
     head_lo: int
@@ -135,10 +132,7 @@ class CopyClass:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one source rank sends to one sink rank.
-
-    A null route has no classes: Pull and Release, no read.
-    """
+    """From one source rank to one sink rank. Without classes it is null: Pull, Release, no read."""
 
     source_rank: RankId
     sink_rank: RankId
@@ -240,10 +234,7 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
 
 
 def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 0) -> Tile:
-    """The tile of heads ``[head_lo, head_hi)`` of a region.
-
-    ``channel_nbytes``: of the other side's channels where these are apart, else 0.
-    """
+    """``channel_nbytes``: of the other side's channels where these are apart, else 0."""
     if region.has_channels_apart:
         channel_nbytes, stride_channel = region.channel_nbytes, region.stride_channel
     else:

@@ -35,10 +35,7 @@ of 128 channels are 2^17.
 
 
 class BlockIdsError(ProtocolError, ValueError):
-    """Block ids do not cover a span: too few, absent (-1) or not in the pool.
-
-    From the network (a Grant) or from a caller, hence both bases.
-    """
+    """Too few, absent (-1) or not in the pool. From a Grant or a caller, hence both bases."""
 
 
 def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[PullClass, ...]:
@@ -72,10 +69,7 @@ class PullResolver:
         self._found = lru_cache(maxsize=MAX_KNOWN)(self._find)
 
     def resolve(self, classes: Sequence[PullClass]) -> tuple[Side, ...]:
-        """This rank's side of every class, in order.
-
-        Raises ProtocolError that names the first thing this rank cannot or will not give.
-        """
+        """This rank's side of each. Raises ProtocolError for what it does not give."""
         for index, wanted in enumerate(classes):
             check_sizes(f"class {index}", wanted)
         found = self._found(tuple(replace(wanted, token_lo=0, token_hi=0) for wanted in classes))

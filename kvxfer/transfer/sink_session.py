@@ -71,9 +71,7 @@ class RouteRecord(msgspec.Struct, frozen=True):
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True):
-    """Everything a :class:`LoadSession` knows; immutable and hashable. ``failure``: the first thing
-    that failed it.
-    """
+    """Immutable and hashable. ``failure``: the first thing that failed the load."""
 
     routes: tuple[RouteRecord, ...]
     failure: Reason | None = None
@@ -258,9 +256,7 @@ class LoadSession:
         )
 
     def state_of(self, source: RankId) -> RouteState:
-        """The state of the route from this source rank. Raises ProtocolError for one that is not a
-        route.
-        """
+        """Raises ProtocolError for a source rank that is no route."""
         return self._route(self.snapshot, source).state
 
     def _route(self, load: LoadSnapshot, source: RankId) -> RouteRecord:

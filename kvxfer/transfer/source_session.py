@@ -106,10 +106,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The ranks of one sink engine life that read this source rank.
-
-    ``waiting``: those of them without a valid verdict; none are left when the claim is complete.
-    """
+    """``waiting``: ranks without a valid verdict; none are left when the claim is complete."""
 
     incarnation: bytes
     ranks: frozenset[RankId]
@@ -311,9 +308,7 @@ def _settle(offer: OfferSnapshot) -> OfferSnapshot:
 
 
 def _dismiss(offer: OfferSnapshot, incarnations: frozenset[bytes], reason: Reason) -> Step:
-    """Stop these engines' streams, forget their parked Pulls, and tell their consumers that
-    wait.
-    """
+    """Stop their streams, forget their parked Pulls, and tell their consumers that wait."""
     actions: list[SourceAction] = []
     waiting = [consumer for consumer in offer.parked if consumer.incarnation in incarnations]
     stopped: dict[Consumer, Share] = {}
