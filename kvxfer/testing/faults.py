@@ -40,22 +40,7 @@ from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import registry
-from kvxfer.transports.base import (
-    DirectSink,
-    LocalMemory,
-    PeerGone,
-    Readable,
-    ReadBroke,
-    ReadRequest,
-    ReceivingSink,
-    SinkCompletion,
-    SinkTransport,
-    TakingSide,
-    TransferKey,
-    Trial,
-    Wake,
-)
+from kvxfer.transports import base, registry
 from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyJob
 from kvxfer.transports.pipe import MakePipe, Parts
@@ -175,17 +160,17 @@ def injected(text: str) -> Iterator[None]:
 
 def _make_faulty_sink(
     faults: Sequence[Fault],
-    make_sink: Callable[[LocalMemory, Config, Copier, Wake, Context], SinkTransport],
-    memory: LocalMemory,
+    make_sink: Callable[[base.LocalMemory, Config, Copier, base.Wake, Context], base.SinkTransport],
+    memory: base.LocalMemory,
     config: Config,
     copy_thread: Copier,
-    wake: Wake,
+    wake: base.Wake,
     context: Context,
-) -> SinkTransport:
+) -> base.SinkTransport:
     if any(tensor.device.type != "cpu" for tensor in memory.tensors):
         _check_device_faults(faults)
     sink = make_sink(memory, config, _faulty_copier(copy_thread, faults), wake, context)
-    if isinstance(sink, DirectSink):
+    if isinstance(sink, base.DirectSink):
         return FaultyDirectSink(sink, faults, wake)
     return FaultyReceivingSink(sink, faults, wake)
 
@@ -275,7 +260,7 @@ def _faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
 class _Stalled:
     until_s: float
     timer: threading.Timer
-    held: list[SinkCompletion] = field(default_factory=list)
+    held: list[base.SinkCompletion] = field(default_factory=list)
 
 
 def _end(timer: threading.Timer) -> None:
@@ -283,37 +268,37 @@ def _end(timer: threading.Timer) -> None:
     timer.join()
 
 
-class _FaultySink(TakingSide):
+class _FaultySink(base.TakingSide):
     """A sink whose reads stall or fail; everything else is the inner one's."""
 
-    def __init__(self, inner: SinkTransport, faults: Sequence[Fault], wake: Wake) -> None:
+    def __init__(self, inner: base.SinkTransport, faults: Sequence[Fault], wake: base.Wake) -> None:
         self.name, self.counts = inner.name, inner.counts
         self._wire = inner
         self._faults = tuple(faults)
         self._wake = wake
         self._num_reads = 0
-        self._failed: list[SinkCompletion] = []
-        self._stalled: dict[TransferKey, _Stalled] = {}
+        self._failed: list[base.SinkCompletion] = []
+        self._stalled: dict[base.TransferKey, _Stalled] = {}
 
     def trial(
         self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
-    ) -> Trial:
+    ) -> base.Trial:
         return self._wire.trial(source, timeout_s, classes)
 
     def detach(self, control_endpoint: str) -> None:
         self._wire.detach(control_endpoint)
 
-    def stop_read(self, key: TransferKey) -> None:
+    def stop_read(self, key: base.TransferKey) -> None:
         """What was held back is forgotten: ReadStopped is the read's one end."""
         stalled = self._stalled.pop(key, None)
         if stalled is not None:
             _end(stalled.timer)
         self._wire.stop_read(key)
 
-    def pollables(self) -> Sequence[Readable]:
+    def pollables(self) -> Sequence[base.Readable]:
         return self._wire.pollables()
 
-    def poll(self) -> list[SinkCompletion]:
+    def poll(self) -> list[base.SinkCompletion]:
         """What the inner one says, less what stalls, plus what has stalled long enough."""
         done, self._failed = self._failed, []
         now_s = time.monotonic()
@@ -323,7 +308,7 @@ class _FaultySink(TakingSide):
                 done.extend(stalled.held)
                 del self._stalled[key]
         for completion in self._wire.poll():
-            key_of = None if isinstance(completion, PeerGone) else completion.key
+            key_of = None if isinstance(completion, base.PeerGone) else completion.key
             if key_of is not None and key_of in self._stalled:
                 self._stalled[key_of].held.append(completion)
             else:
@@ -336,14 +321,14 @@ class _FaultySink(TakingSide):
         self._stalled.clear()
         self._wire.close()
 
-    def _fails(self, key: TransferKey) -> bool:
+    def _fails(self, key: base.TransferKey) -> bool:
         """Count the read, begin its faults; True if it must not begin."""
         self._num_reads += 1
         for fault in self._faults:
             if fault.nth is not None and fault.nth != self._num_reads:
                 continue
             if fault.name == "read:fail":
-                self._failed.append(ReadBroke(key, Reason.READ_FAILED, "fault: read:fail"))
+                self._failed.append(base.ReadBroke(key, Reason.READ_FAILED, "fault: read:fail"))
                 self._wake()
                 return True
             if fault.name == "read:stall":
@@ -354,25 +339,25 @@ class _FaultySink(TakingSide):
         return False
 
 
-class FaultyDirectSink(_FaultySink, DirectSink):
+class FaultyDirectSink(_FaultySink, base.DirectSink):
     """Of a direct wire. The engine's thread never begins its reads."""
 
-    def __init__(self, inner: DirectSink, faults: Sequence[Fault], wake: Wake) -> None:
+    def __init__(self, inner: base.DirectSink, faults: Sequence[Fault], wake: base.Wake) -> None:
         super().__init__(inner, faults, wake)
         self._inner = inner
 
-    def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
+    def attach(self, source: RankManifest, trial: base.Trial | None = None) -> None:
         self._inner.attach(source, trial)
 
-    def submit_read(self, request: ReadRequest) -> None:
+    def submit_read(self, request: base.ReadRequest) -> None:
         if not self._fails(request.key):
             self._inner.submit_read(request)
 
 
-class FaultyReceivingSink(_FaultySink, ReceivingSink):
+class FaultyReceivingSink(_FaultySink, base.ReceivingSink):
     """The sink of a stream wire with faults."""
 
-    def __init__(self, inner: ReceivingSink, faults: Sequence[Fault], wake: Wake) -> None:
+    def __init__(self, inner: base.ReceivingSink, faults: Sequence[Fault], wake: base.Wake) -> None:
         super().__init__(inner, faults, wake)
         self._inner = inner
 
@@ -382,7 +367,7 @@ class FaultyReceivingSink(_FaultySink, ReceivingSink):
     def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
         self._inner.attach(source, staging)
 
-    def submit_expect(self, request: ReadRequest) -> None:
+    def submit_expect(self, request: base.ReadRequest) -> None:
         if not self._fails(request.key):
             self._inner.submit_expect(request)
 
@@ -400,10 +385,10 @@ class FaultyStreamSource(StreamSource):
         self,
         faults: Sequence[Fault],
         make_pipe: MakePipe,
-        memory: LocalMemory,
+        memory: base.LocalMemory,
         config: Config,
         copy_thread: Copier,
-        wake: Wake,
+        wake: base.Wake,
         context: Context,
     ) -> None:
         super().__init__(make_pipe, memory, config, copy_thread, wake, context)
