@@ -20,15 +20,13 @@ def allocate(
     """
     if hit_blocks:
         manager.check_hit(request_id, num_tokens, hit_blocks)
-    kept, is_new = manager.first_kept_block(num_computed_tokens), request_id not in manager
+    is_new, kept = request_id not in manager, manager.first_kept_block(num_computed_tokens)
+    num_held = len(hit_blocks) if is_new else len(manager.block_ids(request_id))
+    first_new = max(num_held, kept, manager._first_written_block(num_tokens))
+    num_new = max(manager.blocks_needed(num_tokens) - first_new, 0)
     num_revived = sum(b.ref_cnt == 0 and not b.is_null for b in hit_blocks[kept:])
-    if num_revived > manager.num_free_blocks:
+    if num_new + num_revived > manager.num_free_blocks:
         return None
     if is_new:
         manager.open_table(request_id, hit_blocks, num_computed_tokens)
-    try:
-        return manager.extend(request_id, num_tokens, num_computed_tokens)
-    except ValueError:  # too few are free
-        if is_new:
-            manager.free(request_id)
-        return None
+    return manager.extend(request_id, num_tokens, num_computed_tokens)
