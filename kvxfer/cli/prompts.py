@@ -251,5 +251,4 @@ def _tokens(line: _TraceLine, scale: int, vocab_size: int) -> Iterable[int]:
 
 def unit(hash_id: int, num_tokens: int, vocab_size: int) -> list[int]:
     """The tokens that one hash id stands for, the same in every run and on every machine."""
-    numbers = random.Random(f"unit {hash_id}")  # noqa: S311 - the same in every run is the point
-    return [numbers.randrange(vocab_size) for _ in range(num_tokens)]
+    return list(_random_ids(f"unit {hash_id}", num_tokens, vocab_size))

@@ -124,8 +124,6 @@ class Replay:
             if job.is_over
         ]
 
-    # ------------------------------------------------------------------ sending
-
     def _start_due(self) -> None:
         now_s = time.monotonic() - self._started_s
         while self._queue and len(self._open) < self._in_flight:
@@ -189,8 +187,6 @@ class Replay:
         if job.is_over and (job.is_compared or self._single is None):
             self._num_done += 1
             self._progress(self._num_done, len(self._jobs))
-
-    # ------------------------------------------------------------------ hearing
 
     def _hear(self) -> None:
         if self._awaits_prefill():
@@ -286,8 +282,6 @@ class Replay:
             self._jobs[message.request_id].is_compared = True
             self._tell(message.request_id)
             self._next_single()
-
-    # ------------------------------------------------------------------ an engine that goes
 
     def _lost(self, engine: RunEngine) -> None:
         if engine.group is not None:

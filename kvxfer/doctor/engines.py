@@ -124,9 +124,6 @@ def waiting(config: Config, device: torch.device) -> Iterator[str]:
         service.shutdown()
 
 
-# ------------------------------------------------------------------ the engine that meets it
-
-
 @dataclass(frozen=True, slots=True)
 class Greeted:
     """Who listens somewhere. ``has_curve``: whether it has shown a key."""

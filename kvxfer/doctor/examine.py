@@ -94,9 +94,6 @@ def _gpu_rows(config: Config, found: tuple[GpuFacts, ...] | Failure) -> Iterator
         yield from ipc_rows(tries)
 
 
-# ------------------------------------------------------------------ wires
-
-
 def _try_here(config: Config, address: str, device: torch.device) -> Iterator[Row]:
     """Both engines have this host's address and keys, whoever else they admit."""
     admitted = config.allowed_peers

@@ -103,9 +103,6 @@ def _lines(file: Path) -> list[str]:
         return []
 
 
-# ------------------------------------------------------------------ ports
-
-
 def why_not_free(address: str, port: int) -> str:
     """Why nobody can listen there now; "" if one can."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

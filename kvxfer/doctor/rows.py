@@ -39,9 +39,6 @@ def status(rows: Iterable[Row]) -> int:
     return int(any(row.state is State.FAIL for row in rows))
 
 
-# ------------------------------------------------------------------ this host
-
-
 @dataclass(frozen=True, slots=True)
 class Limit:
     """``amount`` None: there is none. Below ``least``: a warning with the remedy."""
@@ -151,8 +148,6 @@ def ipc_rows(tries: Sequence[IpcTry]) -> list[Row]:
 def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
-
-# ------------------------------------------------------------------ engines and wires
 
 _REMEDIES = {
     Reason.NOT_ALLOWED: "set allowed_peers or CURVE keys on both sides to name the other one",

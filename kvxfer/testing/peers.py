@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,20 +29,10 @@ Context = zmq.Context[zmq.Socket[bytes]]
 C = TypeVar("C", bound=base.SinkCompletion)
 
 
-class MakeSource(Protocol):
-    """Makes the giving side; a function of a module, because it is called in another process."""
-
-    def __call__(
-        self, memory: base.LocalMemory, copy_thread: CopyThread, wake: base.Wake, context: Context
-    ) -> base.SourceTransport: ...
-
-
-class MakeSink(Protocol):
-    """Makes the taking side; a function of a module."""
-
-    def __call__(
-        self, memory: base.LocalMemory, copy_thread: CopyThread, wake: base.Wake, context: Context
-    ) -> base.SinkTransport: ...
+MakeSource = Callable[[base.LocalMemory, CopyThread, base.Wake, Context], base.SourceTransport]
+"""Makes the giving side; a function of a module, because it is called in another process."""
+MakeSink = Callable[[base.LocalMemory, CopyThread, base.Wake, Context], base.SinkTransport]
+"""Makes the taking side; a function of a module."""
 
 
 # ------------------------------------------------------------------ what is given and taken

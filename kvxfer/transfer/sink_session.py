@@ -65,9 +65,6 @@ Step = tuple[LoadSnapshot, list[SinkAction]]
 Handler = Callable[[LoadSnapshot, RouteRecord, Any], Step]
 
 
-# ------------------------------------------------------------------ the way to VALID
-
-
 def _ask(load: LoadSnapshot, route: RouteRecord, _: session.Start) -> Step:
     return load.with_state(route.source, RouteState.ASKED), [session.SendPull(route.source)]
 
@@ -107,8 +104,6 @@ def _ask_again(load: LoadSnapshot, route: RouteRecord, _: session.RetryDue) -> S
 def _release_again(load: LoadSnapshot, route: RouteRecord, _: session.RetryDue) -> Step:
     return load, [session.SendRelease(route.source)]
 
-
-# ------------------------------------------------------------------ the ways to FAILED
 
 _OVER = (RouteState.VALID, RouteState.DRAINING, RouteState.FAILED)
 
@@ -168,8 +163,6 @@ def _drained(
 def _ignore(load: LoadSnapshot, _: RouteRecord, __: SinkEvent) -> Step:
     return load, []
 
-
-# ------------------------------------------------------------------ the table
 
 _LATE = (
     *(session.GrantArrived, session.RefuseArrived, session.VerdictArrived, session.BrokenArrived),
