@@ -245,14 +245,11 @@ def _group(
 
 
 def _first_difference(kv_cache_spec: Mapping[str, KVCacheSpec], layer_names: Sequence[str]) -> str:
-    for end in range(2, len(layer_names) + 1):
-        if _merge_specs([kv_cache_spec[name] for name in layer_names[:end]]) is None:
-            break
-    *others, name = layer_names[:end]
-    # The first that it differs from: with three windows it may agree with the very first layer.
-    other = next(
-        other
-        for other in others
+    # With three windows a layer may agree with the very first one.
+    other, name = next(
+        (other, name)
+        for at, name in enumerate(layer_names)
+        for other in layer_names[:at]
         if _merge_specs([kv_cache_spec[other], kv_cache_spec[name]]) is None
     )
     return (

@@ -29,6 +29,7 @@ from kvxfer.tensors.cache_views import (
     place_of,
     state_views,
 )
+from kvxfer.tensors.strided_index import check_flat
 
 BUFFER_ALIGNMENT_NBYTES = 4096
 """Every buffer of one allocation begins at a multiple of it, counted from the allocation's start:
@@ -249,11 +250,7 @@ def _carve(
     if not nbytes:
         return []
     memory = allocator(nbytes)
-    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
-        raise ValueError(
-            "allocator: expected a contiguous one-dimensional uint8 tensor, "
-            f"got {memory.dtype} of shape {tuple(memory.shape)}"
-        )
+    check_flat(memory, "allocator")
     if memory.numel() < nbytes:
         raise ValueError(f"allocator: expected at least {nbytes} bytes, got {memory.numel()}")
     if memory.device.type != device.type:
