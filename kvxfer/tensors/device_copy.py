@@ -35,7 +35,7 @@ from kvxfer.tensors.device_launch import (
     Stream,
 )
 from kvxfer.tensors.device_memory import DeviceMemory
-from kvxfer.tensors.strided_index import Ids
+from kvxfer.tensors.strided_index import Ids, are_blocks
 from kvxfer.transfer.plan import CopyClass, DenseOrder, Side, Tile
 
 # The widest access of the kernel; alignment beyond it does not matter
@@ -465,7 +465,7 @@ class DeviceCopier:
         known = self._looked_through
         if known is not None and known[0] is ids and known[1] == tile:
             return
-        if index.are_blocks(tile, ids):
+        if are_blocks(tile, ids):
             self._looked_through = (ids, tile)
         else:  # there may be none for other tokens than these
             index.check_span(tile, ids, token_lo, token_hi)
