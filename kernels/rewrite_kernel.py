@@ -233,16 +233,10 @@ def rewrite_blocks(
 ) -> None:
     """Rewrite the blocks ``block_ids`` of every plane in place; nothing else is written.
 
-    Args:
-        planes: see :func:`plane_table`.
-        block_ids: on the planes' device, each once, set behind set. They are not checked: the
-            GPU cannot.
-        rewrite: its local blocks have as many rows as the planes have.
-        tile_nbytes: what a program moves at most, a power of two; more where a cycle is longer.
-
-    Raises:
-        TypeError: ids that are not int64.
-        ValueError: ids that are no whole sets, and what else one launch does not do.
+    ``block_ids``: on the planes' device, each once, set behind set; the GPU cannot check them. The
+    rewrite's local blocks have as many rows as the planes have. ``tile_nbytes``: what a program
+    moves at most, a power of two; more where a cycle is longer. Raises TypeError for ids that are
+    not int64, ValueError for no whole sets and what else one launch does not do.
     """
     _check(planes, block_ids, rewrite, tile_nbytes)
     rewrite.check_blocks(block_ids.numel())

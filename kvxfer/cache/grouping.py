@@ -65,11 +65,7 @@ def is_kv_cache_type_uniform(kv_cache_spec: Mapping[str, KVCacheSpec]) -> bool:
 
 
 def uniform_type_group(kv_cache_spec: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
-    """All layers as one group.
-
-    Raises:
-        ValueError: no layers, or layers that cannot share a block table; the message names two.
-    """
+    """All as one group. ValueError for no layers, or two that cannot share a table."""
     if not kv_cache_spec:
         raise ValueError("kv_cache_spec: expected one layer or more, got none")
     first_name, first = next(iter(kv_cache_spec.items()))
@@ -86,11 +82,8 @@ def create_kv_cache_group_specs(
     kv_cache_spec: Mapping[str, KVCacheSpec], grouped_layer_names: Sequence[Sequence[str]]
 ) -> list[KVCacheGroupSpec]:
     """One group for each list of layers, whose specs are equal, or differ only in the window that
-    layers which keep everything compute.
-
-    Raises:
-        ValueError: an unknown layer, one that is named twice, an empty group, or layers of a group
-            that cannot share one spec.
+    layers which keep everything compute. Raises ValueError for an unknown layer, one that is named
+    twice, an empty group, or layers of a group that cannot share one spec.
     """
     groups: list[KVCacheGroupSpec] = []
     group_of: dict[str, int] = {}

@@ -201,12 +201,9 @@ class ObjectHash:
 
 
 def get_hash_fn_by_name(name: str) -> ObjectHash:
-    """The algorithm of this name in ``--prefix-caching-hash-algo``: ``sha256``, ``sha256_cbor``,
-    ``xxhash`` or ``xxhash_cbor``.
-
-    Raises:
-        ValueError: another name.
-        ModuleNotFoundError: the package that it needs is not installed.
+    """``sha256``, ``sha256_cbor``, ``xxhash`` or ``xxhash_cbor``, as of
+    ``--prefix-caching-hash-algo``. Raises ValueError for another name, ModuleNotFoundError where
+    its package is not installed.
     """
     if name not in {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}:
         raise ValueError(

@@ -252,18 +252,11 @@ class GroupManager:
         num_computed_tokens: int,
         request: HashableRequest | None = None,
     ) -> None:
-        """Let others find the full blocks among the first ``num_computed_tokens`` tokens, whose KV
-        is complete.
+        """Let others find the full blocks among the first ``num_computed_tokens`` tokens, computed
+        or accepted from a load; fewer than before change nothing. ``block_hashes``: the request's
+        chain, from its first. ``request``: for a pool that notes events.
 
-        Args:
-            request_id: a request with a table.
-            block_hashes: the request's chain of hashes, from its first.
-            num_computed_tokens: tokens computed or accepted from a load; fewer than before changes
-                nothing.
-            request: the request itself, for a pool that notes events.
-
-        Raises:
-            ValueError: an unknown request, or more tokens than its table or ``block_hashes`` cover.
+        Raises ValueError for an unknown request, or more tokens than its table or hashes cover.
         """
         table = self._table(request_id)
         num_full_blocks = num_computed_tokens // self.block_size

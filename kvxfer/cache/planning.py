@@ -66,13 +66,8 @@ def _pool_block_nbytes(groups: Sequence[KVCacheGroupSpec]) -> int:
 def _num_blocks_for(
     config: PlanningConfig, groups: Sequence[KVCacheGroupSpec], available_memory: int
 ) -> int:
-    """Blocks of the pool, the null block among them: as many as fit, or the override.
-
-    Without groups it is the null block alone.
-
-    Raises:
-        TypeError: memory or an override that is no int.
-        ValueError: an override below 1.
+    """Blocks of the pool, the null block among them: as many as fit, or the override. Raises
+    TypeError for what is no int, ValueError for an override below 1.
     """
     check_int("available_memory", available_memory)
     if not groups:
@@ -188,16 +183,8 @@ def get_kv_cache_configs(
     """Plan the caches of all workers together: the same groups everywhere, each with the worker's
     own layers of it (maybe none), and the number of blocks that fits on all.
 
-    A pipeline's stages may so have kinds of layers in any proportion.
-
-    Args:
-        config: as in :func:`get_kv_cache_config`.
-        kv_cache_specs: by worker, what each of its layers keeps.
-        available_memory: by worker, bytes for its cache.
-
-    Raises:
-        ValueError: a layer with several specs, or on one worker what
-            :func:`get_kv_cache_config` raises.
+    A pipeline's stages may so have kinds of layers in any proportion. Specs and bytes are by
+    worker. Raises ValueError for a layer with several specs, and as :func:`get_kv_cache_config`.
     """
     merged: dict[str, KVCacheSpec] = {}
     for worker, specs in enumerate(kv_cache_specs):

@@ -155,14 +155,10 @@ log = logging.getLogger("kvxfer.engine")
 
 
 class RankCache:
-    """One rank's cache and the layers that read and write it.
+    """One rank's cache and the layers that read and write it, by name.
 
-    Attributes:
-        config: groups (layers that read another one's KV included), buffers, number of blocks.
-        layers: the model's attention layers by name, bound.
-        buffer: all bytes of it, flat uint8; the regions' offsets count from its first.
-        regions: where every plane of every layer lies.
-        memory: the buffer as the wires want it.
+    ``config``: with the groups of layers that read another one's KV. ``buffer``: all bytes, flat
+    uint8; the offsets of ``regions`` count from its first. ``memory``: as the wires want it.
     """
 
     def __init__(

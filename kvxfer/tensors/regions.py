@@ -44,20 +44,14 @@ def kv_regions(
     """One region for every plane of every layer, in the order of the groups and their layers.
 
     Strides are the views' own. Planes are "k" and "v", of a latent cache "latent"; where K and V
-    lie side by side in one dimension they are two regions all the same.
-
-    Args:
-        kv_cache_config: groups with all their layers, those that share another's cache included.
-        kv_caches: each layer's view, as of :func:`~kvxfer.tensors.kv_cache.init_kv_cache`.
-        attn_backends: each layer's backend.
-        memories: the allocations that the views lie in, flat, of one-byte elements; a region names
-            its own by position and counts its offset from the first byte.
-        head_lo, head_hi: the model's KV heads that this rank holds (0 and 1 for a latent).
+    lie side by side in one dimension they are two regions all the same. Layers that share another's
+    cache are in the groups too. ``memories``: the allocations that the views lie in, flat, of
+    one-byte elements; a region names its own by position. ``head_lo``, ``head_hi``: the model's KV
+    heads of this rank (0 and 1 for a latent).
 
     Raises:
         ValueError: a layer that keeps no tokens or only those of its chunk, a view that is not what
-            its backend states, lies in no memory or has gaps within a head, other heads than
-            ``[head_lo, head_hi)``.
+            its backend states, lies in no memory or has gaps within a head, other heads.
         KeyError: a layer without view or backend.
         TypeError: an attention layer with a list of views.
     """

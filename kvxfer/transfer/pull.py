@@ -39,13 +39,11 @@ class BlockIdsError(ProtocolError, ValueError):
 
 
 def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[PullClass, ...]:
-    """What to ask of the route's source rank: one entry for each class of the route, in order.
+    """What to ask of the route's source rank: one entry for each class, in order.
 
-    ``span``: request tokens ``[lo, hi)`` by sink group, for every group of the route. A class with
-    nothing to move stays, with an empty range, so that positions agree. An opaque class moves whole
-    blocks: its last one is rounded up, its first must begin at a block.
-
-    Raises ValueError that names the group.
+    ``span``: request tokens ``[lo, hi)`` by sink group. A class with nothing to move stays, with an
+    empty range, so that positions agree. An opaque class moves whole blocks: its last one is
+    rounded up, its first must begin at a block. Raises ValueError that names the group.
     """
     classes: list[PullClass] = []
     for copy_class in route.classes:
