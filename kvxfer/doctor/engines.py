@@ -29,22 +29,10 @@ from kvxfer.connector.rank_service import Identity, RankService
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
+from kvxfer.transfer import wire
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId
-from kvxfer.transfer.wire import (
-    BIND_TOKENS,
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
-    Hello,
-    Malformed,
-    Manifest,
-    NotReady,
-    OfferRef,
-    Ping,
-    Reason,
-    decode_to_sink,
-    encode,
-)
+from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
 from kvxfer.transports.channel import Bounds, Dealer
 from kvxfer.transports.choice import Choice
@@ -93,8 +81,8 @@ def _rank(config: Config, identity: Identity, device: torch.device) -> RankServi
 
 
 def _says(config: Config) -> dict[str, Any]:
-    names = (BIND_TOKENS,) if config.bind_tokens else ()
-    return {"protocol": (PROTOCOL_MIN, PROTOCOL_MAX), "capabilities": names}
+    names = (wire.BIND_TOKENS,) if config.bind_tokens else ()
+    return {"protocol": (wire.PROTOCOL_MIN, wire.PROTOCOL_MAX), "capabilities": names}
 
 
 @contextmanager
@@ -157,12 +145,14 @@ def _greet(
     began_s = time.monotonic()
     until_s = began_s + config.connect_timeout_s
     said = _says(config)
-    hello = encode(
-        Hello(said["protocol"], said["capabilities"], ENGINE_ID, secrets.token_bytes(16))
+    hello = wire.encode(
+        wire.Hello(said["protocol"], said["capabilities"], ENGINE_ID, secrets.token_bytes(16))
     )
     bounds = Bounds(HARD_LIMIT_NBYTES, HARD_LIMIT_NBYTES, 1000)
     dealers = {
-        key: Dealer(context, config, bounds, endpoint, key, word=encode(Ping()), reconnects=True)
+        key: Dealer(
+            context, config, bounds, endpoint, key, word=wire.encode(wire.Ping()), reconnects=True
+        )
         for key in pinned_keys(config) or (None,)
     }
     for dealer in dealers.values():
@@ -173,13 +163,13 @@ def _greet(
         for key, dealer in dealers.items():
             for frames in dealer.receive():
                 match _decoded(frames):
-                    case Manifest(manifest):
+                    case wire.Manifest(manifest):
                         return Greeted(manifest, time.monotonic() - began_s, key is not None)
-                    case NotReady():
+                    case wire.NotReady():
                         dealer.problem = "it is starting; try again when its ranks are up"
                         time.sleep(HELLO_AGAIN_S)
                         dealer.send(hello)
-                    case Malformed(detail):
+                    case wire.Malformed(detail):
                         return Failure(Reason.INCOMPATIBLE, f"{endpoint}: {detail}")
             why = why or dealer.why_ended()
     is_refused = any(dealer.is_refused for dealer in dealers.values())
@@ -193,9 +183,9 @@ def _greet(
 def _decoded(frames: list[zmq.Frame]) -> object:
     """A message of the protocol; Malformed, as if the other side had said so, for any other."""
     try:
-        return decode_to_sink(frames[0].buffer)
+        return wire.decode_to_sink(frames[0].buffer)
     except ProtocolError as exc:
-        return Malformed(str(exc))
+        return wire.Malformed(str(exc))
 
 
 @contextmanager
@@ -231,7 +221,7 @@ def _meet(
     own = msgspec.structs.replace(
         manifest, engine_id=me.engine_id, incarnation=me.incarnation, **_says(config)
     )
-    offer = OfferRef(secrets.token_bytes(16), manifest.incarnation)  # it is never asked for
+    offer = wire.OfferRef(secrets.token_bytes(16), manifest.incarnation)  # it is never asked for
     source = SourceRef(
         engine_id=manifest.engine_id,
         endpoint=endpoint,

@@ -13,22 +13,10 @@ from msgspec.structs import replace
 from kvxfer.config import Config
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.worker_side import HOST
-from kvxfer.doctor import engines, gpus, host
+from kvxfer.doctor import engines, gpus, host, rows
 from kvxfer.doctor.child import Child, call
 from kvxfer.doctor.engines import Choices
-from kvxfer.doctor.rows import (
-    GpuFacts,
-    Row,
-    State,
-    failed_row,
-    failure_row,
-    gpu_rows,
-    ipc_rows,
-    library_row,
-    limit_row,
-    port_row,
-    wire_row,
-)
+from kvxfer.doctor.rows import Row, State
 from kvxfer.errors import ConfigError, PeerLost
 from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.manifest import CudaIpcHandle, EngineManifest, MemfdHandle, parse_endpoint
@@ -53,22 +41,22 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     try:
         address = bind_address(config.host)
     except ConfigError as exc:
-        yield failed_row("host", State.FAIL, str(exc), "name an address of this machine")
+        yield rows.failed_row("host", State.FAIL, str(exc), "name an address of this machine")
         return
     try:
         config = with_folder_keys(config)
     except ConfigError as exc:
-        yield failed_row("keys", State.FAIL, str(exc), "see kvxfer keys")
+        yield rows.failed_row("keys", State.FAIL, str(exc), "see kvxfer keys")
         return
-    yield from map(limit_row, host.limits())
+    yield from map(rows.limit_row, host.limits())
     ports = config.for_engine(gives_kv=peer is None, num_ranks=1).for_rank(0)
     for wanted in (ports.control_ports, ports.data_ports):
         problems = {port: host.why_not_free(address, port) for port in wanted.in_order}
         problem = "" if "" in problems.values() else problems[wanted.first]
-        yield port_row(address, wanted.name, f"{wanted}", problem)
+        yield rows.port_row(address, wanted.name, f"{wanted}", problem)
     config = replace(config, port=0, data_port=0)  # an engine in service may have the others
     for wire in host.LIBRARIES:
-        yield library_row(wire, host.versions(wire))
+        yield rows.library_row(wire, host.versions(wire))
     found = call(config, GPUS_S, gpus.looking)
     yield from _gpu_rows(config, found)
     device = torch.device("cuda", 0) if found and not isinstance(found, Failure) else HOST
@@ -78,20 +66,20 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
         yield from _try_peer(config, peer, device)
 
 
-def _gpu_rows(config: Config, found: tuple[GpuFacts, ...] | Failure) -> Iterator[Row]:
+def _gpu_rows(config: Config, found: tuple[rows.GpuFacts, ...] | Failure) -> Iterator[Row]:
     if isinstance(found, Failure):
-        yield failure_row("gpu", State.FAIL, found)
+        yield rows.failure_row("gpu", State.FAIL, found)
         return
-    yield from gpu_rows(found)
+    yield from rows.gpu_rows(found)
     if not found:
         return
     with Child(config, gpus.lending) as lender:
         lent = lender.answer(GPUS_S)
         tries = lent if isinstance(lent, Failure) else call(config, GPUS_S, gpus.borrowing, lent)
     if isinstance(tries, Failure):
-        yield failure_row("cuda ipc", State.WARN, tries)
+        yield rows.failure_row("cuda ipc", State.WARN, tries)
     else:
-        yield from ipc_rows(tries)
+        yield from rows.ipc_rows(tries)
 
 
 def _try_here(config: Config, address: str, device: torch.device) -> Iterator[Row]:
@@ -115,12 +103,12 @@ def _meet_here(device: torch.device, config: Config) -> Choices | Failure:
 def _try_peer(config: Config, endpoint: str, device: torch.device) -> Iterator[Row]:
     problem = host.why_unreachable(*parse_endpoint(endpoint), config.connect_timeout_s)
     if problem:
-        yield failed_row("peer address", State.FAIL, f"{endpoint}: {problem}", "")
+        yield rows.failed_row("peer address", State.FAIL, f"{endpoint}: {problem}", "")
         return
     yield Row("peer address", State.OK, f"{endpoint}: a TCP connection begins")
     greeted = call(config, engines.contact_s(config), engines.greeting, config, endpoint)
     if isinstance(greeted, Failure):
-        yield failure_row("peer engine", State.FAIL, greeted)
+        yield rows.failure_row("peer engine", State.FAIL, greeted)
         return
     manifest, curve = greeted.manifest, "on" if greeted.has_curve else "off"
     seen = f"{manifest.engine_id}, {len(manifest.ranks)} ranks, CURVE {curve}: says hello in"
@@ -146,14 +134,14 @@ def _wire_rows(
         if why and not is_needed:
             yield Row(f"wire {wire}", State.SKIPPED, why)
             continue
-        yield wire_row(
+        yield rows.wire_row(
             f"wire {wire}",
             meet(replace(config, transport=wire, min_gbps=None)),
             is_needed=is_needed,
             note="" if wire in tried or not tried else f"; {config.transport} does not try it here",
             min_gbps=config.min_gbps,
         )
-    row = wire_row("choice", chosen, is_needed=True)
+    row = rows.wire_row("choice", chosen, is_needed=True)
     if isinstance(chosen, Failure) and chosen.reason is Reason.TRANSPORT:
         row = Row("choice", State.FAIL, chosen.detail, "see the rows of the wires")
     yield replace(row, seen=f"{config.transport}: {row.seen}")
@@ -173,7 +161,7 @@ def _ports_row(config: Config, manifest: EngineManifest) -> Row:
     for where, use in uses.items():
         problem = host.why_unreachable(*parse_endpoint(where), config.connect_timeout_s)
         if problem:
-            return failed_row("peer ports", State.FAIL, f"{where}, {use}: {problem}", "")
+            return rows.failed_row("peer ports", State.FAIL, f"{where}, {use}: {problem}", "")
     return Row("peer ports", State.OK, f"all {len(uses)} of its ranks can be reached")
 
 

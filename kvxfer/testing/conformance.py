@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvxfer.testing import peers
 from kvxfer.testing.cases import (
     CASES,
     Case,
@@ -23,18 +24,6 @@ from kvxfer.testing.cases import (
     make_move,
     move_nbytes,
     naive_copy,
-)
-from kvxfer.testing.peers import (
-    Child,
-    MakeSink,
-    MakeSource,
-    Release,
-    Send,
-    SinkPeer,
-    SourcePeer,
-    StopSend,
-    is_end,
-    serve_idle_sink,
 )
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import base
@@ -45,8 +34,8 @@ _INCARNATION = b"conformance-sink"
 
 
 def check_transport(
-    make_source: MakeSource,
-    make_sink: MakeSink,
+    make_source: peers.MakeSource,
+    make_sink: peers.MakeSink,
     *,
     timeout_s: float = 10.0,
     source_device: str = "cpu",
@@ -56,17 +45,17 @@ def check_transport(
 
     Every wait ends after ``timeout_s``. Memory is shared memory, or that of a GPU ("cuda:1").
     """
-    first = SourcePeer(
+    first = peers.SourcePeer(
         make_source, 1, timeout_s, source_device
     )  # starts the fork server, whose descriptors stay
     if sink_device != "cpu":  # CUDA opens descriptors with its first calls, and keeps them
-        warm = SinkPeer(make_sink, sink_device)
+        warm = peers.SinkPeer(make_sink, sink_device)
         warm.transport.trial(first.manifest, timeout_s).close()
         warm.close()
     before = _resources()
-    sink = SinkPeer(make_sink, sink_device)
+    sink = peers.SinkPeer(make_sink, sink_device)
     check = _Check(sink, first, make_sink, timeout_s, sink_device)
-    second: SourcePeer | None = None
+    second: peers.SourcePeer | None = None
     try:
         check.attach_and_trial()
         check.every_case()
@@ -77,7 +66,7 @@ def check_transport(
         check.detach_and_attach()
         check.sink_dies()
         check.source_dies()
-        second = check.source = SourcePeer(make_source, 2, timeout_s, source_device)
+        second = check.source = peers.SourcePeer(make_source, 2, timeout_s, source_device)
         check.sink.transport.attach(second.manifest)
         check.move(CASES[1], "a new source after the death of another")
         left = second.finish(timeout_s)
@@ -109,9 +98,9 @@ def _assert_no_more_than(before: tuple[int, set[str]]) -> None:
 
 @dataclass(slots=True)
 class _Check:
-    sink: SinkPeer
-    source: SourcePeer
-    make_sink: MakeSink
+    sink: peers.SinkPeer
+    source: peers.SourcePeer
+    make_sink: peers.MakeSink
     timeout_s: float
     sink_device: str
     num_keys: int = 0
@@ -145,7 +134,7 @@ class _Check:
     def send(self, key: base.TransferKey, move: Move, hold_after: int = -1) -> None:
         of_class = (move.pull,), (move.copy_class.source,), (move.source_ids,)
         request = base.SendRequest(key, *of_class, move.case.chunk_nbytes)
-        self.source.pipe.send(Send(request, hold_after))
+        self.source.pipe.send(peers.Send(request, hold_after))
 
     def ask(self, request: base.ReadRequest) -> None:
         sink = self.sink.transport
@@ -157,7 +146,7 @@ class _Check:
     def end_of(
         self, key: base.TransferKey, what: str, timeout_s: float | None = None
     ) -> base.SinkCompletion:
-        return self.sink.until(partial(is_end, key), timeout_s or self.timeout_s, what)
+        return self.sink.until(partial(peers.is_end, key), timeout_s or self.timeout_s, what)
 
     def ends_as(
         self, kind: type[base.ReadBroke | base.ReadStopped], key: base.TransferKey, what: str
@@ -276,7 +265,7 @@ class _Check:
         self.ends_as(base.ReadStopped, key, what)
         content = self.sink.content()
         if self.source.is_stream:
-            self.source.pipe.send(Release(key))
+            self.source.pipe.send(peers.Release(key))
             self.source_says(base.Sent, key)
         self.sink.rest(0.1)
         assert self.sink.content() == content, f"{what}: the pool was written after ReadStopped"
@@ -291,7 +280,7 @@ class _Check:
         if not self.source.is_stream:
             return
         self.sink.poison()
-        self.source.pipe.send(StopSend(key))
+        self.source.pipe.send(peers.StopSend(key))
         self.source_says(base.SendStopped, key)
         # One that was known has to be there for a source to send anything: it knows the sink by it.
         key = self.key()
@@ -318,7 +307,7 @@ class _Check:
         self.ends_as(base.ReadBroke, late, "a read of a source that is not attached")
         self.sink.transport.attach(self.source.manifest)
         if self.source.is_stream:
-            self.source.pipe.send(StopSend(key))
+            self.source.pipe.send(peers.StopSend(key))
             self.source_says(base.SendStopped, key)
         self.move(CASES[2], "after attaching again")
 
@@ -327,7 +316,7 @@ class _Check:
         move = make_move(CASES[0], 10)
         key = base.TransferKey(b"n" * 16, b"other-sink------", "pp0tp0", "pp0tp0")
         read = self.read_request(key, move)
-        other = Child(serve_idle_sink, self.make_sink, read, self.sink_device)
+        other = peers.Child(peers.serve_idle_sink, self.make_sink, read, self.sink_device)
         try:
             assert other.pipe.poll(60), "other sink: expected it to attach, got nothing"
             if self.source.is_stream:
@@ -335,8 +324,8 @@ class _Check:
         finally:
             other.kill()
         if self.source.is_stream:
-            self.source.pipe.send(Release(key))
-            self.source.pipe.send(StopSend(key))
+            self.source.pipe.send(peers.Release(key))
+            self.source.pipe.send(peers.StopSend(key))
             self.source_says(base.SendStopped, key)
         for case in CASES[:3]:
             self.move(case, "after the death of another sink")
