@@ -53,7 +53,8 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     for wanted in (ports.control_ports, ports.data_ports):
         problems = {port: host.why_not_free(address, port) for port in wanted.in_order}
         problem = "" if "" in problems.values() else problems[wanted.first]
-        yield rows.port_row(address, wanted.name, f"{wanted}", problem)
+        owner = host.listener_on(wanted.first) if problem else ""
+        yield rows.port_row(address, wanted.name, f"{wanted}", problem, owner)
     config = replace(config, port=0, data_port=0)  # an engine in service may have the others
     for wire in host.LIBRARIES:
         yield rows.library_row(wire, host.versions(wire))

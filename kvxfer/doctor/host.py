@@ -27,6 +27,7 @@ LIBRARIES = {
 """The packages of each wire."""
 _MAY_BE_OF_THE_SYSTEM = ("libucx-cu13",)
 _MIB = 1 << 20
+_LISTEN = "0A"
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "inactive_file")
 """Files of a control group; and in memory.stat, what of the use is cache that the kernel gives
@@ -113,6 +114,30 @@ def why_not_free(address: str, port: int) -> str:
             tried.listen()
         except OSError as exc:
             return os.strerror(exc.errno or errno.EINVAL)
+    return ""
+
+
+def listener_on(port: int) -> str:
+    """Who listens on a TCP port of this host, as far as this user may know: process and command,
+    else the user; "" if nobody is found.
+    """
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        rows = Path(table).read_text().splitlines()[1:] if Path(table).exists() else ()
+        for row in rows:
+            _, local, _, state, _, _, _, user, _, inode, *_ = row.split()
+            if state == _LISTEN and int(local.rpartition(":")[2], 16) == port:
+                return _holder(f"socket:[{inode}]") or f"a process of user {user}"
+    return ""
+
+
+def _holder(link: str) -> str:
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(each) == link for each in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_text(errors="replace").replace("\0", " ")
+                return f"process {process.name} ({command.strip()[:60]})"
+        except OSError:  # another user's, or it has ended
+            continue
     return ""
 
 

@@ -86,16 +86,14 @@ def limit_row(limit: Limit) -> Row:
     return Row(thing, State.WARN, f"expected at least {least}, got {shown}", limit.remedy)
 
 
-def port_row(address: str, setting: str, ports: str, problem: str) -> Row:
-    """What ``port`` or ``data_port`` says. ``problem``: why none of it can be taken."""
+def port_row(address: str, setting: str, ports: str, problem: str, owner: str) -> Row:
+    """``problem``: why none of ``ports`` can be taken; ``owner``: who has the first, "": unknown."""
     shown = "any" if ports == "0" else ports
     if not problem:
         return Row(setting, State.OK, f"{shown}: free on {address}")
-    remedy = (
-        f"end what has it (ss -ltnp names it), or set another {setting}; try a running engine with "
-        "--peer"
-    )
-    return Row(setting, State.FAIL, f"{shown} on {address}: {problem}", remedy)
+    seen = f"{shown} on {address}: {problem}" + (f": {owner}" if owner else "")
+    remedy = f"end that process, or set another {setting}; try a running engine with --peer"
+    return Row(setting, State.FAIL, seen, remedy)
 
 
 def library_row(wire: str, versions: Mapping[str, str]) -> Row:

@@ -103,12 +103,14 @@ def test_a_number_is_no_size() -> None:
 
 
 def test_ports() -> None:
-    free = port_row("127.0.0.1", "port", "5700-5710", "")
+    free = port_row("127.0.0.1", "port", "5700-5710", "", "")
     assert free == Row("port", State.OK, "5700-5710: free on 127.0.0.1")
-    assert port_row("127.0.0.1", "data_port", "0", "").seen == "any: free on 127.0.0.1"
-    taken = port_row("127.0.0.1", "port", "5700", "Address already in use")
-    assert (taken.state, taken.seen) == (State.FAIL, "5700 on 127.0.0.1: Address already in use")
-    assert "ss -ltnp" in taken.remedy
+    assert port_row("127.0.0.1", "data_port", "0", "", "").seen == "any: free on 127.0.0.1"
+    taken = port_row("127.0.0.1", "port", "5700", "Address already in use", "process 7 (vllm)")
+    assert (taken.state, taken.seen) == (
+        State.FAIL,
+        "5700 on 127.0.0.1: Address already in use: process 7 (vllm)",
+    )
     assert "--peer" in taken.remedy
 
 
