@@ -87,7 +87,7 @@ def limit_row(limit: Limit) -> Row:
 
 
 def port_row(address: str, setting: str, ports: str, problem: str, owner: str) -> Row:
-    """``problem``: why none of ``ports`` can be taken; ``owner``: who has the first, "": unknown."""
+    """``problem``: why none of ``ports`` is free; ``owner``: who has the first, "": unknown."""
     shown = "any" if ports == "0" else ports
     if not problem:
         return Row(setting, State.OK, f"{shown}: free on {address}")
