@@ -41,8 +41,8 @@ TILE_NBYTES = 32 << 10
 # Units of a thread, about: of 16 bytes, and of fewer. Rows of 132 bytes, in units of 4, made 0.742
 # of a copy with 16 units and 0.686 with 8; rows of 256 bytes lost as much with 16
 # (scripts/results/postprocess_2026-11-22.md)
-THREAD_UNITS = 8
-NARROW_THREAD_UNITS = 16
+_THREAD_UNITS = 8
+_NARROW_THREAD_UNITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ def rewrite_blocks(
 
 def _num_warps(num_units: int, unit_nbytes: int) -> int:
     """A power of two; up to 1024 threads have a quarter more units than they should at most."""
-    thread_units = THREAD_UNITS if unit_nbytes == 16 else NARROW_THREAD_UNITS
+    thread_units = _THREAD_UNITS if unit_nbytes == 16 else _NARROW_THREAD_UNITS
     wanted = 4 * num_units / (5 * 32 * thread_units)
     return min(32, 1 << max(0, math.ceil(math.log2(wanted))))
 

@@ -21,7 +21,7 @@ import msgspec
 from kvxfer.errors import ConfigError
 
 _EncodeText = Callable[[str], Sequence[int]]
-DecodeText = Callable[[Sequence[int]], str]
+_DecodeText = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def text_encoder(model: str | None) -> _EncodeText:
     return lambda text: list(tokenizer.encode(text).ids)
 
 
-def text_decoder(model: str | None) -> DecodeText | None:
+def text_decoder(model: str | None) -> _DecodeText | None:
     """How token ids become text, by the same file; None without one, or without the package."""
     tokenizer = _tokenizer(model) if find_spec("tokenizers") else None
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids)))

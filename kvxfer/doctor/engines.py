@@ -38,10 +38,10 @@ from kvxfer.transports.channel import Bounds, Dealer
 from kvxfer.transports.choice import Choice
 from kvxfer.transports.guard import pinned_keys
 
-ENGINE_ID = "kvxfer-doctor"
+_ENGINE_ID = "kvxfer-doctor"
 BLOCK_TOKENS = 16
 # 128 KiB for each token, as Llama-3-8B has; 32 MiB in all, which the longest trial copies
-POOL = Region(
+_POOL = Region(
     layer="all",
     plane="kv",
     group=0,
@@ -57,13 +57,13 @@ POOL = Region(
     stride_token=16 << 10,
 )
 FACTS = CacheFacts(
-    model=ENGINE_ID,
+    model=_ENGINE_ID,
     weights="none",
     rope="none",
     dtype="uint8",
     quantisation="none",
-    num_kv_heads=POOL.head_hi,
-    head_size=POOL.inner_nbytes,
+    num_kv_heads=_POOL.head_hi,
+    head_size=_POOL.inner_nbytes,
     num_layers=1,
 )
 Choices = dict[str, Choice]
@@ -72,12 +72,12 @@ Choices = dict[str, Choice]
 
 def _rank(config: Config, identity: Identity, device: torch.device) -> RankService:
     if device.type == "cpu":
-        pool = SharedPool.create(POOL.end)
+        pool = SharedPool.create(_POOL.end)
         memory = LocalMemory((pool.tensor,), (pool.info,))
     else:
-        tensor = torch.zeros(POOL.end, dtype=torch.uint8, device=device)
+        tensor = torch.zeros(_POOL.end, dtype=torch.uint8, device=device)
         memory = LocalMemory((tensor,), (plain_info(tensor),))
-    return RankService(config, Ledger(), identity, (POOL,), memory, can_leave_unhashed=True)
+    return RankService(config, Ledger(), identity, (_POOL,), memory, can_leave_unhashed=True)
 
 
 def _says(config: Config) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def waiting(config: Config, device: torch.device) -> Iterator[str]:
     it has the name that goes with its own key.
     """
     names = {key: name for name, key in (config.curve_server_keys or {}).items()}
-    engine_id = names.get(config.curve_public_key or "", ENGINE_ID)
+    engine_id = names.get(config.curve_public_key or "", _ENGINE_ID)
     identity = Identity(engine_id, secrets.token_bytes(16), RankId(0, 0))
     service = _rank(config, identity, device)
     try:
@@ -113,7 +113,7 @@ def waiting(config: Config, device: torch.device) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeted:
+class _Greeted:
     """Who listens somewhere. ``has_curve``: whether it has shown a key."""
 
     manifest: EngineManifest
@@ -122,7 +122,7 @@ class Greeted:
 
 
 @contextmanager
-def greeting(config: Config, endpoint: str) -> Iterator[Greeted | Failure]:
+def greeting(config: Config, endpoint: str) -> Iterator[_Greeted | Failure]:
     """Ask who listens there. Raises PermissionError and IncompatiblePeer as a first contact does
     (``connector.access``) for a place, or an answer, that this engine would not take.
     """
@@ -133,20 +133,20 @@ def greeting(config: Config, endpoint: str) -> Iterator[Greeted | Failure]:
         answer = _greet(context, config, endpoint)
     finally:
         context.destroy(linger=0)
-    if isinstance(answer, Greeted):
+    if isinstance(answer, _Greeted):
         check_introduction(config, answer.manifest.engine_id, endpoint, answer.manifest)
     yield answer
 
 
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], config: Config, endpoint: str
-) -> Greeted | Failure:
+) -> _Greeted | Failure:
     """Over a connection for each key that it may have: its name, and so its key, is not known."""
     began_s = time.monotonic()
     until_s = began_s + config.connect_timeout_s
     said = _says(config)
     hello = wire.encode(
-        wire.Hello(said["protocol"], said["capabilities"], ENGINE_ID, secrets.token_bytes(16))
+        wire.Hello(said["protocol"], said["capabilities"], _ENGINE_ID, secrets.token_bytes(16))
     )
     bounds = Bounds(HARD_LIMIT_NBYTES, HARD_LIMIT_NBYTES, 1000)
     dealers = {
@@ -164,7 +164,7 @@ def _greet(
             for frames in dealer.receive():
                 match _decoded(frames):
                     case wire.Manifest(manifest):
-                        return Greeted(manifest, time.monotonic() - began_s, key is not None)
+                        return _Greeted(manifest, time.monotonic() - began_s, key is not None)
                     case wire.NotReady():
                         dealer.problem = "it is starting; try again when its ranks are up"
                         time.sleep(HELLO_AGAIN_S)
@@ -217,7 +217,7 @@ def _meet(
     config: Config, manifest: EngineManifest, endpoint: str, rank: RankId, device: torch.device
 ) -> Choices | Failure:
     """The wires to what this rank of a decode engine of the same shape reads."""
-    me = Identity(ENGINE_ID, secrets.token_bytes(16), rank)
+    me = Identity(_ENGINE_ID, secrets.token_bytes(16), rank)
     own = msgspec.structs.replace(
         manifest, engine_id=me.engine_id, incarnation=me.incarnation, **_says(config)
     )

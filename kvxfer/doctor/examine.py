@@ -25,11 +25,11 @@ from kvxfer.transports.channel import bind_address
 from kvxfer.transports.key_folder import with_folder_keys
 from kvxfer.transports.registry import AUTO, OPTIONAL
 
-GPUS_S = 60.0
+_GPUS_S = 60.0
 """To look at them, and to compile a copy."""
 WAIT_S = 30.0
 """Until an engine listens."""
-HANDLES = {"shm": MemfdHandle, "cuda_ipc": CudaIpcHandle}
+_HANDLES = {"shm": MemfdHandle, "cuda_ipc": CudaIpcHandle}
 
 Meet = Callable[[Config], Choices | Failure]
 
@@ -58,7 +58,7 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     config = replace(config, port=0, data_port=0)  # an engine in service may have the others
     for wire in host.LIBRARIES:
         yield rows.library_row(wire, host.versions(wire))
-    found = call(config, GPUS_S, gpus.looking)
+    found = call(config, _GPUS_S, gpus.looking)
     yield from _gpu_rows(config, found)
     device = torch.device("cuda", 0) if found and not isinstance(found, Failure) else HOST
     if peer is None:
@@ -75,8 +75,8 @@ def _gpu_rows(config: Config, found: tuple[rows.GpuFacts, ...] | Failure) -> Ite
     if not found:
         return
     with Child(config, gpus.lending) as lender:
-        lent = lender.answer(GPUS_S)
-        tries = lent if isinstance(lent, Failure) else call(config, GPUS_S, gpus.borrowing, lent)
+        lent = lender.answer(_GPUS_S)
+        tries = lent if isinstance(lent, Failure) else call(config, _GPUS_S, gpus.borrowing, lent)
     if isinstance(tries, Failure):
         yield rows.failure_row("cuda ipc", State.WARN, tries)
     else:
@@ -169,12 +169,12 @@ def _ports_row(config: Config, manifest: EngineManifest) -> Row:
 def _not_offered(manifest: EngineManifest, wire: str) -> str:
     """Why the peer cannot be read so, by what it says of itself; "" if it may."""
     for entry in manifest.ranks:
-        if wire not in HANDLES:
+        if wire not in _HANDLES:
             if wire not in entry.data_endpoints:
                 return "the peer does not offer it"
             continue
         for memory in entry.memories:
-            if not isinstance(memory.handle, HANDLES[wire]):
+            if not isinstance(memory.handle, _HANDLES[wire]):
                 return "the peer does not offer it"
             if memory.handle.boot_id != boot_id():
                 return "the peer is on another host"

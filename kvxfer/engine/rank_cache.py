@@ -51,7 +51,7 @@ class RequestStep:
         return self.num_computed_tokens + self.num_new_tokens
 
 
-class StepTables(TypedDict):
+class _StepTables(TypedDict):
     """Arguments of ``build_attn_metadata``; ``block_tables`` (0 where there is no block) and
     ``slot_mappings`` by group. All int64.
     """
@@ -69,7 +69,7 @@ def step_tables(
     requests: Sequence[RequestStep],
     groups: Sequence[KVCacheGroupSpec],
     device: torch.device | str = "cpu",
-) -> StepTables:
+) -> _StepTables:
     """Tables of a step. Raises ValueError for a request without new tokens, with another number of
     tables than groups, with too few blocks for its tokens, or without one that a new token sees.
     """
@@ -91,7 +91,7 @@ def step_tables(
             for slot in _new_slots(request, blocks, group.kv_cache_spec.block_size)
         ]
         slot_mappings.append(torch.tensor(slots, dtype=torch.int64, device=device))
-    return StepTables(
+    return _StepTables(
         num_reqs=len(requests),
         num_tokens=query_start_loc[-1],
         query_start_loc=torch.tensor(query_start_loc, dtype=torch.int64),

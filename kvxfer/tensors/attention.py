@@ -171,7 +171,7 @@ class AttentionMetadataBuilder(Protocol):
 
 
 @runtime_checkable
-class SharesWorkspace(Protocol):
+class _SharesWorkspace(Protocol):
     """A metadata builder that needs scratch memory for its kernels.
 
     Groups run one after the other, so the builders of one backend can use one buffer:
@@ -281,7 +281,7 @@ def init_attn_backend(
     """The backend of every layer, and one metadata builder for each cache group, in their order.
 
     Builders of one backend that have a workspace
-    (:class:`SharesWorkspace`) share the first one's.
+    (:class:`_SharesWorkspace`) share the first one's.
 
     Args:
         kv_cache_config: the groups, KV sharing layers included.
@@ -302,7 +302,7 @@ def init_attn_backend(
         builder = backend.get_builder_cls()(
             group.kv_cache_spec, group.layer_names, vllm_config, device
         )
-        if isinstance(builder, SharesWorkspace):
+        if isinstance(builder, _SharesWorkspace):
             if backend in workspaces:
                 builder.set_workspace_buffer(workspaces[backend])
             else:

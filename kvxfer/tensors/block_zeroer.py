@@ -37,7 +37,7 @@ class KVBlockZeroer:
         """``pin_memory``: the ids of a step go to a GPU from pinned memory, without waiting."""
         self._device = torch.device(device)
         self._pin_memory = pin_memory and self._device.type != "cpu"
-        self._filler: RowFiller | TableFiller | None = None
+        self._filler: _RowFiller | TableFiller | None = None
         self._num_blocks = 0
 
     def init_meta(
@@ -87,7 +87,7 @@ class KVBlockZeroer:
         segments = distinct(found, self._num_blocks)
         tensors = {cache.layer: cache.view for cache in views}
         if self._device.type == "cpu":
-            self._filler = RowFiller(segments, tensors, self._num_blocks)
+            self._filler = _RowFiller(segments, tensors, self._num_blocks)
         else:
             self._filler = TableFiller(segments, tensors, self._device, pin_memory=self._pin_memory)
 
@@ -127,7 +127,7 @@ class Segment:
         return self.address + (num_blocks - 1) * self.stride_nbytes + self.nbytes
 
 
-class RowFiller:
+class _RowFiller:
     """Host memory: one assignment for each segment.
 
     Rows are elements of a void dtype, one memmove each, whatever their length and alignment: 22

@@ -24,7 +24,7 @@ _MANY_BLOCKS = 1_234_577
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
+class _CacheShape:
     """A layer's cache as its backend states it.
 
     ``shape`` is logical, ``stride_order`` its dimensions from the outermost in memory to the
@@ -72,7 +72,7 @@ class CacheDims:
 
 def cache_shape(
     backend: type[AttentionBackend], num_kernel_blocks: int, kernel_tokens: int, spec: AttentionSpec
-) -> CacheShape:
+) -> _CacheShape:
     """What the backend states for ``num_kernel_blocks`` blocks of ``kernel_tokens`` tokens.
 
     Raises ValueError that names the backend if it has no dimension of blocks, or an order that is
@@ -80,7 +80,7 @@ def cache_shape(
     """
     block_dim = find_block_dim(backend, kernel_tokens, spec)
     shape = _shape(backend, num_kernel_blocks, kernel_tokens, spec.num_kv_heads, spec.head_size)
-    return CacheShape(shape, _stride_order(backend, len(shape)), block_dim)
+    return _CacheShape(shape, _stride_order(backend, len(shape)), block_dim)
 
 
 def find_block_dim(backend: type[AttentionBackend], kernel_tokens: int, spec: AttentionSpec) -> int:

@@ -119,7 +119,7 @@ class Work:
     arrays: tuple[Ids, Ids, Ids, Ids, Ids]
 
 
-def pool_work(
+def _pool_work(
     bound: BoundCopy,
     source_ids: Ids,
     sink_ids: Ids,
@@ -149,7 +149,7 @@ def empty_works(bound: BoundCopy, programs: int) -> list[Work]:
     ids = np.zeros(1, np.int64)
     works: dict[tuple[object, ...], Work] = {}
     for num_tokens in (0, 1):
-        work = pool_work(bound, ids, ids, (0, num_tokens), programs)
+        work = _pool_work(bound, ids, ids, (0, num_tokens), programs)
         works.setdefault(work.launch.binary, work)
     return list(works.values())
 
@@ -380,7 +380,7 @@ class DeviceCopier:
             bound.source.tile, bound.sink.tile, num_regions, tokens, *bounds
         )
         width = self._programs_for(programs)
-        works = (pool_work(bound, source_ids, sink_ids, piece, width) for piece in pieces)
+        works = (_pool_work(bound, source_ids, sink_ids, piece, width) for piece in pieces)
         return self._launched(works, stream)
 
     def pack(

@@ -24,9 +24,9 @@ from kvxfer.tensors.cuda_driver import CudaError, CurrentContext, driver
 from kvxfer.tensors.shared_memory import boot_id, check_same_host
 from kvxfer.transfer.manifest import CudaIpcHandle
 
-HANDLE_NBYTES = 64
+_HANDLE_NBYTES = 64
 """Of a CUDA IPC handle."""
-PULL_PRIORITY = -1
+_PULL_PRIORITY = -1
 """Of the streams on which KV is copied. Thread blocks of a higher priority go first where an SM
 becomes free: a load is short and narrow, and its request waits for it.
 """
@@ -63,7 +63,7 @@ class Gpu:
 
     def make_stream(self) -> torch.cuda.Stream | None:
         """A stream of its own; None where work runs on the host."""
-        return torch.cuda.Stream(self.device, priority=PULL_PRIORITY)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device, priority=_PULL_PRIORITY)  # type: ignore[no-untyped-call]
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether kernels may read and write it: memory of this GPU, or pinned memory."""
@@ -103,9 +103,9 @@ class Gpu:
         memory that is smaller than the handle says.
         """
         check_same_host("cuda_ipc", handle)
-        if len(handle.handle) != HANDLE_NBYTES:
+        if len(handle.handle) != _HANDLE_NBYTES:
             raise TransportUnavailable(
-                f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"
+                f"cuda_ipc: expected a handle of {_HANDLE_NBYTES} bytes, got {len(handle.handle)}"
             )
         bindings = _bindings()
         reserved = bindings.CUipcMemHandle()

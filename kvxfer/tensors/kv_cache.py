@@ -31,7 +31,7 @@ from kvxfer.tensors.cache_views import (
 )
 from kvxfer.tensors.strided_index import check_flat
 
-BUFFER_ALIGNMENT_NBYTES = 4096
+_BUFFER_ALIGNMENT_NBYTES = 4096
 """Every buffer of one allocation begins at a multiple of it, counted from the allocation's start:
 a memory page of the host, and more than any kernel wants."""
 
@@ -244,7 +244,7 @@ def _carve(
     """One ``allocator(nbytes)`` for all. ValueError if not flat uint8, fitting, aligned."""
     starts, nbytes = [], 0
     for size in sizes:
-        start = -(-nbytes // BUFFER_ALIGNMENT_NBYTES) * BUFFER_ALIGNMENT_NBYTES
+        start = -(-nbytes // _BUFFER_ALIGNMENT_NBYTES) * _BUFFER_ALIGNMENT_NBYTES
         starts.append(start)
         nbytes = start + size
     if not nbytes:

@@ -20,7 +20,7 @@ from kvxfer.tensors.attention import AttentionBackend
 from kvxfer.tensors.cache_views import CacheDims, LayerCache, cache_shape, find_dims
 from kvxfer.transfer.layout import Region, check_region
 
-K_AND_V = ("k", "v")
+_K_AND_V = ("k", "v")
 LATENT = "latent"
 
 _T = TypeVar("_T")
@@ -133,9 +133,9 @@ def _planes(
     if (num_planes, width) == (1, spec.head_size) and is_latent:
         return [_Plane(LATENT, 0)]
     if not is_latent and dims.plane is not None and (num_planes, width) == (2, spec.head_size):
-        return [_Plane(name, view.stride(dims.plane) * i) for i, name in enumerate(K_AND_V)]
+        return [_Plane(name, view.stride(dims.plane) * i) for i, name in enumerate(_K_AND_V)]
     if not is_latent and (num_planes, width) == (1, 2 * spec.head_size):
-        return [_Plane(name, spec.head_size * i) for i, name in enumerate(K_AND_V)]
+        return [_Plane(name, spec.head_size * i) for i, name in enumerate(_K_AND_V)]
     raise ValueError(
         f"{layer}: expected {'one latent' if is_latent else 'K and V'} of {spec.head_size} "
         f"elements for each head and token, got shape {tuple(view.shape)} of {backend.get_name()}"

@@ -28,7 +28,7 @@ from kvxfer.testing.cases import (
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import base
 
-PEER_DEATH_S = 5.0
+_PEER_DEATH_S = 5.0
 """A killed peer must be noticed within this time."""
 _INCARNATION = b"conformance-sink"
 
@@ -339,7 +339,7 @@ class _Check:
         self.is_source_dead = True
         gate.set()
         started_s = time.monotonic()
-        end = self.end_of(key, what, PEER_DEATH_S)
+        end = self.end_of(key, what, _PEER_DEATH_S)
         if not self.source.is_stream:  # the mapping outlives its owner
             assert isinstance(end, base.ReadDone | base.ReadBroke), f"{what}: got {end}"
         else:
@@ -348,8 +348,8 @@ class _Check:
             endpoint = self.source.manifest.control_endpoint
             self.sink.until(
                 lambda c: isinstance(c, base.PeerGone) and c.control_endpoint == endpoint,
-                PEER_DEATH_S,
+                _PEER_DEATH_S,
                 what,
             )
-        assert time.monotonic() - started_s < PEER_DEATH_S
+        assert time.monotonic() - started_s < _PEER_DEATH_S
         self.sink.transport.detach(self.source.manifest.control_endpoint)

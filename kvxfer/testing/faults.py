@@ -141,7 +141,7 @@ def install(text: str) -> None:
     if not faults:
         return
     for name, make_pipe in registry.PIPES.items():
-        registry.SOURCES[name] = partial(FaultyStreamSource, faults, make_pipe)
+        registry.SOURCES[name] = partial(_FaultyStreamSource, faults, make_pipe)
     for name, make_sink in registry.SINKS.items():
         registry.SINKS[name] = partial(_make_faulty_sink, faults, make_sink)
 
@@ -171,8 +171,8 @@ def _make_faulty_sink(
         _check_device_faults(faults)
     sink = make_sink(memory, config, _faulty_copier(copy_thread, faults), wake, context)
     if isinstance(sink, base.DirectSink):
-        return FaultyDirectSink(sink, faults, wake)
-    return FaultyReceivingSink(sink, faults, wake)
+        return _FaultyDirectSink(sink, faults, wake)
+    return _FaultyReceivingSink(sink, faults, wake)
 
 
 # ------------------------------------------------------------------ the taking side
@@ -204,7 +204,7 @@ class _WrappedJob(CopyJob):
         self.inner.on_end()
 
 
-class FaultyCopier:
+class _FaultyCopier:
     """A copy thread that runs pieces in another way."""
 
     def __init__(self, inner: Copier, run: Callable[[CopyJob], bool]) -> None:
@@ -250,9 +250,9 @@ def _check_device_faults(faults: Sequence[Fault]) -> None:
 def _faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
     for fault in faults:
         if fault.name == "read:slow":
-            copier = FaultyCopier(copier, _slowly(fault.value))
+            copier = _FaultyCopier(copier, _slowly(fault.value))
         elif fault.name == "read:blank":
-            copier = FaultyCopier(copier, _copy_nothing)
+            copier = _FaultyCopier(copier, _copy_nothing)
     return copier
 
 
@@ -339,7 +339,7 @@ class _FaultySink(base.TakingSide):
         return False
 
 
-class FaultyDirectSink(_FaultySink, base.DirectSink):
+class _FaultyDirectSink(_FaultySink, base.DirectSink):
     """Of a direct wire. The engine's thread never begins its reads."""
 
     def __init__(self, inner: base.DirectSink, faults: Sequence[Fault], wake: base.Wake) -> None:
@@ -354,7 +354,7 @@ class FaultyDirectSink(_FaultySink, base.DirectSink):
             self._inner.submit_read(request)
 
 
-class FaultyReceivingSink(_FaultySink, base.ReceivingSink):
+class _FaultyReceivingSink(_FaultySink, base.ReceivingSink):
     """The sink of a stream wire with faults."""
 
     def __init__(self, inner: base.ReceivingSink, faults: Sequence[Fault], wake: base.Wake) -> None:
@@ -378,7 +378,7 @@ class FaultyReceivingSink(_FaultySink, base.ReceivingSink):
 # ------------------------------------------------------------------ the giving side
 
 
-class FaultyStreamSource(StreamSource):
+class _FaultyStreamSource(StreamSource):
     """A stream wire's source that loses, garbles or repeats chunks, or dies."""
 
     def __init__(

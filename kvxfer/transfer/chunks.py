@@ -14,9 +14,9 @@ CHUNK_TOKENS = 512
 """A larger piece of one region gains nothing and costs index arrays, unless all regions of so many
 tokens are less than a chunk: 512 tokens of one head are 20 MiB of an 80-layer model's K and V.
 """
-MIN_CHUNK_NBYTES = 4096
+_MIN_CHUNK_NBYTES = 4096
 """The least that a peer may ask for: smaller chunks cost more to name than to carry."""
-MAX_CHUNKS = 1 << 16
+_MAX_CHUNKS = 1 << 16
 """64 GiB in chunks of 1 MiB. The list of so many takes 0.1 s and 11 MB."""
 
 
@@ -24,11 +24,11 @@ def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
     """How many chunks a peer asks for, before any is made; 0 if there is nothing to send.
 
     Raises ProtocolError for sizes that a source does not serve, those of :func:`num_chunks` and
-    chunks under ``MIN_CHUNK_NBYTES``.
+    chunks under ``_MIN_CHUNK_NBYTES``.
     """
-    if not MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
+    if not _MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
         raise ProtocolError(
-            f"chunk_nbytes: expected {MIN_CHUNK_NBYTES} to {MAX_CHUNK_NBYTES} of a peer, "
+            f"chunk_nbytes: expected {_MIN_CHUNK_NBYTES} to {MAX_CHUNK_NBYTES} of a peer, "
             f"got {chunk_nbytes}"
         )
     return num_chunks(classes, chunk_nbytes)
@@ -42,9 +42,9 @@ def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
     for class_index, wanted in enumerate(classes):
         check_sizes(f"class {class_index}", wanted)
         total += _num_class_chunks(wanted, chunk_nbytes)
-        if total > MAX_CHUNKS:
+        if total > _MAX_CHUNKS:
             raise ProtocolError(
-                f"class {class_index}: expected at most {MAX_CHUNKS} chunks, "
+                f"class {class_index}: expected at most {_MAX_CHUNKS} chunks, "
                 f"got {total} of {chunk_nbytes} bytes; ask for larger ones"
             )
     return total

@@ -32,8 +32,8 @@ final, nothing re-opens a nonce::
 5. ``FinishedSending`` comes once, in a final state, when no stream of this offer touches the pool.
    A direct read may still run then: it is harmless, because it cannot become valid any more.
 
-What a peer can make an offer remember is bounded by ``MAX_LIVES`` and ``MAX_CONSUMERS``, and looked
-up by name: one hostile message costs no more than an honest one.
+What a peer can make an offer remember is bounded by ``MAX_LIVES`` and ``_MAX_CONSUMERS``, and
+looked up by name: one hostile message costs no more than an honest one.
 
 Everything that changes an offer's state is in this file, and every step goes through ``TABLE``: a
 missing key is a :class:`ProtocolError` that changes nothing.
@@ -56,7 +56,7 @@ from kvxfer.transfer.wire import Consumer, Reason
 
 MAX_LIVES = 64
 """Sink engine lives that one offer hears of: those that claimed it, and those that cancelled."""
-MAX_CONSUMERS = MAX_RANKS
+_MAX_CONSUMERS = MAX_RANKS
 """Consumers that one offer serves: as many as the largest engine has ranks."""
 
 
@@ -83,7 +83,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class _Claim:
     """``waiting``: ranks without a valid verdict; none are left when the claim is complete."""
 
     incarnation: bytes
@@ -117,12 +117,12 @@ class OfferSnapshot:
     state: OfferState = OfferState.PENDING
     reason: Reason | None = None
     parked: Mapping[Consumer, session.PullArrived] = field(default_factory=dict, hash=False)
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[_Claim, ...] = ()
     gone: tuple[Gone, ...] = ()
     shares: Mapping[Consumer, Share] = field(default_factory=dict, hash=False)
     is_finished: bool = False
 
-    def claim(self, incarnation: bytes) -> Claim | None:
+    def claim(self, incarnation: bytes) -> _Claim | None:
         return next((c for c in self.claims if c.incarnation == incarnation), None)
 
     def gone_reason(self, incarnation: bytes) -> Reason | None:
@@ -141,7 +141,7 @@ class OfferSnapshot:
         twice, which only makes the room smaller.
         """
         num_claimed = sum(len(claim.ranks) for claim in self.claims)
-        return len(self.shares) + num_claimed + num_ranks <= MAX_CONSUMERS
+        return len(self.shares) + num_claimed + num_ranks <= _MAX_CONSUMERS
 
     def with_share(self, share: Share) -> OfferSnapshot:
         return replace(self, shares={**self.shares, share.consumer: share})
@@ -186,7 +186,7 @@ def _with_claim(offer: OfferSnapshot, pull: session.PullArrived) -> OfferSnapsho
     incarnation = pull.consumer.incarnation
     if offer.claim(incarnation) is not None:
         return offer
-    claim = Claim(incarnation, ranks=pull.claim, waiting=pull.claim)
+    claim = _Claim(incarnation, ranks=pull.claim, waiting=pull.claim)
     return replace(offer, claims=(*offer.claims, claim))
 
 
