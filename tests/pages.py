@@ -126,7 +126,7 @@ RULES = (
     Rule(r"kvxfer", How.RUN),
     Rule(r"scripts/test( .*)?", How.NOT, "these tests themselves"),
     Rule(r"scripts/quick", How.NOT, "a part of these tests"),
-    Rule(r"scripts/test_integrations( .*)?", How.NOT, "installs Ray and Dynamo, 0.8 GB"),
+    Rule(r"scripts/test_integrations( .*)?", How.NOT, "installs Ray and Dynamo, 0.8 GB; .ci/run"),
     Rule(r"scripts/test_vllm( .*)?", How.NOT, "installs vLLM, 2.5 GB; .ci/run runs it"),
     Rule(r"scripts/check", How.NOT, ".ci/run runs it, for a minute"),
     Rule(r"scripts/grid( .*)?", How.NOT, "an hour; tests/end_to_end/test_grid.py runs parts of it"),
