@@ -70,7 +70,7 @@ def step_tables(
     groups: Sequence[KVCacheGroupSpec],
     device: torch.device | str = "cpu",
 ) -> _StepTables:
-    """Raises ValueError for a request without a block that a new token sees."""
+    """Raises ValueError for too few blocks, or none where a new token sees one."""
     for index, request in enumerate(requests):
         _check(index, request, groups)
     starts = itertools.accumulate((request.num_new_tokens for request in requests), initial=0)
@@ -117,6 +117,11 @@ def _new_slots(request: RequestStep, blocks: Sequence[int], block_size: int) -> 
 def _check(index: int, request: RequestStep, groups: Sequence[KVCacheGroupSpec]) -> None:
     for number, (blocks, group) in enumerate(zip(request.block_ids, groups, strict=True)):
         block_size = group.kv_cache_spec.block_size
+        if request.seq_len > len(blocks) * block_size:
+            raise ValueError(
+                f"request {index}: expected blocks for {request.seq_len} tokens in group {number}, "
+                f"got {len(blocks)} of {block_size} tokens"
+            )
         first_seen = _first_seen(request.num_computed_tokens, group.kv_cache_spec) // block_size
         seen = blocks[first_seen : -(-request.seq_len // block_size)]
         if NO_BLOCK in seen:

@@ -67,7 +67,7 @@ def test_the_first_block_that_a_window_of_six_needs(num_computed: int, needs: in
 
 
 def test_refusals() -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="request 1: expected blocks for 9 tokens in group 0, got"):
         step_tables([RequestStep(([0],), 0, 1), RequestStep(([1],), 4, 5)], [FULL])
     with pytest.raises(ValueError, match="longer than"):
         step_tables([RequestStep(([0],), 0, 1)], [FULL, WINDOW])
