@@ -191,9 +191,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return None if self.hash_seed is None else self.hash_seed.encode()
 
     def for_engine(self, *, gives_kv: bool, num_ranks: int, replica: int = 0) -> Config:
-        """With the ports of one data-parallel replica, whose engine gives KV or only takes it.
-        Raises ConfigError where its ranks cannot have them.
-        """
+        """The ports of one replica, whose engine gives KV or only takes it. Raises ConfigError."""
         usual = _FRONT_DOOR_PORT if gives_kv else 0
         port = parse_ports("port", usual if self.port is None else self.port)
         data = self.data_ports
@@ -208,9 +206,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self, port=port.setting, data_port=data.setting)
 
     def for_rank(self, rank: int) -> Config:
-        """With the ports of one rank of the engine. A single ``port`` is rank 0's, which knows the
-        others' ports: they take any free one.
-        """
+        """A single ``port`` is rank 0's, which knows the others' ports: they take any free one."""
         port = self.control_ports
         port = parse_ports("port", 0) if port.is_one and rank > 0 else port.of_rank(rank)
         data = self.data_ports.of_rank(rank)
@@ -218,12 +214,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def control_ports(self) -> Ports:
-        """What ``port`` says; any free one where it is not set."""
         return parse_ports("port", self.port or 0)
 
     @property
     def data_ports(self) -> Ports:
-        """What ``data_port`` says."""
         return parse_ports("data_port", self.data_port)
 
     def peer_allowed(self, host: str) -> bool:
@@ -265,7 +259,6 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def not_admitted(host: str) -> str:
-    """What to do about a host that ``allowed_peers`` does not admit."""
     return (
         f"allowed_peers of this engine does not admit {host}; set it on both sides to the names or "
         "addresses of the other one"
@@ -358,7 +351,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_a_service(rest: str, text: str) -> bool:
-    """Did Kubernetes set ``KVXFER_<rest>``? Its KVXFER_PORT is told from ours by the value."""
     has_url = re.fullmatch("(.*_)?PORT", rest) and _SERVICE_URL.fullmatch(text)
     return bool(has_url or _SERVICE_NAME.fullmatch(rest))
 
@@ -405,7 +397,6 @@ def _items(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _open(name: str, value: object) -> object:
-    """The value, unless it is a secret."""
     return "(set)" if name in SECRETS and value is not None else value
 
 

@@ -32,20 +32,20 @@ from kvxfer.bench.pools import LLAMA_8B, TINY, Request
 from kvxfer.bench.transfer_report import pool_nbytes, requests_of
 from kvxfer.bench.workers import Worker, close_all, method_for
 
-MODES = ("idle", "busy", "both busy")
+_MODES = ("idle", "busy", "both busy")
 WARM_ROUNDS = 3
-LOAD = "load"
+_LOAD = "load"
 SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
-SHORT_AIMS_MS = {
+_SHORT_AIMS_MS = {
     ("cuda_ipc", "idle"): 0.3,
     ("cuda_ipc", "busy"): 0.5,
     ("ucx", "idle"): 0.4,
     ("zmq", "idle"): 2.0,
 }
 """By wire and mode; of zmq in host memory, of the others between GPUs."""
-LONG_AIM = 1.15
+_LONG_AIM = 1.15
 """Times memcpy, of cuda_ipc."""
-MIDDLE_AIM_GBPS = 250.0
+_MIDDLE_AIM_GBPS = 250.0
 """Of ucx between GPUs, where an 8B model has 1 GiB."""
 
 
@@ -55,13 +55,13 @@ def aim_of(
     """What we want of a wire there, and whether it was met."""
     if (devices.wire == "zmq") != (devices.where == "cpu"):
         return ""
-    most_ms = SHORT_AIMS_MS.get((devices.wire, mode))
+    most_ms = _SHORT_AIMS_MS.get((devices.wire, mode))
     if num_tokens == SHORT_TOKENS and most_ms is not None:
         return core.goal_text(-total_ms, -most_ms, f"{most_ms} ms")
     if num_tokens == MIDDLE_TOKENS and (devices.wire, mode) == ("ucx", "idle"):
-        return core.goal_text(gbps, MIDDLE_AIM_GBPS, "{:g} GB/s")
+        return core.goal_text(gbps, _MIDDLE_AIM_GBPS, "{:g} GB/s")
     if num_tokens == LONG_TOKENS and (devices.wire, mode) == ("cuda_ipc", "idle"):
-        return core.goal_text(-ratio, -LONG_AIM, f"{LONG_AIM} x memcpy")
+        return core.goal_text(-ratio, -_LONG_AIM, f"{_LONG_AIM} x memcpy")
     return ""
 
 
@@ -112,11 +112,11 @@ CPU: core.Columns[Cell] = {
     "IO thread": _median("io_cpu_s"),
     "others": _median("other_cpu_s"),
 }
-TIMES_TEXT = (
+_TIMES_TEXT = (
     "Total is from the order to the last verdict; start, place and verdict are its parts, medians "
     "each; the ratio is total to memcpy."
 )
-CPU_TEXT = (
+_CPU_TEXT = (
     "Engine's thread: in the scheduler's calls, and in the worker's until the result was seen (an "
     "idle engine; a busy one computes meanwhile)."
 )
@@ -127,7 +127,7 @@ def tables(report: core.Report) -> list[core.Table]:
     cells: list[Cell] = report.records.get("cells", [])
     idle = [cell for cell in cells if cell.mode == "idle"]
     title = "processor time of a request at the sink, ms"
-    return [core.table("times", TIMES_TEXT, TIMES, cells), core.table(title, CPU_TEXT, CPU, idle)]
+    return [core.table("times", _TIMES_TEXT, TIMES, cells), core.table(title, _CPU_TEXT, CPU, idle)]
 
 
 def plot(report: core.Report) -> Plot | None:
@@ -179,23 +179,23 @@ class Pair:
         self.engines[SOURCE].call(object, "set_busy", mode == "both busy")
         contenders: list[core.Contender[core.Timing]] = [
             core.Contender(MEMCPY, partial(self._limits.call, core.Timing, "run", MEMCPY, request)),
-            core.Contender(LOAD, partial(self.load, request, mode)),
+            core.Contender(_LOAD, partial(self.load, request, mode)),
         ]
         taken = core.measure(contenders, rounds, warm_rounds=WARM_ROUNDS)
         self.engines[SOURCE].call(object, "set_busy", False)
         for contender in contenders:
             if contender.why is not None:
                 raise core.ContenderLost(contender.why)
-        return cell_of(self._devices, request, mode, taken)
+        return _cell_of(self._devices, request, mode, taken)
 
     def close(self) -> None:
         close_all(self.engines.values())
 
 
-def cell_of(
+def _cell_of(
     devices: Devices, request: Request, mode: str, taken: Mapping[str, Sequence[core.Timing]]
 ) -> Cell:
-    loads = [timing for timing in taken[LOAD] if isinstance(timing, LoadTiming)]
+    loads = [timing for timing in taken[_LOAD] if isinstance(timing, LoadTiming)]
     speed, limit = (core.speed_of(request.nbytes, timings) for timings in (loads, taken[MEMCPY]))
     total_ms, memcpy_ms = speed.ms[1], limit.ms[1]
     ratio, gbps = total_ms / memcpy_ms, speed.gbps[1]
@@ -249,7 +249,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             pair = Pair(devices, requests[0], limits, settings)
             try:
                 for request in requests:
-                    run_request(pair, request, options, report)
+                    _run_request(pair, request, options, report)
                     session.progress.step()
             except core.ContenderLost as exc:
                 core.tell_lost(layouts, exc)
@@ -262,7 +262,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     return 0
 
 
-def run_request(
+def _run_request(
     pair: Pair, request: Request, options: argparse.Namespace, report: core.Report
 ) -> None:
     """In all modes. Raises ContenderLost."""
@@ -282,7 +282,7 @@ BENCHMARK = Benchmark(
         ),
         option("--device", choices=("cuda", "cpu"), help="where KV lies; default: a GPU if any"),
         option("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"), help="the wire"),
-        option("--modes", list(MODES), nargs="+", choices=MODES, help="what the engine does"),
+        option("--modes", list(_MODES), nargs="+", choices=_MODES, help="what the engine does"),
         GPU_OPTIONS[1],
     ),
     run,

@@ -98,7 +98,6 @@ class Driver:
             self._connector.set_xfer_handshake_metadata_pp_aware(manifests)
 
     def run(self, stop: int) -> None:
-        """Serve until the file descriptor ``stop`` is readable."""
         poller = zmq.Poller()
         poller.register(stop, zmq.POLLIN)
         poller.register(self._rpc.socket, zmq.POLLIN)

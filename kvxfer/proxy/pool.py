@@ -47,10 +47,7 @@ class EnginePool:
         return changed
 
     def pick(self, side: Side) -> Engine:
-        """Whose turn it is. An engine that is skipped loses its turn, and nobody else's turn moves.
-
-        Raises ErrorReply (503) naming every engine of the side when none is up.
-        """
+        """An engine that is skipped loses its turn. Raises ErrorReply (503) when none is up."""
         engines = [engine for engine in self._seen if engine.side is side]
         for step in range(len(engines)):
             position = (self._next[side] + step) % len(engines)
@@ -68,7 +65,6 @@ class EnginePool:
 
     @property
     def is_healthy(self) -> bool:
-        """Both sides have an engine that is up."""
         up = {engine.side for engine, seen in self._seen.items() if seen.state is State.UP}
         return up == set(Side)
 

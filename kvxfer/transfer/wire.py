@@ -216,7 +216,6 @@ _to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
 
 
 def encode(message: ToSource | ToSink) -> bytes:
-    """The message as one msgpack frame."""
     return _encoder.encode(message)
 
 
