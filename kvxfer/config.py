@@ -28,6 +28,7 @@ OWN_TRANSPORTS: Final = ("auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl")
 WIRE_GROUP: Final = "kvxfer.wires"
 """The group of entry points by which other packages add wires."""
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+VerifyKV = Literal["off", "sample", "all"]
 Origin = Literal["argument", "engine", "environment", "default"]
 
 log = logging.getLogger("kvxfer.config")
@@ -167,6 +168,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Show open offers to sinks of this host in shared memory, and look at theirs: a direct read
     then waits for no answer. Off: every offer is asked for, and certified, by message. Change it
     to measure."""
+    verify: VerifyKV = "off"
+    """Compare digests of the KV at both sides after each load: of ``all`` tokens, or of a
+    ``sample``, one in 16. Unequal ones fail the load as ``corrupt``. Read by the side that takes
+    KV. Change it where memory, links or drivers are in doubt."""
     log_level: LogLevel = "INFO"
     """The lowest level of the lines of the logger ``kvxfer``. Change it to DEBUG to see each load.
     """
@@ -413,7 +418,11 @@ def _explained(
     if name not in values:
         return ConfigError(f"settings: {exc}")
     got = _shown(name, values[name])
-    choices = {"transport": OWN_TRANSPORTS, "log_level": get_args(LogLevel)}
+    choices = {
+        "transport": OWN_TRANSPORTS,
+        "log_level": get_args(LogLevel),
+        "verify": get_args(VerifyKV),
+    }
     if name in choices:
         reason = f"expected one of {', '.join(choices[name])}"
     else:

@@ -40,6 +40,7 @@ DEFAULTS = {
     "params_key": None,
     "bind_tokens": True,
     "offer_board": True,
+    "verify": "off",
     "log_level": "INFO",
 }
 
@@ -145,6 +146,10 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
         (
             {"transport": "tcp"},
             "transport: expected one of auto, zmq, shm, cuda_ipc, ucx, nixl, got 'tcp' (argument)",
+        ),
+        (
+            {"verify": "some"},
+            "verify: expected one of off, sample, all, got 'some' (argument)",
         ),
         (
             {"log_level": "LOUD"},

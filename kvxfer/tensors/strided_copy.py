@@ -172,24 +172,26 @@ def _scatter(pool: Bytes, offset: int, piece: Piece, dense: Bytes) -> None:
 
 
 def _elements(memory: Bytes, offset: int, element_nbytes: int, count: int) -> NDArray[np.void]:
-    return np.ndarray((count,), _void(element_nbytes), memory, offset)
+    """``count`` elements side by side."""
+    return np.ndarray((count,), void(element_nbytes), memory, offset)
 
 
 def _any_unit(memory: Bytes, offset: int, part: Units) -> NDArray[np.void]:
     """Element i is the unit that starts at byte ``offset + i``: it may lie anywhere."""
     count = memory.size - offset - part.extent_nbytes + 1
     shape, strides = (count, *part.shape), (1, *part.strides)
-    return np.ndarray(shape, _void(part.element_nbytes), memory, offset, strides)
+    return np.ndarray(shape, void(part.element_nbytes), memory, offset, strides)
 
 
 def _dense_units(dense: Bytes, part: Units) -> NDArray[np.void]:
     """All units where they lie in the dense piece, in the order of ``starts``."""
     shape = (*part.starts.shape, *part.shape)
-    return np.ndarray(shape, _void(part.element_nbytes), dense, part.dense_lo, part.dense_strides)
+    return np.ndarray(shape, void(part.element_nbytes), dense, part.dense_lo, part.dense_strides)
 
 
 @lru_cache(maxsize=256)
-def _void(nbytes: int) -> np.dtype[Any]:
+def void(nbytes: int) -> np.dtype[Any]:
+    """So many bytes as one element: what moves them is one memmove."""
     return np.dtype((np.void, nbytes))
 
 

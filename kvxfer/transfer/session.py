@@ -188,10 +188,14 @@ class RefuseArrived(msgspec.Struct, frozen=True):
 
 
 class ReadCompleted(msgspec.Struct, frozen=True):
-    """Seen complete on the host. ``certified``: every chunk came from an open offer (streams)."""
+    """The read of a route is seen complete on the host. ``certified``: every chunk came from an
+    open offer (streams). ``is_verified``: what lies here is to be compared with digests of the
+    source, which come with its verdict.
+    """
 
     source: RankId
     certified: bool
+    is_verified: bool = False
 
 
 class ReadFailed(msgspec.Struct, frozen=True):

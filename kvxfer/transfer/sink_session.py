@@ -7,12 +7,14 @@ A load has one route from every source rank that this sink rank reads::
     direct: IDLE --Start--> ASKED --Grant--> READING --complete--> RELEASING --valid--> VALID
     null:   IDLE --Start--> ASKED --Grant-----------------------> RELEASING --valid--> VALID
     stream: IDLE --Start--> ASKED --Grant--> READING --complete, certified-----------> VALID
+            (verified: --complete, certified--> RELEASING, as on a direct wire)
     any failure: --StopRead--> DRAINING --nothing in flight--> FAILED, at once if nothing can write
 
 1. A route reads at most once: a retry re-sends the same message, a second Grant is ignored.
 2. The Release leaves only after the read is seen complete, and only its verdict makes the route
    VALID. On stream wires every chunk is certified by having been sent, so the complete read is the
-   verdict; chunks may overtake the Grant.
+   verdict; chunks may overtake the Grant. A read that is verified waits for a verdict on every
+   wire: it brings the digests of the source, and unequal ones make it an invalid one.
 3. The first failure fails the load (a torn read has no good prefix): every other route that is not
    over is stopped, and every source rank that was asked gets one Cancel, also those whose routes
    are VALID: the claim of the whole engine is void.
@@ -82,11 +84,11 @@ def _complete_early(load: LoadSnapshot, route: RouteRecord, event: session.ReadC
         raise ProtocolError(
             f"route from {route.source}: expected a Grant before an uncertified read, got none"
         )
-    return load.with_state(route.source, RouteState.VALID), []
+    return _complete(load, route, event)
 
 
 def _complete(load: LoadSnapshot, route: RouteRecord, event: session.ReadCompleted) -> Step:
-    if event.certified:
+    if event.certified and not event.is_verified:
         return load.with_state(route.source, RouteState.VALID), []
     return load.with_state(route.source, RouteState.RELEASING), [session.SendRelease(route.source)]
 

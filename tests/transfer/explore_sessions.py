@@ -98,6 +98,8 @@ class Scenario:
     may_fail_reads: bool = False
     two_step_scatter: bool = False
     may_forge_releases: bool = False  # in the name of sinks that have not been granted
+    verifies: bool = False  # reads wait for a verdict on stream wires, too
+    keeps_releases: bool = True  # until the stream of their consumer is over
     has_board: bool = False  # sinks see for themselves whether an offer is open
     is_board_late: bool = False  # an offer's end is shown some time after it
     may_end_first: bool = False  # the engine ends offers in memory; the source hears of it later
@@ -157,6 +159,7 @@ class Sessions:
         self.loads: list[LoadSnapshot] = []
         self._load_ids: dict[LoadSnapshot, int] = {}
         self.is_reading: list[bool] = []  # by load: chunks may still be taken
+        self.is_releasing: list[bool] = []  # by load: all is read, and the verdict is waited for
         self._source_memo: dict[tuple[int, int, bool], SourceStep | None] = {}
         self._sink_memo: dict[tuple[int, int, int], SinkStep | None] = {}
         self._events: list[SourceEvent | SinkEvent] = []
@@ -202,6 +205,7 @@ class Sessions:
             self.loads.append(load)
             state = load.routes[0].state
             self.is_reading.append(state in (RouteState.ASKED, RouteState.READING))
+            self.is_releasing.append(state is RouteState.RELEASING)
         return self._load_ids[load]
 
     def event_id(self, event: SourceEvent | SinkEvent) -> int:
@@ -209,6 +213,9 @@ class Sessions:
             self._event_ids[event] = len(self._events)
             self._events.append(event)
         return self._event_ids[event]
+
+    def event(self, number: int) -> SourceEvent | SinkEvent:
+        return self._events[number]
 
     def bit(self, message: ToSource | ToSink) -> int:
         if message not in self._message_bits:

@@ -532,6 +532,7 @@ IDLE, ASKED, READING, RELEASING, VALID, DRAINING, FAILED = RouteState
 START, LOST = Start(), SourceLost(R0)
 TIMEOUT = Reason.DEADLINE
 GRANT, READ, SENT = GrantArrived(R0), ReadCompleted(R0, False), ReadCompleted(R0, True)
+CHECKED = ReadCompleted(R0, True, is_verified=True)
 GOOD, BAD = VerdictArrived(R0, True, None), VerdictArrived(R0, False, Reason.EXPIRED)
 BROKE, REFUSED = BrokenArrived(R0, Reason.PREEMPTED), RefuseArrived(R0, Reason.TOKENS)
 ABORT = Abort(Reason.ABORTED)
@@ -581,6 +582,31 @@ LOAD_PATHS: dict[str, LoadPath] = {
         ASK,
         (SENT, [FinishedRecving(None)], VALID),
         (GRANT, [], VALID),
+    ],
+    "stream that is verified": [
+        ASK,
+        BEGIN,
+        (CHECKED, [SendRelease(R0)], RELEASING),
+        (RETRY, [SendRelease(R0)], RELEASING),
+        (GOOD, [FinishedRecving(None)], VALID),
+    ],
+    "verified stream whose chunks overtake the Grant": [
+        ASK,
+        (CHECKED, [SendRelease(R0)], RELEASING),
+        (GRANT, [], RELEASING),
+        (GOOD, [FinishedRecving(None)], VALID),
+    ],
+    "verified stream whose digests differ": [
+        ASK,
+        BEGIN,
+        (CHECKED, [SendRelease(R0)], RELEASING),
+        (VerdictArrived(R0, False, Reason.CORRUPT), ended(Reason.CORRUPT), FAILED),
+    ],
+    "verified stream whose offer ends before its verdict": [
+        ASK,
+        BEGIN,
+        (CHECKED, [SendRelease(R0)], RELEASING),
+        (BROKE, ended(Reason.PREEMPTED), FAILED),
     ],
     "invalid": [ASK, BEGIN, RELEASE, (BAD, ended(Reason.EXPIRED), FAILED)],
     "invalid without a reason": [
