@@ -131,7 +131,7 @@ RULES = (
     Rule(r"scripts/check", How.NOT, ".ci/run runs it, for a minute"),
     Rule(r"scripts/grid( .*)?", How.NOT, "an hour; tests/end_to_end/test_grid.py runs parts of it"),
     Rule(r"scripts/test_gpu( .*)?", How.NOT, "needs GPUs"),
-    Rule(r"scripts/vllm_gpu( .*)?", How.NOT, "needs GPUs and vLLM"),
+    Rule(r"scripts/vllm_load( .*)?", How.NOT, "needs vLLM; tests/vllm/test_load.py"),
     Rule(r"(\S*python3? )?scripts/\w+\.py( .*)?", How.NOT, "measures for minutes; tests/scripts"),
     Rule(r"scripts/_setup", How.NOT, "installs; tests/test_setup.py"),
     Rule(r"git clone .*", How.NOT, "the network; the tree is there"),

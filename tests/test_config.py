@@ -28,6 +28,7 @@ DEFAULTS = {
     "chunk_nbytes": None,
     "staging_slots": None,
     "staging_nbytes": None,
+    "zmq_streams": 0,
     "control_max_nbytes": 4194304,
     "launch_programs": 24,
     "min_gbps": None,

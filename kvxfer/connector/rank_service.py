@@ -19,7 +19,7 @@ from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
@@ -61,9 +61,10 @@ from kvxfer.transports.base import (
     SinkTransport,
     SourceTransport,
 )
-from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
+from kvxfer.transports.copy_thread import SMALL_NBYTES
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.key_folder import with_folder_keys
+from kvxfer.transports.parallel import make_context, make_copier
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.visitors import LOOK_S
 
@@ -71,9 +72,6 @@ DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
 word 200 ms.
 """
-
-MAX_SOCKETS = 16384
-"""Of one rank: a source rank takes two for control and two for data; ZeroMQ's own bound is 1023."""
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -120,9 +118,8 @@ class RankService:
             # The context is entered once a round, and not around each call of CUDA or UCX
             within=current_context(memory.device) if memory.device.type == "cuda" else None,
         )
-        self._context: zmq.Context[ZmqSocket] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
+        self._context = make_context(config)
+        self._copy_thread = make_copier(config, small_nbytes=SMALL_NBYTES)
         self.has_looked = True
         """Set a few times a second: gauges may have changed although nothing was counted."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
