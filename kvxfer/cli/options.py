@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from typer import Option
+from typer import Argument, Option
 
 from kvxfer.config import ENV_PREFIX
 from kvxfer.engine.config import CPU, CUDA, OnLoadFailure, check_device, place_ranks
@@ -342,6 +342,27 @@ class DoctorOptions:
     def __post_init__(self) -> None:
         if self.listen and (self.peer is not None or self.json):
             raise ConfigError("--listen: expected neither --peer nor --json beside it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainOptions:
+    """The options of ``kvxfer drain``."""
+
+    endpoint: Annotated[
+        str | None,
+        Argument(
+            help="KV address of the engine; if not given, where one with these KVXFER_ settings "
+            "listens.",
+            metavar="[HOST:PORT]",
+        ),
+    ] = None
+    wait: Annotated[
+        bool, Option("--wait", help="Wait until nothing is open: then the engine may be ended.")
+    ] = False
+    timeout_s: Annotated[
+        float | None,
+        Option(min=0.1, help="Seconds to wait at most; the setting drain_timeout_s if not given."),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,6 +224,7 @@ class KVOutputAggregator:
             "kv_cache_events": events,
             "invalid_block_ids": invalid,
             "expected_finished_count": self._expected,
+            "must_drain": any(getattr(output, "must_drain", False) for _, output in rounds),
         }
         return type(like)(**{name: each for name, each in fields.items() if hasattr(like, name)})
 

@@ -14,10 +14,13 @@ from kvxfer.transfer.wire import Reason
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Requests that have ended since the last call; each is reported once."""
+    """Requests that have ended since the last call; each is reported once. ``must_drain``: the
+    engine was told to drain since then.
+    """
 
     sent: frozenset[str] = frozenset()
     loads: tuple[LoadReport, ...] = ()
+    must_drain: bool = False
 
 
 NONE_FINISHED = Finished()
@@ -39,6 +42,7 @@ class Ledger:
         self._reasons: Counter[str] = Counter()
         self._reported: list[LoadReport] = []
         self._signal: int | None = None
+        self._must_drain = False
 
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -73,14 +77,21 @@ class Ledger:
                 self._reasons[report.reason.value] += 1
             self._wake()
 
+    def drain(self) -> None:
+        """Have the engine's next step hear that it is to drain; an idle engine makes one."""
+        with self._lock:
+            self._must_drain = True
+            self._wake()
+
     def take_finished(self) -> Finished:
         """The requests that have ended since the last call; NONE_FINISHED if there are none."""
-        if not (self._sent or self._loads):
+        if not self._has_news():
             return NONE_FINISHED
         with self._lock:
-            finished = Finished(frozenset(self._sent), tuple(self._loads))
+            finished = Finished(frozenset(self._sent), tuple(self._loads), self._must_drain)
             self._sent.clear()
             self._loads.clear()
+            self._must_drain = False
             if self._signal is not None:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._signal)
@@ -106,7 +117,7 @@ class Ledger:
         after ``timeout_s``.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._sent or self._loads), timeout_s)
+            return self._changed.wait_for(self._has_news, timeout_s)
 
     def fileno(self) -> int:
         """A descriptor that is readable while something has ended that :meth:`take_finished`
@@ -114,9 +125,7 @@ class Ledger:
         """
         with self._lock:
             if self._signal is None:
-                self._signal = os.eventfd(
-                    int(bool(self._sent or self._loads)), os.EFD_NONBLOCK | os.EFD_CLOEXEC
-                )
+                self._signal = os.eventfd(int(self._has_news()), os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             return self._signal
 
     def close(self) -> None:
@@ -125,6 +134,9 @@ class Ledger:
             signal, self._signal = self._signal, None
         if signal is not None:
             os.close(signal)
+
+    def _has_news(self) -> bool:
+        return bool(self._sent or self._loads or self._must_drain)
 
     def _wake(self) -> None:
         self._changed.notify_all()

@@ -34,6 +34,8 @@ from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.wire import (
     Consumer,
+    Drain,
+    Draining,
     Hello,
     Manifest,
     NotReady,
@@ -116,6 +118,9 @@ class RankService:
         self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
         self.has_looked = True
         """Set a few times a second: gauges may have changed although nothing was counted."""
+        self.is_draining = False
+        self._num_open: int | None = None
+        """As the scheduler has said last; None: it has not heard that it is to drain."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
             refused = "connections.refused.{}".format
@@ -244,8 +249,21 @@ class RankService:
                     self._server.send(identity, self._introduction)
             case Ping():
                 self._server.send(identity, Pong(self._identity.incarnation))
+            case Drain():
+                self._server.check_own()
+                self.drain()
+                num_open = max(self.source.num_offers + self.sink.num_loads, self._num_open or 0)
+                self._server.send(identity, Draining(num_open, self._num_open is not None))
             case _:
                 self.source.handle(identity, message)
+
+    def drain(self) -> None:
+        """Have the engine's scheduler hear that it is to offer and load nothing new. May be called
+        from any thread.
+        """
+        self.is_draining = self.has_looked = True
+        if self._num_open is None:
+            self._ledger.drain()
 
     def _on_gone(self, identity: bytes) -> None:
         self.source.gone(identity)
@@ -313,6 +331,8 @@ class RankService:
             guard(self.source.set_blocks, table)
         if orders.delayed:
             guard(self.source.delay, orders.delayed)
+        if orders.num_open is not None:
+            self._num_open = orders.num_open
         if self._is_front_door:
             for hold in orders.holds:
                 guard(self.keeper.hold, hold.request_id, hold.source)
@@ -336,6 +356,7 @@ class RankService:
             key("offers_held", rank): self.source.num_offers,
             key("blocks_held", rank): self.source.num_held_blocks,
             key("board_on", rank): int(self.ends.has_board),
+            key("draining", rank): int(self.is_draining),
             key("boards_open", rank): sum(len(peer.boards) for peer in peers),
         }
         for side, streams in self._streams:

@@ -10,6 +10,8 @@ at once, in memory that the IO thread and the sinks read (:class:`~kvxfer.connec
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -35,6 +37,7 @@ from kvxfer.transfer.windows import group_keepings
 from kvxfer.transports.base import LocalMemory
 
 HOST = torch.device("cpu")
+_LOOK_S = 0.01
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -108,6 +111,7 @@ class WorkerConnector:
         self._details: dict[str, str] = {}
         self._loading: set[str] = set()
         self._sending: set[str] = set()
+        self._must_drain = False
 
     # -------------------------------------------------- registration
 
@@ -203,6 +207,7 @@ class WorkerConnector:
         """
         self._look()
         finished = self._ledger.take_finished()
+        self._must_drain |= finished.must_drain
         self._incomplete, self._details = {}, {}
         if finished is NONE_FINISHED:
             return None, None, {}
@@ -240,6 +245,13 @@ class WorkerConnector:
         details, self._details = self._details, {}
         return details
 
+    def take_must_drain(self) -> bool:
+        """Whether the engine was told to drain since the last call: tell
+        :meth:`SchedulerConnector.drain`.
+        """
+        must_drain, self._must_drain = self._must_drain, False
+        return must_drain
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Empty: a load fails as a whole and is reported by request."""
         return set()
@@ -262,8 +274,8 @@ class WorkerConnector:
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
         """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
-        stats = self.get_kv_connector_stats()
-        if sending is None and recving is None and stats is None:
+        stats, must_drain = self.get_kv_connector_stats(), self.take_must_drain()
+        if sending is None and recving is None and stats is None and not must_drain:
             return None
         return KVConnectorOutput(
             finished_sending=sending,
@@ -272,6 +284,7 @@ class WorkerConnector:
             failure_details=self.get_failure_details() or None,
             incomplete_blocks=self.get_incomplete_blocks() or None,
             kv_connector_stats=stats,
+            must_drain=must_drain,
         )
 
     def has_pending(self) -> bool:
@@ -288,6 +301,26 @@ class WorkerConnector:
         has ended.
         """
         return self._ledger.fileno()
+
+    def drain(self) -> None:
+        """The engine is to offer and load nothing new, as if an operator had told this rank. May be
+        called from any thread.
+        """
+        self._running().drain()
+
+    def serve_open(self, timeout_s: float) -> bool:
+        """Wait, before the end of an engine that drains, until every open offer was read or is
+        over. False after ``timeout_s``. At once where it does not drain.
+        """
+        service, until_s = self._service, time.monotonic() + timeout_s
+        if service is None or not service.is_draining:
+            return True
+        is_told = threading.Event()  # of the orders before, by which offers open
+        service.io.post(is_told.set)
+        is_told.wait(timeout_s)
+        while service.source.num_readable and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        return not service.source.num_readable
 
     def shutdown(self) -> None:
         """Break all offers, tell their consumers, end all loads, threads and sockets.

@@ -84,16 +84,20 @@ class KvxferHandshake(_KVConnectorHandshakeMetadata):  # type: ignore[misc]
 @dataclass(frozen=True)
 class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Why loads failed on a rank in this step, by request; empty where an answer was wanted.
-    ``details``: the same requests, why in words.
+    ``details``: the same requests, why in words. ``must_drain``: an operator has told a rank that
+    the engine is to drain.
     """
 
     failures: dict[str, str]
     details: dict[str, str] = field(default_factory=dict)
+    must_drain: bool = False
 
     def aggregate(self, other: object) -> KvxferWorkerMetadata:
         """Both together; the first reason for a request counts."""
         if not isinstance(other, KvxferWorkerMetadata):
             return self
         return KvxferWorkerMetadata(
-            {**other.failures, **self.failures}, {**other.details, **self.details}
+            {**other.failures, **self.failures},
+            {**other.details, **self.details},
+            self.must_drain or other.must_drain,
         )

@@ -220,6 +220,7 @@ class SchedulerSide:
         if isinstance(said, KvxferWorkerMetadata):
             self._failures.update(said.failures)
             self._details.update(said.details)
+        must_drain = isinstance(said, KvxferWorkerMetadata) and said.must_drain
         received = output.finished_recving or set()
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
         details = {i: self._details.pop(i) for i in failed if i in self._details}
@@ -230,6 +231,7 @@ class SchedulerSide:
                 finished_recving=received,
                 failed_recving=failed,
                 failure_details=details,
+                must_drain=must_drain,
             )
         )
         for request_id in sent:

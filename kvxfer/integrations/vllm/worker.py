@@ -137,7 +137,9 @@ class WorkerSide:
             self._wait(core)
         sent, received, failed = core.get_transfer_results(finished_req_ids)
         loads = self._in_flight.end(received) if received else []
-        self._failures = KvxferWorkerMetadata(failed, core.get_failure_details())
+        self._failures = KvxferWorkerMetadata(
+            failed, core.get_failure_details(), core.take_must_drain()
+        )
         if not REPORTS_FAILED_REQUESTS:
             self._failed_block_ids = failed_block_ids(
                 (load for load in loads if load.request_id in failed), self._settings.block_tokens
@@ -170,9 +172,10 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
         """Why loads failed, each once; nothing but an answer where one is wanted."""
-        if not (self._failures.failures or self._wants_answer):
+        said = self._failures
+        if not (said.failures or said.must_drain or self._wants_answer):
             return None
-        said, self._failures = self._failures, KvxferWorkerMetadata({})
+        self._failures = KvxferWorkerMetadata({})
         return said
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
@@ -189,9 +192,12 @@ class WorkerSide:
         )
 
     def shutdown(self) -> None:
-        """End every offer and load, threads and sockets. Idempotent."""
+        """End every offer and load, threads and sockets; of an engine that drains not before the
+        open offers were read, or ``drain_timeout_s``. Idempotent.
+        """
         core, self._core = self._core, None
         if core is not None:
+            core.serve_open(self._settings.config.drain_timeout_s)
             core.shutdown()
 
     def _running(self) -> WorkerConnector:
