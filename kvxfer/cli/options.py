@@ -391,7 +391,7 @@ class ProxyOptions:
     connect_timeout_s: Annotated[float, Option(help="Seconds to connect to an engine.")] = 5.0
     health_interval_s: Annotated[
         float, Option(help="Seconds between two health probes of an engine.")
-    ] = 2.0
+    ] = 0.5
     max_body_nbytes: Annotated[int, Option(help="Bytes of a request's body, at most.")] = (
         MAX_BODY_NBYTES
     )
