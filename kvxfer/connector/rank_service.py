@@ -65,6 +65,7 @@ DRAIN_S = 2.0
 word 200 ms.
 """
 
+SETTLE_LOOK_S = 0.002
 MAX_SOCKETS = 16384
 """Of one rank: a source rank takes two for control and two for data; ZeroMQ's own bound is 1023."""
 
@@ -169,6 +170,7 @@ class RankService:
         for sink in (*(sink for sink in sinks.values() if sink not in receiving), *receiving):
             self.io.watch_group(sink, self._poll_sink)
         sending = [source for source in sources.values() if isinstance(source, SendingSource)]
+        self._sending = sending
         self._streams = (("source", sending), ("sink", receiving))
         for source in sending:
             self.io.watch_group(source, self._poll_source)
@@ -332,7 +334,7 @@ class RankService:
         if orders.delayed:
             guard(self.source.delay, orders.delayed)
         if orders.num_open is not None:
-            self._num_open = orders.num_open
+            self.is_draining, self._num_open = True, orders.num_open
         if self._is_front_door:
             for hold in orders.holds:
                 guard(self.keeper.hold, hold.request_id, hold.source)
@@ -394,6 +396,10 @@ class RankService:
         """Break all offers, abort all loads, wait for what is in flight (bounded), give everything
         back.
         """
+        if self.is_draining:
+            settled = threading.Event()
+            self.io.post(partial(self._when_settled, settled.set))
+            settled.wait(DRAIN_S)
         self.ends.end_all(Reason.SHUTDOWN)  # even if the IO thread is stuck
         drained = [threading.Event(), threading.Event()]
         self.io.post(partial(self.sink.shutdown, Reason.SHUTDOWN, drained[0].set))
@@ -407,6 +413,15 @@ class RankService:
             return
         self._copy_thread.close()
         self._end_context()
+
+    def _when_settled(self, done: Callable[[], object]) -> None:
+        """The last chunks of what was served may be on their way: with the process they would be
+        lost, and their loads.
+        """
+        if all(stream.is_settled for stream in self._sending):
+            done()
+        else:
+            self.io.after(SETTLE_LOOK_S, self._when_settled, done)
 
     def _end_context(self) -> None:
         """End the ZeroMQ context once the last messages have left; a trial that still waits for an
