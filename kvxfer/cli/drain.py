@@ -33,7 +33,7 @@ def run_drain(options: DrainOptions) -> bool:
     an engine that is not reached, and for one that takes no such order from here.
     """
     config = with_folder_keys(load_config({}).config)
-    endpoint = _endpoint(config, options.endpoint)
+    endpoint = endpoint_of(config, options.endpoint)
     timeout_s = options.timeout_s or config.drain_timeout_s
     with greeting(config, endpoint) as greeted:
         if isinstance(greeted, Failure):
@@ -47,7 +47,7 @@ def run_drain(options: DrainOptions) -> bool:
         return _drain(ranks, greeted.manifest.engine_id, config, timeout_s, waits=options.wait)
 
 
-def _endpoint(config: Config, given: str | None) -> str:
+def endpoint_of(config: Config, given: str | None) -> str:
     """Of the front door: the one given, else where an engine with these settings listens."""
     if given is not None:
         return f"tcp://{parse_address('ENDPOINT', given.removeprefix('tcp://'))}"
