@@ -1,4 +1,4 @@
-"""An engine of vLLM that is told to drain: what its scheduler does, awake and asleep, and SIGTERM."""
+"""An engine of vLLM that is told to drain: what its scheduler does, awake and asleep; SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.connector.test_drain import asking
 from tests.vllm.engines import Connector, EngineConfig
 from tests.vllm.scheduler_rig import OFFERED, Status
 from tests.vllm.servers import serving
-from tests.vllm.test_pins import prefill_and_pin, prompt
+from tests.vllm.test_pins import prefill_and_pin
+from tests.vllm.test_reports import prompt
 
 if TYPE_CHECKING:
     from tests.vllm.scheduler_rig import Engine
