@@ -52,6 +52,7 @@ _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HOST_NAME = re.compile(r"(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z0-9_]([a-zA-Z0-9_.\-]*[a-zA-Z0-9_])?\.?")
 _POSITIVE: Final = (
     *("lease_s", "keep_s", "max_hold_s", "pull_timeout_s", "peer_silent_s", "connect_timeout_s"),
+    "drain_timeout_s",
     *("control_max_nbytes", "launch_programs", "min_gbps"),
 )
 _BOUNDS: Final = {  # name: (least, most, what or why)
@@ -119,6 +120,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     connect_timeout_s: float = 5.0
     """First contact with a peer ends after this long. Change it where the trials of the wires take
     longer."""
+    drain_timeout_s: float = 60.0
+    """How long an engine that was told to end serves what is open. Change it where requests run
+    longer, or something else ends the process sooner."""
     chunk_nbytes: int | None = None
     """Payload of each message of a stream, 4 KiB to 64 MiB. Not set: for each transfer what its
     wire's measured costs make best. Change it to measure."""

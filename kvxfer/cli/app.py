@@ -14,6 +14,7 @@ from kvxfer.cli.keys import keys
 from kvxfer.cli.options import (
     DecodeOptions,
     DoctorOptions,
+    DrainOptions,
     PairOptions,
     PrefillOptions,
     ProxyOptions,
@@ -81,10 +82,15 @@ def pair(options: PairOptions) -> None:
 
 @_command
 def prefill(options: PrefillOptions) -> None:
-    """Serve prefill requests, and give their KV to decode engines, until ctrl-C."""
+    """Serve prefill requests, and give their KV to decode engines, until ctrl-C.
+
+    SIGTERM drains: no new requests are taken, the others are finished, and their KV is given, for
+    KVXFER_DRAIN_TIMEOUT_S at most. A second one ends it at once. Exit status: 0 when nothing was
+    left, 1 when something was.
+    """
     from kvxfer.cli.commands import run_prefill
 
-    run_prefill(options)
+    _end(run_prefill(options))
 
 
 @_command
@@ -142,6 +148,18 @@ def doctor(options: DoctorOptions) -> None:
     from kvxfer.cli.doctor import run_doctor
 
     _end(run_doctor(options))
+
+
+@_command
+def drain(options: DrainOptions) -> None:
+    """Tell an engine to offer and load nothing new; with --wait until nothing is open.
+
+    Run it on the engine's host as its user, or with its CURVE key. There is no way back but a new
+    start. Exit status: 0 when it is so, 1 when something is open after the time, 2 for errors.
+    """
+    from kvxfer.cli.drain import run_drain
+
+    _end(run_drain(options))
 
 
 register_bench(app)

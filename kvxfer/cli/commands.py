@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ from kvxfer.cli.sides import (
     single_engine,
     transfer_engine,
 )
-from kvxfer.cli.terminal import ToldToEnd, progress_bar, stderr_above
+from kvxfer.cli.terminal import ToldToEnd, heed_signals, progress_bar, stderr_above
 from kvxfer.config import Config
 from kvxfer.doctor.host import free_host_nbytes
 from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
@@ -88,8 +89,10 @@ def _faulty(faults: str) -> Callable[[], None] | None:
     return partial(install, faults)
 
 
-def run_prefill(options: PrefillOptions) -> None:
-    """Serve until a rank dies (KvxferError), or the process is told to end."""
+def run_prefill(options: PrefillOptions) -> bool:
+    """Serve until a rank dies (KvxferError), or the process is told to end. Returns whether nothing
+    was left when it had drained.
+    """
     listen = parse_address("--listen", options.listen)
     side = options.side
     model = read_model(options, (side,))
@@ -120,9 +123,24 @@ def run_prefill(options: PrefillOptions) -> None:
             f"KV at {group.kv_endpoint}{_metrics(group)}; end with ctrl-C",
             soft_wrap=True,
         )
-        while True:
-            wait(list(group.sentinels))
-            group.check()
+        try:
+            while True:
+                wait(list(group.sentinels))
+                group.check()
+        except ToldToEnd as told:
+            if told.number != signal.SIGTERM:
+                raise
+            heed_signals()
+            return _drain(group, kv.drain_timeout_s, console)
+
+
+def _drain(group: EngineGroup, timeout_s: float, console: Console) -> bool:
+    """Once told to end; whoever is told again ends at once."""
+    console.print(f"prefill: drains, for {timeout_s:g} s at most; SIGTERM again ends it at once")
+    is_empty = group.drain(timeout_s)
+    if not is_empty:
+        log.warning("drain: expected nothing to be left within %g s, and something is", timeout_s)
+    return is_empty
 
 
 def run_decode(options: DecodeOptions) -> bool:

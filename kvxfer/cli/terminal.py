@@ -41,7 +41,7 @@ def border(*also: type[Exception]) -> Iterator[None]:
     and then this.
     """
     logging.basicConfig(level=logging.WARNING, format="kvxfer: %(message)s")
-    _heed_signals()
+    heed_signals()
     one_line: tuple[type[Exception], ...] = (KvxferError, *also)
     try:
         yield
@@ -53,7 +53,7 @@ def border(*also: type[Exception]) -> Iterator[None]:
         raise typer.Exit(128 + e.number) from e
 
 
-def _heed_signals() -> None:
+def heed_signals() -> None:
     """The first SIGINT or SIGTERM raises ToldToEnd; later ones must not cut the ending short."""
 
     def tell(number: int, _frame: FrameType | None) -> NoReturn:

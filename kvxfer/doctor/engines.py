@@ -10,7 +10,7 @@ import queue
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -130,7 +130,8 @@ def greeting(config: Config, endpoint: str) -> Iterator[_Greeted | Failure]:
     check_owners(config, [endpoint], are_up=False)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        answer = _greet(context, config, endpoint)
+        with ExitStack() as stack:
+            answer = _greet(context, config, endpoint, stack)
     finally:
         context.destroy(linger=0)
     if isinstance(answer, _Greeted):
@@ -139,7 +140,7 @@ def greeting(config: Config, endpoint: str) -> Iterator[_Greeted | Failure]:
 
 
 def _greet(
-    context: zmq.Context[zmq.Socket[bytes]], config: Config, endpoint: str
+    context: zmq.Context[zmq.Socket[bytes]], config: Config, endpoint: str, stack: ExitStack
 ) -> _Greeted | Failure:
     """Over a connection for each key that it may have: its name, and so its key, is not known."""
     began_s = time.monotonic()
@@ -156,6 +157,7 @@ def _greet(
         for key in pinned_keys(config) or (None,)
     }
     for dealer in dealers.values():
+        stack.callback(dealer.close)
         dealer.send(hello)
     why: str | None = None
     while why is None and time.monotonic() < until_s:

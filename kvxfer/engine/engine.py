@@ -133,6 +133,12 @@ class Engine:
         """The engine as it stands; for use while no request is in flight."""
         return self.client.ask(_CONNECT_TIMEOUT_S)
 
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new, and finish the rest; results can be had until :meth:`close`. Whether
+        nothing is left within ``timeout_s``. Raises PeerLost when a rank has ended.
+        """
+        return self.group.drain(timeout_s)
+
     def close(self) -> None:
         """Disconnect the client and end every rank. Idempotent."""
         self._disconnect()

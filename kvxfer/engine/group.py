@@ -21,12 +21,12 @@ import msgspec
 
 from kvxfer import errors
 from kvxfer.engine.config import EngineConfig
-from kvxfer.engine.links import STOP, Failed, Life, RankSpec, Ready, keeps_store
+from kvxfer.engine.links import DRAIN, STOP, Drained, Failed, Life, RankSpec, Ready, keeps_store
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 
-_report = msgspec.msgpack.Decoder(Ready | Failed)
+_report = msgspec.msgpack.Decoder(Ready | Failed | Drained)
 
 
 def forkserver() -> ForkServerContext:
@@ -197,10 +197,10 @@ class EngineGroup:
                 )
         raise errors.KvxferError(f"engine {self.config.engine_id}: closed before it served")
 
-    def _read_report(self, pipe: Connection) -> Ready | Failed | None:
+    def _read_report(self, pipe: Connection) -> Ready | Failed | Drained | None:
         """None from a rank that ended without a word."""
         try:
-            report: Ready | Failed = _report.decode(pipe.recv_bytes())
+            report: Ready | Failed | Drained = _report.decode(pipe.recv_bytes())
         except (EOFError, OSError):
             return None
         return report
@@ -231,6 +231,21 @@ class EngineGroup:
         # The first death takes the others along; a moment later all of them are known.
         wait(list(self.sentinels), timeout=0.1)
         return f"engine {self.config.engine_id}: died {when}: rank {', '.join(self.dead())}"
+
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new; wait until every request has ended and every offer is over. Whether
+        that was so within ``timeout_s``; then :meth:`close` cuts nothing short.
+
+        Raises PeerLost when a rank has ended.
+        """
+        self.ready()
+        deadline_s = time.monotonic() + timeout_s
+        rank_0 = self._pipes[-1]
+        with suppress(OSError):  # ``check`` notices a rank that has ended
+            rank_0.send_bytes(DRAIN)
+        heard = wait([rank_0, *self.sentinels], max(0.0, deadline_s - time.monotonic()))
+        self.check()
+        return rank_0 in heard and isinstance(self._read_report(rank_0), Drained)
 
     def kill(self) -> None:
         for process in self._processes:

@@ -21,6 +21,8 @@ from kvxfer.transfer.manifest import RankManifest
 
 STOP = b"stop"
 """From the parent: end."""
+DRAIN = b"drain"
+"""From the parent to rank 0: take nothing new, finish the rest, and say Drained."""
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +66,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     kind: str
     error: str
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """To the parent, from rank 0 that was told to drain: no request and no offer is left."""
 
 
 def keeps_store(collectives: str) -> bool:

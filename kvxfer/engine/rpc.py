@@ -35,6 +35,7 @@ _FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_LAST_WORDS_MS = 1000
 HEARTBEAT_S = 1.0
 """ZMQ's own heartbeats: a peer whose process or host is gone is noticed without traffic."""
 
@@ -88,10 +89,13 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The request was not started, or the frame not understood (then ``request_id`` is empty)."""
+    """The request was not started, or the frame not understood (then ``request_id`` is empty).
+    ``is_draining``: because the engine is going to end; another one may take it.
+    """
 
     request_id: str
     error: str
+    is_draining: bool = False
 
 
 class Info(msgspec.Struct, frozen=True, tag="info", kw_only=True):
@@ -107,6 +111,7 @@ class Info(msgspec.Struct, frozen=True, tag="info", kw_only=True):
     prefix_hit_rate: float
     pids: tuple[int, ...]
     counts: dict[str, int]
+    is_draining: bool = False
 
 
 ToEngine = Generate | Abort | Ask
@@ -180,6 +185,10 @@ class RpcServer:
     def send(self, client: bytes, message: ToClient) -> None:
         """Answer; a client that has gone is forgotten by the socket."""
         self.socket.send_multipart([client, _encoder.encode(message)])
+
+    def flush(self) -> None:
+        """What was sent may still leave after :meth:`close`, for a second."""
+        self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
 
     def close(self) -> None:
         self._visitors.close()

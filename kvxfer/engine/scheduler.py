@@ -99,6 +99,11 @@ class Scheduler:
         return self._blocks.num_free_blocks
 
     @property
+    def is_empty(self) -> bool:
+        """No request lives, and nothing is kept of one that has ended."""
+        return not self._live
+
+    @property
     def prefix_hit_rate(self) -> float:
         return self._blocks.prefix_hit_rate
 

@@ -58,7 +58,7 @@ class ProxySettings:
     on_missing_kv: OnMissingKv = OnMissingKv.REFUSE
     prefill_timeout_s: float = 300.0
     connect_timeout_s: float = 5.0
-    health_interval_s: float = 2.0
+    health_interval_s: float = 0.5
     max_body_nbytes: int = MAX_BODY_NBYTES
 
     def __post_init__(self) -> None:

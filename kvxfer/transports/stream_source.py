@@ -162,6 +162,11 @@ class StreamSource(SendingSource):
         is_busy = self._transfers or self._completions or self._trials.is_busy
         return not (is_busy or len(self._connections)) and self._pipe.is_idle
 
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]  # others have an attribute
+        """Every slot was credited: a sink has placed what was in it."""
+        return all(connection.is_idle for connection in self._connections.all())
+
     # -- transfers
 
     def submit_send(self, request: SendRequest) -> None:
