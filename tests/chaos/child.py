@@ -18,15 +18,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+import zmq
 from torch import Tensor
-from zmq.utils.garbage import gc as zero_copies
 
+from kvxfer.connector import rank_service
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine import rank as rank_module
 from kvxfer.engine.attention import attention_backend
@@ -35,6 +37,8 @@ from kvxfer.engine.model_config import load_model_config, shard_for
 from kvxfer.engine.rank_cache import RankCache
 from kvxfer.engine.runner import Runner
 from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
+from kvxfer.testing.faults import install
+from kvxfer.transports import shm_direct
 from tests.chaos.content import PlaneView, Words, names_of, next_token
 from tests.chaos.mangling import Mangler
 
@@ -48,14 +52,20 @@ called in a handler, and the thread stands wherever it was: with a lock, or with
 """
 
 
+SLOW_PIECE_NBYTES = 64 << 10
+
+
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's processes are told before they begin. ``planted``: MODULE:FUNCTION, called
-    in each of them first.
+    """What an engine's processes are told before they begin. ``planted``: the name of a fault.
+
+    ``slow_s``: if not 0, copies run on the copy thread, in small pieces, each of which takes so
+    long after the last look whether it is still wanted.
     """
 
     folder: str
     engine_id: str
     seed: int
+    slow_s: float = 0.0
     planted: str = ""
 
 
@@ -105,12 +115,14 @@ def set_up(spec: Spec) -> None:
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for number in STOP_SIGNALS.values():
         libc.signal(int(number), ctypes.cast(libc.sleep, ctypes.c_void_p))
-    zero_copies.start()  # pyzmq's own thread, which begins with the first large message
+    _send_one_without_a_copy()
     mangler = Mangler(spec.seed)
     mangler.install()
+    if spec.slow_s:
+        _slow_memory(spec.slow_s)
     if spec.planted:
-        module, _, name = spec.planted.partition(":")
-        getattr(importlib.import_module(module), name)()
+        planted = importlib.import_module("tests.chaos.planted")
+        planted.BY_NAME[spec.planted].plant()
 
     class ThisRunner(StormyRunner):
         of_process = spec, mangler
@@ -127,6 +139,30 @@ def set_up(spec: Spec) -> None:
         ("join", lambda *_: None),
     ):
         setattr(rank_module, name, value)
+
+
+def _send_one_without_a_copy() -> None:
+    """With the first such message pyzmq makes a thread and sockets of its own, which stay."""
+    with zmq.Context() as context, ExitStack() as stack:
+        first, second = (stack.enter_context(context.socket(zmq.PAIR)) for _ in range(2))
+        first.bind("inproc://first")
+        second.connect("inproc://first")
+        first.send(bytes(1 << 20), copy=False)
+        second.recv()
+
+
+def _slow_memory(slow_s: float) -> None:
+    rank_service.SMALL_NBYTES = 1  # type: ignore[attr-defined]
+    shm_direct.JOB_NBYTES = SLOW_PIECE_NBYTES  # type: ignore[attr-defined]
+    look = shm_direct._Read._is_cancelled
+
+    def look_and_wait(read: shm_direct._Read) -> bool:
+        is_cancelled = look(read)
+        time.sleep(slow_s)
+        return is_cancelled
+
+    shm_direct._Read._is_cancelled = look_and_wait  # type: ignore[method-assign]
+    install(f"read:slow={slow_s * 1000:g}ms")
 
 
 class StormyRunner(Runner):

@@ -37,8 +37,6 @@ IMPATIENT: dict[str, Any] = {
 """Every stop of 3 s and more is longer than each of them."""
 STREAM: dict[str, Any] = {"chunk_nbytes": 8192, "staging_slots": 3}
 """Staging is full as soon as two requests move, and a transfer has many chunks."""
-NUM_BLOCKS = {16: 240, 32: 120}
-"""Room for ten of the longest requests: the others wait for blocks."""
 CONNECT_S = 20.0
 DEATH_S = 15.0
 """In which the other ranks of an engine end when one was killed, or their parent ends them."""
@@ -104,7 +102,7 @@ class Fleet:
     Args:
         folder: for the model, and for what processes write.
         wire: the transport of all; ``settings``: of all, before those of the storm.
-        planted: as :class:`tests.chaos.child.Spec` has it.
+        planted: the name of a fault in all processes, see :mod:`tests.chaos.planted`.
     """
 
     def __init__(
@@ -161,7 +159,7 @@ class Fleet:
             tp_size=shape.tp_size,
             block_size=shape.block_size,
             layout=shape.layout,
-            num_blocks=NUM_BLOCKS[shape.block_size],
+            num_blocks=shape.num_tokens // shape.block_size,
             max_model_len=LONGEST_PROMPT + 64,
             max_num_seqs=64,
             max_num_batched_tokens=512,
@@ -175,6 +173,7 @@ class Fleet:
             folder=str(self._folder),
             engine_id=config.engine_id,
             seed=self._seed + len(self.had_pids),
+            slow_s=shape.slow_s if self._device == "cpu" else 0.0,
             planted=self._planted,
         )
         group = EngineGroup(config, set_up=partial(set_up, spec))

@@ -6,6 +6,9 @@ process of the tests. What is drawn is decided by a seed and the messages that c
 A flipped bit may make another message that is whole: a Grant of other blocks, a Verdict that says
 the opposite. Nothing in the message can show that: CURVE does, and digests of the KV. So a flip
 leaves a message that cannot be read, or one that differs in names alone, or a chunk's header.
+
+The two ends of a stream count slots, on a connection that loses and doubles nothing. There a lost
+message is one that comes as nonsense, and a Credit, which names no generation, comes once.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ _DECODERS: tuple[Callable[[memoryview], Any], ...] = (
     stream_wire.decode_to_sink,
 )
 Frames = tuple[bytes, ...]
+_UNREADABLE = b"\xc1"  # never used in msgpack
 
 
 class Mangler:
@@ -103,8 +107,12 @@ class Mangler:
     ) -> bool:
         """True: as far as the sender knows it has left."""
         self.counts[kind] += 1
-        if kind == "drop":
+        is_data, is_credit = _of_stream(frames[0])
+        if kind == "drop" and not is_data:
             return True
+        if kind == "drop" or (kind == "duplicate" and is_credit):
+            frames = (_UNREADABLE + frames[0][1:], *frames[1:])
+            return send(frames)
         if kind in ("delay", "reorder"):
             # A message that is out of order leaves with the next one, or when somebody looks
             wait_s = self._random.random() * LONGEST_DELAY_S if kind == "delay" else 0.0
@@ -140,7 +148,17 @@ class Mangler:
 
 
 def _bytes_of(frame: bytes | zmq.Frame) -> bytes:
-    return frame if isinstance(frame, bytes) else frame.bytes
+    return frame if isinstance(frame, bytes) else bytes(frame.buffer)
+
+
+def _of_stream(frame: bytes) -> tuple[bool, bool]:
+    """Whether this is a message of a stream, and whether it is a credit."""
+    for decode in (stream_wire.decode_to_source, stream_wire.decode_to_sink):
+        try:
+            return True, isinstance(decode(memoryview(frame)), stream_wire.Credit)
+        except ProtocolError:
+            continue
+    return False, False
 
 
 def _shows(before: bytes, after: bytes) -> bool:

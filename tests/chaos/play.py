@@ -137,17 +137,17 @@ class Play:
         for member in self._fleet:
             self._fleet.connect(member)
         self._calm("before")
-        free = {member.name: self._num_free(member) for member in self._fleet}
+        self._come_to_rest()
         usages = self._fleet.usages()
         self._say("begin", detail=f"{len(self._plan.asks)} requests")
         begun_s = time.monotonic()
         self._storm()
         self.summary.duration_s = round(time.monotonic() - begun_s, 1)
         self._say("end")
-        self._come_to_rest(free)
+        self._come_to_rest()
         if not self.summary.hung:
             self._calm("after")
-            self._come_to_rest(free)
+            self._come_to_rest()
             self._compare(usages)
         return self._close()
 
@@ -519,11 +519,13 @@ class Play:
 
     # ------------------------------------------------------------------ afterwards
 
-    def _num_free(self, member: Member) -> int:
+    def _num_used(self, member: Member) -> int:
+        """Blocks that are not free; block 0 is nobody's."""
         assert member.client is not None
-        return member.client.ask(10.0).num_free_blocks
+        info = member.client.ask(10.0)
+        return info.num_blocks - 1 - info.num_free_blocks
 
-    def _come_to_rest(self, free: dict[str, int]) -> None:
+    def _come_to_rest(self) -> None:
         """All engines serve, and have all their blocks."""
         deadline_s = time.monotonic() + REST_S
         while any(member.client is None for member in self._fleet) or self._due:
@@ -536,11 +538,9 @@ class Play:
             process.kill()
             process.join()
         for member in self._fleet:
-            while (got := self._num_free(member)) != free[member.name]:
+            while num_used := self._num_used(member):
                 if time.monotonic() > deadline_s:
-                    self.summary.leaked.append(
-                        f"{member.name}: {free[member.name] - got} of {free[member.name]} blocks"
-                    )
+                    self.summary.leaked.append(f"{member.name}: {num_used} blocks")
                     break
                 time.sleep(0.05)
 

@@ -68,23 +68,27 @@ ON_ONE_HOST = tuple(kind for kind in Kind if kind is not Kind.PARTITION)
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """An engine of the fleet."""
+    """An engine of the fleet, with blocks for so many tokens. ``slow_s``: as
+    :class:`tests.chaos.child.Spec` has it.
+    """
 
     name: str
     is_prefill: bool
     tp_size: int
     block_size: int
     layout: str
+    slow_s: float = 0.0
+    num_tokens: int = 3840
 
 
 FLEET = (
     Shape("p0", True, 1, 16, "HND"),
     Shape("p1", True, 2, 32, "NHD"),
-    Shape("d0", False, 2, 16, "NHD"),
+    Shape("d0", False, 2, 16, "NHD", slow_s=0.004),
     Shape("d1", False, 1, 32, "HND"),
 )
-SMALL_FLEET = (FLEET[0], FLEET[3])
-PAIR = (FLEET[1], FLEET[2])
+SLOW_FLEET = (FLEET[0], Shape("d0", False, 2, 16, "NHD", slow_s=0.05, num_tokens=640))
+"""A copy takes as long as a step of the engine, and blocks that come back are used at once."""
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
