@@ -152,16 +152,20 @@ def _send_one_without_a_copy() -> None:
 
 
 def _slow_memory(slow_s: float) -> None:
-    rank_service.SMALL_NBYTES = 1  # type: ignore[attr-defined]
-    shm_direct.JOB_NBYTES = SLOW_PIECE_NBYTES  # type: ignore[attr-defined]
-    look = shm_direct._Read._is_cancelled
+    read_of: Any = shm_direct._Read
+    look = read_of._is_cancelled
 
-    def look_and_wait(read: shm_direct._Read) -> bool:
-        is_cancelled = look(read)
+    def look_and_wait(read: object) -> bool:
+        is_cancelled: bool = look(read)
         time.sleep(slow_s)
         return is_cancelled
 
-    shm_direct._Read._is_cancelled = look_and_wait  # type: ignore[method-assign]
+    for owner, name, value in (
+        (rank_service, "SMALL_NBYTES", 1),
+        (shm_direct, "JOB_NBYTES", SLOW_PIECE_NBYTES),
+        (read_of, "_is_cancelled", look_and_wait),
+    ):
+        setattr(owner, name, value)
     install(f"read:slow={slow_s * 1000:g}ms")
 
 

@@ -56,9 +56,8 @@ def kv_of(names: Words, region: Region) -> Tensor:
     num_words = -(-region.inner_nbytes // 8)
     heads = np.arange(region.head_lo, region.head_hi, dtype=np.uint64)
     plane = np.uint64(zlib.crc32(f"{region.layer} {region.plane}".encode()))
-    places: Words = heads[:, None] * np.uint64(1 << 16) + np.arange(num_words, dtype=np.uint64)
-    keyed: Words = (places + (plane << np.uint64(24))) * _ODD
-    keys = _mixed(keyed)
+    places = heads[:, None] * np.uint64(1 << 16) + np.arange(num_words, dtype=np.uint64)
+    keys = _mixed(((places + (plane << np.uint64(24))) * _ODD).astype(np.uint64))
     words = _mixed(names[:, None, None] ^ keys)
     return torch.from_numpy(words.view(np.uint8)[..., : region.inner_nbytes])
 
