@@ -44,7 +44,7 @@ DEATH_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process has."""
+    """What a process has. ``mappings``: of memory that processes share."""
 
     threads: int
     descriptors: int
@@ -63,7 +63,7 @@ class Usage:
         return cls(
             threads=len(os.listdir(folder / "task")),
             descriptors=len(os.listdir(folder / "fd")),
-            mappings=len((folder / "maps").read_text().splitlines()),
+            mappings=(folder / "maps").read_text().count("/memfd:"),
             resident_nbytes=int(status["VmRSS"].split()[0]) * 1024,
         )
 

@@ -560,15 +560,13 @@ class Play:
         found: list[str] = []
         for (name, rank), now in self._fleet.usages().items():
             was = before[name, rank]
-            for what in ("threads", "descriptors"):
+            for what in ("threads", "descriptors", "mappings"):
                 if getattr(now, what) > getattr(was, what):
                     words = f"{getattr(was, what)} {what} became {getattr(now, what)}"
                     found.append(f"{name} rank {rank}: {words}")
             grown = now.resident_nbytes - was.resident_nbytes
             if grown > MOST_GROWTH_NBYTES:
                 found.append(f"{name} rank {rank}: {grown >> 20} MB more")
-            if now.mappings > was.mappings + 40:
-                found.append(f"{name} rank {rank}: {was.mappings} mappings became {now.mappings}")
         return found
 
     def _say(self, what: str, of: str = "", detail: str = "") -> None:

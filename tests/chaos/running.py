@@ -28,8 +28,10 @@ def weather(
     planted: str = "",
     in_flight: int = 120,
 ) -> Summary:
-    """Start the fleet, play the storm, and end everything. ``folder``: for logs."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Start the fleet, play the storm, and end everything. ``folder``: for logs,
+    made here.
+    """
+    folder.mkdir(parents=True)  # what another storm has written would be taken for this one's
     with Fleet(
         folder,
         plan.fleet,

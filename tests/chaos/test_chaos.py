@@ -23,7 +23,7 @@ SHORT = 1.2
 @pytest.mark.parametrize("wire", ["shm", "zmq"])
 def test_a_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
     plan = make_plan(5, FEW, every=FEW, longest_stop_s=SHORT)
-    summary = weather(plan, tmp_path, wire)
+    summary = weather(plan, tmp_path / "storm", wire)
     assert summary.problems() == []
     assert sum(summary.injections.values()) == len(ON_ONE_HOST)
     assert summary.ends["loaded"] > FEW / 5
@@ -33,7 +33,7 @@ def test_a_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("wire", ["shm", "zmq", UCX, NIXL])
 def test_a_long_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
-    summary = weather(make_plan(3, 1500), tmp_path, wire)
+    summary = weather(make_plan(3, 1500), tmp_path / "storm", wire)
     assert summary.problems() == []
     assert summary.ends["loaded"] > 300
 

@@ -125,10 +125,10 @@ def test_kv_of_released_blocks_is_not_decoded_from(wire: str) -> None:
 
 def test_bits_that_flip_in_a_header_fail_the_load() -> None:
     """Not one load of these is taken; flips in the KV itself are found by digests alone."""
-    faults = {"faults": "chunk:corrupt_header"}
-    settings = {**PATIENT, "transport": "zmq", "pull_timeout_s": 1.0}
+    settings: dict[str, Any] = {**PATIENT, "transport": "zmq", "pull_timeout_s": 1.0}
+    faults = "chunk:corrupt_header"
     with (
-        Engine(SHAPE, "prefill", fill=None, **settings, **faults) as source,
+        Engine(SHAPE, "prefill", fill=None, faults=faults, **settings) as source,
         Engine(SHAPE, "decode", fill=POISON, **settings) as sink,
     ):
         ref = source.offer("p", 64, BLOCKS)
