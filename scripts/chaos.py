@@ -3,8 +3,11 @@ killed, stopped and lied to while requests move through them. ``tests/chaos`` sa
 
     python scripts/chaos.py --requests 10000 --wire shm zmq ucx nixl --out scripts/results
     python scripts/chaos.py --requests 2000 --wire cuda_ipc --device cuda --out scripts/results
+    python scripts/chaos.py --planted --out scripts/results
 
-Exit status: 0 nothing that must not happen has happened, 1 something has.
+The last one plants faults, one at a time, and says who finds each.
+
+Exit status: 0 nothing that must not happen has happened (every fault was found), 1 something has.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 
+from tests.chaos.finding import Found, look_for
+from tests.chaos.planted import PLANTED
 from tests.chaos.play import Summary
 from tests.chaos.running import hardware, versions, weather
 from tests.chaos.storm import make_plan
@@ -43,6 +48,8 @@ def main() -> int:
     options = _options()
     logging.getLogger("kvxfer").setLevel(logging.CRITICAL)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="storms-"))
+    if options.planted:
+        return _plant(folder, options.out)
     is_clean = True
     for wire in options.wire:
         storms: list[Summary] = []
@@ -58,6 +65,43 @@ def main() -> int:
         is_clean = is_clean and all(each.is_clean for each in storms)
     print(f"logs: {folder}")
     return 0 if is_clean else 1
+
+
+def _plant(folder: Path, out: Path | None) -> int:
+    rows: list[Found] = []
+    for planted in PLANTED:
+        rows.append(look_for(planted, folder))
+        row = rows[-1]
+        print(f"{row.name:45} {row.seconds:6.1f} s  {row.by or 'NOT FOUND'}", flush=True)
+        if out is not None:
+            stem = out / f"chaos_planted_{time.strftime('%Y-%m-%d')}"
+            stem.with_suffix(".md").write_text(_table(rows), encoding="utf-8")
+    return 0 if all(row.by for row in rows) else 1
+
+
+def _table(rows: list[Found]) -> str:
+    cells = [
+        f"| {row.room} | {row.name.replace('_', ' ')} | {row.by or 'nobody'} | {row.seconds:.0f} |"
+        for row in rows
+    ]
+    return "\n".join(
+        [
+            f"# Faults planted for storms and the suite to find, {time.strftime('%Y-%m-%d')}",
+            "",
+            f"{sum(bool(row.by) for row in rows)} of {len(rows)} found. Seconds count the start of "
+            "engines, or of pytest, and the calm before the storm.",
+            "",
+            "- Command: `python scripts/chaos.py --planted --out scripts/results`",
+            f"- Machine: {hardware()}; shared with other work",
+            "- Versions: " + ", ".join(f"{name} {each}" for name, each in versions().items()),
+            "- What each one changes: `tests/chaos/planted.py`",
+            "",
+            "| room | fault | found by | seconds |",
+            "|---|---|---|---|",
+            *cells,
+            "",
+        ]
+    )
 
 
 def _storms(seed: int, num_requests: int) -> list[tuple[int, int]]:
@@ -136,6 +180,7 @@ def _added(storms: list[Summary], name: str) -> dict[str, int]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--planted", action="store_true", help="faults instead of storms")
     parser.add_argument("--requests", type=int, default=1000, help="of each wire")
     parser.add_argument("--wire", nargs="+", default=["shm"], help="shm, zmq, ucx, nixl, cuda_ipc")
     parser.add_argument("--seed", type=int, default=1, help="of the first storm")

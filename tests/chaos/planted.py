@@ -299,8 +299,7 @@ PLANTED: Sequence[Planted] = (
     Planted(
         a_late_release_is_valid,
         "protocol",
-        test="tests/connector/test_ends.py"
-        "::test_a_release_behind_an_end_that_the_io_thread_has_not_heard_of_is_invalid",
+        test="tests/transfer/test_session.py",
     ),
     Planted(a_read_needs_no_verdict, "protocol", kinds=(Kind.RESET,)),
     Planted(an_abort_does_not_wait_for_the_copy, "protocol", fleet=SLOW_FLEET),

@@ -11,6 +11,8 @@ import pytest
 from kvxfer.transfer.manifest import RankId
 from tests.builders import EngineShape, build_regions
 from tests.chaos.content import answer_of, kv_of, names_of
+from tests.chaos.finding import look_for
+from tests.chaos.planted import PLANTED, Planted
 from tests.chaos.running import weather
 from tests.chaos.storm import ON_ONE_HOST, Twist, make_plan
 from tests.connector.rig import NIXL, UCX
@@ -36,6 +38,13 @@ def test_a_long_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
     summary = weather(make_plan(3, 1500), tmp_path / "storm", wire)
     assert summary.problems() == []
     assert summary.ends["loaded"] > 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_a_planted_fault_is_found(planted: Planted, tmp_path: Path) -> None:
+    found = look_for(planted, tmp_path)
+    assert found.by, planted.plant.__doc__
 
 
 def test_a_seed_is_the_whole_plan() -> None:
