@@ -452,8 +452,6 @@ class Play:
                 self._say("stands" if stood else "nothing to stop", member.name, stood)
             case Kind.HOSTILE:
                 self._besiege(member, injection)
-            case Kind.PARTITION:
-                raise NotImplementedError
             case _:
                 self._fleet.tell(member, injection.rank, _order(injection))
         if injection.kind not in (Kind.CLOCK, Kind.WALL_CLOCK):

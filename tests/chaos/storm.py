@@ -61,10 +61,6 @@ class Kind(enum.StrEnum):
     WALL_CLOCK = "wall clock jumps"
     RESET = "cache reset"
     HOSTILE = "hostile peers"
-    PARTITION = "partition"
-
-
-ON_ONE_HOST = tuple(kind for kind in Kind if kind is not Kind.PARTITION)
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -149,7 +145,7 @@ def make_plan(
     num_requests: int,
     *,
     fleet: Sequence[Shape] = FLEET,
-    kinds: Sequence[Kind] = ON_ONE_HOST,
+    kinds: Sequence[Kind] = tuple(Kind),
     every: int = 40,
     longest_stop_s: float = 5.0,
 ) -> Plan:
@@ -213,7 +209,7 @@ def _injection(
         duration_s = drawn.choice((0.5, 2.0, 60.0, 7200.0))
     elif kind is Kind.WALL_CLOCK:
         duration_s = drawn.choice((-86400.0, -5.0, 5.0, 86400.0))
-    elif kind in (Kind.HOSTILE, Kind.PARTITION, Kind.MANGLE):
+    elif kind in (Kind.HOSTILE, Kind.MANGLE):
         duration_s = drawn.choice([d for d in (1.0, 2.0, 4.0) if d <= longest_s])
         messages = tuple(drawn.sample(MESSAGE_KINDS, drawn.randrange(1, len(MESSAGE_KINDS) + 1)))
     return Injection(

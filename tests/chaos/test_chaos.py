@@ -14,7 +14,7 @@ from tests.chaos.content import answer_of, kv_of, names_of
 from tests.chaos.finding import look_for
 from tests.chaos.planted import PLANTED, Planted
 from tests.chaos.running import weather
-from tests.chaos.storm import ON_ONE_HOST, Twist, make_plan
+from tests.chaos.storm import Kind, Twist, make_plan
 from tests.connector.rig import NIXL, UCX
 
 FEW = 160
@@ -27,7 +27,7 @@ def test_a_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
     plan = make_plan(5, FEW, every=FEW, longest_stop_s=SHORT)
     summary = weather(plan, tmp_path / "storm", wire)
     assert summary.problems() == []
-    assert sum(summary.injections.values()) == len(ON_ONE_HOST)
+    assert sum(summary.injections.values()) == len(Kind)
     assert summary.ends["loaded"] > FEW / 5
     assert max(summary.lives.values()) > 1
 
@@ -52,7 +52,7 @@ def test_a_seed_is_the_whole_plan() -> None:
     assert make_plan(7, 300) != make_plan(8, 300)
     plan = make_plan(7, 3000)
     assert {ask.twist for ask in plan.asks} == set(Twist)
-    assert {each.kind for each in plan.injections} == set(ON_ONE_HOST)
+    assert {each.kind for each in plan.injections} == set(Kind)
 
 
 def test_kv_says_whose_it_is() -> None:
