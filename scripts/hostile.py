@@ -57,7 +57,7 @@ def main() -> int:
     cases = [
         (number, case)
         for number, case in enumerate((*CASES, BUSY))
-        if fnmatch.fnmatch(case.name, options.cases)
+        if any(fnmatch.fnmatch(case.name, pattern) for pattern in options.cases)
     ]
     rows: list[Row] = []
     # Processes that have what an attack needs, and nothing of the engines
@@ -85,7 +85,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--loads", type=int, default=400, help="loads without, and as many beside")
-    parser.add_argument("--cases", default="*", help="a pattern of names")
+    parser.add_argument("--cases", nargs="+", default=["*"], help="patterns of names")
     parser.add_argument("--limit", type=float, default=2.0, help="of the ratio of p99")
     parser.add_argument("--out", type=Path, help="folder of the dated results")
     return parser.parse_args()

@@ -110,10 +110,10 @@ def test_scripts_are_executable_and_strict(script: str) -> None:
     assert "http" not in path.read_text()
 
 
-def test_ci_runs_four_scripts_and_nothing_else() -> None:
+def test_ci_runs_five_scripts_and_nothing_else() -> None:
     lines = (ROOT / ".ci/run").read_text().splitlines()
     commands = [line for line in lines if not line.startswith(("#", "set ", "root="))]
-    names = ("check", "test", "demo", "test_vllm")
+    names = ("check", "test", "demo", "test_vllm", "test_integrations")
     assert commands == [f'"$root/scripts/{name}"' for name in names]
 
 

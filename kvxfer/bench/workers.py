@@ -78,7 +78,7 @@ def _sentence(exc: Exception) -> str:
 
 
 class Worker:
-    """One process; starts at once, :meth:`ready` waits for it."""
+    """One process; starts at once, :meth:`ready` waits for it. ``is_daemon``: it starts no others."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Worker:
         *arguments: object,
         environment: Mapping[str, str] | None = None,
         method: str = SPAWN,
+        is_daemon: bool = True,
     ) -> None:
         self.name = name
         self._why: str | None = None
@@ -97,9 +98,12 @@ class Worker:
         context.set_forkserver_preload(list(IMPORTED_BEFORE))
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, dict(environment or {}), make, arguments), daemon=True
+            target=_serve,
+            args=(theirs, dict(environment or {}), make, arguments),
+            daemon=is_daemon,
         )
         self._process.start()
+        self.pid = self._process.pid
         theirs.close()
 
     def ready(self, timeout_s: float = START_S) -> None:

@@ -93,6 +93,11 @@ def why_refused(config: Config, address: str, key: str | None) -> str | None:
 
 BEGUN_S = 5.0
 """For so long connections that were admitted are counted by address."""
+MOST_BEGUN = 1024
+"""Connections of an address within BEGUN_S; one more is as if one had misbehaved. 64 ranks of an
+address that come back make 128 of them. libzmq 4.3.5 ends the process when it gives a connection
+the name that another one has given itself, one of 2**32: this bounds how many are tried.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,14 +118,17 @@ class Penalties:
         self._by_address: dict[str, _Penalty] = {}
         self._begun: dict[str, tuple[float, int]] = {}
 
-    def begun(self, address: str, now_s: float) -> None:
-        """A connection of this address was admitted. From the guard's thread."""
+    def begun(self, address: str, now_s: float) -> int:
+        """A connection of this address was admitted. From the guard's thread. Returns how many were
+        within BEGUN_S.
+        """
         since_s, number = self._begun.pop(address, (now_s, 0))
         if now_s - since_s >= BEGUN_S:
             since_s, number = now_s, 0
         elif not number and len(self._begun) >= _MAX_PENALTIES:
             del self._begun[next(iter(self._begun))]
         self._begun[address] = since_s, number + 1
+        return number + 1
 
     def busiest(self, now_s: float) -> tuple[str, int]:
         """The address of most connections of late, and how many; "" if there is none."""
@@ -198,7 +206,7 @@ class Guard:
     def _answer(self, frames: list[bytes]) -> list[bytes]:
         """Frames: version, request id, domain, address, routing id, mechanism, CURVE key."""
         _, request_id, _, raw_address, _, mechanism, *credentials = frames
-        address = raw_address.decode(errors="replace")
+        address, now_s = raw_address.decode(errors="replace"), time.monotonic()
         key = z85.encode(credentials[0]).decode() if mechanism == b"CURVE" else None
         why = why_refused(self._config, address, key)
         if why is not None:
@@ -206,17 +214,31 @@ class Guard:
             by_key = self._config.curve_secret_key is not None
             self._on_refused("user" if is_user else "key" if by_key else "address")
             who = "another user" if is_user else address
-            if self._warned.note(who, time.monotonic()):
+            if self._warned.note(who, now_s):
                 _log.warning("a connection from %s was refused: %s", address or "nowhere", why)
             status, text = b"400", why.encode()
-        elif self._penalties.holds(address, time.monotonic()):
+        elif self._has_to_wait(address, now_s):
             self._on_refused("penalty")
             status, text = b"300", b"later"  # a peer that is admitted tries again
         else:
             status, text = b"200", b"OK"
-            if user_of(address) is None:
-                self._penalties.begun(address, time.monotonic())
         return [b"1.0", request_id, status, text, b"", b""]
+
+    def _has_to_wait(self, address: str, now_s: float) -> bool:
+        """Whether it has a penalty, or gets one for one connection too many."""
+        if self._penalties.holds(address, now_s):
+            return True
+        if user_of(address) is not None or self._penalties.begun(address, now_s) <= MOST_BEGUN:
+            return False
+        self._penalties.add(address, now_s)
+        if self._warned.note(address, now_s):
+            _log.warning(
+                "connections from %s wait: expected at most %d in %g s, got more; is it an engine?",
+                address,
+                MOST_BEGUN,
+                BEGUN_S,
+            )
+        return True
 
 
 # ------------------------------------------------------------------ the Unix socket beside a port

@@ -67,6 +67,8 @@ _SHARE = 8
 """A listener takes a part of the process's descriptors: a rank has up to four of them, so that half
 is left for its own connections and for the engine.
 """
+MOST_OF_ADDRESS = 512
+"""Connections of an address to a listener, however many descriptors there are."""
 _TCP_INFO_NBYTES = 136
 _RECEIVED = struct.Struct("=Q")
 _RECEIVED_AT = 128  # tcpi_bytes_received of linux/tcp.h, from Linux 4.1 on
@@ -382,7 +384,7 @@ class Visitors:
         except OSError:  # gone already
             return
         self._leave(fd)
-        if self._num_of[address] >= self._most // 2:
+        if self._num_of[address] >= min(self._most // 2, MOST_OF_ADDRESS):
             self._make_room(address)
         elif len(self._visitors) >= self._most:
             self._make_room(None)
@@ -395,7 +397,8 @@ class Visitors:
         """
         fds = [fd for fd, each in self._visitors.items() if address in (None, each.address)]
         silent = next((fd for fd in fds if self._visitors[fd].name is None), fds[0])
-        self._shut(silent, f"it was silent, and {self._most} may be connected, half of an address")
+        most = f"{self._most} may be connected, half and at most {MOST_OF_ADDRESS} of an address"
+        self._shut(silent, f"it was silent, and {most}")
         self._leave(silent)
 
     def _leave(self, fd: int) -> None:

