@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
+import os
 import sys
 import tempfile
 import time
@@ -46,8 +46,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 def main() -> int:
     options = _options()
+    os.environ["PYTHONPATH"] = sys.path[0]  # the fork server imports before it is told of sys.path
     logging.getLogger("kvxfer").setLevel(logging.CRITICAL)
     folder = options.logs or Path(tempfile.mkdtemp(prefix="storms-"))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
     if options.planted:
         return _plant(folder, options.out)
     is_clean = True
@@ -61,7 +64,7 @@ def main() -> int:
             for problem in summary.problems()[:20]:
                 print(f"  {problem[:300]}", flush=True)
             if options.out is not None:
-                _write(options.out, wire, storms)
+                _write(options, wire, storms)
         is_clean = is_clean and all(each.is_clean for each in storms)
     print(f"logs: {folder}")
     return 0 if is_clean else 1
@@ -120,16 +123,17 @@ def _line(summary: Summary) -> str:
     )
 
 
-def _write(folder: Path, wire: str, storms: list[Summary]) -> None:
+def _write(options: argparse.Namespace, wire: str, storms: list[Summary]) -> None:
     date = time.strftime("%Y-%m-%d")
     record = Record(
         date=date,
-        command=shlex.join(["python", *sys.argv]),
+        command=f"python scripts/chaos.py --requests {options.requests} --wire {wire} --seed "
+        f"{options.seed} --every {options.every} --device {options.device} --out scripts/results",
         hardware=hardware(),
         versions=versions(),
         storms=storms,
     )
-    stem = folder / f"chaos_{wire}_{date}"
+    stem = options.out / f"chaos_{wire}_{date}"
     stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
     stem.with_suffix(".md").write_text(_report(record), encoding="utf-8")
 
