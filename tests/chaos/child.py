@@ -111,6 +111,7 @@ _schedulers: list[SchedulerConnector] = []
 def set_up(spec: Spec) -> None:
     """First of all in a process of an engine."""
     sys.setrecursionlimit(1000)
+    os.environ["UCX_DEBUG_SIGNO"] = "SIGUSR2"  # else SIGHUP makes it write everything to the log
     libc = ctypes.CDLL(None, use_errno=True)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for number in STOP_SIGNALS.values():
