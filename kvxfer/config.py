@@ -57,6 +57,8 @@ _BOUNDS: Final = {  # name: (least, most, what or why)
     "chunk_nbytes": (4 << 10, 64 << 20, " bytes"),
     "staging_slots": (2, 1024, "; with one slot nothing overlaps"),
     "staging_nbytes": (8 << 10, 4 << 30, " bytes"),
+    "load_in_step_s": (0, 1, " s"),
+    "zmq_streams": (0, 16, "; 0 is by the number of cores"),
 }
 # (shorter, longer, why)
 _ORDERED: Final = (
@@ -106,6 +108,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pull_timeout_s: float = 10.0
     """A load that gets no further for this long has failed. Change it where a wire stands still
     for longer and goes on."""
+    load_in_step_s: float = 0.002
+    """Loads that together take no longer, by the trials of their wires, are part of the step that
+    orders them: it computes behind their copies. 0: none is. Change it to a third of a decode
+    step."""
     peer_silent_s: float = 3.0
     """A peer that owes an answer and says nothing for this long is down. Change it where engines
     stand still for longer, or must be found dead sooner."""
@@ -119,9 +125,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Chunks in flight on one connection of a stream, 2 or more. Not set: by its measured costs.
     Change it to measure."""
     staging_nbytes: int | None = None
-    """The most staging of one connection, on each side. Not set: 32 MiB where it is host memory,
-    256 MiB on a GPU, and what the two settings above make. Change it where memory is short, or
-    many peers connect."""
+    """The most staging of one connection, on each side. Not set: 32 MiB where it is host memory
+    (for each stream of ``zmq``), 256 MiB on a GPU, and what the two settings above make. Change it
+    where memory is short, or many peers connect."""
+    zmq_streams: int = 0
+    """Connections over which ``zmq`` carries the chunks of one peer rank, each with a thread of its
+    own: what the sink says, as far as the source says as much. 0: one for each four cores, 1 to 8.
+    Change it where a network needs more of them, or the engine needs the cores."""
     control_max_nbytes: int = 4 << 20
     """A longer control message is refused, answered and counted. Change it for prompts of millions
     of tokens; lower it where peers are not trusted."""

@@ -40,6 +40,7 @@ BENCHMARKS = {
     "cache": Named("names of blocks, and the pool of blocks", 30, 5),
     "strided-copy": Named("copies between two pools in host memory", 10, 2),
     "transfer": Named("each wire between two processes, in host memory", 300, 25),
+    "streams": Named("zmq over several TCP streams, on many cores", 200, 40, True),
     "connector": Named("a load from offer to accepted, two engines", 40, 6),
     "gpu-transfer": Named("the wire between two GPUs beside others (a GPU)", 150, 60),
     "kernels": Named("the copying kernel, and the link (a GPU)", 200, 60),

@@ -205,21 +205,25 @@ class Contenders:
         names = (SOCKETS, UNIX_SOCKETS) if is_one_host else (SOCKETS,)
         self.add([Way(name, source, sink, is_raw=True) for name in names], join)
 
-    def configs(self, wire: str) -> tuple[Config, Config]:
-        """What a wire is told, of each side."""
-        source, sink = (wire_config(wire, host=host, **self.settings) for host in self.hosts)
+    def configs(self, wire: str, **more: object) -> tuple[Config, Config]:
+        """What a wire is told, of each side. ``more``: settings, beside those of all wires."""
+        settings = self.settings | more
+        source, sink = (wire_config(wire, host=host, **settings) for host in self.hosts)
         return source, sink
 
-    def start_wire(self, wire: str, request: Request | None = None) -> None:
+    def start_wire(
+        self, wire: str, request: Request | None = None, mark: str = "", **more: object
+    ) -> None:
         """One of kvxfer's. ``request``: a trial is made for such, and the sink asks for each; None:
-        it reads by itself.
+        it reads by itself. ``mark``: behind its name, where it is there with several settings.
         """
+        name = kvxfer(wire) + mark
         if not is_installed(wire):
-            self.absent[kvxfer(wire)] = f"{LIBRARIES[wire]} is not installed"
+            self.absent[name] = f"{LIBRARIES[wire]} is not installed"
             return
         devices = Devices(self.devices.source, self.devices.sink, wire)
-        arguments = tuple((devices, self.nbytes, config) for config in self.configs(wire))
-        giving, taking = self.pair(kvxfer(wire), (Giving, Taking), (arguments[0], arguments[1]))
+        arguments = tuple((devices, self.nbytes, config) for config in self.configs(wire, **more))
+        giving, taking = self.pair(name, (Giving, Taking), (arguments[0], arguments[1]))
 
         def join() -> None:
             manifest = giving.call(RankManifest, "manifest")
@@ -227,10 +231,10 @@ class Contenders:
                 taking.call(object, "attach", manifest)
             else:
                 told = (manifest, giving.call(tuple, "address"), request)
-                self.choices[kvxfer(wire)] = taking.call(str, "meet", *told)
+                self.choices[name] = taking.call(str, "meet", *told)
             self.takings[wire] = (taking, manifest)
 
-        self.add([Way(kvxfer(wire), giving, taking)], join)
+        self.add([Way(name, giving, taking)], join)
 
     def start_nixl(self, setting: Setting, *, is_raw: bool) -> None:
         """NIXL's own transfer, which moves blocks as they are."""

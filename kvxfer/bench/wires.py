@@ -42,15 +42,16 @@ from kvxfer.transports.base import (
     SinkTransport,
     TransferKey,
 )
+from kvxfer.transports.channel import Context
 from kvxfer.transports.choice import Choice, choose
-from kvxfer.transports.copy_thread import CopyThread
+from kvxfer.transports.copy_thread import Copier
 from kvxfer.transports.guard import Guard
+from kvxfer.transports.parallel import make_context, make_copier
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.wake_up import WakeUp
 from kvxfer.transports.zmq_pipe import ZmqPipe
 
-_Context = zmq.Context[zmq.Socket[bytes]]
 READ_S = 30.0
 LONGEST_WAIT_MS = 100  # a wire wakes us; this is for one that forgot
 MATRIX_COLUMNS = {"cuda": 8192, "cpu": 256}
@@ -76,14 +77,14 @@ class Hands:
     """What a wire needs beside its memory, and how its IO thread waits."""
 
     def __init__(self, config: Config, *watched: Readable) -> None:
-        self.copy_thread, self.wake = CopyThread(), WakeUp()
-        self.context: _Context = zmq.Context()
+        self.copy_thread, self.wake = make_copier(config), WakeUp()
+        self.context = make_context(config)
         Guard(self.context, config)
         self._poller, self._polled = zmq.Poller(), list[Readable]()
         self.watched = list(watched)
 
     @property
-    def all(self) -> tuple[CopyThread, WakeUp, _Context]:
+    def all(self) -> tuple[Copier, WakeUp, Context]:
         """As a wire is given them."""
         return self.copy_thread, self.wake, self.context
 

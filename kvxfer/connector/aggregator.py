@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
-from kvxfer.connector.records import KVConnectorOutput
+from kvxfer.connector.records import KVConnectorOutput, NearSources
 
 log = logging.getLogger("kvxfer.connector")
 
@@ -204,7 +204,9 @@ class KVOutputAggregator:
         }
         stats, worker_meta, events = None, None, None
         invalid: set[int] = set()
+        near: dict[str, NearSources] = {}
         for _, output in rounds:
+            near |= getattr(output, "near", None) or {}
             stats = _added("kv_connector_stats", stats, output)
             worker_meta = _added("kv_connector_worker_meta", worker_meta, output)
             events = _joined(events, getattr(output, "kv_cache_events", None))
@@ -223,6 +225,7 @@ class KVOutputAggregator:
             "kv_connector_worker_meta": worker_meta,
             "kv_cache_events": events,
             "invalid_block_ids": invalid,
+            "near": near or None,
             "expected_finished_count": self._expected,
         }
         return type(like)(**{name: each for name, each in fields.items() if hasattr(like, name)})

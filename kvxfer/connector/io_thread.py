@@ -46,7 +46,7 @@ CATCH_UP_MS = 20
 """How long a late thread lets ZeroMQ read before it believes that nothing has come."""
 OVERDUE_S = 0.1
 """Timers wait for sockets no longer than this: a flood must not stop the clocks. Each reader has a
-turn of 5 ms (``visitors``) and what it began, so that a round beside it is short, too.
+turn of 1 ms (``visitors``) and what it began, so that a round beside it is short, too.
 """
 
 _log = logging.getLogger("kvxfer.connector")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -107,6 +108,13 @@ class Ledger:
         """
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._sent or self._loads), timeout_s)
+
+    def wait_for_loads(self, request_ids: AbstractSet[str], timeout_s: float) -> bool:
+        """Sleep until all these loads have ended; False after ``timeout_s``."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: request_ids <= {report.request_id for report in self._loads}, timeout_s
+            )
 
     def fileno(self) -> int:
         """A descriptor that is readable while something has ended that :meth:`take_finished`

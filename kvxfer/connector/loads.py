@@ -50,7 +50,8 @@ class LoadState(enum.Enum):
 @dataclass(slots=True)
 class Load:
     """One wanted load; ``num_local_tokens``: how many tokens the engine has cached, by its last
-    call. ``is_spent``: another request has read the offer.
+    call. ``is_spent``: another request has read the offer. ``in_step_s``: how long it
+    will take, if the engine was last told that it is part of the step.
     """
 
     source: SourceRef
@@ -58,7 +59,13 @@ class Load:
     state: LoadState = LoadState.WANTED
     num_local_tokens: int = 0
     is_spent: bool = False
+    in_step_s: float | None = None
     trace: TraceHeaders = ()
+
+    @property
+    def is_in_step(self) -> bool:
+        """The step that orders it computes with its KV."""
+        return self.in_step_s is not None
 
 
 class AskedOffers:
@@ -156,6 +163,7 @@ class LoadBook:
                 token_hi=load.num_local_tokens + num_external_tokens,
                 block_ids=tuple(tuple(group) for group in block_ids),
                 trace=load.trace,
+                in_step=load.is_in_step,
             )
         )
         return None

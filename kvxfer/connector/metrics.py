@@ -92,6 +92,8 @@ def _gauge(name: str, unit: str, labels: str, text: str) -> Metric:
 METRICS = (
     # ---- requests, counted once by the scheduler
     _counter("requests_loaded", "requests", "", "Requests whose KV was loaded."),
+    _counter("requests_in_step", "requests", "",
+             "Requests whose load was part of a step, whatever its verdict."),
     _counter("requests_failed", "requests", "reason",
              "Requests whose KV was to be loaded and could not be.", known=_REASONS),
     _counter("requests_plain", "requests", "reason",

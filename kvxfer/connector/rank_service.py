@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from queue import Empty, SimpleQueue
 
 import msgspec
 import torch
@@ -17,7 +19,7 @@ from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.io_thread import IoThread, ZmqSocket
+from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
@@ -26,10 +28,17 @@ from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.protection import protection
-from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.connector.records import (
+    AbortLoad,
+    ConnectorMetadata,
+    NearSource,
+    NearSources,
+    SourceRef,
+)
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
 from kvxfer.tensors.device_memory import current_context
+from kvxfer.transfer.costs import REFERENCE_TOKENS
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.wire import (
@@ -52,9 +61,10 @@ from kvxfer.transports.base import (
     SinkTransport,
     SourceTransport,
 )
-from kvxfer.transports.copy_thread import SMALL_NBYTES, CopyThread
+from kvxfer.transports.copy_thread import SMALL_NBYTES
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.key_folder import with_folder_keys
+from kvxfer.transports.parallel import make_context, make_copier
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.visitors import LOOK_S
 
@@ -62,9 +72,6 @@ DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
 word 200 ms.
 """
-
-MAX_SOCKETS = 16384
-"""Of one rank: a source rank takes two for control and two for data; ZeroMQ's own bound is 1023."""
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -111,9 +118,8 @@ class RankService:
             # The context is entered once a round, and not around each call of CUDA or UCX
             within=current_context(memory.device) if memory.device.type == "cuda" else None,
         )
-        self._context: zmq.Context[ZmqSocket] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
-        self._copy_thread = CopyThread(small_nbytes=SMALL_NBYTES)
+        self._context = make_context(config)
+        self._copy_thread = make_copier(config, small_nbytes=SMALL_NBYTES)
         self.has_looked = True
         """Set a few times a second: gauges may have changed although nothing was counted."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
@@ -298,6 +304,41 @@ class RankService:
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
 
+    def carry_out_now(
+        self,
+        orders: ConnectorMetadata,
+        after: torch.cuda.Event | None,
+        request_ids: Sequence[str],
+        timeout_s: float,
+    ) -> list[torch.cuda.Event] | None:
+        """:meth:`carry_out`, and wait until the IO thread has begun these loads: their copies, as
+        :meth:`Sink.copied` has them.
+        """
+        begun: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
+        handed_s = self.io.now()
+
+        def order() -> None:
+            self._take(orders, handed_s, after)
+            begun.put(self.sink.copied(request_ids))
+
+        if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
+            self.io.post(order)
+        with suppress(Empty):
+            return begun.get(timeout=timeout_s)
+        return None
+
+    def abort(self, request_ids: Iterable[str], reason: Reason) -> None:
+        """Give these loads up; those that have ended stay as they are."""
+        for request_id in request_ids:
+            self.io.post(partial(self.sink.abort, AbortLoad(request_id, reason)))
+
+    def near(self) -> NearSources:
+        """The sources that this rank can load from within a step. On the engine thread, as
+        :meth:`gauges`.
+        """
+        near = ((peer.manifest, near_source(peer)) for peer in self._peers.all_ready())
+        return {of.incarnation: source for of, source in near if of and source}
+
     def _take(
         self, orders: ConnectorMetadata, handed_s: float, after: torch.cuda.Event | None
     ) -> None:
@@ -396,3 +437,18 @@ class RankService:
         thread.join(DRAIN_S)
         if thread.is_alive():
             _log.error("shutdown: a socket was left open")
+
+
+def near_source(peer: Peer) -> NearSource | None:
+    """How long loads from a peer that is ready take within a step; None where they need a message
+    or a stream.
+    """
+    choices, boards = list(peer.choices.values()), []
+    for route in peer.routes():
+        board = peer.source(route.source_rank).board
+        if board is None or peer.board(route.source_rank) is None:  # a stream has none
+            return None
+        boards.append(board)
+    latency_s = sum(choice.costs.latency_s for choice in choices)
+    reference_s = sum(choice.workload.nbytes / choice.costs.bytes_per_s for choice in choices)
+    return NearSource(latency_s, reference_s / REFERENCE_TOKENS, tuple(boards))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvxfer.transfer.manifest import EngineManifest
+from kvxfer.transfer.manifest import EngineManifest, MemfdHandle
 from kvxfer.transfer.wire import OfferRef, Reason
 
 GroupBlockIds = tuple[tuple[int, ...], ...]
@@ -65,7 +65,8 @@ class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
 
 class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks. ``trace``: headers of the
-    request's trace, see :mod:`kvxfer.connector.tracing`.
+    request's trace, see :mod:`kvxfer.connector.tracing`. ``in_step``: the step that orders it
+    computes with its KV, and reports it (:mod:`kvxfer.connector.step_loads`).
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
     token_hi: int
     block_ids: GroupBlockIds
     trace: TraceHeaders = ()
+    in_step: bool = False
 
 
 class AbortLoad(msgspec.Struct, frozen=True):
@@ -164,6 +166,21 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     trace: TraceHeaders = ()
 
 
+class NearSource(msgspec.Struct, frozen=True, array_like=True):
+    """A source engine that a rank can load from within a step: every wire is direct, every board
+    open. A load of n tokens takes ``latency_s + n * token_s``, by the wires' trials. ``boards``: of
+    the source ranks that it asks.
+    """
+
+    latency_s: float
+    token_s: float
+    boards: tuple[MemfdHandle, ...]
+
+
+NearSources = dict[bytes, NearSource]
+"""Of one rank, by the incarnation of the source engine."""
+
+
 class KVConnectorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counts since the last report; ``aggregate`` adds two. ``reasons``: why KV was not used, by
     Reason value; ``failed``: the part of these counts that are loads which began and failed.
@@ -204,7 +221,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     too. ``failure_details``: the same requests, why in words. ``incomplete_blocks``: of loads in
     ``finished_recving`` that succeeded, the blocks that hold all tokens that their request needs,
     but not all tokens of a full block. The engine must leave these blocks out when it names the
-    request's blocks for prefix reuse.
+    request's blocks for prefix reuse. ``near``: by rank, where it has changed.
     """
 
     finished_sending: set[str] | None = None
@@ -214,5 +231,6 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     incomplete_blocks: dict[str, BlockPlaces] | None = None
     kv_connector_stats: KVConnectorStats | None = None
     kv_cache_events: Any = None
+    near: dict[str, NearSources] | None = None
     invalid_block_ids: set[int] = set()
     expected_finished_count: int = 0

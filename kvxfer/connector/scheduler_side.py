@@ -30,6 +30,7 @@ from kvxfer.connector.records import (
     KVConnectorStats,
     SourceRef,
 )
+from kvxfer.connector.step_loads import StepLoads
 from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
@@ -82,9 +83,11 @@ class SchedulerConnector:
         self._manifest_is_new = False
         self._offers = OfferBook()
         self._loads = LoadBook()
+        self._step_loads = StepLoads(config.load_in_step_s)
+        self._ranks: frozenset[str] = frozenset()
         self._reasons: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
-        self._num_loaded = 0
+        self._num_loaded = self._num_in_step = 0
         self._unused = UnusedKV()
         self._now = now
 
@@ -120,6 +123,7 @@ class SchedulerConnector:
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
         self._manifest_is_new = True
+        self._ranks = frozenset(str(rank.rank) for rank in ranks.values())
 
     def get_finished_count(self) -> int | None:
         """None: every rank reports every request."""
@@ -190,13 +194,31 @@ class SchedulerConnector:
         self, request: RequestLike, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the locally cached ones can be loaded, and whether that is
-        asynchronous. None: another request loads them; ask again later.
+        asynchronous. If not, the load is part of this step: see
+        :mod:`~kvxfer.connector.step_loads`. None: another request loads them; ask again later.
 
-        May be called any number of times; the last ``num_computed_tokens`` counts in
-        update_state_after_alloc.
+        May be called any number of times; the last call counts in update_state_after_alloc.
         """
         num_tokens = self._loads.num_more_tokens(request.request_id, num_computed_tokens)
-        return num_tokens, bool(num_tokens)
+        if not num_tokens:
+            return num_tokens, False
+        load = self._loads.wanted(request.request_id)
+        assert load is not None  # it has tokens to load
+        # What is left of the prompt is computed in this step, with nothing in between to be named
+        is_whole = num_computed_tokens + num_tokens == request.num_prompt_tokens - 1
+        load.in_step_s = None
+        if is_whole:
+            load.in_step_s = self._step_loads.time_s(
+                load.source, num_tokens, self._ranks, self._now()
+            )
+        return num_tokens, load.in_step_s is None
+
+    def loaded_in_step(self, request_id: str) -> int | None:
+        """The first token of a request's load that is part of the step whose output is to come;
+        None if its load is no such one.
+        """
+        load = self._loads.handed(request_id)
+        return load.num_local_tokens if load is not None and load.is_in_step else None
 
     def update_state_after_alloc(
         self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
@@ -207,6 +229,8 @@ class SchedulerConnector:
         load = self._loads.wanted(request.request_id)
         if load is None:
             return None  # a table of thousands of blocks need not be read for it
+        if load.in_step_s is not None and num_external_tokens:
+            self._step_loads.promise(load.in_step_s)
         reason = self._loads.allocated(
             request.request_id, blocks.get_block_ids(), num_external_tokens
         )
@@ -276,6 +300,7 @@ class SchedulerConnector:
         """This step's orders, NO_ORDERS itself where there are none. Reads ``scheduler_output``,
         changes nothing in it.
         """
+        self._step_loads.begin_step()
         orders = self._loads.step(self._offers.step(scheduler_output))
         if self._manifest_is_new:
             self._manifest_is_new = False
@@ -284,6 +309,8 @@ class SchedulerConnector:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Take the aggregated reports of the ranks."""
+        if output.near:
+            self._step_loads.learn(output.near)
         failed = output.failed_recving or {}
         details = output.failure_details or {}
         for request_id in output.finished_recving or ():
@@ -292,6 +319,10 @@ class SchedulerConnector:
                 continue  # the output of another connector
             was_aborted = load.state is LoadState.ABORTED
             self._loads.ended(request_id, reason)
+            if load.is_in_step:
+                self._num_in_step += 1
+                if reason == Reason.DEADLINE:
+                    self._step_loads.was_late(load.source, self._now())
             if reason is None:
                 self._num_loaded += 1
                 self._unused.works(load.source)
@@ -319,13 +350,16 @@ class SchedulerConnector:
         if not (self._reasons or self._num_loaded):
             return None
         counts = {"requests.loaded": self._num_loaded} if self._num_loaded else {}
+        if self._num_in_step:
+            counts["requests.in_step"] = self._num_in_step
         num_new_pairs = self._unused.take_new_pairs()
         if num_new_pairs:
             counts["pairs.unusable"] = num_new_pairs
         stats = KVConnectorStats(
             counts=counts, reasons=dict(self._reasons), failed=dict(self._failed)
         )
-        self._reasons, self._failed, self._num_loaded = Counter(), Counter(), 0
+        self._reasons, self._failed = Counter(), Counter()
+        self._num_loaded = self._num_in_step = 0
         return stats
 
     def take_events(self) -> tuple[Any, ...]:
@@ -339,6 +373,7 @@ class SchedulerConnector:
 
     def shutdown(self) -> None:
         """Write the summaries of warnings that were only counted. Offers end in the workers."""
+        self._step_loads.close()
         self._tell(self._unused.rest())
 
     def _source_ref(self, manifest: EngineManifest, offer: Offer) -> SourceRef:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import assert_never
@@ -236,6 +236,29 @@ class Sink:
             detail = "expected an offer that was not asked for before, got one that was"
             return Failure(Reason.ENDED, detail)
         return None
+
+    def copied(self, request_ids: Iterable[str]) -> list[torch.cuda.Event] | None:
+        """Events behind all copies of these loads; None where they are not all on a GPU's stream
+        yet, so that the host has to wait for their reports.
+        """
+        keys: dict[str, list[TransferKey]] = {}
+        for request_id in request_ids:
+            load = self._by_request.get(request_id)
+            if load is None:
+                return None
+            for source, run in load.routes.items():
+                if run.pull.is_null:
+                    continue
+                if not load.is_in(source, RouteState.READING):
+                    return None
+                keys.setdefault(run.pull.transport, []).append(run.key)
+        wires = self._addressing.transports
+        events = [
+            wire.copied(own) if isinstance(wire := wires[name], DirectSink) else None
+            for name, own in keys.items()
+        ]
+        found = [event for event in events if event is not None]
+        return found if found and len(found) == len(events) else None
 
     def abort(self, order: AbortLoad) -> None:
         """The engine does not want a load any more; the source hears of it at once."""

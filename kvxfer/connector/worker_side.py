@@ -1,15 +1,18 @@
-"""The worker side of the connector: one per rank, called by its engine thread, which never waits
-for a peer.
+"""The worker side of the connector: one per rank, called by its engine thread.
 
 Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
 translation. Orders go to the IO thread; what has ended comes back through
-:class:`~kvxfer.connector.ledger.Ledger`. No call waits. An offer whose blocks are taken back ends
-at once, in memory that the IO thread and the sinks read (:class:`~kvxfer.connector.board.Ends`).
+:class:`~kvxfer.connector.ledger.Ledger`. No call waits, but for a load that is part of the step
+(:mod:`~kvxfer.connector.step_loads`), which has been promised to be there. An offer whose blocks
+are taken back ends at once, in memory that the IO thread and the sinks read
+(:class:`~kvxfer.connector.board.Ends`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -25,6 +28,7 @@ from kvxfer.connector.records import (
     ConnectorMetadata,
     KVConnectorOutput,
     KVConnectorStats,
+    NearSources,
 )
 from kvxfer.connector.source import IsReady
 from kvxfer.connector.tracing import tell_of
@@ -32,9 +36,16 @@ from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.windows import group_keepings
+from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
 
 HOST = torch.device("cpu")
+LATE_S = 1.0
+"""A load that is part of a step and has not ended by then is given up. It was promised because its
+offer stood on the board: it ends in milliseconds, unless its source or this host stands still.
+"""
+LOOK_AGAIN_S = 0.0002
+"""How soon the engine's thread looks again whether such a load has ended."""
 
 _log = logging.getLogger("kvxfer.connector")
 
@@ -107,6 +118,9 @@ class WorkerConnector:
         self._incomplete: dict[str, BlockPlaces] = {}
         self._details: dict[str, str] = {}
         self._loading: set[str] = set()
+        self._in_step: tuple[str, ...] = ()
+        self._near: NearSources = {}
+        self._near_news: NearSources | None = None
         self._sending: set[str] = set()
 
     # -------------------------------------------------- registration
@@ -164,14 +178,42 @@ class WorkerConnector:
             service.carry_out(metadata)
 
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
-        """Begin this step's loads; returns at once."""
+        """Begin this step's loads; before the step's work is launched where some are part of it:
+        that work runs behind their copies. Returns at once, or where the host copies, when those
+        have ended.
+        """
         metadata = self._metadata
-        if metadata.loads or metadata.aborts:
-            self._loading.update(load.request_id for load in metadata.loads)
-            self._running().carry_out(metadata, self._written)
+        if not (metadata.loads or metadata.aborts):
+            return
+        self._loading.update(load.request_id for load in metadata.loads)
+        self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
+        service, written = self._running(), self._written
+        if not self._in_step:
+            service.carry_out(metadata, written)
+            return
+        copied = service.carry_out_now(metadata, written, self._in_step, LATE_S)
+        if copied is None:
+            self._settle()
+        for event in copied or ():
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _settle(self) -> None:
+        """Wait until the loads that are part of this step have ended, with their verdicts. What is
+        late is given up; it ends when nothing can write its blocks any more.
+        """
+        late_s = time.monotonic() + LATE_S
+        service = self._running() if self._in_step else None
+        while service is not None:
+            service.borrower.look()
+            if self._ledger.wait_for_loads(set(self._in_step), LOOK_AGAIN_S):
+                break
+            if time.monotonic() > late_s:
+                late_s = math.inf
+                service.abort(self._in_step, Reason.DEADLINE)
+        self._in_step = ()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request runs only after its load was reported."""
+        """Nothing: a request runs only after its load was reported, or behind its copies."""
 
     def save_kv_layer(self, *args: object, **kwargs: object) -> None:
         """Nothing: sinks fetch KV from the pool."""
@@ -199,9 +241,10 @@ class WorkerConnector:
         self, finished_req_ids: Iterable[str]
     ) -> tuple[set[str] | None, set[str] | None, dict[str, str]]:
         """(finished_sending, finished_recving, why loads failed), each request once; failed
-        ones are among the received.
+        ones are among the received, and so are all loads that are part of this step.
         """
         self._look()
+        self._settle()
         finished = self._ledger.take_finished()
         self._incomplete, self._details = {}, {}
         if finished is NONE_FINISHED:
@@ -252,6 +295,9 @@ class WorkerConnector:
         if service is None or (stats is None and not service.has_looked):
             return stats
         service.has_looked = False
+        near = service.near()
+        if near != self._near:
+            self._near = self._near_news = near
         before, self._gauges = self._gauges, service.gauges()
         changed = {place: n for place, n in self._gauges.items() if before.get(place) != n}
         changed |= {place: 0 for place in before if place not in self._gauges}
@@ -259,11 +305,18 @@ class WorkerConnector:
             return stats
         return msgspec.structs.replace(stats or KVConnectorStats(), gauges=changed)
 
+    def take_near(self) -> NearSources | None:
+        """The sources from which loads may be part of a step, where :meth:`get_kv_connector_stats`
+        has found others than before.
+        """
+        near, self._near_news = self._near_news, None
+        return near
+
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
         """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
-        stats = self.get_kv_connector_stats()
-        if sending is None and recving is None and stats is None:
+        stats, near = self.get_kv_connector_stats(), self.take_near()
+        if sending is None and recving is None and stats is None and near is None:
             return None
         return KVConnectorOutput(
             finished_sending=sending,
@@ -272,6 +325,7 @@ class WorkerConnector:
             failure_details=self.get_failure_details() or None,
             incomplete_blocks=self.get_incomplete_blocks() or None,
             kv_connector_stats=stats,
+            near={str(self._identity.rank): near} if near is not None else None,
         )
 
     def has_pending(self) -> bool:

@@ -117,15 +117,14 @@ class Runner:
             self.connector.handle_preemptions(metadata)
             self.connector.bind_connector_metadata(metadata)
         self._cache.zero(step.zero_block_ids)
+        if self.connector is not None:
+            self.connector.start_load_kv()
+        # Behind the loads that are part of this step: their KV is digested too.
         digests = {
             order.req_id: self._digest(order.block_ids, order.num_tokens) for order in step.digests
         }
-        if self.connector is not None:
-            self.connector.start_load_kv()
         self._learn(step)
         samples = self._compute(step.num_scheduled_tokens) if step.num_scheduled_tokens else ()
-        for req_id in step.finished_req_ids:
-            self._sequences.pop(req_id, None)
         if self.connector is not None:
             self.connector.wait_for_save()
         self._finish()
@@ -157,7 +156,11 @@ class Runner:
         return kv_digests(regions, buffer, block_ids, num_tokens)
 
     def _learn(self, step: SchedulerOutput) -> None:
-        """Keep what the step tells of its requests."""
+        """Keep what the step tells of its requests. One that has ended may come again at once: it
+        is computed after its load has failed.
+        """
+        for req_id in step.finished_req_ids:
+            self._sequences.pop(req_id, None)
         for new in step.scheduled_new_reqs:
             self._sequences[new.req_id] = _Sequence(
                 list(new.prompt_token_ids),

@@ -82,6 +82,8 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._loading: dict[str, Request] = {}
         self._running: list[Request] = []
+        # Those of the running ones whose KV is loaded by the very step that computes with it.
+        self._loading_in_step: set[str] = set()
         # Finished requests whose blocks something may still read (offers) or write (aborted loads).
         self._held_offers: set[str] = set()
         self._draining_loads: set[str] = set()
@@ -222,15 +224,17 @@ class Scheduler:
             num_live = len(self._running) + len(self._loading)
             if num_live >= self._config.max_num_seqs:
                 break
-            hit, num_external = self._find(request)
+            hit, (num_external, is_async) = self._find(request)
             if num_external is None:
                 continue
-            if not self._admit_one(request, hit, num_external):
+            if not self._admit_one(request, hit, num_external, is_async=is_async):
                 break
             self._waiting.remove(request)
         self._is_blocked = bool(self._waiting)
 
-    def _admit_one(self, request: Request, hit: CacheHit, num_external: int) -> bool:
+    def _admit_one(
+        self, request: Request, hit: CacheHit, num_external: int, *, is_async: bool
+    ) -> bool:
         if not self._blocks.admit(request, hit, num_external):
             return False
         request.num_cached_tokens = request.num_computed_tokens = hit.num_tokens
@@ -241,16 +245,19 @@ class Scheduler:
             blocks = _BlockTables(self._blocks.table(request))
             plain = self._connector.update_state_after_alloc(request, blocks, num_external)
             request.plain = request.plain or plain
-        if num_external:
+        if num_external and is_async:
             request.status = Status.WAITING_FOR_REMOTE_KVS
             self._loading[request.request_id] = request
-        else:
-            self._run(request)
+            return True
+        if num_external:
+            self._loading_in_step.add(request.request_id)
+            request.num_computed_tokens += num_external
+        self._run(request)
         return True
 
-    def _find(self, request: Request) -> tuple[CacheHit, int | None]:
-        """What is cached here of the prompt, and how many tokens after it a load can bring; None:
-        another request's load brings them.
+    def _find(self, request: Request) -> tuple[CacheHit, tuple[int | None, bool]]:
+        """What is cached here of the prompt, how many tokens after it a load can bring, and whether
+        that is asynchronous; None: another request's load brings them.
         """
         hit = self._blocks.find_hit(request, request.num_prompt_tokens)
         if hit.num_tokens < request.num_prompt_tokens:
@@ -259,14 +266,16 @@ class Scheduler:
         # of this: a group with a window needs older blocks for it, which may be gone.
         hit = self._blocks.find_hit(request, request.num_prompt_tokens - 1)
         if request.num_prompt_tokens - hit.num_tokens <= self._config.block_size:
-            return hit, 0  # the last block is computed again: nothing is worth moving
+            return hit, (0, False)  # the last block is computed again: nothing is worth moving
         return hit, self._num_external_tokens(request, hit.num_tokens)
 
-    def _num_external_tokens(self, request: Request, num_hit_tokens: int) -> int | None:
+    def _num_external_tokens(
+        self, request: Request, num_hit_tokens: int
+    ) -> tuple[int | None, bool]:
         """Tokens after the hit that the connector can load; it goes by the last question."""
         if self._connector is None:
-            return 0
-        return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)[0]
+            return 0, False
+        return self._connector.get_num_new_matched_tokens(request, num_hit_tokens)
 
     def _run(self, request: Request) -> None:
         request.status = Status.RUNNING
@@ -301,6 +310,13 @@ class Scheduler:
                     request.num_computed_tokens += request.num_external_tokens
                     self._blocks.loaded(request, incomplete.get(request_id, ()))
                     self._run(request)
+            elif request_id in self._loading_in_step:
+                self._loading_in_step.remove(request_id)
+                request = self._live[request_id]
+                if request_id in failed:
+                    self._load_failed(request, failed[request_id], events)
+                else:
+                    self._blocks.loaded(request, incomplete.get(request_id, ()))
         for request_id in output.finished_sending or ():
             if request_id in self._held_offers:
                 self._held_offers.remove(request_id)
@@ -314,6 +330,10 @@ class Scheduler:
         # Its tables begin where the load's windows did; computing it needs what lies before. The
         # connector does not offer the load again.
         self._blocks.free(request.request_id)
+        if request.status is Status.RUNNING:
+            self._running.remove(request)
+            request.num_told_tokens = None
+            self._finished.add(request.request_id)  # the ranks learn of it anew
         request.num_computed_tokens = 0
         request.status = Status.WAITING
         self._waiting.appendleft(request)

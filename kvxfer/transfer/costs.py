@@ -97,12 +97,12 @@ class WireCosts:
     def _copied_per_s(self) -> float:
         return max(self.bytes_per_s, COPIED_PER_S)
 
-    def num_slots(self, chunk_nbytes: int, most: int) -> int:
-        """Chunks that keep the wire busy: two for each stage, and twice what the wire carries
-        between a question and its answer, because a credit goes as far as the chunk did.
+    def num_slots(self, chunk_nbytes: int, most: int, busy_slots: int = BUSY_SLOTS) -> int:
+        """Chunks that keep the wire busy: those that keep all stages busy, and twice what the wire
+        carries between a question and its answer, because a credit goes as far as the chunk did.
         """
         carried_nbytes = 2 * self.latency_s * self.bytes_per_s
-        return min(most, BUSY_SLOTS + math.ceil(carried_nbytes / chunk_nbytes))
+        return min(most, busy_slots + math.ceil(carried_nbytes / chunk_nbytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,8 @@ def plan_staging(costs: WireCosts, workload: Workload, bounds: StagingBounds) ->
         return staging
     most_slots = min(max(bounds.nbytes, least_nbytes) // slot_nbytes, MOST_SLOTS)
     used_nbytes = staging.chunk_nbytes(costs, workload.nbytes)
-    return replace(staging, num_slots=costs.num_slots(used_nbytes, most_slots))
+    busy_slots = max(bounds.busy_slots, BUSY_SLOTS)
+    return replace(staging, num_slots=costs.num_slots(used_nbytes, most_slots, busy_slots))
 
 
 def fit_costs(small: tuple[int, float], large: tuple[int, float]) -> WireCosts:

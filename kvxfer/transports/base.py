@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -374,6 +374,12 @@ class DirectSink(TakingSide):
     @abstractmethod
     def submit_read(self, request: ReadRequest) -> None:
         """Start the copy of a granted read; never blocks."""
+
+    def copied(self, keys: Collection[TransferKey]) -> torch.cuda.Event | None:
+        """An event behind all copies of these reads; None where not all are on a stream of a GPU
+        yet, or the host copies.
+        """
+        return None
 
     def look(self) -> list[SinkCompletion]:
         """As ``poll``, but without a wait for copies that are about to end; these are left to

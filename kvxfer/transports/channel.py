@@ -160,8 +160,9 @@ class Router:
         return self._visitors.take_gone()
 
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
-        """Send one message. False if the peer has gone, or its queue is full. A :class:`zmq.Frame`
-        is not copied: one buffer serves all peers that it is sent to.
+        """Send one message. False if the peer has gone, or its queue is full: who does not read is
+        sent away after some of these. A :class:`zmq.Frame` is not copied: one buffer serves all
+        peers that it is sent to.
         """
         try:
             self.socket.send(identity, _SNDMORE)
@@ -170,6 +171,8 @@ class Router:
             self.socket.send(frames[-1], _NOBLOCK, copy=False)
         except zmq.ZMQError as exc:
             _log.debug("%s: a connection takes nothing: %s", self.endpoint, exc)
+            if exc.errno == zmq.EAGAIN:
+                self._visitors.unread(identity)
             return False
         return True
 
@@ -190,6 +193,7 @@ class Dealer:
     """A connection to a ROUTER, established in the background.
 
     ``problem``: why it is not established. ``is_refused``: whether the other side has refused it.
+    ``has_stood``: whether it was established.
 
     Args:
         server_key: the CURVE key that the other side must have. A Unix socket goes without.
@@ -223,7 +227,7 @@ class Dealer:
         self.is_refused = False
         self._bounds, self._word, self._reconnects = bounds, word, reconnects
         self._config, self._server_key = config, server_key
-        self._stood = False
+        self.has_stood = False
         self._said_s = time.monotonic()
         self.socket: Socket = context.socket(zmq.DEALER)
         try:
@@ -264,9 +268,9 @@ class Dealer:
             if kind == zmq.EVENT_CONNECTED:
                 self._backlog = Backlog(value)
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._stood, self.is_refused = True, False
+                self.has_stood, self.is_refused = True, False
             elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                if self._stood:
+                if self.has_stood:
                     return "the connection ended"
                 if not self._reconnects:
                     return self.problem or "no connection; can that port be reached from here?"

@@ -106,6 +106,8 @@ class CopyThread:
         self._changed = threading.Condition()
         self._lanes: OrderedDict[Hashable, deque[CopyJob]] = OrderedDict()
         self._running: CopyJob | None = None
+        self.num_jobs = 0
+        """That wait or run; read by other threads."""
         self._resumed_s = 0.0
         """When others were let run for the last time."""
         self._closing = False
@@ -126,6 +128,7 @@ class CopyThread:
         with self._changed:
             if not self._closing:
                 self._lanes.setdefault(job.lane, deque()).append(job)
+                self.num_jobs += 1
                 self._changed.notify()
                 return
         _tell(job, CopyEnd.CANCELLED, None)
@@ -141,6 +144,7 @@ class CopyThread:
             if job is self._running or lane is None or job not in lane:
                 return
             lane.remove(job)
+            self.num_jobs -= 1
             if not lane:
                 del self._lanes[job.lane]
         _tell(job, CopyEnd.CANCELLED, None)
@@ -221,12 +225,37 @@ class CopyThread:
             if lane is not None and lane[0] is job:  # else: closed meanwhile
                 if end is not None:
                     lane.popleft()
+                    self.num_jobs -= 1
                     job.has_successor = bool(lane)
                 if lane:
                     self._lanes.move_to_end(job.lane)
                 else:
                     del self._lanes[job.lane]
         return end
+
+
+class CopyThreads:
+    """Several copy threads as one: a job goes to the thread that has the fewest."""
+
+    def __init__(self, number: int, *, small_nbytes: int = 0) -> None:
+        self._threads = [CopyThread(small_nbytes=small_nbytes) for _ in range(number)]
+
+    def submit(self, job: CopyJob) -> None:
+        """As :meth:`CopyThread.submit`."""
+        min(self._threads, key=lambda thread: thread.num_jobs).submit(job)
+
+    def cancel(self, job: CopyJob) -> None:
+        """As :meth:`CopyThread.cancel`: the thread that has the job ends it."""
+        for thread in self._threads:
+            thread.cancel(job)
+
+    def close(self) -> None:
+        """Wait for the running pieces, end all other jobs as cancelled, end the threads.
+
+        Idempotent.
+        """
+        for thread in self._threads:
+            thread.close()
 
 
 def work_of(nbytes: int, num_regions: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -252,6 +252,15 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         pull.end_as(ReadStopped(key))
         if self._finish():
             self._wake()
+
+    def copied(self, keys: Collection[TransferKey]) -> torch.cuda.Event | None:
+        """An event behind the reads' copies; None if some are still to be launched."""
+        pulls = [self._pulls.get(key) for key in keys]
+        if self._stream is None or any(pull is None or pull.launches is not None for pull in pulls):
+            return None
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
     def poll(self) -> list[SinkCompletion]:
         """Progress and ends of the copies; waits for a copy that will be over in a moment."""

@@ -73,6 +73,13 @@ class StagingSize:
     most_slot_nbytes: int
     busy_slots: int = BUSY_SLOTS
 
+    def over(self, num_streams: int) -> StagingSize:
+        """Of a connection with so many streams: each has three chunks, and so have both sides'
+        copies.
+        """
+        busy_slots = self.busy_slots * (num_streams + 1) // 2
+        return StagingSize(self.nbytes * num_streams, self.most_slot_nbytes, busy_slots)
+
 
 HOST_STAGING = StagingSize(32 << 20, 8 << 20)
 """TCP and memory copies gain nothing by larger chunks."""
@@ -196,6 +203,8 @@ class Pipe(ABC):
     """In which it can move bytes, the usual one first; a sink takes one for each connection, by
     trial (``stream_trial``). Ends on the source's side are made for any of them.
     """
+    has_streams: bool = False
+    """Whether its payloads travel with their announcements, over whichever of several streams."""
     reads_peers: bool = False
     """Whether its library reads what peers send, in ways that kvxfer cannot check before; see
     ``native_peers``.

@@ -13,6 +13,7 @@ import msgspec
 
 from kvxfer.config import OWN_TRANSPORTS, Config
 from kvxfer.errors import ConfigError, TransportUnavailable
+from kvxfer.tensors.device_memory import Gpu
 from kvxfer.transfer.manifest import MemoryInfo
 from kvxfer.transports.base import (
     DirectSink,
@@ -69,7 +70,8 @@ def _cuda_ipc_sink(
 
 
 def _zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
-    return ZmqPipe()
+    is_gpu = any(tensor.device.type == "cuda" for tensor in memory.tensors)
+    return ZmqPipe(Gpu(memory.device).pinned if is_gpu else None)
 
 
 def _ucx_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:

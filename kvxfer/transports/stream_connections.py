@@ -6,6 +6,7 @@ if it has named the nonce, which goes over the control channel, to sinks that ma
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ MAX_TRIALS = 32
 """Messages of a trial for one connection: a sink makes one of its own for each trial, which takes
 at most 12.
 """
+TOKEN_NBYTES = 16
 
 ReadName = tuple[bytes, bytes, str]
 """(nonce, incarnation, rank): which read, of whom."""
@@ -43,6 +45,8 @@ class Connection:
 
     ``leaving``: what the pipe still sends, by slot; ``jobs``: what packs a slot. ``trial_slots``:
     bytes of the trial's pattern that a slot still holds. ``is_lost``: nothing more is sent to it.
+    ``streams``: its identity, and those of the further streams that have joined by its ``token``,
+    ``num_streams`` in all at most.
     ``attached_s``, ``moved_s``: when it attached, and since when it owes a credit (monotonic).
     """
 
@@ -50,6 +54,9 @@ class Connection:
     slots: Slots
     address: bytes = b""
     is_trial: bool = False
+    num_streams: int = 1
+    token: bytes = b""
+    streams: list[bytes] = field(default_factory=list)
     lane: SourceLane | None = None
     table: SourceSlots = field(init=False)
     sends: Sends = field(init=False)
@@ -65,6 +72,11 @@ class Connection:
     def __post_init__(self) -> None:
         self.table = SourceSlots(self.slots.num_slots)
         self.sends = Sends(self.table)
+        self.streams.append(self.identity)
+
+    def identity_for(self, slot: int) -> bytes:
+        """Of the stream that carries the chunk of this slot."""
+        return self.streams[self.table.stream_of[slot]]
 
     @property
     def is_idle(self) -> bool:
@@ -85,6 +97,9 @@ class Connections:
 
     def __init__(self) -> None:
         self._by_identity: dict[bytes, Connection] = {}
+        self._by_stream: dict[bytes, Connection] = {}
+        """By the identity of each further stream that has joined."""
+        self._by_token: dict[bytes, Connection] = {}
         self._by_read: dict[ReadName, Connection] = {}
 
     def __len__(self) -> int:
@@ -95,8 +110,8 @@ class Connections:
         return list(self._by_identity.values())
 
     def get(self, identity: bytes) -> Connection | None:
-        """The attached connection of that name."""
-        return self._by_identity.get(identity)
+        """The attached connection of that name, or of which a stream has it."""
+        return self._by_identity.get(identity) or self._by_stream.get(identity)
 
     def of_read(self, name: ReadName) -> Connection | None:
         """The connection that named this read."""
@@ -119,9 +134,33 @@ class Connections:
         connection = self._by_identity[identity] = Connection(identity, slots, address, is_trial)
         return connection
 
+    @property
+    def num_further(self) -> int:
+        """Streams beyond the first of each connection, joined or not."""
+        return sum(each.num_streams - 1 for each in self._by_token.values())
+
+    def admit_streams(self, connection: Connection, num_streams: int) -> bytes:
+        """Let so many streams, the first included, join by the token that is returned."""
+        connection.num_streams, connection.token = num_streams, os.urandom(TOKEN_NBYTES)
+        self._by_token[connection.token] = connection
+        return connection.token
+
+    def join(self, identity: bytes, token: bytes) -> Connection | None:
+        """A further stream joins the connection that it names; None if it has none, or no room."""
+        connection = self._by_token.get(token)
+        if connection is None or len(connection.streams) >= connection.num_streams:
+            return None
+        self._by_stream[identity] = connection
+        connection.streams.append(identity)
+        connection.table.owed.append(0)
+        return connection
+
     def remove(self, connection: Connection) -> None:
-        """Remove a connection, and the reads that it named."""
+        """Remove a connection with its streams, and the reads that it named."""
         self._by_identity.pop(connection.identity, None)
+        self._by_token.pop(connection.token, None)
+        for identity in connection.streams:
+            self._by_stream.pop(identity, None)
         for name in list(connection.expected):
             self.forget(name)
 

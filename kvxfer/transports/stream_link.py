@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import zmq
 
@@ -24,6 +25,8 @@ from kvxfer.transports.stream_wire import (
     Attached,
     Credit,
     Header,
+    Join,
+    Streams,
     ToSource,
     data_endpoint_of,
     encode,
@@ -40,7 +43,8 @@ _log = logging.getLogger("kvxfer.transports")
 class Link:
     """One connection. ``control_endpoint``: of the source rank; ``endpoint``: its data endpoint;
     ``path``: what carries the announcements. ``jobs``: what unpacks a slot, by slot.
-    ``only_own_user``: see ``native_peers``.
+    ``only_own_user``: see ``native_peers``. ``dealer`` carries all messages, and chunks like the
+    ``further`` ones, which ``connect_stream`` makes; ``num_streams`` were asked for.
     """
 
     control_endpoint: str
@@ -50,6 +54,10 @@ class Link:
     dealer: Dealer
     lane: SinkLane
     only_own_user: bool
+    connect_stream: Callable[[], Dealer]
+    num_streams: int = 1
+    further: list[Dealer] = field(default_factory=list)
+    latest: Dealer = field(init=False)
     jobs: dict[int, ChunkJob] = field(default_factory=dict)
     num_unreadable: int = 0
     is_connected: bool = False
@@ -60,13 +68,41 @@ class Link:
     def __post_init__(self) -> None:
         self.table = SinkSlots(self.slots.num_slots, self.slots.slot_nbytes)
         self.reads = Reads(self.table)
+        self.latest = self.dealer
 
-    def receive(self) -> Iterator[list[zmq.Frame]]:
-        """Messages of the source: each an announcement and the frames that its pipe sends along.
+    @property
+    def dealers(self) -> tuple[Dealer, ...]:
+        """Of every stream, the first one first."""
+        return (self.dealer, *self.further)
+
+    def add_streams(self, message: Streams) -> None:
+        """Join with further streams. Raises ProtocolError."""
+        if self.further:
+            raise ProtocolError("streams: expected them once on a connection, got them again")
+        try:
+            for _ in range(1, min(message.num_streams, self.num_streams)):
+                self.further.append(self.connect_stream())
+                self.further[-1].send(encode(Join(message.token)))
+        except (zmq.ZMQError, TransportUnavailable) as exc:  # out of descriptors, say
+            _log.debug("%s: no further stream: %s", self.endpoint, exc)
+        _log.debug("%s: chunks come over %d streams", self.endpoint, len(self.dealers))
+
+    def drop_stream(self, dealer: Dealer) -> bool:
+        """A stream has ended. False if chunks may have been on their way over it."""
+        if dealer is self.dealer or dealer.has_stood:
+            return False
+        self.further.remove(dealer)
+        dealer.close()
+        return True
+
+    def receive(self, dealer: Dealer) -> Iterator[list[zmq.Frame]]:
+        """Messages of the source over one stream: each an announcement and the frames that its pipe
+        sends along.
 
         Raises ProtocolError for one of many parts: the connection is of no use any more.
         """
-        for frames in self.dealer.receive():
+        for frames in dealer.receive():
+            self.latest = dealer
             if frames[-1].more:
                 raise ProtocolError(MANY_PARTS)
             yield frames
@@ -85,6 +121,8 @@ class Link:
         """The source's end is open. ``frame``: what ZeroMQ brought it in. Raises ProtocolError,
         PipeBroken.
         """
+        if self.is_connected and self.further:
+            return  # another stream was sooner
         if self.is_connected:
             raise ProtocolError("attached: expected one on a connection, got another")
         # Who listens may be another by now than who was looked for
@@ -103,9 +141,12 @@ class Link:
         self.lane.announced(header.slot, header.generation, header.nbytes, parts)
 
     def give_back(self, slots: Sequence[int]) -> bool:
-        """Credits, by the pipe if it carries messages. Raises PipeBroken."""
-        credit = Credit(tuple(slots))
-        return self.lane.tell(encode(credit)) or self.send(credit)
+        """Credits, by the pipe if it carries messages; else over the stream that brought something
+        last: a listener that is full ends the connection that was silent longest. Raises
+        PipeBroken.
+        """
+        credit = encode(Credit(tuple(slots)))
+        return self.lane.tell(credit) or self.latest.send(credit)
 
     def send(self, message: ToSource) -> bool:
         """By ZeroMQ. False if it does not take it; the monitor tells the rest."""
@@ -115,7 +156,8 @@ class Link:
         """The connection ends now, the lane when nobody reads its slots any more."""
         if not self.is_lost:
             self.is_lost = True
-            self.dealer.close()
+            for dealer in self.dealers:
+                dealer.close()
             self.close_lane()
 
     def close_lane(self) -> None:
@@ -134,8 +176,10 @@ def open_link(
     uses_unix_sockets: bool,
     is_trial: bool = False,
     way: str = "",
+    num_streams: int = 1,
 ) -> Link:
-    """Attach; the connection is made in the background. ``way``: of the pipe's.
+    """Attach; the connection is made in the background. ``way``: of the pipe's; ``num_streams``:
+    asked for.
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
     """
@@ -143,17 +187,19 @@ def open_link(
     nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
     _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
     bounds = Bounds(FRAME_MAX_NBYTES, slots.nbytes + BEYOND_NBYTES, num_queued(config))
+    # Never connected again by itself: a new connection is a new attach
+    connect = partial(
+        Dealer,
+        context,
+        config,
+        bounds,
+        nearest,
+        source.curve_public_key,
+        word=encode(Credit(())),
+        reconnects=False,
+    )
     try:
-        # Never connected again by itself: a new connection is a new attach
-        dealer = Dealer(
-            context,
-            config,
-            bounds,
-            nearest,
-            source.curve_public_key,
-            word=encode(Credit(())),
-            reconnects=False,
-        )
+        dealer = connect()
     except zmq.ContextTerminated:  # the engine ends while a trial begins
         raise
     except zmq.ZMQError as exc:
@@ -173,7 +219,9 @@ def open_link(
         dealer,
         lane,
         only_own_user=needs_own_user(pipe, config),
+        connect_stream=connect,
+        num_streams=num_streams,
     )
     sizes = (slots.num_slots, slots.slot_nbytes)
-    link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, is_trial))
+    link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, is_trial, num_streams))
     return link

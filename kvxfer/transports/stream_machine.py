@@ -20,6 +20,9 @@ source's and the sink's of the same number::
 4. The end of the connection breaks a read unless all of its chunks are here already. Slots are
    nobody's then, and are neither freed nor credited; the lane closes when no job uses it.
 5. Transfers of one connection are packed in turns, a chunk each.
+6. A connection has one or more streams. A chunk leaves over the one that owes fewest credits, so
+   a slow stream holds up no more than its share of the slots. They are no part of a slot's state:
+   chunks may overtake each other, and the sink does not ask over which one came.
 
 A method is an event. It returns what is to be done about it, as data, and does nothing by itself.
 Every slot goes from state to state through ``SOURCE_SLOT`` or ``SINK_SLOT``: a missing key is a
@@ -148,13 +151,17 @@ class Cancel:
 
 
 class SourceSlots(SlotTable[SourceSlot]):
-    """``free``: granted slots, the next one last."""
+    """``free``: granted slots, the next one last. ``owed``: by stream, how many chunks have left
+    over it and are not credited; ``stream_of``: over which the chunk of a slot has left.
+    """
 
     TABLE = SOURCE_SLOT
 
     def __init__(self, num_slots: int) -> None:
         super().__init__(num_slots, SourceSlot.FREE)
         self.free = list(range(num_slots))
+        self.owed = [0]
+        self.stream_of = [0] * num_slots
 
     @property
     def is_idle(self) -> bool:
@@ -172,8 +179,10 @@ class SourceSlots(SlotTable[SourceSlot]):
         self.free.append(slot)
 
     def leave(self, slot: int) -> int:
-        """It is given to the pipe. Returns its generation."""
+        """It is given to the pipe, for the stream that owes least. Returns its generation."""
         self.move(slot, SlotEvent.LEAVE)
+        self.stream_of[slot] = stream = self.owed.index(min(self.owed))
+        self.owed[stream] += 1
         self.generations[slot] += 1
         return self.generations[slot] - 1
 
@@ -183,6 +192,7 @@ class SourceSlots(SlotTable[SourceSlot]):
         for slot in slots:
             if 0 <= slot < len(self.states) and self.states[slot] is SourceSlot.IN_FLIGHT:
                 self.move(slot, SlotEvent.CREDITED)
+                self.owed[self.stream_of[slot]] -= 1
                 self.free.append(slot)
             else:
                 num_unknown += 1

@@ -2,9 +2,10 @@
 
 In host memory the copy thread copies. On a GPU kernels copy; the IO thread launches them on a
 stream of their own and sees which are over (:mod:`~kvxfer.transports.launches`). Kernels reach the
-memory of their GPU and pinned memory of the host. Staging that is neither, like ZeroMQ's frames,
-lies behind a few pinned buffers: between these and the staging the copy thread copies, so that a
-chunk is on its way to the host or back while another is copied there and a third is on the wire.
+memory of their GPU and pinned memory of the host. Staging that is neither, like frames that ZeroMQ
+has received, lies behind a few pinned buffers: between these and the staging copy threads copy, so
+that a chunk is on its way to the host or back while another is copied there and a third is on the
+wire.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from kvxfer.transfer.plan import Chunk, CopyClass, DenseOrder, Side
 from kvxfer.transports.base import LocalMemory, TransferKey, Wake
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
 from kvxfer.transports.launches import Launches
+from kvxfer.transports.parallel import num_copy_threads
 from kvxfer.transports.pipe import SourceLane
 
 if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
     from kvxfer.tensors.device_copy import BoundSide, DeviceCopier
 
-MAX_BOUNCES = 4
-"""Pinned buffers of one packer, each as large as the largest chunk: one for the kernel, one for the
-copy thread, and one each that waits for them.
+LEAST_BOUNCES = 3
+"""Pinned buffers of one packer, each as large as the largest chunk: one for the kernel, two that
+wait for it or for a copy thread; each copy thread has one more.
 """
 RING_NBYTES = 1 << 20
 """For ids and addresses on their way to the GPU; a chunk has a few KB of them."""
@@ -173,7 +175,9 @@ def _make_copier(gpu: Gpu, config: Config | None = None) -> DeviceCopier:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A job, and where its chunk lies. ``bounce``: its pinned buffer, if it needs one."""
+    """A job, and where its chunk lies. ``bounce``: its pinned buffer, if it needs one;
+    ``is_by_host``: the chunk's bytes go to or come from memory of the host.
+    """
 
     job: ChunkJob
     dense: Tensor | None
@@ -182,6 +186,7 @@ class _Step:
     copying: CopyJob | None = None
     error: BaseException | None = None
     is_cancelled: bool = False
+    is_by_host: bool = False
 
     @property
     def is_pack(self) -> bool:
@@ -222,6 +227,7 @@ class DevicePacker:
         self._bound: dict[int, tuple[Side, BoundSide]] = {}
         self._bounces: list[Tensor] = []
         self._num_bounces = 0
+        self._most_bounces = LEAST_BOUNCES + num_copy_threads(config)
         self._waited: torch.cuda.Event | None = None
         self._broken = ""
         # What nearly all engines need is compiled now: the first time it takes a second
@@ -240,7 +246,7 @@ class DevicePacker:
     def submit(self, job: ChunkJob) -> None:
         """Launch it, or let it wait for a pinned buffer."""
         dense = job.take_dense()
-        step = self._steps[job] = _Step(job, dense, dense.numel())
+        step = self._steps[job] = _Step(job, dense, dense.numel(), is_by_host=dense.is_cpu)
         if self._gpu.reaches(dense):
             self._launch(step, dense)
         else:
@@ -332,6 +338,8 @@ class DevicePacker:
                 for flight in landed:
                     self._on_landed(flight.owner)
                 self._start_waiting()
+                if self._ended and landed[-1].owner.is_by_host:
+                    break  # it is sent or credited first: the link to the host has others to carry
                 landed = self._in_flight.land_close()
         except RuntimeError as exc:
             self._break(exc)
@@ -370,7 +378,7 @@ class DevicePacker:
                 self._copy(step)
 
     def _has_bounce(self) -> bool:
-        return bool(self._bounces) or self._num_bounces < MAX_BOUNCES
+        return bool(self._bounces) or self._num_bounces < self._most_bounces
 
     def _take_bounce(self, nbytes: int) -> Tensor:
         """One that is free and large enough, or a new one (in the place of a smaller one)."""

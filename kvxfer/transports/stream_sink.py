@@ -40,11 +40,12 @@ from kvxfer.transports.base import (
     Wake,
     kind_of,
 )
-from kvxfer.transports.channel import Context, Socket
+from kvxfer.transports.channel import Context, Dealer, Socket
 from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import check_own_devices, needs_own_user, refusal
+from kvxfer.transports.parallel import most_further, num_streams
 from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots, staging_bounds
 from kvxfer.transports.stream_link import Link, open_link
 from kvxfer.transports.stream_machine import Cancel, Free, SinkAction, SinkSlot, Unpack
@@ -57,6 +58,7 @@ from kvxfer.transports.stream_wire import (
     Expect,
     Header,
     Refused,
+    Streams,
     data_endpoint_of,
     decode_to_sink,
     make_poller,
@@ -106,7 +108,7 @@ class StreamSink(ReceivingSink):
         self._make_pipe, self._memory, self._config = make_pipe, memory, config
         self._context, self._wake = context, wake
         self._links: dict[str, Link] = {}
-        self._by_socket: dict[Socket, Link] = {}
+        self._by_socket: dict[Socket, tuple[Link, Dealer]] = {}
         self._poller = make_poller(())
         with ExitStack() as undo:
             self._packer = packer or make_packer(memory, config, copy_thread, wake)
@@ -118,6 +120,7 @@ class StreamSink(ReceivingSink):
         self._unfreed: set[Link] = set()
         """Those that have slots of reads whose ends are told now."""
         self.name = self._pipe.name
+        self._num_streams = num_streams(config) if self._pipe.has_streams else 1
 
     # -- meeting a source rank
 
@@ -145,7 +148,10 @@ class StreamSink(ReceivingSink):
 
     def staging_bounds(self, source: RankManifest) -> StagingBounds:
         """Settings, and what is usual for the memory of both sides."""
-        sizes = [self._pipe.staging_size(each) for each in self._device_types(source)]
+        sizes = [
+            self._pipe.staging_size(each).over(self._num_streams)
+            for each in self._device_types(source)
+        ]
         return staging_bounds(self._config, sizes)
 
     def _device_types(self, source: RankManifest) -> set[str]:
@@ -180,10 +186,14 @@ class StreamSink(ReceivingSink):
             self._context,
             uses_unix_sockets=self.uses_unix_sockets,
             way=staging.way,
+            num_streams=min(self._num_streams, 1 + self._room_for_streams()),
         )
         self._links[link.control_endpoint] = link
         self._watch()
         self._pipe.progress()
+
+    def _room_for_streams(self) -> int:
+        return max(0, most_further() - sum(link.num_streams - 1 for link in self._links.values()))
 
     def _check_may_meet(self, endpoint: str) -> None:
         """Raises TransportUnavailable for a source that the pipe's library may not read."""
@@ -241,7 +251,7 @@ class StreamSink(ReceivingSink):
     # -- the IO thread's turn
 
     def pollables(self) -> Sequence[Readable]:
-        """A DEALER and its monitor for each source rank, and what the pipe has."""
+        """A DEALER and its monitor for each stream of a source rank, and what the pipe has."""
         return (*self._by_socket, *self._pipe.fds())
 
     @property
@@ -261,10 +271,14 @@ class StreamSink(ReceivingSink):
             found = self._by_socket.get(socket)
             if found is None:  # dropped on the way
                 continue
-            if socket is found.dealer.socket:
-                self._receive(found)
-            elif found.dealer.why_ended() is not None:
-                self._lose_link(found, "the connection to the source rank ended")
+            link, dealer = found
+            if socket is dealer.socket:
+                self._receive(link, dealer)
+            elif dealer.why_ended() is not None:
+                if link.drop_stream(dealer):
+                    self._watch()
+                else:
+                    self._lose_link(link, "the connection to the source rank ended")
         until_s = time.perf_counter() + TURN_S
         while self._turn() and time.perf_counter() < until_s:
             pass
@@ -285,7 +299,8 @@ class StreamSink(ReceivingSink):
         """Drop connections whose source sends more than it was granted."""
         for link in list(self._links.values()):
             try:
-                link.dealer.inspect()
+                for dealer in link.dealers:
+                    dealer.inspect()
             except ProtocolError as exc:
                 self._lose_link(link, str(exc))
         self.staging_nbytes = sum(link.slots.nbytes for link in self._links.values())
@@ -303,9 +318,10 @@ class StreamSink(ReceivingSink):
 
     def _watch(self) -> None:
         self._by_socket = {
-            socket: link
+            socket: (link, dealer)
             for link in self._links.values()
-            for socket in (link.dealer.socket, link.dealer.monitor)
+            for dealer in link.dealers
+            for socket in (dealer.socket, dealer.monitor)
         }
         self._poller = make_poller(tuple(self._by_socket))
 
@@ -324,9 +340,9 @@ class StreamSink(ReceivingSink):
             except PipeBroken as exc:
                 self._lose_pipe(link, exc)
 
-    def _receive(self, link: Link) -> None:
+    def _receive(self, link: Link, dealer: Dealer) -> None:
         try:
-            for first, *parts in link.receive():
+            for first, *parts in link.receive(dealer):
                 self._on_message(link, first.buffer, parts, first)
         except ProtocolError as exc:
             self.counts["malformed"] += 1
@@ -348,6 +364,9 @@ class StreamSink(ReceivingSink):
                     self.counts["refused"] += 1
                     detail = f"the source rank refuses the connection: {detail[:_MAX_DETAIL]}"
                     self._lose_link(link, detail)
+                case Streams() as streams:
+                    link.add_streams(streams)
+                    self._watch()
                 case Attached() as attached:
                     link.connect(attached, frame)
                 case header:

@@ -60,7 +60,9 @@ from kvxfer.transports.stream_wire import (
     Credit,
     Expect,
     Header,
+    Join,
     Refused,
+    Streams,
     ToSource,
     decode_credit,
     decode_to_source,
@@ -342,7 +344,7 @@ class StreamSource(SendingSource):
         frame, lane = encode(header), connection.lane
         if not parts and lane is not None and lane.tell(frame):
             return True
-        return self._tell(connection.identity, frame, *parts)
+        return self._tell(connection.identity_for(header.slot), frame, *parts)
 
     # -- the IO thread's turn
 
@@ -402,6 +404,8 @@ class StreamSource(SendingSource):
             match decoded:
                 case Attach() as message:
                     self._on_attach(identity, connection, message, frames[-1])
+                case Join() as message:
+                    self._on_join(identity, connection, message)
                 case message if connection is None:
                     self.counts["not_attached"] += 1
                     self._refuse(identity, "expected an attach first; attach anew")
@@ -444,7 +448,8 @@ class StreamSource(SendingSource):
             self._refuse(identity, refusal(self.name))
             return
         try:
-            slots = self._admission.admit(message)
+            num_streams = self._admission.num_streams(message, self._connections.num_further)
+            slots = self._admission.admit(message, num_streams)
         except ProtocolError as exc:
             self._refuse(identity, str(exc))
             raise
@@ -452,7 +457,22 @@ class StreamSource(SendingSource):
             self.counts["too_many_sinks"] += 1
             self._refuse(identity, f"expected at most {MAX_CONNECTIONS} sinks at once")
             return
-        self._connections.add(identity, slots, message.address, is_trial=message.is_trial)
+        connection = self._connections.add(
+            identity, slots, message.address, is_trial=message.is_trial
+        )
+        if num_streams > 1:
+            token = self._connections.admit_streams(connection, num_streams)
+            self._tell(identity, encode(Streams(token, num_streams)))
+
+    def _on_join(self, identity: bytes, known: Connection | None, message: Join) -> None:
+        if known is not None:
+            raise ProtocolError("join: expected a connection of its own, got one that is known")
+        connection = self._connections.join(identity, message.token)
+        if connection is None:
+            self.counts["not_attached"] += 1
+            self._refuse(identity, "expected the token of a connection that has room for a stream")
+        elif connection.lane is not None:
+            self._tell(identity, encode(Attached(connection.lane.address)))
 
     def _make_room(self) -> bool:
         """Disconnect the oldest sink without a transfer, first of those that never had a chunk:
@@ -562,7 +582,8 @@ class StreamSource(SendingSource):
             _log.warning("%s: a sink cannot be reached: %s", self.name, exc)
             self._send_away(connection, str(exc))
             return False
-        return self._tell(connection.identity, encode(Attached(lane.address)))
+        attached = encode(Attached(lane.address))
+        return all([self._tell(identity, attached) for identity in connection.streams])
 
     # -- ends
 
@@ -590,8 +611,11 @@ class StreamSource(SendingSource):
     def _lose_gone(self) -> None:
         for identity in self._router.take_gone():
             connection = self._connections.get(identity)
-            if connection is not None:
-                self._lose(connection)
+            if connection is None:
+                continue
+            if identity != connection.identity:
+                self._refuse(connection.identity, "one of its streams has ended; attach anew")
+            self._lose(connection)
 
 
 def _decode(frames: list[zmq.Frame]) -> ToSource:

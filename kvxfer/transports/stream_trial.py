@@ -372,7 +372,7 @@ class TrialTaker:
                     if why is not None:
                         raise ProtocolError(f"expected an answer, got none: {why}")
                     continue
-                for first, *parts in link.receive():
+                for first, *parts in link.receive(link.dealer):
                     self._on_message(first.buffer, parts, first)
 
     def _sleep(self, most_s: float) -> None:

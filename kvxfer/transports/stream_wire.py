@@ -2,18 +2,21 @@
 
 ``stream_source`` and ``stream_sink`` are its two ends. Messages go over ZeroMQ, on TCP or a Unix
 socket (credits and announcements over the pipe, where it carries them): one DEALER of the sink is
-connected to one ROUTER of each source rank. Sink to source, one frame each:
+connected to one ROUTER of each source rank, or several where there are several *streams*: the first
+carries all messages, and chunks come over whichever has the fewest on their way. Sink to source,
+one frame each:
 
 ``Attach``    once, and first: how many slots the sink has, and how its end of the pipe is reached.
               All slots are granted with it
+``Join``      first on a further stream
 ``Expect``    send the chunks of this read here; naming its nonce shows that the sink may have them
 ``Credit``    slots whose chunks it has dealt with
 ``AskTrial``  send that many bytes, to time the wire
 
-Source to sink: ``Attached``, before the first chunk: how the source's end of the pipe is reached; a
-``ChunkHeader`` (or ``TrialHeader``), which announces the chunk that a slot holds, and the frames
-that the pipe sends along; ``Refused``, after which the sink drops the connection; or, of earlier
-sources, an empty frame, which is answered with an empty Credit.
+Source to sink: ``Streams``: how many streams it may have; ``Attached``, before the first chunk: how
+the source's end of the pipe is reached; a ``ChunkHeader`` (or ``TrialHeader``), which announces the
+chunk that a slot holds, and the frames that the pipe sends along; ``Refused``, after which the sink
+drops the connection; or, of earlier sources, an empty frame, answered with an empty Credit.
 
 Slots belong to the connection: when it ends, what they hold is worth nothing any more.
 """
@@ -64,6 +67,14 @@ class Attach(msgspec.Struct, frozen=True, tag="attach"):
     address: _Address = b""
     is_trial: bool = False
     """The connection is there to be measured, with slots of its own size, and carries no chunks."""
+    num_streams: int = 1
+    """Over so many of them the sink would take chunks, itself included; see ``Streams``."""
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """First on a further stream of an attached connection, which its token names."""
+
+    token: _Id
 
 
 class Expect(msgspec.Struct, frozen=True, tag="expect"):
@@ -86,8 +97,17 @@ class AskTrial(msgspec.Struct, frozen=True, tag="trial"):
     nbytes: int
 
 
+class Streams(msgspec.Struct, frozen=True, tag="streams"):
+    """The answer to an Attach that asks for several streams, if it may have more than one: chunks
+    also come over further connections that join with the token.
+    """
+
+    token: _Id
+    num_streams: int
+
+
 class Attached(msgspec.Struct, frozen=True, tag="attached"):
-    """The source's end of the pipe is open."""
+    """The source's end of the pipe is open. First on each stream: they do not wait for another."""
 
     address: _Address
 
@@ -124,9 +144,9 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     detail: str
 
 
-ToSource = Attach | Expect | Credit | AskTrial
+ToSource = Attach | Join | Expect | Credit | AskTrial
 Header = ChunkHeader | TrialHeader
-ToSink = Attached | ChunkHeader | TrialHeader | Refused
+ToSink = Streams | Attached | ChunkHeader | TrialHeader | Refused
 
 _encoder = msgspec.msgpack.Encoder()
 _to_source: msgspec.msgpack.Decoder[ToSource] = msgspec.msgpack.Decoder(ToSource)

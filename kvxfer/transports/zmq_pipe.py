@@ -1,8 +1,8 @@
 """The pipe that every host has: the payload travels as a frame behind its announcement.
 
 Python copies the payload only to pack and to unpack it. A slot of the source is a ZeroMQ message
-that is packed and sent again and again; the sink unpacks a chunk straight out of the received
-frame.
+that is packed and sent again and again, in pinned memory where a GPU packs it; the sink unpacks a
+chunk straight out of the received frame, or out of a pinned copy of it.
 
 A credit says that the chunk has left the source's socket, so the message may be written again. This
 makes zero-copy sends safe without ZeroMQ's own "buffer free" call, which in Python costs a thread
@@ -11,7 +11,7 @@ of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from kvxfer.transports.pipe import (
     StagingSize,
 )
 
+Pinned = Callable[[int], torch.Tensor]
+"""Makes so many bytes of host memory that kernels of a GPU write: flat uint8."""
 _MALLOC_LESSON_NBYTES = 31 << 20
 
 
@@ -36,7 +38,10 @@ class ZmqSourceLane(SourceLane):
 
     address = b""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, pinned: Pinned | None) -> None:
+        self._slot_nbytes = slots.slot_nbytes
+        self._pinned = pinned
+        self._buffers: dict[int, torch.Tensor] = {}
         self._frames: list[zmq.Frame | None] = [None] * slots.num_slots
         self._sent: list[int] = []
 
@@ -44,8 +49,16 @@ class ZmqSourceLane(SourceLane):
         """The slot's message, made anew when the size differs (the last chunk of a class)."""
         frame = self._frames[slot]
         if frame is None or len(frame) != nbytes:
-            frame = self._frames[slot] = zmq.Frame(bytes(nbytes), copy=True)
+            frame = self._frames[slot] = self._make_frame(slot, nbytes)
         return torch.frombuffer(frame.buffer, dtype=torch.uint8)
+
+    def _make_frame(self, slot: int, nbytes: int) -> zmq.Frame:
+        if self._pinned is None:
+            return zmq.Frame(bytes(nbytes), copy=True)
+        if slot not in self._buffers:
+            self._buffers[slot] = self._pinned(self._slot_nbytes)
+        # ZeroMQ tells a thread of pyzmq's when the last of its copies has gone, once for a frame
+        return zmq.Frame(self._buffers[slot][:nbytes].numpy(), copy=False)
 
     def send(self, slot: int, generation: int, nbytes: int) -> Parts:
         """The slot's frame travels with its announcement."""
@@ -63,6 +76,7 @@ class ZmqSourceLane(SourceLane):
     def close(self) -> None:
         """ZeroMQ keeps what it still sends."""
         self._frames = [None] * len(self._frames)
+        self._buffers.clear()
         self._sent = []
 
 
@@ -115,11 +129,15 @@ class ZmqSinkLane(SinkLane):
 
 
 class ZmqPipe(Pipe):
-    """The pipe that needs no library but ZeroMQ."""
+    """The pipe that needs no library but ZeroMQ. ``pinned``: makes memory that the GPU of the pool
+    reaches, for what is sent.
+    """
 
     name = "zmq"
+    has_streams = True
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: Pinned | None = None) -> None:
+        self._pinned = pinned
         _keep_freed_frames()
 
     @classmethod
@@ -129,7 +147,7 @@ class ZmqPipe(Pipe):
 
     def open_source(self, address: bytes, slots: Slots) -> ZmqSourceLane:
         """Takes memory when it is used."""
-        return ZmqSourceLane(slots)
+        return ZmqSourceLane(slots, self._pinned)
 
     def open_sink(self, slots: Slots, way: str = "") -> ZmqSinkLane:
         """Takes no memory: ZeroMQ does, for the frames that come."""

@@ -40,6 +40,7 @@ from kvxfer.transfer.wire import (
 )
 from kvxfer.transports.base import SendRequest
 from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.visitors import MOST_UNREAD
 from tests.builders import EngineShape
 from tests.connector.rig import DIGEST, POISON, Engine, given_offer, num_pulls, service_of, until
 
@@ -281,10 +282,12 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
         _dealer(source) as dealer,
     ):
         assert len(encode(Manifest(source.manifest))) > 60_000
+        dealer.send(hello)
+        assert isinstance(_answer(dealer), Manifest)
         before_nbytes = _resident_nbytes()
         for _ in range(6000):
             deaf.send(hello)
-        until(lambda: source.count("control.dropped") > 4000, 20)
+        until(lambda: source.count("control.dropped") >= MOST_UNREAD)
         assert _resident_nbytes() - before_nbytes < 16 << 20  # copies would be 30 MB
         dealer.send(hello)
         assert isinstance(_answer(dealer), Manifest)

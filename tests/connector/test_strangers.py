@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,6 +269,49 @@ def test_a_connection_that_has_nothing_to_say_says_a_word(monkeypatch: pytest.Mo
         )
         sink.load("d", ref, [1], (0, 16))
         until(lambda: decode_to_source(router.recv_multipart()[1]) == Ping())
+
+
+def test_who_reads_no_answers_is_sent_away(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And who reads them is served as long as it likes."""
+    hellos = zmtp.frame(encode(Hello((1, 1), (), "e", b"i" * 16))) * 1000
+    with dealer(engine.endpoint) as honest, closing(zmtp.connect(engine.endpoint)) as peer:
+        sent = 0
+        while "it does not read what it asks for" not in caplog.text:
+            with suppress(OSError):  # it has been sent away
+                peer.sendall(hellos)
+            honest.send(encode(Ping()))
+            assert honest.poll(30_000)
+            honest.recv()
+            sent += 1
+            assert sent < 1000
+    assert is_kept_out(engine.endpoint)
+
+
+def test_what_is_left_of_a_connection_is_not_asked_after_for_each_message(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    meet = visitors.Visitors.meet
+
+    def counted_meet(self: visitors.Visitors) -> bool:
+        looks.append(1)
+        return meet(self)
+
+    ping = zmtp.frame(encode(Ping()))
+    with stuck(engine):
+        for _ in range(visitors.MOST_LEFT - 1):
+            with closing(zmtp.connect(engine.endpoint)) as peer:
+                peer.sendall(ping * 50)
+        last = zmtp.connect(engine.endpoint)  # comes when all of that is there
+        last.sendall(ping * 50)
+        monkeypatch.setattr(visitors.Visitors, "meet", counted_meet)
+    with closing(last):
+        for _ in range(50):
+            assert last.recv(1)
+        until(lambda: not any(each.is_heard for each in backlogs_of(engine)))
+    assert len(looks) < 60, "of 400 messages"
 
 
 def test_who_sends_and_goes_again_and_again_has_to_wait(

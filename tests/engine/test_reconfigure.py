@@ -129,8 +129,9 @@ def test_many_lives_leave_nothing_behind(groups: tuple[EngineGroup, EngineGroup]
             seen.append(settled(pids))
     assert (*prefill.pids, *decode.pids) == pids
     assert seen[1:] == seen[:1] * (len(seen) - 1)
-    # Its own memory and its board; on the decode side those of the two ranks that it has read, too.
-    assert [of_rank["pools"] for of_rank in seen[0]] == [2, 2, 6]
+    # Its own memory and its board; on the decode side those of the two ranks that it has read, too,
+    # whose boards its scheduler looks at as well.
+    assert [of_rank["pools"] for of_rank in seen[0]] == [2, 2, 8]
 
 
 def test_a_new_life_breaks_what_the_old_one_offered(

@@ -38,6 +38,7 @@ class FakeConnector:
 
     def __init__(self) -> None:
         self.offered_tokens: dict[str, int] = {}
+        self.in_step = False
         self.kept: set[str] = set()
         self.params: dict[str, dict[str, Any]] = {}
         self.allocated: list[tuple[str, list[list[int]], int]] = []
@@ -55,7 +56,7 @@ class FakeConnector:
         self, request: RequestLike, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         more = max(0, self.offered_tokens.get(request.request_id, 0) - num_computed_tokens)
-        return more, more > 0
+        return more, more > 0 and not self.in_step
 
     def update_state_after_alloc(
         self, request: RequestLike, blocks: BlocksLike, num_external_tokens: int
@@ -457,6 +458,57 @@ def test_a_failed_load_fails_its_request_by_policy() -> None:
     assert rig.requests["a"].failure == "peer_lost"
     assert rig.free == 10
     assert rig.connector.finished == [("a", "FINISHED_ERROR")]
+
+
+def rig_with_load_in_step(**changes: Any) -> Rig:  # noqa: ANN401
+    rig = Rig(with_connector=True, role=Role.DECODE, **changes)
+    rig.connector.in_step = True
+    rig.connector.offered_tokens["a"] = 16
+    rig.add("a", range(17), max_new=2)
+    return rig
+
+
+def test_a_load_of_the_step_is_computed_with_at_once() -> None:
+    rig = rig_with_load_in_step()
+    step, events = rig.step(received("a"))
+    assert step.num_scheduled_tokens == {"a": 1}
+    assert step.scheduled_new_reqs[0].num_computed_tokens == 16
+    assert step.zero_block_ids == (3,)  # the load fills the two before
+    assert events == [NewToken("a", 1, 0.5)]
+    rig.connector.offered_tokens["b"] = 16
+    rig.add("b", range(17), max_new=1)  # its last block has a new token: the others are found
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"a": 1, "b": 1}
+    assert finished(events) == ["a", "b"]
+    assert rig.free == 10
+
+
+def test_a_load_that_fails_its_step_fails_its_request_by_policy() -> None:
+    rig = rig_with_load_in_step(on_load_failure=OnLoadFailure.FAIL)
+    _, events = rig.step(received("a", Reason.ENDED))
+    assert [type(event) for event in events] == [Finished]  # and no token
+    assert finished(events) == ["a"]
+    assert rig.requests["a"].status is Status.FINISHED_ERROR
+    assert rig.free == 10
+    rig.add("late", range(17), max_new=1)
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"late": 17}  # nothing of it was named
+    assert step.finished_req_ids == {"a"}
+
+
+def test_a_load_that_fails_its_step_is_computed_by_policy() -> None:
+    rig = rig_with_load_in_step()
+    _, events = rig.step(received("a", Reason.ENDED))
+    assert events == []
+    step, events = rig.step()
+    assert step.num_scheduled_tokens == {"a": 17}
+    assert [new.req_id for new in step.scheduled_new_reqs] == ["a"]  # the ranks learn it anew
+    assert step.finished_req_ids == {"a"}
+    assert events == [NewToken("a", 2, 0.5)]
+    _, events = rig.step()
+    assert finished(events) == ["a"]
+    assert rig.requests["a"].failure == "ended"
+    assert rig.free == 10
 
 
 def test_an_aborted_load_keeps_its_blocks_until_it_is_reported() -> None:

@@ -720,6 +720,7 @@ NO_INPUT: Mapping[str, str] = {
     "bench/slow_link.py:wire_nbytes": "a benchmark's own device",
     "bench/sockets.py:SocketSource._serve": "the other end of a benchmark",
     "bench/sockets.py:hear": "the other end of a benchmark",
+    "bench/streams.py:PlainSource._serve": "the other end of a benchmark",
     "bench/wires.py:Giving._serve": "the other end of a benchmark",
     "bench/wires.py:Reader._ask": "the other end of a benchmark",
     "cli/doctor.py:as_json": "what it has encoded itself",
@@ -765,6 +766,7 @@ NO_INPUT: Mapping[str, str] = {
     "transports/ucx_library.py:Ucx.connect": "test_native_peers: a process ends if it is wrong",
     "transports/visitors.py:_received": "a record of the kernel",
     "transports/visitors.py:Visitors.meet": "an event of ZeroMQ",
+    "transports/visitors.py:Visitors._has_ended": "a number that the ROUTER gave",
     "transports/zmq_pipe.py:ZmqSourceLane.staging": "bytes without a form",
     "transports/zmq_pipe.py:ZmqSinkLane.payload": "bytes without a form",
 }

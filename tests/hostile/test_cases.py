@@ -39,7 +39,9 @@ def _run(case: Case, honest: Honest, number: int) -> None:
     before = Usage.now()
     counts = {name: honest.source.count(name) for name in case.counts}
     for _ in range(MOST_TRIES):
-        assert _attacked(case, honest, number) == case.fate
+        fate = _attacked(case, honest, number)
+        # Of many connections an address may be refused where this process is late to look at them
+        assert fate is case.fate or (case.number > 1 and fate is Fate.REFUSED)
         # Who goes without reading the answers resets the connection: the kernel may throw away
         # what was not read yet, and then there is nothing to count.
         with suppress(AssertionError):

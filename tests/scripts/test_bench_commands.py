@@ -102,6 +102,36 @@ def test_every_wire_of_host_memory_beside_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_zmq_over_several_streams(tmp_path: Path) -> None:
+    run(
+        "streams",
+        *("--device", "cpu", "--shapes", "tiny", "--tokens", "96", "--rounds", "2"),
+        *("--streams", "1", "3", "--out", str(tmp_path)),
+    )
+    found = result(tmp_path, "streams_cpu_*.json")
+    for case in ("tiny HND16->HND16 96 tokens", "tiny HND16->NHD64 96 tokens"):
+        cells = {cell["contender"]: cell for cell in found["cells"] if cell["case"] == case}
+        assert cells.keys() >= {
+            *("sockets x1", "sockets x3", "kvxfer zmq-tcp x1", "kvxfer zmq-tcp x3")
+        }
+        assert all(cell["nbytes"] == 96 * 4 * 128 for cell in cells.values())
+        assert cells["sockets x3"]["speed"]["ratio"] == 1
+    assert set(found["trials"]) == {"kvxfer zmq-tcp x1", "kvxfer zmq-tcp x3"}
+
+
+@pytest.mark.gpu
+def test_zmq_over_several_streams_between_gpus(tmp_path: Path) -> None:
+    run(
+        "streams",
+        *("--shapes", "tiny", "--tokens", "128", "--rounds", "2", "--streams", "1", "4"),
+        *("--out", str(tmp_path)),
+    )
+    found = result(tmp_path, "streams_*.json")
+    contenders = {cell["contender"] for cell in found["cells"]}
+    assert contenders >= {"sockets x4", "kvxfer zmq-tcp x1", "kvxfer zmq-tcp x4"}
+
+
+@pytest.mark.slow
 def test_many_small_transfers(tmp_path: Path) -> None:
     run("soak", *("--transport", "zmq", "--transfers", "40", "--out", str(tmp_path)))
     (soaked,) = result(tmp_path, "soak_cpu_*.json")["soaked"]

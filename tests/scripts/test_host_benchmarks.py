@@ -6,18 +6,21 @@ import os
 import signal
 import socket
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvxfer.bench import soak
 from kvxfer.bench.connector import aim_of
 from kvxfer.bench.core import Report, Timing
-from kvxfer.bench.members import Devices, Usage, devices_for, usage_now
-from kvxfer.bench.pools import LLAMA_8B, TINY, request_of
+from kvxfer.bench.members import SINK, SOURCE, Devices, Usage, devices_for, usage_now
+from kvxfer.bench.pools import LLAMA_8B, POISON, TINY, request_of
 from kvxfer.bench.soak import MOST_GROWTH_NBYTES, Held, Soaked
 from kvxfer.bench.sockets import SOCKETS, hear, receive_pieces, say, send_pieces
+from kvxfer.bench.streams import PlainSink, PlainSource, plain
 from kvxfer.bench.transfer import HOST_AIMS, host_aim
 from kvxfer.bench.transfer_report import NIXL_DEFAULT, SHOWN, WATCHED, cells_of, speed_tables
 from kvxfer.bench.workers import Worker
@@ -215,3 +218,18 @@ def test_pieces_come_to_their_places() -> None:
     assert taken[60:90] == given[170:200]
     assert not any(taken[30:60])
     assert not any(taken[130:])
+
+
+def test_plain_sockets_share_the_bytes_of_a_request() -> None:
+    request = request_of(TINY, "HND16->HND16", 96, 128)
+    nbytes = request.nbytes + 1000
+    with closing(PlainSource(nbytes)) as source, closing(PlainSink(nbytes)) as sink:
+        source.connect(sink.address(), 4)
+        sink.accept(4)
+        for number in (1, 3, 4):
+            sink.poison()
+            assert sink.run(plain(number), request).total_s > 0
+            given, taken = source.memories[SOURCE].tensor, sink.memories[SINK].tensor
+            assert torch.equal(taken[: request.nbytes], given[: request.nbytes])
+            assert (taken[request.nbytes :] == POISON).all()
+            del given, taken

@@ -50,12 +50,14 @@ _ANNOUNCED = SlotEvent.ANNOUNCED
 
 @dataclass(frozen=True)
 class Scenario:
-    """``chunks``: of each read. ``is_write``: an announcement follows its payload. The rest: what
-    may happen, how often in all; and which machines are used (faults are planted there).
+    """``chunks``: of each read. ``num_streams``: that there may be. ``is_write``: an announcement
+    follows its payload. The rest: what may happen, how often in all; and which machines are used
+    (faults are planted there).
     """
 
     num_slots: int
     chunks: tuple[int, ...]
+    num_streams: int = 1
     is_write: bool = False
     stops: int = 0
     drops: int = 0
@@ -98,7 +100,8 @@ Name = tuple[TransferKey, int]
 @dataclass
 class World:
     """``packing``, ``unpacking``: jobs, by slot. ``moving``: slots whose payload the pipe has,
-    ``there``: those whose payload lies at the sink. ``to_sink``, ``to_source``: messages under way.
+    ``there``: those whose payload lies at the sink. ``to_sink``, by stream, and
+    ``to_source``: messages under way.
     """
 
     sends: Sends
@@ -115,7 +118,7 @@ class World:
     leaving: dict[int, ChunkHeader] = field(default_factory=dict)
     moving: list[int] = field(default_factory=list)
     there: list[int] = field(default_factory=list)
-    to_sink: list[ChunkHeader] = field(default_factory=list)
+    to_sink: list[list[ChunkHeader]] = field(default_factory=lambda: [[]])
     to_source: list[tuple[int, ...]] = field(default_factory=list)
     placed: set[Name] = field(default_factory=set)
     send_ends: dict[TransferKey, str] = field(default_factory=dict)
@@ -172,11 +175,14 @@ def local_moves(world: World, scenario: Scenario) -> Iterator[Move]:
                 yield "announce", slot
         if world.to_source:
             yield "credit comes", None
+        if len(world.to_sink) < scenario.num_streams:
+            yield "stream joins", None
     if not world.is_sink_lost:
         for slot in world.moving:
             yield "payload comes", slot
-        if world.to_sink:
-            yield "announcement comes", None
+        for stream, headers in enumerate(world.to_sink):
+            if headers:  # streams overtake each other
+                yield "announcement comes", stream
         announced = [n for n, s in enumerate(world.reads.slots.states) if s is SinkSlot.AWAITED]
         for slot in world.there:
             if slot in announced:
@@ -234,8 +240,12 @@ def apply(world: World, label: str, what: object) -> None:  # one case for each 
             _on_source(world, actions)
         case "send", (key, sequence):
             world.packed.remove((key, sequence))
+            least = min(sends.slots.owed)
             header = sends.leave(key, sequence)
             if header is not None:
+                stream = sends.slots.stream_of[header.slot]
+                is_least = sends.slots.owed[stream] == least + 1
+                _check(is_least, "a chunk waits behind those of a slower stream")
                 world.moving.append(header.slot)
                 world.leaving[header.slot] = header
                 _on_source(world, sends.left(key, sequence))
@@ -245,15 +255,15 @@ def apply(world: World, label: str, what: object) -> None:  # one case for each 
             world.dropped.add(key)
             sends.drop(key, sequence)
         case "announce", int(slot):
-            world.to_sink.append(world.leaving.pop(slot))
+            world.to_sink[sends.slots.stream_of[slot]].append(world.leaving.pop(slot))
             sends.slots.move(slot, _ANNOUNCED)
         case "payload comes", int(slot):
             world.moving.remove(slot)
             _check(slot not in world.unpacking, "a slot is written while it is read")
             world.sink_bytes[slot] = world.source_bytes[slot]
             world.there.append(slot)
-        case "announcement comes", None:
-            header = world.to_sink.pop(0)
+        case "announcement comes", int(stream):
+            header = world.to_sink[stream].pop(0)
             _check(not reads.slots.is_repeated(header), "a chunk is taken for a repeated one")
             reads.slots.check(header)
             reads.announced(header)
@@ -279,6 +289,12 @@ def apply(world: World, label: str, what: object) -> None:  # one case for each 
                 world.to_source.append(slots)
         case "credit comes", None:
             _check(not sends.slots.credited(world.to_source.pop(0)), "a credit of nobody")
+            num = sends.slots.num
+            num_owed = num[SourceSlot.LEAVING] + num[SourceSlot.IN_FLIGHT]
+            _check(sum(sends.slots.owed) == num_owed, "a stream owes what was credited")
+        case "stream joins", None:
+            sends.slots.owed.append(0)
+            world.to_sink.append([])
         case "stop send", TransferKey() as key:
             world.stops = max(world.stops - 1, 0)
             _on_source(world, sends.stop(key, None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from kvxfer.testing.cases import (
     naive_copy,
     source_bytes,
 )
-from kvxfer.testing.peers import Context, is_end
+from kvxfer.testing.peers import is_end
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports.base import (
     DirectSink,
@@ -40,8 +41,8 @@ from kvxfer.transports.base import (
     TransferKey,
     Trial,
 )
-from kvxfer.transports.copy_thread import CopyThread
 from kvxfer.transports.guard import Guard
+from kvxfer.transports.parallel import make_context, make_copier
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.stream_connections import Connections
 from kvxfer.transports.stream_link import Link
@@ -52,7 +53,7 @@ from kvxfer.transports.wake_up import WakeUp
 
 ATTACH = Attach(STREAM_VERSION, 4, 4 << 20, "zmq")
 """What a sink with four slots says first."""
-CONFIG = Config(staging_slots=4, peer_silent_s=1.0, connect_timeout_s=2.0)
+CONFIG = Config(staging_slots=4, peer_silent_s=1.0, connect_timeout_s=2.0, zmq_streams=1)
 ZMQ = msgspec.structs.replace(CONFIG, transport="zmq")
 
 
@@ -81,8 +82,8 @@ class Pair:
     def __init__(
         self, source_config: Config, sink_config: Config | None = None, *, small_nbytes: int = 0
     ) -> None:
-        self.copy_thread, self.wake = CopyThread(small_nbytes=small_nbytes), WakeUp()
-        self.context: Context = zmq.Context()
+        self.copy_thread = make_copier(source_config, small_nbytes=small_nbytes)
+        self.wake, self.context = WakeUp(), make_context(source_config)
         Guard(self.context, source_config)
         self.source_pool, self.sink_pool = (
             SharedPool.create(POOL_NBYTES),
@@ -227,6 +228,13 @@ def forget_sink(pair: Pair) -> None:
 def forget_source(pair: Pair, detail: str) -> None:
     """The sink learns at this very moment that its one connection has ended."""
     pair.sink._lose_link(link_of(pair), detail)
+
+
+def end_stream(pair: Pair, number: int) -> None:
+    """The network ends one stream of the sink's one connection; nobody tells the two ends."""
+    fd = link_of(pair).dealers[number]._backlog.fd
+    with socket.socket(fileno=os.dup(fd)) as taken:
+        taken.shutdown(socket.SHUT_RDWR)
 
 
 def a_move(seed: int = 1) -> Move:

@@ -36,7 +36,7 @@ from kvxfer.transports.copy_thread import Copier, CopyThread
 from kvxfer.transports.launches import Launches
 from kvxfer.transports.pipe import Pipe, Slots
 from kvxfer.transports.stream_admission import Admission
-from kvxfer.transports.stream_packing import MAX_BOUNCES, DevicePacker, make_packer
+from kvxfer.transports.stream_packing import LEAST_BOUNCES, DevicePacker, make_packer
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_trial import TrialGiver
@@ -174,9 +174,9 @@ def test_a_trial_asks_for_what_the_memory_of_both_sides_admits(
     asked: list[int] = []
     admit, check = Admission.admit, TrialGiver.check
 
-    def seen_admit(self: Admission, message: Attach) -> Slots:
+    def seen_admit(self: Admission, message: Attach, num_streams: int) -> Slots:
         attached.append((message.num_slots, message.slot_nbytes))
-        return admit(self, message)
+        return admit(self, message, num_streams)
 
     def seen_check(self: TrialGiver, connection: Any, message: AskTrial) -> int | None:
         asked.append(message.nbytes)
@@ -243,7 +243,7 @@ def _packer(end: object) -> DevicePacker:
 
 def _is_at_rest(packer: DevicePacker, reaches_host: bool) -> bool:
     """Nothing is under way, and every buffer is back."""
-    assert packer._num_bounces <= (0 if reaches_host else MAX_BOUNCES)
+    assert packer._num_bounces <= (0 if reaches_host else LEAST_BOUNCES + 1)
     return not (
         packer._steps
         or packer._waiting

@@ -46,6 +46,7 @@ STOPPED = Scenario(2, (2,), stops=2)
 DROPPED = Scenario(1, (2, 1), drops=1)
 FAILING = Scenario(2, (2,), failures=1)
 ENDING = Scenario(2, (2,), may_end=True)
+STREAMS = Scenario(2, (2,), num_streams=2, may_end=True)
 
 # Worlds of each, and those that are over with every read done. Another number of worlds is a change
 # of the machine; few would mean that the exploration has gone blind.
@@ -59,6 +60,7 @@ SCENARIOS = {
     "the connection ends": (ENDING, 886, 75),
     "the connection ends, and stops": (Scenario(1, (2,), stops=1, may_end=True), 456, 13),
     "two reads and a stop": (replace(PLAIN, stops=1), 4849, 7),
+    "a second stream joins, the connection ends": (STREAMS, 2588, 274),
     "everything once": (Scenario(2, (2,), stops=1, failures=1, may_end=True), 4532, 75),
 }
 
@@ -153,6 +155,22 @@ class FreeWhenAnnounced(SourceSlots):
             self.credited([slot])
 
 
+class SendsAllOverOne(SourceSlots):
+    def leave(self, slot: int) -> int:
+        owed, self.owed = self.owed, self.owed[:1]
+        generation = super().leave(slot)
+        self.owed = [*self.owed, *owed[1:]]
+        return generation
+
+
+class OwesForEver(SourceSlots):
+    def credited(self, slots: Sequence[int]) -> int:
+        owed = list(self.owed)
+        num_unknown = super().credited(slots)
+        self.owed = owed
+        return num_unknown
+
+
 class FreeWhenSent(Sends):
     """And announced when it is there; the sink would not see another chunk in it."""
 
@@ -219,6 +237,8 @@ PLANTED: list[tuple[Scenario, str]] = [
     (replace(PLAIN, reads=NeverFreesPlaced), "no end without help"),
     (replace(PLAIN, reads=HoardsCredits), "no end without help"),
     (replace(PLAIN, source_slots=FreeWhenAnnounced), "another chunk's bytes are put in place"),
+    (replace(STREAMS, source_slots=SendsAllOverOne), "behind those of a slower stream"),
+    (replace(STREAMS, source_slots=OwesForEver), "owes what was credited"),
     (replace(PLAIN, sends=FreeWhenSent), "is not allowed in filling"),
     (replace(PLAIN, source_slots=CountsNoGenerations), "taken for a repeated one"),
     (replace(STOPPED, sends=StopsWithoutWaiting), "has ended reads the pool"),

@@ -79,7 +79,7 @@ class Connector:
     def transfer_config(self, port: int) -> dict[str, Any]:
         """The dict that vLLM takes."""
         extra = dict(self.extra)
-        if self.name in {"KvxferConnector", "TimedConnector"}:
+        if self.name in {"KvxferConnector", "SharedConnector", "TimedConnector"}:
             extra.setdefault("port", port)
             extra.setdefault("log_level", "INFO")
         if self.name == "MultiConnector":

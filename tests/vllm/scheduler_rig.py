@@ -30,7 +30,9 @@ from tests.builders import EngineShape, build_manifest, build_regions
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM loads parts of torch that other parts call deprecated
     from vllm import EngineArgs, SamplingParams
+    from vllm.distributed.kv_events import BlockRemoved
     from vllm.utils.hashing import sha256
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -52,9 +54,21 @@ with warnings.catch_warnings():
     from kvxfer.integrations.vllm.connector import KvxferConnector
     from kvxfer.integrations.vllm.regions import Located
     from kvxfer.integrations.vllm.settings import read_settings
+    from kvxfer.integrations.vllm.step_loads import UnprovenKV, why_never
     from kvxfer.integrations.vllm.worker import WorkerSide, failed_block_ids
 
 Status = RequestStatus
+__all__ = [
+    "BlockPool",
+    "BlockRemoved",
+    "Request",
+    "SamplingParams",
+    "UnprovenKV",
+    "get_request_block_hasher",
+    "init_none_hash",
+    "sha256",
+    "why_never",
+]
 
 BLOCK = 16
 NUM_BLOCKS = 64
@@ -152,6 +166,7 @@ class Rig:
             kv_transfer_config={**ours, "kv_load_failure_policy": policy},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
+        config.scheduler_config.async_scheduling = is_async  # on a CPU vLLM has turned it off
         config.parallel_config.data_parallel_size = data_parallel_size
         kind = {
             "block_size": block_tokens,
@@ -278,11 +293,10 @@ class Rig:
     def _update(self, reported: KVConnectorOutput | None) -> None:
         step = self.in_flight.pop(0)
         names = list(step.num_scheduled_tokens)
-        sampled = [[7] if self._reaches_end(step, name) else [] for name in names]
         output = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=[self._sampled(step, name) for name in names],
             kv_connector_output=reported,
         )
         for answers in self.scheduler.update_from_output(step, output).values():
@@ -295,6 +309,10 @@ class Rig:
         orders = self.schedule()
         self.finish(**reports)
         return orders
+
+    def _sampled(self, step: Any, name: str) -> list[int]:
+        """What this step's model has sampled for a request."""
+        return [7] if self._reaches_end(step, name) else []
 
     def _reaches_end(self, step: Any, name: str) -> bool:
         request = self.scheduler.requests.get(name)
@@ -369,29 +387,37 @@ class Engine(Rig):
     def run(self) -> ConnectorMetadata:
         """One step, as vLLM's runner makes it."""
         orders = self.schedule()
-        metadata = pickle.loads(pickle.dumps(self.in_flight[-1].kv_connector_metadata))
+        reported = self._execute(self.in_flight[-1])
+        # vLLM's runner passes on only what says something.
+        self._update(None if reported.is_empty() else pickle.loads(pickle.dumps(reported)))
+        return orders
+
+    def _compute(self, step: Any) -> None:
+        """The forward pass: nothing."""
+
+    def _execute(self, step: Any) -> KVConnectorOutput:
+        metadata = pickle.loads(pickle.dumps(step.kv_connector_metadata))
         worker = self.worker
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
-        worker.start_load_kv()
+        if step.has_sync_kv_loads:
+            worker.start_load_kv()
+        self._compute(step)
+        if not step.has_sync_kv_loads:
+            worker.start_load_kv()
         worker.wait_for_save()
-        results = worker.get_transfer_results(self.in_flight[-1].finished_req_ids)
+        results = worker.get_transfer_results(step.finished_req_ids)
         reported = KVConnectorOutput(
             finished_sending=results.finished_sending,
             finished_recving=results.finished_recving,
             kv_connector_stats=worker.get_kv_connector_stats(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
-            **failed_fields(
-                results.failed_recving,
-                worker.get_block_ids_with_load_errors(),
-                by_request=self.reports_failed_requests,
-            ),
+            failed_recving=results.failed_recving if self.reports_failed_requests else set(),
+            invalid_block_ids=worker.get_block_ids_with_load_errors(),
         )
         worker.clear_connector_metadata()
         self.reported.append(pickle.loads(pickle.dumps(reported)))
-        # vLLM's runner passes on only what says something.
-        self._update(None if reported.is_empty() else pickle.loads(pickle.dumps(reported)))
-        return orders
+        return reported
 
     def run_until(self, condition: Callable[[], object], timeout_s: float = 10.0) -> None:
         """Step while there is something to do, and wait while there is not."""

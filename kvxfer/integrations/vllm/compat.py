@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvxfer.connector.records import ConnectorMetadata
+from kvxfer.connector.records import ConnectorMetadata, NearSources
 from kvxfer.transfer.manifest import CacheFacts, RankManifest
 
 KVConnectorBase = base.KVConnectorBase_V1
@@ -40,6 +40,10 @@ SupportsHMA: Any = getattr(base, "SupportsHMA", _Nothing)
 
 REPORTS_FAILED_REQUESTS: bool = hasattr(base, "KVConnectorTransferResults")
 """A failed load is named by its request; before, by block ids, which one group alone can do."""
+
+
+PASSES_WORKER_METADATA: bool = hasattr(base, "KVConnectorWorkerMetadata")
+"""What a worker says beyond vLLM's own words reaches the scheduler side."""
 
 
 def peer_hit_source() -> object | None:
@@ -84,16 +88,26 @@ class KvxferHandshake(_KVConnectorHandshakeMetadata):  # type: ignore[misc]
 @dataclass(frozen=True)
 class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Why loads failed on a rank in this step, by request; empty where an answer was wanted.
-    ``details``: the same requests, why in words.
+    ``details``: the same requests, why in words. ``in_step``: loads that were part of this step,
+    good or not. ``near``: as :class:`~kvxfer.connector.records.KVConnectorOutput` has it.
     """
 
     failures: dict[str, str]
     details: dict[str, str] = field(default_factory=dict)
+    in_step: tuple[str, ...] = ()
+    near: dict[str, NearSources] = field(default_factory=dict)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.failures or self.in_step or self.near)
 
     def aggregate(self, other: object) -> KvxferWorkerMetadata:
         """Both together; the first reason for a request counts."""
         if not isinstance(other, KvxferWorkerMetadata):
             return self
         return KvxferWorkerMetadata(
-            {**other.failures, **self.failures}, {**other.details, **self.details}
+            {**other.failures, **self.failures},
+            {**other.details, **self.details},
+            tuple({*self.in_step, *other.in_step}),
+            {**self.near, **other.near},
         )

@@ -29,6 +29,7 @@ from kvxfer.integrations.vllm.regions import locate
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.integrations.vllm.settings import Settings, read_settings
 from kvxfer.integrations.vllm.stats import KvxferPromMetrics, KvxferStats, rebuilt
+from kvxfer.integrations.vllm.step_loads import why_never
 from kvxfer.integrations.vllm.worker import WorkerSide
 from kvxfer.transfer.manifest import RankId
 
@@ -53,6 +54,7 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
                 settings,
                 len(kv_cache_config.kv_cache_groups),
                 can_pin=counts_no_references(vllm_config),
+                no_step_loads=why_never(vllm_config, len(kv_cache_config.kv_cache_groups)),
             )
         else:
             self._worker = _make_worker(settings, vllm_config, kv_cache_config)
@@ -94,7 +96,7 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
         self.worker_side.start_load_kv()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request runs only after its load was reported."""
+        """Nothing: a request runs only after its load was reported, or behind its copies."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any

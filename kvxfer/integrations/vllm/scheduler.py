@@ -4,17 +4,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
 
+import msgspec
+
+from kvxfer.config import Config
 from kvxfer.connector.records import (
     NO_ORDERS,
     ConnectorMetadata,
     KVConnectorOutput,
     KVConnectorStats,
+    NearSources,
 )
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
@@ -26,6 +31,7 @@ from kvxfer.integrations.vllm.compat import (
 )
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_scheduler
+from kvxfer.integrations.vllm.step_loads import UnprovenKV
 from kvxfer.integrations.vllm.views import (
     BlocksView,
     Pins,
@@ -48,6 +54,7 @@ that steps; vLLM's processes spin for a second after any step, so a tenth more i
 """
 ASLEEP_S = 0.1
 """An engine that has not stepped for so long slept. Between two steps it needs 1 ms."""
+_log = logging.getLogger("kvxfer.integrations")
 _ONLY_COMPUTE = KvxferMetadata(NO_ORDERS, is_idle=False)
 """What most steps tell the workers."""
 
@@ -71,6 +78,7 @@ class SchedulerSide:
     Args:
         num_groups: KV cache groups of the model.
         can_pin: one more reference to a block means nothing else to this vLLM.
+        no_step_loads: why no load can be part of a step; None if some can.
         now: seconds of a clock that never goes back.
 
     Raises:
@@ -83,6 +91,7 @@ class SchedulerSide:
         num_groups: int,
         *,
         can_pin: bool = True,
+        no_step_loads: str | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_groups > 1 and not REPORTS_FAILED_REQUESTS:
@@ -101,6 +110,8 @@ class SchedulerSide:
         self._now = now
         self._pins: Pins | None = None
         self._edges: Pins | None = None
+        self._no_step_loads = no_step_loads
+        self._unproven: UnprovenKV | None = None
         self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
         self._is_idle = False
@@ -111,6 +122,7 @@ class SchedulerSide:
         """vLLM's block pool, of all groups together. Without it blocks are never pinned."""
         self._pins = pins_of(pool) if self._can_pin else None
         self._edges = None if self._pins is None else Pins(pool)
+        self._unproven = UnprovenKV.of(pool)
 
     def set_xfer_handshake_metadata_pp_aware(self, ranks: Mapping[tuple[int, int], object]) -> None:
         """What the ranks say of themselves, by (pp, tp). Raises ConfigError if one is missing, is
@@ -128,7 +140,7 @@ class SchedulerSide:
             for pins in filter(None, (self._pins, self._edges)):
                 pins.unpin_all()  # whoever read them has lost the pool they were in
             self._core = SchedulerConnector(
-                settings.config,
+                self._with_step_loads(settings.config),
                 engine_id=settings.engine_id,
                 incarnation=incarnation,
                 facts=facts,
@@ -142,6 +154,18 @@ class SchedulerSide:
         self._core.set_xfer_handshake_metadata_pp_aware(
             {key: said.manifest for key, said in known.items()}
         )
+
+    def _with_step_loads(self, config: Config) -> Config:
+        """Without them, and a line in the log, where this engine cannot have any."""
+        why = self._no_step_loads
+        if not self._settings.prefix_caching:
+            self._unproven = UnprovenKV(None)
+        elif self._unproven is None:
+            why = why or "vLLM's block pool is not as kvxfer knows it"
+        if not (why and config.load_in_step_s and self._settings.can_receive):
+            return config
+        _log.info("loads are asynchronous, never part of a step: %s", why)
+        return msgspec.structs.replace(config, load_in_step_s=0.0)
 
     # -------------------------------------------------- requests
 
@@ -175,8 +199,14 @@ class SchedulerSide:
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Blocks are allocated: the load goes to the workers, or the offer is given up."""
-        if self._core is not None and request.kv_transfer_params:
-            self._core.update_state_after_alloc(request, BlocksView(blocks), num_external_tokens)
+        if self._core is None or not request.kv_transfer_params:
+            return
+        view = BlocksView(blocks)
+        self._core.update_state_after_alloc(request, view, num_external_tokens)
+        token_lo = self._core.loaded_in_step(request.request_id)
+        if token_lo is not None and self._unproven is not None:
+            position = token_lo // self._settings.block_tokens
+            self._unproven.begin(request, view.get_block_ids(), position)
 
     def request_finished(
         self, request: Any, block_ids: Sequence[Sequence[int]]
@@ -202,6 +232,8 @@ class SchedulerSide:
         self._is_idle = not step.total_num_scheduled_tokens
         self._was_woken = self._is_idle and self._must_look()
         self._last_step_s = self._now()
+        if self._unproven is not None:
+            self._unproven.drop_tokens_of_preempted()
         orders = self._core.build_connector_meta(StepView(step))
         if orders.computed or orders.ended:
             self._pin_edges(orders)
@@ -217,10 +249,12 @@ class SchedulerSide:
         said = getattr(output, "kv_connector_worker_meta", None)
         if not (said or output.finished_recving or output.finished_sending or self._is_idle):
             return  # nothing was reported, and nothing is pinned while the engine computes
+        received = output.finished_recving or set()
+        near: dict[str, NearSources] = {}
         if isinstance(said, KvxferWorkerMetadata):
             self._failures.update(said.failures)
             self._details.update(said.details)
-        received = output.finished_recving or set()
+            received, near = received.union(said.in_step), said.near
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
         details = {i: self._details.pop(i) for i in failed if i in self._details}
         sent = set(output.finished_sending or ())
@@ -230,8 +264,12 @@ class SchedulerSide:
                 finished_recving=received,
                 failed_recving=failed,
                 failure_details=details,
+                near=near,
             )
         )
+        if self._unproven is not None:
+            for request_id in received:
+                self._unproven.end(request_id, is_valid=request_id not in failed)
         for request_id in sent:
             self._held.pop(request_id, None)
         if self._edges:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -64,7 +65,7 @@ class WorkerSide:
         self._wants_answer = False
         self._still_since_s: float | None = None
         self._in_flight = InFlight()
-        self._failures = KvxferWorkerMetadata({})
+        self._said = KvxferWorkerMetadata({})
         self._failed_block_ids: set[int] = set()
 
     # -------------------------------------------------- registration
@@ -112,11 +113,14 @@ class WorkerSide:
             self._still_since_s = None
         if self._has_orders:
             self._in_flight.begin(metadata.orders.loads)
-            self._running().bind_connector_metadata(metadata.orders)
+            core = self._running()
+            core.bind_connector_metadata(metadata.orders)
+            # vLLM's own call comes after the forward from 0.32 on, unless a load is part of the
+            # step. What ends meanwhile would be reported a step later.
+            core.start_load_kv()
 
     def start_load_kv(self) -> None:
-        if self._has_orders:
-            self._running().start_load_kv()
+        """Nothing: they have begun."""
 
     def wait_for_save(self) -> None:
         """The step's work was launched: offers that it completes open when it has run."""
@@ -137,15 +141,20 @@ class WorkerSide:
             self._wait(core)
         sent, received, failed = core.get_transfer_results(finished_req_ids)
         loads = self._in_flight.end(received) if received else []
-        self._failures = KvxferWorkerMetadata(failed, core.get_failure_details())
-        if not REPORTS_FAILED_REQUESTS:
-            self._failed_block_ids = failed_block_ids(
-                (load for load in loads if load.request_id in failed), self._settings.block_tokens
-            )
+        # vLLM knows no end of a load that is part of a step, only blocks of it that are no good.
+        in_step = {load.request_id for load in loads if load.in_step}
+        self._said = KvxferWorkerMetadata(
+            failed, core.get_failure_details(), in_step=tuple(sorted(in_step))
+        )
+        by_block = in_step if REPORTS_FAILED_REQUESTS else failed.keys()
+        self._failed_block_ids = failed_block_ids(
+            (load for load in loads if load.request_id in by_block & failed.keys()),
+            self._settings.block_tokens,
+        )
         return KVConnectorTransferResults(
             finished_sending=sent or set(),
-            finished_recving=received or set(),
-            failed_recving=set(failed),
+            finished_recving=(received or set()) - in_step,
+            failed_recving=failed.keys() - in_step,
         )
 
     def _wait(self, core: WorkerConnector) -> None:
@@ -164,16 +173,19 @@ class WorkerSide:
         return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """All blocks of the loads that failed, each once; only where vLLM has no better way."""
+        """All blocks of the loads that failed, each once; only where vLLM has no better way: of
+        those that were part of this step, and in versions without failed requests of all.
+        """
         found, self._failed_block_ids = self._failed_block_ids, set()
         return found
 
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
-        """Why loads failed, each once; nothing but an answer where one is wanted."""
-        if not (self._failures.failures or self._wants_answer):
-            return None
-        said, self._failures = self._failures, KvxferWorkerMetadata({})
-        return said
+        """What vLLM has no word for, each once; nothing but an answer where one is wanted."""
+        near = self._running().take_near()
+        said, self._said = self._said, KvxferWorkerMetadata({})
+        if near is not None:
+            said = replace(said, near={str(self._rank): near})
+        return said if said.has_news or self._wants_answer else None
 
     def get_kv_connector_stats(self) -> KvxferStats | None:
         if self._core is None:

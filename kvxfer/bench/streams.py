@@ -1,0 +1,243 @@
+"""How fast zmq moves scattered KV over several TCP streams, as between two hosts with many cores,
+in host memory or between GPUs through host memory. In turns with it,
+
+    sockets xN   N plain TCP connections, a thread for each at each end, one call for all of its
+                 bytes from and into memory that is there: the limit of "zmq xN", in host memory
+                 and with nothing packed, whatever is asked for
+    NIXL         its own READ and WRITE with UCX over TCP, of blocks as they are
+
+The other end is on this host, so both ends and both directions of PCIe share it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import socket
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+import torch
+
+from kvxfer.bench import core
+from kvxfer.bench.contenders import Contenders, Way
+from kvxfer.bench.frame import Benchmark, Session, cases, option
+from kvxfer.bench.members import (
+    GPU_OPTIONS,
+    SINK,
+    SOURCE,
+    Member,
+    devices_for,
+    gpu_missing,
+)
+from kvxfer.bench.nixl_ways import Setting
+from kvxfer.bench.pools import LLAMA_8B, Request
+from kvxfer.bench.sockets import CONNECT_S, Address, connect, hear, listen, say, without_delay
+from kvxfer.bench.transfer import WIRE_OPTIONS, settings_of
+from kvxfer.bench.transfer_report import pool_nbytes, requests_of
+from kvxfer.bench.wires import ZMQ_TCP
+from kvxfer.bench.workers import method_for
+
+AIM = 0.5
+BUDGET_S = 6.0
+"""Of one contender in one case, after its least rounds."""
+TEXT = (
+    "Wall time from the request to the last byte in place, median of interleaved rounds; ratio: "
+    "of zmq to as many plain sockets in the same rounds, of all others to one."
+)
+SHARE = msgspec.msgpack.Decoder(tuple[int, int])
+
+
+def nixl_settings(kind: str) -> list[Setting]:
+    """NIXL where UCX has TCP and, on a GPU, copies to and from it; with segments as large as
+    kvxfer's ``ucx`` has them, which doubles what UCX's own 8 KiB reach.
+    """
+    transports = "tcp" if kind == "cpu" else "tcp,cuda_copy"
+    segments = (("UCX_TCP_TX_SEG_SIZE", "256k"), ("UCX_TCP_RX_SEG_SIZE", "256k"))
+    return [
+        Setting(f"NIXL {each}, UCX-TCP", each, (("UCX_TLS", transports), *segments))
+        for each in ("READ", "WRITE")
+    ]
+
+
+# ------------------------------------------------------------------ plain sockets
+
+
+class PlainSource(Member):
+    """Sends what it is asked for, on each socket by a thread of its own."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__({SOURCE: "cpu"}, nbytes)
+        self._view = self.memories[SOURCE].tensor.numpy().data
+        self._sockets: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+
+    def connect(self, address: Address, number: int) -> None:
+        """To the sink, so often."""
+        for _ in range(number):
+            sock = connect(address)
+            thread = threading.Thread(target=self._serve, args=(sock,))
+            thread.start()
+            self._sockets.append(sock)
+            self._threads.append(thread)
+
+    def _serve(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the sink has closed
+            while True:
+                first, last = SHARE.decode(hear(sock))
+                sock.sendall(self._view[first:last])
+
+    def close(self) -> None:
+        for sock in self._sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in self._sockets:
+            sock.close()
+        self._view.release()
+        super().close()
+
+
+class PlainSink(Member):
+    """Asks for an equal share on each socket, and takes it where it belongs."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__({SINK: "cpu"}, nbytes)
+        self._view = self.memories[SINK].tensor.numpy().data
+        self._listener = listen("127.0.0.1")
+        self._sockets: list[socket.socket] = []
+        self._pool = ThreadPoolExecutor()
+
+    def address(self) -> Address:
+        host, port = self._listener.getsockname()
+        return host, port
+
+    def accept(self, number: int) -> None:
+        """So many, which the source has begun."""
+        self._listener.settimeout(CONNECT_S)
+        for _ in range(number):
+            sock = self._listener.accept()[0]
+            sock.settimeout(None)
+            self._sockets.append(without_delay(sock))
+        self._pool = ThreadPoolExecutor(number)
+
+    def run(self, way: str, request: Request) -> core.Timing:
+        """``way`` ends with the number of sockets."""
+        number = int(way.rpartition("x")[2])
+        bounds = [request.nbytes * n // number for n in range(number + 1)]
+        running: list[Future[None]] = []
+
+        def post() -> None:
+            for sock, first, last in zip(self._sockets, bounds, bounds[1:], strict=False):
+                running.append(self._pool.submit(self._take, sock, first, last))
+
+        self.flush()
+        return core.timed(post, lambda: [each.result() for each in running])
+
+    def _take(self, sock: socket.socket, first: int, last: int) -> None:
+        say(sock, msgspec.msgpack.encode((first, last)))
+        while first < last:
+            count = sock.recv_into(self._view[first:last], 0, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionError("sockets: expected more bytes, got the end of the stream")
+            first += count
+
+    def close(self) -> None:
+        for sock in (*self._sockets, self._listener):
+            sock.close()
+        self._pool.shutdown()
+        self._view.release()
+        super().close()
+
+
+def plain(number: int) -> str:
+    """What as many plain sockets are called."""
+    return f"sockets x{number}"
+
+
+def start_plain(contenders: Contenders, numbers: list[int]) -> None:
+    source, sink = contenders.pair(
+        "sockets", (PlainSource, PlainSink), ((contenders.nbytes,), (contenders.nbytes,))
+    )
+
+    def join() -> None:
+        source.call(object, "connect", sink.call(tuple, "address"), max(numbers))
+        sink.call(object, "accept", max(numbers))
+
+    ways = [Way(plain(number), source, sink, is_limit=True) for number in numbers]
+    contenders.add(ways, join)
+    contenders.join()
+
+
+# ------------------------------------------------------------------ the benchmark
+
+
+def measure_case(
+    contenders: Contenders, report: core.Report, request: Request, options: argparse.Namespace
+) -> None:
+    taken = contenders.measure(request, options.rounds, BUDGET_S)
+    report.begin(f"{request.name}, {request.nbytes / 1e6:.1f} MB", core.SHOWN)
+    for name, timings in taken.items():
+        limit = plain(int(name.rpartition("x")[2])) if name[-1].isdigit() else plain(1)
+        speed = core.speed_of(request.nbytes, timings, taken.get(limit))
+        goal = AIM if name.startswith("kvxfer") else None
+        case = core.Measured("streams", request.name, request.nbytes, name, speed, goal)
+        report.add(core.MEASURED, case)
+    report.lost = contenders.lost()
+    report.write()
+
+
+def run(session: Session, options: argparse.Namespace) -> int:
+    """How fast; 1 if anybody copied wrong bytes."""
+    requests, settings = requests_of(options), settings_of(options)
+    devices = devices_for(options.device, ZMQ_TCP)
+    method = method_for(devices.sink)
+    contenders = Contenders(devices, pool_nbytes(requests), settings, method)
+    report = session.report(
+        f"streams_{devices.where}",
+        f"zmq over several TCP streams, {devices.where}",
+        core.by_section(TEXT),
+        None,
+        core.WIRE_PACKAGES,
+        devices=f"source {devices.source}, sink {devices.sink}",
+        settings=", ".join(f"{name} {value}" for name, value in settings.items()) or "none",
+    )
+    try:
+        start_plain(contenders, options.streams)
+        for number in options.streams:
+            contenders.start_wire(ZMQ_TCP, requests[0], f" x{number}", zmq_streams=number)
+            contenders.join()
+        for setting in nixl_settings(torch.device(devices.sink).type):
+            contenders.start_nixl(setting, is_raw=True)
+            contenders.join()
+        report.records["trials"] = contenders.choices
+        for name, said in contenders.choices.items():
+            report.facts[name] = said
+        session.progress.plan(len(requests))
+        for request in requests:
+            measure_case(contenders, report, request, options)
+            session.progress.step()
+    finally:
+        report.lost |= contenders.lost()
+        contenders.close()
+        report.write(is_last=True)
+    return int(contenders.has_wrong_bytes)
+
+
+BENCHMARK = Benchmark(
+    (
+        option("--streams", [1, 4, 8], [1, 2], nargs="+", type=int, help="of zmq and of sockets"),
+        *cases(
+            shapes=([LLAMA_8B.name], [LLAMA_8B.name]),
+            layouts=(["HND16->HND16", "HND16->NHD64"], ["HND16->NHD64"]),
+            tokens=([1024, 4096], [128]),  # 128 and 512 MiB; 16 MiB
+            rounds=(15, 5),
+        ),
+        *WIRE_OPTIONS,
+        GPU_OPTIONS[0],
+    ),
+    run,
+    gpu_missing,
+)

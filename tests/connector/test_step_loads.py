@@ -1,0 +1,323 @@
+"""Loads that are part of the step that orders them: which are promised, and that every rank keeps
+the promise or says in the same step that it cannot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvxfer.connector import worker_side
+from kvxfer.connector.board import Board, Posted
+from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
+from kvxfer.connector.sink import Sink
+from kvxfer.connector.step_loads import DISTRUST_S, StepLoads
+from kvxfer.tensors.strided_copy import strided_copy
+from kvxfer.transfer.wire import OfferRef
+from kvxfer.transports import shm_direct
+from tests.builders import EngineShape
+from tests.connector.rig import PATIENT, POISON, Engine, expect_copied, until
+
+ONE = EngineShape(num_kv_heads=2, num_blocks=64)
+TWO = EngineShape(tp_size=2, num_kv_heads=2, num_blocks=64)
+LIFE, DIGEST = b"l" * 16, b"d" * 32
+LIMIT_S = 1.0
+
+# ------------------------------------------------------------------ what is promised
+
+
+@pytest.fixture(scope="module")
+def boards() -> Iterator[list[Board]]:
+    made = [Board(), Board()]
+    yield made
+    for board in made:
+        board.close()
+
+
+def source_of(number: int) -> SourceRef:
+    return SourceRef(
+        engine_id="p",
+        endpoint="tcp://127.0.0.1:5700",
+        offer=OfferRef(number.to_bytes(16, "little"), LIFE),
+        num_tokens=100,
+        digest=DIGEST,
+    )
+
+
+# What the board of a source rank shows of an offer
+SHOWN = st.sampled_from(["open", "any tokens", "other tokens", "over", "never"])
+# What a rank has said of the source: None, or its latency, its time for a token, and its boards
+SAID = st.none() | st.tuples(
+    st.sampled_from([0.0, 0.2, 0.6]), st.sampled_from([0.0, 0.01, 0.1]), st.sets(st.integers(0, 1))
+)
+_number = iter(range(1 << 60))
+
+
+@given(
+    said=st.lists(SAID, min_size=1, max_size=3),
+    num_ranks=st.integers(1, 3),
+    shown=st.tuples(SHOWN, SHOWN),
+    num_tokens=st.integers(1, 60),
+    promised_s=st.lists(st.sampled_from([0.1, 0.5]), max_size=2),
+    late_for_s=st.none() | st.sampled_from([0.0, DISTRUST_S - 1, DISTRUST_S]),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_load_is_promised_where_all_that_it_needs_is_there(
+    boards: list[Board],
+    said: list[tuple[float, float, set[int]] | None],
+    num_ranks: int,
+    shown: tuple[str, str],
+    num_tokens: int,
+    promised_s: list[float],
+    late_for_s: float | None,
+) -> None:
+    source = source_of(next(_number))
+    for board, what in zip(boards, shown, strict=True):
+        digest = {"any tokens": None, "other tokens": b"o" * 32}.get(what, DIGEST)
+        if what != "never":
+            assert board.post(source.offer.nonce, Posted(digest, 100, ((1,),)))
+        if what == "over":
+            board.end(source.offer.nonce)
+    loads = StepLoads(LIMIT_S)
+    for rank, each in enumerate(said):
+        handles = tuple(boards[number].handle for number in sorted(each[2])) if each else ()
+        near = {LIFE: NearSource(each[0], each[1], handles)} if each else {}
+        loads.learn({f"pp0tp{rank}": near})
+    for time_s in promised_s:
+        loads.promise(time_s)
+    if late_for_s is not None:
+        loads.was_late(source, 100.0 - late_for_s)
+    ranks = [f"pp0tp{rank}" for rank in range(num_ranks)]
+    try:
+        got = loads.time_s(source, num_tokens, ranks, 100.0)
+        loads.begin_step()
+        in_next = loads.time_s(source, num_tokens, ranks, 100.0)
+    finally:
+        for board in boards:
+            board.end(source.offer.nonce)
+        loads.close()
+
+    # The same, said naively
+    want = math.inf
+    if len(said) == num_ranks and None not in said:
+        times = [each[0] + each[1] * num_tokens for each in said if each]
+        are_open = all(
+            shown[number] in {"open", "any tokens"} for each in said if each for number in each[2]
+        )
+        if are_open and (late_for_s is None or late_for_s >= DISTRUST_S):
+            want = max(times)
+    assert got == (want if sum(promised_s) + want <= LIMIT_S else None)
+    assert in_next == (want if want <= LIMIT_S else None)
+
+
+def test_without_a_limit_nothing_is_mapped(boards: list[Board]) -> None:
+    loads = StepLoads(0.0)
+    loads.learn({"pp0tp0": {LIFE: NearSource(0.0, 0.0, (boards[0].handle,))}})
+    assert loads.time_s(source_of(0), 1, ["pp0tp0"], 0.0) is None
+
+
+def test_a_source_that_is_gone_is_forgotten(boards: list[Board]) -> None:
+    loads, source = StepLoads(LIMIT_S), source_of(1 << 64)
+    assert boards[0].post(source.offer.nonce, Posted(DIGEST, 100, ((1,),)))
+    loads.learn({"pp0tp0": {LIFE: NearSource(0.1, 0.0, (boards[0].handle,))}})
+    assert loads.time_s(source, 1, ["pp0tp0"], 0.0) == 0.1
+    loads.learn({"pp0tp0": {}})
+    assert loads.time_s(source, 1, ["pp0tp0"], 0.0) is None
+    loads.close()
+
+
+# ------------------------------------------------------------------ what the ranks do
+
+
+def engines(wire: str, shape: EngineShape = ONE, **more: Any) -> tuple[Engine, Engine]:
+    return (
+        Engine(TWO, "prefill", fill=None, transport=wire, **PATIENT),
+        Engine(shape, "decode", fill=POISON, transport=wire, **{**PATIENT, **more}),
+    )
+
+
+def offered(source: Engine, name: str) -> SourceRef:
+    ref = source.offer(name, 64, [1, 2, 3, 4])
+    posted = source.count("board.posted")
+    source.compute(name)
+    until(lambda: source.count("board.posted") == posted + len(source.workers))
+    return ref
+
+
+def order(name: str, ref: SourceRef) -> NewLoad:
+    return NewLoad(
+        request_id=name,
+        source=ref,
+        token_lo=0,
+        token_hi=64,
+        block_ids=((5, 6, 7, 8),),
+        in_step=True,
+    )
+
+
+def step(
+    sink: Engine, *loads: NewLoad, compute: Callable[[], None] = lambda: None
+) -> list[dict[str, str | None]]:
+    """One step of every rank, with what it reports: of each load why it failed, or None."""
+    metadata = ConnectorMetadata(loads=loads)
+    for worker in sink.workers:
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_kv()
+    compute()
+    reported = []
+    for worker in sink.workers:
+        worker.wait_for_save()
+        _, received, failed = worker.get_transfer_results(())
+        worker.clear_connector_metadata()
+        reported.append({name: failed.get(name) for name in received or ()})
+    return reported
+
+
+def meet(source: Engine, sink: Engine) -> None:
+    ref = offered(source, "first")
+    sink.load("first", ref, [9, 10, 11, 12], (0, 64))
+    until(lambda: sink.received("first"))
+
+
+@pytest.mark.parametrize("wire", ["shm", "cuda_ipc"])
+@pytest.mark.parametrize("shape", [ONE, TWO], ids=["one", "two"])
+def test_the_step_computes_with_the_kv_and_reports_the_load(wire: str, shape: EngineShape) -> None:
+    slow = "read:slow=20ms" if wire == "shm" else ""
+    source, sink = engines(wire, shape, faults=slow)
+    with source, sink:
+        meet(source, sink)
+        for pool in sink.pools:
+            pool.tensor.fill_(POISON)
+
+        def compute() -> None:
+            expect_copied(source, sink, [1, 2, 3, 4], [5, 6, 7, 8], (0, 64))
+
+        ref = offered(source, "d")
+        assert step(sink, order("d", ref), compute=compute) == [{"d": None}] * len(sink.workers)
+        until(lambda: source.sent("d"))
+
+
+def test_behind_copies_of_a_gpu_the_verdict_comes_with_the_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The copies are on a stream, and the step's work behind them: nothing is waited for before."""
+    monkeypatch.setattr(Sink, "copied", lambda *_: [])
+    source, sink = engines("shm", faults="read:slow=50ms")
+    with source, sink:
+        meet(source, sink)
+        ref = offered(source, "d")
+
+        def compute() -> None:
+            with pytest.raises(AssertionError):  # the copy is still to come
+                expect_copied(source, sink, [1, 2, 3, 4], [5, 6, 7, 8], (0, 64))
+
+        assert step(sink, order("d", ref), compute=compute) == [{"d": None}]
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_an_offer_that_ends_during_the_copy_fails_the_load_in_the_step(
+    is_after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, sink = engines("shm")
+    copy = strided_copy
+    with source, sink:
+        meet(source, sink)
+        ref = offered(source, "d")
+        ended = ConnectorMetadata(ended=(source.end_of("d"),))
+
+        def torn(*args: Any, **named: Any) -> int:
+            nbytes = copy(*args, **named) if is_after else 0
+            source.workers[1].handle_preemptions(ended)
+            return nbytes or copy(*args, **named)
+
+        monkeypatch.setattr(shm_direct, "strided_copy", torn)
+        (reported,) = step(sink, order("d", ref))
+        assert reported["d"] in {"aborted", "ended"}
+        monkeypatch.setattr(shm_direct, "strided_copy", copy)
+        assert step(sink, order("e", offered(source, "e"))) == [{"e": None}]
+
+
+@pytest.mark.parametrize("way", ["over", "stalls", "lost"])
+def test_a_promise_that_cannot_be_kept_ends_with_the_step(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_side, "LATE_S", 0.05)
+    source, sink = engines("shm", faults="read:stall=60s;nth=3")
+    with source, sink:
+        meet(source, sink)  # of two source ranks: two reads
+        ref = offered(source, "d")
+        if way == "over":
+            source.end("d")
+        elif way == "lost":
+            ref = msgspec.structs.replace(ref, endpoint="tcp://127.0.0.1:9")
+        (reported,) = step(sink, order("d", ref))
+        assert (
+            reported["d"]
+            in {
+                "over": {"ended", "aborted"},
+                "stalls": {"deadline"},
+                "lost": {"deadline", "peer_lost", "incarnation", "not_allowed"},
+            }[way]
+        )
+
+
+def test_one_rank_that_fails_says_so_and_the_other_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, sink = engines("shm", TWO)
+    with source, sink:
+        meet(source, sink)
+        ref = offered(source, "d")
+        source.workers[1].handle_preemptions(ConnectorMetadata(ended=(source.end_of("d"),)))
+        good, bad = step(sink, order("d", ref))
+        assert bad["d"] in {"aborted", "ended"}
+        assert good["d"] is None
+
+
+# ------------------------------------------------------------------ what the ranks say
+
+
+def near_of(engine: Engine) -> dict[bytes, NearSource] | None:
+    (worker,) = engine.workers
+    engine.take_stats()
+    return worker.take_near()
+
+
+def test_a_rank_says_which_sources_are_near() -> None:
+    source, sink = engines("shm")
+    with source, sink:
+        assert near_of(sink) is None
+        meet(source, sink)
+        seen: list[dict[bytes, NearSource] | None] = []
+
+        def has_news() -> bool:
+            seen.append(near_of(sink))
+            return seen[-1] is not None
+
+        until(has_news)
+        ((life, near),) = (seen[-1] or {}).items()
+        assert life == source.incarnation
+        assert near.boards == tuple(entry.board for entry in source.manifest.ranks)
+        assert near.latency_s >= 0
+        nbytes = 2 * 2 * 2 * 8  # layers, planes, heads, bytes of a token
+        assert nbytes / 1e12 < near.token_s < nbytes / 1e8
+        assert near_of(sink) is None  # once
+        source.close()
+        until(lambda: near_of(sink) == {})
+
+
+@pytest.mark.parametrize(
+    ("wire", "more"), [("zmq", {}), ("shm", {"offer_board": False})], ids=["stream", "no board"]
+)
+def test_a_source_that_takes_messages_is_not_near(wire: str, more: dict[str, Any]) -> None:
+    source, sink = engines(wire, **more)
+    with source, sink:
+        ref = source.offer("first", 64, [1, 2, 3, 4])
+        source.compute("first")
+        sink.load("first", ref, [9, 10, 11, 12], (0, 64))
+        until(lambda: sink.received("first"))
+        assert near_of(sink) is None

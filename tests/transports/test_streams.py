@@ -1,0 +1,507 @@
+"""Several streams of one connection: who may have how many, what goes over which, and its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvxfer.config import Config
+from kvxfer.errors import ProtocolError
+from kvxfer.tensors.device_memory import Gpu
+from kvxfer.testing import check_transport
+from kvxfer.testing.peers import Context
+from kvxfer.transfer.wire import Reason
+from kvxfer.transports import parallel, stream_source
+from kvxfer.transports.base import (
+    LocalMemory,
+    Packed,
+    PeerGone,
+    ReadBroke,
+    ReadDone,
+    SendStopped,
+    Wake,
+)
+from kvxfer.transports.channel import Dealer, Router
+from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
+from kvxfer.transports.parallel import MOST_FURTHER, num_copy_threads, num_cores, num_streams
+from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
+from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
+from kvxfer.transports.stream_link import Link
+from kvxfer.transports.stream_machine import SlotEvent, SourceSlots
+from kvxfer.transports.stream_sink import StreamSink
+from kvxfer.transports.stream_source import StreamSource
+from kvxfer.transports.stream_wire import Attached, Join, Refused, Streams, decode_to_sink, encode
+from kvxfer.transports.zmq_pipe import ZmqPipe, ZmqSourceLane
+from tests.transports.pair import (
+    ATTACH,
+    ZMQ,
+    Pair,
+    a_move,
+    connections_of,
+    end_stream,
+    key_of,
+    link_of,
+)
+
+
+def with_streams(number: int, **others: object) -> Config:
+    return msgspec.structs.replace(ZMQ, zmq_streams=number, **others)
+
+
+@contextmanager
+def a_pair(source: int, sink: int | None = None, **others: object) -> Iterator[Pair]:
+    """Both ends, with so many streams each."""
+    sink = source if sink is None else sink
+    with closing(Pair(with_streams(source, **others), with_streams(sink, **others))) as pair:
+        pair.sink.attach(pair.manifest)
+        yield pair
+
+
+def until_joined(pair: Pair, number: int) -> None:
+    """Streams, the first included."""
+    pair.until(lambda: [len(each.streams) for each in connections_of(pair).all()] == [number])
+
+
+def load(pair: Pair, number: int) -> None:
+    """One read through the pair, compared byte by byte."""
+    pair.sink_pool.tensor.fill_(0xEE)
+    move = a_move(number)
+    pair.start(key_of(number), move)
+    assert isinstance(pair.end(key_of(number)), ReadDone)
+    assert pair.content() == pair.expected(move)
+
+
+@pytest.fixture
+def carried(monkeypatch: pytest.MonkeyPatch) -> Counter[bytes]:
+    """How many chunks went to each identity."""
+    found: Counter[bytes] = Counter()
+    send = Router.send
+
+    def seen(router: Router, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
+        found[identity] += len(frames) > 1
+        return send(router, identity, *frames)
+
+    monkeypatch.setattr(Router, "send", seen)
+    return found
+
+
+# ------------------------------------------------------------------ how many
+
+
+@pytest.mark.parametrize(
+    ("source", "sink", "used"), [(1, 1, 1), (2, 2, 2), (4, 4, 4), (1, 4, 1), (4, 1, 1), (2, 4, 2)]
+)
+def test_the_sink_says_how_many_and_the_source_bounds_it(
+    source: int, sink: int, used: int, carried: Counter[bytes]
+) -> None:
+    with a_pair(source, sink) as pair:
+        until_joined(pair, used)
+        for number in range(1, 4):
+            load(pair, number)
+        assert len([each for each, count in carried.items() if count]) == used
+        assert len(link_of(pair).dealers) == used
+        (connection,) = connections_of(pair).all()
+        pair.until(lambda: connection.table.is_idle)
+        assert connection.table.owed == [0] * used
+
+
+def test_a_load_does_not_wait_for_streams_to_join(carried: Counter[bytes]) -> None:
+    with a_pair(4) as pair:
+        load(pair, 1)
+
+
+def test_streams_that_join_while_chunks_are_on_their_way_are_used_at_once(
+    carried: Counter[bytes],
+) -> None:
+    with a_pair(4) as pair:
+        pair.hold = True
+        pair.start(key_of(1), a_move())
+        pair.until(lambda: len(pair.said) == 4)  # all slots are packed, over the first stream
+        until_joined(pair, 4)
+        for packed in [each for each in pair.said if isinstance(each, Packed)]:
+            pair.source.send_packed(packed.key, packed.sequence)
+        pair.hold = False
+        assert isinstance(pair.end(key_of(1)), ReadDone)
+    assert len(carried) == 4
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "streams", "copies"),
+    [
+        (1, "max 100000", 1, 1),
+        (2, "max 100000", 1, 1),
+        (7, "max 100000", 1, 1),
+        (16, "max 100000", 4, 2),
+        (128, "max 100000", 8, 4),
+        (128, "200000 100000", 1, 1),
+        (128, "50000 100000", 1, 1),
+        (128, "1600000 100000", 4, 2),
+        (4, "1600000 100000", 1, 1),
+        (8, None, 2, 1),
+    ],
+)
+def test_streams_follow_the_cores_that_the_process_may_use(
+    cores: int,
+    quota: str | None,
+    streams: int,
+    copies: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(quota + "\n")
+    monkeypatch.setattr(parallel, "_CPU_QUOTA", file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert (num_streams(Config()), num_copy_threads(Config())) == (streams, copies)
+    assert num_streams(Config(zmq_streams=3)) == 3
+    assert 1 <= num_cores() <= cores
+
+
+@pytest.mark.parametrize("side", ["stream_admission", "stream_sink"])
+def test_further_streams_keep_no_sink_out(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for five of them the second connection has three streams and the third has one."""
+    monkeypatch.setattr(f"kvxfer.transports.{side}.most_further", lambda: 5)
+    with a_pair(4) as pair:
+        until_joined(pair, 4)
+        for number, want in ((2, 3), (3, 1)):
+            manifest = msgspec.structs.replace(
+                pair.manifest, control_endpoint=f"tcp://127.0.0.1:{6000 + number}"
+            )
+            pair.sink.attach(manifest)
+            pair.until(partial(_has_joined, pair, want))
+        pair.until(lambda: len(connections_of(pair)) == 3)
+        pair.sink.detach(pair.manifest.control_endpoint)
+        pair.until(lambda: connections_of(pair).num_further == 2)
+        pair.sink.attach(pair.manifest)
+        pair.until(partial(_has_joined, pair, 4))
+
+
+def _has_joined(pair: Pair, number: int) -> bool:
+    """Streams of the connection that came last."""
+    return len(connections_of(pair).all()[-1].streams) == number
+
+
+def test_a_trial_has_one_stream() -> None:
+    with closing(Pair(with_streams(4))) as pair:
+        assert pair.trial().costs.bytes_per_s > 0
+
+
+def test_a_source_that_may_have_streams_has_staging_for_them() -> None:
+    with a_pair(4, staging_slots=64) as pair:
+        bounds = pair.sink.staging_bounds(pair.manifest)
+        assert (bounds.nbytes, bounds.busy_slots) == (4 * HOST_STAGING.nbytes, 15)
+        assert pair.source._admission.admit(
+            msgspec.structs.replace(ATTACH, num_slots=16, slot_nbytes=8 << 20), 4
+        ) == Slots(16, 8 << 20)
+    assert HOST_STAGING.over(1) == HOST_STAGING
+    assert MOST_FURTHER * HOST_STAGING.nbytes <= MAX_STAGING_NBYTES // 2
+
+
+# ------------------------------------------------------------------ who may join
+
+
+class Stranger:
+    """A peer without the sink's code; over TCP."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.socket: zmq.Socket[bytes] = pair.context.socket(zmq.DEALER)
+        self.socket.connect(pair.source.data_endpoint())
+
+    def ask(self, message: object) -> object:
+        """The answer, as the sink reads it."""
+        self.socket.send(encode(message))  # type: ignore[arg-type]
+        self.pair.until(lambda: bool(self.socket.poll(0)))
+        return decode_to_sink(memoryview(self.socket.recv_multipart()[0]))
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+
+def test_nobody_joins_without_the_token_nor_more_than_may() -> None:
+    with closing(Pair(with_streams(3))) as pair, closing(Stranger(pair)) as first:
+        answer = first.ask(msgspec.structs.replace(ATTACH, num_streams=2))
+        assert isinstance(answer, Streams)
+        assert answer.num_streams == 2
+        assert len(answer.token) == 16
+        first.socket.send(encode(Join(answer.token)))  # of a connection that is one
+        pair.until(lambda: pair.source.counts["malformed"] == 1)
+        with closing(Stranger(pair)) as second, closing(Stranger(pair)) as third:
+            assert isinstance(second.ask(Join(bytes(16))), Refused)
+            second.socket.send(encode(Join(answer.token)))
+            until_joined(pair, 2)
+            assert isinstance(third.ask(Join(answer.token)), Refused)
+        pair.until(lambda: not len(connections_of(pair)))  # it has lost a stream
+        refused = decode_to_sink(memoryview(first.socket.recv_multipart()[0]))
+        assert isinstance(refused, Refused)
+        assert connections_of(pair).num_further == 0
+        with closing(Stranger(pair)) as late:
+            assert isinstance(late.ask(Join(answer.token)), Refused)
+        assert pair.source.counts["not_attached"] == 3
+
+
+@pytest.mark.parametrize(
+    ("num_streams", "is_trial"), [(-1, False), (0, False), (1, False), (4, True)]
+)
+def test_who_asks_for_one_stream_or_a_trial_hears_of_none(num_streams: int, is_trial: bool) -> None:
+    attach = msgspec.structs.replace(ATTACH, num_streams=num_streams, is_trial=is_trial)
+    with closing(Pair(with_streams(4))) as pair, closing(Stranger(pair)) as sink:
+        sink.socket.send(encode(attach))
+        until_joined(pair, 1)
+        for _ in range(20):
+            pair.turn()
+        assert not sink.socket.poll(0)
+
+
+def test_a_source_that_offers_more_than_was_asked_for_gets_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_source, "Streams", lambda token, _: Streams(token, 1000))
+    with a_pair(3) as pair:
+        until_joined(pair, 3)
+        assert len(link_of(pair).dealers) == 3
+        with pytest.raises(ProtocolError, match="expected them once"):
+            link_of(pair).add_streams(Streams(b"x", 3))
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_each_stream_begins_with_attached(is_early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a chunk over one of them does not wait for another."""
+    heard: list[tuple[int, str]] = []
+    receive = Link.receive
+
+    def seen(link: Link, dealer: Dealer) -> Iterator[list[zmq.Frame]]:
+        for frames in receive(link, dealer):
+            kind = type(decode_to_sink(frames[0].buffer)).__name__
+            heard.append((link.dealers.index(dealer), kind))
+            yield frames
+
+    monkeypatch.setattr(Link, "receive", seen)
+    with a_pair(3) as pair:
+        if is_early:
+            load(pair, 1)
+        until_joined(pair, 3)
+        load(pair, 2)
+    for stream in range(1, 3):
+        kinds = [kind for number, kind in heard if number == stream]
+        assert kinds[0] == Attached.__name__
+        assert set(kinds[1:]) == {"ChunkHeader"}
+
+
+# ------------------------------------------------------------------ its end
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_the_end_of_a_stream_ends_the_connection_and_nothing_stays(number: int) -> None:
+    with a_pair(4) as pair:
+        until_joined(pair, 4)
+        load(pair, 1)
+        pair.hold = True
+        pair.start(key_of(2), a_move(2))
+        pair.until(lambda: sum(type(each).__name__ == "Packed" for each in pair.said) >= 9 + 4)
+        end_stream(pair, number)
+        end = pair.end(key_of(2))
+        assert isinstance(end, ReadBroke)
+        assert end.reason is Reason.PEER_LOST
+        pair.until(lambda: any(isinstance(each, PeerGone) for each in pair.seen))
+        pair.until(lambda: pair.said_kind(SendStopped, key_of(2)))
+        pair.until(lambda: not len(connections_of(pair)))
+        assert connections_of(pair).num_further == 0
+        pair.until(lambda: pair.source.is_idle and pair.sink.is_idle)
+        pair.hold = False
+        pair.sink.attach(pair.manifest)
+        until_joined(pair, 4)
+        load(pair, 3)
+
+
+def test_a_stream_that_cannot_be_made_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, carried: Counter[bytes]
+) -> None:
+    with a_pair(4) as pair:
+        made: list[Dealer] = []
+        connect = link_of(pair).connect_stream
+
+        def fails() -> Dealer:
+            if made:
+                raise zmq.ZMQError(errno.EMFILE)
+            made.append(connect())
+            return made[0]
+
+        monkeypatch.setattr(link_of(pair), "connect_stream", fails)
+        until_joined(pair, 2)
+        load(pair, 1)
+    assert len(carried) == 2
+
+
+def test_a_stream_that_is_refused_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by the guard, while its address has a penalty."""
+    with a_pair(3) as pair:
+        link = link_of(pair)
+        connect = link.connect_stream
+        assert isinstance(connect, partial)
+        context, config, bounds, _, key = connect.args
+        nowhere = partial(
+            connect.func, context, config, bounds, "tcp://127.0.0.1:9", key, **connect.keywords
+        )
+        monkeypatch.setattr(link, "connect_stream", nowhere)
+        pair.until(lambda: len(link.dealers) == 3)
+        pair.until(lambda: len(link.dealers) == 1)
+        load(pair, 1)
+
+
+# ------------------------------------------------------------------ what goes over which
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 12),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=60),
+)
+def test_a_stream_that_stands_still_holds_no_more_than_its_share(
+    num_streams: int, num_slots: int, moves: list[tuple[bool, int]]
+) -> None:
+    """Chunks leave and are credited in any order, but none of the last stream's ever is."""
+    slots = SourceSlots(num_slots)
+    slots.owed += [0] * (num_streams - 1)
+    for leaves, number in moves:
+        if leaves and slots.free:
+            least = min(slots.owed)
+            slot = slots.free[-1]
+            slots.fill(slot)
+            slots.move(slot, SlotEvent.FILLED)
+            slots.leave(slot)
+            slots.move(slot, SlotEvent.ANNOUNCED)
+            assert slots.owed[slots.stream_of[slot]] == least + 1
+        elif number < num_slots and slots.stream_of[number] != num_streams - 1:
+            slots.credited([number])
+        busy = [n for n in range(num_slots) if n not in slots.free]
+        by_stream = Counter(slots.stream_of[n] for n in busy)
+        assert slots.owed == [by_stream[n] for n in range(num_streams)]
+        if num_streams > 1:
+            assert slots.owed[-1] <= -(-num_slots // num_streams)
+
+
+# ------------------------------------------------------------------ the wire's contract
+
+
+def zmq_pipe(memory: LocalMemory, config: Config, wake: Wake) -> Pipe:
+    return ZmqPipe()
+
+
+PUBLIC_KEY, SECRET_KEY = (key.decode() for key in zmq.curve_keypair())
+CURVE = {"curve_public_key": PUBLIC_KEY, "curve_secret_key": SECRET_KEY}
+
+
+class TcpSink(StreamSink):
+    uses_unix_sockets = False
+
+
+def make_source(
+    number: int, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSource:
+    return StreamSource(zmq_pipe, memory, with_streams(number), copy_thread, wake, context)
+
+
+def make_sink(
+    number: int, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
+) -> StreamSink:
+    sink = TcpSink if number == 4 else StreamSink
+    return sink(zmq_pipe, memory, with_streams(number), copy_thread, wake, context)
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_the_wire_keeps_every_promise_over_streams(number: int) -> None:
+    check_transport(partial(make_source, number), partial(make_sink, number))
+
+
+def test_all_streams_have_curve_keys(
+    monkeypatch: pytest.MonkeyPatch, carried: Counter[bytes]
+) -> None:
+    monkeypatch.setattr(StreamSink, "uses_unix_sockets", False)
+    with closing(Pair(with_streams(4, **CURVE))) as pair:
+        pair.manifest = msgspec.structs.replace(pair.manifest, curve_public_key=PUBLIC_KEY)
+        pair.sink.attach(pair.manifest)
+        until_joined(pair, 4)
+        load(pair, 1)
+        load(pair, 2)
+    assert len([each for each, count in carried.items() if count]) == 4
+
+
+# ------------------------------------------------------------------ copy threads and frames
+
+
+def test_jobs_go_to_the_thread_that_has_fewest_and_can_be_cancelled_there() -> None:
+    gate = threading.Event()
+    ended: list[tuple[object, str]] = []
+
+    class Job(CopyJob):
+        __slots__ = ()
+
+        def run(self) -> bool:
+            gate.wait(10)
+            return False
+
+        def on_end(self) -> None:
+            ended.append((self.lane, self.end.value if self.end else ""))
+
+    threads = CopyThreads(3)
+    jobs = [Job(number) for number in range(6)]
+    for job in jobs:
+        threads.submit(job)
+    assert [each.num_jobs for each in threads._threads] == [2, 2, 2]
+    threads.cancel(jobs[4])
+    assert ended == [(4, "cancelled")]
+    assert [each.num_jobs for each in threads._threads] == [2, 1, 2]
+    gate.set()
+    threads.close()
+    assert sorted(ended)[4] == (4, "cancelled")
+    assert len(ended) == 6
+
+
+def test_frames_lie_in_the_memory_that_a_gpu_reaches_and_are_freed() -> None:
+    made: list[int] = []
+
+    def pinned(nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8)
+        made.append(tensor.data_ptr())
+        return tensor
+
+    lane = ZmqSourceLane(Slots(2, 1 << 20), pinned)
+    for nbytes in (1 << 20, 1000, 1 << 20):
+        staging = lane.staging(1, nbytes)
+        assert (staging.data_ptr(), staging.numel()) == (made[0], nbytes)
+        staging.numpy()[:] = np.arange(nbytes) % 251
+        (frame,) = lane.send(1, 0, nbytes)
+        assert isinstance(frame, zmq.Frame)
+        assert bytes(frame.buffer) == bytes(staging.numpy())
+    assert len(made) == 1
+    lane.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_packs_straight_into_frames() -> None:
+    gpu = Gpu(torch.device("cuda:0"))
+    lane = ZmqSourceLane(Slots(1, 1 << 20), gpu.pinned)
+    for nbytes in (1 << 20, 1000):
+        staging = lane.staging(0, nbytes)
+        assert gpu.reaches(staging)
+        staging.copy_(torch.full((nbytes,), 7, dtype=torch.uint8, device=gpu.device))
+        (frame,) = lane.send(0, 0, nbytes)
+        assert isinstance(frame, zmq.Frame)
+        assert bytes(frame.buffer) == b"\7" * nbytes
+    lane.close()
