@@ -204,7 +204,15 @@ class StormyRunner(Runner):
             self._offsets.reset_until_s = 0.0
             for connector in _schedulers:
                 connector.reset_cache()
-        return super().execute(step)
+        self._suspects: dict[str, dict[str, object]] = {}
+        output = super().execute(step)
+        said = output.kv_connector_output
+        failed = (said.failed_recving if said is not None else None) or {}
+        for request_id, what in self._suspects.items():
+            # A load that was part of this step has failed: what was computed with it is dropped
+            if request_id not in failed:
+                self._tell_wrong(**what)
+        return output
 
     def _compute(self, num_scheduled_tokens: Mapping[str, int]) -> tuple[Sample, ...]:
         samples: list[Sample] = []
@@ -228,7 +236,7 @@ class StormyRunner(Runner):
             wrong = plane.first_wrong(ids, names, num_tokens)
             if wrong is not None:
                 token, head = wrong
-                self._tell_wrong(
+                self._suspects[req_id] = dict(
                     request=req_id,
                     rank=self._tp_rank,
                     layer=plane.region.layer,

@@ -29,7 +29,6 @@ plan, session, sink_session, source_session = (
     _room(f"transfer.{name}") for name in ("plan", "session", "sink_session", "source_session")
 )
 shm_direct, stream_machine = (_room(f"transports.{n}") for n in ("shm_direct", "stream_machine"))
-shared_memory = _room("tensors.shared_memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +279,6 @@ def a_failed_load_counts() -> None:
     aggregator.KVOutputAggregator._note_failures = lambda *_: None
 
 
-def a_mapping_is_never_closed() -> None:
-    """The memory of engines that have gone stays."""
-    shared_memory.MappedPool.close = lambda self: _kept.append(self._tensor)
-
-
-_kept: list[object] = []
-
-
 def _swap(owner: Any, old: object, new: object) -> None:
     """In a table of states."""
     owner.table = {key: new if each is old else each for key, each in owner.table.items()}
@@ -341,7 +332,6 @@ PLANTED: Sequence[Planted] = (
     Planted(block_ids_are_turned, "ids"),
     Planted(one_rank_speaks_for_all, "ids", kinds=(Kind.STOP,)),
     Planted(a_failed_load_counts, "ids", kinds=(Kind.RESET,), settings=NO_BOARD),
-    Planted(a_mapping_is_never_closed, "ids", kinds=(Kind.KILL_SCHEDULER,)),
 )
 BY_NAME = {each.name: each for each in PLANTED}
 
