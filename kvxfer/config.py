@@ -52,6 +52,7 @@ _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HOST_NAME = re.compile(r"(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z0-9_]([a-zA-Z0-9_.\-]*[a-zA-Z0-9_])?\.?")
 _POSITIVE: Final = (
     *("lease_s", "keep_s", "max_hold_s", "pull_timeout_s", "peer_silent_s", "connect_timeout_s"),
+    "drain_timeout_s",
     *("control_max_nbytes", "launch_programs", "min_gbps"),
 )
 _BOUNDS: Final = {  # name: (least, most, what or why)
@@ -119,6 +120,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     connect_timeout_s: float = 5.0
     """First contact with a peer ends after this long. Change it where the trials of the wires take
     longer."""
+    drain_timeout_s: float = 60.0
+    """How long an engine that was told to end serves what is open. Change it where requests run
+    longer, or something else ends the process sooner."""
     chunk_nbytes: int | None = None
     """Payload of each message of a stream, 4 KiB to 64 MiB. Not set: for each transfer what its
     wire's measured costs make best. Change it to measure."""
@@ -196,9 +200,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return None if self.hash_seed is None else self.hash_seed.encode()
 
     def for_engine(self, *, gives_kv: bool, num_ranks: int, replica: int = 0) -> Config:
-        """With the ports of one data-parallel replica, whose engine gives KV or only takes it.
-        Raises ConfigError where its ranks cannot have them.
-        """
+        """The ports of one replica, whose engine gives KV or only takes it. Raises ConfigError."""
         usual = _FRONT_DOOR_PORT if gives_kv else 0
         port = parse_ports("port", usual if self.port is None else self.port)
         data = self.data_ports
@@ -213,9 +215,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self, port=port.setting, data_port=data.setting)
 
     def for_rank(self, rank: int) -> Config:
-        """With the ports of one rank of the engine. A single ``port`` is rank 0's, which knows the
-        others' ports: they take any free one.
-        """
+        """A single ``port`` is rank 0's, which knows the others' ports: they take any free one."""
         port = self.control_ports
         port = parse_ports("port", 0) if port.is_one and rank > 0 else port.of_rank(rank)
         data = self.data_ports.of_rank(rank)
@@ -223,12 +223,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def control_ports(self) -> Ports:
-        """What ``port`` says; any free one where it is not set."""
         return parse_ports("port", self.port or 0)
 
     @property
     def data_ports(self) -> Ports:
-        """What ``data_port`` says."""
         return parse_ports("data_port", self.data_port)
 
     def peer_allowed(self, host: str) -> bool:
@@ -270,7 +268,6 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def not_admitted(host: str) -> str:
-    """What to do about a host that ``allowed_peers`` does not admit."""
     return (
         f"allowed_peers of this engine does not admit {host}; set it on both sides to the names or "
         "addresses of the other one"
@@ -363,7 +360,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_a_service(rest: str, text: str) -> bool:
-    """Did Kubernetes set ``KVXFER_<rest>``? Its KVXFER_PORT is told from ours by the value."""
     has_url = re.fullmatch("(.*_)?PORT", rest) and _SERVICE_URL.fullmatch(text)
     return bool(has_url or _SERVICE_NAME.fullmatch(rest))
 
@@ -410,7 +406,6 @@ def _items(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _open(name: str, value: object) -> object:
-    """The value, unless it is a secret."""
     return "(set)" if name in SECRETS and value is not None else value
 
 

@@ -23,6 +23,7 @@ DEFAULTS = {
     "max_hold_s": 480.0,
     "pull_timeout_s": 10.0,
     "load_in_step_s": 0.002,
+    "drain_timeout_s": 60.0,
     "peer_silent_s": 3.0,
     "connect_timeout_s": 5.0,
     "chunk_nbytes": None,

@@ -34,20 +34,20 @@ from kvxfer.bench.transfer_report import pool_nbytes, requests_of
 from kvxfer.bench.workers import Worker, close_all, method_for
 from kvxfer.connector.verifier import EVERY
 
-MODES = ("idle", "busy", "both busy")
+_MODES = ("idle", "busy", "both busy")
 WARM_ROUNDS = 3
-LOAD = "load"
+_LOAD = "load"
 SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
-SHORT_AIMS_MS = {
+_SHORT_AIMS_MS = {
     ("cuda_ipc", "idle"): 0.3,
     ("cuda_ipc", "busy"): 0.5,
     ("ucx", "idle"): 0.4,
     ("zmq", "idle"): 2.0,
 }
 """By wire and mode; of zmq in host memory, of the others between GPUs."""
-LONG_AIM = 1.15
+_LONG_AIM = 1.15
 """Times memcpy, of cuda_ipc."""
-MIDDLE_AIM_GBPS = 250.0
+_MIDDLE_AIM_GBPS = 250.0
 """Of ucx between GPUs, where an 8B model has 1 GiB."""
 
 
@@ -57,13 +57,13 @@ def aim_of(
     """What we want of a wire there, and whether it was met."""
     if (devices.wire == "zmq") != (devices.where == "cpu"):
         return ""
-    most_ms = SHORT_AIMS_MS.get((devices.wire, mode))
+    most_ms = _SHORT_AIMS_MS.get((devices.wire, mode))
     if num_tokens == SHORT_TOKENS and most_ms is not None:
         return core.goal_text(-total_ms, -most_ms, f"{most_ms} ms")
     if num_tokens == MIDDLE_TOKENS and (devices.wire, mode) == ("ucx", "idle"):
-        return core.goal_text(gbps, MIDDLE_AIM_GBPS, "{:g} GB/s")
+        return core.goal_text(gbps, _MIDDLE_AIM_GBPS, "{:g} GB/s")
     if num_tokens == LONG_TOKENS and (devices.wire, mode) == ("cuda_ipc", "idle"):
-        return core.goal_text(-ratio, -LONG_AIM, f"{LONG_AIM} x memcpy")
+        return core.goal_text(-ratio, -_LONG_AIM, f"{_LONG_AIM} x memcpy")
     return ""
 
 
@@ -118,12 +118,12 @@ CPU: core.Columns[Cell] = {
     "IO thread": _median("io_cpu_s"),
     "others": _median("other_cpu_s"),
 }
-TIMES_TEXT = (
+_TIMES_TEXT = (
     "Total is from the order to the last verdict; start, place and verdict are its parts, medians "
     "each; the ratio is total to memcpy, the cost the median of each verified load to the one of "
     "the same turn that is not."
 )
-CPU_TEXT = (
+_CPU_TEXT = (
     "Engine's thread: in the scheduler's calls, and in the worker's until the result was seen (an "
     "idle engine; a busy one computes meanwhile)."
 )
@@ -134,7 +134,7 @@ def tables(report: core.Report) -> list[core.Table]:
     cells: list[Cell] = report.records.get("cells", [])
     idle = [cell for cell in cells if cell.mode == "idle"]
     title = "processor time of a request at the sink, ms"
-    return [core.table("times", TIMES_TEXT, TIMES, cells), core.table(title, CPU_TEXT, CPU, idle)]
+    return [core.table("times", _TIMES_TEXT, TIMES, cells), core.table(title, _CPU_TEXT, CPU, idle)]
 
 
 def plot(report: core.Report) -> Plot | None:
@@ -203,7 +203,7 @@ class Pair:
         contenders: list[core.Contender[Any]] = [
             core.Contender(MEMCPY, partial(self._limits.call, core.Timing, "run", MEMCPY, request)),
             *(
-                core.Contender(f"{LOAD} {verify}", partial(self.load, request, mode, verify))
+                core.Contender(f"{_LOAD} {verify}", partial(self.load, request, mode, verify))
                 for verify in self.engines
             ),
         ]
@@ -212,7 +212,7 @@ class Pair:
         for contender in contenders:
             if contender.why is not None:
                 raise core.ContenderLost(contender.why)
-        return [cell_of(self._devices, request, mode, verify, taken) for verify in self.engines]
+        return [_cell_of(self._devices, request, mode, verify, taken) for verify in self.engines]
 
     def _set_busy(self, is_busy: bool) -> None:
         for engines in self.engines.values():
@@ -222,15 +222,15 @@ class Pair:
         close_all([each for engines in self.engines.values() for each in engines.values()])
 
 
-def cell_of(
+def _cell_of(
     devices: Devices,
     request: Request,
     mode: str,
     verify: str,
     taken: Mapping[str, Sequence[core.Timing]],
 ) -> Cell:
-    loads = [each for each in taken[f"{LOAD} {verify}"] if isinstance(each, LoadTiming)]
-    plain = taken.get(f"{LOAD} off", ()) if verify != "off" else ()
+    loads = [each for each in taken[f"{_LOAD} {verify}"] if isinstance(each, LoadTiming)]
+    plain = taken.get(f"{_LOAD} off", ()) if verify != "off" else ()
     costs = [load.total_s / off.total_s - 1 for load, off in zip(loads, plain, strict=False)]
     speed, limit = (core.speed_of(request.nbytes, timings) for timings in (loads, taken[MEMCPY]))
     total_ms, memcpy_ms = speed.ms[1], limit.ms[1]
@@ -287,7 +287,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             pair = Pair(devices, requests[0], limits, settings, options.verify)
             try:
                 for request in requests:
-                    run_request(pair, request, options, report)
+                    _run_request(pair, request, options, report)
                     session.progress.step()
             except core.ContenderLost as exc:
                 core.tell_lost(layouts, exc)
@@ -300,7 +300,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     return 0
 
 
-def run_request(
+def _run_request(
     pair: Pair, request: Request, options: argparse.Namespace, report: core.Report
 ) -> None:
     """In all modes. Raises ContenderLost."""
@@ -328,7 +328,7 @@ BENCHMARK = Benchmark(
             choices=("off", *EVERY),
             help="settings of it, measured in turns",
         ),
-        option("--modes", list(MODES), nargs="+", choices=MODES, help="what the engine does"),
+        option("--modes", list(_MODES), nargs="+", choices=_MODES, help="what the engine does"),
         GPU_OPTIONS[1],
     ),  # fmt: skip
     run,

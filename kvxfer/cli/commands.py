@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from multiprocessing.connection import wait
 import msgspec
 from rich.console import Console
 
-from kvxfer.cli.memory import Need, check_memory, free_host_nbytes, needs_of
+from kvxfer.cli.memory import Need, check_memory, needs_of
 from kvxfer.cli.options import (
     DecodeOptions,
     PairOptions,
@@ -39,8 +40,9 @@ from kvxfer.cli.sides import (
     single_engine,
     transfer_engine,
 )
-from kvxfer.cli.terminal import ToldToEnd, progress_bar, stderr_above
+from kvxfer.cli.terminal import ToldToEnd, heed_signals, progress_bar, stderr_above
 from kvxfer.config import Config
+from kvxfer.doctor.host import free_host_nbytes
 from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.kv_plan import longest_request
@@ -87,8 +89,10 @@ def _faulty(faults: str) -> Callable[[], None] | None:
     return partial(install, faults)
 
 
-def run_prefill(options: PrefillOptions) -> None:
-    """Serve until a rank dies (KvxferError), or the process is told to end."""
+def run_prefill(options: PrefillOptions) -> bool:
+    """Serve until a rank dies (KvxferError), or the process is told to end. Returns whether nothing
+    was left when it had drained.
+    """
     listen = parse_address("--listen", options.listen)
     side = options.side
     model = read_model(options, (side,))
@@ -119,9 +123,24 @@ def run_prefill(options: PrefillOptions) -> None:
             f"KV at {group.kv_endpoint}{_metrics(group)}; end with ctrl-C",
             soft_wrap=True,
         )
-        while True:
-            wait(list(group.sentinels))
-            group.check()
+        try:
+            while True:
+                wait(list(group.sentinels))
+                group.check()
+        except ToldToEnd as told:
+            if told.number != signal.SIGTERM:
+                raise
+            heed_signals()
+            return _drain(group, kv.drain_timeout_s, console)
+
+
+def _drain(group: EngineGroup, timeout_s: float, console: Console) -> bool:
+    """Once told to end; whoever is told again ends at once."""
+    console.print(f"prefill: drains, for {timeout_s:g} s at most; SIGTERM again ends it at once")
+    is_empty = group.drain(timeout_s)
+    if not is_empty:
+        log.warning("drain: expected nothing to be left within %g s, and something is", timeout_s)
+    return is_empty
 
 
 def run_decode(options: DecodeOptions) -> bool:
@@ -165,7 +184,6 @@ class _Setup:
             yield from needs_of(config, self.model, self.names.get(name, of_single))
 
     def text(self, options: RunOptions) -> str:
-        """For people."""
         sides = [
             f"{name} TP {c.tp_size} block {c.block_size} {c.layout}{_where(c)}"
             for name, c in self.configs.items()
@@ -175,9 +193,7 @@ class _Setup:
 
 
 def _run(options: RunOptions, setup: _Setup, wait_s: float = 0.0) -> bool:
-    """Start the engines of the setup (and the single one), send them the work, show the results.
-    A prefill engine that is elsewhere may be away for ``wait_s``.
-    """
+    """A prefill engine elsewhere may be away for ``wait_s``. Returns whether all is well."""
     if options.verify:
         device = setup.configs["decode"].rank_devices[0]
         single = single_engine(options, setup.model, setup.work, device=device)
@@ -226,7 +242,6 @@ def _run(options: RunOptions, setup: _Setup, wait_s: float = 0.0) -> bool:
 def _start(
     setup: _Setup, wait_s: float, stack: ExitStack, console: Console, text: str
 ) -> dict[str, RunEngine]:
-    """All engines of the setup, side by side, until the stack is closed."""
     engines: dict[str, RunEngine] = {}
     groups = {
         name: stack.enter_context(EngineGroup(config, set_up=setup.set_ups.get(name)))
@@ -257,7 +272,6 @@ def _metrics(group: EngineGroup) -> str:
 
 
 def _where(config: EngineConfig) -> str:
-    """The devices of the ranks, in order, unless they are where they always were."""
     return "" if config.device == CPU else f" on {', '.join(config.rank_devices)}"
 
 

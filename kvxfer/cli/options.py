@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
-from typer import Option
+from typer import Argument, Option
 
 from kvxfer.config import ENV_PREFIX
 from kvxfer.engine.config import CPU, CUDA, OnLoadFailure, check_device, place_ranks
@@ -104,9 +104,7 @@ class SideOptions:
 
     @property
     def option_names(self) -> dict[str, str]:
-        """The options by the fields of the engine's settings that they set; ``pool``: those that
-        decide its size.
-        """
+        """By fields of the engine's settings; ``pool``: those that decide its size."""
         prefix = f"--{self.of}-" if self.of else "--"
         num_blocks = f"{prefix}blocks" if self.of else "--num-blocks"
         work = "--max-new-tokens, --in-flight"
@@ -345,6 +343,27 @@ class DoctorOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrainOptions:
+    """The options of ``kvxfer drain``."""
+
+    endpoint: Annotated[
+        str | None,
+        Argument(
+            help="KV address of the engine; if not given, where one with these KVXFER_ settings "
+            "listens.",
+            metavar="[HOST:PORT]",
+        ),
+    ] = None
+    wait: Annotated[
+        bool, Option("--wait", help="Wait until nothing is open: then the engine may be ended.")
+    ] = False
+    timeout_s: Annotated[
+        float | None,
+        Option(min=0.1, help="Seconds to wait at most; the setting drain_timeout_s if not given."),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
     """The options of ``kvxfer proxy``."""
 
@@ -370,7 +389,7 @@ class ProxyOptions:
     connect_timeout_s: Annotated[float, Option(help="Seconds to connect to an engine.")] = 5.0
     health_interval_s: Annotated[
         float, Option(help="Seconds between two health probes of an engine.")
-    ] = 2.0
+    ] = 0.5
     max_body_nbytes: Annotated[int, Option(help="Bytes of a request's body, at most.")] = (
         MAX_BODY_NBYTES
     )
@@ -461,9 +480,7 @@ class HostPort:
 
 
 def address_towards(peer: HostPort) -> str:
-    """The address of this host that a peer sees; loopback where no way leads there. Sends
-    nothing.
-    """
+    """This host's, as the peer sees it; loopback where no way leads there. Sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             peer.host.strip("[]"), peer.port, type=socket.SOCK_DGRAM

@@ -227,6 +227,7 @@ class KVOutputAggregator:
             "invalid_block_ids": invalid,
             "near": near or None,
             "expected_finished_count": self._expected,
+            "must_drain": any(getattr(output, "must_drain", False) for _, output in rounds),
         }
         return type(like)(**{name: each for name, each in fields.items() if hasattr(like, name)})
 

@@ -27,7 +27,7 @@ from kvxfer.transfer.wire import (
     encode,
 )
 from kvxfer.transports.channel import IN_USE, MANY_PARTS, Bounds, Dealer, Router
-from kvxfer.transports.guard import nearest_endpoint, user_of
+from kvxfer.transports.guard import is_own, nearest_endpoint, user_of
 from kvxfer.transports.visitors import LOOK_S
 
 HARD_LIMIT_NBYTES = 64 << 20
@@ -127,6 +127,18 @@ class ControlServer:
         """Where the message comes from that is being handled; "" for this host."""
         address = str(self._handled.get("Peer-Address"))
         return "" if user_of(address) is not None else address
+
+    def check_own(self) -> None:
+        """Raises ProtocolError unless the message that is being handled is this engine's
+        operator's.
+        """
+        stated = (str(self._handled.get(name)) for name in ("Peer-Address", "User-Id"))
+        if not is_own(self._config, *stated):
+            self._ledger.count("control.not_own")
+            raise ProtocolError(
+                "drain: expected a process of the engine's user on its host, or its CURVE key, "
+                "got another; run it where the engine runs"
+            )
 
     def close(self) -> None:
         """Stop listening and close every connection."""

@@ -15,10 +15,13 @@ from kvxfer.transfer.wire import Reason
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Requests that have ended since the last call; each is reported once."""
+    """Requests that have ended since the last call; each is reported once. ``must_drain``: the
+    engine was told to drain since then.
+    """
 
     sent: frozenset[str] = frozenset()
     loads: tuple[LoadReport, ...] = ()
+    must_drain: bool = False
 
 
 NONE_FINISHED = Finished()
@@ -40,6 +43,7 @@ class Ledger:
         self._reasons: Counter[str] = Counter()
         self._reported: list[LoadReport] = []
         self._signal: int | None = None
+        self._must_drain = False
 
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -74,14 +78,21 @@ class Ledger:
                 self._reasons[report.reason.value] += 1
             self._wake()
 
+    def drain(self) -> None:
+        """Have the engine's next step hear that it is to drain; an idle engine makes one."""
+        with self._lock:
+            self._must_drain = True
+            self._wake()
+
     def take_finished(self) -> Finished:
         """The requests that have ended since the last call; NONE_FINISHED if there are none."""
-        if not (self._sent or self._loads):
+        if not self._has_news():
             return NONE_FINISHED
         with self._lock:
-            finished = Finished(frozenset(self._sent), tuple(self._loads))
+            finished = Finished(frozenset(self._sent), tuple(self._loads), self._must_drain)
             self._sent.clear()
             self._loads.clear()
+            self._must_drain = False
             if self._signal is not None:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._signal)
@@ -107,7 +118,7 @@ class Ledger:
         after ``timeout_s``.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: bool(self._sent or self._loads), timeout_s)
+            return self._changed.wait_for(self._has_news, timeout_s)
 
     def wait_for_loads(self, request_ids: AbstractSet[str], timeout_s: float) -> bool:
         """Sleep until all these loads have ended; False after ``timeout_s``."""
@@ -122,9 +133,7 @@ class Ledger:
         """
         with self._lock:
             if self._signal is None:
-                self._signal = os.eventfd(
-                    int(bool(self._sent or self._loads)), os.EFD_NONBLOCK | os.EFD_CLOEXEC
-                )
+                self._signal = os.eventfd(int(self._has_news()), os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             return self._signal
 
     def close(self) -> None:
@@ -133,6 +142,9 @@ class Ledger:
             signal, self._signal = self._signal, None
         if signal is not None:
             os.close(signal)
+
+    def _has_news(self) -> bool:
+        return bool(self._sent or self._loads or self._must_drain)
 
     def _wake(self) -> None:
         self._changed.notify_all()

@@ -223,6 +223,11 @@ class LoadBook:
             return self._give_up(request_id, load, Reason.CANCELLED)
         return None
 
+    @property
+    def num_open(self) -> int:
+        """Loads that are wanted, or handed to the workers, and are not over."""
+        return sum(load.state is not LoadState.ENDED for load in self._by_id.values())
+
     def has_orders(self) -> bool:
         """Whether something waits for the next step's metadata."""
         return bool(self._loads or self._aborts or self._holds or self._unholds)

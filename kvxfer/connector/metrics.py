@@ -98,7 +98,7 @@ METRICS = (
              "Requests whose KV was to be loaded and could not be.", known=_REASONS),
     _counter("requests_plain", "requests", "reason",
              "Requests with transfer params that ran without transferred KV.",
-             known=(*_REASONS, "role", "bad_signature")),
+             known=(*_REASONS, "role", "bad_signature", "draining")),
     _counter("pairs_unusable", "peers", "", "Peers from which no load can work as configured."),
     # ---- loads, counted by each rank that takes KV
     _counter("loads", "loads", "peer wire", "Loads that were accepted."),
@@ -145,6 +145,7 @@ METRICS = (
     _counter("verdicts", "answers", "reason", "Verdicts on reads: valid, or why not.",
              r"verdict\.(.+)"),
     # ---- both sides, counted by each rank
+    _gauge("draining", "0 or 1", "rank", "1: this rank takes nothing new, because it drains."),
     _counter("connections_refused", "connections", "reason",
              "Connections refused: by address, user or CURVE key, in the handshake, as a penalty.",
              r"[^.]+\.refused\.(.+)", ("address", "user", "key", "handshake", "penalty")),

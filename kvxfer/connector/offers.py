@@ -164,6 +164,11 @@ class OfferBook:
                 offer.is_reset = True
                 self._ended.append(EndOffer(request_id, offer.nonce, Reason.RESET))
 
+    @property
+    def num_open(self) -> int:
+        """Requests that will be offered, or are, and are not over."""
+        return len(self._offers) + len(self._forgotten)
+
     def has_orders(self) -> bool:
         """Whether something waits for the next step's metadata."""
         return bool(self._ended or self._delayed)

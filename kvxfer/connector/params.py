@@ -12,6 +12,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -22,6 +23,12 @@ from kvxfer.transfer.wire import OfferRef
 
 NONCE_NBYTES = 16
 DIGEST_NBYTES = 32
+NOT_OFFERED_PARAMS: Mapping[str, object] = MappingProxyType(
+    {"do_remote_prefill": False, "do_remote_decode": False, "kvxfer_refused": "draining"}
+)
+"""In the place of an offer, of an engine that drains: a router asks another one. Whoever forwards
+them gets a plain request.
+"""
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # what msgpack carries to the ranks
 
 

@@ -44,6 +44,8 @@ from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.wire import (
     Consumer,
+    Drain,
+    Draining,
     Hello,
     Manifest,
     NotReady,
@@ -74,6 +76,7 @@ DRAIN_S = 2.0
 word 200 ms.
 """
 
+SETTLE_LOOK_S = 0.002
 _log = logging.getLogger("kvxfer.connector")
 
 
@@ -123,6 +126,9 @@ class RankService:
         self._copy_thread = make_copier(config, small_nbytes=SMALL_NBYTES)
         self.has_looked = True
         """Set a few times a second: gauges may have changed although nothing was counted."""
+        self.is_draining = False
+        self._num_open: int | None = None
+        """As the scheduler has said last; None: it has not heard that it is to drain."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
             refused = "connections.refused.{}".format
@@ -173,6 +179,7 @@ class RankService:
         for sink in (*(sink for sink in sinks.values() if sink not in receiving), *receiving):
             self.io.watch_group(sink, self._poll_sink)
         sending = [source for source in sources.values() if isinstance(source, SendingSource)]
+        self._sending = sending
         self._streams = (("source", sending), ("sink", receiving))
         for source in sending:
             self.io.watch_group(source, self._poll_source)
@@ -261,8 +268,21 @@ class RankService:
                     self._server.send(identity, self._introduction)
             case Ping():
                 self._server.send(identity, Pong(self._identity.incarnation))
+            case Drain():
+                self._server.check_own()
+                self.drain()
+                num_open = max(self.source.num_offers + self.sink.num_loads, self._num_open or 0)
+                self._server.send(identity, Draining(num_open, self._num_open is not None))
             case _:
                 self.source.handle(identity, message)
+
+    def drain(self) -> None:
+        """Have the engine's scheduler hear that it is to offer and load nothing new. May be called
+        from any thread.
+        """
+        self.is_draining = self.has_looked = True
+        if self._num_open is None:
+            self._ledger.drain()
 
     def _on_gone(self, identity: bytes) -> None:
         self.source.gone(identity)
@@ -365,6 +385,8 @@ class RankService:
             guard(self.source.set_blocks, table)
         if orders.delayed:
             guard(self.source.delay, orders.delayed)
+        if orders.num_open is not None:
+            self.is_draining, self._num_open = True, orders.num_open
         if self._is_front_door:
             for hold in orders.holds:
                 guard(self.keeper.hold, hold.request_id, hold.source)
@@ -388,6 +410,7 @@ class RankService:
             key("offers_held", rank): self.source.num_offers,
             key("blocks_held", rank): self.source.num_held_blocks,
             key("board_on", rank): int(self.ends.has_board),
+            key("draining", rank): int(self.is_draining),
             key("boards_open", rank): sum(len(peer.boards) for peer in peers),
         }
         for side, streams in self._streams:
@@ -425,6 +448,10 @@ class RankService:
         """Break all offers, abort all loads, wait for what is in flight (bounded), give everything
         back.
         """
+        if self.is_draining:
+            settled = threading.Event()
+            self.io.post(partial(self._when_settled, settled.set))
+            settled.wait(DRAIN_S)
         self.ends.end_all(Reason.SHUTDOWN)  # even if the IO thread is stuck
         drained = [threading.Event(), threading.Event()]
         self.io.post(partial(self.sink.shutdown, Reason.SHUTDOWN, drained[0].set))
@@ -438,6 +465,15 @@ class RankService:
             return
         self._copy_thread.close()
         self._end_context()
+
+    def _when_settled(self, done: Callable[[], object]) -> None:
+        """The last chunks of what was served may be on their way: with the process they would be
+        lost, and their loads.
+        """
+        if all(stream.is_settled for stream in self._sending):
+            done()
+        else:
+            self.io.after(SETTLE_LOOK_S, self._when_settled, done)
 
     def _end_context(self) -> None:
         """End the ZeroMQ context once the last messages have left; a trial that still waits for an

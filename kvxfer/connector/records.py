@@ -117,6 +117,8 @@ class ConnectorMetadata(msgspec.Struct, frozen=True):
     at its end. ``delayed`` names the finished requests whose blocks the engine keeps until
     finished_sending: finished_sending is reported only for these, at once if the offer is already
     over. An offer may end while its request still runs, and a running request must not be freed.
+    ``num_open``: of an engine that drains, the requests whose KV it still is to offer, give or
+    take; None if the ranks know.
     """
 
     manifest: EngineManifest | None = None
@@ -129,11 +131,13 @@ class ConnectorMetadata(msgspec.Struct, frozen=True):
     aborts: tuple[AbortLoad, ...] = ()
     holds: tuple[Hold, ...] = ()
     unholds: tuple[Unhold, ...] = ()
+    num_open: int | None = None
 
     @property
     def has_only_loads(self) -> bool:
         """Nothing but loads, and offers that are held until then or not any more."""
-        return not (self.manifest or self.offers or self.blocks or self.delayed or self.aborts)
+        others = self.manifest or self.offers or self.blocks or self.delayed or self.aborts
+        return not others and self.num_open is None
 
 
 NO_ORDERS = ConnectorMetadata()
@@ -221,7 +225,8 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     too. ``failure_details``: the same requests, why in words. ``incomplete_blocks``: of loads in
     ``finished_recving`` that succeeded, the blocks that hold all tokens that their request needs,
     but not all tokens of a full block. The engine must leave these blocks out when it names the
-    request's blocks for prefix reuse. ``near``: by rank, where it has changed.
+    request's blocks for prefix reuse. ``near``: by rank, where it has changed. ``must_drain``: an
+    operator has told a rank that the engine is to drain.
     """
 
     finished_sending: set[str] | None = None
@@ -234,3 +239,4 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     near: dict[str, NearSources] | None = None
     invalid_block_ids: set[int] = set()
     expected_finished_count: int = 0
+    must_drain: bool = False

@@ -22,7 +22,14 @@ from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
 from kvxfer.connector.loads import LoadBook, LoadState
 from kvxfer.connector.offers import Offer, OfferBook
-from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params, parse_params
+from kvxfer.connector.params import (
+    NOT_OFFERED_PARAMS,
+    LoadWanted,
+    OfferWanted,
+    Plain,
+    make_params,
+    parse_params,
+)
 from kvxfer.connector.records import (
     ConnectorMetadata,
     GroupBlockIds,
@@ -37,6 +44,7 @@ from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankMan
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY, OfferRef, Reason
 
+_DRAINS = Plain("draining", "this engine drains, and takes nothing new")
 READ_BEFORE = "another request of this engine has read the offer"
 
 log = logging.getLogger("kvxfer.connector")
@@ -90,6 +98,9 @@ class SchedulerConnector:
         self._num_loaded = self._num_in_step = 0
         self._unused = UnusedKV()
         self._now = now
+        self.is_draining = False
+        self._told_open: int | None = None
+        self._not_offered: set[str] = set()
 
     def set_xfer_handshake_metadata_pp_aware(
         self, ranks: Mapping[tuple[int, int], RankManifest]
@@ -124,6 +135,22 @@ class SchedulerConnector:
         )
         self._manifest_is_new = True
         self._ranks = frozenset(str(rank.rank) for rank in ranks.values())
+
+    def drain(self) -> None:
+        """Offer and load nothing new from now on. What was asked for before goes on to its end:
+        offers are served, loads and the requests that wait for theirs are finished. There is no way
+        back.
+        """
+        if not self.is_draining:
+            self.is_draining = True
+            log.info("drain: offers and loads nothing new; %d are open", self.num_open)
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose KV is still to be offered, given or taken. 0 after :meth:`drain`: the
+        engine may end.
+        """
+        return self._offers.num_open + self._loads.num_open
 
     def get_finished_count(self) -> int | None:
         """None: every rank reports every request."""
@@ -161,12 +188,19 @@ class SchedulerConnector:
         if isinstance(params, OfferWanted):
             plain = self._offer(request)
             return plain and self._warn(request, plain, what=NOT_OFFERED)
-        plain = self._refusal(params.source) or self._want(request, params.source)
+        plain = self._refusal(params.source)
+        if plain is None and self.is_draining:
+            self._loads.reject(request.request_id, params.source)
+            plain = _DRAINS
+        plain = plain or self._want(request, params.source)
         return plain and self._warn(request, plain, params.source)
 
     def _offer(self, request: RequestLike) -> Plain | None:
         if not self._can_send:
             return Plain("role", "this engine does not offer KV")
+        if self.is_draining:
+            self._not_offered.add(request.request_id)
+            return _DRAINS
         if not self._offers.want(request):
             return Plain("id_in_use", "the KV of another request of its id is held")
         return None
@@ -257,6 +291,9 @@ class SchedulerConnector:
         the decode side. An aborted load is still reported through finished_recving; its blocks stay
         with the engine until then.
         """
+        if request.request_id in self._not_offered:
+            self._not_offered.remove(request.request_id)
+            return False, dict(NOT_OFFERED_PARAMS)
         reason = self._loads.finish(request.request_id)
         if reason is not None:
             self._count(request, reason, "ended before its KV was loaded")
@@ -302,6 +339,9 @@ class SchedulerConnector:
         """
         self._step_loads.begin_step()
         orders = self._loads.step(self._offers.step(scheduler_output))
+        if self._must_tell():
+            self._told_open = self.num_open
+            orders = msgspec.structs.replace(orders, num_open=self._told_open)
         if self._manifest_is_new:
             self._manifest_is_new = False
             orders = msgspec.structs.replace(orders, manifest=self._manifest)
@@ -309,6 +349,8 @@ class SchedulerConnector:
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Take the aggregated reports of the ranks."""
+        if output.must_drain:
+            self.drain()
         if output.near:
             self._step_loads.learn(output.near)
         failed = output.failed_recving or {}
@@ -340,7 +382,12 @@ class SchedulerConnector:
         """Whether something waits for the next metadata: an idle engine should then run one
         step.
         """
-        return self._manifest_is_new or self._offers.has_orders() or self._loads.has_orders()
+        has_news = self._manifest_is_new or self._must_tell()
+        return has_news or self._offers.has_orders() or self._loads.has_orders()
+
+    def _must_tell(self) -> bool:
+        """What the ranks know of an engine that drains is not so any more."""
+        return self.is_draining and self._told_open != self.num_open
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """How many requests were loaded, and why others ran without transferred KV, since the last

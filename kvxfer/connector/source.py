@@ -168,6 +168,11 @@ class Source:
         """Those that have not ended."""
         return len(self._live)
 
+    @property
+    def num_readable(self) -> int:
+        """Those that sinks can read, or are reading. May be called from any thread."""
+        return sum(offer.state is OfferState.OPEN for offer in list(self._live.values()))
+
     # -------------------------------------------------- orders of the engine
 
     def add(self, order: NewOffer) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -40,6 +41,7 @@ from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
 
 HOST = torch.device("cpu")
+_LOOK_S = 0.01
 LATE_S = 1.0
 """A load that is part of a step and has not ended by then is given up. It was promised because its
 offer stood on the board: it ends in milliseconds, unless its source or this host stands still.
@@ -122,6 +124,7 @@ class WorkerConnector:
         self._near: NearSources = {}
         self._near_news: NearSources | None = None
         self._sending: set[str] = set()
+        self._must_drain = False
 
     # -------------------------------------------------- registration
 
@@ -246,6 +249,7 @@ class WorkerConnector:
         self._look()
         self._settle()
         finished = self._ledger.take_finished()
+        self._must_drain |= finished.must_drain
         self._incomplete, self._details = {}, {}
         if finished is NONE_FINISHED:
             return None, None, {}
@@ -283,6 +287,13 @@ class WorkerConnector:
         details, self._details = self._details, {}
         return details
 
+    def take_must_drain(self) -> bool:
+        """Whether the engine was told to drain since the last call: tell
+        :meth:`SchedulerConnector.drain`.
+        """
+        must_drain, self._must_drain = self._must_drain, False
+        return must_drain
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Empty: a load fails as a whole and is reported by request."""
         return set()
@@ -316,7 +327,9 @@ class WorkerConnector:
         """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
         stats, near = self.get_kv_connector_stats(), self.take_near()
-        if sending is None and recving is None and stats is None and near is None:
+        must_drain = self.take_must_drain()
+        is_empty = sending is None and recving is None and stats is None and near is None
+        if is_empty and not must_drain:
             return None
         return KVConnectorOutput(
             finished_sending=sending,
@@ -325,6 +338,7 @@ class WorkerConnector:
             failure_details=self.get_failure_details() or None,
             incomplete_blocks=self.get_incomplete_blocks() or None,
             kv_connector_stats=stats,
+            must_drain=must_drain,
             near={str(self._identity.rank): near} if near is not None else None,
         )
 
@@ -342,6 +356,26 @@ class WorkerConnector:
         has ended.
         """
         return self._ledger.fileno()
+
+    def drain(self) -> None:
+        """The engine is to offer and load nothing new, as if an operator had told this rank. May be
+        called from any thread.
+        """
+        self._running().drain()
+
+    def serve_open(self, timeout_s: float) -> bool:
+        """Wait, before the end of an engine that drains, until every open offer was read or is
+        over. False after ``timeout_s``. At once where it does not drain.
+        """
+        service, until_s = self._service, time.monotonic() + timeout_s
+        if service is None or not service.is_draining:
+            return True
+        is_told = threading.Event()  # of the orders before, by which offers open
+        service.io.post(is_told.set)
+        is_told.wait(timeout_s)
+        while service.source.num_readable and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        return not service.source.num_readable
 
     def shutdown(self) -> None:
         """Break all offers, tell their consumers, end all loads, threads and sockets.

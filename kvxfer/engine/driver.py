@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -87,6 +87,12 @@ class Driver:
         self._counts: Counter[str] = Counter()
         self._untaken = UntakenKV()
         self._is_rank_active = False
+        self._is_ending = False
+
+    @property
+    def _is_draining(self) -> bool:
+        """By its parent's word, or an operator's to a rank."""
+        return self._is_ending or bool(self._connector and self._connector.is_draining)
 
     def gather(self) -> None:
         """Wait until every rank is up, and let the connector know all of them."""
@@ -97,10 +103,13 @@ class Driver:
         if self._connector is not None:
             self._connector.set_xfer_handshake_metadata_pp_aware(manifests)
 
-    def run(self, stop: int) -> None:
-        """Serve until the file descriptor ``stop`` is readable."""
+    def run(self, stop: int, drain: int, on_drained: Callable[[], object]) -> None:
+        """Serve until the file descriptor ``stop`` is readable. From when ``drain`` is, nothing new
+        is taken; ``on_drained`` is called when no request and no offer is left.
+        """
         poller = zmq.Poller()
         poller.register(stop, zmq.POLLIN)
+        poller.register(drain, zmq.POLLIN)
         poller.register(self._rpc.socket, zmq.POLLIN)
         poller.register(self._rpc.monitor, zmq.POLLIN)
         own = self._runner.connector
@@ -111,10 +120,20 @@ class Driver:
         scrape = self._metrics.fileno if self._metrics is not None else -1
         if self._metrics is not None:
             poller.register(scrape, zmq.POLLIN)
+        must_tell = False
         while True:
+            if must_tell and self._scheduler.is_empty:
+                must_tell = False
+                self._rpc.flush()
+                on_drained()
             ready = dict(poller.poll(0 if self._scheduler.has_work() else None))
             if stop in ready:
                 return
+            if drain in ready:
+                os.eventfd_read(drain)
+                must_tell = self._is_ending = True
+                if self._connector is not None:
+                    self._connector.drain()
             for client, message in self._rpc.receive():
                 self._handle(client, message)
             self._is_rank_active |= own is not None and own.activity_fileno() in ready
@@ -184,6 +203,10 @@ class Driver:
                 self._generate(client, message)
 
     def _generate(self, client: bytes, message: Generate) -> None:
+        if self._is_draining:
+            why = "the engine drains: it finishes what it has, and takes nothing new"
+            self._rpc.send(client, RequestRefused(message.request_id, why, is_draining=True))
+            return
         asker = _Asker(client, message.request_id)
         own_id = f"{message.request_id}.{next(self._serial)}"
         try:
@@ -259,6 +282,7 @@ class Driver:
             prefix_hit_rate=self._scheduler.prefix_hit_rate,
             pids=self._pids,
             counts={**self._counts, "malformed_requests": self._rpc.num_malformed},
+            is_draining=self._is_draining,
         )
 
 

@@ -21,12 +21,12 @@ import msgspec
 
 from kvxfer import errors
 from kvxfer.engine.config import EngineConfig
-from kvxfer.engine.links import STOP, Failed, Life, RankSpec, Ready, keeps_store
+from kvxfer.engine.links import DRAIN, STOP, Drained, Failed, Life, RankSpec, Ready, keeps_store
 
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 10.0
 
-_report = msgspec.msgpack.Decoder(Ready | Failed)
+_report = msgspec.msgpack.Decoder(Ready | Failed | Drained)
 
 
 def forkserver() -> ForkServerContext:
@@ -68,10 +68,7 @@ class EngineGroup:
         port: int = 0,
         set_up: Callable[[], object] | None = None,
     ) -> None:
-        """Start all ranks. ``host`` and ``port``: where the request channel listens (0: any).
-
-        ``set_up``: what each process does first, for tests; it is pickled.
-        """
+        """``host``, ``port``: the request channel; ``set_up``: what each does first, pickled."""
         self.config = config
         self._set_up = set_up
         self._folder = Path(tempfile.mkdtemp(prefix="kvxfer-"))
@@ -168,17 +165,14 @@ class EngineGroup:
 
     @property
     def endpoint(self) -> str:
-        """``tcp://host:port`` of the request channel."""
         return self.ready().endpoint
 
     @property
     def kv_endpoint(self) -> str:
-        """``tcp://host:port`` of the KV front door; empty without a connector."""
         return self.ready().kv_endpoint
 
     @property
     def metrics_endpoint(self) -> str:
-        """The URL of its metrics; empty where it has none."""
         return self.ready().metrics_endpoint
 
     def _first_report(self) -> Ready:
@@ -203,10 +197,10 @@ class EngineGroup:
                 )
         raise errors.KvxferError(f"engine {self.config.engine_id}: closed before it served")
 
-    def _read_report(self, pipe: Connection) -> Ready | Failed | None:
+    def _read_report(self, pipe: Connection) -> Ready | Failed | Drained | None:
         """None from a rank that ended without a word."""
         try:
-            report: Ready | Failed = _report.decode(pipe.recv_bytes())
+            report: Ready | Failed | Drained = _report.decode(pipe.recv_bytes())
         except (EOFError, OSError):
             return None
         return report
@@ -222,7 +216,6 @@ class EngineGroup:
         return tuple(process.sentinel for process in self._processes)
 
     def dead(self) -> list[str]:
-        """Ranks that have ended by themselves, and how."""
         return [
             f"{process.name} ({_ending(process.exitcode)})"
             for process in self._processes
@@ -239,8 +232,22 @@ class EngineGroup:
         wait(list(self.sentinels), timeout=0.1)
         return f"engine {self.config.engine_id}: died {when}: rank {', '.join(self.dead())}"
 
+    def drain(self, timeout_s: float) -> bool:
+        """Take nothing new; wait until every request has ended and every offer is over. Whether
+        that was so within ``timeout_s``; then :meth:`close` cuts nothing short.
+
+        Raises PeerLost when a rank has ended.
+        """
+        self.ready()
+        deadline_s = time.monotonic() + timeout_s
+        rank_0 = self._pipes[-1]
+        with suppress(OSError):  # ``check`` notices a rank that has ended
+            rank_0.send_bytes(DRAIN)
+        heard = wait([rank_0, *self.sentinels], max(0.0, deadline_s - time.monotonic()))
+        self.check()
+        return rank_0 in heard and isinstance(self._read_report(rank_0), Drained)
+
     def kill(self) -> None:
-        """SIGKILL every rank, as a fault would."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

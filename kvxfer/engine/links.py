@@ -21,6 +21,8 @@ from kvxfer.transfer.manifest import RankManifest
 
 STOP = b"stop"
 """From the parent: end."""
+DRAIN = b"drain"
+"""From the parent to rank 0: take nothing new, finish the rest, and say Drained."""
 
 
 class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,9 +43,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
-    """From the parent, at the start and for each reconfiguration: end the life before, begin this
-    one. ``token``: random, names the links.
-    """
+    """From the parent: end the life before, begin this one. ``token``: random, names the links."""
 
     config: EngineConfig
     incarnation: bytes
@@ -66,6 +66,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     kind: str
     error: str
+
+
+class Drained(msgspec.Struct, frozen=True, tag="drained"):
+    """To the parent, from rank 0 that was told to drain: no request and no offer is left."""
 
 
 def keeps_store(collectives: str) -> bool:
@@ -148,7 +152,6 @@ class RankLink:
         self.socket.send(_encoder.encode(message))
 
     def receive(self) -> SchedulerOutput | None:
-        """The next step; waits for it. None: there is no next one."""
         frame = self.socket.recv()
         return None if frame == _END else _step.decode(frame)
 

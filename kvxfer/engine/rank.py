@@ -26,8 +26,10 @@ from kvxfer.engine.collectives import AllReduce, claim_device, end_with_peers, j
 from kvxfer.engine.config import Role
 from kvxfer.engine.driver import Driver
 from kvxfer.engine.links import (
+    DRAIN,
     STOP,
     Activity,
+    Drained,
     DriverLink,
     Failed,
     Life,
@@ -93,29 +95,32 @@ class _Orders:
         self._lives: deque[Life | None] = deque()
         # For polling: readable when the present life is over.
         self.fileno = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        # For polling: readable when the present life is to drain.
+        self.drain_fileno = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.is_last = False  # nothing follows: this process is to end
         self.is_orphan = False  # the parent ended without saying so
         Thread(target=self._listen, name="orders", daemon=True).start()
 
     def next(self) -> Life | None:
-        """Wait for the next life; None: there is none."""
         os.eventfd_read(self.fileno)
         return self._lives.popleft()
 
     def _listen(self) -> None:
-        while (life := self._receive()) is not None:
-            self._say(life)
+        while (order := self._receive()) != STOP:
+            if order == DRAIN:
+                os.eventfd_write(self.drain_fileno, 1)
+            else:
+                self._say(_life.decode(order))
         self.is_last = True
         self._say(None)
         _end_late()
 
-    def _receive(self) -> Life | None:
+    def _receive(self) -> bytes:
         try:
-            message = self._parent.recv_bytes()
+            return self._parent.recv_bytes()
         except (EOFError, OSError):
             self.is_orphan = True
-            return None
-        return None if message == STOP else _life.decode(message)
+            return STOP
 
     def _say(self, life: Life | None) -> None:
         self._lives.append(life)
@@ -212,6 +217,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
         stack.callback(metrics.close)
     driver = Driver(config, model, runner, links, rpc, connector, spec.peer_pids, metrics)
     driver.gather()
+    drained = msgspec.msgpack.encode(Drained())
     manifest = runner.manifest
     ready = Ready(
         rpc.endpoint,
@@ -219,7 +225,10 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
         metrics.endpoint if metrics else "",
     )
     process.parent.send_bytes(msgspec.msgpack.encode(ready))
-    return lambda: driver.run(process.orders.fileno)
+    orders = process.orders
+    return lambda: driver.run(
+        orders.fileno, orders.drain_fileno, lambda: process.parent.send_bytes(drained)
+    )
 
 
 def _follow(runner: Runner, link: RankLink) -> None:

@@ -35,14 +35,13 @@ _FAILED = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_LAST_WORDS_MS = 1000
 HEARTBEAT_S = 1.0
 """ZMQ's own heartbeats: a peer whose process or host is gone is noticed without traffic."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Run one request; ids are chosen by the client and unique per engine. ``trace_headers``: its
-    ``traceparent`` and ``tracestate``.
-    """
+    """Ids are unique per engine. ``trace_headers``: its ``traceparent`` and ``tracestate``."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -90,10 +89,13 @@ class Done(msgspec.Struct, frozen=True, tag="done", kw_only=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The request was not started, or the frame not understood (then ``request_id`` is empty)."""
+    """The request was not started, or the frame not understood (then ``request_id`` is empty).
+    ``is_draining``: because the engine is going to end; another one may take it.
+    """
 
     request_id: str
     error: str
+    is_draining: bool = False
 
 
 class Info(msgspec.Struct, frozen=True, tag="info", kw_only=True):
@@ -109,6 +111,7 @@ class Info(msgspec.Struct, frozen=True, tag="info", kw_only=True):
     prefix_hit_rate: float
     pids: tuple[int, ...]
     counts: dict[str, int]
+    is_draining: bool = False
 
 
 ToEngine = Generate | Abort | Ask
@@ -163,9 +166,7 @@ class RpcServer:
         self._visitors.endpoint = self.endpoint
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
-        """Everything that has come, with the client's identity. Never blocks. Call it when the
-        socket or ``monitor`` can be read.
-        """
+        """Never blocks; to be called when the socket or ``monitor`` can be read."""
         self._visitors.meet()
         messages: list[tuple[bytes, ToEngine]] = []
         while True:
@@ -184,6 +185,10 @@ class RpcServer:
     def send(self, client: bytes, message: ToClient) -> None:
         """Answer; a client that has gone is forgotten by the socket."""
         self.socket.send_multipart([client, _encoder.encode(message)])
+
+    def flush(self) -> None:
+        """What was sent may still leave after :meth:`close`, for a second."""
+        self.socket.setsockopt(zmq.LINGER, _LAST_WORDS_MS)
 
     def close(self) -> None:
         self._visitors.close()
@@ -259,9 +264,7 @@ class RpcClient:
         return self._socket, self._monitor
 
     def poll(self, timeout_s: float) -> list[ToClient]:
-        """What has come, after waiting for something up to ``timeout_s``. PeerLost when the
-        engine has gone, ProtocolError when it is no engine.
-        """
+        """Raises PeerLost when the engine has gone, ProtocolError if it is none."""
         ready = wait_for(self.sockets, timeout_s)
         messages: list[ToClient] = []
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:

@@ -133,7 +133,6 @@ def parse_geometry(option: str, text: str, like: Geometry | None = None) -> Geom
 
 
 def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, Any]:
-    """What a Hugging Face config, or that of a folder, says of the cache."""
     try:
         file = file / "config.json" if file.is_dir() else file
         whole = json.loads(file.read_bytes())

@@ -33,6 +33,7 @@ class Reason(enum.StrEnum):
     PREFILL_ERROR = "prefill_error"
     PREFILL_UNREADABLE = "prefill_unreadable"
     PREFILL_WITHOUT_KV = "prefill_without_kv"
+    PREFILL_DRAINING = "prefill_draining"
     DECODE_UNREACHABLE = "decode_unreachable"
     DECODE_ERROR = "decode_error"
     DECODE_CUT = "decode_cut"
@@ -45,11 +46,14 @@ class NoKv(KvxferError):
     reason = Reason.PREFILL_WITHOUT_KV
 
 
-class ErrorReply(KvxferError):
-    """A request that the proxy answers by itself, with an error.
+class Drains(NoKv):
+    """It offers nothing more, because it is going to end: another one may."""
 
-    ``status`` is the HTTP status, ``param`` the field of the body that is the reason, if one is.
-    """
+    reason = Reason.PREFILL_DRAINING
+
+
+class ErrorReply(KvxferError):
+    """``status``: of HTTP; ``param``: the field of the body that is the reason, if one is."""
 
     def __init__(
         self, status: int, reason: Reason, message: str, *, param: str | None = None
@@ -68,6 +72,16 @@ class ErrorReply(KvxferError):
             "code": self.status,
         }
         return msgspec.json.encode({"error": error})
+
+
+class EngineGone(ErrorReply):
+    """An engine that went away, or is going to, while the client has got nothing: another one may
+    take the request. ``was_asked``: it may have begun.
+    """
+
+    def __init__(self, reason: Reason, message: str, *, was_asked: bool = False) -> None:
+        super().__init__(502, reason, message)
+        self.was_asked = was_asked
 
 
 COMPLETIONS: Final = "/v1/completions"
@@ -90,6 +104,8 @@ _PREFILL_PARAMS: Final[Mapping[str, bool | None]] = MappingProxyType(
 _DROPPED_FOR_PREFILL = ("min_tokens", "stream_options")
 _NULL = b"null"
 _QUOTED_CHARS = 300
+UNAVAILABLE: Final = 503
+"""What an engine answers that takes no request now."""
 
 
 class _Asked(msgspec.Struct, frozen=True):
@@ -112,6 +128,7 @@ class _Answer(msgspec.Struct, frozen=True):
 
 class _Params(msgspec.Struct, frozen=True):
     do_remote_prefill: bool | None = None
+    kvxfer_refused: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,8 +256,11 @@ def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
 
     Raises, with ``engine`` in the message, ErrorReply for an error of the engine (a 4xx keeps its
     status, because it is about what the client sent; everything else is 502) and for an answer that
-    cannot be read, and NoKv for one without params that ask the decode engine to take the KV.
+    cannot be read, EngineGone for 503, and NoKv for one without params that ask the decode engine
+    to take the KV (Drains where they say that the engine is going to end).
     """
+    if status == UNAVAILABLE:
+        raise EngineGone(Reason.PREFILL_ERROR, f"{engine}: answered {status}")
     if status != 200:
         told = raw[:_QUOTED_CHARS].decode(errors="replace")
         raise ErrorReply(
@@ -263,6 +283,8 @@ def read_params(engine: str, status: int, raw: bytes) -> msgspec.Raw:
             f"{engine}: answered without {_KV_PARAMS}; its log or its metrics say why. If it "
             "always does, is it running with a KV connector whose role can send?"
         )
+    if marks.kvxfer_refused == "draining":
+        raise Drains(f"{engine}: drains, and offers no KV")
     if not marks.do_remote_prefill:
         raise NoKv(
             f"{engine}: answered with {_KV_PARAMS} without do_remote_prefill: true, "
@@ -300,7 +322,6 @@ def to_decode(headers: Iterable[tuple[str, str]], request_id: str) -> Headers:
 
 
 def to_client(headers: Iterable[tuple[str, str]]) -> Headers:
-    """For the client, from a decode engine's answer."""
     return _end_to_end(list(headers))
 
 

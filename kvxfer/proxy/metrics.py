@@ -39,6 +39,12 @@ class Metrics:
             ["reason"],
             registry=self._registry,
         )
+        self.retries = Counter(
+            _PREFIX + "retries",
+            "Requests that another engine took after one was gone, by reason.",
+            ["reason"],
+            registry=self._registry,
+        )
         self.in_flight = Gauge(
             _PREFIX + "in_flight", "Requests being served now.", registry=self._registry
         )
@@ -56,6 +62,7 @@ class Metrics:
         )
         for reason in Reason:  # a rate over a series that begins at 1 misses it
             self.failures.labels(reason.value)
+            self.retries.labels(reason.value)
             if reason.value.startswith("prefill_"):
                 self.without_kv.labels(reason.value)
 

@@ -15,6 +15,7 @@ class State(enum.StrEnum):
 
     UNKNOWN = "unknown"
     UP = "up"
+    DRAINING = "draining"  # it serves, offers nothing, and is going to end
     DOWN = "down"
 
 
@@ -48,15 +49,17 @@ class EnginePool:
 
     def pick(self, side: Side) -> Engine:
         """Whose turn it is. An engine that is skipped loses its turn, and nobody else's turn moves.
+        One that drains has its turn where no other is up.
 
         Raises ErrorReply (503) naming every engine of the side when none is up.
         """
         engines = [engine for engine in self._seen if engine.side is side]
-        for step in range(len(engines)):
-            position = (self._next[side] + step) % len(engines)
-            if self._seen[engines[position]].state is State.UP:
-                self._next[side] = position + 1
-                return engines[position]
+        for state in (State.UP, State.DRAINING):
+            for step in range(len(engines)):
+                position = (self._next[side] + step) % len(engines)
+                if self._seen[engines[position]].state is state:
+                    self._next[side] = position + 1
+                    return engines[position]
         states = ", ".join(f"{e.url} {self._seen[e].detail}" for e in engines)
         raise ErrorReply(503, _NO_ENGINE[side], f"no {side} engine is up: {states}")
 
@@ -66,11 +69,22 @@ class EnginePool:
         self.pick(side)
         self._next[side] = turn
 
+    def has_another(self, engine: Engine) -> bool:
+        """Another engine of its side is up."""
+        return any(
+            other.side is engine.side and other != engine and seen.state is State.UP
+            for other, seen in self._seen.items()
+        )
+
+    def is_serving(self, side: Side) -> bool:
+        """An engine of this side takes requests."""
+        serving = (State.UP, State.DRAINING)
+        return any(e.side is side and seen.state in serving for e, seen in self._seen.items())
+
     @property
     def is_healthy(self) -> bool:
-        """Both sides have an engine that is up."""
-        up = {engine.side for engine, seen in self._seen.items() if seen.state is State.UP}
-        return up == set(Side)
+        """Both sides have an engine that takes requests."""
+        return all(map(self.is_serving, Side))
 
     def report(self) -> list[dict[str, str]]:
         """Every engine with its state, for people and monitors."""

@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 
 import aiohttp
 import msgspec
@@ -28,7 +29,10 @@ from kvxfer.log_limit import LogLimit
 from kvxfer.proxy.bodies import (
     PATHS,
     REQUEST_ID,
+    UNAVAILABLE,
     ClientBody,
+    Drains,
+    EngineGone,
     ErrorReply,
     NoKv,
     Reason,
@@ -56,6 +60,11 @@ ABANDONED_S = 1.0
 """How long a decode engine may take to admit a request that nobody waits for. vLLM does not hear of
 one whose connection ends before: it reads the request in milliseconds, and a prompt of 100,000
 tokens in some tenths of a second."""
+DRAINING_S = 30.0
+"""So long an engine that said that it drains has no turn, unless it was down in between: then it
+is asked again, because its start may have gone unseen."""
+MOST_TRIES = 4
+"""Of a request that finds an engine gone: the restart of one, of another, and of what died."""
 _JSON = "application/json"
 
 
@@ -69,6 +78,7 @@ class Proxy:
         self.metrics = Metrics()
         self._without_kv: LogLimit[tuple[Engine, Reason]] = LogLimit()
         self._abandoned: set[asyncio.Task[None]] = set()
+        self._drains_until_s: dict[Engine, float] = {}
         for engine in settings.engines:
             self.metrics.see(engine, is_up=False)
 
@@ -118,20 +128,46 @@ class Proxy:
         self.metrics.requests.labels(request.path).inc()
         with self.metrics.in_flight.track_inprogress():
             body = parse_body(request.path, await self._read(request))
-            # Nobody computes a prompt that nobody can go on with.
-            self.pool.require(Side.DECODE)
-            prefill = self.pool.pick(Side.PREFILL)
             request_id = find(request.headers.items(), REQUEST_ID) or uuid.uuid4().hex
-            try:
-                params = await self._prefill(prefill, request, body, request_id)
-            except (NoKv, ErrorReply) as e:
-                is_failure = isinstance(e, ErrorReply)
-                if is_failure and self._settings.on_missing_kv is OnMissingKv.REFUSE:
-                    raise
-                self._go_on_without_kv(prefill, e)
-                params = None
-            sent = body.for_decode(params)
-            return await self._relay("POST", request, request_id, sent, has_kv=params is not None)
+            asked: ForDecode | None = None
+            for left in reversed(range(MOST_TRIES)):
+                try:
+                    if asked is None:
+                        asked = await self._prepare(request, body, request_id)
+                    return await self._relay("POST", request, request_id, asked)
+                except EngineGone as e:
+                    side = Side.PREFILL if asked is None else Side.DECODE
+                    if not left or not self.pool.is_serving(side):
+                        raise
+                    self.metrics.retries.labels(e.reason.value).inc()
+                    log.info("another engine takes request %s: %s", request_id, e)
+                    if asked is not None and asked.is_doubtful:
+                        asked = None
+                    elif asked is not None:
+                        asked = replace(asked, is_doubtful=asked.has_kv and e.was_asked)
+            raise AssertionError("the last try returns or raises")
+
+    async def _prepare(self, request: web.Request, body: ClientBody, request_id: str) -> ForDecode:
+        """Have the prompt computed. Raises EngineGone where another engine may do it, ErrorReply
+        for a request that is not to be served.
+        """
+        # Nobody computes a prompt that nobody can go on with.
+        self.pool.require(Side.DECODE)
+        prefill = self.pool.pick(Side.PREFILL)
+        try:
+            params = await self._prefill(prefill, request, body, request_id)
+        except (NoKv, ErrorReply) as e:
+            if isinstance(e, Drains):
+                self._drains_until_s[prefill] = time.monotonic() + DRAINING_S
+                self._see(prefill, Seen(State.DRAINING, "drains"))
+            if isinstance(e, Drains | EngineGone) and self.pool.has_another(prefill):
+                raise EngineGone(e.reason, str(e)) from e
+            is_failure = isinstance(e, ErrorReply)
+            if is_failure and self._settings.on_missing_kv is OnMissingKv.REFUSE:
+                raise
+            self._go_on_without_kv(prefill, e)
+            return ForDecode(body.for_decode(None), has_kv=False)
+        return ForDecode(body.for_decode(params), has_kv=True)
 
     def _go_on_without_kv(self, prefill: Engine, e: NoKv | ErrorReply) -> None:
         self.metrics.without_kv.labels(e.reason.value).inc()
@@ -141,7 +177,7 @@ class Proxy:
 
     async def models(self, request: web.Request) -> web.StreamResponse:
         request_id = find(request.headers.items(), REQUEST_ID) or uuid.uuid4().hex
-        return await self._relay("GET", request, request_id, None)
+        return await self._relay("GET", request, request_id, ForDecode(None, has_kv=False))
 
     async def health(self, _request: web.Request) -> web.Response:
         """200 when both sides have an engine that is up, else 503; names every engine."""
@@ -155,13 +191,11 @@ class Proxy:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def watch(self, engine: Engine) -> None:
-        """Probe one engine until cancelled."""
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             await self.probe(engine)
 
     async def probe(self, engine: Engine) -> None:
-        """Ask the engine once and remember what it says."""
         try:
             async with (
                 asyncio.timeout(_PROBE_TIMEOUT_S),
@@ -175,6 +209,10 @@ class Proxy:
         self._see(engine, seen)
 
     def _see(self, engine: Engine, seen: Seen) -> None:
+        if seen.state is State.UP and time.monotonic() < self._drains_until_s.get(engine, 0.0):
+            return  # it serves, and would offer nothing
+        if seen.state is not State.DRAINING:
+            self._drains_until_s.pop(engine, None)
         self.metrics.see(engine, is_up=seen.state is State.UP)
         if not self.pool.see(engine, seen):
             return
@@ -227,6 +265,7 @@ class Proxy:
                 ) from e
             raise self._unreachable(engine, Reason.PREFILL_UNREACHABLE, e) from e
         self.metrics.prefill_s.observe(time.monotonic() - sent_s)
+        self._note_status(engine, answer.status)
         return read_params(str(engine), answer.status, raw)
 
     async def _relay(
@@ -234,31 +273,27 @@ class Proxy:
         method: str,
         request: web.Request,
         request_id: str,
-        body: bytes | None,
-        *,
-        has_kv: bool = False,
+        asked: ForDecode,
     ) -> web.StreamResponse:
         """Ask a decode engine, and give its answer to the client as it comes, errors included.
-        ``has_kv``: blocks are kept for this request until a decode engine has heard of it.
+        Raises EngineGone where another engine may be asked.
         """
         engine = self.pool.pick(Side.DECODE)
         until_s = asyncio.get_running_loop().time() + ABANDONED_S
-        asking = self._ask(engine, method, request, request_id, body)
+        asking = self._ask(engine, method, request, request_id, asked.body)
         try:
-            answer = await (asyncio.shield(asking) if has_kv else asking)
+            answer = await (asyncio.shield(asking) if asked.has_kv else asking)
         except asyncio.CancelledError:
-            if has_kv:
+            if asked.has_kv:
                 self._abandon(asking, until_s)
             raise
         except (aiohttp.ClientError, OSError) as e:
-            refused = self._unreachable(engine, Reason.DECODE_UNREACHABLE, e)
-            if has_kv:
-                with suppress(ErrorReply):  # nobody is up
-                    other = self.pool.pick(Side.DECODE)
-                    until_s = asyncio.get_running_loop().time() + ABANDONED_S
-                    self._abandon(self._ask(other, method, request, request_id, body), until_s)
-            raise refused from e
+            raise self._unreachable(engine, Reason.DECODE_UNREACHABLE, e) from e
         try:
+            self._note_status(engine, answer.status)
+            is_gone = answer.status == UNAVAILABLE and self.pool.has_another(engine)
+            if is_gone or (asked.is_doubtful and answer.status >= 500):
+                raise EngineGone(Reason.DECODE_ERROR, f"{engine}: answered {answer.status}")
             if answer.status >= 400:
                 self.metrics.fail(Reason.DECODE_ERROR)
             reply = web.StreamResponse(status=answer.status, reason=answer.reason)
@@ -291,9 +326,7 @@ class Proxy:
         return asyncio.create_task(answer())
 
     def _abandon(self, asking: asyncio.Task[aiohttp.ClientResponse], until_s: float) -> None:
-        """Let a decode engine hear of a request, and then that nobody waits for its answer.
-        ``until_s``: of the loop's clock; by then it has heard.
-        """
+        """By ``until_s`` of the loop's clock the engine has heard of it; then nobody waits."""
         task = asyncio.create_task(_hang_up(asking, until_s))
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
@@ -320,11 +353,27 @@ class Proxy:
             # Found by a write before the server noticed; it knows what to do with such a reply.
             self.metrics.fail(Reason.CLIENT_GONE)
 
-    def _unreachable(self, engine: Engine, reason: Reason, e: Exception) -> ErrorReply:
-        if isinstance(e, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+    def _note_status(self, engine: Engine, status: int) -> None:
+        if status == UNAVAILABLE:
+            self._see(engine, Seen(State.DOWN, f"answered {status}"))
+
+    def _unreachable(self, engine: Engine, reason: Reason, e: Exception) -> EngineGone:
+        was_asked = not isinstance(e, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        if not was_asked:
             # Nobody listens: the next request need not find out again. The next probe may differ.
             self._see(engine, Seen(State.DOWN, _said(e)))
-        return ErrorReply(502, reason, f"{engine}: {_said(e)}")
+        return EngineGone(reason, f"{engine}: {_said(e)}", was_asked=was_asked)
+
+
+@dataclass(frozen=True, slots=True)
+class ForDecode:
+    """What a decode engine is asked. ``has_kv``: blocks are kept for it until a decode engine has
+    heard of it. ``is_doubtful``: one that has gone was asked before, and may have taken them.
+    """
+
+    body: bytes | None
+    has_kv: bool
+    is_doubtful: bool = False
 
 
 async def _hang_up(asking: asyncio.Task[aiohttp.ClientResponse], until_s: float) -> None:

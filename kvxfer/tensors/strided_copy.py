@@ -41,10 +41,7 @@ _PAGE_NBYTES = 4096
 
 
 class Scratch:
-    """Bytes between gather and scatter, kept from call to call so that they stay in the cache.
-
-    For one thread.
-    """
+    """Kept from call to call so that its bytes stay in the cache. For one thread."""
 
     def __init__(self, nbytes: int = PIECE_NBYTES) -> None:
         self._bytes = _page_aligned(nbytes)
@@ -97,10 +94,7 @@ def scatter(
     tokens: tuple[int, int],
     dense: Tensor,
 ) -> None:
-    """Unpack a chunk in the sink's own physical order into the sink's pool.
-
-    The reverse of :func:`gather` with the order of the sink's tile; the same checks.
-    """
+    """The reverse of :func:`gather` with the order of the sink's tile; the same checks."""
     bases = _regions(side, regions)
     pools = _checked(memories, side.tile, bases, block_ids, tokens)
     piece = write_piece(side.tile, block_ids, side.tile.order, *tokens)
@@ -211,7 +205,6 @@ def _regions(side: Side, regions: tuple[int, int]) -> tuple[Base, ...]:
 
 
 def _chunk(tensor: Tensor, name: str, piece: Piece, num_regions: int) -> NDArray[np.uint8]:
-    """The chunk as [regions, bytes of a region]."""
     check_chunk(tensor, name, num_regions, piece.nbytes)
     flat: Bytes = tensor.numpy()
     return flat.reshape(num_regions, piece.nbytes)

@@ -226,8 +226,24 @@ class Malformed(msgspec.Struct, frozen=True, tag="malformed"):
     detail: str
 
 
-ToSource = Hello | Pull | Release | Cancel | Keep | Ping
-ToSink = Manifest | NotReady | Grant | Refuse | Verdict | Broken | Pong | Malformed
+class Drain(msgspec.Struct, frozen=True, tag="drain"):
+    """From an operator to each rank: offer and load nothing new, serve what is open. Taken from a
+    process of the rank's own user on its host, or with the rank's own CURVE key. Answered with
+    Draining, however often it comes.
+    """
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining"):
+    """The answer to Drain. ``num_open``: offers and loads that are not over. ``is_heard``: the
+    scheduler knows, and its waiting requests are counted; it knows with the engine's next step.
+    """
+
+    num_open: Size
+    is_heard: bool
+
+
+ToSource = Hello | Pull | Release | Cancel | Keep | Ping | Drain
+ToSink = Manifest | NotReady | Grant | Refuse | Verdict | Broken | Pong | Malformed | Draining
 _Union = TypeVar("_Union")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -236,7 +252,6 @@ _to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
 
 
 def encode(message: ToSource | ToSink) -> bytes:
-    """The message as one msgpack frame."""
     return _encoder.encode(message)
 
 

@@ -151,6 +151,8 @@ class SendingSource(ABC):
     """Of all connections at the last ``inspect``; for metrics."""
     counts: Counter[str]
     """What was dropped or refused, by reason; for metrics."""
+    is_settled: bool = True
+    """Sinks have taken all that was sent to them: nothing of it is lost with this process."""
 
     @abstractmethod
     def data_endpoint(self) -> str:

@@ -60,6 +60,16 @@ def pinned_keys(config: Config) -> frozenset[str]:
     return frozenset(keys)
 
 
+def is_own(config: Config, address: str, key: str) -> bool:
+    """Whether a connection that was admitted is the operator's of this engine: a process of its
+    user on its host, or with a key that is its own. All keys of a shared folder are.
+    """
+    if user_of(address) is not None:
+        return True
+    own = pinned_keys(config) if config.curve_keys_dir is not None else {config.curve_public_key}
+    return key in own
+
+
 def remedy(config: Config, *, there: bool) -> str:
     """What to do about a key that one side does not know: ``there``, or this one."""
     if config.curve_keys_dir is not None:
@@ -222,7 +232,8 @@ class Guard:
             status, text = b"300", b"later"  # a peer that is admitted tries again
         else:
             status, text = b"200", b"OK"
-        return [b"1.0", request_id, status, text, b"", b""]
+        # ZeroMQ states the user id with each message of the connection
+        return [b"1.0", request_id, status, text, (key or "").encode(), b""]
 
     def _has_to_wait(self, address: str, now_s: float) -> bool:
         """Whether it has a penalty, or gets one for one connection too many."""

@@ -162,6 +162,11 @@ class StreamSource(SendingSource):
         is_busy = self._transfers or self._completions or self._trials.is_busy
         return not (is_busy or len(self._connections)) and self._pipe.is_idle
 
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]  # others have an attribute
+        """Every slot was credited: a sink has placed what was in it."""
+        return all(connection.is_idle for connection in self._connections.all())
+
     # -- transfers
 
     def submit_send(self, request: SendRequest) -> None:
@@ -394,7 +399,14 @@ class StreamSource(SendingSource):
         identity = bytes(frames[0].buffer)
         connection = self._connections.get(identity)
         try:
-            match _decode(frames):
+            decoded = _decode(frames)
+        except ProtocolError as exc:
+            self._drop(exc)
+            if connection is not None:  # perhaps a credit, without which a slot never comes back
+                self._send_away(connection, f"a message makes no sense: {exc}; attach anew")
+            return
+        try:
+            match decoded:
                 case Attach() as message:
                     self._on_attach(identity, connection, message, frames[-1])
                 case Join() as message:

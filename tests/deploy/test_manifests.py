@@ -23,6 +23,8 @@ import pytest
 import yaml
 
 from kvxfer.cli import app
+from kvxfer.cli.drain import endpoint_of
+from kvxfer.cli.options import DrainOptions
 from kvxfer.config import load_config
 from kvxfer.integrations.vllm.plugin import NAME
 from kvxfer.proxy.settings import ProxySettings
@@ -30,7 +32,7 @@ from kvxfer.proxy.settings import ProxySettings
 DEPLOY = Path(__file__).parents[2] / "deploy"
 POD_IP = "10.244.3.7"
 SECRETS = {"llm-params-key": {"KVXFER_PARAMS_KEY": "0123456789abcdef0123456789abcdef"}}
-# The oldest Kubernetes with what is used here (preStop.sleep, sidecar containers), and a new one
+# The oldest Kubernetes with what is used here (sidecar containers), and a new one
 VERSIONS = ("1.30", "1.37")
 SIDECAR_FLAGS = {"port", "vllm-port", "kv-connector", "secure-proxy"}
 """Of those that llm-d's sidecar takes (``pkg/sidecar/proxy/options.go`` of its router)."""
@@ -175,6 +177,33 @@ def test_kvxfer_takes_the_settings(server: Container, caplog: pytest.LogCaptureF
     keys = volumes[mounts[config.curve_keys_dir]]["secret"]
     assert keys["defaultMode"] & 0o007 == 0, "kvxfer refuses keys that every user can read"
     assert {"/dev/shm"} <= mounts.keys() or server.name.startswith("dynamo")  # its operator's
+
+
+@pytest.mark.parametrize("server", [each for each in SERVERS if "dynamo" not in str(each.id)])
+def test_a_pod_drains_its_engine_before_it_ends(
+    server: Container, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hook's own command, with the settings of the container."""
+    (_, _, line) = server.spec["lifecycle"]["preStop"]["exec"]["command"]
+    words = re.search(r"kvxfer (drain [^&;\"]*)", line)
+    assert words is not None
+    asked: list[DrainOptions] = []
+
+    def run_drain(options: DrainOptions) -> bool:
+        asked.append(options)
+        return True
+
+    monkeypatch.setattr("kvxfer.cli.drain.run_drain", run_drain)
+    monkeypatch.setattr("sys.argv", ["kvxfer", *words[1].split()])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    assert ended.value.code == 0
+    (options,) = asked
+    assert options.wait
+    assert options.timeout_s is not None
+    assert options.timeout_s + 15 < server.pod["terminationGracePeriodSeconds"]
+    config = load_config({}, server.transfer.get("kv_connector_extra_config"), server.environment)
+    assert endpoint_of(config.config, options.endpoint) == f"tcp://{POD_IP}:5700"
 
 
 @pytest.mark.parametrize("server", SERVERS)

@@ -22,6 +22,7 @@ from kvxfer.transfer.manifest import MAX_RANKS, RankId
 from kvxfer.transfer.wire import (
     Cancel,
     Consumer,
+    Drain,
     Hello,
     Keep,
     OfferRef,
@@ -309,6 +310,10 @@ CASES = (
     Case(name="a stolen identity", fate=_ANSWERED,
          sends=lambda target: iter([zmtp.frame(encode(_pull(target, target.sink_life)))] * 50),
          counts=("refused.tokens",)),
+    Case(name="a drain", fate=_ANSWERED, sends=_said(encode(Drain())),
+         counts=("control.not_own",)),
+    Case(name="a drain with another's key", fate=_ANSWERED, keys=True, key="pinned",
+         sends=_said(encode(Drain())), counts=("control.not_own",)),
     Case(name="another version", fate=_ANSWERED,
          sends=_said(encode(Hello((7, 9), ("unknown",), "stranger", _LIFE)))),
     Case(name="forged messages with a pinned key", fate=_ANSWERED, keys=True, key="pinned",

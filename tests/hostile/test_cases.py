@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from kvxfer.transfer.session import OfferState
-from tests.connector.rig import given_offer, until
+from tests.connector.rig import given_offer, service_of, until
 from tests.hostile.cases import CASES, Case, Fate, address_of, attack
 from tests.hostile.rig import Honest, Usage, honest_pair
 
@@ -51,6 +51,7 @@ def _run(case: Case, honest: Honest, number: int) -> None:
     offer = given_offer(honest.source, honest.held.offer.nonce)
     assert offer is not None
     assert offer.state is OfferState.OPEN
+    assert not service_of(honest.source).is_draining
     until(lambda: Usage.now().descriptors <= before.descriptors)
     after = Usage.now()
     assert after.threads <= before.threads

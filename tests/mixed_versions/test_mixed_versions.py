@@ -84,14 +84,15 @@ MESSAGES = {
 
 
 def test_the_recorded_conversation_has_every_message() -> None:
-    """All that this protocol has but what is said to who is too early, too dumb, on trial, or asks
-    for streams, as the previous version does not.
+    """All that this protocol has but what is said to who is too early, too dumb or on trial, and
+    what the previous version does not know: streams, and to drain.
     """
     names = {raw(said.frames[0])["type"] for said in MESSAGES.values()}
     kinds = (*wire.ToSource.__args__, *wire.ToSink.__args__)
     kinds += (*stream_wire.ToSource.__args__, *stream_wire.ToSink.__args__)
     tags = {kind.__struct_config__.tag for kind in kinds}
-    assert tags - names == {"not_ready", "refused", "trial", "streams", "join"}
+    known = {"not_ready", "refused", "trial"}
+    assert tags - names == known | {"streams", "join", "drain", "draining"}
 
 
 @pytest.mark.parametrize("said", MESSAGES.values(), ids=MESSAGES)

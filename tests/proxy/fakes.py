@@ -70,6 +70,7 @@ class FakeEngine:
     calls: list[Call] = field(default_factory=list)
     health_status: int = 200
     url: str = ""
+    stop: Callable[[], Awaitable[None]] = field(init=False)
 
     async def _post(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
@@ -92,6 +93,7 @@ class FakeEngine:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
         await runner.setup()
+        self.stop = runner.cleanup
         try:
             await web.TCPSite(runner, "127.0.0.1", port).start()
             self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
+from typing import Any
 
 import aiohttp
 import pytest
@@ -18,6 +19,7 @@ from tests.proxy.fakes import (
     PARAMS,
     Answer,
     FakeEngine,
+    give,
     give_params,
     give_text,
     run,
@@ -284,23 +286,121 @@ def test_a_client_that_stays_until_decode_has_begun_is_not_waited_for(
     run(scenario())
 
 
-def test_kv_that_one_decode_engine_cannot_take_is_given_up_by_another() -> None:
-    async def drop(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
-        request.transport.close()
-        return web.StreamResponse()
+async def drop(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.close()
+    return web.StreamResponse()
+
+
+unavailable = give(503, b"")
+
+
+@pytest.mark.parametrize("gone", [drop, unavailable, None], ids=["drops", "503", "is not there"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_another_engine_takes_what_one_that_goes_has_not_answered(
+    side: str, gone: Answer | None
+) -> None:
+    """At once, and with the same KV."""
 
     async def scenario() -> None:
-        decode = [FakeEngine("d0", drop), FakeEngine("d1", give_text)]
-        async with scene(decode=decode) as s:
+        well = {"prefill": give_params, "decode": give_text}[side]
+        pair = [FakeEngine("x", gone or well), FakeEngine("y", well)]
+        engines: dict[str, Any] = {side: pair}
+        async with scene(**engines, health_interval_s=60) as s:
+            if gone is None:
+                await pair[0].stop()
             status, answer = await s.post({"prompt": "p"})
-            assert (status, answer["error"]["type"]) == (502, "decode_unreachable")
+            assert (status, answer) == (200, {"choices": [{"text": "hello"}]})
+            asked = [call.engine for call in s.calls]
+            expected = {"prefill": ["x", "y", "d0"], "decode": ["p0", "x", "y"]}[side]
+            assert asked == [name for name in expected if gone or name != "x"]
+            assert s.calls[-1].raw.endswith(PARAMS + b"}")
+            assert await s.failures() == {}
+            retries = {n: v for n, v in (await s.metrics()).items() if "retries_total" in n and v}
+            assert list(retries.values()) == [1]
+            # Who was refused need not find out again; who was cut off may have been unlucky
+            await s.post({"prompt": "p"})
+            assert ("x" in [call.engine for call in s.calls[len(asked) :]]) == (gone is drop)
 
-            async def is_heard() -> bool:
-                return [call.engine for call in s.calls] == ["p0", "d0", "d1"]
+    run(scenario())
 
-            await until(is_heard)
-            assert s.calls[2].raw == s.calls[1].raw  # with the params
+
+def test_kv_that_a_decode_engine_took_with_it_is_computed_again() -> None:
+    """The next one finds that its offer was read."""
+    answers = iter([give(500, b"{}"), give_text])
+
+    async def fail_once(request: web.Request) -> web.StreamResponse:
+        return await next(answers)(request)
+
+    async def scenario() -> None:
+        decode = [FakeEngine("d0", drop), FakeEngine("d1", fail_once)]
+        async with scene(decode=decode, health_interval_s=60) as s:
+            decode_first = s.calls
+            status, _ = await s.post({"prompt": "p"})
+            assert status == 200
+            assert [call.engine for call in decode_first] == ["p0", "d0", "d1", "p0", "d0", "d1"]
+            assert await s.failures() == {}
+
+    run(scenario())
+
+
+def test_an_error_of_decode_is_no_reason_to_ask_another() -> None:
+    async def scenario() -> None:
+        decode = [FakeEngine("d0", give(500, b"{}")), FakeEngine("d1", give_text)]
+        async with scene(decode=decode) as s:
+            assert (await s.post({"prompt": "p"}))[0] == 500
+            assert [call.engine for call in s.calls] == ["p0", "d0"]
+
+    run(scenario())
+
+
+DRAINS = b'{"kv_transfer_params":{"do_remote_prefill":false,"kvxfer_refused":"draining"}}'
+
+
+def test_a_prefill_engine_that_drains_has_no_turn_until_it_was_started_anew() -> None:
+    async def scenario() -> None:
+        prefill = [FakeEngine("p0", give(200, DRAINS)), FakeEngine("p1", give_params)]
+        async with scene(prefill=prefill) as s:
+
+            async def state() -> str:
+                return (await s.states())[1]["p0"]
+
+            async def asked() -> list[str]:
+                s.calls.clear()
+                assert (await s.post({"prompt": "p"}))[0] == 200
+                return [call.engine for call in s.calls]
+
+            assert await asked() == ["p0", "p1", "d0"]
+            for _ in range(3):  # it answers /health as before
+                assert await asked() == ["p1", "d0"]
+                assert await state() == "draining"
+            port = int(prefill[0].url.rpartition(":")[2])
+            await prefill[0].stop()
+
+            async def is_down() -> bool:
+                return await state() == "down"
+
+            async def is_up() -> bool:
+                return await state() == "up"
+
+            await until(is_down)
+            prefill[0].answer = give_params
+            async with prefill[0].running(port):
+                await until(is_up)
+                assert {(await asked())[0] for _ in range(2)} == {"p0", "p1"}
+
+    run(scenario())
+
+
+def test_where_all_prefill_engines_drain_decode_computes_the_prompt() -> None:
+    async def scenario() -> None:
+        async with scene(prefill=give(200, DRAINS)) as s:
+            for _ in range(2):
+                s.calls.clear()
+                assert (await s.post({"prompt": "p"}))[0] == 200
+                assert [call.engine for call in s.calls] == ["p0", "d0"]
+                assert "kv_transfer_params" not in s.calls[1].body
+            assert (await s.states())[0] == 200
 
     run(scenario())
 

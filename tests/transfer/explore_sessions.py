@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -60,6 +60,8 @@ from kvxfer.transfer.wire import (
     Verdict,
     is_addressed_to,
 )
+
+_Session = TypeVar("_Session", OfferSession, LoadSession)
 
 SOURCE = RankId(0, 0)
 NUM_CHUNKS = 2
@@ -275,7 +277,7 @@ class Sessions:
         """
         key = (offer, event, is_ended and self.scenario.heeds_ends)
         if key not in self._source_memo:
-            session = self.scenario.offer_session.restore(self.snapshots[offer])
+            session = restored(self.scenario.offer_session, self.snapshots[offer])
             ended = REASON if key[2] else None
             actions: list[SourceAction] = []
             try:
@@ -316,7 +318,7 @@ class Sessions:
     def sink_step(self, sink: int, load: int, event: int) -> SinkStep | None:
         key = (sink, load, event)
         if key not in self._sink_memo:
-            session = self.scenario.load_session.restore(self.loads[load])
+            session = restored(self.scenario.load_session, self.loads[load])
             try:
                 actions = session.step(self._events[event])  # type: ignore[arg-type]
             except ProtocolError:
@@ -353,6 +355,13 @@ class Sessions:
                 step = step._replace(sent=step.sent | self.bit(message))
             self._sink_memo[key] = step
         return self._sink_memo[key]
+
+
+def restored(kind: type[_Session], snapshot: Any) -> _Session:
+    """A session that goes on from a snapshot."""
+    session = kind.__new__(kind)
+    session.snapshot = snapshot
+    return session
 
 
 def _to_sink(message: ToSink) -> SinkEvent:

@@ -58,6 +58,7 @@ from kvxfer.transfer.session import (
 from kvxfer.transfer.sink_session import LoadSession
 from kvxfer.transfer.source_session import OfferSession, events_due
 from kvxfer.transfer.wire import Consumer, Reason
+from tests.transfer.explore_sessions import restored
 
 R0, R1 = RankId(0, 0), RankId(0, 1)
 A0, A1, B0 = Consumer(b"a", R0), Consumer(b"a", R1), Consumer(b"b", R0)
@@ -842,9 +843,9 @@ def test_snapshots_restore() -> None:
     offer.step(READY)
     offer.step(pull(A0))
     load.step(START)
-    assert hash(offer.snapshot) == hash(OfferSession.restore(offer.snapshot).snapshot)
-    assert OfferSession.restore(offer.snapshot).step(ReleaseArrived(A0)) == [valid(A0)]
-    assert LoadSession.restore(load.snapshot).step(GrantArrived(R1)) == [SendRelease(R1)]
+    assert hash(offer.snapshot) == hash(restored(OfferSession, offer.snapshot).snapshot)
+    assert restored(OfferSession, offer.snapshot).step(ReleaseArrived(A0)) == [valid(A0)]
+    assert restored(LoadSession, load.snapshot).step(GrantArrived(R1)) == [SendRelease(R1)]
 
 
 # ------------------------------------------------------------------ ends that an engine writes

@@ -26,6 +26,8 @@ from kvxfer.transfer.wire import (
     Broken,
     Cancel,
     Consumer,
+    Drain,
+    Draining,
     Grant,
     Hello,
     Keep,
@@ -156,6 +158,7 @@ TO_SOURCE: dict[str, ToSource] = {
     "keep of who knows the tokens": Keep((OFFER,), SINK_LIFE, 30.0, {OFFER.nonce: b"digest"}),
     "ping": Ping(),
     "pull by channel": PULL_BY_CHANNEL,
+    "drain": Drain(),
 }
 TO_SINK: dict[str, ToSink] = {
     "manifest": Manifest(MANIFEST),
@@ -169,6 +172,7 @@ TO_SINK: dict[str, ToSink] = {
     "pong": Pong(SOURCE_LIFE),
     "malformed": Malformed("control frame: truncated"),
     "manifest by channel": Manifest(MANIFEST_BY_CHANNEL),
+    "draining": Draining(3, is_heard=True),
 }
 
 

@@ -90,16 +90,18 @@ class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Why loads failed on a rank in this step, by request; empty where an answer was wanted.
     ``details``: the same requests, why in words. ``in_step``: loads that were part of this step,
     good or not. ``near``: as :class:`~kvxfer.connector.records.KVConnectorOutput` has it.
+    ``must_drain``: an operator has told a rank that the engine is to drain.
     """
 
     failures: dict[str, str]
     details: dict[str, str] = field(default_factory=dict)
     in_step: tuple[str, ...] = ()
     near: dict[str, NearSources] = field(default_factory=dict)
+    must_drain: bool = False
 
     @property
     def has_news(self) -> bool:
-        return bool(self.failures or self.in_step or self.near)
+        return bool(self.failures or self.in_step or self.near or self.must_drain)
 
     def aggregate(self, other: object) -> KvxferWorkerMetadata:
         """Both together; the first reason for a request counts."""
@@ -110,4 +112,5 @@ class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
             {**other.details, **self.details},
             tuple({*self.in_step, *other.in_step}),
             {**self.near, **other.near},
+            self.must_drain or other.must_drain,
         )

@@ -251,10 +251,12 @@ class SchedulerSide:
             return  # nothing was reported, and nothing is pinned while the engine computes
         received = output.finished_recving or set()
         near: dict[str, NearSources] = {}
+        must_drain = False
         if isinstance(said, KvxferWorkerMetadata):
             self._failures.update(said.failures)
             self._details.update(said.details)
             received, near = received.union(said.in_step), said.near
+            must_drain = said.must_drain
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
         details = {i: self._details.pop(i) for i in failed if i in self._details}
         sent = set(output.finished_sending or ())
@@ -264,6 +266,7 @@ class SchedulerSide:
                 finished_recving=received,
                 failed_recving=failed,
                 failure_details=details,
+                must_drain=must_drain,
                 near=near,
             )
         )

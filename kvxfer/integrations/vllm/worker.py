@@ -144,7 +144,10 @@ class WorkerSide:
         # vLLM knows no end of a load that is part of a step, only blocks of it that are no good.
         in_step = {load.request_id for load in loads if load.in_step}
         self._said = KvxferWorkerMetadata(
-            failed, core.get_failure_details(), in_step=tuple(sorted(in_step))
+            failed,
+            core.get_failure_details(),
+            in_step=tuple(sorted(in_step)),
+            must_drain=core.take_must_drain(),
         )
         by_block = in_step if REPORTS_FAILED_REQUESTS else failed.keys()
         self._failed_block_ids = failed_block_ids(
@@ -201,9 +204,12 @@ class WorkerSide:
         )
 
     def shutdown(self) -> None:
-        """End every offer and load, threads and sockets. Idempotent."""
+        """End every offer and load, threads and sockets; of an engine that drains not before the
+        open offers were read, or ``drain_timeout_s``. Idempotent.
+        """
         core, self._core = self._core, None
         if core is not None:
+            core.serve_open(self._settings.config.drain_timeout_s)
             core.shutdown()
 
     def _running(self) -> WorkerConnector:

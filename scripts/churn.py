@@ -1,0 +1,224 @@
+"""Times what engines that come, go and give up cost: from an abort to blocks that can be used
+again, and from an engine that is back to its first request.
+
+    python scripts/churn.py --out scripts/results
+
+Aborts: two engines without a model in this process, over each wire. Loads run all the while, four
+at a time. One more is begun and aborted after a random part of the time that a load takes, so that
+every state is met. "sink": until the decode engine may use the blocks, "source": until the prefill
+engine may. Restarts: four reference engines behind the proxy, restarted one after the other under
+six clients; "served": from the first good /health to the end of the first request that it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from itertools import count
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import msgspec
+
+from kvxfer.engine.rank import SWITCH_INTERVAL_S
+from tests.builders import EngineShape
+from tests.commands import small_model
+from tests.connector.rig import PATIENT, POISON, Engine
+from tests.end_to_end.fronts import site
+from tests.end_to_end.test_rolling_restart import Load
+
+AIM_MS = 5.0
+NUM_BESIDE = 4
+BLOCKS = 64
+SHAPE = EngineShape(
+    num_kv_heads=8,
+    num_layers=8,
+    inner_nbytes=128,
+    num_blocks=BLOCKS * (NUM_BESIDE + 1) + 1,
+)
+TOKENS = 16 * BLOCKS
+NBYTES = TOKENS * 2 * SHAPE.num_layers * SHAPE.num_kv_heads * SHAPE.inner_nbytes
+POLL_S = 0.0001
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """Milliseconds: median, 90th percentile, most."""
+
+    what: str
+    number: int
+    ms: tuple[float, float, float]
+
+
+def _times(what: str, seconds: list[float]) -> Times:
+    ordered = sorted(1e3 * each for each in seconds)
+    middle = statistics.median(ordered)
+    return Times(
+        what=what,
+        number=len(ordered),
+        ms=(middle, ordered[int(0.9 * (len(ordered) - 1))], ordered[-1]),
+    )
+
+
+# ------------------------------------------------------------------ from an abort to its blocks
+
+
+class Pair:
+    """A source and a sink with loads in flight."""
+
+    def __init__(self, wire: str) -> None:
+        settings = {"transport": wire, **PATIENT}
+        self.source = Engine(SHAPE, "prefill", fill=None, **settings)
+        self.sink = Engine(SHAPE, "decode", fill=POISON, **settings)
+        self._names = (f"r{number}" for number in count())
+        self._beside: list[tuple[str, int]] = []
+
+    def begin(self, place: int) -> str:
+        """Offer and load one request, into the blocks of that place."""
+        name = next(self._names)
+        ids = range(1 + place * BLOCKS, 1 + (place + 1) * BLOCKS)
+        ref = self.source.offer(name, TOKENS, ids)
+        self.source.compute(name)
+        self.sink.load(name, ref, ids, (0, TOKENS))
+        return name
+
+    def look(self) -> tuple[set[str], set[str]]:
+        """What the engines have back: of the sink, of the source. Keeps the others in flight."""
+        back = []
+        for engine in (self.sink, self.source):
+            engine.collect()
+            results = engine.results[0]
+            back.append(set(results.received) | set(results.sent))
+            results.received.clear()
+            results.sent.clear()
+        for name, place in [each for each in self._beside if each[0] in back[0]]:
+            self._beside.remove((name, place))
+            self._beside.append((self.begin(place), place))
+        return back[0], back[1]
+
+    def load(self) -> None:
+        self._beside = [(self.begin(place), place) for place in range(NUM_BESIDE)]
+
+    def abort_one(self, after_s: float) -> tuple[float, float] | None:
+        """Seconds until the sink and the source have its blocks back; None: it was over before."""
+        name = self.begin(NUM_BESIDE)
+        began_s = time.perf_counter()
+        at: dict[str, float] = {}
+        told_s: float | None = None
+        while len(at) < 2:
+            for where, names in zip(("sink", "source"), self.look(), strict=True):
+                if name in names:
+                    at[where] = time.perf_counter()
+            if told_s is None and not at and time.perf_counter() - began_s >= after_s:
+                told_s = time.perf_counter()
+                self.sink.abort(name)
+            time.sleep(POLL_S)
+        return None if told_s is None else (at["sink"] - told_s, at["source"] - told_s)
+
+    def close(self) -> None:
+        self.sink.close()
+        self.source.close()
+
+
+def aborts(wire: str, number: int) -> list[Times]:
+    pair, rng = Pair(wire), random.Random(3)
+    try:
+        pair.load()
+        usual_s = _usual_s(pair)
+        found: list[tuple[float, float]] = []
+        while len(found) < number:
+            took_s = pair.abort_one(rng.uniform(0, usual_s))
+            if took_s is not None:
+                found.append(took_s)
+    finally:
+        pair.close()
+    return [
+        _times(f"abort over {wire}, {where}", [each[side] for each in found])
+        for side, where in enumerate(("sink", "source"))
+    ]
+
+
+def _usual_s(pair: Pair) -> float:
+    """Of one load beside the others, the fifth."""
+    for _ in range(5):
+        name, began_s = pair.begin(NUM_BESIDE), time.perf_counter()
+        while name not in pair.look()[0]:
+            time.sleep(POLL_S)
+        took_s = time.perf_counter() - began_s
+    return took_s
+
+
+# ------------------------------------------------------------------ from back to served
+
+
+async def restarts(wire: str, rounds: int) -> list[Times]:
+    served_s: list[float] = []
+    with tempfile.TemporaryDirectory() as folder:
+        async with site(small_model(Path(folder)), wire, (1, 1, 1, 1)) as four:
+            load = Load(four)
+            running = asyncio.create_task(load.run())
+            for front in four.fronts * rounds:
+                assert await front.drain()
+                await front.stop()
+                num_served = len(front.served)
+                await front.start()
+                began_s = time.perf_counter()
+                while len(front.served) == num_served:
+                    await asyncio.sleep(0.001)
+                    if running.done():
+                        running.result()
+                served_s.append(time.perf_counter() - began_s)
+            load.end()
+            await running
+            print(f"{wire}: {load.num_asked} requests, none failed", flush=True)
+    return [_times(f"served after a restart, {wire}", served_s)]
+
+
+def main() -> int:
+    """Exit status: 0 the median of each abort is within the aim, 1 one is not."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
+    parser.add_argument("--wires", nargs="+", default=["shm", "zmq"])
+    parser.add_argument("--aborts", type=int, default=500, help="for each wire")
+    parser.add_argument("--rounds", type=int, default=3, help="restarts of each of four engines")
+    parser.add_argument("--out", type=Path, help="folder of the dated results")
+    options = parser.parse_args()
+    rows: list[Times] = []
+    for wire in options.wires:
+        rows += aborts(wire, options.aborts)
+    for wire in options.wires:
+        rows += asyncio.run(restarts(wire, options.rounds))
+    report = _report(rows)
+    print(report)
+    if options.out is not None:
+        stem = options.out / f"churn_{time.strftime('%Y-%m-%d')}"
+        stem.with_suffix(".md").write_text(report, encoding="utf-8")
+    return int(any(row.what.startswith("abort") and row.ms[0] > AIM_MS for row in rows))
+
+
+def _report(rows: list[Times]) -> str:
+    lines = [
+        "# Churn",
+        "",
+        *(line for line in (__doc__ or "").strip().splitlines()),
+        "",
+        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}. "
+        f"A load: {TOKENS} tokens, {NBYTES >> 20} MiB.",
+        "",
+        "| | number | median ms | p90 ms | most ms |",
+        "|---|---|---|---|---|",
+        *(f"| {row.what} | {row.number} | " + " | ".join(f"{ms:.2f}" for ms in row.ms) + " |"
+          for row in rows),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
