@@ -102,7 +102,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_agree_and_other_digests_are_corrupt(name: str, transport: str) -> None:
-    """Latents, packed planes, channels, windows, opaque blocks, kernel blocks: on both kinds of wires."""
+    """Latents, packed planes, channels, windows, opaque blocks, kernel blocks; on two wires."""
     shapes = [EngineShape(**each) for each in LAYOUTS[name]]
     settings: dict[str, Any] = {"transport": transport, **PATIENT}
     num_tokens, ids = 90, tuple(range(1, 7))
