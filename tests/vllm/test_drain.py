@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,7 @@ def test_a_server_that_ends_in_its_time_serves_what_it_offered() -> None:
         tokens, first = cases.prompt(300), cases.prompt(200)
         sink.complete(first, 1, kv_transfer_params=source.prefill(first))
         params = source.prefill(tokens)
+        time.sleep(1.0)  # it sleeps by then: a pin that is younger than 0.1 s is not waited for
         os.kill(source.process.pid, signal.SIGTERM)
         until(lambda: "mode=drain" in source.process.log())
         before = sink.metric("vllm:kvxfer_requests_loaded_total")
