@@ -26,13 +26,13 @@ MAX_TILE_NBYTES = 128 << 10
 MAX_TILE_UNITS = 16384
 # Programs become larger before columns become narrower: one of 128 bytes moved 1.5 times as fast as
 # one of 64 (scripts/results/postprocess_2026-11-22.md)
-WIDE_NBYTES = 512
+_WIDE_NBYTES = 512
 # of GPU memory: a narrower column is fetched several times
-SECTOR_NBYTES = 32
+_SECTOR_NBYTES = 32
 # Of a warp
-MIN_LANES = 32
+_MIN_LANES = 32
 # Programs of an eighth of a tile at least: some are fuller of whole cycles
-MIN_TILE_SHARE = 8
+_MIN_TILE_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,6 @@ class BlockRewrite:
 
     @property
     def set_blocks(self) -> int:
-        """Local blocks of a set."""
         return self.set_tokens // self.local.block_tokens
 
     @property
@@ -100,7 +99,6 @@ class BlockRewrite:
 
     @property
     def set_runs(self) -> int:
-        """Runs of a set, of all heads."""
         return self.num_heads * self.set_tokens // self.run_tokens
 
     def check_blocks(self, num_blocks: int) -> None:
@@ -196,7 +194,7 @@ class ProgramPlan:
         others of the tile, but only after it has unrolled them. A minute for a program of 24 units
         of 2 bytes in a tile of 16384.
         """
-        return max(MIN_LANES, 1 << (self.busy_units - 1).bit_length())
+        return max(_MIN_LANES, 1 << (self.busy_units - 1).bit_length())
 
     @property
     def shift(self) -> int:
@@ -237,14 +235,14 @@ def tile_of(num_longest: int, run_units: int, unit_nbytes: int, max_units: int) 
     Columns of the runs are cut where whole runs do not fit.
     """
     largest = min(MAX_TILE_NBYTES // unit_nbytes, MAX_TILE_UNITS)
-    wanted = min(run_units, WIDE_NBYTES // unit_nbytes)
+    wanted = min(run_units, _WIDE_NBYTES // unit_nbytes)
     units = max_units
     while units < largest and num_longest * wanted > units:
         units *= 2
     columns = min(run_units, units // num_longest)
     num_slices = -(-run_units // columns)
     # As wide as each other, and whole sectors, if that makes them no wider
-    sector = max(1, SECTOR_NBYTES // unit_nbytes)
+    sector = max(1, _SECTOR_NBYTES // unit_nbytes)
     even = -(-run_units // (num_slices * sector)) * sector
     return units, min(columns, even)
 
@@ -253,13 +251,10 @@ def tile_of(num_longest: int, run_units: int, unit_nbytes: int, max_units: int) 
 def plan_of(
     rewrite: BlockRewrite, run_units: int, unit_nbytes: int, tile_nbytes: int
 ) -> ProgramPlan:
-    """Programs of about ``tile_nbytes``, a power of two; see :func:`tile_of`.
-
-    Smaller ones where those are fuller, by an eighth.
-    """
+    """About ``tile_nbytes`` a program; smaller ones where those are fuller, by an eighth."""
     num_longest = longest_cycle(rewrite)
     most = min(max(1, tile_nbytes // unit_nbytes), MAX_TILE_UNITS)
-    least = max(1, most // MIN_TILE_SHARE)
+    least = max(1, most // _MIN_TILE_SHARE)
     plans = []
     while most >= least:
         units, columns = tile_of(num_longest, run_units, unit_nbytes, most)

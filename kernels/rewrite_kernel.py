@@ -41,8 +41,8 @@ TILE_NBYTES = 32 << 10
 # Units of a thread, about: of 16 bytes, and of fewer. Rows of 132 bytes, in units of 4, made 0.742
 # of a copy with 16 units and 0.686 with 8; rows of 256 bytes lost as much with 16
 # (scripts/results/postprocess_2026-11-22.md)
-THREAD_UNITS = 8
-NARROW_THREAD_UNITS = 16
+_THREAD_UNITS = 8
+_NARROW_THREAD_UNITS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,16 +233,10 @@ def rewrite_blocks(
 ) -> None:
     """Rewrite the blocks ``block_ids`` of every plane in place; nothing else is written.
 
-    Args:
-        planes: see :func:`plane_table`.
-        block_ids: on the planes' device, each once, set behind set. They are not checked: the
-            GPU cannot.
-        rewrite: its local blocks have as many rows as the planes have.
-        tile_nbytes: what a program moves at most, a power of two; more where a cycle is longer.
-
-    Raises:
-        TypeError: ids that are not int64.
-        ValueError: ids that are no whole sets, and what else one launch does not do.
+    ``block_ids``: on the planes' device, each once, set behind set; the GPU cannot check them. The
+    rewrite's local blocks have as many rows as the planes have. ``tile_nbytes``: what a program
+    moves at most, a power of two; more where a cycle is longer. Raises TypeError for ids that are
+    not int64, ValueError for no whole sets and what else one launch does not do.
     """
     _check(planes, block_ids, rewrite, tile_nbytes)
     rewrite.check_blocks(block_ids.numel())
@@ -287,22 +281,18 @@ def rewrite_blocks(
 
 def _num_warps(num_units: int, unit_nbytes: int) -> int:
     """A power of two; up to 1024 threads have a quarter more units than they should at most."""
-    thread_units = THREAD_UNITS if unit_nbytes == 16 else NARROW_THREAD_UNITS
+    thread_units = _THREAD_UNITS if unit_nbytes == 16 else _NARROW_THREAD_UNITS
     wanted = 4 * num_units / (5 * 32 * thread_units)
     return min(32, 1 << max(0, math.ceil(math.log2(wanted))))
 
 
 def fits(rewrite: BlockRewrite) -> bool:
-    """Does a program hold a unit of each run of the longest cycle?"""
     return longest_cycle(rewrite) <= MAX_TILE_UNITS
 
 
 @cache
 def _pairs_on(plan: ProgramPlan, device: torch.device) -> Tensor:
-    """[num_bins, most_runs] int64 there, source and target in one word.
-
-    Kept: launches that read them may still be on their way.
-    """
+    """[num_bins, most_runs] int64 there. Kept: launches may still read them."""
     pairs = plan.runs.view(torch.int64).squeeze(2)
     if device.type != "cuda":
         return pairs

@@ -57,7 +57,6 @@ def _token_offset(side, ids, token, wanted):
 
 @triton.jit
 def _words_at(address, offsets, ELEMENT: tl.constexpr, VEC: tl.constexpr):
-    """Pointers [lanes, VEC] to the elements of each word."""
     words = (address + offsets)[:, None].to(tl.pointer_type(ELEMENT)) + tl.arange(0, VEC)[None, :]
     # The host chose the word so that this holds. The hint must sit on this pointer: the compiler
     # forgets what it knew of an integer that becomes one.

@@ -8,7 +8,7 @@ token 0. All pairs of a launch share the offsets of their tokens, which are work
 import math
 from dataclasses import dataclass, replace
 
-WORDS_NBYTES = (16, 8, 4, 2, 1)
+_WORDS_NBYTES = (16, 8, 4, 2, 1)
 WHOLE_GPU = 0
 """In the place of a number of programs: as many as there is work for, within one GPU's memory."""
 # Tokens x words of a program's tile, and the pairs that it copies at a time, if there are so many.
@@ -17,18 +17,18 @@ WHOLE_GPU = 0
 # memcpy, those of half the step 0.80, 0.933, 0.942 and 0.947; with 4 MiB in flight it is less.
 # Narrow words, of which a thread has as many as it can hold soon, are faster by four pairs: rows of
 # 132 bytes that cannot be joined reached 0.68 to 0.70 instead of 0.53 to 0.63 within a GPU.
-TILE_LANES = 512
-TILE_PAIRS = (8, 4, 1)
+_TILE_LANES = 512
+_TILE_PAIRS = (8, 4, 1)
 WARPS = 8
 # On a whole GPU many programs of 4 KiB each, which begin in the order of memory, are faster: 1 GiB
 # took 0.533 ms on an H200, 264 programs of large steps 0.57 to 0.58, memcpy 0.51. 8 KiB were as
 # good or up to 3 % worse.
-ALONE_LANES = 256
+_ALONE_LANES = 256
 ALONE_WARPS = 4
 MANY = 264
 """Programs on a whole GPU where words are narrower: two for each SM of an H200."""
 # A quotient is (number * magic) >> shift, for numbers below 2**31: see _divisor
-NUMBER_BITS = 31
+_NUMBER_BITS = 31
 # So that words, tokens and lanes behind the last word are such numbers
 MAX_REGION_NBYTES = 1 << 30
 
@@ -119,7 +119,6 @@ class Launch:
 
     @property
     def warps(self) -> int:
-        """Warps of one program."""
         return ALONE_WARPS if self.alone else WARPS
 
     @property
@@ -149,14 +148,14 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
     inner_words = joined.inner_nbytes // word
     num_words = joined.num_tokens * inner_words
     num_pairs = num_regions * joined.num_heads
-    alone = num_programs == WHOLE_GPU and word == WORDS_NBYTES[0]
+    alone = num_programs == WHOLE_GPU and word == _WORDS_NBYTES[0]
     if alone:
-        pairs, lanes = 1, ALONE_LANES
+        pairs, lanes = 1, _ALONE_LANES
     else:
-        most = min(num_pairs, TILE_PAIRS[0] if word == WORDS_NBYTES[0] else TILE_PAIRS[1])
-        pairs = next(size for size in TILE_PAIRS if size <= max(1, most))
+        most = min(num_pairs, _TILE_PAIRS[0] if word == _WORDS_NBYTES[0] else _TILE_PAIRS[1])
+        pairs = next(size for size in _TILE_PAIRS if size <= max(1, most))
         # Twice the lanes where a step has less: of narrow words, or of few pairs
-        lanes = TILE_LANES * (1 if pairs == TILE_PAIRS[0] else 2)
+        lanes = _TILE_LANES * (1 if pairs == _TILE_PAIRS[0] else 2)
     num_tiles, num_groups = -(-num_words // lanes), -(-num_pairs // pairs)
     num_units = num_tiles * num_groups
     # Lanes run where the sink's bytes lie side by side: words of a token, or tokens of a channel
@@ -224,7 +223,7 @@ def word_nbytes(work: CopyWork) -> int:
         if work.channel_nbytes:
             numbers.append(side.stride_channel)
     common = math.gcd(*numbers)
-    return next(word for word in WORDS_NBYTES if common % word == 0)
+    return next(word for word in _WORDS_NBYTES if common % word == 0)
 
 
 def _joined(side: CopySide, unit: int, stride_token: int) -> CopySide:
@@ -258,5 +257,5 @@ def _divisor(number: int) -> tuple[int, int, int]:
     below 2**31 (Granlund and Montgomery 1994, theorem 4.2), and the product is below 2**63.
     """
     log2 = (number - 1).bit_length()
-    shift = NUMBER_BITS + log2
+    shift = _NUMBER_BITS + log2
     return number, -(-(1 << shift) // number), shift

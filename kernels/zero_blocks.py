@@ -14,10 +14,10 @@ import triton.language as tl
 WORD_NBYTES = 4
 # A program of 128 threads: sixteen stores of 16 bytes each
 TILE_NBYTES = 32768
-LOOP_WORDS: tl.constexpr = tl.constexpr(1024)
+_LOOP_WORDS: tl.constexpr = tl.constexpr(1024)
 # CUDA's limit for the second and third dimension of a grid
 MAX_GRID = 65535
-MAX_PIECE_WORDS = 1024 * MAX_GRID
+_MAX_PIECE_WORDS = 1024 * MAX_GRID
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 
@@ -50,9 +50,9 @@ def _zero_kernel(table, block_ids, TILE: tl.constexpr, WORD: tl.constexpr):
         else:
             # A loop, so that this way does not cost the other one its registers.
             word_nbytes: tl.constexpr = WORD.primitive_bitwidth // 8
-            for offset in range(0, TILE, LOOP_WORDS * word_nbytes):
+            for offset in range(0, TILE, _LOOP_WORDS * word_nbytes):
                 first = first_nbytes + offset
-                _zero_words(piece, first, nbytes, LOOP_WORDS, WORD, word_nbytes)
+                _zero_words(piece, first, nbytes, _LOOP_WORDS, WORD, word_nbytes)
 
 
 def zero_blocks(
@@ -97,7 +97,7 @@ def _check(table: torch.Tensor, block_ids: torch.Tensor, max_nbytes: int, word_n
         raise ValueError(f"word_nbytes: expected 1, 2 or 4, got {word_nbytes}")
     if max_nbytes % word_nbytes:
         raise ValueError(f"max_nbytes: expected a multiple of {word_nbytes}, got {max_nbytes}")
-    largest_nbytes = MAX_PIECE_WORDS * word_nbytes
+    largest_nbytes = _MAX_PIECE_WORDS * word_nbytes
     if max_nbytes > largest_nbytes:
         raise ValueError(f"max_nbytes: expected at most {largest_nbytes}, got {max_nbytes}")
     if table.shape[0] > MAX_GRID:

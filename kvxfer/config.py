@@ -28,6 +28,7 @@ OWN_TRANSPORTS: Final = ("auto", "zmq", "shm", "cuda_ipc", "ucx", "nixl")
 WIRE_GROUP: Final = "kvxfer.wires"
 """The group of entry points by which other packages add wires."""
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+VerifyKV = Literal["off", "sample", "all"]
 Origin = Literal["argument", "engine", "environment", "default"]
 
 log = logging.getLogger("kvxfer.config")
@@ -171,6 +172,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Show open offers to sinks of this host in shared memory, and look at theirs: a direct read
     then waits for no answer. Off: every offer is asked for, and certified, by message. Change it
     to measure."""
+    verify: VerifyKV = "off"
+    """Compare digests of the KV at both sides after each load: of ``all`` tokens, or of a
+    ``sample``, one in 16. Unequal ones fail the load as ``corrupt``. Read by the side that takes
+    KV. Change it where memory, links or drivers are in doubt."""
     log_level: LogLevel = "INFO"
     """The lowest level of the lines of the logger ``kvxfer``. Change it to DEBUG to see each load.
     """
@@ -195,9 +200,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return None if self.hash_seed is None else self.hash_seed.encode()
 
     def for_engine(self, *, gives_kv: bool, num_ranks: int, replica: int = 0) -> Config:
-        """With the ports of one data-parallel replica, whose engine gives KV or only takes it.
-        Raises ConfigError where its ranks cannot have them.
-        """
+        """The ports of one replica, whose engine gives KV or only takes it. Raises ConfigError."""
         usual = _FRONT_DOOR_PORT if gives_kv else 0
         port = parse_ports("port", usual if self.port is None else self.port)
         data = self.data_ports
@@ -212,9 +215,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return msgspec.structs.replace(self, port=port.setting, data_port=data.setting)
 
     def for_rank(self, rank: int) -> Config:
-        """With the ports of one rank of the engine. A single ``port`` is rank 0's, which knows the
-        others' ports: they take any free one.
-        """
+        """A single ``port`` is rank 0's, which knows the others' ports: they take any free one."""
         port = self.control_ports
         port = parse_ports("port", 0) if port.is_one and rank > 0 else port.of_rank(rank)
         data = self.data_ports.of_rank(rank)
@@ -222,12 +223,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def control_ports(self) -> Ports:
-        """What ``port`` says; any free one where it is not set."""
         return parse_ports("port", self.port or 0)
 
     @property
     def data_ports(self) -> Ports:
-        """What ``data_port`` says."""
         return parse_ports("data_port", self.data_port)
 
     def peer_allowed(self, host: str) -> bool:
@@ -269,7 +268,6 @@ class LoadedConfig(msgspec.Struct, frozen=True):
 
 
 def not_admitted(host: str) -> str:
-    """What to do about a host that ``allowed_peers`` does not admit."""
     return (
         f"allowed_peers of this engine does not admit {host}; set it on both sides to the names or "
         "addresses of the other one"
@@ -362,7 +360,6 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_of_a_service(rest: str, text: str) -> bool:
-    """Did Kubernetes set ``KVXFER_<rest>``? Its KVXFER_PORT is told from ours by the value."""
     has_url = re.fullmatch("(.*_)?PORT", rest) and _SERVICE_URL.fullmatch(text)
     return bool(has_url or _SERVICE_NAME.fullmatch(rest))
 
@@ -409,7 +406,6 @@ def _items(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def _open(name: str, value: object) -> object:
-    """The value, unless it is a secret."""
     return "(set)" if name in SECRETS and value is not None else value
 
 
@@ -426,7 +422,11 @@ def _explained(
     if name not in values:
         return ConfigError(f"settings: {exc}")
     got = _shown(name, values[name])
-    choices = {"transport": OWN_TRANSPORTS, "log_level": get_args(LogLevel)}
+    choices = {
+        "transport": OWN_TRANSPORTS,
+        "log_level": get_args(LogLevel),
+        "verify": get_args(VerifyKV),
+    }
     if name in choices:
         reason = f"expected one of {', '.join(choices[name])}"
     else:

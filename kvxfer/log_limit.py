@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-EVERY_S = 60.0
+_EVERY_S = 60.0
 """How long the events of one kind are counted instead of written."""
 
 
@@ -74,5 +74,5 @@ class LogLimit(Generic[K]):
         return [(kind, told.num_left_out) for kind, told in over if told.num_left_out]
 
     def _tell(self, kind: K, now_s: float) -> None:
-        self._told[kind] = _Told(now_s + EVERY_S)
-        self._next_s = min(self._next_s, now_s + EVERY_S)
+        self._told[kind] = _Told(now_s + _EVERY_S)
+        self._next_s = min(self._next_s, now_s + _EVERY_S)

@@ -18,9 +18,7 @@ _FORM = re.compile(r"(\d{1,5})(?:-(\d{1,5})|(\+rank))?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The value of a setting ``name``: from ``first`` to ``last``. With ``adds_rank`` each rank
-    counts on from ``first``.
-    """
+    """From ``first`` to ``last``; with ``adds_rank`` each rank counts on from ``first``."""
 
     name: str
     first: int
@@ -34,7 +32,6 @@ class Ports:
 
     @property
     def setting(self) -> int | str:
-        """As the setting has it."""
         return int(str(self)) if str(self).isdecimal() else str(self)
 
     @property
@@ -44,13 +41,10 @@ class Ports:
 
     @property
     def in_order(self) -> range:
-        """What a listener tries."""
         return range(self.first, self.last + 1)
 
     def moved(self, by: int) -> Ports:
-        """The same, so many ranks further on. A range serves all, and any free port stays so.
-        Raises ConfigError where the numbers end before.
-        """
+        """A range serves all ranks, and any free port stays so. Raises ConfigError."""
         if self.first == 0 or self.first != self.last:
             return self
         if self.first + by > _MAX_PORT:
@@ -61,7 +55,6 @@ class Ports:
         return replace(self, first=self.first + by, last=self.last + by)
 
     def of_rank(self, rank: int) -> Ports:
-        """Those of one rank. Raises ConfigError as :meth:`moved`."""
         return replace(self.moved(rank), adds_rank=False) if self.adds_rank else self
 
 

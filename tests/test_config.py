@@ -23,6 +23,7 @@ DEFAULTS = {
     "max_hold_s": 480.0,
     "pull_timeout_s": 10.0,
     "load_in_step_s": 0.002,
+    "drain_timeout_s": 60.0,
     "peer_silent_s": 3.0,
     "connect_timeout_s": 5.0,
     "chunk_nbytes": None,
@@ -40,6 +41,7 @@ DEFAULTS = {
     "params_key": None,
     "bind_tokens": True,
     "offer_board": True,
+    "verify": "off",
     "log_level": "INFO",
 }
 
@@ -145,6 +147,10 @@ def test_hash_seed(environ: dict[str, str], seed: bytes | None) -> None:
         (
             {"transport": "tcp"},
             "transport: expected one of auto, zmq, shm, cuda_ipc, ucx, nixl, got 'tcp' (argument)",
+        ),
+        (
+            {"verify": "some"},
+            "verify: expected one of off, sample, all, got 'some' (argument)",
         ),
         (
             {"log_level": "LOUD"},

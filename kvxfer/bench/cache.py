@@ -48,9 +48,9 @@ BLOCK_TOKENS = 16
 PIECE_NBYTES = 4 * BLOCK_TOKENS
 REQUEST_BLOCKS = 500
 ROOT = none_hash(b"0")
-RATIO_GOALS = {"plain": 0.6}
-POOL_GOALS = {"caching off": 8.0, "caching on": 5.0}  # M blocks/s of get + free
-GOAL_POOL_BLOCKS = 100_000
+_RATIO_GOALS = {"plain": 0.6}
+_POOL_GOALS = {"caching off": 8.0, "caching on": 5.0}  # M blocks/s of get + free
+_GOAL_POOL_BLOCKS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,25 +62,27 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Hashed:
+class _Hashed:
     """One way to hash the prompt, by tokens."""
 
     case: str
     speed: core.Speed
 
 
-HASHED: core.Columns[Hashed] = {
+_HASHED: core.Columns[_Hashed] = {
     "case": lambda hashed: hashed.case,
     "p20": lambda hashed: f"{hashed.speed.per_s[0] / 1e6:.1f}",
     "p50": lambda hashed: f"{hashed.speed.per_s[1] / 1e6:.1f}",
     "p80 M tokens/s": lambda hashed: f"{hashed.speed.per_s[2] / 1e6:.1f}",
     "ratio to loop": lambda hashed: f"{hashed.speed.ratio:.2f}",
-    "goal": lambda hashed: core.goal_text(hashed.speed.ratio, RATIO_GOALS.get(hashed.case), "{:g}"),
+    "goal": lambda hashed: core.goal_text(
+        hashed.speed.ratio, _RATIO_GOALS.get(hashed.case), "{:g}"
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class PoolTiming(core.Timing):
+class _PoolTiming(core.Timing):
     """Some steps, by what was done in them."""
 
     free_s: float = 0.0
@@ -89,7 +91,7 @@ class PoolTiming(core.Timing):
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class _Pooled:
     """One pool: ns a block to free, to get and to name, medians over the rounds; 0 where nothing is
     measured.
     """
@@ -108,18 +110,18 @@ class Pooled:
     @property
     def goal(self) -> str:
         """Of a pool as large as the goals are meant for."""
-        wanted = POOL_GOALS.get(self.case) if self.num_blocks == GOAL_POOL_BLOCKS else None
+        wanted = _POOL_GOALS.get(self.case) if self.num_blocks == _GOAL_POOL_BLOCKS else None
         return core.goal_text(self.get_free_mblocks_s, wanted, "{:g}")
 
 
-POOLED: core.Columns[Pooled] = {
-    "case": lambda pooled: pooled.case,
-    "blocks": lambda pooled: f"{pooled.num_blocks:,}",
-    "free ns": lambda pooled: f"{pooled.free_ns:.0f}",
-    "get ns": lambda pooled: f"{pooled.get_ns:.0f}",
-    "name ns": lambda pooled: f"{pooled.name_ns:.0f}",
-    "get + free M/s": lambda pooled: f"{pooled.get_free_mblocks_s:.1f}",
-    "goal": lambda pooled: pooled.goal,
+_POOLED: core.Columns[_Pooled] = {
+    "case": lambda _pooled: _pooled.case,
+    "blocks": lambda _pooled: f"{_pooled.num_blocks:,}",
+    "free ns": lambda _pooled: f"{_pooled.free_ns:.0f}",
+    "get ns": lambda _pooled: f"{_pooled.get_ns:.0f}",
+    "name ns": lambda _pooled: f"{_pooled.name_ns:.0f}",
+    "get + free M/s": lambda _pooled: f"{_pooled.get_free_mblocks_s:.1f}",
+    "goal": lambda _pooled: _pooled.goal,
 }
 
 
@@ -174,7 +176,7 @@ class Load:
             raise SystemExit(f"pool of {self.num_blocks}: wrong blocks")
 
 
-class BareDict:
+class _BareDict:
     """The names of a pool without the pool."""
 
     case = "bare dict"
@@ -196,14 +198,14 @@ class BareDict:
         return 0, 0, time.thread_time_ns() - start
 
 
-def steps_of(load: Load | BareDict, steps: int) -> PoolTiming:
+def steps_of(load: Load | _BareDict, steps: int) -> _PoolTiming:
     free_s, get_s, name_s = (
         sum(column) / 1e9 for column in zip(*(load.step() for _ in range(steps)), strict=True)
     )
-    return PoolTiming(free_s + get_s + name_s, free_s=free_s, get_s=get_s, name_s=name_s)
+    return _PoolTiming(free_s + get_s + name_s, free_s=free_s, get_s=get_s, name_s=name_s)
 
 
-def bench_hashing(num_tokens: int, rounds: int) -> list[Hashed]:
+def _bench_hashing(num_tokens: int, rounds: int) -> list[_Hashed]:
     """All ways; the names are checked first, block by block."""
     generator = random.Random(1)
     token_ids = [generator.randrange(152_000) for _ in range(num_tokens)]
@@ -226,17 +228,17 @@ def bench_hashing(num_tokens: int, rounds: int) -> list[Hashed]:
 
     works: dict[str, core.Work] = {"loop": loop, "plain": plain, "with salt": salted}
     found = core.speeds(num_tokens, core.measure_works(works, core.timed_cpu, rounds))
-    return [Hashed(case, speed) for case, speed in found.items()]
+    return [_Hashed(case, speed) for case, speed in found.items()]
 
 
-def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[Pooled]:
-    loads: list[Load | BareDict] = []
+def _bench_pools(sizes: list[int], rounds: int, steps: int) -> list[_Pooled]:
+    loads: list[Load | _BareDict] = []
     for number, size in enumerate(sizes):
         for caching in (False, True):
             pool = Load(size, caching=caching, seed=number)
             pool.check()
             loads.append(pool)
-        loads.append(BareDict(size, seed=number))
+        loads.append(_BareDict(size, seed=number))
     names = [f"{load.num_blocks} {load.case}" for load in loads]
     contenders = [
         core.Contender(name, partial(steps_of, load, steps))
@@ -244,26 +246,26 @@ def bench_pools(sizes: list[int], rounds: int, steps: int) -> list[Pooled]:
     ]
     taken = core.measure(contenders, rounds)
     num_blocks = steps * REQUEST_BLOCKS
-    return [pooled(load, taken[name], num_blocks) for name, load in zip(names, loads, strict=True)]
+    return [_pooled(load, taken[name], num_blocks) for name, load in zip(names, loads, strict=True)]
 
 
-def pooled(load: Load | BareDict, timings: Sequence[PoolTiming], num_blocks: int) -> Pooled:
+def _pooled(load: Load | _BareDict, timings: Sequence[_PoolTiming], num_blocks: int) -> _Pooled:
     free_ns, get_ns, name_ns = (
         statistics.median(getattr(timing, name) for timing in timings) / num_blocks * 1e9
         for name in ("free_s", "get_s", "name_s")
     )
-    return Pooled(load.num_blocks, load.case, free_ns, get_ns, name_ns)
+    return _Pooled(load.num_blocks, load.case, free_ns, get_ns, name_ns)
 
 
-HASHED_SHOWN = ("case", "p50", "ratio to loop")
-POOLED_SHOWN = ("case", "blocks", "free ns", "get ns", "name ns")
+_HASHED_SHOWN = ("case", "p50", "ratio to loop")
+_POOLED_SHOWN = ("case", "blocks", "free ns", "get ns", "name ns")
 
 
 def tables(report: core.Report) -> list[core.Table]:
     per_block = f"Requests of {REQUEST_BLOCKS} blocks; ns a block."
     found = [
-        core.table("hashing", "M tokens/s.", HASHED, report.records.get("hashing", [])),
-        core.table("pool", per_block, POOLED, report.records.get("pools", [])),
+        core.table("hashing", "M tokens/s.", _HASHED, report.records.get("hashing", [])),
+        core.table("pool", per_block, _POOLED, report.records.get("pools", [])),
     ]
     if beside := report.records.get("beside vLLM"):
         from kvxfer.bench.cache_beside_vllm import COLUMNS
@@ -280,13 +282,13 @@ def run(session: Session, options: argparse.Namespace) -> int:
     )
     has_vllm = find_spec("vllm") is not None
     session.progress.plan(3 if has_vllm else 2)
-    report.begin(f"hashing {options.tokens} tokens, M tokens/s", HASHED_SHOWN)
-    for hashed in bench_hashing(options.tokens, options.rounds):
-        report.add(HASHED, hashed, "hashing")
+    report.begin(f"hashing {options.tokens} tokens, M tokens/s", _HASHED_SHOWN)
+    for hashed in _bench_hashing(options.tokens, options.rounds):
+        report.add(_HASHED, hashed, "hashing")
     session.progress.step()
-    report.begin("pools, ns a block", POOLED_SHOWN)
-    for pooled_ in bench_pools(options.pools, options.rounds, options.steps):
-        report.add(POOLED, pooled_, "pools")
+    report.begin("pools, ns a block", _POOLED_SHOWN)
+    for pooled_ in _bench_pools(options.pools, options.rounds, options.steps):
+        report.add(_POOLED, pooled_, "pools")
     session.progress.step()
     if has_vllm:
         from kvxfer.bench.cache_beside_vllm import COLUMNS, SHOWN, beside_vllm

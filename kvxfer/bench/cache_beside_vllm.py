@@ -42,10 +42,10 @@ from kvxfer.cache import (
 
 SIDES = ("kvxfer", "vLLM")
 BLOCK_TOKENS = 16
-POOL_BLOCKS = 100_000
+_POOL_BLOCKS = 100_000
 REQUEST_BLOCKS = 500
 MAX_MODEL_LEN = 8192
-NUM_REQUESTS = 100
+_NUM_REQUESTS = 100
 PROMPT_TOKENS = 16_384
 
 Work = Callable[[], object]
@@ -137,9 +137,9 @@ def _naming() -> list[Pair]:
 
 
 def _pools(caching: bool) -> Pair:
-    ours = BlockPool(POOL_BLOCKS + 1, caching)
-    others = TheirPool(POOL_BLOCKS + 1, caching, BLOCK_TOKENS)
-    num_live, steps = POOL_BLOCKS // REQUEST_BLOCKS, 20
+    ours = BlockPool(_POOL_BLOCKS + 1, caching)
+    others = TheirPool(_POOL_BLOCKS + 1, caching, BLOCK_TOKENS)
+    num_live, steps = _POOL_BLOCKS // REQUEST_BLOCKS, 20
     own_live = [ours.get_new_blocks(REQUEST_BLOCKS) for _ in range(num_live)]
     their_live = [others.get_new_blocks(REQUEST_BLOCKS) for _ in range(num_live)]
     generator, chosen = random.Random(2), list(range(steps))
@@ -179,7 +179,7 @@ def _managers(caching: bool) -> tuple[KVCacheManager, TheirManager]:
     shape = {"block_size": BLOCK_TOKENS, "num_kv_heads": 8, "head_size": 64}
     group = KVCacheGroupSpec(["0"], FullAttentionSpec(**shape, dtype="bfloat16"))
     ours = KVCacheManager(
-        KVCacheConfig(POOL_BLOCKS + 1, [], [group]),
+        KVCacheConfig(_POOL_BLOCKS + 1, [], [group]),
         enable_caching=caching,
         max_step_tokens=MAX_MODEL_LEN,
     )
@@ -187,7 +187,7 @@ def _managers(caching: bool) -> tuple[KVCacheManager, TheirManager]:
         ["0"], theirs.FullAttentionSpec(**shape, dtype=torch.bfloat16)
     )
     others = TheirManager(
-        theirs.KVCacheConfig(POOL_BLOCKS + 1, [], [their_group]),
+        theirs.KVCacheConfig(_POOL_BLOCKS + 1, [], [their_group]),
         max_model_len=MAX_MODEL_LEN,
         scheduler_block_size=BLOCK_TOKENS,
         hash_block_size=BLOCK_TOKENS,
@@ -202,12 +202,12 @@ def _requests(num_tokens: int, caching: bool) -> Pair:
     generator, token_ids = random.Random(3), [0] * num_tokens
     names = [
         [generator.randbytes(32) for _ in range(num_tokens // BLOCK_TOKENS)]
-        for _ in range(NUM_REQUESTS)
+        for _ in range(_NUM_REQUESTS)
     ]
-    ids = [f"r{number}" for number in range(NUM_REQUESTS)]
+    ids = [f"r{number}" for number in range(_NUM_REQUESTS)]
     requests = [
         _their_request(number, token_ids, lambda _, names=names[number]: names)
-        for number in range(NUM_REQUESTS)
+        for number in range(_NUM_REQUESTS)
     ]
 
     def own_requests() -> None:
@@ -230,4 +230,4 @@ def _requests(num_tokens: int, caching: bool) -> Pair:
 
     case = f"request of {num_tokens} tokens, caching {'on' if caching else 'off'}"
     before = (partial(forget, ours.pool), partial(forget, others))
-    return Pair(case, "request", NUM_REQUESTS, own_requests, their_requests, before)
+    return Pair(case, "request", _NUM_REQUESTS, own_requests, their_requests, before)

@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,21 +32,22 @@ from kvxfer.bench.plots import Plot, line, plot_of
 from kvxfer.bench.pools import LLAMA_8B, TINY, Request
 from kvxfer.bench.transfer_report import pool_nbytes, requests_of
 from kvxfer.bench.workers import Worker, close_all, method_for
+from kvxfer.connector.verifier import EVERY
 
-MODES = ("idle", "busy", "both busy")
+_MODES = ("idle", "busy", "both busy")
 WARM_ROUNDS = 3
-LOAD = "load"
+_LOAD = "load"
 SHORT_TOKENS, MIDDLE_TOKENS, LONG_TOKENS = 128, 8192, 32768
-SHORT_AIMS_MS = {
+_SHORT_AIMS_MS = {
     ("cuda_ipc", "idle"): 0.3,
     ("cuda_ipc", "busy"): 0.5,
     ("ucx", "idle"): 0.4,
     ("zmq", "idle"): 2.0,
 }
 """By wire and mode; of zmq in host memory, of the others between GPUs."""
-LONG_AIM = 1.15
+_LONG_AIM = 1.15
 """Times memcpy, of cuda_ipc."""
-MIDDLE_AIM_GBPS = 250.0
+_MIDDLE_AIM_GBPS = 250.0
 """Of ucx between GPUs, where an 8B model has 1 GiB."""
 
 
@@ -55,24 +57,25 @@ def aim_of(
     """What we want of a wire there, and whether it was met."""
     if (devices.wire == "zmq") != (devices.where == "cpu"):
         return ""
-    most_ms = SHORT_AIMS_MS.get((devices.wire, mode))
+    most_ms = _SHORT_AIMS_MS.get((devices.wire, mode))
     if num_tokens == SHORT_TOKENS and most_ms is not None:
         return core.goal_text(-total_ms, -most_ms, f"{most_ms} ms")
     if num_tokens == MIDDLE_TOKENS and (devices.wire, mode) == ("ucx", "idle"):
-        return core.goal_text(gbps, MIDDLE_AIM_GBPS, "{:g} GB/s")
+        return core.goal_text(gbps, _MIDDLE_AIM_GBPS, "{:g} GB/s")
     if num_tokens == LONG_TOKENS and (devices.wire, mode) == ("cuda_ipc", "idle"):
-        return core.goal_text(-ratio, -LONG_AIM, f"{LONG_AIM} x memcpy")
+        return core.goal_text(-ratio, -_LONG_AIM, f"{_LONG_AIM} x memcpy")
     return ""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One case. ``ms``: medians of a load's times, by the name in LoadTiming. ``ratio``: total to
-    memcpy.
+    memcpy. ``cost``: of its being verified, to the same load that is not.
     """
 
     layouts: str
     num_tokens: int
+    verify: str
     mode: str
     nbytes: int
     transports: tuple[str, ...]
@@ -80,6 +83,7 @@ class Cell:
     ms: Mapping[str, float]
     memcpy_ms: float
     ratio: float
+    cost: float | None
     aim: str
 
 
@@ -94,6 +98,7 @@ CASE: core.Columns[Cell] = {
 TIMES: core.Columns[Cell] = {
     **CASE,
     "mode": lambda cell: cell.mode,
+    "verify": lambda cell: cell.verify,
     "MB": lambda cell: f"{cell.nbytes / 1e6:.1f}",
     **core.of_ms(),
     "start": _median("start_s"),
@@ -103,6 +108,7 @@ TIMES: core.Columns[Cell] = {
     "memcpy ms": lambda cell: f"{cell.memcpy_ms:.3f}",
     "ratio": lambda cell: f"{cell.ratio:.2f}",
     "GB/s": lambda cell: f"{cell.speed.gbps[1]:.1f}",
+    "cost": lambda cell: "" if cell.cost is None else f"{cell.cost:+.1%}",
     "aim": lambda cell: cell.aim,
 }
 CPU: core.Columns[Cell] = {
@@ -112,11 +118,12 @@ CPU: core.Columns[Cell] = {
     "IO thread": _median("io_cpu_s"),
     "others": _median("other_cpu_s"),
 }
-TIMES_TEXT = (
+_TIMES_TEXT = (
     "Total is from the order to the last verdict; start, place and verdict are its parts, medians "
-    "each; the ratio is total to memcpy."
+    "each; the ratio is total to memcpy, the cost the median of each verified load to the one of "
+    "the same turn that is not."
 )
-CPU_TEXT = (
+_CPU_TEXT = (
     "Engine's thread: in the scheduler's calls, and in the worker's until the result was seen (an "
     "idle engine; a busy one computes meanwhile)."
 )
@@ -127,40 +134,55 @@ def tables(report: core.Report) -> list[core.Table]:
     cells: list[Cell] = report.records.get("cells", [])
     idle = [cell for cell in cells if cell.mode == "idle"]
     title = "processor time of a request at the sink, ms"
-    return [core.table("times", TIMES_TEXT, TIMES, cells), core.table(title, CPU_TEXT, CPU, idle)]
+    return [core.table("times", _TIMES_TEXT, TIMES, cells), core.table(title, _CPU_TEXT, CPU, idle)]
 
 
 def plot(report: core.Report) -> Plot | None:
     """ms by bytes, and the limits of the first layouts."""
     cells: list[Cell] = report.records.get("cells", [])
-    names = list(dict.fromkeys((cell.layouts, cell.mode) for cell in cells))
-    of_name = {name: [c for c in cells if (c.layouts, c.mode) == name] for name in names}
+    names = list(dict.fromkeys(_name(cell) for cell in cells))
+    of_name = {name: [cell for cell in cells if _name(cell) == name] for name in names}
     first = of_name[names[0]] if names else []
     lines = [
         line(MEMCPY, first, lambda cell: (cell.nbytes, cell.memcpy_ms), is_limit=True),
         *(
-            line(", ".join(name), chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
+            line(name, chosen, lambda cell: (cell.nbytes, cell.speed.ms[1]))
             for name, chosen in of_name.items()
         ),
     ]
     return plot_of(report.title, "bytes of the request", "ms", lines)
 
 
+def _name(cell: Cell) -> str:
+    verified = "" if cell.verify == "off" else f", {cell.verify} verified"
+    return f"{cell.layouts}, {cell.mode}{verified}"
+
+
 # ------------------------------------------------------------------ the engines and their limits
 
 
 class Pair:
-    """Two engines that know each other, and the process that knows the limit."""
+    """Two engines that know each other, once for each setting of ``verify``, and the process that
+    knows the limit.
+    """
 
     def __init__(
-        self, devices: Devices, request: Request, limits: Worker, settings: dict[str, object]
+        self,
+        devices: Devices,
+        request: Request,
+        limits: Worker,
+        settings: dict[str, object],
+        verifies: Sequence[str],
     ) -> None:
         self._devices, self._limits = devices, limits
-        self.engines = start_engines(BenchEngine, devices, request, settings)
+        self.engines = {
+            verify: start_engines(BenchEngine, devices, request, {**settings, "verify": verify})
+            for verify in verifies
+        }
 
-    def load(self, request: Request, mode: str) -> LoadTiming:
+    def load(self, request: Request, mode: str, verify: str) -> LoadTiming:
         """Offer, load, settle. Raises ContenderLost."""
-        source, sink = self.engines[SOURCE], self.engines[SINK]
+        source, sink = self.engines[verify][SOURCE], self.engines[verify][SINK]
         params = source.call(dict, "offer", request)
         timing = sink.call(LoadTiming, "load", request, params, mode != "idle")
         source.call(object, "settle")
@@ -169,33 +191,47 @@ class Pair:
     def check(self, request: Request) -> None:
         """Raises ContenderLost, SystemExit for wrong bytes."""
         try:
-            engines = (self.engines[SOURCE], self.engines[SINK])
-            check_bytes(*engines, request, partial(self.load, request, "idle"))
+            for verify, engines in self.engines.items():
+                move = partial(self.load, request, "idle", verify)
+                check_bytes(engines[SOURCE], engines[SINK], request, move)
         except core.WrongBytes as exc:
             raise SystemExit(f"bench connector: {exc}; nothing was timed") from exc
 
-    def measure(self, request: Request, mode: str, rounds: int) -> Cell:
+    def measure(self, request: Request, mode: str, rounds: int) -> list[Cell]:
         """Loads and limits in turns. Raises ContenderLost."""
-        self.engines[SOURCE].call(object, "set_busy", mode == "both busy")
-        contenders: list[core.Contender[core.Timing]] = [
+        self._set_busy(mode == "both busy")
+        contenders: list[core.Contender[Any]] = [
             core.Contender(MEMCPY, partial(self._limits.call, core.Timing, "run", MEMCPY, request)),
-            core.Contender(LOAD, partial(self.load, request, mode)),
+            *(
+                core.Contender(f"{_LOAD} {verify}", partial(self.load, request, mode, verify))
+                for verify in self.engines
+            ),
         ]
         taken = core.measure(contenders, rounds, warm_rounds=WARM_ROUNDS)
-        self.engines[SOURCE].call(object, "set_busy", False)
+        self._set_busy(False)
         for contender in contenders:
             if contender.why is not None:
                 raise core.ContenderLost(contender.why)
-        return cell_of(self._devices, request, mode, taken)
+        return [_cell_of(self._devices, request, mode, verify, taken) for verify in self.engines]
+
+    def _set_busy(self, is_busy: bool) -> None:
+        for engines in self.engines.values():
+            engines[SOURCE].call(object, "set_busy", is_busy)
 
     def close(self) -> None:
-        close_all(self.engines.values())
+        close_all([each for engines in self.engines.values() for each in engines.values()])
 
 
-def cell_of(
-    devices: Devices, request: Request, mode: str, taken: Mapping[str, Sequence[core.Timing]]
+def _cell_of(
+    devices: Devices,
+    request: Request,
+    mode: str,
+    verify: str,
+    taken: Mapping[str, Sequence[core.Timing]],
 ) -> Cell:
-    loads = [timing for timing in taken[LOAD] if isinstance(timing, LoadTiming)]
+    loads = [each for each in taken[f"{_LOAD} {verify}"] if isinstance(each, LoadTiming)]
+    plain = taken.get(f"{_LOAD} off", ()) if verify != "off" else ()
+    costs = [load.total_s / off.total_s - 1 for load, off in zip(loads, plain, strict=False)]
     speed, limit = (core.speed_of(request.nbytes, timings) for timings in (loads, taken[MEMCPY]))
     total_ms, memcpy_ms = speed.ms[1], limit.ms[1]
     ratio, gbps = total_ms / memcpy_ms, speed.gbps[1]
@@ -204,6 +240,7 @@ def cell_of(
     return Cell(
         layouts=request.layouts,
         num_tokens=request.num_tokens,
+        verify=verify,
         mode=mode,
         nbytes=request.nbytes,
         transports=loads[0].transports,
@@ -214,11 +251,12 @@ def cell_of(
         },
         memcpy_ms=memcpy_ms,
         ratio=ratio,
+        cost=statistics.median(costs) if costs else None,
         aim=aim_of(devices, request.num_tokens, mode, total_ms=total_ms, ratio=ratio, gbps=gbps),
     )
 
 
-SHOWN = ("mode", "p50 ms", "GB/s", "memcpy ms")
+SHOWN = ("mode", "verify", "p50 ms", "GB/s", "memcpy ms", "cost")
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
@@ -246,10 +284,10 @@ def run(session: Session, options: argparse.Namespace) -> int:
     try:
         for layouts in options.layouts:
             requests = [request for request in everything if request.layouts == layouts]
-            pair = Pair(devices, requests[0], limits, settings)
+            pair = Pair(devices, requests[0], limits, settings, options.verify)
             try:
                 for request in requests:
-                    run_request(pair, request, options, report)
+                    _run_request(pair, request, options, report)
                     session.progress.step()
             except core.ContenderLost as exc:
                 core.tell_lost(layouts, exc)
@@ -262,14 +300,15 @@ def run(session: Session, options: argparse.Namespace) -> int:
     return 0
 
 
-def run_request(
+def _run_request(
     pair: Pair, request: Request, options: argparse.Namespace, report: core.Report
 ) -> None:
     """In all modes. Raises ContenderLost."""
     report.begin(f"{request.name}, {request.nbytes / 1e6:.1f} MB", SHOWN)
     pair.check(request)
     for mode in options.modes:
-        report.add(TIMES, pair.measure(request, mode, options.rounds))
+        for cell in pair.measure(request, mode, options.rounds):
+            report.add(TIMES, cell)
         report.write()
 
 
@@ -282,8 +321,15 @@ BENCHMARK = Benchmark(
         ),
         option("--device", choices=("cuda", "cpu"), help="where KV lies; default: a GPU if any"),
         option("--transport", choices=("shm", "cuda_ipc", "zmq", "ucx", "nixl"), help="the wire"),
-        option("--modes", list(MODES), nargs="+", choices=MODES, help="what the engine does"),
+        option(
+            "--verify",
+            ["off"],
+            nargs="+",
+            choices=("off", *EVERY),
+            help="settings of it, measured in turns",
+        ),
+        option("--modes", list(_MODES), nargs="+", choices=_MODES, help="what the engine does"),
         GPU_OPTIONS[1],
-    ),
+    ),  # fmt: skip
     run,
 )

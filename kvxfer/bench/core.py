@@ -26,8 +26,8 @@ WARM_ROUNDS = 2
 LEAST_ROUNDS = 3
 """Of a contender whose time is up."""
 WIRE_PACKAGES = ("pyzmq", "ucxx-cu13", "libucx-cu13", "nixl")
-DRIVER = Path("/proc/driver/nvidia/version")
-CPU_INFO = Path("/proc/cpuinfo")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_CPU_INFO = Path("/proc/cpuinfo")
 
 R = TypeVar("R")
 
@@ -166,7 +166,7 @@ class Speed:
         return p20, p50, p80
 
 
-NO_SPEED = Speed((0.0,) * 3, (0.0,) * 3, None, 0)
+_NO_SPEED = Speed((0.0,) * 3, (0.0,) * 3, None, 0)
 
 
 def speed_of(
@@ -248,7 +248,7 @@ class Measured:
     case: str
     nbytes: int
     contender: str = ""
-    speed: Speed = NO_SPEED
+    speed: Speed = _NO_SPEED
     goal: float | None = None
     note: str = ""
 
@@ -280,10 +280,10 @@ def by_section(text: str) -> Callable[[Report], list[Table]]:
 
 def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> Table:
     header = tuple(name.rstrip() for name in columns)
-    return Table(title, text, header, tuple(row_of(columns, record) for record in records))
+    return Table(title, text, header, tuple(_row_of(columns, record) for record in records))
 
 
-def row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
+def _row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
     """The cells of one record."""
     return tuple(text(record) for text in columns.values())
 
@@ -422,8 +422,8 @@ def facts_of(command: str, packages: Sequence[str] = (), note: str = "") -> dict
     facts = {"command": command, "CPUs": f"{_processor()} x {len(os.sched_getaffinity(0))}"}
     if torch.cuda.is_available():
         facts["GPU"] = f"{torch.cuda.get_device_name()} x {torch.cuda.device_count()}"
-    if DRIVER.exists():
-        facts["driver"] = DRIVER.read_text().splitlines()[0]
+    if _DRIVER.exists():
+        facts["driver"] = _DRIVER.read_text().splitlines()[0]
     facts["Python"] = platform.python_version()
     facts["torch"] = f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
     for name in packages:
@@ -439,6 +439,6 @@ def facts_of(command: str, packages: Sequence[str] = (), note: str = "") -> dict
 
 def _processor() -> str:
     """The model's name where the system tells it, else the architecture."""
-    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.machine()

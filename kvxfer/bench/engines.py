@@ -23,8 +23,8 @@ from kvxfer.engine.steps import NewRequestData, SchedulerOutput
 from kvxfer.transfer.manifest import CacheFacts, RankId
 
 SWITCH_INTERVAL_S = 2e-4  # what the engines set, so that a busy thread lets others run
-ENDS_S = 30.0
-SPIN = 2000
+_ENDS_S = 30.0
+_SPIN = 2000
 """Turns of a busy engine's loop between two looks at its results: 0.1 ms of Python."""
 
 
@@ -44,7 +44,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Allocated:
+class _Allocated:
     """Blocks of one group."""
 
     ids: tuple[int, ...]
@@ -73,7 +73,7 @@ class LoadTiming(Timing):
     transports: tuple[str, ...]
 
 
-class BusyThread:
+class _BusyThread:
     """Pure Python without a pause, as an engine's thread does between its launches."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class BusyThread:
 
 def spin() -> int:
     total = 0
-    for number in range(SPIN):
+    for number in range(_SPIN):
         total += number * number
     return total
 
@@ -111,7 +111,7 @@ class BenchEngine(Member):
         super().__init__({side: devices.by_side[side]}, pool.nbytes)
         self._pool = pool
         self._num_requests = 0
-        self._busy: BusyThread | None = None
+        self._busy: _BusyThread | None = None
         self._reports: dict[str, LoadReport] = {}
         config = wire_config(devices.wire, **settings)
         identity: dict[str, Any] = {
@@ -143,7 +143,7 @@ class BenchEngine(Member):
         """Whether another thread of this process computes in Python, as an engine's would."""
         if self._busy is not None:
             self._busy.close()
-        self._busy = BusyThread() if is_busy else None
+        self._busy = _BusyThread() if is_busy else None
 
     # -------------------------------------------------- as the source
 
@@ -187,7 +187,7 @@ class BenchEngine(Member):
         num_tokens, _ = self._scheduler.get_num_new_matched_tokens(asked, 0)
         if not num_tokens:
             raise RuntimeError(f"sink: expected {request.num_tokens} tokens to load, got none")
-        self._scheduler.update_state_after_alloc(asked, Allocated(ids + spare), num_tokens)
+        self._scheduler.update_state_after_alloc(asked, _Allocated(ids + spare), num_tokens)
         metadata = self._orders()
         scheduler_cpu_s = time.thread_time() - cpu_s
 
@@ -261,7 +261,7 @@ class BenchEngine(Member):
         """Steps with nothing to compute until one reports it; what others reported meanwhile is of
         the same requests, and is not lost.
         """
-        deadline_s = time.monotonic() + ENDS_S
+        deadline_s = time.monotonic() + _ENDS_S
         while time.monotonic() < deadline_s:
             if is_busy:
                 spin()
@@ -273,7 +273,7 @@ class BenchEngine(Member):
             if is_wanted(output):
                 return output
             self._scheduler.update_connector_output(output)
-        raise TimeoutError(f"engine: expected a request to end within {ENDS_S:g} s")
+        raise TimeoutError(f"engine: expected a request to end within {_ENDS_S:g} s")
 
     def _io_cpu_s(self) -> float:
         """Processor time of the connector's IO thread."""

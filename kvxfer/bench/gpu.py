@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 AHEAD_CYCLES = 1_000_000
-SOURCE_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_SOURCE_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 
 _Int64 = NDArray[np.int64]
 
 
-class StreamClock:
+class _StreamClock:
     """ms on a GPU between two points of its current stream; on a CPU the wall clock's."""
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ def stream_ms(stream: torch.cuda.Stream, flush: Tensor, work: Callable[[], objec
     with torch.cuda.stream(stream):
         flush.zero_()
         torch.cuda._sleep(AHEAD_CYCLES)
-        clock = StreamClock(flush.device)
+        clock = _StreamClock(flush.device)
         clock.mark()
         work()
         clock.mark()
@@ -76,7 +76,7 @@ class MatrixLoop:
         self.name = f"[{rows}, {columns}] x [{columns}, {columns}] {kind}, {self.repeats} times"
 
     def run_ms(self) -> float:
-        clock = StreamClock(self._matrix.device)
+        clock = _StreamClock(self._matrix.device)
         clock.mark()
         for _ in range(self.repeats):
             torch.mm(self._batch, self._matrix)
@@ -125,7 +125,7 @@ def batch_copy(
     sources = np.ascontiguousarray(source_addresses, np.uint64)
     sinks = np.ascontiguousarray(sink_addresses, np.uint64)
     sizes = np.full(count, piece_nbytes, np.uint64)
-    attributes = (_Attributes * 1)(_Attributes(source_access_order=SOURCE_IN_STREAM_ORDER))
+    attributes = (_Attributes * 1)(_Attributes(source_access_order=_SOURCE_IN_STREAM_ORDER))
     first_of_attributes = (ctypes.c_size_t * 1)(0)
     arguments = (
         *(array.ctypes.data_as(ctypes.c_void_p) for array in (sinks, sources, sizes)),

@@ -26,19 +26,19 @@ from kvxfer.bench.transfer_report import Run, pool_nbytes, requests_of, speed_pl
 from kvxfer.bench.wires import Disturbed
 from kvxfer.bench.workers import method_for
 
-DEVICE_WIRE = "cuda_ipc"
+_DEVICE_WIRE = "cuda_ipc"
 LONG_TOKENS = 8192  # from here on a wire between GPUs should be as fast as the link
 BUDGET_S = 3.0
 """Of one contender in one case, after its least rounds."""
-LOOP_ROWS = (16, 4096)  # a small decode batch reads weights, a large one computes
+_LOOP_ROWS = (16, 4096)  # a small decode batch reads weights, a large one computes
 SECTIONS = ("wire", "decode")
 LAYOUTS = ["HND16->HND16", "HND16->NHD64", "NHD64->HND16", "NHD24->HND16"]
-DEVICE_TEXT = (
+_DEVICE_TEXT = (
     "Wall time from the request to the last byte in place; GB/s of the payload at the median; "
     "ratios are to memcpy, each quantile to the same one. NIXL and cudaMemcpyBatchAsync move "
     "blocks as they are, so they are in the cases of equal layouts only."
 )
-DECODE_TEXT = (
+_DECODE_TEXT = (
     "A matrix loop on the sink's GPU while pulls of the longest request follow each other: "
     "slowdown to the loop alone, and what the pulls reach meanwhile. 0 programs: no pulls."
 )
@@ -73,13 +73,13 @@ def run(session: Session, options: argparse.Namespace) -> int:
     where, wire = devices.where, devices.wire
     requests = sorted(requests_of(options), key=lambda request: not request.is_equal)
     settings: dict[str, object] = {}
-    if options.launch_programs and wire == DEVICE_WIRE:
+    if options.launch_programs and wire == _DEVICE_WIRE:
         settings["launch_programs"] = options.launch_programs
     contenders = Contenders(devices, pool_nbytes(requests), settings, method_for(devices.sink))
     report = session.report(
         f"transfer_{wire}_{where}",
         f"Transfer between two processes, {wire}, {where}",
-        device_tables,
+        _device_tables,
         speed_plot(MEMCPY),
         ("triton", "nixl", "cuda-bindings"),
         devices=f"source {devices.source}, sink {devices.sink}",
@@ -98,7 +98,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             measured.cases(requests, options.rounds, BUDGET_S)
         if "decode" in options.sections and wire in contenders.takings:
             longest = max(requests, key=lambda request: (request.nbytes, not request.is_equal))
-            options.loop_rows = LOOP_ROWS[:1] if is_small else LOOP_ROWS
+            options.loop_rows = _LOOP_ROWS[:1] if is_small else _LOOP_ROWS
             run_decode(measured, longest, options)
     return int(contenders.has_wrong_bytes)
 
@@ -122,9 +122,9 @@ def run_decode(run: Run, request: Request, options: argparse.Namespace) -> None:
     run.report.write()
 
 
-def device_tables(report: core.Report) -> list[core.Table]:
-    decode = core.table("decode", DECODE_TEXT, DECODE, report.records.get("decode", []))
-    return [*speed_tables("wire", DEVICE_TEXT)(report), decode]
+def _device_tables(report: core.Report) -> list[core.Table]:
+    decode = core.table("decode", _DECODE_TEXT, DECODE, report.records.get("decode", []))
+    return [*speed_tables("wire", _DEVICE_TEXT)(report), decode]
 
 
 BENCHMARK = Benchmark(

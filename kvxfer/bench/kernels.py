@@ -55,8 +55,8 @@ BUDGET_S = 1.5
 """Of one contender in one case, after its least rounds."""
 BLOCKS = (8, 16, 24, 32, 64, 128)
 LAYOUTS = ("HND", "NHD")
-WIDTHS = (8, 16, 24, 32, 48, 64, 96, 132, 264, WHOLE_GPU)
-LINK_PROGRAMS = 32
+_WIDTHS = (8, 16, 24, 32, 48, 64, 96, 132, 264, WHOLE_GPU)
+_LINK_PROGRAMS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,11 @@ class Bench:
     @property
     def width(self) -> int:
         """Programs of a copy where nothing else is said."""
-        return WHOLE_GPU if self.where == "local" else LINK_PROGRAMS
+        return WHOLE_GPU if self.where == "local" else _LINK_PROGRAMS
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class _Job:
     """A copy, ready to be made: one class, the ids of both sides."""
 
     request: Request
@@ -98,24 +98,24 @@ def between(source: str, sink: str, num_tokens: int, shape: Shape = LLAMA_8B) ->
     return Request(pools[0], pools[1], num_tokens)
 
 
-def job_of(bench: Bench, request: Request) -> Job:
+def _job_of(bench: Bench, request: Request) -> _Job:
     """Bound to the pools of the benchmark."""
     copy_class, _ = request.copy_class()
     memories = [
         (DeviceMemory(memory.data_ptr(), memory.numel()),) for memory in (bench.source, bench.sink)
     ]
     bound = bind_copy(copy_class, *memories)
-    return Job(request, bound, request.source_ids, request.sink_ids)
+    return _Job(request, bound, request.source_ids, request.sink_ids)
 
 
-def copy(bench: Bench, job: Job, programs: int) -> None:
+def copy(bench: Bench, job: _Job, programs: int) -> None:
     ids = (job.source_ids, job.sink_ids)
     bench.copier.copy(
         job.bound, *ids, (0, job.request.num_tokens), stream=bench.stream, programs=programs
     )
 
 
-def check(bench: Bench, job: Job, programs: int) -> None:
+def check(bench: Bench, job: _Job, programs: int) -> None:
     """Not by the code under test: every byte of the request, and none beside it."""
     request, num_tokens = job.request, job.request.num_tokens
     pool = bench.sink[: request.sink.nbytes]
@@ -146,7 +146,7 @@ def once(bench: Bench, work: core.Work) -> core.Timing:
     return core.Timing(stream_ms(bench.stream, bench.flush, work) / 1e3)
 
 
-def limits_of(bench: Bench, nbytes: int) -> dict[str, core.Work]:
+def _limits_of(bench: Bench, nbytes: int) -> dict[str, core.Work]:
     """The first is what ratios are to."""
     given, taken = bench.source[:nbytes], bench.sink[:nbytes]
     found: dict[str, core.Work] = {"memcpy": partial(taken.copy_, given)}
@@ -155,7 +155,7 @@ def limits_of(bench: Bench, nbytes: int) -> dict[str, core.Work]:
     return found
 
 
-def others_of(bench: Bench, request: Request) -> dict[str, core.Work]:
+def _others_of(bench: Bench, request: Request) -> dict[str, core.Work]:
     """The usual ways, for equal layouts; what a machine does not have is left out."""
     found: dict[str, core.Work] = {"torch": torch_copy(request, bench.source, bench.sink)}
     given, taken = request.pieces()
@@ -167,7 +167,7 @@ def others_of(bench: Bench, request: Request) -> dict[str, core.Work]:
     return found
 
 
-def run_case(
+def _run_case(
     bench: Bench,
     section: str,
     request: Request,
@@ -175,11 +175,11 @@ def run_case(
     *,
     beside_others: bool = False,
 ) -> None:
-    job, widths = job_of(bench, request), widths or (bench.width,)
+    job, widths = _job_of(bench, request), widths or (bench.width,)
     check(bench, job, widths[0])
-    works = limits_of(bench, request.nbytes)
+    works = _limits_of(bench, request.nbytes)
     if beside_others:
-        works |= others_of(bench, request)
+        works |= _others_of(bench, request)
     works |= {name_of(width): partial(copy, bench, job, width) for width in widths}
     taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
     shape = request.shape
@@ -199,7 +199,7 @@ def name_of(width: int) -> str:
 def pieces(bench: Bench, blocks: Sequence[int]) -> None:
     for log2 in range(11):  # 2 KiB are one token of 8 heads
         request = between(f"HND{1 << log2}", f"HND{1 << log2}", 8192)
-        run_case(bench, "pieces", request, beside_others=True)
+        _run_case(bench, "pieces", request, beside_others=True)
 
 
 def pairs(bench: Bench, blocks: Sequence[int]) -> None:
@@ -210,7 +210,7 @@ def pairs(bench: Bench, blocks: Sequence[int]) -> None:
         for (ours, theirs), given, taken in product(layouts, blocks, blocks):
             request = between(f"{ours}{given}", f"{theirs}{taken}", num_tokens, shape)
             beside = shape == LLAMA_8B and given == taken == 16 and ours == theirs
-            run_case(bench, "pairs", request, beside_others=beside)
+            _run_case(bench, "pairs", request, beside_others=beside)
 
 
 def inner(bench: Bench, blocks: Sequence[int]) -> None:
@@ -220,24 +220,24 @@ def inner(bench: Bench, blocks: Sequence[int]) -> None:
         # One token more than whole blocks, so that they cannot be joined to wider words
         for num_tokens in (8192, 8193):
             request = between(f"NHD{given}", f"NHD{taken}", num_tokens, shape)
-            run_case(bench, "inner", request)
+            _run_case(bench, "inner", request)
 
 
 def lengths(bench: Bench, blocks: Sequence[int]) -> None:
     for shape, num_tokens in product((LLAMA_8B, LLAMA_70B_TP8), (128, 512, 2048, 8192, 32768)):
         for source in ("HND16", "NHD16"):
-            run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
+            _run_case(bench, "lengths", between(source, "NHD64", num_tokens, shape))
 
 
 def widths(bench: Bench, blocks: Sequence[int]) -> None:
     for source in ("NHD16", "HND16"):
-        run_case(bench, "widths", between(source, "NHD64", 8192), WIDTHS)
+        _run_case(bench, "widths", between(source, "NHD64", 8192), _WIDTHS)
 
 
 def cpu(bench: Bench, blocks: Sequence[int]) -> None:
     """The host's time in ``copy``, while the GPU is busy with something else."""
     for num_tokens in (128, 2048, 32768):
-        job = job_of(bench, between("HND16", "NHD64", num_tokens))
+        job = _job_of(bench, between("HND16", "NHD64", num_tokens))
         check(bench, job, bench.width)
         taken: list[core.Timing] = []
         for _ in range(20 * bench.rounds):
@@ -247,7 +247,7 @@ def cpu(bench: Bench, blocks: Sequence[int]) -> None:
         bench.report.compare(core.Measured(f"cpu, {bench.where}", case, 0), {"kernel": taken})
 
 
-def make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Bench:
+def _make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Bench:
     sink_device = torch.device("cuda", 0)
     source_device = torch.device("cuda", 0 if where == "local" else 1)
     torch.cuda.set_device(sink_device)
@@ -304,7 +304,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
         report.lost["peer"] = "expected two GPUs, found one"
     session.progress.plan(len(places) * len(options.sections))
     for where in places:
-        bench = make_bench(where, largest, options.rounds, report)
+        bench = _make_bench(where, largest, options.rounds, report)
         for section in options.sections:
             SECTIONS[section](bench, options.blocks)
             session.progress.step()
@@ -314,7 +314,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     return 0
 
 
-PLACES = ("local", "peer")
+_PLACES = ("local", "peer")
 BENCHMARK = Benchmark(
     (
         option("--rounds", 7, 3, type=int, help="that each contender runs"),
@@ -326,7 +326,7 @@ BENCHMARK = Benchmark(
             choices=list(SECTIONS),
             help="some of",
         ),
-        option("--where", list(PLACES), nargs="+", choices=PLACES, help="the source's GPU"),
+        option("--where", list(_PLACES), nargs="+", choices=_PLACES, help="the source's GPU"),
         option("--blocks", list(BLOCKS), nargs="+", type=int, help="tokens, of the section pairs"),
     ),
     run,

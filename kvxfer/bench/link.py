@@ -23,15 +23,15 @@ from kvxfer.bench.transfer_report import Run, pool_nbytes, requests_of, speed_pl
 from kvxfer.bench.workers import FORK_SERVER
 
 WIRES = ("zmq", "ucx", "nixl")
-NETWORK_ONLY = {"UCX_TLS": "tcp"}
+_NETWORK_ONLY = {"UCX_TLS": "tcp"}
 """UCX sees that both namespaces are of one host, and would copy from process to process."""
 BUDGET_S = 30.0
-AIM = 0.95
-CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_AIM = 0.95
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 def aim(request: Request, way: str) -> float | None:
-    return AIM if way.startswith("kvxfer") else None
+    return _AIM if way.startswith("kvxfer") else None
 
 
 def measure(session: Session, options: argparse.Namespace, link: SlowLink, speed: Speed) -> int:
@@ -48,7 +48,7 @@ def measure(session: Session, options: argparse.Namespace, link: SlowLink, speed
         start_method=FORK_SERVER,
         hosts=ADDRESSES,
         inside=inside,
-        environment=NETWORK_ONLY,
+        environment=_NETWORK_ONLY,
     )
     report = session.report(
         "link_cpu",
@@ -59,7 +59,7 @@ def measure(session: Session, options: argparse.Namespace, link: SlowLink, speed
         link=f"{gbit:g} Gbit/s, {delay_ms:g} ms each way",
     )
     report.facts["round trip of 8 bytes"] = f"{round_trip_ms(link):.2f} ms"
-    report.facts["congestion control"] = CONGESTION_CONTROL.read_text().strip()
+    report.facts["congestion control"] = _CONGESTION_CONTROL.read_text().strip()
     measured = Run(contenders, report, session.progress, SOCKETS, aim)
     with measured.written():
         try:

@@ -22,7 +22,7 @@ from kvxfer.transports.base import LocalMemory
 
 SOURCE, SINK = SIDES = ("source", "sink")
 FLUSH_NBYTES = 256 << 20  # more than the caches of a GPU hold
-CPU_FLUSH_NBYTES = 8 << 20
+_CPU_FLUSH_NBYTES = 8 << 20
 _libc = ctypes.CDLL(None)
 
 
@@ -114,11 +114,11 @@ def finish(*devices: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-class Flush:
+class _Flush:
     """Clears a device's caches, and wakes it up, before something is timed."""
 
     def __init__(self, device: torch.device) -> None:
-        nbytes = CPU_FLUSH_NBYTES if device.type == "cpu" else FLUSH_NBYTES
+        nbytes = _CPU_FLUSH_NBYTES if device.type == "cpu" else FLUSH_NBYTES
         self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def __call__(self) -> None:
@@ -157,7 +157,7 @@ class Member:
         self.memories = {side: Memory(device, nbytes) for side, device in sides.items()}
         if SOURCE in self.memories:
             self.memories[SOURCE].fill_random(seed=5)
-        self._flushes = [Flush(memory.device) for memory in self.memories.values()]
+        self._flushes = [_Flush(memory.device) for memory in self.memories.values()]
 
     def poison(self) -> None:
         sink = self.memories[SINK]

@@ -19,8 +19,8 @@ from kvxfer.bench.core import Timing, timed
 from kvxfer.bench.members import SINK, SOURCE, Devices, Member
 from kvxfer.bench.pools import Pool, Request
 
-NUM_THREADS = 4  # what vLLM's connector sets for UCX
-SGL = {"NIXL_UCX_SGL_ENABLE": "1"}
+_NUM_THREADS = 4  # what vLLM's connector sets for UCX
+_SGL = {"NIXL_UCX_SGL_ENABLE": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Setting:
     name: str
     operation: str
     environment: tuple[tuple[str, str], ...] = ()
-    num_threads: int = NUM_THREADS
+    num_threads: int = _NUM_THREADS
     has_progress_thread: bool = True
 
     @property
@@ -40,9 +40,9 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(f"NIXL READ, {NUM_THREADS} threads", "READ"),
-    Setting(f"NIXL WRITE, {NUM_THREADS} threads", "WRITE"),
-    Setting(f"NIXL WRITE, {NUM_THREADS} threads, SGL", "WRITE", tuple(SGL.items())),
+    Setting(f"NIXL READ, {_NUM_THREADS} threads", "READ"),
+    Setting(f"NIXL WRITE, {_NUM_THREADS} threads", "WRITE"),
+    Setting(f"NIXL WRITE, {_NUM_THREADS} threads, _SGL", "WRITE", tuple(_SGL.items())),
 )
 HOST_SETTINGS = (
     Setting("NIXL READ, default", "READ", num_threads=0),

@@ -40,15 +40,15 @@ from kvxfer.kernels.block_rewrite import (
 from kvxfer.kernels.rewrite_kernel import plane_table, rewrite_blocks
 from kvxfer.kernels.zero_blocks import TILE_NBYTES, zero_blocks
 
-POSTPROCESS_GOAL = 0.75
-ZERO_GOAL = 0.95
-KERNEL = "kernel"  # as it is called without further wishes
+_POSTPROCESS_GOAL = 0.75
+_ZERO_GOAL = 0.95
+_KERNEL = "kernel"  # as it is called without further wishes
 SPREAD = 2  # a pool has this many times the blocks of the request
 AHEAD_CYCLES = 5_000_000  # about 3 ms
 
 
 @dataclass(frozen=True, slots=True)
-class Rewritten:
+class _Rewritten:
     """A case of post-processing."""
 
     name: str
@@ -59,20 +59,20 @@ class Rewritten:
 
 
 REWRITES = [
-    Rewritten("regroup 4 to 16", BlockOrder(4, True), BlockOrder(16, True)),
-    Rewritten("regroup 16 to 128", BlockOrder(16, True), BlockOrder(128, True)),
-    Rewritten("layout 16", BlockOrder(16, True), BlockOrder(16, False)),
-    Rewritten("layout 64", BlockOrder(64, True), BlockOrder(64, False)),
-    Rewritten("layout 128", BlockOrder(128, True), BlockOrder(128, False)),
-    Rewritten("layout 16 to HND", BlockOrder(16, False), BlockOrder(16, True)),
-    Rewritten("both 4 to 16", BlockOrder(4, True), BlockOrder(16, False)),
-    Rewritten("both 16 to 64", BlockOrder(16, True), BlockOrder(64, False)),
-    Rewritten("split 64 to 16", BlockOrder(64, True), BlockOrder(16, True)),
-    Rewritten("split 24 to 16, layout", BlockOrder(24, True), BlockOrder(16, False)),
-    Rewritten("both 4 to 16, 1152", BlockOrder(4, True), BlockOrder(16, False), 2, 1152),
-    Rewritten("both 4 to 16, 656", BlockOrder(4, True), BlockOrder(16, False), 4, 656),
-    Rewritten("both 4 to 16, 132", BlockOrder(4, True), BlockOrder(16, False), 8, 132),
-    Rewritten("layout 128, 64 heads", BlockOrder(128, True), BlockOrder(128, False), 64),
+    _Rewritten("regroup 4 to 16", BlockOrder(4, True), BlockOrder(16, True)),
+    _Rewritten("regroup 16 to 128", BlockOrder(16, True), BlockOrder(128, True)),
+    _Rewritten("layout 16", BlockOrder(16, True), BlockOrder(16, False)),
+    _Rewritten("layout 64", BlockOrder(64, True), BlockOrder(64, False)),
+    _Rewritten("layout 128", BlockOrder(128, True), BlockOrder(128, False)),
+    _Rewritten("layout 16 to HND", BlockOrder(16, False), BlockOrder(16, True)),
+    _Rewritten("both 4 to 16", BlockOrder(4, True), BlockOrder(16, False)),
+    _Rewritten("both 16 to 64", BlockOrder(16, True), BlockOrder(64, False)),
+    _Rewritten("split 64 to 16", BlockOrder(64, True), BlockOrder(16, True)),
+    _Rewritten("split 24 to 16, layout", BlockOrder(24, True), BlockOrder(16, False)),
+    _Rewritten("both 4 to 16, 1152", BlockOrder(4, True), BlockOrder(16, False), 2, 1152),
+    _Rewritten("both 4 to 16, 656", BlockOrder(4, True), BlockOrder(16, False), 4, 656),
+    _Rewritten("both 4 to 16, 132", BlockOrder(4, True), BlockOrder(16, False), 8, 132),
+    _Rewritten("layout 128, 64 heads", BlockOrder(128, True), BlockOrder(128, False), 64),
 ]
 
 
@@ -102,8 +102,8 @@ def once(work: core.Work, device: torch.device) -> core.Timing:
     return core.Timing(float(begin.elapsed_time(end)) / 1e3)
 
 
-def rewrite_case(
-    wanted: Rewritten, num_tokens: int, num_planes: int, tiles: list[int], device: torch.device
+def _rewrite_case(
+    wanted: _Rewritten, num_tokens: int, num_planes: int, tiles: list[int], device: torch.device
 ) -> Case:
     """One rewrite as it is done by itself, and in programs of so many KiB. Raises SystemExit."""
     rewrite = BlockRewrite(wanted.num_heads, wanted.received, wanted.local)
@@ -116,7 +116,7 @@ def rewrite_case(
     ]
     ids = torch.randperm(shape[0], device=device)[:num_blocks].contiguous()
     by_kernel = partial(rewrite_blocks, plane_table(pools), ids, rewrite)
-    kernels: dict[str, core.Work] = {KERNEL: by_kernel}
+    kernels: dict[str, core.Work] = {_KERNEL: by_kernel}
     for kib in tiles:
         kernels[f"kernel, {kib} KiB"] = partial(by_kernel, tile_nbytes=kib << 10)
     name = f"{wanted.name}, {num_blocks * tokens} tokens"
@@ -138,7 +138,7 @@ def rewrite_case(
     runs = sources_of_runs(rewrite, torch.device("cpu"))
     moves_percent = 100 * float((runs != torch.arange(len(runs))).double().mean())
     works: dict[str, core.Work] = {"copy": copy, "torch": by_torch, **kernels}
-    return Case("postprocess", name, nbytes, works, {KERNEL: POSTPROCESS_GOAL}, moves_percent)
+    return Case("postprocess", name, nbytes, works, {_KERNEL: _POSTPROCESS_GOAL}, moves_percent)
 
 
 def memset(target: Tensor) -> core.Work:
@@ -157,7 +157,7 @@ def memset(target: Tensor) -> core.Work:
     return run
 
 
-def zero_case(
+def _zero_case(
     block_nbytes: int, num_blocks: int, num_planes: int, tiles: list[int], device: torch.device
 ) -> Case:
     """Zeroing as it is done by itself, and in programs of so many KiB. Raises SystemExit."""
@@ -184,21 +184,21 @@ def zero_case(
     if flat.any():
         raise SystemExit("memset: wrong bytes")
     works = {"memset": memset(flat), "torch zero_": flat.zero_, **kernels}
-    return Case("zero", name, nbytes, works, {f"kernel, {TILE_NBYTES} bytes": ZERO_GOAL})
+    return Case("zero", name, nbytes, works, {f"kernel, {TILE_NBYTES} bytes": _ZERO_GOAL})
 
 
-def wanted_cases(options: argparse.Namespace) -> list[Callable[[torch.device], Case]]:
+def _wanted_cases(options: argparse.Namespace) -> list[Callable[[torch.device], Case]]:
     """All that were asked for; each is made and checked when its turn comes."""
     found: list[Callable[[torch.device], Case]] = []
     for num_tokens in options.tokens:
         for wanted in REWRITES if options.only != "zero" else ():
             if options.case is None or options.case in wanted.name:
                 given = (wanted, num_tokens, options.planes, options.tiles)
-                found.append(partial(rewrite_case, *given))
+                found.append(partial(_rewrite_case, *given))
         for block_nbytes in (4096, 32768, 131072) if options.only != "postprocess" else ():
             num_blocks = max(1, num_tokens * 2048 // block_nbytes)  # 8 heads of 256 bytes
             sizes = (block_nbytes, num_blocks, options.planes, options.zero_tiles)
-            found.append(partial(zero_case, *sizes))
+            found.append(partial(_zero_case, *sizes))
     return found
 
 
@@ -214,7 +214,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     tables = core.by_section(TEXT)
     title = "Rewriting and zeroing blocks"
     report = session.report("postprocess", title, tables, packages=("triton",))
-    wanted = wanted_cases(options)
+    wanted = _wanted_cases(options)
     session.progress.plan(len(wanted))
     for make in wanted:
         case = make(device)

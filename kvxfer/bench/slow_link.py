@@ -36,11 +36,11 @@ from kvxfer.bench.workers import FORK_SERVER, Worker, close_all
 ADDRESSES = ("10.99.0.1", "10.99.0.2")
 """Of the source's namespace and of the sink's."""
 DEVICE = "link0"
-MTU_NBYTES = 1500
-FRAME_OVERHEAD_NBYTES = 24
+_MTU_NBYTES = 1500
+_FRAME_OVERHEAD_NBYTES = 24
 """Preamble, checksum and gap around each Ethernet frame."""
-NUM_TRIPS = 50
-MESSAGE = bytes(8)
+_NUM_TRIPS = 50
+_MESSAGE = bytes(8)
 QUEUE_S = 0.01
 """How much may wait before the link; a switch has about as much for each port."""
 START_S = 20.0
@@ -70,7 +70,7 @@ class Speed:
 
 
 @dataclass(frozen=True, slots=True)
-class Relayed:
+class _Relayed:
     """Frames that the link has carried and dropped, both ways; a frame may be 64 KiB long.
     ``latest_s``: how late the latest one was handed over, at most.
     """
@@ -111,9 +111,9 @@ class SlowLink:
     def pid(self) -> int | None:
         return self._process.pid
 
-    def relayed(self) -> Relayed:
+    def relayed(self) -> _Relayed:
         self._pipe.send(None)
-        found: Relayed = self._pipe.recv()
+        found: _Relayed = self._pipe.recv()
         return found
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ def wire_nbytes(frame: bytes) -> int:
     num_frames = 1
     if kind and segment_nbytes:
         num_frames = max(1, -(-(nbytes - header_nbytes) // segment_nbytes))
-    return nbytes + (num_frames - 1) * header_nbytes + num_frames * FRAME_OVERHEAD_NBYTES
+    return nbytes + (num_frames - 1) * header_nbytes + num_frames * _FRAME_OVERHEAD_NBYTES
 
 
 def _relay(pipe: Connection, speed: Speed) -> None:
@@ -225,7 +225,7 @@ def _relay(pipe: Connection, speed: Speed) -> None:
             except EOFError:
                 return
             pipe.send(
-                Relayed(
+                _Relayed(
                     sum(way.num_carried for way in ways.values()),
                     sum(way.num_dropped for way in ways.values()),
                     max(way.latest_s for way in ways.values()),
@@ -243,7 +243,7 @@ def _namespace(address: str) -> tuple[int, int]:
     fcntl.ioctl(tap, _TUNSETOFFLOAD, _CAN_CHECKSUM | _CAN_CUT_TCP4 | _CAN_CUT_TCP6)
     for command in (
         "link set lo up",
-        f"link set {DEVICE} mtu {MTU_NBYTES} up",
+        f"link set {DEVICE} mtu {_MTU_NBYTES} up",
         f"addr add {address}/24 dev {DEVICE}",
     ):
         subprocess.run(
@@ -297,9 +297,9 @@ class RoundTrips:
     def measure(self, address: tuple[str, int]) -> list[float]:
         taken_s = []
         with connect(address) as sock:
-            for _ in range(NUM_TRIPS):
+            for _ in range(_NUM_TRIPS):
                 started_s = time.perf_counter()
-                say(sock, MESSAGE)
+                say(sock, _MESSAGE)
                 hear(sock)
                 taken_s.append(time.perf_counter() - started_s)
         return taken_s

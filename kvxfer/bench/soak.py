@@ -32,12 +32,12 @@ from kvxfer.transfer.manifest import RankManifest
 
 WARM_TRANSFERS = 1500
 """Then pools of the libraries have the size that they keep."""
-QUARTERS = 4
+_QUARTERS = 4
 MOST_GROWTH_NBYTES = 256 << 10
 """Of resident memory. Up to 32 KiB were seen by themselves, in 100,000 transfers over UCX: which
 pages the allocator can give back differs. 100,000 transfers that leave 3 bytes each are more, and
 so are 2000 that leave the smallest record that a wire has of one."""
-STEP_S = 600.0
+_STEP_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +103,11 @@ class Soak:
     def transfer(self, count: int) -> float:
         """One after the other; seconds of all."""
         sink = self._workers[SINK]
-        return sink.call(float, "many", self.request, count, timeout_s=STEP_S)
+        return sink.call(float, "many", self.request, count, timeout_s=_STEP_S)
 
     def reattach(self, times: int) -> None:
         """Leave and come back, with one transfer each time."""
-        self._workers[SINK].call(object, "reattach", self.request, times, timeout_s=STEP_S)
+        self._workers[SINK].call(object, "reattach", self.request, times, timeout_s=_STEP_S)
 
     def usages(self) -> dict[str, Usage]:
         return {side: worker.call(Usage, "usage") for side, worker in self._workers.items()}
@@ -123,8 +123,8 @@ def soak(wire: str, num_transfers: int, *, warm: int = WARM_TRANSFERS) -> Soaked
         pair.transfer(warm)
         looks = [pair.usages()]
         duration_s, done = 0.0, 0
-        for quarter in range(1, QUARTERS + 1):
-            upto = num_transfers * quarter // QUARTERS
+        for quarter in range(1, _QUARTERS + 1):
+            upto = num_transfers * quarter // _QUARTERS
             duration_s += pair.transfer(upto - done)
             done = upto
             looks.append(pair.usages())

@@ -18,7 +18,7 @@ from kvxfer.bench.pools import Request
 
 SOCKETS, UNIX_SOCKETS = "sockets", "unix-sockets"
 CONNECT_S = 10.0
-PIECES_A_CALL = 64
+_PIECES_A_CALL = 64
 """2 MiB of usual blocks: a call takes about that much, and what is left is cut again after each."""
 
 Address = tuple[str, int] | bytes
@@ -84,8 +84,8 @@ def receive_pieces(sock: socket.socket, pool: memoryview, offsets: list[int], nb
 
 
 def _batches(pool: memoryview, offsets: list[int], nbytes: int) -> Iterator[list[memoryview]]:
-    for first in range(0, len(offsets), PIECES_A_CALL):
-        yield [pool[at : at + nbytes] for at in offsets[first : first + PIECES_A_CALL]]
+    for first in range(0, len(offsets), _PIECES_A_CALL):
+        yield [pool[at : at + nbytes] for at in offsets[first : first + _PIECES_A_CALL]]
 
 
 def _advance(buffers: list[memoryview], count: int) -> None:

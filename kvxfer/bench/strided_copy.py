@@ -26,7 +26,7 @@ from kvxfer.bench.frame import Benchmark, Session, option
 from kvxfer.bench.pools import POISON, Ids, Pool, Request, Shape
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
 
-CHUNK_NBYTES = 1 << 20
+_CHUNK_NBYTES = 1 << 20
 NUM_SLOTS = 8
 """Chunks that are packed or unpacked in turn."""
 SPREAD = 2  # a pool has this many times the blocks of the request
@@ -50,7 +50,7 @@ def side_of(shape: Shape, layout: str, block_tokens: int, num_tokens: int, seed:
     return Side(pool, torch.from_numpy(content), ids)
 
 
-def checked_copy(name: str, source: Side, sink: Side, num_tokens: int) -> Callable[[], object]:
+def _checked_copy(name: str, source: Side, sink: Side, num_tokens: int) -> Callable[[], object]:
     """Pool to pool, once done into a poisoned one."""
     copy_class, _ = Request(source.pool, sink.pool, num_tokens).copy_class()
     memories, ids = ([source.memory], [sink.memory]), (source.ids, sink.ids)
@@ -66,11 +66,11 @@ def checked_copy(name: str, source: Side, sink: Side, num_tokens: int) -> Callab
     return run
 
 
-def by_chunk(side: Side, num_tokens: int, move: Callable[..., object]) -> Callable[[], None]:
+def _by_chunk(side: Side, num_tokens: int, move: Callable[..., object]) -> Callable[[], None]:
     """``move`` (regions, tokens, chunk) of chunks of one region each."""
     token_nbytes = side.pool.shape.token_nbytes
-    step = CHUNK_NBYTES // token_nbytes
-    chunks = [torch.zeros(CHUNK_NBYTES, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
+    step = _CHUNK_NBYTES // token_nbytes
+    chunks = [torch.zeros(_CHUNK_NBYTES, dtype=torch.uint8) for _ in range(NUM_SLOTS)]
     spans = [
         ((region, region + 1), (lo, min(lo + step, num_tokens)))
         for region in range(side.pool.shape.regions)
@@ -84,7 +84,7 @@ def by_chunk(side: Side, num_tokens: int, move: Callable[..., object]) -> Callab
     return run
 
 
-def works_of(shape: Shape, num_tokens: int) -> dict[str, core.Work]:
+def _works_of(shape: Shape, num_tokens: int) -> dict[str, core.Work]:
     """All cases, the plain copy first. Raises SystemExit for wrong bytes."""
     nbytes = num_tokens * shape.regions * shape.token_nbytes
     hnd, other = (side_of(shape, "HND", 16, num_tokens, seed) for seed in (1, 2))
@@ -94,11 +94,11 @@ def works_of(shape: Shape, num_tokens: int) -> dict[str, core.Work]:
     unpack = partial(scatter, [nhd.memory], nhd.pool.side(), nhd.ids)
     return {
         "plain copy": partial(other.memory[:nbytes].copy_, hnd.memory[:nbytes]),
-        "equal": checked_copy("equal", hnd, other, num_tokens),
-        "mixed": checked_copy("mixed", hnd, nhd, num_tokens),
-        "in order": checked_copy("in order", given, taken, num_tokens),
-        "pack": by_chunk(hnd, num_tokens, pack),
-        "unpack": by_chunk(nhd, num_tokens, unpack),
+        "equal": _checked_copy("equal", hnd, other, num_tokens),
+        "mixed": _checked_copy("mixed", hnd, nhd, num_tokens),
+        "in order": _checked_copy("in order", given, taken, num_tokens),
+        "pack": _by_chunk(hnd, num_tokens, pack),
+        "unpack": _by_chunk(nhd, num_tokens, unpack),
     }
 
 
@@ -117,7 +117,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     report = session.report(
         *("strided_copy", "Copies between two CPU pools", tables), packages=("numpy",)
     )
-    taken = core.measure_works(works_of(shape, num_tokens), core.timed, options.rounds)
+    taken = core.measure_works(_works_of(shape, num_tokens), core.timed, options.rounds)
     report.compare(core.Measured("copies", sizes, nbytes), taken)
     report.write()
     return 0

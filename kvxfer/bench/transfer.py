@@ -28,7 +28,7 @@ from kvxfer.bench.workers import FORK_SERVER
 WIRES = ("shm", "zmq", ZMQ_TCP, "ucx", "nixl")
 HOST_AIMS = {"kvxfer shm": 1.4, "kvxfer zmq": 0.6, "kvxfer ucx": 0.45, "kvxfer nixl": 0.8}
 """The least ratio to the socket that we want on one host, for 2048 blocks of 32 KiB."""
-AIM_PIECES = 2048
+_AIM_PIECES = 2048
 BUDGET_S = 8.0
 """Of one contender in one case, after its least rounds: some take a second a time."""
 HOST_TEXT = (
@@ -48,7 +48,7 @@ WIRE_OPTIONS = (
 def host_aim(request: Request, way: str) -> float | None:
     """Of requests of as many blocks as the aims are meant for."""
     num_pieces = request.shape.regions * len(request.source_ids)
-    return HOST_AIMS.get(way) if num_pieces == AIM_PIECES else None
+    return HOST_AIMS.get(way) if num_pieces == _AIM_PIECES else None
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, object]:

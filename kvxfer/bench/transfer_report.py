@@ -18,9 +18,9 @@ from kvxfer.bench.pools import SHAPES, Request, request_of
 from kvxfer.bench.sockets import UNIX_SOCKETS
 
 NIXL_DEFAULT = HOST_SETTINGS[0].name
-NOT_DRAWN = {*LIMITS, UNIX_SOCKETS}
-MOST_OTHERS = 3
-Aims = Callable[[Request, str], float | None]
+_NOT_DRAWN = {*LIMITS, UNIX_SOCKETS}
+_MOST_OTHERS = 3
+_Aims = Callable[[Request, str], float | None]
 """The least ratio to the limit that we want of a way, where there is one."""
 
 
@@ -80,7 +80,7 @@ WATCHED: core.Columns[Cell] = {**COLUMNS, "of the limit": COLUMNS["p50"]}
 
 
 def cells_of(
-    request: Request, taken: Mapping[str, Sequence[core.Timing]], limit: str, aims: Aims
+    request: Request, taken: Mapping[str, Sequence[core.Timing]], limit: str, aims: _Aims
 ) -> Iterator[Cell]:
     """Of all ways, in one case."""
     speeds = {way: core.speed_of(request.nbytes, timings) for way, timings in taken.items()}
@@ -116,7 +116,7 @@ class Run:
     report: core.Report
     progress: Progress
     limit: str
-    aims: Aims
+    aims: _Aims
 
     def cases(self, requests: Sequence[Request], rounds: int, budget_s: float) -> None:
         """All of them, and a word of each on the way. From the first one on with another layout
@@ -145,7 +145,9 @@ class Run:
             self.report.write(is_last=True)
 
 
-TRIALS = "What a trial of each wire has measured before, and which chunks and slots follow from it."
+_TRIALS = (
+    "What a trial of each wire has measured before, and which chunks and slots follow from it."
+)
 
 
 def speed_tables(title: str, text: str) -> Callable[[core.Report], list[core.Table]]:
@@ -158,7 +160,7 @@ def speed_tables(title: str, text: str) -> Callable[[core.Report], list[core.Tab
         trials = tuple(report.records.get("trials", {}).items())
         return [
             core.table(title, text, COLUMNS, ordered),
-            core.Table("trials", TRIALS, ("wire", "measured, and chosen"), trials),
+            core.Table("trials", _TRIALS, ("wire", "measured, and chosen"), trials),
         ]
 
     return tables
@@ -177,8 +179,8 @@ def speed_plot(*limits: str) -> Callable[[core.Report], Plot | None]:
         # Of the longest request.
         speeds = {cell.way: cell.speed.gbps[1] for cell in cells if cell.layouts == layouts}
         ours = [way for way in speeds if way.startswith("kvxfer")]
-        others = set(speeds) - NOT_DRAWN - {*limits, *ours}
-        fastest = sorted(others, key=lambda way: -speeds[way])[:MOST_OTHERS]
+        others = set(speeds) - _NOT_DRAWN - {*limits, *ours}
+        fastest = sorted(others, key=lambda way: -speeds[way])[:_MOST_OTHERS]
         first = [(layouts, way) for way in (*limits, *ours, *fastest)]
         rest = [(cell.layouts, cell.way) for cell in cells if cell.way in ours]
         lines = [

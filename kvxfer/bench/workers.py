@@ -78,9 +78,7 @@ def _sentence(exc: Exception) -> str:
 
 
 class Worker:
-    """One process; starts at once, :meth:`ready` waits for it. ``is_daemon``: it starts no
-    others.
-    """
+    """One process; starts at once, :meth:`ready` waits for it. ``is_daemon``: starts no others."""
 
     def __init__(
         self,

@@ -73,11 +73,7 @@ class BlockPool:
         return self._free.get_all_free_blocks()
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
-        """Give out ``num_blocks`` blocks with one user each; what they held is forgotten.
-
-        Raises:
-            ValueError: fewer are free; nothing was taken.
-        """
+        """One user each, and no content. ValueError, nothing taken, if fewer are free."""
         if self._events is None:
             return self._free.give_out_n(num_blocks)
         taken = self._free.popleft_n(num_blocks)
@@ -128,20 +124,12 @@ class BlockPool:
         No-op without caching.
 
         Call it when their KV is complete: from then on any request may read them. Null blocks are
-        skipped.
+        skipped. ``blocks`` and ``block_hashes``: a request's, from its first; ``num_cached_blocks``
+        of them have been named before. ``request`` and ``spec``: whose tokens they hold, and what
+        the group's layers keep; needed for events only.
 
-        Args:
-            blocks: a request's blocks, from its first.
-            block_hashes: the names of its full blocks, from its first.
-            num_cached_blocks: how many have been named before.
-            num_full_blocks: how many are full and computed.
-            group_id: the group whose table the blocks are in.
-            request: whose tokens the blocks hold; needed for events only.
-            spec: what the layers of the group keep; needed for events only.
-
-        Raises:
-            ValueError: a negative count, too few blocks or hashes, a block that has a name, a free
-                block, or no ``request`` or ``spec`` where events are noted.
+        Raises ValueError for a negative count, too few blocks or hashes, a block that has a name, a
+        free block, or no ``request`` or ``spec`` where events are noted.
         """
         if num_cached_blocks < 0:
             raise ValueError(f"num_cached_blocks: expected at least 0, got {num_cached_blocks}")
@@ -214,7 +202,6 @@ class BlockPool:
         block.block_hash = None
 
     def _keep_others(self, named: _Named, block: KVCacheBlock, block_hash: BlockHashType) -> None:
-        """Put the entry back that ``block`` shared with other blocks, without it."""
         assert isinstance(named, dict)
         del named[block.block_id]
         if named:
@@ -238,7 +225,6 @@ def _first_named(named: dict[int, KVCacheBlock]) -> KVCacheBlock | None:
 
 
 def _with(named: _Named, block: KVCacheBlock) -> _Named:
-    """The entry that ``named`` becomes when ``block`` gets the same name."""
     if isinstance(named, dict):
         named[block.block_id] = block
         return named

@@ -111,13 +111,10 @@ class FreeKVCacheBlockQueue:
         self.num_free_blocks -= 1
 
     def append(self, block: KVCacheBlock) -> None:
-        """Put ``block`` at the end; RuntimeError when it is in a queue already."""
         self.append_n((block,))
 
     def append_n(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Put ``blocks`` at the end, in this order; RuntimeError, and nothing changed, when one is
-        in a queue already.
-        """
+        """In this order; RuntimeError, and nothing changed, when one is in a queue already."""
         first_last = last = self._last()
         num_blocks = 0
         for block in blocks:

@@ -60,18 +60,12 @@ def get_kv_cache_groups(
 
 
 def is_kv_cache_type_uniform(kv_cache_spec: Mapping[str, KVCacheSpec]) -> bool:
-    """Whether all layers can share one block table: they keep the same tokens, in blocks of as many
-    tokens. Their heads may differ. True when there are no layers.
-    """
+    """Whether all keep the same tokens, in blocks of as many; True without layers."""
     return len({table_key(spec) for spec in kv_cache_spec.values()}) <= 1
 
 
 def uniform_type_group(kv_cache_spec: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
-    """All layers as one group.
-
-    Raises:
-        ValueError: no layers, or layers that cannot share a block table; the message names two.
-    """
+    """All as one group. ValueError for no layers, or two that cannot share a table."""
     if not kv_cache_spec:
         raise ValueError("kv_cache_spec: expected one layer or more, got none")
     first_name, first = next(iter(kv_cache_spec.items()))
@@ -88,11 +82,8 @@ def create_kv_cache_group_specs(
     kv_cache_spec: Mapping[str, KVCacheSpec], grouped_layer_names: Sequence[Sequence[str]]
 ) -> list[KVCacheGroupSpec]:
     """One group for each list of layers, whose specs are equal, or differ only in the window that
-    layers which keep everything compute.
-
-    Raises:
-        ValueError: an unknown layer, one that is named twice, an empty group, or layers of a group
-            that cannot share one spec.
+    layers which keep everything compute. Raises ValueError for an unknown layer, one that is named
+    twice, an empty group, or layers of a group that cannot share one spec.
     """
     groups: list[KVCacheGroupSpec] = []
     group_of: dict[str, int] = {}
@@ -120,11 +111,7 @@ def create_kv_cache_group_specs(
 
 
 def _merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
-    """The one spec that stands for all of ``specs``, or None.
-
-    Layers that keep everything may differ in the window that they compute, if there is only one
-    window beside none.
-    """
+    """Layers that keep everything may compute one window beside none. None: no one spec."""
     first = specs[0]
     if all(spec == first for spec in specs):
         return first
@@ -251,15 +238,11 @@ def _group(
 
 
 def _first_difference(kv_cache_spec: Mapping[str, KVCacheSpec], layer_names: Sequence[str]) -> str:
-    """Two layers that cannot share a spec, in words."""
-    for end in range(2, len(layer_names) + 1):
-        if _merge_specs([kv_cache_spec[name] for name in layer_names[:end]]) is None:
-            break
-    *others, name = layer_names[:end]
-    # The first that it differs from: with three windows it may agree with the very first layer.
-    other = next(
-        other
-        for other in others
+    # With three windows a layer may agree with the very first one.
+    other, name = next(
+        (other, name)
+        for at, name in enumerate(layer_names)
+        for other in layer_names[:at]
         if _merge_specs([kv_cache_spec[other], kv_cache_spec[name]]) is None
     )
     return (
@@ -269,7 +252,6 @@ def _first_difference(kv_cache_spec: Mapping[str, KVCacheSpec], layer_names: Seq
 
 
 def _layers_by_spec(kv_cache_spec: Mapping[str, KVCacheSpec]) -> list[list[str]]:
-    """Lists of layers that can share a spec, in the order of their first layers."""
     alike: list[list[str]] = []
     for name, spec in kv_cache_spec.items():
         for names in alike:

@@ -189,7 +189,6 @@ class ObjectHash:
     def block(
         self, parent: bytes, token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] | None
     ) -> bytes:
-        """The name of a block after ``parent``."""
         return self.digest(self.encode((parent, tuple(token_ids), extra_keys or None)))
 
     def none_hash(self, seed: str | None) -> bytes:
@@ -202,12 +201,9 @@ class ObjectHash:
 
 
 def get_hash_fn_by_name(name: str) -> ObjectHash:
-    """The algorithm of this name in ``--prefix-caching-hash-algo``: ``sha256``, ``sha256_cbor``,
-    ``xxhash`` or ``xxhash_cbor``.
-
-    Raises:
-        ValueError: another name.
-        ModuleNotFoundError: the package that it needs is not installed.
+    """``sha256``, ``sha256_cbor``, ``xxhash`` or ``xxhash_cbor``, as of
+    ``--prefix-caching-hash-algo``. Raises ValueError for another name, ModuleNotFoundError where
+    its package is not installed.
     """
     if name not in {"sha256", "sha256_cbor", "xxhash", "xxhash_cbor"}:
         raise ValueError(
@@ -284,7 +280,6 @@ _object_roots: dict[str, BlockHashType] = {}
 
 
 def _root_for(hash_function: HashFunction) -> BlockHashType:
-    """The process's root for names of this function."""
     if not isinstance(hash_function, ObjectHash):
         return _process_root()
     root = _object_roots.get(hash_function.name)

@@ -94,14 +94,9 @@ class _Admitted:
 class KVCacheManager:
     """Block tables of all requests in all groups.
 
-    Args:
-        config: one rank's cache; every rank of an engine has equal groups and block counts.
-        enable_caching: whether computed blocks are found again by prefix.
-        max_step_tokens: the most tokens of one request that one step computes.
-        events: notes which names come and go, for :meth:`take_events`.
-
-    Raises:
-        ValueError: no groups, or ``max_step_tokens`` below 1.
+    ``config``: of one rank; every rank of an engine has equal groups and block counts.
+    ``max_step_tokens``: the most tokens of one request that one step computes. ``events`` notes
+    which names come and go. Raises ValueError for no groups, or ``max_step_tokens`` below 1.
     """
 
     def __init__(
@@ -159,9 +154,7 @@ class KVCacheManager:
         return self.pool.usage
 
     def blocks_needed(self, num_tokens: int, num_held_tokens: int | None = None) -> int:
-        """The most blocks that a request of ``num_tokens`` tokens holds at a time, all groups
-        together; arguments as in :meth:`admit`.
-        """
+        """The most at a time, all groups together; arguments as in :meth:`admit`."""
         return sum(
             group.max_blocks(num_tokens, self._max_step_tokens, num_held_tokens)
             for group in self.groups
@@ -200,27 +193,19 @@ class KVCacheManager:
         max_step_tokens: int | None = None,
     ) -> bool:
         """Promise a new request all blocks that it can need, and take those for its hit and for the
-        tokens that a load will bring.
+        tokens that a load will bring. False when that cannot be promised; then nothing has
+        changed.
 
-        Args:
-            request_id: not admitted yet.
-            num_tokens: all tokens it will ever have.
-            hit: from :meth:`find_longest_cache_hit`, with nothing allocated since.
-            num_external_tokens: tokens after the hit that come from elsewhere. Groups with a window
-                get blocks for what is still needed after them only, and leave out hit blocks that
-                are not.
-            num_held_tokens: tokens that are needed after that many stay until the request is freed,
-                because somebody else will continue from there. States are written over.
-            max_step_tokens: the most of its tokens that one step will compute, where that is less
-                than for others (more is not promised): a group with a window then needs fewer
-                blocks.
+        ``num_tokens``: all that it will ever have. ``hit``: from :meth:`find_longest_cache_hit`,
+        with nothing allocated since. ``num_external_tokens``: those after the hit that come from
+        elsewhere; groups with a window get blocks only for what is still needed after them.
+        ``num_held_tokens``: what is needed after that many stays until the request is freed,
+        because somebody else will continue from there; states are written over.
+        ``max_step_tokens``: of one step, where less than for others, so that groups with a window
+        need fewer blocks.
 
-        Returns:
-            False when the blocks cannot be promised; then nothing has changed.
-
-        Raises:
-            ValueError: an id in use, a hit that was evicted since or has another number of groups,
-                or counts that do not fit together.
+        Raises ValueError for an id in use, a hit that was evicted since or has another number of
+        groups, and counts that do not fit together.
         """
         num_ready = hit.num_tokens + num_external_tokens
         self._check_new(request_id, num_tokens, hit, num_ready, num_held_tokens)
@@ -256,14 +241,11 @@ class KVCacheManager:
         self, request_id: str, num_computed_tokens: int, num_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
         """Before a step that computes tokens ``[num_computed_tokens, num_tokens)``: give back what
-        it does not look at, and make every table hold its tokens.
+        it does not look at, and make every table hold its tokens. Returns the appended block ids
+        by group, -1 where nothing will be written.
 
-        Returns:
-            The appended block ids by group, -1 where nothing will be written.
-
-        Raises:
-            ValueError: a request that is not admitted or must not grow any more, a step of more
-                than was promised, or more tokens than were admitted.
+        Raises ValueError for a request that is not admitted or must not grow any more, a step of
+        more than was promised, or more tokens than were admitted.
         """
         admitted = self._get(request_id)
         if not 0 <= num_tokens - num_computed_tokens <= admitted.max_step_tokens:
@@ -325,17 +307,11 @@ class KVCacheManager:
         request: HashableRequest | None = None,
     ) -> None:
         """Let others find what is full among the first ``num_computed_tokens`` tokens; call it
-        after every step and after an accepted load.
+        after every step and after an accepted load. ``block_hashes``: one for every
+        :attr:`hash_block_size` tokens. ``request``: where events are noted.
 
-        Args:
-            request_id: a request that was admitted.
-            block_hashes: its hashes, one for every :attr:`hash_block_size` tokens.
-            num_computed_tokens: its tokens whose KV is complete.
-            request: the request itself, where events are noted.
-
-        Raises:
-            ValueError: a request that is not admitted, fewer blocks or hashes than tokens, or
-                events without ``request``.
+        Raises ValueError for a request that is not admitted, fewer blocks or hashes than tokens, or
+        events without ``request``.
         """
         self._get(request_id)
         for group in self.groups:

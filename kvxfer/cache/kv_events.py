@@ -107,9 +107,7 @@ class KVEventLog:
         request: HashableRequest,
         spec: KVCacheSpec,
     ) -> None:
-        """Note that ``blocks[new]`` have got their names: one event for each run without null
-        blocks, so that tokens and names always belong together.
-        """
+        """One event for each run of ``blocks[new]`` without null blocks."""
         mm_idx, lora = 0, getattr(request, "lora_request", None)
         for start, end in _runs(blocks, new):
             keys: list[tuple[ExtraKey, ...] | None] = []
@@ -138,14 +136,12 @@ class KVEventLog:
             self._events.append(event)
 
     def removed(self, block_hash: BlockHashType, group_id: int) -> None:
-        """Note that a block of the group has lost its name."""
         names = [self._external(block_hash)]
         self._events.append(
             BlockRemoved(block_hashes=names, medium=self.medium, group_idx=group_id)
         )
 
     def cleared(self) -> None:
-        """Note that no block has a name any more."""
         self._events.append(AllBlocksCleared())
 
     def _external(self, block_hash: BlockHashType) -> _ExternalBlockHash:

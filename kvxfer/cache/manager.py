@@ -86,7 +86,6 @@ class GroupManager:
         raise NotImplementedError
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Length of a table for ``num_tokens`` tokens; ValueError when negative."""
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected at least 0, got {num_tokens}")
         return -(-num_tokens // self.block_size)
@@ -179,45 +178,6 @@ class GroupManager:
 
     # ------------------------------------------------------------------ tables
 
-    def allocate(
-        self,
-        request_id: str,
-        num_tokens: int,
-        hit_blocks: Sequence[KVCacheBlock] = (),
-        num_computed_tokens: int = 0,
-    ) -> list[int] | None:
-        """Make the request's table hold ``num_tokens`` tokens, or change nothing.
-
-        Args:
-            request_id: a new request, or one whose table grows.
-            num_tokens: all its tokens, prefix hit included.
-            hit_blocks: from :meth:`find_longest_cache_hit`, for a new request only; they become its
-                first blocks.
-            num_computed_tokens: tokens that are computed, or loaded from elsewhere, when the first
-                step uses the table: what is not needed after them is null from the start.
-
-        Returns:
-            The ids added after ``hit_blocks`` (those that hold nothing yet), ``[]`` when the table
-            is large enough, None when too few blocks are free.
-
-        Raises:
-            ValueError: hits for a request that has a table, hits beyond ``num_tokens``, or a hit
-                that was evicted since.
-        """
-        if hit_blocks:
-            self.check_hit(request_id, num_tokens, hit_blocks)
-        table = self._tables.get(request_id)
-        kept = self.first_kept_block(num_computed_tokens)
-        num_held = len(table.blocks) if table else len(hit_blocks)
-        first_new = max(num_held, kept, self._first_written_block(num_tokens))
-        num_new = max(self.blocks_needed(num_tokens) - first_new, 0)
-        num_revived = sum(b.ref_cnt == 0 and not b.is_null for b in hit_blocks[kept:])
-        if num_new + num_revived > self.pool.num_free_blocks:
-            return None
-        if table is None:
-            self.open_table(request_id, hit_blocks, num_computed_tokens)
-        return self.extend(request_id, num_tokens, num_computed_tokens)
-
     def open_table(
         self, request_id: str, hit_blocks: Sequence[KVCacheBlock], num_computed_tokens: int
     ) -> None:
@@ -272,9 +232,7 @@ class GroupManager:
         self._give_back(dropped)
 
     def free(self, request_id: str) -> None:
-        """Give the request's blocks back, tail first, so that the start of its prefix is evicted
-        last. ValueError when it holds no table (freed twice, or never allocated).
-        """
+        """Tail first: the start of its prefix is evicted last. ValueError without a table."""
         table = self._table(request_id)
         del self._tables[request_id]
         if table.num_dropped_blocks:
@@ -294,18 +252,11 @@ class GroupManager:
         num_computed_tokens: int,
         request: HashableRequest | None = None,
     ) -> None:
-        """Let others find the full blocks among the first ``num_computed_tokens`` tokens, whose KV
-        is complete.
+        """Let others find the full blocks among the first ``num_computed_tokens`` tokens, computed
+        or accepted from a load; fewer than before change nothing. ``block_hashes``: the request's
+        chain, from its first. ``request``: for a pool that notes events.
 
-        Args:
-            request_id: a request with a table.
-            block_hashes: the request's chain of hashes, from its first.
-            num_computed_tokens: tokens computed or accepted from a load; fewer than before changes
-                nothing.
-            request: the request itself, for a pool that notes events.
-
-        Raises:
-            ValueError: an unknown request, or more tokens than its table or ``block_hashes`` cover.
+        Raises ValueError for an unknown request, or more tokens than its table or hashes cover.
         """
         table = self._table(request_id)
         num_full_blocks = num_computed_tokens // self.block_size
@@ -376,7 +327,6 @@ class FullAttentionManager(GroupManager):
     def max_blocks(
         self, num_tokens: int, step_tokens: int, num_held_tokens: int | None = None
     ) -> int:
-        """Blocks for all its tokens, however they are computed."""
         return self.blocks_needed(num_tokens)
 
     def extend(self, request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> list[int]:
@@ -395,7 +345,6 @@ class FullAttentionManager(GroupManager):
         max_tokens: int,
         alignment_tokens: int | None = None,
     ) -> list[KVCacheBlock]:
-        """The blocks of the longest known prefix, at most ``max_tokens`` tokens."""
         # From the left: a prompt that nobody knows costs one lookup.
         hit: list[KVCacheBlock] = []
         names = self.block_names(block_hashes)
@@ -455,7 +404,6 @@ class MambaManager(GroupManager):
         return max(0, num_computed_tokens - 1)
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Length of a table for ``num_tokens`` tokens; ValueError when negative."""
         return super().blocks_needed(num_tokens) + self.spec.num_speculative_blocks
 
     def _first_written_block(self, num_tokens: int) -> int:

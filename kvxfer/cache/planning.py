@@ -57,7 +57,6 @@ def estimate_max_model_len(
 
 
 def _pool_block_nbytes(groups: Sequence[KVCacheGroupSpec]) -> int:
-    """Bytes of one block of the pool: of all layers of the largest group; 0 without groups."""
     of_groups = (
         sum(group.spec_of(name).page_size_bytes for name in group.layer_names) for group in groups
     )
@@ -67,13 +66,8 @@ def _pool_block_nbytes(groups: Sequence[KVCacheGroupSpec]) -> int:
 def _num_blocks_for(
     config: PlanningConfig, groups: Sequence[KVCacheGroupSpec], available_memory: int
 ) -> int:
-    """Blocks of the pool, the null block among them: as many as fit, or the override.
-
-    Without groups it is the null block alone.
-
-    Raises:
-        TypeError: memory or an override that is no int.
-        ValueError: an override below 1.
+    """Blocks of the pool, the null block among them: as many as fit, or the override. Raises
+    TypeError for what is no int, ValueError for an override below 1.
     """
     check_int("available_memory", available_memory)
     if not groups:
@@ -88,9 +82,7 @@ def _num_blocks_for(
 def _num_blocks_needed(
     groups: Sequence[KVCacheGroupSpec], num_tokens: int, step_tokens: int
 ) -> int:
-    """Blocks of a pool in which one request of ``num_tokens`` tokens fits, computed in steps of up
-    to ``step_tokens``; the null block is among them.
-    """
+    """The null block among them; computed in steps of up to ``step_tokens``."""
     return _NUM_NULL_BLOCKS + sum(
         group.kv_cache_spec.max_blocks(num_tokens, step_tokens) for group in groups
     )
@@ -191,16 +183,8 @@ def get_kv_cache_configs(
     """Plan the caches of all workers together: the same groups everywhere, each with the worker's
     own layers of it (maybe none), and the number of blocks that fits on all.
 
-    A pipeline's stages may so have kinds of layers in any proportion.
-
-    Args:
-        config: as in :func:`get_kv_cache_config`.
-        kv_cache_specs: by worker, what each of its layers keeps.
-        available_memory: by worker, bytes for its cache.
-
-    Raises:
-        ValueError: a layer with several specs, or on one worker what
-            :func:`get_kv_cache_config` raises.
+    A pipeline's stages may so have kinds of layers in any proportion. Specs and bytes are by
+    worker. Raises ValueError for a layer with several specs, and as :func:`get_kv_cache_config`.
     """
     merged: dict[str, KVCacheSpec] = {}
     for worker, specs in enumerate(kv_cache_specs):
@@ -251,7 +235,6 @@ def unify_kv_cache_configs(kv_cache_configs: Sequence[KVCacheConfig]) -> None:
 
 
 def _part(group: KVCacheGroupSpec, layers: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
-    """The group with those of its layers that a worker has."""
     return KVCacheGroupSpec(
         [name for name in group.layer_names if name in layers],
         group.kv_cache_spec,
@@ -319,7 +302,6 @@ def _groups_in_order(
 def _same_groups(
     worker: int, own: list[KVCacheGroupSpec], of: int, groups: list[KVCacheGroupSpec]
 ) -> list[KVCacheGroupSpec]:
-    """``own`` in the order of ``groups``, which worker ``of`` has: the same layers in each."""
     in_order = _in_order(own, groups, lambda group: frozenset(group.layer_names))
     if in_order is None:
         raise ValueError(
@@ -356,7 +338,6 @@ def _in_order(
     wanted: list[KVCacheGroupSpec],
     key: Callable[[KVCacheGroupSpec], Hashable],
 ) -> list[KVCacheGroupSpec] | None:
-    """``own`` in the order of ``wanted``, by equal keys; None where the keys are not the same."""
     left, in_order = list(own), []
     for group in wanted:
         at = next((at for at, other in enumerate(left) if key(other) == key(group)), None)

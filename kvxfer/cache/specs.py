@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import index
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, TypeAlias
 
 DTYPE_NBYTES = {
     "float32": 4,
@@ -29,22 +29,15 @@ DTYPE_NBYTES = {
 """Bytes of one element, by dtype name (torch's names without ``torch.``)."""
 
 
-class PlanningConfig(Protocol):
-    """What a cache's size depends on: settings of an engine, in its sections.
+PlanningConfig: TypeAlias = Any
+"""What a cache's size depends on: settings of whatever engine, in its sections.
 
-    - ``model_config.max_model_len``: tokens of the longest request
-    - ``scheduler_config.max_num_batched_tokens``: tokens of the largest step
-    - ``scheduler_config.disable_hybrid_kv_cache_manager``: one group only (missing or None: False)
-    - ``cache_config.num_gpu_blocks_override``: blocks of the pool whatever the memory is (missing
-      or None: as many as fit)
-    """
-
-    @property
-    def model_config(self) -> Any: ...  # noqa: ANN401 - a section of whatever engine
-    @property
-    def scheduler_config(self) -> Any: ...  # noqa: ANN401
-    @property
-    def cache_config(self) -> Any: ...  # noqa: ANN401
+- ``model_config.max_model_len``: tokens of the longest request
+- ``scheduler_config.max_num_batched_tokens``: tokens of the largest step
+- ``scheduler_config.disable_hybrid_kv_cache_manager``: one group only (missing or None: False)
+- ``cache_config.num_gpu_blocks_override``: blocks of the pool whatever the memory is (missing or
+  None: as many as fit)
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,12 +88,10 @@ class KVCacheSpec:
 
 
 def ceil_div(value: int, divisor: int) -> int:
-    """``value / divisor``, rounded up."""
     return -(-value // divisor)
 
 
 def check_int(name: str, value: object) -> None:
-    """TypeError unless ``value`` is an int."""
     if not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {value!r}")
 
@@ -117,22 +108,18 @@ def check_ids(name: str, ids: Iterable[object]) -> list[int]:
 
 
 def check_positive(name: str, value: int, advice: str = "") -> None:
-    """TypeError unless ``value`` is an int, ValueError unless it is at least 1; ``advice`` says
-    what to change where the name alone does not.
-    """
+    """TypeError unless it is an int, ValueError below 1; ``advice``: what to change."""
     check_int(name, value)
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}{advice and f'; {advice}'}")
 
 
 def _check_dtype(dtype: str) -> None:
-    """ValueError unless ``dtype`` is a key of :data:`DTYPE_NBYTES`."""
     if dtype not in DTYPE_NBYTES:
         raise ValueError(f"dtype: expected one of {', '.join(DTYPE_NBYTES)}, got {dtype!r}")
 
 
 def _check_padding(padded: int | None, unpadded: int) -> None:
-    """TypeError unless ``padded`` is an int or None, ValueError for less than a block has."""
     if padded is None:
         return
     check_int("page_size_padded", padded)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_type_hints
@@ -26,12 +22,11 @@ from kvxfer.cli.options import (
     parse_address,
 )
 from kvxfer.cli.plan import PlanOptions, run_plan
-from kvxfer.cli.terminal import ToldToEnd, heed_signals
-from kvxfer.errors import KvxferError
+from kvxfer.cli.terminal import ToldToEnd, border
 from kvxfer.proxy.settings import ProxySettings, Side, parse_engines
 
-DIFFERENT, WRONG = 1, 2
-"""Exit codes: something was not equal or failed; the command could not do its work."""
+DIFFERENT = 1
+"""Exit code: something was not equal or failed."""
 
 app = typer.Typer(
     help="Move the KV cache of requests from prefill workers to decode workers.",
@@ -51,7 +46,7 @@ def _command(run: Callable[[Any], None]) -> Callable[[Any], None]:
     defaults = {each.name: each.default for each in fields(record)}
 
     def command(**given: object) -> None:
-        with _border():
+        with border():
             run(record(**given))
 
     command.__doc__ = run.__doc__
@@ -188,21 +183,6 @@ def _top(
 
 def main() -> None:
     app(prog_name="kvxfer")
-
-
-@contextmanager
-def _border() -> Iterator[None]:
-    """Errors become one line and an exit code; signals end what was started, and then this."""
-    logging.basicConfig(level=logging.WARNING, format="kvxfer: %(message)s")
-    heed_signals()
-    try:
-        yield
-    except KvxferError as e:
-        print(f"kvxfer: error: {e}", file=sys.stderr)
-        raise typer.Exit(WRONG) from e
-    except ToldToEnd as e:
-        print(f"kvxfer: ended by {signal.Signals(e.number).name}", file=sys.stderr)
-        raise typer.Exit(128 + e.number) from e
 
 
 def _end(is_good: bool) -> None:

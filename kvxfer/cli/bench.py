@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import typer
 
-AS_THEY_ARE = {"allow_extra_args": True, "ignore_unknown_options": True}
+_AS_THEY_ARE = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def register(app: typer.Typer) -> None:
-    app.command("bench", add_help_option=False, context_settings=AS_THEY_ARE)(bench)
+    app.command("bench", add_help_option=False, context_settings=_AS_THEY_ARE)(bench)
 
 
 def bench(context: typer.Context) -> None:

@@ -14,7 +14,7 @@ from multiprocessing.connection import wait
 import msgspec
 from rich.console import Console
 
-from kvxfer.cli.memory import Need, check_memory, free_host_nbytes, needs_of
+from kvxfer.cli.memory import Need, check_memory, needs_of
 from kvxfer.cli.options import (
     DecodeOptions,
     PairOptions,
@@ -42,6 +42,7 @@ from kvxfer.cli.sides import (
 )
 from kvxfer.cli.terminal import ToldToEnd, heed_signals, progress_bar, stderr_above
 from kvxfer.config import Config
+from kvxfer.doctor.host import free_host_nbytes
 from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.kv_plan import longest_request
@@ -183,7 +184,6 @@ class _Setup:
             yield from needs_of(config, self.model, self.names.get(name, of_single))
 
     def text(self, options: RunOptions) -> str:
-        """For people."""
         sides = [
             f"{name} TP {c.tp_size} block {c.block_size} {c.layout}{_where(c)}"
             for name, c in self.configs.items()
@@ -193,9 +193,7 @@ class _Setup:
 
 
 def _run(options: RunOptions, setup: _Setup, wait_s: float = 0.0) -> bool:
-    """Start the engines of the setup (and the single one), send them the work, show the results.
-    A prefill engine that is elsewhere may be away for ``wait_s``.
-    """
+    """A prefill engine elsewhere may be away for ``wait_s``. Returns whether all is well."""
     if options.verify:
         device = setup.configs["decode"].rank_devices[0]
         single = single_engine(options, setup.model, setup.work, device=device)
@@ -244,7 +242,6 @@ def _run(options: RunOptions, setup: _Setup, wait_s: float = 0.0) -> bool:
 def _start(
     setup: _Setup, wait_s: float, stack: ExitStack, console: Console, text: str
 ) -> dict[str, RunEngine]:
-    """All engines of the setup, side by side, until the stack is closed."""
     engines: dict[str, RunEngine] = {}
     groups = {
         name: stack.enter_context(EngineGroup(config, set_up=setup.set_ups.get(name)))
@@ -275,7 +272,6 @@ def _metrics(group: EngineGroup) -> str:
 
 
 def _where(config: EngineConfig) -> str:
-    """The devices of the ranks, in order, unless they are where they always were."""
     return "" if config.device == CPU else f" on {', '.join(config.rank_devices)}"
 
 

@@ -21,7 +21,6 @@ _COLORS = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", Stat
 
 
 def run_doctor(options: DoctorOptions) -> bool:
-    """Look at everything and print it. Returns whether all is well."""
     config = load_config({"min_gbps": options.min_gbps}).config
     console = Console(highlight=False, soft_wrap=True)
     if options.listen:

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvxfer.errors import ConfigError
-
-WRONG = 2
+from kvxfer.cli.terminal import border
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the keys.")]
 _Step = Annotated[str | None, typer.Argument(metavar="STEP", help="add, use or drop.")]
@@ -33,7 +28,7 @@ keys = typer.Typer(
 @keys.command()
 def make(folder: _Folder) -> None:
     """Make a folder with a key pair. Keys that are there are not replaced."""
-    with _border():
+    with border(OSError):
         from kvxfer.transports.key_folder import make_keys
 
         make_keys(folder)
@@ -48,7 +43,7 @@ def rotate(folder: _Folder, step: _Step = None) -> None:
     add: a next key, which is accepted from now on. use: engines that start from now on take it.
     drop: the key before it is not accepted any more.
     """
-    with _border():
+    with border(OSError):
         from kvxfer.transports.key_folder import rotate_keys
 
         rotate_keys(folder, step)
@@ -60,7 +55,7 @@ def show(folder: _Folder) -> None:
     """Show the public keys, and the step that is due. Exit status 2 for a folder that engines
     refuse.
     """
-    with _border():
+    with border(OSError):
         _show(folder)
 
 
@@ -69,13 +64,3 @@ def _show(folder: Path) -> None:
 
     found = read_keys(folder)
     typer.echo(f"{folder}: {found}\n{_NEXT[found.due].format(folder)}")
-
-
-@contextmanager
-def _border() -> Iterator[None]:
-    """Errors become one line and an exit code."""
-    try:
-        yield
-    except (ConfigError, OSError) as e:
-        print(f"kvxfer: error: {e}", file=sys.stderr)
-        raise typer.Exit(WRONG) from e

@@ -6,19 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from pathlib import Path
 
 from kvxfer.cli.report import nbytes_text
 from kvxfer.engine.config import CPU, EngineConfig
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.model_config import ModelConfig
 from kvxfer.errors import ConfigError
-
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = ("memory.max", "memory.current", "inactive_file")
-"""Files of a control group; and in memory.stat, what of the use is cache that the kernel gives
-back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +43,7 @@ def needs_of(
 
 
 def check_memory(needs: Sequence[Need], free_nbytes: int | None) -> None:
-    """Raises ConfigError where all needs together are more than ``free_nbytes`` (None: nobody
-    knows), naming the largest.
-    """
+    """Raises ConfigError, naming the largest need. ``free_nbytes`` None: unknown."""
     total_nbytes = sum(need.nbytes for need in needs)
     if free_nbytes is None or total_nbytes <= free_nbytes:
         return
@@ -64,45 +55,7 @@ def check_memory(needs: Sequence[Need], free_nbytes: int | None) -> None:
     )
 
 
-def free_host_nbytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process may still take: of the machine, and of the control groups that it is
-    in. None where the system does not tell. ``root``: of the file system, for tests.
-    """
-    bounds = [
-        int(line.split()[1]) << 10
-        for line in _lines(root / "proc/meminfo")
-        if line.startswith("MemAvailable:")
-    ]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            base = root / "sys/fs/cgroup" / controllers
-            # The mount's own root as well: in a container it is its group, whatever the path says
-            folders = accumulate(path.strip("/").split("/"), Path.joinpath, initial=base)
-            bounds += [
-                b for each in folders if (b := _left(each, _V1 if controllers else _V2)) is not None
-            ]
-    return max(0, min(bounds)) if bounds else None
-
-
-def _left(group: Path, names: tuple[str, str, str]) -> int | None:
-    """What a control group may still take; None without a limit."""
-    limit, used = (next(iter(_lines(group / name)), "") for name in names[:2])
-    if not limit.isdecimal() or int(limit) >> 60:  # the first version has no word for "none"
-        return None
-    stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
-    return int(limit) - int(used or 0) + int(stat.get(names[2], 0))
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
-
-
 def _weights_nbytes(model: ModelConfig, tp_size: int) -> int:
-    """Of all ranks: each has its part of the layers, and whole embeddings."""
     attention = 2 * model.hidden_size * model.head_size * (model.num_heads + model.num_kv_heads)
     layer = attention + 3 * model.hidden_size * model.intermediate_size
     embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_word_embeddings else 2)

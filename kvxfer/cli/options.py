@@ -104,9 +104,7 @@ class SideOptions:
 
     @property
     def option_names(self) -> dict[str, str]:
-        """The options by the fields of the engine's settings that they set; ``pool``: those that
-        decide its size.
-        """
+        """By fields of the engine's settings; ``pool``: those that decide its size."""
         prefix = f"--{self.of}-" if self.of else "--"
         num_blocks = f"{prefix}blocks" if self.of else "--num-blocks"
         work = "--max-new-tokens, --in-flight"
@@ -482,9 +480,7 @@ class HostPort:
 
 
 def address_towards(peer: HostPort) -> str:
-    """The address of this host that a peer sees; loopback where no way leads there. Sends
-    nothing.
-    """
+    """This host's, as the peer sees it; loopback where no way leads there. Sends nothing."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             peer.host.strip("[]"), peer.port, type=socket.SOCK_DGRAM

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvxfer.connector.records import LoadReport
-from kvxfer.engine.digest import Difference, KVDigest, PlaneDigest, compare
+from kvxfer.engine.digest import compare
 from kvxfer.engine.rpc import Done, Token
 
 _GOOD_STATUSES = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"}
@@ -45,9 +45,7 @@ class Transfer(msgspec.Struct, frozen=True):
 
 
 class KvCheck(msgspec.Struct, frozen=True):
-    """The moved tokens ``[token_lo, token_hi)``, compared between both sides; of layers with a
-    window those that both sides still hold.
-    """
+    """The moved tokens ``[token_lo, token_hi)``, as far as both sides still hold them."""
 
     token_lo: int
     token_hi: int
@@ -55,7 +53,6 @@ class KvCheck(msgspec.Struct, frozen=True):
 
     @property
     def is_equal(self) -> bool:
-        """Every byte of every plane and head."""
         return not self.differences
 
 
@@ -105,9 +102,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.failure is not None and self.status in _GOOD_STATUSES
 
     def is_good(self, *, tokens_decide: bool, may_recompute: bool = False) -> bool:
-        """It ended well, used the KV that it asked for unless it ``may_recompute``, and whatever
-        was compared and decides is equal.
-        """
+        """It used its KV unless it ``may_recompute``, and what was compared is equal."""
         return (
             self.status in _GOOD_STATUSES
             and (may_recompute or not self.is_recomputed)
@@ -118,9 +113,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Answers:
-    """What the engines have said about one request so far. ``single``: the single-engine run's
-    tokens, None when there is no such run.
-    """
+    """Of one request, so far. ``single``: the single engine's tokens, None without one."""
 
     prefill: Done | None = None
     prefill_tokens: list[Token] = field(default_factory=list)
@@ -131,7 +124,6 @@ class Answers:
 
 
 def judge(name: str, num_prompt_tokens: int, answers: Answers) -> Result:
-    """One request's result from the engines' answers."""
     prefill, decode = answers.prefill, answers.decode
     difference = None
     if answers.single is not None:
@@ -218,27 +210,7 @@ def _kv_check(prefill: Done | None, decode: Done | None) -> KvCheck | None:
     hi = min(lo + decode.num_external_tokens, both)
     if hi <= lo:
         return None
-    found = compare(_span(prefill.digests, lo, hi), _span(decode.digests, lo, hi))
-    return KvCheck(lo, hi, tuple(str(_moved(difference, lo)) for difference in found))
-
-
-def _span(digests: Iterable[KVDigest], lo: int, hi: int) -> list[KVDigest]:
-    """The tokens of ``[lo, hi)``, counted from ``lo``."""
-    return [
-        KVDigest(
-            num_tokens=hi - lo, planes=tuple(_plane_span(plane, lo, hi) for plane in digest.planes)
-        )
-        for digest in digests
-    ]
-
-
-def _plane_span(plane: PlaneDigest, lo: int, hi: int) -> PlaneDigest:
-    part = plane.between(lo, hi)
-    return msgspec.structs.replace(part, first_token=part.first_token - lo)
-
-
-def _moved(difference: Difference, by_tokens: int) -> Difference:
-    return msgspec.structs.replace(difference, first_token=difference.first_token + by_tokens)
+    return KvCheck(lo, hi, tuple(map(str, compare(prefill.digests, decode.digests, span=(lo, hi)))))
 
 
 def _gap(gap: float | None) -> str:

@@ -21,7 +21,7 @@ import msgspec
 from kvxfer.errors import ConfigError
 
 _EncodeText = Callable[[str], Sequence[int]]
-DecodeText = Callable[[Sequence[int]], str]
+_DecodeText = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,6 @@ def load_prompts(
 
 
 def _read_lines(path: Path, option: str) -> list[str]:
-    """The lines of a UTF-8 file; ConfigError naming the option when it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
@@ -141,17 +140,14 @@ def _check(token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def text_encoder(model: str | None) -> _EncodeText:
-    """How text becomes token ids: by the model folder's tokenizer.json, else its UTF-8 bytes.
-
-    Raises ConfigError when the file cannot be read, or the package for it is missing.
-    """
+    """By the model folder's tokenizer.json, else as UTF-8 bytes. Raises ConfigError."""
     tokenizer = _tokenizer(model)
     if tokenizer is None:
         return lambda text: text.encode()
     return lambda text: list(tokenizer.encode(text).ids)
 
 
-def text_decoder(model: str | None) -> DecodeText | None:
+def text_decoder(model: str | None) -> _DecodeText | None:
     """How token ids become text, by the same file; None without one, or without the package."""
     tokenizer = _tokenizer(model) if find_spec("tokenizers") else None
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(list(ids)))
@@ -255,5 +251,4 @@ def _tokens(line: _TraceLine, scale: int, vocab_size: int) -> Iterable[int]:
 
 def unit(hash_id: int, num_tokens: int, vocab_size: int) -> list[int]:
     """The tokens that one hash id stands for, the same in every run and on every machine."""
-    numbers = random.Random(f"unit {hash_id}")  # noqa: S311 - the same in every run is the point
-    return [numbers.randrange(vocab_size) for _ in range(num_tokens)]
+    return list(_random_ids(f"unit {hash_id}", num_tokens, vocab_size))

@@ -13,10 +13,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 def run_proxy(settings: ProxySettings, log_level: str) -> int:
-    """Serve until the process is told to end. Returns the signal that did.
-
-    Raises ConfigError when the HTTP libraries are missing, or it cannot listen.
-    """
+    """Serve until a signal comes; returns it. Raises ConfigError."""
     if log_level not in _LEVELS:
         raise ConfigError(f"--log-level: expected one of {', '.join(_LEVELS)}, got {log_level!r}")
     logging.getLogger("kvxfer").setLevel(log_level)

@@ -19,18 +19,9 @@ import zmq
 from kvxfer.cli.outcome import Answers, Result, judge, why_unused
 from kvxfer.cli.prompts import Prompt
 from kvxfer.cli.sides import Work
+from kvxfer.engine import rpc
 from kvxfer.engine.config import OnLoadFailure
 from kvxfer.engine.group import EngineGroup
-from kvxfer.engine.rpc import (
-    Abort,
-    Done,
-    Generate,
-    RequestRefused,
-    RpcClient,
-    ToClient,
-    Token,
-    wait_for,
-)
 from kvxfer.errors import KvxferError, PeerLost, ProtocolError
 
 log = logging.getLogger("kvxfer.cli")
@@ -55,7 +46,7 @@ class RunEngine:
     long its return is waited for when it has gone; None: its loss ends the run.
     """
 
-    client: RpcClient
+    client: rpc.RpcClient
     group: EngineGroup | None = None
     come_back_s: float | None = None
     lost_at_s: float | None = field(default=None, init=False)
@@ -104,11 +95,7 @@ class Replay:
         self._started_s = self._heard_s = time.monotonic()
 
     def run(self) -> list[Result]:
-        """Send every prompt, and return their results in order.
-
-        Raises PeerLost when an engine that the run cannot do without has gone, KvxferError when it
-        refused a request or one of its processes died.
-        """
+        """All results in order. Raises PeerLost and KvxferError where the run cannot go on."""
         self._next_single()
         self._start_due()
         while self._num_done < len(self._jobs):
@@ -117,9 +104,7 @@ class Replay:
         return self.results()
 
     def results(self) -> list[Result]:
-        """Of the prompts that are over by now, in order. What the single engine has not said all of
-        is compared with nothing.
-        """
+        """Of the prompts that are over by now, in order."""
         return [
             judge(
                 job.prompt.name,
@@ -129,8 +114,6 @@ class Replay:
             for job in self._jobs.values()
             if job.is_over
         ]
-
-    # ------------------------------------------------------------------ sending
 
     def _start_due(self) -> None:
         now_s = time.monotonic() - self._started_s
@@ -156,14 +139,14 @@ class Replay:
             return
         job.is_at_prefill = True
         params = {"do_remote_decode": True, "do_remote_prefill": False}
-        self._prefill.client.send(Generate(request_id, job.prompt.token_ids, 1, params))
+        self._prefill.client.send(rpc.Generate(request_id, job.prompt.token_ids, 1, params))
 
     def _ask_decode(self, request_id: str) -> None:
         job = self._jobs[request_id]
         prompt, prefill = job.prompt, job.answers.prefill
         params = prefill.kv_transfer_params if prefill else None
         self._decode.client.send(
-            Generate(request_id, prompt.token_ids, prompt.max_new_tokens, params)
+            rpc.Generate(request_id, prompt.token_ids, prompt.max_new_tokens, params)
         )
 
     def _without_prefill(self, request_id: str, reason: str) -> None:
@@ -180,7 +163,7 @@ class Replay:
             job = self._jobs[request_id]
             job.answers.single = []
             self._single.client.send(
-                Generate(request_id, job.prompt.token_ids, job.prompt.max_new_tokens)
+                rpc.Generate(request_id, job.prompt.token_ids, job.prompt.max_new_tokens)
             )
 
     def _over(self, request_id: str) -> None:
@@ -195,8 +178,6 @@ class Replay:
         if job.is_over and (job.is_compared or self._single is None):
             self._num_done += 1
             self._progress(self._num_done, len(self._jobs))
-
-    # ------------------------------------------------------------------ hearing
 
     def _hear(self) -> None:
         if self._awaits_prefill():
@@ -234,14 +215,14 @@ class Replay:
             wait_s = min(wait_s, max(0.0, arrival_s - time.monotonic()))
         if self._awaits_prefill():
             wait_s = 0.0  # the attempt to reconnect has waited already
-        wait_for(sources, wait_s)
+        rpc.wait_for(sources, wait_s)
 
-    def _handle(self, engine: RunEngine, message: ToClient) -> None:
-        if isinstance(message, RequestRefused):
+    def _handle(self, engine: RunEngine, message: rpc.ToClient) -> None:
+        if isinstance(message, rpc.RequestRefused):
             if not message.request_id:
                 raise ProtocolError(f"engine at {engine.client.endpoint}: {message.error}")
             raise KvxferError(f"engine {engine.client.info.engine_id} refused: {message.error}")
-        if not isinstance(message, (Token, Done)) or message.request_id not in self._jobs:
+        if not isinstance(message, (rpc.Token, rpc.Done)) or message.request_id not in self._jobs:
             return
         if engine is self._single:
             self._single_said(message)
@@ -250,11 +231,11 @@ class Replay:
         else:
             self._decode_said(message)
 
-    def _prefill_said(self, message: Token | Done) -> None:
+    def _prefill_said(self, message: rpc.Token | rpc.Done) -> None:
         job = self._jobs[message.request_id]
         if not job.is_at_prefill:
             return
-        if isinstance(message, Token):
+        if isinstance(message, rpc.Token):
             job.answers.prefill_tokens.append(message)
             return
         job.answers.prefill = message
@@ -264,27 +245,27 @@ class Replay:
             job.is_at_prefill = False
             self._ask_decode(message.request_id)
 
-    def _decode_said(self, message: Token | Done) -> None:
+    def _decode_said(self, message: rpc.Token | rpc.Done) -> None:
         answers = self._jobs[message.request_id].answers
-        if isinstance(message, Token):
+        if isinstance(message, rpc.Token):
             answers.tokens.append(message)
         else:
             answers.decode = message
             self._tell_prefill(message)
             self._over(message.request_id)
 
-    def _tell_prefill(self, done: Done) -> None:
+    def _tell_prefill(self, done: rpc.Done) -> None:
         """What was offered in vain comes back at once, and a log elsewhere says why."""
         why = why_unused(done)
         if not why or self._prefill.lost_at_s is not None:
             return
         who = f"engine {self._decode.client.info.engine_id} on {socket.gethostname()}"
         is_here = self._prefill.group is not None  # and decode has written it to the same log
-        self._prefill.client.send(Abort(done.request_id, "" if is_here else f"{who}: {why}"))
+        self._prefill.client.send(rpc.Abort(done.request_id, "" if is_here else f"{who}: {why}"))
 
-    def _single_said(self, message: Token | Done) -> None:
+    def _single_said(self, message: rpc.Token | rpc.Done) -> None:
         answers = self._jobs[message.request_id].answers
-        if isinstance(message, Token):
+        if isinstance(message, rpc.Token):
             if answers.single is not None:
                 answers.single.append(message)
         else:
@@ -292,8 +273,6 @@ class Replay:
             self._jobs[message.request_id].is_compared = True
             self._tell(message.request_id)
             self._next_single()
-
-    # ------------------------------------------------------------------ an engine that goes
 
     def _lost(self, engine: RunEngine) -> None:
         if engine.group is not None:
@@ -315,7 +294,7 @@ class Replay:
     def _try_to_reconnect(self, engine: RunEngine) -> None:
         try:
             before = engine.client
-            client = RpcClient(
+            client = rpc.RpcClient(
                 before.endpoint,
                 connect_timeout_s=_RECONNECT_TRY_S,
                 kv=before.kv,

@@ -30,7 +30,6 @@ _MAX_DIFFERENCES = 5
 
 
 def make_console() -> Console:
-    """Standard output."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
 
@@ -61,7 +60,6 @@ def _result_table(results: Sequence[Result]) -> Table:
 
 
 def _yes_no(value: bool | None) -> str:
-    """In the table; ``-``: not compared."""
     return {True: "[green]yes[/]", False: "[bold red]NO[/]", None: "-"}[value]
 
 
@@ -115,7 +113,6 @@ def _summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
 
 
 def _bad(summary: Summary) -> str:
-    """How KV that was not used is shown."""
     return "yellow" if summary.may_recompute else "bold red"
 
 
@@ -228,7 +225,6 @@ def _request(result: Result) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the facts. ConfigError when the file cannot be written."""
     text = msgspec.json.format(msgspec.json.encode(content), indent=2)
     try:
         path.write_bytes(text + b"\n")

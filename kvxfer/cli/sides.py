@@ -33,7 +33,6 @@ class Work:
     in_flight: int
 
     def max_tokens(self) -> int:
-        """Tokens of the longest request, new ones included."""
         return max(map(_num_tokens, self.prompts))
 
     def num_blocks(self, sizing: KVCacheManager, kept_blocks: int) -> int:
@@ -55,17 +54,12 @@ def _num_tokens(prompt: Prompt) -> int:
 
 
 def _most_blocks(sizing: KVCacheManager, prompt: Prompt) -> int:
-    """Blocks that a request holds at a time. An offer keeps the window of its last prompt token
-    until it was read, also while new tokens are computed.
-    """
+    """An offer keeps the window of its last prompt token until it was read."""
     return sizing.blocks_needed(_num_tokens(prompt), len(prompt.token_ids) - 1)
 
 
 def read_model(options: EngineOptions, sides: Sequence[SideOptions]) -> ModelConfig:
-    """The model, checked against every side's TP size before any process starts.
-
-    Raises ModelError for missing files, and for head counts that a TP size does not fit.
-    """
+    """Checked against every side's TP size before any process starts. Raises ModelError."""
     with naming_options():
         model = load_model_config(
             options.model, num_kv_heads=options.kv_heads, dtype=options.dtype.value
@@ -105,9 +99,7 @@ def settings(
     given: Mapping[str, Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The settings of one engine: its options and what is ``given`` first (None: not given), then
-    the environment, then the command's ``defaults``, then the product's.
-    """
+    """First options and ``given``, then the environment, ``defaults``, the product's."""
     said = {
         "transport": options.transport,
         "log_level": options.log_level,
@@ -122,7 +114,6 @@ def settings(
 def transfer_engine(
     role: Role, side: SideOptions, options: EngineOptions, model: ModelConfig, kv: Config
 ) -> EngineConfig:
-    """A prefill or decode engine, not yet as large as its work needs."""
     with naming_options(side.option_names):
         return EngineConfig(
             role=role,
@@ -143,7 +134,6 @@ def transfer_engine(
 def fitted(
     engine: EngineConfig, side: SideOptions, options: RunOptions, model: ModelConfig, work: Work
 ) -> EngineConfig:
-    """The engine as a run needs it: large enough for the work."""
     with naming_options(side.option_names):
         num_blocks = pool_blocks(side, model, work)
     return msgspec.structs.replace(
@@ -181,7 +171,6 @@ def single_engine(
 
 
 def pool_blocks(side: SideOptions, model: ModelConfig, work: Work) -> int:
-    """What ``--num-blocks`` says, or what the work needs."""
     if side.num_blocks is not None:
         return side.num_blocks
     config = EngineConfig(
@@ -201,5 +190,4 @@ def _sizing(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheManager, i
 
 
 def model_name(options: EngineOptions) -> str:
-    """The model's name for people: its folder's name, or ``built-in``."""
     return "built-in" if options.model is None else Path(options.model).name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -11,10 +12,15 @@ from threading import Thread
 from types import FrameType
 from typing import NoReturn
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from kvxfer.errors import KvxferError
+
+WRONG = 2
+"""Exit code: the command could not do its work."""
 _STDERR = 2
 _LAST = b"\0\n"
 """Ends the lines: the fork server has the pipe open as long as this process lives."""
@@ -29,10 +35,26 @@ class ToldToEnd(BaseException):
         self.number = number
 
 
-def heed_signals() -> None:
-    """From now on the first SIGINT or SIGTERM raises ToldToEnd, and later ones do nothing: they
-    must not cut the ending short.
+@contextmanager
+def border(*also: type[Exception]) -> Iterator[None]:
+    """Errors of kvxfer, and these, become one line and an exit code; signals end what was started,
+    and then this.
     """
+    logging.basicConfig(level=logging.WARNING, format="kvxfer: %(message)s")
+    heed_signals()
+    one_line: tuple[type[Exception], ...] = (KvxferError, *also)
+    try:
+        yield
+    except one_line as e:
+        print(f"kvxfer: error: {e}", file=sys.stderr)
+        raise typer.Exit(WRONG) from e
+    except ToldToEnd as e:
+        print(f"kvxfer: ended by {signal.Signals(e.number).name}", file=sys.stderr)
+        raise typer.Exit(128 + e.number) from e
+
+
+def heed_signals() -> None:
+    """The first SIGINT or SIGTERM raises ToldToEnd; later ones must not cut the ending short."""
 
     def tell(number: int, _frame: FrameType | None) -> NoReturn:
         for each in (signal.SIGINT, signal.SIGTERM):

@@ -12,18 +12,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.records import GroupBlockIds
+from kvxfer.connector.verifier import Digests
 from kvxfer.errors import ProtocolError
+from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
 from kvxfer.transfer.chunks import check_chunks
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transfer.plan import Side
+from kvxfer.transfer.plan import PullClass, Side
 from kvxfer.transfer.pull import PullResolver, check_table
-from kvxfer.transfer.session import Break, ClaimantLost, OfferState, Wire
+from kvxfer.transfer.session import (
+    Break,
+    ClaimantLost,
+    OfferState,
+    ReleaseArrived,
+    StreamSent,
+    Wire,
+)
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.windows import Keeping
-from kvxfer.transfer.wire import Consumer, Pull, Reason
+from kvxfer.transfer.wire import Consumer, Pull, Reason, Verify
 from kvxfer.transports.base import SendingSource, SourceTransport
+
+
+@dataclass(slots=True)
+class Check:
+    """The digests for one consumer. ``waiting``: what would complete its part in the offer, kept
+    back until they are made, for only an open offer's bytes are whole.
+    """
+
+    digests: Digests | None = None
+    is_made: bool = False
+    waiting: list[StreamSent | ReleaseArrived] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +56,7 @@ class GivenOffer:
     ``heard_s``: when each sink engine last sent a message about the offer. ``identities``: the
     connection of each consumer. ``speakers``: the last connection of each sink engine that was
     granted the offer, or knows its tokens. ``pulls``: what each consumer asked for, while the offer
-    lives.
+    lives. ``checks``: of those that verify what they read.
     """
 
     request_id: str
@@ -51,6 +73,7 @@ class GivenOffer:
     identities: dict[Consumer, bytes] = field(default_factory=dict)
     speakers: dict[bytes, bytes] = field(default_factory=dict)
     pulls: dict[Consumer, Pull] = field(default_factory=dict)
+    checks: dict[Consumer, Check] = field(default_factory=dict)
 
     @property
     def state(self) -> OfferState:
@@ -121,6 +144,8 @@ def read_pull(
             Reason.TRANSPORT,
             f"transport: expected one of {sorted(transports)}, got {pull.transport}",
         )
+    if not isinstance(pull.verify, msgspec.UnsetType):
+        _check_verified(pull.verify.classes, resolver, num_tokens)
     if wire_of(pull, transports) is Wire.DIRECT:
         return Wire.DIRECT
     beyond = [wanted.token_hi for wanted in pull.classes if wanted.token_hi > num_tokens]
@@ -129,7 +154,7 @@ def read_pull(
             Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
         )
     try:
-        _check_held(resolver.resolve(pull.classes), pull, num_tokens)
+        _check_held(resolver.resolve(pull.classes), pull.classes, num_tokens)
         if not check_chunks(pull.classes, pull.chunk_nbytes):
             raise PullRefused(Reason.PLAN, "classes: expected something to send, got nothing")
     except ProtocolError as e:
@@ -137,9 +162,22 @@ def read_pull(
     return Wire.STREAM
 
 
-def _check_held(sides: Sequence[Side], pull: Pull, num_tokens: int) -> None:
+def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int) -> None:
+    """Raises PullRefused for what cannot be verified of an offer."""
+    most = max((wanted.token_hi for wanted in classes), default=0)
+    if most > num_tokens:
+        raise PullRefused(
+            Reason.PLAN, f"verify: expected at most the offered {num_tokens} tokens, got {most}"
+        )
+    try:
+        _check_held(resolver.resolve(classes), classes, num_tokens)
+    except ProtocolError as e:
+        raise PullRefused(Reason.PLAN, f"verify: {e}") from e
+
+
+def _check_held(sides: Sequence[Side], classes: Sequence[PullClass], num_tokens: int) -> None:
     """Raises PullRefused for tokens that this source no longer keeps at the end of the offer."""
-    for side, wanted in zip(sides, pull.classes, strict=True):
+    for side, wanted in zip(sides, classes, strict=True):
         held_start = side.keeping.held_start(num_tokens)
         if wanted.token_lo < min(held_start, wanted.token_hi):
             raise PullRefused(
@@ -182,6 +220,15 @@ def checked_sides(resolver: PullResolver, pull: Pull, block_ids: GroupBlockIds) 
     for side, wanted in zip(sides, pull.classes, strict=True):
         check_table(side, block_ids, wanted.token_lo, wanted.token_hi)
     return sides
+
+
+def given_cells(resolver: PullResolver, offer: GivenOffer, verify: Verify) -> list[Cells]:
+    """Where what a sink verifies lies here. Raises ProtocolError or ValueError."""
+    sides, seed = resolver.resolve(verify.classes), seed_of(offer.nonce)
+    return [
+        cells_of(side, wanted, offer.block_ids, verify.every, seed)
+        for side, wanted in zip(sides, verify.classes, strict=True)
+    ]
 
 
 def own_ids(

@@ -7,16 +7,20 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import torch
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import GroupBlockIds, NewLoad
+from kvxfer.connector.verifier import Digests
 from kvxfer.errors import ProtocolError
+from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
+from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import PullClass, Route
 from kvxfer.transfer.pull import check_table, pull_class, route_nbytes
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
-from kvxfer.transfer.wire import Consumer, Grant, Pull
+from kvxfer.transfer.wire import Consumer, Grant, Pull, Verify
 from kvxfer.transports.base import (
     DirectSink,
     ReadRequest,
@@ -34,18 +38,21 @@ NULL_TRANSPORT = "null"
 class Addressing:
     """The identity of this sink rank, and the wires by which it reads.
 
-    ``can_leave_unhashed``: its engine can keep single blocks from prefix reuse.
+    ``can_leave_unhashed``: its engine can keep single blocks from prefix reuse. ``verify_every``:
+    one token in so many is verified; 0: nothing is.
     """
 
     consumer: Consumer
     transports: Mapping[str, SinkTransport]
     can_leave_unhashed: bool
+    verify_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
     """What all loads from one source rank of a peer have in common. ``choice`` None: a null route,
-    nothing is read. ``is_quick``: a read begins within microseconds.
+    nothing is read. ``is_quick``: a read begins within microseconds. ``verify_every``: as
+    :class:`Addressing` has it; 0 where the source cannot.
     """
 
     route: Route
@@ -56,6 +63,7 @@ class Way:
     choice: Choice | None
     is_stream: bool
     is_quick: bool
+    verify_every: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +71,7 @@ class RouteRun:
     """One route of one load: its Pull, which retries send unchanged, its read, and its progress
     (times of ``time.monotonic``). ``incomplete``: (group, position) of the blocks that the route
     fills only partly. ``owes_pull``: the board has answered the Pull, so the Pull may be sent
-    behind the read.
+    behind the read. ``digests``: of what lies here after the read, where that is verified.
     """
 
     pull: Pull
@@ -74,6 +82,7 @@ class RouteRun:
     progressed_s: float = 0.0
     nbytes: int = 0
     owes_pull: bool = False
+    digests: Digests = ()
 
 
 def ways_of(peer: Peer, addressing: Addressing) -> tuple[Way, ...]:
@@ -94,6 +103,7 @@ def _way(peer: Peer, route: Route, addressing: Addressing) -> Way:
         choice=choice,
         is_stream=isinstance(wire, ReceivingSink),
         is_quick=wire is None or (isinstance(wire, DirectSink) and wire.is_quick),
+        verify_every=addressing.verify_every if peer.can_verify else 0,
     )
 
 
@@ -145,8 +155,34 @@ def _make_run(
         is_null=choice is None,
         classes=wanted if choice is not None and way.is_stream else (),
         chunk_nbytes=request.chunk_nbytes if request is not None else 0,
+        verify=_verify(order, way, wanted) if choice is not None else UNSET,
     )
     return RouteRun(pull, key, request, incomplete)
+
+
+def _verify(order: NewLoad, way: Way, wanted: Sequence[PullClass]) -> Verify | UnsetType:
+    """What is verified of a read. Of opaque blocks only those that the load fills: the source may
+    write the rest of the last one meanwhile.
+    """
+    if not way.verify_every:
+        return UNSET
+    classes = list(wanted)
+    for number, copied in enumerate(way.route.classes):
+        if copied.interior is Interior.OPAQUE:
+            block = copied.sink.tile.block_tokens
+            whole = max(wanted[number].token_lo, order.token_hi // block * block)
+            classes[number] = replace(wanted[number], token_hi=whole)
+    return Verify(way.verify_every, tuple(classes))
+
+
+def read_cells(run: RouteRun, verify: Verify) -> list[Cells]:
+    """Where a verified read has put its bytes. Raises ValueError for blocks that are not there."""
+    assert run.request is not None
+    seed = seed_of(run.pull.offer.nonce)
+    return [
+        cells_of(copied.sink, wanted, run.request.sink_ids, verify.every, seed)
+        for copied, wanted in zip(run.request.classes, verify.classes, strict=True)
+    ]
 
 
 def _wanted(

@@ -110,6 +110,9 @@ METRICS = (
     _gauge("loads_in_flight", "loads", "rank", "Loads that have not ended."),
     _counter("loads_undrained", "loads", "",
              "Loads whose read was stopped and did not end; their peer is lost."),
+    _counter("verified", "reads", "result",
+             "Reads whose digests were compared: equal, differing; not_possible: older sources.",
+             r"verify\.(.+)", ("equal", "differing")),
     # ---- peers and wires, counted by each rank that takes KV
     _counter("peers_met", "peers", "", "First contacts that ended well.", r"peers\.ready"),
     _counter("peers_lost", "peers", "reason", "Peers that were lost, refused or not reached.",

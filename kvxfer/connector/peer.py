@@ -35,6 +35,7 @@ from kvxfer.transfer.wire import (
     BIND_TOKENS,
     PROTOCOL_MAX,
     PROTOCOL_MIN,
+    VERIFY,
     Cancel,
     Hello,
     Malformed,
@@ -145,6 +146,11 @@ class Peer:
     @property
     def manifest(self) -> EngineManifest | None:
         return self.snapshot.manifest
+
+    @property
+    def can_verify(self) -> bool:
+        """It makes digests of the KV that it gives; engines of versions before that do not."""
+        return self.manifest is not None and VERIFY in self.manifest.capabilities
 
     @property
     def slowest(self) -> Choice | None:

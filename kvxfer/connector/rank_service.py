@@ -37,6 +37,7 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.sink import Sink
 from kvxfer.connector.source import Source
+from kvxfer.connector.verifier import EVERY, Verifier
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transfer.costs import REFERENCE_TOKENS
 from kvxfer.transfer.layout import Region
@@ -148,6 +149,7 @@ class RankService:
                 curve_public_key=config.curve_public_key,
             )
             self.ends = Ends(board)
+            verifier = Verifier(memory, self._copy_thread, self.io.post)
             self.source = Source(
                 self.io,
                 config,
@@ -157,8 +159,9 @@ class RankService:
                 transports=sources,
                 server=self._server,
                 ends=self.ends,
+                verifier=verifier,
             )
-            self._make_sink(config, sinks, can_leave_unhashed)
+            self._make_sink(config, sinks, verifier, can_leave_unhashed=can_leave_unhashed)
         except BaseException:
             self._close_all()
             self._copy_thread.close()
@@ -211,11 +214,17 @@ class RankService:
         return board
 
     def _make_sink(
-        self, config: Config, transports: dict[str, SinkTransport], can_leave_unhashed: bool
+        self,
+        config: Config,
+        transports: dict[str, SinkTransport],
+        verifier: Verifier,
+        *,
+        can_leave_unhashed: bool,
     ) -> None:
         identity = self._identity
         consumer = Consumer(identity.incarnation, identity.rank)
-        addressing = Addressing(consumer, transports, can_leave_unhashed)
+        every = EVERY.get(config.verify, 0)
+        addressing = Addressing(consumer, transports, can_leave_unhashed, every)
         self._peers = Peers(
             Surroundings(
                 io=self.io,
@@ -232,7 +241,9 @@ class RankService:
             )
         )
         self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
-        self.sink = Sink(self.io, config, self._ledger, addressing, self._peers, self.keeper)
+        self.sink = Sink(
+            self.io, config, self._ledger, addressing, self._peers, self.keeper, verifier
+        )
 
     # -------------------------------------------------- on the IO thread
 

@@ -42,7 +42,7 @@ from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.windows import group_keepings
-from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, OfferRef, Reason
+from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY, OfferRef, Reason
 
 _DRAINS = Plain("draining", "this engine drains, and takes nothing new")
 READ_BEFORE = "another request of this engine has read the offer"
@@ -125,7 +125,7 @@ class SchedulerConnector:
             engine_id=self._engine_id,
             incarnation=self._incarnation,
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
-            capabilities=(BIND_TOKENS,) if self._config.bind_tokens else (),
+            capabilities=(*((BIND_TOKENS,) if self._config.bind_tokens else ()), VERIFY),
             facts=self._facts,
             tp_size=self._tp_size,
             pp_size=self._pp_size,

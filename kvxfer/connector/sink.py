@@ -18,6 +18,7 @@ from functools import partial
 from typing import assert_never
 
 import torch
+from msgspec import UNSET, UnsetType
 
 from kvxfer.config import Config
 from kvxfer.connector.board import BoardView
@@ -30,6 +31,7 @@ from kvxfer.connector.load_routes import (
     Way,
     check_granted,
     make_routes,
+    read_cells,
     ways_of,
     with_granted_ids,
 )
@@ -38,7 +40,9 @@ from kvxfer.connector.peer import Peer, Waiter
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import AbortLoad, LoadReport, NewLoad
+from kvxfer.connector.verifier import Digests, Verifier, where_they_differ
 from kvxfer.errors import KvxferError, ProtocolError
+from kvxfer.tensors.kv_digest import seed_of
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.session import (
     Abort,
@@ -74,6 +78,7 @@ from kvxfer.transfer.wire import (
     Release,
     ToSink,
     Verdict,
+    Verify,
     is_addressed_to,
 )
 from kvxfer.transports.base import (
@@ -104,6 +109,10 @@ _UNATTACHED = (Reason.PEER_LOST, Reason.INCARNATION)
 _ASKING = (RouteState.ASKED, RouteState.RELEASING)
 _WAITING = (RouteState.IDLE, *_ASKING, RouteState.READING)
 
+_CANNOT_VERIFY = (
+    "verify: engine %s at %s makes no digests, its version is older; its KV is used unverified; "
+    "install this version there"
+)
 _log = logging.getLogger("kvxfer.connector")
 
 
@@ -170,6 +179,7 @@ class Sink:
         addressing: Addressing,
         peers: Peers,
         keeper: Keeper,
+        verifier: Verifier,
     ) -> None:
         self._io = io
         self._timeout_s = config.pull_timeout_s
@@ -177,6 +187,7 @@ class Sink:
         self._addressing = addressing
         self._peers = peers
         self._keeper = keeper
+        self._verifier = verifier
         self._by_request: dict[str, SinkLoad] = {}
         self._by_offer: dict[OfferRef, SinkLoad] = {}
         self._by_key: dict[TransferKey, tuple[SinkLoad, RankId]] = {}
@@ -315,6 +326,8 @@ class Sink:
             ways = self._ways.get(peer)
             if ways is None:
                 ways = self._ways[peer] = ways_of(peer, self._addressing)
+                if self._addressing.verify_every and not peer.can_verify:
+                    _log.warning(_CANNOT_VERIFY, peer.engine_id, peer.endpoint)
             routes = make_routes(order, ways, self._addressing, after=load.after)
         except (KvxferError, ValueError) as e:
             self._fail(load, Failure(Reason.PLAN, str(e)), cancel=True)
@@ -334,6 +347,8 @@ class Sink:
         # First: from here on the load ends, whatever fails
         self._look_in(load, min(RETRY_S, self._timeout_s))
         self._keeper.hold_at(order.request_id, order.source, frozenset(routes))
+        if self._addressing.verify_every and not peer.can_verify:
+            self._ledger.count("verify.not_possible")
         peer.begin_load()
         load.is_begun = True
         if self._by_request.get(order.request_id) is load:  # else the peer was just found silent
@@ -372,7 +387,7 @@ class Sink:
                 load.note(message.detail)
                 self._step(load, RefuseArrived(source, message.reason))
             case Verdict():
-                self._step(load, VerdictArrived(source, message.valid, message.reason))
+                self._step(load, self._judged(load, source, message))
             case Broken():
                 self._step(load, BrokenArrived(source, message.reason))
             case _:
@@ -389,6 +404,50 @@ class Sink:
                 load.note(str(e))
                 return Abort(Reason.PLAN)
         return GrantArrived(source)
+
+    def _judged(self, load: SinkLoad, source: RankId, verdict: Verdict) -> SinkEvent:
+        """What a Verdict is to the load: a valid one is worth something where the digests agree."""
+        run = load.routes[source]
+        verify, event = run.pull.verify, VerdictArrived(source, verdict.valid, verdict.reason)
+        is_due = verdict.valid and load.is_in(source, RouteState.RELEASING)
+        if isinstance(verify, UnsetType) or not is_due:
+            return event
+        if isinstance(verdict.digests, UnsetType):
+            load.note(f"rank {source}: expected digests of its KV, got none")
+            return VerdictArrived(source, False, Reason.READ_FAILED)
+        num, first = where_they_differ(verify.classes, verdict.digests, run.digests)
+        self._ledger.count("verify.differing" if num else "verify.equal")
+        if not num:
+            return event
+        what = (
+            f"KV of {self._peer(load).endpoint} rank {source} over {run.pull.transport}: expected "
+            f"equal digests at both sides, got {num} of {len(run.digests)} regions that differ; "
+            f"the first: {first}"
+        )
+        _log.warning("request %s: %s; its blocks are not used", load.order.request_id, what)
+        load.note(what)
+        return VerdictArrived(source, False, Reason.CORRUPT)
+
+    def _verify(self, load: SinkLoad, source: RankId, verify: Verify, *, certified: bool) -> None:
+        """The read is complete: make digests of what lies here now, and go on then."""
+        run = load.routes[source]
+        run.progressed_s = self._io.now()
+        try:
+            cells = read_cells(run, verify)
+        except ValueError as e:
+            load.note(str(e))
+            self._step(load, ReadFailed(source, Reason.READ_FAILED))
+            return
+        made = partial(self._verified, load, ReadCompleted(source, certified, is_verified=True))
+        self._verifier.submit(run.key, cells, seed_of(run.pull.offer.nonce), made)
+
+    def _verified(self, load: SinkLoad, event: ReadCompleted, digests: Digests | None) -> None:
+        if digests is None:
+            load.note("expected digests of what was read, got none; the log says why")
+            self._step(load, ReadFailed(event.source, Reason.READ_FAILED))
+            return
+        load.routes[event.source].digests = digests
+        self._step(load, event)
 
     def on_completion(self, completion: SinkCompletion) -> None:
         """Handle a completion of a wire."""
@@ -408,6 +467,10 @@ class Sink:
             case ReadDone(_, nbytes, certified):
                 run.nbytes = nbytes
                 load.placed_s = self._io.now()
+                verify = run.pull.verify
+                if not isinstance(verify, UnsetType):
+                    self._verify(load, source, verify, certified=certified)
+                    return
                 self._step(load, ReadCompleted(source, certified))
             case ReadBroke(_, reason, detail):
                 load.note(detail)
@@ -522,7 +585,8 @@ class Sink:
         run.asked_s = self._io.now()
         board = _board(run, peer, source)
         release = Release(run.pull.offer, run.pull.consumer)
-        if board is None or not board.is_open(run.pull.offer.nonce):
+        is_shown = board is not None and board.is_open(run.pull.offer.nonce)
+        if not is_shown or run.pull.verify is not UNSET:  # the board has no digests
             peer.send(source, release)
             return None
         peer.send_later(source, release)

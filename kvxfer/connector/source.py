@@ -13,16 +13,21 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import assert_never
+
+from msgspec import UNSET, UnsetType
 
 from kvxfer.config import Config
 from kvxfer.connector.board import Ends, Posted
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.given_offer import (
+    Check,
     GivenOffer,
     PullRefused,
     check_same,
     checked_sides,
+    given_cells,
     own_ids,
     read_pull,
     wire_of,
@@ -31,7 +36,9 @@ from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.connector.untaken_kv import UntakenKV, why_given_up, why_lapsed
+from kvxfer.connector.verifier import Digests, Verifier
 from kvxfer.errors import KvxferError
+from kvxfer.tensors.kv_digest import seed_of
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
@@ -119,6 +126,7 @@ class Source:
         server: answers go over the connections of their messages.
         ends: the offers that the engine has ended, and the board that shows open offers to sinks on
             this host.
+        verifier: makes the digests that sinks ask for.
     """
 
     def __init__(
@@ -132,11 +140,13 @@ class Source:
         transports: Mapping[str, SourceTransport],
         server: ControlServer,
         ends: Ends,
+        verifier: Verifier,
     ) -> None:
         self._io = io
         self._config = config
         self._ledger = ledger
         self._ends = ends
+        self._verifier = verifier
         self._incarnation = incarnation
         self._resolver = PullResolver(manifest)
         self._transports = transports
@@ -275,7 +285,7 @@ class Source:
         del self._streams[completion.key]
         if isinstance(completion, Sent):
             self._ledger.count(f"sent.nbytes.{transport.name}", completion.nbytes)
-            self._step(stream.offer, StreamSent(stream.consumer))
+            self._complete(stream.offer, StreamSent(stream.consumer))
         else:
             if completion.reason is not None:
                 self._ledger.count(f"send_stopped.{completion.reason.value}")
@@ -330,7 +340,7 @@ class Source:
             self._server.send(identity, verdict)
             return
         offer.identities[release.consumer] = identity
-        self._step(offer, ReleaseArrived(release.consumer))
+        self._complete(offer, ReleaseArrived(release.consumer))
         self._hears(offer, release.consumer, identity)
 
     def _is_anothers(self, offer: GivenOffer, consumer: Consumer, identity: bytes) -> bool:
@@ -448,6 +458,7 @@ class Source:
                     is_direct = wire_of(pull, self._transports) is Wire.DIRECT
                     ids = offer.block_ids if is_direct else ()
                 self._tell(offer, consumer, Grant(ref, consumer, ids, offer.num_tokens))
+                self._check(offer, consumer)
             case SendRefuse(consumer, reason):
                 self._ledger.count(f"refused.{reason.value}")
                 detail = ""
@@ -456,7 +467,10 @@ class Source:
                 self._tell(offer, consumer, Refuse(ref, consumer, reason, detail))
             case SendVerdict(consumer, valid, reason):
                 self._ledger.count("verdict.valid" if reason is None else f"verdict.{reason.value}")
-                self._tell(offer, consumer, Verdict(ref, consumer, valid, reason))
+                check = offer.checks.get(consumer)
+                digests = check.digests if valid and check is not None else None
+                said = UNSET if digests is None else digests
+                self._tell(offer, consumer, Verdict(ref, consumer, valid, reason, said))
             case SendBroken(consumer, reason):
                 self._tell(offer, consumer, Broken(ref, reason, consumer))
             case StartStream(consumer):
@@ -510,6 +524,53 @@ class Source:
             self._tell(offer, consumer, Refuse(ref, consumer, Reason.PLAN, str(e)))
             return StreamDrained(consumer)
         return None
+
+    # -------------------------------------------------- digests for sinks that verify
+
+    def _check(self, offer: GivenOffer, consumer: Consumer) -> None:
+        """Begin to make the digests that a consumer's Pull asks for, beside its read."""
+        pull = offer.pulls.get(consumer)
+        if pull is None or isinstance(pull.verify, UnsetType) or consumer in offer.checks:
+            return
+        offer.checks[consumer] = Check()
+        made = partial(self._checked, offer, consumer)
+        try:
+            cells = given_cells(self._resolver, offer, pull.verify)
+        except (KvxferError, ValueError) as e:  # the sink gets no digests, and fails its load
+            _log.error("request %s: its KV cannot be verified: %s", offer.request_id, e)
+            made(None)
+            return
+        lane = ("digest", self._key(offer, consumer))
+        self._verifier.submit(lane, cells, seed_of(offer.nonce), made)
+
+    def _checked(self, offer: GivenOffer, consumer: Consumer, digests: Digests | None) -> None:
+        check = offer.checks[consumer]
+        check.digests, check.is_made = digests, True
+        waiting, check.waiting = check.waiting, []
+        for event in waiting:
+            self._io.guard(self._complete, offer, event)
+
+    def _complete(self, offer: GivenOffer, event: StreamSent | ReleaseArrived) -> None:
+        """An event by which a consumer may be through: one that verifies is not before its digests
+        are made, and its Release not before its stream.
+        """
+        check = offer.checks.get(event.consumer)
+        if check is None:
+            self._step(offer, event)
+            return
+        share = offer.session.snapshot.shares.get(event.consumer)
+        is_sending = share is not None and share.stream is StreamState.RUNNING
+        is_early = isinstance(event, ReleaseArrived) and is_sending
+        if is_early or not check.is_made:
+            if event not in check.waiting:
+                check.waiting.append(event)
+            check.waiting.sort(key=lambda each: isinstance(each, ReleaseArrived))
+            return
+        self._step(offer, event)
+        if isinstance(event, StreamSent):
+            waiting, check.waiting = check.waiting, []
+            for each in waiting:
+                self._complete(offer, each)
 
     def _key(self, offer: GivenOffer, consumer: Consumer) -> TransferKey:
         own = str(self._resolver.manifest.rank)

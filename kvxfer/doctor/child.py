@@ -48,9 +48,7 @@ class Child(Generic[T]):
         theirs.close()
 
     def answer(self, timeout_s: float | None) -> T | Failure:
-        """What ``work`` yields, or why it does not: its error, a crash, silence (None: it is waited
-        for).
-        """
+        """What ``work`` yields, or its error, crash or silence (None: it is waited for)."""
         found: T | Failure
         try:
             if self._pipe.poll(None if timeout_s is None else START_S + timeout_s):
@@ -63,7 +61,6 @@ class Child(Generic[T]):
         return found
 
     def crash(self) -> Failure | None:
-        """How it has crashed, if it has."""
         code = self._process.exitcode
         if code is None or code >= 0 or self._is_killed:
             return None

@@ -29,31 +29,19 @@ from kvxfer.connector.rank_service import Identity, RankService
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
+from kvxfer.transfer import wire
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId
-from kvxfer.transfer.wire import (
-    BIND_TOKENS,
-    PROTOCOL_MAX,
-    PROTOCOL_MIN,
-    Hello,
-    Malformed,
-    Manifest,
-    NotReady,
-    OfferRef,
-    Ping,
-    Reason,
-    decode_to_sink,
-    encode,
-)
+from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
 from kvxfer.transports.channel import Bounds, Dealer
 from kvxfer.transports.choice import Choice
 from kvxfer.transports.guard import pinned_keys
 
-ENGINE_ID = "kvxfer-doctor"
+_ENGINE_ID = "kvxfer-doctor"
 BLOCK_TOKENS = 16
 # 128 KiB for each token, as Llama-3-8B has; 32 MiB in all, which the longest trial copies
-POOL = Region(
+_POOL = Region(
     layer="all",
     plane="kv",
     group=0,
@@ -69,13 +57,13 @@ POOL = Region(
     stride_token=16 << 10,
 )
 FACTS = CacheFacts(
-    model=ENGINE_ID,
+    model=_ENGINE_ID,
     weights="none",
     rope="none",
     dtype="uint8",
     quantisation="none",
-    num_kv_heads=POOL.head_hi,
-    head_size=POOL.inner_nbytes,
+    num_kv_heads=_POOL.head_hi,
+    head_size=_POOL.inner_nbytes,
     num_layers=1,
 )
 Choices = dict[str, Choice]
@@ -84,18 +72,17 @@ Choices = dict[str, Choice]
 
 def _rank(config: Config, identity: Identity, device: torch.device) -> RankService:
     if device.type == "cpu":
-        pool = SharedPool.create(POOL.end)
+        pool = SharedPool.create(_POOL.end)
         memory = LocalMemory((pool.tensor,), (pool.info,))
     else:
-        tensor = torch.zeros(POOL.end, dtype=torch.uint8, device=device)
+        tensor = torch.zeros(_POOL.end, dtype=torch.uint8, device=device)
         memory = LocalMemory((tensor,), (plain_info(tensor),))
-    return RankService(config, Ledger(), identity, (POOL,), memory, can_leave_unhashed=True)
+    return RankService(config, Ledger(), identity, (_POOL,), memory, can_leave_unhashed=True)
 
 
 def _says(config: Config) -> dict[str, Any]:
-    """What every engine of this version says of itself."""
-    names = (BIND_TOKENS,) if config.bind_tokens else ()
-    return {"protocol": (PROTOCOL_MIN, PROTOCOL_MAX), "capabilities": names}
+    names = (wire.BIND_TOKENS,) if config.bind_tokens else ()
+    return {"protocol": (wire.PROTOCOL_MIN, wire.PROTOCOL_MAX), "capabilities": names}
 
 
 @contextmanager
@@ -104,7 +91,7 @@ def waiting(config: Config, device: torch.device) -> Iterator[str]:
     it has the name that goes with its own key.
     """
     names = {key: name for name, key in (config.curve_server_keys or {}).items()}
-    engine_id = names.get(config.curve_public_key or "", ENGINE_ID)
+    engine_id = names.get(config.curve_public_key or "", _ENGINE_ID)
     identity = Identity(engine_id, secrets.token_bytes(16), RankId(0, 0))
     service = _rank(config, identity, device)
     try:
@@ -125,11 +112,8 @@ def waiting(config: Config, device: torch.device) -> Iterator[str]:
         service.shutdown()
 
 
-# ------------------------------------------------------------------ the engine that meets it
-
-
 @dataclass(frozen=True, slots=True)
-class Greeted:
+class _Greeted:
     """Who listens somewhere. ``has_curve``: whether it has shown a key."""
 
     manifest: EngineManifest
@@ -138,7 +122,7 @@ class Greeted:
 
 
 @contextmanager
-def greeting(config: Config, endpoint: str) -> Iterator[Greeted | Failure]:
+def greeting(config: Config, endpoint: str) -> Iterator[_Greeted | Failure]:
     """Ask who listens there. Raises PermissionError and IncompatiblePeer as a first contact does
     (``connector.access``) for a place, or an answer, that this engine would not take.
     """
@@ -150,24 +134,26 @@ def greeting(config: Config, endpoint: str) -> Iterator[Greeted | Failure]:
             answer = _greet(context, config, endpoint, stack)
     finally:
         context.destroy(linger=0)
-    if isinstance(answer, Greeted):
+    if isinstance(answer, _Greeted):
         check_introduction(config, answer.manifest.engine_id, endpoint, answer.manifest)
     yield answer
 
 
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], config: Config, endpoint: str, stack: ExitStack
-) -> Greeted | Failure:
+) -> _Greeted | Failure:
     """Over a connection for each key that it may have: its name, and so its key, is not known."""
     began_s = time.monotonic()
     until_s = began_s + config.connect_timeout_s
     said = _says(config)
-    hello = encode(
-        Hello(said["protocol"], said["capabilities"], ENGINE_ID, secrets.token_bytes(16))
+    hello = wire.encode(
+        wire.Hello(said["protocol"], said["capabilities"], _ENGINE_ID, secrets.token_bytes(16))
     )
     bounds = Bounds(HARD_LIMIT_NBYTES, HARD_LIMIT_NBYTES, 1000)
     dealers = {
-        key: Dealer(context, config, bounds, endpoint, key, word=encode(Ping()), reconnects=True)
+        key: Dealer(
+            context, config, bounds, endpoint, key, word=wire.encode(wire.Ping()), reconnects=True
+        )
         for key in pinned_keys(config) or (None,)
     }
     for dealer in dealers.values():
@@ -179,13 +165,13 @@ def _greet(
         for key, dealer in dealers.items():
             for frames in dealer.receive():
                 match _decoded(frames):
-                    case Manifest(manifest):
-                        return Greeted(manifest, time.monotonic() - began_s, key is not None)
-                    case NotReady():
+                    case wire.Manifest(manifest):
+                        return _Greeted(manifest, time.monotonic() - began_s, key is not None)
+                    case wire.NotReady():
                         dealer.problem = "it is starting; try again when its ranks are up"
                         time.sleep(HELLO_AGAIN_S)
                         dealer.send(hello)
-                    case Malformed(detail):
+                    case wire.Malformed(detail):
                         return Failure(Reason.INCOMPATIBLE, f"{endpoint}: {detail}")
             why = why or dealer.why_ended()
     is_refused = any(dealer.is_refused for dealer in dealers.values())
@@ -199,9 +185,9 @@ def _greet(
 def _decoded(frames: list[zmq.Frame]) -> object:
     """A message of the protocol; Malformed, as if the other side had said so, for any other."""
     try:
-        return decode_to_sink(frames[0].buffer)
+        return wire.decode_to_sink(frames[0].buffer)
     except ProtocolError as exc:
-        return Malformed(str(exc))
+        return wire.Malformed(str(exc))
 
 
 @contextmanager
@@ -233,11 +219,11 @@ def _meet(
     config: Config, manifest: EngineManifest, endpoint: str, rank: RankId, device: torch.device
 ) -> Choices | Failure:
     """The wires to what this rank of a decode engine of the same shape reads."""
-    me = Identity(ENGINE_ID, secrets.token_bytes(16), rank)
+    me = Identity(_ENGINE_ID, secrets.token_bytes(16), rank)
     own = msgspec.structs.replace(
         manifest, engine_id=me.engine_id, incarnation=me.incarnation, **_says(config)
     )
-    offer = OfferRef(secrets.token_bytes(16), manifest.incarnation)  # it is never asked for
+    offer = wire.OfferRef(secrets.token_bytes(16), manifest.incarnation)  # it is never asked for
     source = SourceRef(
         engine_id=manifest.engine_id,
         endpoint=endpoint,

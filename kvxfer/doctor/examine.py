@@ -13,22 +13,10 @@ from msgspec.structs import replace
 from kvxfer.config import Config
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.worker_side import HOST
-from kvxfer.doctor import engines, gpus, host
+from kvxfer.doctor import engines, gpus, host, rows
 from kvxfer.doctor.child import Child, call
 from kvxfer.doctor.engines import Choices
-from kvxfer.doctor.rows import (
-    GpuFacts,
-    Row,
-    State,
-    failed_row,
-    failure_row,
-    gpu_rows,
-    ipc_rows,
-    library_row,
-    limit_row,
-    port_row,
-    wire_row,
-)
+from kvxfer.doctor.rows import Row, State
 from kvxfer.errors import ConfigError, PeerLost
 from kvxfer.tensors.shared_memory import boot_id
 from kvxfer.transfer.manifest import CudaIpcHandle, EngineManifest, MemfdHandle, parse_endpoint
@@ -37,11 +25,11 @@ from kvxfer.transports.channel import bind_address
 from kvxfer.transports.key_folder import with_folder_keys
 from kvxfer.transports.registry import AUTO, OPTIONAL
 
-GPUS_S = 60.0
+_GPUS_S = 60.0
 """To look at them, and to compile a copy."""
 WAIT_S = 30.0
 """Until an engine listens."""
-HANDLES = {"shm": MemfdHandle, "cuda_ipc": CudaIpcHandle}
+_HANDLES = {"shm": MemfdHandle, "cuda_ipc": CudaIpcHandle}
 
 Meet = Callable[[Config], Choices | Failure]
 
@@ -53,26 +41,24 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
     try:
         address = bind_address(config.host)
     except ConfigError as exc:
-        yield failed_row("host", State.FAIL, str(exc), "name an address of this machine")
+        yield rows.failed_row("host", State.FAIL, str(exc), "name an address of this machine")
         return
     try:
         config = with_folder_keys(config)
     except ConfigError as exc:
-        yield failed_row("keys", State.FAIL, str(exc), "see kvxfer keys")
+        yield rows.failed_row("keys", State.FAIL, str(exc), "see kvxfer keys")
         return
-    yield from map(limit_row, host.limits())
+    yield from map(rows.limit_row, host.limits())
     ports = config.for_engine(gives_kv=peer is None, num_ranks=1).for_rank(0)
     for wanted in (ports.control_ports, ports.data_ports):
         problems = {port: host.why_not_free(address, port) for port in wanted.in_order}
-        is_free = "" in problems.values()
-        owner = "" if is_free else host.listener_on(wanted.first)
-        yield port_row(
-            address, wanted.name, f"{wanted}", "" if is_free else problems[wanted.first], owner
-        )
+        problem = "" if "" in problems.values() else problems[wanted.first]
+        owner = host.listener_on(wanted.first) if problem else ""
+        yield rows.port_row(address, wanted.name, f"{wanted}", problem, owner)
     config = replace(config, port=0, data_port=0)  # an engine in service may have the others
     for wire in host.LIBRARIES:
-        yield library_row(wire, host.versions(wire))
-    found = call(config, GPUS_S, gpus.looking)
+        yield rows.library_row(wire, host.versions(wire))
+    found = call(config, _GPUS_S, gpus.looking)
     yield from _gpu_rows(config, found)
     device = torch.device("cuda", 0) if found and not isinstance(found, Failure) else HOST
     if peer is None:
@@ -81,23 +67,20 @@ def examine(config: Config, peer: str | None) -> Iterator[Row]:
         yield from _try_peer(config, peer, device)
 
 
-def _gpu_rows(config: Config, found: tuple[GpuFacts, ...] | Failure) -> Iterator[Row]:
+def _gpu_rows(config: Config, found: tuple[rows.GpuFacts, ...] | Failure) -> Iterator[Row]:
     if isinstance(found, Failure):
-        yield failure_row("gpu", State.FAIL, found)
+        yield rows.failure_row("gpu", State.FAIL, found)
         return
-    yield from gpu_rows(found)
+    yield from rows.gpu_rows(found)
     if not found:
         return
     with Child(config, gpus.lending) as lender:
-        lent = lender.answer(GPUS_S)
-        tries = lent if isinstance(lent, Failure) else call(config, GPUS_S, gpus.borrowing, lent)
+        lent = lender.answer(_GPUS_S)
+        tries = lent if isinstance(lent, Failure) else call(config, _GPUS_S, gpus.borrowing, lent)
     if isinstance(tries, Failure):
-        yield failure_row("cuda ipc", State.WARN, tries)
+        yield rows.failure_row("cuda ipc", State.WARN, tries)
     else:
-        yield from ipc_rows(tries)
-
-
-# ------------------------------------------------------------------ wires
+        yield from rows.ipc_rows(tries)
 
 
 def _try_here(config: Config, address: str, device: torch.device) -> Iterator[Row]:
@@ -121,12 +104,12 @@ def _meet_here(device: torch.device, config: Config) -> Choices | Failure:
 def _try_peer(config: Config, endpoint: str, device: torch.device) -> Iterator[Row]:
     problem = host.why_unreachable(*parse_endpoint(endpoint), config.connect_timeout_s)
     if problem:
-        yield failed_row("peer address", State.FAIL, f"{endpoint}: {problem}", "")
+        yield rows.failed_row("peer address", State.FAIL, f"{endpoint}: {problem}", "")
         return
     yield Row("peer address", State.OK, f"{endpoint}: a TCP connection begins")
     greeted = call(config, engines.contact_s(config), engines.greeting, config, endpoint)
     if isinstance(greeted, Failure):
-        yield failure_row("peer engine", State.FAIL, greeted)
+        yield rows.failure_row("peer engine", State.FAIL, greeted)
         return
     manifest, curve = greeted.manifest, "on" if greeted.has_curve else "off"
     seen = f"{manifest.engine_id}, {len(manifest.ranks)} ranks, CURVE {curve}: says hello in"
@@ -140,9 +123,7 @@ def _try_peer(config: Config, endpoint: str, device: torch.device) -> Iterator[R
 def _wire_rows(
     config: Config, device: torch.device, meet: Meet, why_not: dict[str, str]
 ) -> Iterator[Row]:
-    """Each wire alone, and then what the settings take. ``why_not``: wires that cannot be had,
-    which are tried only where they are asked for.
-    """
+    """Each alone, then what the settings take. ``why_not``: tried only where they are asked for."""
     chosen, tried = meet(config), set(AUTO[device.type])
     if not isinstance(chosen, Failure):
         tried = {name for each in chosen.values() for name in (each.transport, *each.reasons)}
@@ -154,14 +135,14 @@ def _wire_rows(
         if why and not is_needed:
             yield Row(f"wire {wire}", State.SKIPPED, why)
             continue
-        yield wire_row(
+        yield rows.wire_row(
             f"wire {wire}",
             meet(replace(config, transport=wire, min_gbps=None)),
             is_needed=is_needed,
             note="" if wire in tried or not tried else f"; {config.transport} does not try it here",
             min_gbps=config.min_gbps,
         )
-    row = wire_row("choice", chosen, is_needed=True)
+    row = rows.wire_row("choice", chosen, is_needed=True)
     if isinstance(chosen, Failure) and chosen.reason is Reason.TRANSPORT:
         row = Row("choice", State.FAIL, chosen.detail, "see the rows of the wires")
     yield replace(row, seen=f"{config.transport}: {row.seen}")
@@ -173,7 +154,6 @@ def _meet(device: torch.device, endpoint: str, num_ranks: int, config: Config) -
 
 
 def _ports_row(config: Config, manifest: EngineManifest) -> Row:
-    """Whether the ports of all ranks can be reached, for control and for streams."""
     uses = {
         where: f"{use} of rank {entry.rank}"
         for entry in manifest.ranks
@@ -182,19 +162,19 @@ def _ports_row(config: Config, manifest: EngineManifest) -> Row:
     for where, use in uses.items():
         problem = host.why_unreachable(*parse_endpoint(where), config.connect_timeout_s)
         if problem:
-            return failed_row("peer ports", State.FAIL, f"{where}, {use}: {problem}", "")
+            return rows.failed_row("peer ports", State.FAIL, f"{where}, {use}: {problem}", "")
     return Row("peer ports", State.OK, f"all {len(uses)} of its ranks can be reached")
 
 
 def _not_offered(manifest: EngineManifest, wire: str) -> str:
     """Why the peer cannot be read so, by what it says of itself; "" if it may."""
     for entry in manifest.ranks:
-        if wire not in HANDLES:
+        if wire not in _HANDLES:
             if wire not in entry.data_endpoints:
                 return "the peer does not offer it"
             continue
         for memory in entry.memories:
-            if not isinstance(memory.handle, HANDLES[wire]):
+            if not isinstance(memory.handle, _HANDLES[wire]):
                 return "the peer does not offer it"
             if memory.handle.boot_id != boot_id():
                 return "the peer is on another host"

@@ -13,7 +13,7 @@ from kvxfer.errors import KvxferError
 from kvxfer.tensors.device_memory import Gpu
 from kvxfer.transfer.manifest import CudaIpcHandle
 
-IPC_NBYTES = 16 << 20
+_IPC_NBYTES = 16 << 20
 
 
 @contextmanager
@@ -61,11 +61,11 @@ def _try(source: int, handle: CudaIpcHandle, sink: int) -> IpcTry:
     gpu = Gpu(torch.device("cuda", sink))
     try:
         with closing(gpu.map(handle)) as mapped, torch.cuda.device(gpu.device):
-            landing = torch.zeros(IPC_NBYTES, dtype=torch.uint8, device=gpu.device)
+            landing = torch.zeros(_IPC_NBYTES, dtype=torch.uint8, device=gpu.device)
             torch.cuda.synchronize(gpu.device)
             stream, ids = gpu.make_stream(), np.zeros(1, np.int64)
             copier = DeviceCopier(gpu.device, CopySettings(ring_nbytes=1 << 16))
-            copy = flat_copy(mapped.memory.address, landing.data_ptr(), IPC_NBYTES)
+            copy = flat_copy(mapped.memory.address, landing.data_ptr(), _IPC_NBYTES)
             copier.copy(copy, ids, ids, (0, copy.sink.tile.block_tokens), stream=stream)
             copier.mark(stream).synchronize()
             is_equal = torch.equal(landing, _pattern(source, sink))
@@ -76,6 +76,5 @@ def _try(source: int, handle: CudaIpcHandle, sink: int) -> IpcTry:
 
 
 def _pattern(number: int, device: int) -> torch.Tensor:
-    """The bytes of a GPU, unlike those of every other."""
-    numbers = torch.arange(IPC_NBYTES, dtype=torch.int32, device=torch.device("cuda", device))
+    numbers = torch.arange(_IPC_NBYTES, dtype=torch.int32, device=torch.device("cuda", device))
     return ((numbers + 31 * number) % 251).to(torch.uint8)

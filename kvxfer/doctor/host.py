@@ -9,6 +9,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 
 import zmq
@@ -26,14 +27,11 @@ LIBRARIES = {
 """The packages of each wire."""
 _MAY_BE_OF_THE_SYSTEM = ("libucx-cu13",)
 _MIB = 1 << 20
-_NO_LIMIT = 1 << 60
-"""The kernel writes "max", or the largest number of pages."""
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMORY = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-)
 _LISTEN = "0A"
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+"""Files of a control group; and in memory.stat, what of the use is cache that the kernel gives
+back."""
 
 
 def versions(wire: str) -> dict[str, str]:
@@ -61,7 +59,7 @@ def limits() -> Iterator[Limit]:
     yield Limit("/dev/shm", shutil.disk_usage(shm).free if shm.is_dir() else 0, 128 * _MIB, remedy)
     # Two processes with PyTorch, a pool each, and their staging
     remedy = "raise the container's memory limit, which pools of host memory count to"
-    yield Limit("memory", _memory_left(), 1024 * _MIB, remedy)
+    yield Limit("memory", free_host_nbytes(), 1024 * _MIB, remedy)
 
 
 def _hard(kind: int) -> int | None:
@@ -69,19 +67,41 @@ def _hard(kind: int) -> int | None:
     return None if hard == resource.RLIM_INFINITY else hard
 
 
-def _memory_left() -> int | None:
-    """What the cgroup of this process may still take; None: it has no limit."""
-    for most_file, used_file in _MEMORY:
-        try:
-            most, used = ((_CGROUP / name).read_text().strip() for name in (most_file, used_file))
-        except OSError:
-            continue
-        is_limit = most.isdecimal() and int(most) < _NO_LIMIT
-        return max(0, int(most) - int(used)) if is_limit else None
-    return None
+def free_host_nbytes(root: Path = Path("/")) -> int | None:
+    """Memory that this process may still take: of the machine, and of the control groups that it is
+    in. None where the system does not tell. ``root``: of the file system, for tests.
+    """
+    bounds = [
+        int(line.split()[1]) << 10
+        for line in _lines(root / "proc/meminfo")
+        if line.startswith("MemAvailable:")
+    ]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            base = root / "sys/fs/cgroup" / controllers
+            # The mount's own root as well: in a container it is its group, whatever the path says
+            folders = accumulate(path.strip("/").split("/"), Path.joinpath, initial=base)
+            bounds += [
+                b for each in folders if (b := _left(each, _V1 if controllers else _V2)) is not None
+            ]
+    return max(0, min(bounds)) if bounds else None
 
 
-# ------------------------------------------------------------------ ports
+def _left(group: Path, names: tuple[str, str, str]) -> int | None:
+    """What a control group may still take; None without a limit."""
+    limit, used = (next(iter(_lines(group / name)), "") for name in names[:2])
+    if not limit.isdecimal() or int(limit) >> 60:  # the first version has no word for "none"
+        return None
+    stat = dict(line.split(" ", 1) for line in _lines(group / "memory.stat"))
+    return int(limit) - int(used or 0) + int(stat.get(names[2], 0))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
 
 
 def why_not_free(address: str, port: int) -> str:

@@ -36,11 +36,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def status(rows: Iterable[Row]) -> int:
-    """The exit status."""
     return int(any(row.state is State.FAIL for row in rows))
-
-
-# ------------------------------------------------------------------ this host
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +87,7 @@ def limit_row(limit: Limit) -> Row:
 
 
 def port_row(address: str, setting: str, ports: str, problem: str, owner: str) -> Row:
-    """What ``port`` or ``data_port`` says. ``problem``: why none of it can be taken; ``owner``: who
-    has the first one, "" if unknown.
-    """
+    """``problem``: why none of ``ports`` is free; ``owner``: who has the first, "": unknown."""
     shown = "any" if ports == "0" else ports
     if not problem:
         return Row(setting, State.OK, f"{shown}: free on {address}")
@@ -152,8 +146,6 @@ def ipc_rows(tries: Sequence[IpcTry]) -> list[Row]:
 def _numbers(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers)) or "none"
 
-
-# ------------------------------------------------------------------ engines and wires
 
 _REMEDIES = {
     Reason.NOT_ALLOWED: "set allowed_peers or CURVE keys on both sides to name the other one",

@@ -7,9 +7,9 @@ has comes in as :class:`AttentionMetadata`, in block ids of the engine, never in
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,7 +64,7 @@ class PagedMetadataBuilder:
         )
 
 
-class PagedBackend(abc.ABC):
+class PagedBackend:
     """Writes and reads one layer's KV; called on the class, without state.
 
     Two engines with different backends differ only in where the bytes lie. ``write`` touches
@@ -73,25 +73,26 @@ class PagedBackend(abc.ABC):
     the answer.
     """
 
-    @staticmethod
-    @abc.abstractmethod
-    def get_name() -> str:
-        """The name of the backend, for error messages."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def get_kv_cache_stride_order() -> tuple[int, ...]:
-        """The logical dimensions in physical order, outermost first."""
-
-    @staticmethod
-    @abc.abstractmethod
-    def get_supported_kernel_block_sizes() -> Sequence[int | MultipleOf]:
-        """Tokens of a kernel block: exact sizes, or multiples."""
+    name: ClassVar[str]
+    stride_order: ClassVar[tuple[int, ...]]
+    kernel_block_sizes: ClassVar[tuple[int | MultipleOf, ...]]
 
     @classmethod
-    @abc.abstractmethod
     def _gather(cls, kv_cache: Tensor, kernel_block_ids: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of the kernel blocks, in order, each as [kv heads, tokens, head_size]."""
+        raise NotImplementedError
+
+    @classmethod
+    def get_name(cls) -> str:
+        return cls.name
+
+    @classmethod
+    def get_kv_cache_stride_order(cls) -> tuple[int, ...]:
+        return cls.stride_order
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls) -> Sequence[int | MultipleOf]:
+        return cls.kernel_block_sizes
 
     @staticmethod
     def get_kv_cache_shape(
@@ -102,7 +103,6 @@ class PagedBackend(abc.ABC):
 
     @staticmethod
     def get_builder_cls() -> type[PagedMetadataBuilder]:
-        """What builds this backend's metadata of a step."""
         return PagedMetadataBuilder
 
     @classmethod
@@ -146,18 +146,9 @@ class PagedBackend(abc.ABC):
 class _HndBackend(PagedBackend):
     """Physical order [2, blocks, heads, block tokens, head_size]; a kernel block is a block."""
 
-    @staticmethod
-    def get_name() -> str:
-        return "HND"
-
-    @staticmethod
-    def get_kv_cache_stride_order() -> tuple[int, ...]:
-        """K and V outermost, then blocks, heads, tokens."""
-        return (0, 1, 3, 2, 4)
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> Sequence[int | MultipleOf]:
-        return (MultipleOf(8),)
+    name = "HND"
+    stride_order = (0, 1, 3, 2, 4)
+    kernel_block_sizes = (MultipleOf(8),)
 
     @classmethod
     def _gather(cls, kv_cache: Tensor, kernel_block_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,18 +171,9 @@ class _NhdBackend(PagedBackend):
     kernel blocks of the largest size that divides it (24 is three of 8).
     """
 
-    @staticmethod
-    def get_name() -> str:
-        return "NHD"
-
-    @staticmethod
-    def get_kv_cache_stride_order() -> tuple[int, ...]:
-        """Blocks outermost, then K and V, tokens, heads."""
-        return (1, 0, 2, 3, 4)
-
-    @staticmethod
-    def get_supported_kernel_block_sizes() -> Sequence[int | MultipleOf]:
-        return (8, 16, 32, 64)
+    name = "NHD"
+    stride_order = (1, 0, 2, 3, 4)
+    kernel_block_sizes = (8, 16, 32, 64)
 
     @classmethod
     def _gather(cls, kv_cache: Tensor, kernel_block_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +188,6 @@ _BACKENDS: dict[str, type[PagedBackend]] = {"HND": _HndBackend, "NHD": _NhdBacke
 
 
 def attention_backend(name: str) -> type[PagedBackend]:
-    """The backend of a layout, "HND" or "NHD"; raises ModelError for another name."""
     if name not in _BACKENDS:
         raise ModelError(f"layout: expected {' or '.join(_BACKENDS)}, got {name!r}")
     return _BACKENDS[name]
@@ -263,22 +244,18 @@ class PagedAttention:
     kv_cache: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def get_attn_backend(self) -> type[PagedBackend]:
-        """The backend that reads and writes this layer's cache."""
         return self.backend
 
     def write(self, key: Tensor, value: Tensor, meta: AttentionMetadata) -> None:
-        """Keep the new tokens' K and V [T, num_kv_heads, head_size]."""
         self.backend.write(self.kv_cache, key, value, meta)
 
     def attend(self, query: Tensor, meta: AttentionMetadata) -> Tensor:
-        """Attention of the new tokens' ``query`` [T, query heads, head_size] over what is kept."""
         return self.backend.attend(query, self.kv_cache, meta, self.sliding_window)
 
 
 def paged_layers(
     model: ModelConfig, shard: TpShard, backend: type[PagedBackend]
 ) -> dict[str, PagedAttention]:
-    """The layers of one rank by name, in order of depth, not bound to a cache yet."""
     return {
         layer.name: PagedAttention(
             num_kv_heads=shard.kv_hi - shard.kv_lo,
@@ -292,7 +269,6 @@ def paged_layers(
 
 
 def sharing_layers(layers: Mapping[str, PagedAttention]) -> dict[str, str]:
-    """Layers without a cache of their own, and whose they read."""
     return {
         name: layer.kv_sharing_target_layer_name
         for name, layer in layers.items()

@@ -56,10 +56,7 @@ def claim_device(name: str) -> torch.device:
 
 
 def join(spec: RankSpec, device: torch.device, stack: ExitStack) -> AllReduce | None:
-    """Meet the other ranks of the engine; None with one rank. ``stack`` leaves them again.
-
-    Raises OSError or RuntimeError when they cannot be met.
-    """
+    """Until ``stack`` ends; None with one rank. Raises OSError or RuntimeError."""
     if spec.tp_size == 1:
         return None
     if not Path(spec.store).parent.is_dir():

@@ -50,14 +50,6 @@ def rank_devices(device: str, devices: tuple[int, ...], num_ranks: int) -> tuple
     return tuple(f"cuda:{number}" for number in devices)
 
 
-def collectives_of(devices: Collection[str]) -> str:
-    """What sums over ranks on these devices: nccl for several with a GPU each, which is the only
-    way that it works; gloo for all others.
-    """
-    have_own_gpus = CPU not in devices and len(set(devices)) == len(devices) > 1
-    return "nccl" if have_own_gpus else "gloo"
-
-
 def place_ranks(num_ranks: int, num_devices: int, taken: Collection[int] = ()) -> tuple[int, ...]:
     """CUDA devices for the ranks of one engine, first those that are not ``taken`` by others.
 
@@ -101,8 +93,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One engine.
 
     ``model``: a Hugging Face directory, a config.json, the name of a built-in model, or None for
-    the tiny one. ``num_blocks`` is per rank, counts the null block, and is passed over where
-    ``kv_cache_memory_nbytes`` says how many bytes of KV a rank may hold.
+    the tiny one. ``num_blocks`` is per rank and counts the null block.
     ``disable_hybrid_kv_cache_manager``: one block table for all layers, so that those with a
     window keep all tokens too. ``prefix_caching_hash_algo``: one of vLLM's, so that blocks have
     its names; None for kvxfer's own. ``enable_kv_cache_events``: the scheduler's ``take_events``
@@ -123,7 +114,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: int = 16
     layout: str = "HND"
     num_blocks: int = 512
-    kv_cache_memory_nbytes: int | None = None
     disable_hybrid_kv_cache_manager: bool = False
     max_model_len: int = 4096
     max_num_seqs: int = 16
@@ -147,11 +137,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"num_blocks: expected at least 2 (block 0 is never used), got {self.num_blocks}"
             )
-        if self.kv_cache_memory_nbytes is not None and self.kv_cache_memory_nbytes < 1:
-            raise ConfigError(
-                "kv_cache_memory_nbytes: expected at least 1 byte, got "
-                f"{self.kv_cache_memory_nbytes}; leave it out to give num_blocks"
-            )
         if self.block_size < 8 or self.block_size % 8:
             raise ConfigError(f"block_size: expected a multiple of 8, got {self.block_size}")
         if self.layout not in {"HND", "NHD"}:
@@ -165,40 +150,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def rank_devices(self) -> tuple[str, ...]:
-        """Where each rank computes: "cpu" or "cuda:N"."""
         return rank_devices(self.device, self.devices, self.tp_size)
 
     @property
     def collectives(self) -> str:
-        """What sums over the ranks: gloo or nccl."""
-        return collectives_of(self.rank_devices)
+        """What sums over the ranks. nccl works only with a GPU for each of several; else gloo."""
+        devices = self.rank_devices
+        have_own_gpus = CPU not in devices and len(set(devices)) == len(devices) > 1
+        return "nccl" if have_own_gpus else "gloo"
 
     @property
     def cache_config(self) -> EngineConfig:
-        """The section of ``block_size`` and ``num_gpu_blocks_override``: this record."""
         return self
 
-    @property
-    def model_config(self) -> EngineConfig:
-        """The section of ``max_model_len`` and ``dtype``: this record."""
-        return self
+    model_config = scheduler_config = cache_config
 
     @property
-    def scheduler_config(self) -> EngineConfig:
-        """The section of ``max_num_batched_tokens`` and ``disable_hybrid_kv_cache_manager``: this
-        record.
-        """
-        return self
-
-    @property
-    def parallel_config(self) -> EngineConfig:
-        """The section of ``tensor_parallel_size``: this record."""
-        return self
-
-    @property
-    def num_gpu_blocks_override(self) -> int | None:
-        return self.num_blocks if self.kv_cache_memory_nbytes is None else None
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        return self.tp_size
+    def num_gpu_blocks_override(self) -> int:
+        return self.num_blocks

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
 from kvxfer.transfer.layout import Interior, Region
 
@@ -39,14 +40,12 @@ class PlaneDigest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end(self) -> int:
-        """The token behind the last one."""
         return self.first_token + len(self.tokens) // DIGEST_NBYTES
 
     def between(self, lo: int, hi: int) -> PlaneDigest:
-        """The tokens of ``[lo, hi)`` that are digested."""
         first = min(max(self.first_token, lo), hi)
         begin, end = (max(0, at - self.first_token) * DIGEST_NBYTES for at in (first, hi))
-        return msgspec.structs.replace(self, first_token=first, tokens=self.tokens[begin:end])
+        return replace(self, first_token=first, tokens=self.tokens[begin:end])
 
 
 class KVDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,9 +106,7 @@ def kv_digests(
 def blocks_on_host(
     regions: Sequence[Region], buffer: Tensor, block_ids: Sequence[Sequence[int]]
 ) -> Tensor:
-    """For :func:`kv_digests`, of a buffer on a GPU: one on the CPU, as large, with the bytes of
-    these blocks in their places and anything in the others.
-    """
+    """A GPU's buffer on the CPU, as large: these blocks in their places, anything in the others."""
     # What is not written is never backed by memory.
     host = buffer.new_empty(buffer.shape, device="cpu")
     for region in regions:
@@ -140,21 +137,24 @@ def merge_digests(ranks: Iterable[KVDigest]) -> tuple[KVDigest, list[Difference]
     return KVDigest(num_tokens=counts.pop(), planes=planes), differences
 
 
-def compare(source: Sequence[KVDigest], sink: Sequence[KVDigest]) -> list[Difference]:
+def compare(
+    source: Sequence[KVDigest], sink: Sequence[KVDigest], *, span: tuple[int, int] | None = None
+) -> list[Difference]:
     """Every plane and head that is not the same on both sides; an empty list means equal KV.
 
-    ``source`` and ``sink`` hold one digest per rank. What is compared are the tokens from the first
-    that both sides hold to the last; a plane that has no such token, one that only one side has,
-    and replicas that disagree within a side are differences too.
+    ``source`` and ``sink`` hold one digest per rank, of which tokens ``[lo, hi)`` of ``span`` are
+    looked at; None: all. What is compared are the tokens from the first that both sides hold to the
+    last; a plane that has no such token, one that only one side has, and replicas that disagree
+    within a side are differences too.
     """
-    left, left_differences = merge_digests(source)
-    right, right_differences = merge_digests(sink)
-    differences = [_on_side(found, "source") for found in left_differences]
-    differences += [_on_side(found, "sink") for found in right_differences]
-    left_planes = {(d.layer, d.plane, d.head): d for d in left.planes}
-    right_planes = {(d.layer, d.plane, d.head): d for d in right.planes}
-    for key in sorted(left_planes.keys() | right_planes.keys()):
-        ours, theirs = left_planes.get(key), right_planes.get(key)
+    differences: list[Difference] = []
+    planes: list[dict[tuple[str, str, int], PlaneDigest]] = []
+    for side, ranks in (("source", source), ("sink", sink)):
+        merged, found = merge_digests([_part(rank, span) for rank in ranks])
+        differences += [replace(each, reason=f"{side} {each.reason}") for each in found]
+        planes.append({(d.layer, d.plane, d.head): d for d in merged.planes})
+    for key in sorted(planes[0].keys() | planes[1].keys()):
+        ours, theirs = (of_side.get(key) for of_side in planes)
         if ours is None or theirs is None:
             layer, plane, head = key
             reason = "missing on the source" if ours is None else "missing on the sink"
@@ -168,8 +168,14 @@ def compare(source: Sequence[KVDigest], sink: Sequence[KVDigest]) -> list[Differ
     return differences
 
 
+def _part(digest: KVDigest, span: tuple[int, int] | None) -> KVDigest:
+    if span is None:
+        return digest
+    planes = tuple(plane.between(*span) for plane in digest.planes)
+    return KVDigest(num_tokens=span[1], planes=planes)
+
+
 def _table(region: Region, block_ids: Sequence[Sequence[int]], num_tokens: int) -> Sequence[int]:
-    """The blocks that a region's tokens lie in."""
     if region.group >= len(block_ids):
         raise ValueError(
             f"block_ids: expected a table for group {region.group} of {region.layer}, got "
@@ -263,7 +269,3 @@ def _difference(digest: PlaneDigest, first_token: int, reason: str) -> Differenc
         first_token=first_token,
         reason=reason,
     )
-
-
-def _on_side(found: Difference, side: str) -> Difference:
-    return msgspec.structs.replace(found, reason=f"{side} {found.reason}")

@@ -34,7 +34,6 @@ class Result:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """What a prefill engine gives for the decode engine."""
         return self.done.kv_transfer_params
 
     @property
@@ -57,9 +56,7 @@ class Engine:
         port: int = 0,
         set_up: Callable[[], object] | None = None,
     ) -> None:
-        """Start every rank. ``host`` and ``port``: the request channel (0: any free port);
-        ``set_up``: what each process does first, for tests.
-        """
+        """``host``, ``port``: the request channel; ``set_up``: what each process does first."""
         self.config = config
         self.group = EngineGroup(config, host=host, port=port, set_up=set_up)
         self._client: RpcClient | None = None
@@ -79,10 +76,7 @@ class Engine:
         return self._client
 
     def reconfigure(self, config: EngineConfig) -> None:
-        """A new life in the same processes: new incarnation, new pool; requests in flight are gone.
-
-        Raises ValueError for another ``tp_size`` or other devices.
-        """
+        """Requests in flight are gone. ValueError for other ranks or devices."""
         self._disconnect()
         self.group.reconfigure(config)
         self.config = config
@@ -95,9 +89,7 @@ class Engine:
         request_id: str | None = None,
         trace_headers: dict[str, str] | None = None,
     ) -> str:
-        """Send a request; returns its id (``request_id`` if given). ``trace_headers``: its
-        ``traceparent`` and ``tracestate``.
-        """
+        """Returns its id. ``trace_headers``: its ``traceparent`` and ``tracestate``."""
         request_id = request_id or f"r{next(self._ids)}"
         self._tokens[request_id] = []
         self.client.send(
@@ -112,15 +104,10 @@ class Engine:
         return request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request now; its result follows."""
         self.client.send(Abort(request_id))
 
     def result(self, request_id: str, timeout_s: float = 60.0) -> Result:
-        """Wait for the end of a request.
-
-        Raises KvxferError when the engine refused it, PeerLost when nothing came in time, and as
-        soon as a rank dies.
-        """
+        """Raises KvxferError if refused, PeerLost without an end in time or when a rank dies."""
         deadline_s = time.monotonic() + timeout_s
         while request_id not in self._results:
             left_s = deadline_s - time.monotonic()
@@ -139,7 +126,6 @@ class Engine:
         kv_transfer_params: dict[str, Any] | None = None,
         timeout_s: float = 60.0,
     ) -> Result:
-        """Run one request to its end."""
         request_id = self.submit(prompt_token_ids, max_new_tokens, kv_transfer_params)
         return self.result(request_id, timeout_s)
 

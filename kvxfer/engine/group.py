@@ -68,10 +68,7 @@ class EngineGroup:
         port: int = 0,
         set_up: Callable[[], object] | None = None,
     ) -> None:
-        """Start all ranks. ``host`` and ``port``: where the request channel listens (0: any).
-
-        ``set_up``: what each process does first, for tests; it is pickled.
-        """
+        """``host``, ``port``: the request channel; ``set_up``: what each does first, pickled."""
         self.config = config
         self._set_up = set_up
         self._folder = Path(tempfile.mkdtemp(prefix="kvxfer-"))
@@ -168,17 +165,14 @@ class EngineGroup:
 
     @property
     def endpoint(self) -> str:
-        """``tcp://host:port`` of the request channel."""
         return self.ready().endpoint
 
     @property
     def kv_endpoint(self) -> str:
-        """``tcp://host:port`` of the KV front door; empty without a connector."""
         return self.ready().kv_endpoint
 
     @property
     def metrics_endpoint(self) -> str:
-        """The URL of its metrics; empty where it has none."""
         return self.ready().metrics_endpoint
 
     def _first_report(self) -> Ready:
@@ -222,7 +216,6 @@ class EngineGroup:
         return tuple(process.sentinel for process in self._processes)
 
     def dead(self) -> list[str]:
-        """Ranks that have ended by themselves, and how."""
         return [
             f"{process.name} ({_ending(process.exitcode)})"
             for process in self._processes
@@ -255,7 +248,6 @@ class EngineGroup:
         return rank_0 in heard and isinstance(self._read_report(rank_0), Drained)
 
     def kill(self) -> None:
-        """SIGKILL every rank, as a fault would."""
         for process in self._processes:
             process.kill()
         for process in self._processes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 
-import msgspec
+from msgspec.structs import replace
 
 from kvxfer.cache.grouping import get_kv_cache_groups
 from kvxfer.cache.planning import (
@@ -25,13 +25,9 @@ def plan_kv_caches(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheCon
     """The cache of every tensor-parallel rank, by rank; groups and numbers of blocks are the same
     on all.
 
-    Layers that read another one's KV are in no group. With ``num_blocks`` the pool has so many,
-    and requests that can never fit are refused one by one; with ``kv_cache_memory_nbytes`` one of
-    ``max_model_len`` tokens must fit.
-
-    Raises:
-        ConfigError: it does not, or the blocks do not hold a single token.
-        ModelError: a TP size that does not fit the model.
+    Layers that read another one's KV are in no group. Requests that can never fit are refused one
+    by one. Raises ConfigError for blocks that do not hold a single token, ModelError for a TP size
+    that does not fit the model.
     """
     shards = [shard_for(model, tp_rank, config.tp_size) for tp_rank in range(config.tp_size)]
     of_ranks = [kv_cache_specs(config, model, shard) for shard in shards]
@@ -45,36 +41,25 @@ def plan_kv_caches(config: EngineConfig, model: ModelConfig) -> tuple[KVCacheCon
 
 
 def _plan(config: EngineConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
-    nbytes = config.kv_cache_memory_nbytes or 0
     try:
-        if config.kv_cache_memory_nbytes is None:
-            longest = estimate_max_model_len(config, specs, nbytes)
-            if longest < 1:
-                num_groups = len(get_kv_cache_groups(config, specs))
-                raise ConfigError(
-                    f"num_blocks: expected at least {num_groups + 1}, one for each group of layers "
-                    f"beside block 0, which is never used, got {config.num_blocks}"
-                )
-            config = msgspec.structs.replace(config, max_model_len=longest)
-        return get_kv_cache_config(config, specs, nbytes)
+        longest = estimate_max_model_len(config, specs, 0)
+        if longest < 1:
+            num_groups = len(get_kv_cache_groups(config, specs))
+            raise ConfigError(
+                f"num_blocks: expected at least {num_groups + 1}, one for each group of layers "
+                f"beside block 0, which is never used, got {config.num_blocks}"
+            )
+        return get_kv_cache_config(replace(config, max_model_len=longest), specs, 0)
     except ValueError as e:
         raise ConfigError(str(e)) from e
 
 
 def longest_request(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens of the longest request that the engine's cache holds, whatever ``max_model_len`` is.
-
-    Raises ConfigError for a cache that does not hold one token, ModelError as above.
-    """
-    (plan, *_) = plan_kv_caches(config, model)
+    """Whatever ``max_model_len`` is. Raises ConfigError where not one token fits, ModelError."""
+    plan_kv_caches(config, model)
     specs = kv_cache_specs(config, model, shard_for(model, 0, config.tp_size))
     # No block holds more than its tokens, so no request is longer than the pool.
-    unbounded = msgspec.structs.replace(
-        config,
-        num_blocks=plan.num_blocks,
-        kv_cache_memory_nbytes=None,
-        max_model_len=plan.num_blocks * config.block_size,
-    )
+    unbounded = replace(config, max_model_len=config.num_blocks * config.block_size)
     return estimate_max_model_len(unbounded, specs, 0)
 
 

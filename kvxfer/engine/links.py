@@ -43,9 +43,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
-    """From the parent, at the start and for each reconfiguration: end the life before, begin this
-    one. ``token``: random, names the links.
-    """
+    """From the parent: end the life before, begin this one. ``token``: random, names the links."""
 
     config: EngineConfig
     incarnation: bytes
@@ -154,7 +152,6 @@ class RankLink:
         self.socket.send(_encoder.encode(message))
 
     def receive(self) -> SchedulerOutput | None:
-        """The next step; waits for it. None: there is no next one."""
         frame = self.socket.recv()
         return None if frame == _END else _step.decode(frame)
 

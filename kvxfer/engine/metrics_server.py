@@ -54,7 +54,6 @@ class MetricsServer:
         self.fileno = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def observe(self, tables: Tables) -> None:
-        """Add what all ranks counted in a step."""
         self._exporter.observe(tables)
         with self._stepped:
             self._num_steps += 1

@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
 from kvxfer.engine.attention import AttentionMetadata, PagedAttention
-from kvxfer.engine.model_config import Llama3Rope, ModelConfig, layer_names, shard_for
+from kvxfer.engine.model_config import Llama3Rope, ModelConfig, shard_for
 from kvxfer.engine.weights import LayerWeights, LlamaWeights
-from kvxfer.errors import ModelError
 
 
 class LlamaModel:
@@ -39,13 +38,6 @@ class LlamaModel:
         layers: Mapping[str, PagedAttention],
         all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        if tuple(layers) != layer_names(config):
-            raise ModelError(
-                f"layers: expected those of the model ({', '.join(layer_names(config))}), got "
-                f"{', '.join(layers) or 'none'}"
-            )
-        if tp_size > 1 and all_reduce is None:
-            raise ModelError(f"all_reduce: expected a callable for {tp_size} ranks, got None")
         self.config = config
         self.shard = shard_for(config, tp_rank, tp_size)
         self._layers = dict(layers)
@@ -111,7 +103,6 @@ class LlamaModel:
 
 
 def _keep(partial: Tensor) -> Tensor:
-    """The sum over one rank."""
     return partial
 
 

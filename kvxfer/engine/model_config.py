@@ -58,11 +58,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class LayerAttention(msgspec.Struct, frozen=True, kw_only=True):
-    """How one layer attends.
-
-    ``window``: tokens that a token sees, itself among them; None for all. ``target``: the layer
-    whose KV it reads instead of keeping its own.
-    """
+    """``window``: tokens seen, itself among them; None: all. ``target``: whose KV it reads."""
 
     name: str
     window: int | None = None
@@ -400,7 +396,6 @@ def _refuse_unsupported(raw: _HfConfig, file: Path) -> None:
 
 
 def _windows(raw: _HfConfig, file: Path) -> tuple[int | None, ...]:
-    """What each layer sees; empty where all see everything."""
     window = raw.sliding_window
     if raw.model_type == "llama":
         if window not in (UNSET, None):

@@ -102,7 +102,6 @@ class _Orders:
         Thread(target=self._listen, name="orders", daemon=True).start()
 
     def next(self) -> Life | None:
-        """Wait for the next life; None: there is none."""
         os.eventfd_read(self.fileno)
         return self._lives.popleft()
 

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -47,13 +48,11 @@ class RequestStep:
 
     @property
     def seq_len(self) -> int:
-        """Tokens with the new ones."""
         return self.num_computed_tokens + self.num_new_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class _StepTables:
-    """The arguments of ``build_attn_metadata``; ``block_tables`` (0 where there is no block) and
+class _StepTables(TypedDict):
+    """Arguments of ``build_attn_metadata``; ``block_tables`` (0 where there is no block) and
     ``slot_mappings`` by group. All int64.
     """
 
@@ -61,7 +60,7 @@ class _StepTables:
     num_tokens: int
     query_start_loc: Tensor
     seq_lens: Tensor
-    num_computed_tokens: Tensor
+    num_computed_tokens_cpu: Tensor
     block_tables: tuple[Tensor, ...]
     slot_mappings: tuple[Tensor, ...]
 
@@ -71,9 +70,7 @@ def step_tables(
     groups: Sequence[KVCacheGroupSpec],
     device: torch.device | str = "cpu",
 ) -> _StepTables:
-    """Tables of a step. Raises ValueError for a request without new tokens, with another number of
-    tables than groups, with too few blocks for its tokens, or without one that a new token sees.
-    """
+    """Raises ValueError for too few blocks, or none where a new token sees one."""
     for index, request in enumerate(requests):
         _check(index, request, groups)
     starts = itertools.accumulate((request.num_new_tokens for request in requests), initial=0)
@@ -97,7 +94,7 @@ def step_tables(
         num_tokens=query_start_loc[-1],
         query_start_loc=torch.tensor(query_start_loc, dtype=torch.int64),
         seq_lens=torch.tensor([request.seq_len for request in requests], dtype=torch.int64),
-        num_computed_tokens=torch.tensor(
+        num_computed_tokens_cpu=torch.tensor(
             [request.num_computed_tokens for request in requests], dtype=torch.int64
         ),
         block_tables=tuple(block_tables),
@@ -118,16 +115,6 @@ def _new_slots(request: RequestStep, blocks: Sequence[int], block_size: int) -> 
 
 
 def _check(index: int, request: RequestStep, groups: Sequence[KVCacheGroupSpec]) -> None:
-    if request.num_new_tokens < 1 or request.num_computed_tokens < 0:
-        raise ValueError(
-            f"request {index}: expected new tokens after 0 or more computed ones, "
-            f"got {request.num_new_tokens} after {request.num_computed_tokens}"
-        )
-    if len(request.block_ids) != len(groups):
-        raise ValueError(
-            f"request {index}: expected one block table for each of {len(groups)} groups, got "
-            f"{len(request.block_ids)}"
-        )
     for number, (blocks, group) in enumerate(zip(request.block_ids, groups, strict=True)):
         block_size = group.kv_cache_spec.block_size
         if request.seq_len > len(blocks) * block_size:
@@ -156,14 +143,10 @@ log = logging.getLogger("kvxfer.engine")
 
 
 class RankCache:
-    """One rank's cache and the layers that read and write it.
+    """One rank's cache and the layers that read and write it, by name.
 
-    Attributes:
-        config: groups (layers that read another one's KV included), buffers, number of blocks.
-        layers: the model's attention layers by name, bound.
-        buffer: all bytes of it, flat uint8; the regions' offsets count from its first.
-        regions: where every plane of every layer lies.
-        memory: the buffer as the wires want it.
+    ``config``: with the groups of layers that read another one's KV. ``buffer``: all bytes, flat
+    uint8; the offsets of ``regions`` count from its first. ``memory``: as the wires want it.
     """
 
     def __init__(
@@ -173,9 +156,7 @@ class RankCache:
         shard: TpShard,
         backend: type[PagedBackend],
     ) -> None:
-        """Allocate and bind. Raises ConfigError for a cache that cannot be planned, ValueError for
-        blocks that the backend cannot serve.
-        """
+        """Raises ConfigError for a cache that cannot be planned, ValueError for wrong blocks."""
         self._device = torch.device(config.rank_devices[shard.tp_rank])
         self.config: KVCacheConfig = plan_kv_caches(config, model)[shard.tp_rank]
         self.layers: dict[str, PagedAttention] = paged_layers(model, shard, backend)
@@ -191,19 +172,22 @@ class RankCache:
             for number, group in enumerate(groups)
         ]
         kernel_tokens = prepare_kernel_block_sizes(self.config, [[each] for each in attn_groups])
-        memory = _Memory(config, self._device)
+        self._is_shared = (
+            self._device.type == "cpu"
+            and config.role is not Role.ALONE
+            and config.kv.transport in {"auto", "shm"}
+        )
+        self._shared: SharedPool | None = None
         kv_caches = init_kv_cache(
             [],
             self.layers,
             self.config,
             backends,
             self._device,
-            allocator=memory.allocate,
+            allocator=self._allocate,
             kernel_block_sizes=kernel_tokens,
             shared_kv_cache_layers=sharing,
         )
-        self._shared = memory.shared
-        self.memory = memory.local()
         (self.buffer,) = self.memory.tensors
         self.regions: tuple[Region, ...] = kv_regions(
             self.config, kv_caches, backends, [self.buffer], shard.kv_lo, shard.kv_hi
@@ -216,6 +200,19 @@ class RankCache:
         self._zeroer = KVBlockZeroer(self._device, pin_memory=True)
         self._zeroer.init_meta(attn_groups, kernel_tokens, model.dtype, runner_only, self.layers)
 
+    def _allocate(self, nbytes: int) -> Tensor:
+        """Host memory that peers on this host can map, unless no wire of this engine could use
+        that; on a GPU an allocation of torch's, which a wire can export by itself.
+        """
+        if self._is_shared:
+            self._shared = SharedPool.create(nbytes)
+            tensor, info = self._shared.tensor, self._shared.info
+        else:
+            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+            info = plain_info(tensor)
+        self.memory = LocalMemory((tensor,), (info,))
+        return tensor
+
     def zero(self, block_ids: Sequence[int]) -> None:
         """Clear these blocks in all layers, so that a new owner never sees what another left.
 
@@ -224,53 +221,10 @@ class RankCache:
         self._zeroer.zero_block_ids(block_ids)
 
     def metadata(self, requests: Sequence[RequestStep]) -> dict[str, AttentionMetadata]:
-        """What the layers need to know of a step, by layer name. Raises ValueError for requests
-        that do not have the blocks that their new tokens see.
-        """
+        """By layer name. Raises ValueError where a block that a new token sees is missing."""
         tables = step_tables(requests, self.config.kv_cache_groups, self._device)
-        return build_attn_metadata(
-            self._builders,
-            tables.num_reqs,
-            tables.num_tokens,
-            tables.query_start_loc,
-            tables.seq_lens,
-            tables.num_computed_tokens,
-            tables.block_tables,
-            tables.slot_mappings,
-            self.config,
-        )
+        return build_attn_metadata(self._builders, kv_cache_config=self.config, **tables)
 
     def close(self) -> None:
-        """Let nobody map it any more, and drop it."""
         if self._shared is not None:
             self._shared.close()
-
-
-class _Memory:
-    """Host memory that peers on this host can map, unless no wire of this engine could use that;
-    on a GPU an allocation of torch's, which a wire can export by itself.
-    """
-
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self._device = device
-        self._is_shared = (
-            device.type == "cpu"
-            and config.role is not Role.ALONE
-            and config.kv.transport in {"auto", "shm"}
-        )
-        self._tensor: Tensor | None = None
-        self.shared: SharedPool | None = None
-
-    def allocate(self, nbytes: int) -> Tensor:
-        if self._is_shared:
-            self.shared = SharedPool.create(nbytes)
-            self._tensor = self.shared.tensor
-        else:
-            self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        return self._tensor
-
-    def local(self) -> LocalMemory:
-        if self._tensor is None:
-            raise ValueError("KV cache: expected layers that keep KV, got none")
-        info = self.shared.info if self.shared else plain_info(self._tensor)
-        return LocalMemory((self._tensor,), (info,))

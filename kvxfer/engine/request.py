@@ -66,7 +66,6 @@ class Request:
 
     @property
     def all_token_ids(self) -> Sequence[int]:
-        """Prompt and output so far."""
         return (*self.prompt_token_ids, *self.output_token_ids)
 
 

@@ -45,12 +45,10 @@ class RequestBlocks:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nothing uses; cached ones count as free."""
         return self._manager.num_free_blocks
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens of the most recent 1000 requests that were cached here."""
         return self._prefix_metrics.hit_rate
 
     def add(self, request: Request) -> None:
@@ -67,13 +65,10 @@ class RequestBlocks:
         self._name_full_blocks(request)
 
     def find_hit(self, request: Request, max_tokens: int) -> CacheHit:
-        """The longest prefix of the prompt that is cached, at most ``max_tokens`` tokens."""
         return self._manager.find_longest_cache_hit(request.block_hashes, max_tokens)
 
     def admit(self, request: Request, hit: CacheHit, num_external_tokens: int) -> bool:
-        """Promise all that the request can need; its tables hold the hit and what is to be loaded.
-        False, and nothing changed, when that does not fit now.
-        """
+        """False, and nothing changed, when all that it can need does not fit now."""
         # The prompt is computed in steps as large as the engine's, then one token at a time.
         num_left = request.num_prompt_tokens - hit.num_tokens - num_external_tokens
         is_admitted = self._manager.admit(
@@ -116,7 +111,6 @@ class RequestBlocks:
         )
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What happened to the names since the last call; nothing unless events are enabled."""
         return self._manager.take_events()
 
     def loaded(self, request: Request, incomplete: Iterable[tuple[int, int]]) -> None:
@@ -130,13 +124,10 @@ class RequestBlocks:
         self.computed(request)
 
     def keep(self, request: Request) -> None:
-        """The request has ended; what somebody may still read or write of it stays until
-        :meth:`free`, the rest is given back.
-        """
+        """The request has ended: what may still be read or written stays until :meth:`free`."""
         self._manager.stop_growing(request.request_id, request.num_computed_tokens)
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request, if it holds any."""
         if request_id in self._manager:
             self._manager.free(request_id)
 
@@ -159,7 +150,6 @@ class RequestBlocks:
 
 
 def _names(config: EngineConfig) -> tuple[HashFunction, BlockHashType]:
-    """What names the blocks, and the root of all chains."""
     if config.prefix_caching_hash_algo is None:
         return sha256, none_hash(config.kv.hash_seed_bytes)
     function = get_hash_fn_by_name(config.prefix_caching_hash_algo)

@@ -41,9 +41,7 @@ HEARTBEAT_S = 1.0
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Run one request; ids are chosen by the client and unique per engine. ``trace_headers``: its
-    ``traceparent`` and ``tracestate``.
-    """
+    """Ids are unique per engine. ``trace_headers``: its ``traceparent`` and ``tracestate``."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -168,9 +166,7 @@ class RpcServer:
         self._visitors.endpoint = self.endpoint
 
     def receive(self) -> list[tuple[bytes, ToEngine]]:
-        """Everything that has come, with the client's identity. Never blocks. Call it when the
-        socket or ``monitor`` can be read.
-        """
+        """Never blocks; to be called when the socket or ``monitor`` can be read."""
         self._visitors.meet()
         messages: list[tuple[bytes, ToEngine]] = []
         while True:
@@ -268,9 +264,7 @@ class RpcClient:
         return self._socket, self._monitor
 
     def poll(self, timeout_s: float) -> list[ToClient]:
-        """What has come, after waiting for something up to ``timeout_s``. PeerLost when the
-        engine has gone, ProtocolError when it is no engine.
-        """
+        """Raises PeerLost when the engine has gone, ProtocolError if it is none."""
         ready = wait_for(self.sockets, timeout_s)
         messages: list[ToClient] = []
         while int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:

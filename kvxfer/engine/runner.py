@@ -105,7 +105,6 @@ class Runner:
 
     @property
     def manifest(self) -> RankManifest | None:
-        """What this rank says of itself; None without a connector."""
         return self.connector.get_handshake_metadata() if self.connector else None
 
     def execute(self, step: SchedulerOutput) -> StepOutput:

@@ -96,7 +96,6 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nothing uses; cached ones count as free."""
         return self._blocks.num_free_blocks
 
     @property
@@ -106,13 +105,10 @@ class Scheduler:
 
     @property
     def prefix_hit_rate(self) -> float:
-        """Share of the prompt tokens of recent requests that were cached here."""
         return self._blocks.prefix_hit_rate
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Which names of blocks came and went since the last call, for a router; nothing unless
-        ``enable_kv_cache_events`` is set.
-        """
+        """Names that came and went since, for a router; nothing unless events are enabled."""
         return self._blocks.take_events()
 
     def has_work(self) -> bool:
@@ -148,7 +144,6 @@ class Scheduler:
         return events
 
     def is_held(self, request_id: str) -> bool:
-        """It has finished, and its blocks are kept for whoever takes its KV."""
         return request_id in self._held_offers
 
     # ------------------------------------------------------------------ one step
@@ -221,9 +216,7 @@ class Scheduler:
     # ------------------------------------------------------------------ admission
 
     def _admit(self) -> None:
-        """Admit the oldest requests first; a request that waits for another's load lets others
-        pass.
-        """
+        """The oldest first; one that waits for another's load lets others pass."""
         self._is_blocked = False
         for request in list(self._waiting):
             num_live = len(self._running) + len(self._loading)

@@ -37,9 +37,7 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestOrder(msgspec.Struct, frozen=True):
-    """Digest the first ``num_tokens`` tokens of a request's KV, as far as its tables still have
-    them, before this step computes anything.
-    """
+    """Of the first ``num_tokens``, as far as the tables have them, before this step computes."""
 
     req_id: str
     block_ids: GroupIds

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,7 @@ _INDEX_NAME = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One rank's weights of one layer; ``qkv`` and ``gate_up`` are stacked along their rows.
-
-    A layer that reads another one's KV has only the query rows in ``qkv``.
-    """
+    """``qkv``, ``gate_up``: rows stacked; only query rows where the layer reads another's KV."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -80,43 +78,23 @@ class RandomWeights:
         return full if part.dim is None else full.narrow(part.dim, part.lo, part.hi - part.lo)
 
 
+@dataclass(frozen=True, slots=True)
 class _Safetensors:
-    """The ``*.safetensors`` files of a folder, with or without an index; a context manager."""
+    """The tensors of a folder by name, each in its open file."""
 
-    def __init__(self, folder: Path) -> None:
-        self._stack = ExitStack()
-        self._folder = folder
-        self._handles: dict[str, Any] = {}
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> _Safetensors:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._handles)
-
-    def close(self) -> None:
-        self._handles.clear()
-        self._stack.close()
+    folder: Path
+    handles: Mapping[str, Any]
 
     def read(self, part: Part) -> Tensor:
         """Read only the part's bytes. ModelError if it is missing or has another shape."""
-        handle = self._handles.get(part.name)
+        handle = self.handles.get(part.name)
         if handle is None:
-            raise ModelError(f"{self._folder}: expected a tensor {part.name}, found none")
+            raise ModelError(f"{self.folder}: expected a tensor {part.name}, found none")
         stored = handle.get_slice(part.name)
         shape = tuple(stored.get_shape())
         if shape != part.shape:
             raise ModelError(
-                f"{self._folder}: {part.name}: expected shape {part.shape}, got {shape}; "
+                f"{self.folder}: {part.name}: expected shape {part.shape}, got {shape}; "
                 "config.json and the weights do not belong together"
             )
         if part.dim is None:
@@ -127,22 +105,27 @@ class _Safetensors:
             tensor = stored[:, part.lo : part.hi]
         if not tensor.is_floating_point():
             raise ModelError(
-                f"{self._folder}: {part.name}: expected floating point values, got {tensor.dtype}; "
+                f"{self.folder}: {part.name}: expected floating point values, got {tensor.dtype}; "
                 "quantised weights are not supported"
             )
         return tensor
 
-    def _open(self) -> None:
-        try:
-            safetensors = importlib.import_module("safetensors")
-        except ImportError as exc:
-            raise ModelError("safetensors is not installed; install kvxfer[engine]") from exc
-        for file in _weight_files(self._folder):
+
+@contextmanager
+def _open_safetensors(folder: Path) -> Iterator[_Safetensors]:
+    try:
+        safetensors = importlib.import_module("safetensors")
+    except ImportError as exc:
+        raise ModelError("safetensors is not installed; install kvxfer[engine]") from exc
+    handles: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for file in _weight_files(folder):
             try:
-                handle = self._stack.enter_context(safetensors.safe_open(file, framework="pt"))
+                handle = stack.enter_context(safetensors.safe_open(file, framework="pt"))
             except (OSError, safetensors.SafetensorError) as exc:
                 raise ModelError(f"{file}: cannot be read ({exc})") from exc
-            self._handles.update((name, handle) for name in handle.keys())  # noqa: SIM118 (not a dict)
+            handles |= dict.fromkeys(handle.keys(), handle)
+        yield _Safetensors(folder, handles)
 
 
 def load_weights(
@@ -156,8 +139,8 @@ def load_weights(
     """
     if config.weights is None:
         return _assemble(config, shard, RandomWeights(seed), device)
-    with _Safetensors(config.weights) as source:
-        _refuse_unknown(config, source.names)
+    with _open_safetensors(config.weights) as source:
+        _refuse_unknown(config, frozenset(source.handles))
         return _assemble(config, shard, source, device)
 
 
@@ -183,7 +166,6 @@ def weights_identity(config: ModelConfig, *, seed: int = 0) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files named by the index, or every safetensors file of the folder."""
     index = folder / _INDEX_NAME
     if not index.is_file():
         return sorted(folder.glob("*.safetensors"))

@@ -19,7 +19,6 @@ _COLUMNS = (("layers", 126), ("heads", 96), ("tokens", 130))
 
 
 def draw(plan: TransferPlan) -> str:
-    """The whole picture, as text."""
     shapes = [_text(_MARGIN, 30, f"{plan.num_tokens} tokens, {size_text(plan.nbytes)}", 20)]
     right, bottom = _WIDTH - _MARGIN - _BOX, 0
     tops: dict[tuple[str, Move], int] = {}

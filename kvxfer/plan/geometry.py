@@ -30,7 +30,7 @@ from kvxfer.tensors.kv_cache import init_kv_cache
 from kvxfer.tensors.regions import kv_regions
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, MemoryInfo, RankId, RankManifest
-from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN
+from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY
 
 EQUAL = "taken for equal"
 """Of what no geometry says."""
@@ -133,7 +133,6 @@ def parse_geometry(option: str, text: str, like: Geometry | None = None) -> Geom
 
 
 def _from_file(option: str, file: Path, given: Mapping[str, str]) -> dict[str, Any]:
-    """What a Hugging Face config, or that of a folder, says of the cache."""
     try:
         file = file / "config.json" if file.is_dir() else file
         whole = json.loads(file.read_bytes())
@@ -231,7 +230,7 @@ def make_manifest(option: str, geometry: Geometry, num_tokens: int) -> EngineMan
         engine_id=name,
         incarnation=name.encode().ljust(16, b"-")[:16],
         protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
-        capabilities=(BIND_TOKENS,),
+        capabilities=(BIND_TOKENS, VERIFY),
         facts=CacheFacts(
             model=geometry.model,
             weights=geometry.weights,

@@ -75,9 +75,7 @@ class Move(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> tuple[str, str, str]:
-        """Layers, heads and tokens, each from first to last; layers that are not in a row by
-        number.
-        """
+        """Layers, heads and tokens, from first to last; layers not in a row by number."""
         spans = [(self.layers[0], self.layers[-1] + 1), self.heads, self.tokens]
         layers, heads, tokens = (f"{lo}-{hi - 1}" if hi - lo > 1 else str(lo) for lo, hi in spans)
         is_row = len(self.layers) == spans[0][1] - spans[0][0]
@@ -176,10 +174,7 @@ def _candidates(source: Geometry, sink: Geometry, gbps: float | None) -> Iterato
 
 
 class _Load:
-    """A request of ``num_tokens`` of which the sink has nothing yet, and its ``moves``.
-
-    Raises IncompatiblePeer, and ProtocolError for what the connector would not ask for.
-    """
+    """Nothing of ``num_tokens`` is at the sink yet. Raises IncompatiblePeer and ProtocolError."""
 
     def __init__(
         self,

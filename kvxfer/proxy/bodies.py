@@ -53,10 +53,7 @@ class Drains(NoKv):
 
 
 class ErrorReply(KvxferError):
-    """A request that the proxy answers by itself, with an error.
-
-    ``status`` is the HTTP status, ``param`` the field of the body that is the reason, if one is.
-    """
+    """``status``: of HTTP; ``param``: the field of the body that is the reason, if one is."""
 
     def __init__(
         self, status: int, reason: Reason, message: str, *, param: str | None = None
@@ -325,7 +322,6 @@ def to_decode(headers: Iterable[tuple[str, str]], request_id: str) -> Headers:
 
 
 def to_client(headers: Iterable[tuple[str, str]]) -> Headers:
-    """For the client, from a decode engine's answer."""
     return _end_to_end(list(headers))
 
 

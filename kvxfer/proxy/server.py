@@ -191,13 +191,11 @@ class Proxy:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def watch(self, engine: Engine) -> None:
-        """Probe one engine until cancelled."""
         while True:
             await asyncio.sleep(self._settings.health_interval_s)
             await self.probe(engine)
 
     async def probe(self, engine: Engine) -> None:
-        """Ask the engine once and remember what it says."""
         try:
             async with (
                 asyncio.timeout(_PROBE_TIMEOUT_S),
@@ -328,9 +326,7 @@ class Proxy:
         return asyncio.create_task(answer())
 
     def _abandon(self, asking: asyncio.Task[aiohttp.ClientResponse], until_s: float) -> None:
-        """Let a decode engine hear of a request, and then that nobody waits for its answer.
-        ``until_s``: of the loop's clock; by then it has heard.
-        """
+        """By ``until_s`` of the loop's clock the engine has heard of it; then nobody waits."""
         task = asyncio.create_task(_hang_up(asking, until_s))
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)

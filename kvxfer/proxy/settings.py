@@ -80,10 +80,7 @@ class ProxySettings:
 
 
 def parse_engines(side: Side, urls: Sequence[str]) -> tuple[Engine, ...]:
-    """The engines of ``--prefill`` or ``--decode``. Raises ConfigError naming the option.
-
-    The same URL may stand on both sides (an engine that does both), but only once on each.
-    """
+    """Raises ConfigError naming the option. A URL may stand once on each side."""
     engines = tuple(Engine(side, _parse_url(f"--{side}", url)) for url in urls)
     for number, engine in enumerate(engines):
         if engine in engines[:number]:

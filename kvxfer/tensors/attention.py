@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,37 +28,10 @@ from kvxfer.cache.specs import (
 _KEEPS_NOTHING = {"encoder", "encoder_only"}
 
 
-class CompilationSettings(Protocol):
-    """Where the field keeps a model's layers: ``{layer name: layer}``, in the model's order."""
-
-    @property
-    def static_forward_context(self) -> Mapping[str, object]: ...
-
-
-class ForwardConfig(Protocol):
-    """The part of an engine's configuration that leads to the model's layers."""
-
-    @property
-    def compilation_config(self) -> CompilationSettings: ...
-
-
-class _CacheSettings(Protocol):
-    @property
-    def block_size(self) -> int: ...
-
-
-class _ModelSettings(Protocol):
-    @property
-    def dtype(self) -> str | torch.dtype: ...
-
-
-class SpecConfig(ForwardConfig, Protocol):
-    """What the specs of a model's layers depend on."""
-
-    @property
-    def cache_config(self) -> _CacheSettings: ...
-    @property
-    def model_config(self) -> _ModelSettings: ...
+ForwardConfig: TypeAlias = Any
+"""The configuration of whatever engine. ``compilation_config.static_forward_context``: the model's
+layers by name, in its order.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +171,7 @@ class AttentionMetadataBuilder(Protocol):
 
 
 @runtime_checkable
-class SharesWorkspace(Protocol):
+class _SharesWorkspace(Protocol):
     """A metadata builder that needs scratch memory for its kernels.
 
     Groups run one after the other, so the builders of one backend can use one buffer:
@@ -233,10 +206,7 @@ class AttentionLayer(Protocol):
 
 @dataclass(slots=True)
 class AttentionGroup:
-    """Layers of one cache group that use one backend.
-
-    ``kv_cache_group_id``: the position of the group in ``KVCacheConfig.kv_cache_groups``.
-    """
+    """``kv_cache_group_id``: the group's position in ``KVCacheConfig.kv_cache_groups``."""
 
     backend: type[AttentionBackend]
     layer_names: list[str]
@@ -258,7 +228,7 @@ def attention_layers(vllm_config: ForwardConfig) -> dict[str, AttentionLayer]:
 
 
 def get_kv_cache_spec(
-    vllm_config: SpecConfig, kv_cache_dtype: str | torch.dtype = "auto"
+    vllm_config: ForwardConfig, kv_cache_dtype: str | torch.dtype = "auto"
 ) -> dict[str, KVCacheSpec]:
     """What each attention layer of a model keeps, by layer name.
 
@@ -311,7 +281,7 @@ def init_attn_backend(
     """The backend of every layer, and one metadata builder for each cache group, in their order.
 
     Builders of one backend that have a workspace
-    (:class:`SharesWorkspace`) share the first one's.
+    (:class:`_SharesWorkspace`) share the first one's.
 
     Args:
         kv_cache_config: the groups, KV sharing layers included.
@@ -332,7 +302,7 @@ def init_attn_backend(
         builder = backend.get_builder_cls()(
             group.kv_cache_spec, group.layer_names, vllm_config, device
         )
-        if isinstance(builder, SharesWorkspace):
+        if isinstance(builder, _SharesWorkspace):
             if backend in workspaces:
                 builder.set_workspace_buffer(workspaces[backend])
             else:
@@ -410,7 +380,6 @@ def _shared_by_groups(
     seq_lens: Tensor | CpuGpuBuffer,
     num_computed_tokens_cpu: Tensor | CpuGpuBuffer,
 ) -> dict[str, Any]:
-    """The fields of the common metadata that are the same for all groups."""
     for name, count in (("num_reqs", num_reqs), ("num_tokens", num_tokens)):
         if count < 0:
             raise ValueError(f"{name}: expected at least 0, got {count}")
@@ -469,7 +438,6 @@ def _target_of(layer: AttentionLayer) -> str | None:
 def _group_backend(
     group_id: int, group: KVCacheGroupSpec, layers: Mapping[str, AttentionLayer]
 ) -> type[AttentionBackend]:
-    """The one backend of a group's layers."""
     if not group.layer_names:
         raise ValueError(f"group {group_id}: expected at least one layer, got none")
     if unknown := [name for name in group.layer_names if name not in layers]:
@@ -556,10 +524,7 @@ def prepare_kernel_block_sizes(
 
 
 def kernel_block_size(spec: KVCacheSpec, backends: Collection[type[AttentionBackend]]) -> int:
-    """Tokens of a kernel block of one cache group, given the backends of its layers.
-
-    Raises ValueError if they have no common size, NotImplementedError for an unknown kind of layer.
-    """
+    """Raises ValueError without a common size, NotImplementedError for an unknown kind of layer."""
     if isinstance(spec, MambaSpec):
         return spec.block_size
     if isinstance(spec, AttentionSpec):

@@ -25,11 +25,8 @@ def as_integers(cache: Tensor) -> Tensor:
 
 
 def id_tensor(name: str, block_ids: BlockIds, device: torch.device | str) -> Tensor:
-    """1-D int64 ids on ``device``.
-
-    Raises:
-        TypeError: ids that are no integers (floats, booleans), one by one or by dtype.
-        ValueError: a tensor or an array that is not 1-D, or an id that int64 does not hold.
+    """1-D int64 ids on ``device``. Raises TypeError for ids that are no integers (floats,
+    booleans), ValueError for other dimensions or an id that int64 does not hold.
     """
     if not isinstance(block_ids, Tensor):
         return torch.from_numpy(id_array(name, block_ids)).to(device)

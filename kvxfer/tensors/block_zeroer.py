@@ -34,12 +34,10 @@ class KVBlockZeroer:
     """
 
     def __init__(self, device: torch.device | str, pin_memory: bool) -> None:
-        """``device``: where the caches are. ``pin_memory``: send the ids of a step to a GPU from
-        pinned memory, without waiting for what runs there.
-        """
+        """``pin_memory``: the ids of a step go to a GPU from pinned memory, without waiting."""
         self._device = torch.device(device)
         self._pin_memory = pin_memory and self._device.type != "cpu"
-        self._filler: RowFiller | TableFiller | None = None
+        self._filler: _RowFiller | TableFiller | None = None
         self._num_blocks = 0
 
     def init_meta(
@@ -89,7 +87,7 @@ class KVBlockZeroer:
         segments = distinct(found, self._num_blocks)
         tensors = {cache.layer: cache.view for cache in views}
         if self._device.type == "cpu":
-            self._filler = RowFiller(segments, tensors, self._num_blocks)
+            self._filler = _RowFiller(segments, tensors, self._num_blocks)
         else:
             self._filler = TableFiller(segments, tensors, self._device, pin_memory=self._pin_memory)
 
@@ -126,11 +124,10 @@ class Segment:
     nbytes: int
 
     def end(self, num_blocks: int) -> int:
-        """The first address behind its last piece."""
         return self.address + (num_blocks - 1) * self.stride_nbytes + self.nbytes
 
 
-class RowFiller:
+class _RowFiller:
     """Host memory: one assignment for each segment.
 
     Rows are elements of a void dtype, one memmove each, whatever their length and alignment: 22
@@ -161,10 +158,7 @@ class RowFiller:
 
 
 class TableFiller:
-    """Device memory: all segments in one table of addresses, all of a step in one launch.
-
-    Raises ValueError for a table that one launch does not reach.
-    """
+    """All segments in one table, all of a step in one launch. ValueError for too large a table."""
 
     def __init__(
         self,
@@ -292,7 +286,6 @@ def _views(
     runner_only: Collection[str],
     context: Mapping[str, CacheHolder],
 ) -> Iterator[_CacheView]:
-    """The caches that have K and V of their own."""
     for group in groups:
         spec, number = group.kv_cache_spec, group.kv_cache_group_id
         if not isinstance(spec, AttentionSpec):

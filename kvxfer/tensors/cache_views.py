@@ -24,7 +24,7 @@ _MANY_BLOCKS = 1_234_577
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
+class _CacheShape:
     """A layer's cache as its backend states it.
 
     ``shape`` is logical, ``stride_order`` its dimensions from the outermost in memory to the
@@ -43,7 +43,6 @@ class CacheShape:
 
     @property
     def piece_numel(self) -> int:
-        """Elements of one of these pieces of one kernel block."""
         return math.prod(self.shape) // self.shape[self.block_dim] // self.num_outer
 
     def strides(self, piece_stride: int) -> tuple[int, ...]:
@@ -62,9 +61,7 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheDims:
-    """What the logical dimensions mean. ``head`` and ``plane`` are None where there is none;
-    ``plane`` counts K and V.
-    """
+    """None where there is none; ``plane`` counts K and V."""
 
     block: int
     token: int
@@ -75,7 +72,7 @@ class CacheDims:
 
 def cache_shape(
     backend: type[AttentionBackend], num_kernel_blocks: int, kernel_tokens: int, spec: AttentionSpec
-) -> CacheShape:
+) -> _CacheShape:
     """What the backend states for ``num_kernel_blocks`` blocks of ``kernel_tokens`` tokens.
 
     Raises ValueError that names the backend if it has no dimension of blocks, or an order that is
@@ -83,7 +80,7 @@ def cache_shape(
     """
     block_dim = find_block_dim(backend, kernel_tokens, spec)
     shape = _shape(backend, num_kernel_blocks, kernel_tokens, spec.num_kv_heads, spec.head_size)
-    return CacheShape(shape, _stride_order(backend, len(shape)), block_dim)
+    return _CacheShape(shape, _stride_order(backend, len(shape)), block_dim)
 
 
 def find_block_dim(backend: type[AttentionBackend], kernel_tokens: int, spec: AttentionSpec) -> int:
@@ -181,7 +178,6 @@ class Place:
 
 
 def place_of(spec: AttentionSpec, kernel_tokens: int, backend: type[AttentionBackend]) -> Place:
-    """Where the backend puts the blocks of a layer."""
     return Place(spec.page_size_bytes, cache_shape(backend, 1, kernel_tokens, spec).num_outer)
 
 
@@ -256,7 +252,6 @@ def state_views(layer: str, raw: Tensor, spec: MambaSpec, num_blocks: int) -> li
 
 
 def _elements(layer: str, raw: Tensor, block_nbytes: int, num_blocks: int, dtype: str) -> Tensor:
-    """The bytes of all blocks as elements."""
     if raw.dim() != 1 or raw.element_size() != 1 or not raw.is_contiguous():
         raise ValueError(
             f"{layer}: expected a flat buffer of bytes, got {raw.dtype} of shape {tuple(raw.shape)}"

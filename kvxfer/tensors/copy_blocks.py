@@ -82,11 +82,8 @@ def make_src_and_dst_indices(
     src_device: torch.device | str,
     dst_device: torch.device | str,
 ) -> tuple[Tensor, Tensor]:
-    """Both lists of ids as int64 tensors [n], each on its cache's device.
-
-    Raises:
-        TypeError: ids that are no integers.
-        ValueError: the lists' lengths differ, or ids are no 1-D tensor.
+    """Both lists of ids as int64 tensors [n], each on its cache's device. Raises TypeError for ids
+    that are no integers, ValueError for lists of other lengths or dimensions.
     """
     if len(src_block_ids) != len(dst_block_ids):
         raise ValueError(

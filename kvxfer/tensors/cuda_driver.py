@@ -3,7 +3,7 @@
 PyTorch, Triton and cuda-bindings release the GIL in every call. None of these calls waits, so no
 thread gains by the release. Beside a thread that computes in Python, the caller then waits a switch
 interval to get the GIL back: a copy of 0.06 ms was seen complete after 2.1 ms, ten such waits of
-0.2 ms. Only :meth:`DriverEvent.synchronize` waits, and releases the GIL.
+0.2 ms. Only :meth:`_DriverEvent.synchronize` waits, and releases the GIL.
 """
 
 from __future__ import annotations
@@ -160,10 +160,10 @@ class DriverEvents:
         self.free: list[int] = []  # any thread gives back
         self._flags = _BLOCKING_SYNC | (0 if are_timed else _DISABLE_TIMING)
 
-    def record(self, stream: int) -> DriverEvent:
+    def record(self, stream: int) -> _DriverEvent:
         """On the stream, by its handle. For one thread. Raises CudaError."""
         with self.current:
-            event = DriverEvent(self, self._take())
+            event = _DriverEvent(self, self._take())
             self.driver.call("cuEventRecord", event.handle, stream)
         return event
 
@@ -180,7 +180,7 @@ class DriverEvents:
                 self.driver.call("cuEventDestroy_v2", handle)
 
 
-class DriverEvent:
+class _DriverEvent:
     """An event on a stream, recorded once. Who waits for it sleeps. For any thread. All calls raise
     CudaError.
     """

@@ -25,6 +25,7 @@ from kvxfer.kernels.strided_work import (
     Launch,
     plan_launch,
 )
+from kvxfer.tensors import strided_index as index
 from kvxfer.tensors.device_launch import (
     Event,
     GpuLauncher,
@@ -34,27 +35,7 @@ from kvxfer.tensors.device_launch import (
     Stream,
 )
 from kvxfer.tensors.device_memory import DeviceMemory
-from kvxfer.tensors.strided_index import (
-    LAUNCH_NBYTES,
-    RING_NBYTES,
-    Ids,
-    are_blocks,
-    check_bases,
-    check_chunk,
-    check_order,
-    check_pair,
-    check_regions,
-    check_span,
-    check_tokens,
-    copy_work,
-    dense_work,
-    is_flat,
-    launch_pieces,
-    pool_side,
-    span_ids,
-    token_nbytes,
-    token_rectangles,
-)
+from kvxfer.tensors.strided_index import Ids, are_blocks
 from kvxfer.transfer.plan import CopyClass, DenseOrder, Side, Tile
 
 # The widest access of the kernel; alignment beyond it does not matter
@@ -87,7 +68,7 @@ class BoundCopy:
 
 def bind_side(side: Side, memories: Sequence[DeviceMemory]) -> BoundSide:
     """The side in these memories. Raises ValueError for bases outside them."""
-    check_bases(side.tile, side.bases, [memory.nbytes for memory in memories])
+    index.check_bases(side.tile, side.bases, [memory.nbytes for memory in memories])
     addresses = [memories[base.memory].address + base.offset for base in side.bases]
     return BoundSide(side.tile, np.array(addresses, np.int64))
 
@@ -97,10 +78,8 @@ def bind_copy(
     source_memories: Sequence[DeviceMemory],
     sink_memories: Sequence[DeviceMemory],
 ) -> BoundCopy:
-    """Both sides in their memories, once for all requests. Raises ValueError for bases outside
-    them, and for sides that do not belong together.
-    """
-    check_pair(copy_class)
+    """Once for all requests. ValueError for bases outside them or sides that do not fit."""
+    index.check_pair(copy_class)
     return BoundCopy(
         bind_side(copy_class.source, source_memories), bind_side(copy_class.sink, sink_memories)
     )
@@ -140,24 +119,25 @@ class Work:
     arrays: tuple[Ids, Ids, Ids, Ids, Ids]
 
 
-def pool_work(
+def _pool_work(
     bound: BoundCopy,
     source_ids: Ids,
     sink_ids: Ids,
     tokens: tuple[int, int],
     programs: int,
 ) -> Work:
-    """Tokens [lo, hi) of all regions from pool to pool; ids are positional. ``programs``: at most,
-    or WHOLE_GPU.
-    """
+    """Ids are positional. ``programs``: at most, or WHOLE_GPU."""
     source, sink, (lo, hi) = bound.source, bound.sink, tokens
     num_regions = source.addresses.size
     launch, numbers = _plan_pools(
         *(source.tile, sink.tile, lo % source.tile.block_tokens, lo % sink.tile.block_tokens),
         *(hi - lo, num_regions, math.gcd(source.align_nbytes, sink.align_nbytes), programs),
     )
-    ids = span_ids(source.tile, source_ids, lo, hi), span_ids(sink.tile, sink_ids, lo, hi)
-    nbytes = (hi - lo) * token_nbytes(sink.tile) * num_regions
+    ids = (
+        index.span_ids(source.tile, source_ids, lo, hi),
+        index.span_ids(sink.tile, sink_ids, lo, hi),
+    )
+    nbytes = (hi - lo) * index.token_nbytes(sink.tile) * num_regions
     return Work(launch, nbytes, (numbers, source.addresses, sink.addresses, *ids))
 
 
@@ -169,7 +149,7 @@ def empty_works(bound: BoundCopy, programs: int) -> list[Work]:
     ids = np.zeros(1, np.int64)
     works: dict[tuple[object, ...], Work] = {}
     for num_tokens in (0, 1):
-        work = pool_work(bound, ids, ids, (0, num_tokens), programs)
+        work = _pool_work(bound, ids, ids, (0, num_tokens), programs)
         works.setdefault(work.launch.binary, work)
     return list(works.values())
 
@@ -199,7 +179,7 @@ def chunk_works(
     )
     pool_addresses = side.addresses[region_lo:region_hi]
     for part in parts:
-        pool_ids = span_ids(tile, block_ids, lo + part.token_lo, lo + part.token_hi)
+        pool_ids = index.span_ids(tile, block_ids, lo + part.token_lo, lo + part.token_hi)
         addresses = (pool_addresses, dense_address + part.offsets)
         ids = (pool_ids, part.dense_ids)
         if not is_pack:
@@ -231,9 +211,8 @@ def _plan_pools(
     align_nbytes: int,
     programs: int,
 ) -> tuple[Launch, Ids]:
-    """A launch, and its numbers as an array."""
-    sides = (pool_side(source, source_first), pool_side(sink, sink_first))
-    work = copy_work(*sides, sink, num_tokens, align_nbytes)
+    sides = (index.pool_side(source, source_first), index.pool_side(sink, sink_first))
+    work = index.copy_work(*sides, sink, num_tokens, align_nbytes)
     launch = plan_launch(work, num_regions, programs)
     return launch, np.array(launch.params, np.int64)
 
@@ -251,16 +230,16 @@ def _chunk_parts(
     is_pack: bool,
 ) -> tuple[_Part, ...]:
     """``first_token`` counts from where a block and a kernel block of the order begin."""
-    region_nbytes = num_tokens * token_nbytes(tile)
+    region_nbytes = num_tokens * index.token_nbytes(tile)
     regions = np.arange(num_regions, dtype=np.int64) * region_nbytes
     # A piece that is one run of tokens is one block
-    cut_tokens = max(1, num_tokens) if is_flat(tile, order) else order.kernel_tokens
-    first = 0 if is_flat(tile, order) else first_token % cut_tokens
+    cut_tokens = max(1, num_tokens) if index.is_flat(tile, order) else order.kernel_tokens
+    first = 0 if index.is_flat(tile, order) else first_token % cut_tokens
     parts = []
-    for cut_lo, cut_hi in token_rectangles(first, first + num_tokens, cut_tokens):
+    for cut_lo, cut_hi in index.token_rectangles(first, first + num_tokens, cut_tokens):
         lo, hi = cut_lo - first, cut_hi - first
-        block_tokens, offset = min(cut_tokens, hi - lo), lo * token_nbytes(tile)
-        work = dense_work(
+        block_tokens, offset = min(cut_tokens, hi - lo), lo * index.token_nbytes(tile)
+        work = index.dense_work(
             *(tile, order, (first_token + lo) % tile.block_tokens, hi - lo, block_tokens),
             math.gcd(align_nbytes, offset, region_nbytes),
         )
@@ -268,7 +247,7 @@ def _chunk_parts(
             work = replace(work, source=work.sink, sink=work.source)
         launch = plan_launch(work, num_regions, programs)
         numbers = np.array(launch.params, np.int64)
-        nbytes = (hi - lo) * token_nbytes(tile) * num_regions
+        nbytes = (hi - lo) * index.token_nbytes(tile) * num_regions
         dense_ids = np.arange((hi - lo) // block_tokens, dtype=np.int64)
         parts.append(_Part(launch, numbers, nbytes, lo, hi, offset + regions, dense_ids))
     return tuple(parts)
@@ -283,8 +262,8 @@ class CopySettings:
     """
 
     launch_programs: int = 24
-    launch_nbytes: int = LAUNCH_NBYTES
-    ring_nbytes: int = RING_NBYTES
+    launch_nbytes: int = index.LAUNCH_NBYTES
+    ring_nbytes: int = index.RING_NBYTES
 
     def __post_init__(self) -> None:
         for name, value, least, most in (
@@ -298,10 +277,7 @@ class CopySettings:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What was put on a stream so far: ``event`` is behind it, ``nbytes`` are all bytes of it.
-
-    ``event`` is None where there was nothing to copy.
-    """
+    """So far, ``nbytes`` in all; ``event`` is behind it, None where there was nothing to copy."""
 
     event: Event | None
     nbytes: int
@@ -330,17 +306,13 @@ class DeviceCopier:
         return self._ring.has_room()
 
     def warm(self, bound: BoundCopy, stream: Stream, programs: int | None = None) -> Event:
-        """Compile what copies between these sides need, for it takes a second the first time on a
-        machine; nothing is copied.
-        """
+        """Compile them, which takes a second the first time on a machine; nothing is copied."""
         works = empty_works(bound, self._programs_for(programs))
         events = [self._launch(work, stream, is_empty=True) for work in works]
         return events[-1]
 
     def warm_unpack(self, side: BoundSide, stream: Stream) -> Event:
-        """Compile what unpacks chunks of this side, from this GPU and from the host; nothing is
-        copied.
-        """
+        """Compile what unpacks its chunks, from this GPU and from the host; nothing is copied."""
         widths = (WHOLE_GPU, self._settings.launch_programs)
         ids, order = np.zeros(1, np.int64), side.tile.order
         for num_tokens in (side.tile.kernel_tokens, 1):
@@ -400,13 +372,15 @@ class DeviceCopier:
         For those who want few on their way at a time, so that a copy ends soon after it is given
         up. The check comes at once.
         """
-        check_span(bound.source.tile, source_ids, *tokens)
-        check_span(bound.sink.tile, sink_ids, *tokens)
+        index.check_span(bound.source.tile, source_ids, *tokens)
+        index.check_span(bound.sink.tile, sink_ids, *tokens)
         num_regions = bound.source.addresses.size
         bounds = self._settings.launch_nbytes, self._settings.ring_nbytes
-        pieces = launch_pieces(bound.source.tile, bound.sink.tile, num_regions, tokens, *bounds)
+        pieces = index.launch_pieces(
+            bound.source.tile, bound.sink.tile, num_regions, tokens, *bounds
+        )
         width = self._programs_for(programs)
-        works = (pool_work(bound, source_ids, sink_ids, piece, width) for piece in pieces)
+        works = (_pool_work(bound, source_ids, sink_ids, piece, width) for piece in pieces)
         return self._launched(works, stream)
 
     def pack(
@@ -472,11 +446,11 @@ class DeviceCopier:
         dense: Tensor,
         name: str,
     ) -> None:
-        check_regions(side.addresses.size, *regions)
+        index.check_regions(side.addresses.size, *regions)
         self._check_ids(side.tile, block_ids, *tokens)
-        check_order(side.tile, order)
-        region_nbytes = (tokens[1] - tokens[0]) * token_nbytes(side.tile)
-        check_chunk(dense, name, regions[1] - regions[0], region_nbytes)
+        index.check_order(side.tile, order)
+        region_nbytes = (tokens[1] - tokens[0]) * index.token_nbytes(side.tile)
+        index.check_chunk(dense, name, regions[1] - regions[0], region_nbytes)
         if dense.device.type != self._device.type and not dense.is_pinned():
             raise ValueError(
                 f"{name}: expected a tensor on {self._device} or in pinned memory, "
@@ -487,14 +461,14 @@ class DeviceCopier:
         """Chunks of a transfer have one array of ids, which nobody writes to any more: it is looked
         through once, for that takes 10 us of a cold processor.
         """
-        check_tokens(tile, ids, token_lo, token_hi)
+        index.check_tokens(tile, ids, token_lo, token_hi)
         known = self._looked_through
         if known is not None and known[0] is ids and known[1] == tile:
             return
         if are_blocks(tile, ids):
             self._looked_through = (ids, tile)
         else:  # there may be none for other tokens than these
-            check_span(tile, ids, token_lo, token_hi)
+            index.check_span(tile, ids, token_lo, token_hi)
 
     def _launched(self, works: Iterator[Work], stream: Stream) -> Iterator[Launched]:
         nbytes = 0

@@ -107,10 +107,7 @@ class JobRing:
         self._num_used = 0
 
     def take(self, num_words: int) -> Slot:
-        """A slot of so many words; :meth:`close` it before the next is taken.
-
-        Raises ValueError for more words than the ring has.
-        """
+        """:meth:`close` it before the next is taken. ValueError for more words than there are."""
         if not 0 < num_words <= self.num_words:
             raise ValueError(f"slot: expected 1 to {self.num_words} words, got {num_words}")
         left = self.num_words - self._head
@@ -218,15 +215,12 @@ class GpuLauncher:
             )
 
     def record(self, stream: Stream) -> Event:
-        """An event behind all that was put on the stream, which may be nothing."""
         return self._events.record(self._handle(stream))
 
     def stamp(self, stream: Stream) -> Stamp:
-        """An event as :meth:`record` makes it; the GPU also notes when it reaches it."""
         return self._stamps.record(self._handle(stream))
 
     def wait(self, stream: Stream, event: torch.cuda.Event) -> None:
-        """What is put on the stream from now on runs after PyTorch's event."""
         waited: int = event.cuda_event
         if waited:  # else it was never recorded, and there is nothing to wait for
             with self._current:

@@ -24,9 +24,9 @@ from kvxfer.tensors.cuda_driver import CudaError, CurrentContext, driver
 from kvxfer.tensors.shared_memory import boot_id, check_same_host
 from kvxfer.transfer.manifest import CudaIpcHandle
 
-HANDLE_NBYTES = 64
+_HANDLE_NBYTES = 64
 """Of a CUDA IPC handle."""
-PULL_PRIORITY = -1
+_PULL_PRIORITY = -1
 """Of the streams on which KV is copied. Thread blocks of a higher priority go first where an SM
 becomes free: a load is short and narrow, and its request waits for it.
 """
@@ -42,18 +42,14 @@ class DeviceMemory:
 
 
 class MappedMemory:
-    """Memory as this GPU addresses it: a peer's, of :meth:`Gpu.map`, or its own, of
-    :func:`allocate`.
-    """
+    """A peer's, of :meth:`Gpu.map`, or this GPU's own, of :func:`allocate`."""
 
     def __init__(self, memory: DeviceMemory, close: Callable[[], None]) -> None:
         self.memory = memory
         self._close: Callable[[], None] | None = close
 
     def close(self) -> None:
-        """Unmap or free it; nothing may run on it any more. It may wait for other work of this
-        GPU. Idempotent.
-        """
+        """Nothing may run on it any more; it may wait for other work of this GPU. Idempotent."""
         close, self._close = self._close, None
         if close is not None:
             close()
@@ -67,7 +63,7 @@ class Gpu:
 
     def make_stream(self) -> torch.cuda.Stream | None:
         """A stream of its own; None where work runs on the host."""
-        return torch.cuda.Stream(self.device, priority=PULL_PRIORITY)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device, priority=_PULL_PRIORITY)  # type: ignore[no-untyped-call]
 
     def reaches(self, tensor: Tensor) -> bool:
         """Whether kernels may read and write it: memory of this GPU, or pinned memory."""
@@ -107,9 +103,9 @@ class Gpu:
         memory that is smaller than the handle says.
         """
         check_same_host("cuda_ipc", handle)
-        if len(handle.handle) != HANDLE_NBYTES:
+        if len(handle.handle) != _HANDLE_NBYTES:
             raise TransportUnavailable(
-                f"cuda_ipc: expected a handle of {HANDLE_NBYTES} bytes, got {len(handle.handle)}"
+                f"cuda_ipc: expected a handle of {_HANDLE_NBYTES} bytes, got {len(handle.handle)}"
             )
         bindings = _bindings()
         reserved = bindings.CUipcMemHandle()
@@ -140,10 +136,7 @@ class Gpu:
 
 
 def allocate(nbytes: int, device: torch.device) -> MappedMemory:
-    """Memory of the GPU's own, outside of PyTorch's allocator; other processes can map it.
-
-    Raises TransportUnavailable with the driver's reason.
-    """
+    """Outside of PyTorch's allocator, and mappable. Raises TransportUnavailable."""
     bindings = _bindings()
     with current_context(device):
         (address,) = _call(bindings, "cuMemAlloc", nbytes)
@@ -166,7 +159,6 @@ def current_context(device: torch.device) -> CurrentContext:
 
 
 def _allocation_of(address: int) -> tuple[int, int]:
-    """Where it begins, and its bytes. Raises TransportUnavailable."""
     try:
         return driver().address_range(address)
     except CudaError as exc:
@@ -183,7 +175,6 @@ def _bindings() -> ModuleType:
 
 
 def _call(bindings: ModuleType, name: str, *arguments: object) -> tuple[Any, ...]:
-    """What a function of the CUDA driver returns. Raises TransportUnavailable with its error."""
     error, *results = getattr(bindings, name)(*arguments)
     if int(error) != 0:
         _, text = bindings.cuGetErrorString(error)

@@ -29,8 +29,9 @@ from kvxfer.tensors.cache_views import (
     place_of,
     state_views,
 )
+from kvxfer.tensors.strided_index import check_flat
 
-BUFFER_ALIGNMENT_NBYTES = 4096
+_BUFFER_ALIGNMENT_NBYTES = 4096
 """Every buffer of one allocation begins at a multiple of it, counted from the allocation's start:
 a memory page of the host, and more than any kernel wants."""
 
@@ -240,24 +241,16 @@ def _unknown_target(layer: str, target: str, known: Mapping[str, object]) -> Key
 def _carve(
     allocator: Callable[[int], Tensor], device: torch.device, sizes: Sequence[int]
 ) -> list[Tensor]:
-    """Flat int8 buffers of ``sizes`` bytes out of one ``allocator(nbytes)``.
-
-    Raises ValueError for an allocation that is not flat uint8 on ``device``, too small or not
-    aligned.
-    """
+    """One ``allocator(nbytes)`` for all. ValueError if not flat uint8, fitting, aligned."""
     starts, nbytes = [], 0
     for size in sizes:
-        start = -(-nbytes // BUFFER_ALIGNMENT_NBYTES) * BUFFER_ALIGNMENT_NBYTES
+        start = -(-nbytes // _BUFFER_ALIGNMENT_NBYTES) * _BUFFER_ALIGNMENT_NBYTES
         starts.append(start)
         nbytes = start + size
     if not nbytes:
         return []
     memory = allocator(nbytes)
-    if memory.dtype != torch.uint8 or memory.dim() != 1 or not memory.is_contiguous():
-        raise ValueError(
-            "allocator: expected a contiguous one-dimensional uint8 tensor, "
-            f"got {memory.dtype} of shape {tuple(memory.shape)}"
-        )
+    check_flat(memory, "allocator")
     if memory.numel() < nbytes:
         raise ValueError(f"allocator: expected at least {nbytes} bytes, got {memory.numel()}")
     if memory.device.type != device.type:
@@ -278,7 +271,6 @@ def _reshape(
     kernel_block_sizes: Sequence[int] | None,
     without: Collection[str],
 ) -> dict[str, LayerCache]:
-    """The views of all layers but ``without``."""
     if config.num_blocks < 1:
         raise ValueError(f"num_blocks: expected at least 1, got {config.num_blocks}")
     specs = {
@@ -313,7 +305,6 @@ def _kernel_tokens(
     attn_backends: Mapping[str, type[AttentionBackend]],
     kernel_block_sizes: Sequence[int] | None,
 ) -> dict[str, int]:
-    """Tokens of a kernel block, by layer."""
     groups = config.kv_cache_groups
     if kernel_block_sizes is None:
         kernel_block_sizes = [
@@ -362,9 +353,7 @@ def _check_sharers(
     config: KVCacheConfig,
     attn_backends: Mapping[str, type[AttentionBackend]],
 ) -> None:
-    """A layer reads its target's view as it is, so its backend must state what the target's
-    states.
-    """
+    """A layer reads its target's view as it is: both backends must state the same."""
     specs = {
         layer: group.spec_of(layer)
         for group in config.kv_cache_groups

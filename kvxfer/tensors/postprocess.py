@@ -51,15 +51,10 @@ def kv_postprocess_blksize_on_receive(
 def kv_postprocess_layout_on_receive(cache: Tensor, indices: BlockIds) -> None:
     """Turn received head-major blocks (HND) into local token-major ones (NHD).
 
-    A local block holds [H, N, D]; it becomes [N, H, D]. With one head nothing moves.
-
-    Args:
-        cache: [num_blocks, N, H, D] or [num_blocks, H, N, D], blocks token-major in memory; or
-            [num_blocks, planes, N, H, D] or [num_blocks, planes, H, N, D], each plane (K, V) so.
-        indices: the received blocks' ids, each once; 1-D integers.
-
-    Raises:
-        TypeError, ValueError: as :func:`kv_postprocess_blksize_on_receive`.
+    A local block holds [H, N, D]; it becomes [N, H, D]. With one head nothing moves. ``cache``:
+    [num_blocks, N, H, D] or [num_blocks, H, N, D], blocks token-major in memory; or
+    [num_blocks, planes, ...], each plane (K, V) so. The rest is as in
+    :func:`kv_postprocess_blksize_on_receive`.
     """
     # Blocks of several planes are received plane behind plane, which larger blocks would not be.
     _join([cache] if cache.ndim != 5 else cache.unbind(1), indices, 1, to_heads=False)
@@ -70,16 +65,8 @@ def kv_postprocess_blksize_and_layout_on_receive(
 ) -> None:
     """Join received head-major blocks (HND) to larger, token-major ones (NHD).
 
-    A local block holds ``r`` received ones, [r, H, N / r, D]; it becomes [N, H, D]. With one head
-    nothing moves.
-
-    Args:
-        cache: [num_blocks, N, H, D] or [num_blocks, H, N, D], blocks token-major in memory.
-        indices: the received blocks' local ids, each once; 1-D integers.
-        block_size_ratio: r, received blocks in a local one; it divides N.
-
-    Raises:
-        TypeError, ValueError: as :func:`kv_postprocess_blksize_on_receive`.
+    As :func:`kv_postprocess_blksize_on_receive`, but the local block becomes [N, H, D], and the
+    cache's blocks are token-major in memory.
     """
     _join([cache], indices, block_size_ratio, to_heads=False)
 
@@ -91,18 +78,10 @@ def zero_uncovered_tokens(
     later block.
 
     Call it after the blocks are in local order: before, a block's last tokens are not its end.
-
-    Args:
-        cache: [num_blocks, H, N, D], or any view with blocks in dimension 0.
-        indices: blocks of the request, in the order of its tokens, each once.
-        num_covered_tokens: tokens received, from the first one of the first block on. With ``n``
-            blocks of ``N / r`` tokens received it is ``n * N // r``.
-        token_dim: the dimension of N; 1 for a view [num_blocks, N, H, D].
-
-    Raises:
-        TypeError: ``indices`` are no integers.
-        ValueError: ``token_dim`` is no dimension behind the first, more tokens than the blocks
-            hold, fewer than 0, an id out of range or given twice. Nothing has changed then.
+    ``indices``: blocks of the request, in the order of its tokens, each once.
+    ``num_covered_tokens``: received, from the first token of the first block on; with ``n`` blocks
+    of ``N / r`` tokens it is ``n * N // r``. ``token_dim``: the dimension of N. Raises TypeError
+    and ValueError as :func:`kv_postprocess_blksize_on_receive`.
     """
     if not 0 < token_dim < cache.ndim:
         raise ValueError(f"token_dim: expected one of [1, {cache.ndim}), got {token_dim}")
@@ -153,17 +132,11 @@ class Postprocessor:
         """Rewrite these blocks of every layer; nothing else changes.
 
         On a GPU in the current stream, without waiting for what runs there if the ids are in host
-        memory.
-
-        Args:
-            indices: local ids, each once, in the order of the request's tokens; 1-D integers.
-            num_covered_tokens: tokens received, from the first of the first block on; later ones
-                become zero. None: all.
-
-        Raises:
-            TypeError: ``indices`` are no integers.
-            ValueError: an id out of range or given twice, blocks that received ones do not fill
-                exactly, or more tokens covered than the blocks hold. Nothing has changed then.
+        memory. ``indices``: local ids, each once, in the order of the request's tokens.
+        ``num_covered_tokens``: received, from the first of the first block on; later ones become
+        zero. None: all. Raises, with nothing changed, TypeError for ids that are no integers,
+        ValueError for ids out of range or given twice, blocks that received ones do not fill
+        exactly, and more tokens than the blocks hold.
         """
         if not self._planes:
             return
@@ -214,9 +187,7 @@ def _zero_tail(cache: Tensor, indices: BlockIds, num_covered_tokens: int, token_
 
 
 def _plane_of(cache: Tensor, received: BlockOrder, token_dim: int) -> tuple[BlockRewrite, Tensor]:
-    """What is done to its blocks, and [num_blocks, outer, inner, D], heads and tokens as they lie
-    in memory, as integers.
-    """
+    """And [num_blocks, outer, inner, D], heads and tokens as they lie in memory, as integers."""
     outer_dim = _outer_dim(cache)
     local = BlockOrder(cache.shape[token_dim], by_head=outer_dim != token_dim)
     view = as_integers(cache)
@@ -286,7 +257,6 @@ def _join(
 
 
 def _received_tokens(num_tokens: int, block_size_ratio: int) -> int:
-    """Tokens of a received block."""
     if not isinstance(block_size_ratio, Integral):
         raise TypeError(
             f"block_size_ratio: expected an integer, got {block_size_ratio!r}; divide with //"

@@ -20,7 +20,7 @@ from kvxfer.tensors.attention import AttentionBackend
 from kvxfer.tensors.cache_views import CacheDims, LayerCache, cache_shape, find_dims
 from kvxfer.transfer.layout import Region, check_region
 
-K_AND_V = ("k", "v")
+_K_AND_V = ("k", "v")
 LATENT = "latent"
 
 _T = TypeVar("_T")
@@ -44,20 +44,14 @@ def kv_regions(
     """One region for every plane of every layer, in the order of the groups and their layers.
 
     Strides are the views' own. Planes are "k" and "v", of a latent cache "latent"; where K and V
-    lie side by side in one dimension they are two regions all the same.
-
-    Args:
-        kv_cache_config: groups with all their layers, those that share another's cache included.
-        kv_caches: each layer's view, as of :func:`~kvxfer.tensors.kv_cache.init_kv_cache`.
-        attn_backends: each layer's backend.
-        memories: the allocations that the views lie in, flat, of one-byte elements; a region names
-            its own by position and counts its offset from the first byte.
-        head_lo, head_hi: the model's KV heads that this rank holds (0 and 1 for a latent).
+    lie side by side in one dimension they are two regions all the same. Layers that share another's
+    cache are in the groups too. ``memories``: the allocations that the views lie in, flat, of
+    one-byte elements; a region names its own by position. ``head_lo``, ``head_hi``: the model's KV
+    heads of this rank (0 and 1 for a latent).
 
     Raises:
         ValueError: a layer that keeps no tokens or only those of its chunk, a view that is not what
-            its backend states, lies in no memory or has gaps within a head, other heads than
-            ``[head_lo, head_hi)``.
+            its backend states, lies in no memory or has gaps within a head, other heads.
         KeyError: a layer without view or backend.
         TypeError: an attention layer with a list of views.
     """
@@ -133,16 +127,15 @@ def _planes(
     backend: type[AttentionBackend],
     dims: CacheDims,
 ) -> list[_Plane]:
-    """Which planes a view holds, and where each begins."""
     num_planes = 1 if dims.plane is None else view.shape[dims.plane]
     width = view.shape[dims.channel]
     is_latent = isinstance(spec, MLAAttentionSpec)
     if (num_planes, width) == (1, spec.head_size) and is_latent:
         return [_Plane(LATENT, 0)]
     if not is_latent and dims.plane is not None and (num_planes, width) == (2, spec.head_size):
-        return [_Plane(name, view.stride(dims.plane) * i) for i, name in enumerate(K_AND_V)]
+        return [_Plane(name, view.stride(dims.plane) * i) for i, name in enumerate(_K_AND_V)]
     if not is_latent and (num_planes, width) == (1, 2 * spec.head_size):
-        return [_Plane(name, spec.head_size * i) for i, name in enumerate(K_AND_V)]
+        return [_Plane(name, spec.head_size * i) for i, name in enumerate(_K_AND_V)]
     raise ValueError(
         f"{layer}: expected {'one latent' if is_latent else 'K and V'} of {spec.head_size} "
         f"elements for each head and token, got shape {tuple(view.shape)} of {backend.get_name()}"

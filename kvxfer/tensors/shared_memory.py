@@ -41,10 +41,7 @@ _log = logging.getLogger("kvxfer.tensors")
 
 @lru_cache(maxsize=1)
 def boot_id() -> str:
-    """The random id of this host's life; containers on one host share it.
-
-    Empty where the kernel does not tell.
-    """
+    """Random, of this host's life; containers share it. Empty where the kernel does not tell."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -81,10 +78,7 @@ class SharedPool:
 
     @classmethod
     def create(cls, nbytes: int) -> SharedPool:
-        """``nbytes`` of zeroed shared memory.
-
-        Raises ValueError for a size that cannot be, OSError if there is no memory.
-        """
+        """Zeroed. ValueError for a size that cannot be, OSError without memory."""
         if nbytes <= 0:
             raise ValueError(f"nbytes: expected more than 0, got {nbytes}")
         fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -112,27 +106,20 @@ class SharedPool:
         return self._info
 
     def close(self) -> None:
-        """Let nobody map it any more and drop it.
-
-        The bytes live on while a tensor here or a mapping elsewhere needs them.
-        """
+        """Nobody maps it any more; the bytes live on while a tensor or a mapping needs them."""
         fd, self._fd, self._tensor = self._fd, None, None
         if fd is not None:
             os.close(fd)
 
 
 class MappedPool:
-    """Another process's pool, mapped read-only; made by :func:`open_shared`.
-
-    Writing to its tensor is a SIGSEGV.
-    """
+    """Another process's, of :func:`open_shared`. Writing to its tensor is a SIGSEGV."""
 
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
         self._tensor: Tensor | None = _readonly_tensor(memory, HEADER_NBYTES, nbytes)
 
     @property
     def tensor(self) -> Tensor:
-        """Flat uint8, without the header."""
         if self._tensor is None:
             raise ValueError("mapping: expected an open one, got a closed one")
         return self._tensor
@@ -193,10 +180,7 @@ def _seal(fd: int) -> None:
 
 
 def _open_memfd(where: str) -> int:
-    """A descriptor of its own for the peer's memfd.
-
-    Looks at the link first, so that nothing else is ever opened.
-    """
+    """A descriptor; looks at the link first, so that nothing else is ever opened."""
     try:
         target = os.readlink(where)
         if not target.startswith(f"/memfd:{_NAME}"):
@@ -214,10 +198,7 @@ def _open_memfd(where: str) -> int:
 
 
 def _readonly_tensor(memory: mmap.mmap, offset: int, nbytes: int) -> Tensor:
-    """A tensor over a read-only mapping.
-
-    Torch warns about read-only buffers, so it is shown the address instead.
-    """
+    """Torch warns about read-only buffers, so it is shown the address instead."""
     view = np.frombuffer(memory, dtype=np.uint8, count=nbytes, offset=offset)
     window = (ctypes.c_uint8 * nbytes).from_address(view.ctypes.data)
     # from_address owns nothing: the tensor keeps the window, the window keeps the view.

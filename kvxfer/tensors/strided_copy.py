@@ -41,10 +41,7 @@ _PAGE_NBYTES = 4096
 
 
 class Scratch:
-    """Bytes between gather and scatter, kept from call to call so that they stay in the cache.
-
-    For one thread.
-    """
+    """Kept from call to call so that its bytes stay in the cache. For one thread."""
 
     def __init__(self, nbytes: int = PIECE_NBYTES) -> None:
         self._bytes = _page_aligned(nbytes)
@@ -97,10 +94,7 @@ def scatter(
     tokens: tuple[int, int],
     dense: Tensor,
 ) -> None:
-    """Unpack a chunk in the sink's own physical order into the sink's pool.
-
-    The reverse of :func:`gather` with the order of the sink's tile; the same checks.
-    """
+    """The reverse of :func:`gather` with the order of the sink's tile; the same checks."""
     bases = _regions(side, regions)
     pools = _checked(memories, side.tile, bases, block_ids, tokens)
     piece = write_piece(side.tile, block_ids, side.tile.order, *tokens)
@@ -179,24 +173,25 @@ def _scatter(pool: Bytes, offset: int, piece: Piece, dense: Bytes) -> None:
 
 def _elements(memory: Bytes, offset: int, element_nbytes: int, count: int) -> NDArray[np.void]:
     """``count`` elements side by side."""
-    return np.ndarray((count,), _void(element_nbytes), memory, offset)
+    return np.ndarray((count,), void(element_nbytes), memory, offset)
 
 
 def _any_unit(memory: Bytes, offset: int, part: Units) -> NDArray[np.void]:
     """Element i is the unit that starts at byte ``offset + i``: it may lie anywhere."""
     count = memory.size - offset - part.extent_nbytes + 1
     shape, strides = (count, *part.shape), (1, *part.strides)
-    return np.ndarray(shape, _void(part.element_nbytes), memory, offset, strides)
+    return np.ndarray(shape, void(part.element_nbytes), memory, offset, strides)
 
 
 def _dense_units(dense: Bytes, part: Units) -> NDArray[np.void]:
     """All units where they lie in the dense piece, in the order of ``starts``."""
     shape = (*part.starts.shape, *part.shape)
-    return np.ndarray(shape, _void(part.element_nbytes), dense, part.dense_lo, part.dense_strides)
+    return np.ndarray(shape, void(part.element_nbytes), dense, part.dense_lo, part.dense_strides)
 
 
 @lru_cache(maxsize=256)
-def _void(nbytes: int) -> np.dtype[Any]:
+def void(nbytes: int) -> np.dtype[Any]:
+    """So many bytes as one element: what moves them is one memmove."""
     return np.dtype((np.void, nbytes))
 
 
@@ -210,7 +205,6 @@ def _regions(side: Side, regions: tuple[int, int]) -> tuple[Base, ...]:
 
 
 def _chunk(tensor: Tensor, name: str, piece: Piece, num_regions: int) -> NDArray[np.uint8]:
-    """The chunk as [regions, bytes of a region]."""
     check_chunk(tensor, name, num_regions, piece.nbytes)
     flat: Bytes = tensor.numpy()
     return flat.reshape(num_regions, piece.nbytes)

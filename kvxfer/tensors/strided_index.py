@@ -38,7 +38,7 @@ LAUNCH_NBYTES = 1 << 30
 RING_NBYTES = 8 << 20
 """For the ids and addresses of all launches on their way."""
 
-MIN_TAKE_NBYTES = 64
+_MIN_TAKE_NBYTES = 64
 """Smaller parts of rows are not taken one by one: their index would be as large as their bytes."""
 
 
@@ -47,8 +47,7 @@ def token_nbytes(tile: Tile) -> int:
     return tile.num_heads * tile.inner_nbytes
 
 
-def tile_extent_nbytes(tile: Tile) -> int:
-    """Bytes from the base to the end of the last block."""
+def _tile_extent_nbytes(tile: Tile) -> int:
     num_kernel_blocks = tile.num_blocks * (tile.block_tokens // tile.kernel_tokens)
     return (
         (num_kernel_blocks - 1) * tile.stride_block
@@ -210,10 +209,7 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """All units of a dense piece.
-
-    ``contiguous_at`` is the piece's start where the region holds it without a gap, else None.
-    """
+    """``contiguous_at``: its start where the region holds it without a gap, else None."""
 
     nbytes: int
     parts: tuple[Units, ...]
@@ -285,7 +281,7 @@ def _units(work: CopyWork, block_ids: Ids, dense_lo: int, *, is_read: bool) -> U
     while left and left[0][1] == row:
         row *= left.pop(0)[0]
     if element < work.inner_nbytes and (
-        row == element or (block_runs > 1 and row < MIN_TAKE_NBYTES)
+        row == element or (block_runs > 1 and row < _MIN_TAKE_NBYTES)
     ):
         return _channel_units(work, runs.reshape(-1, block_runs), run_tokens, dense_lo)
     starts = runs.reshape(-1, *(count if stride == 0 else 1 for count, stride, _ in left[::-1]))
@@ -340,14 +336,13 @@ def _numbers(starts: Ids, row_nbytes: int, granule_nbytes: int) -> Ids | None:
     numbers: Ids = starts // granule_nbytes
     if granule_nbytes == row_nbytes:
         return numbers
-    if granule_nbytes < MIN_TAKE_NBYTES:
+    if granule_nbytes < _MIN_TAKE_NBYTES:
         return None
     parts = np.arange(row_nbytes // granule_nbytes, dtype=np.int64)
     return (numbers[:, None] + parts).reshape(-1)
 
 
 def _contiguous_at(parts: Sequence[Units]) -> int | None:
-    """Where the piece starts if every unit begins where the one before it ends."""
     first = end = None
     for part in parts:
         starts, row = part.starts, part.element_nbytes
@@ -380,9 +375,7 @@ def check_span(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> None
 
 
 def check_tokens(tile: Tile, block_ids: Ids, token_lo: int, token_hi: int) -> None:
-    """Is there an id, good or not, for every token of ``[token_lo, token_hi)``? Raises
-    ValueError.
-    """
+    """An id, good or not, for every token of ``[token_lo, token_hi)``? Raises ValueError."""
     if not 0 <= token_lo <= token_hi:
         raise ValueError(f"tokens: expected 0 <= lo <= hi, got [{token_lo}, {token_hi})")
     if block_ids.dtype != np.int64 or block_ids.size * tile.block_tokens < token_hi:
@@ -400,7 +393,7 @@ def are_blocks(tile: Tile, block_ids: Ids) -> bool:
 
 def check_bases(tile: Tile, bases: Sequence[Base], memories_nbytes: Sequence[int]) -> None:
     """Do all blocks of every region lie inside its memory? Raises ValueError."""
-    extent = tile_extent_nbytes(tile)
+    extent = _tile_extent_nbytes(tile)
     for base in bases:
         if not 0 <= base.memory < len(memories_nbytes):
             raise ValueError(

@@ -5,52 +5,13 @@ scattered over the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Protocol
+from typing import Any, TypeAlias
+
+_OfTheEngine: TypeAlias = Any
+"""A record of whatever engine; the attributes that are read stand under Args."""
 
 
-class MemorySnapshot(Protocol):
-    """A device's memory when the worker started, in bytes."""
-
-    @property
-    def total_memory(self) -> int: ...
-    @property
-    def free_memory(self) -> int: ...
-
-
-class UtilizationConfig(Protocol):
-    """The part of the cache's settings that divides the device's memory."""
-
-    @property
-    def gpu_memory_utilization(self) -> float: ...
-
-
-class _ParallelSettings(Protocol):
-    @property
-    def tensor_parallel_size(self) -> int: ...
-
-
-class _CompilationSettings(Protocol):
-    @property
-    def pass_config(self) -> object: ...
-    @property
-    def splitting_ops(self) -> Collection[str] | None: ...
-    @property
-    def use_inductor_graph_partition(self) -> bool: ...
-    @property
-    def compile_sizes(self) -> Collection[int | str] | None: ...
-
-
-class SequenceParallelConfig(Protocol):
-    """What decides whether a step's residual is scattered."""
-
-    @property
-    def parallel_config(self) -> _ParallelSettings: ...
-    @property
-    def compilation_config(self) -> _CompilationSettings: ...
-
-
-def request_memory(init_snapshot: MemorySnapshot, cache_config: UtilizationConfig) -> int:
+def request_memory(init_snapshot: _OfTheEngine, cache_config: _OfTheEngine) -> int:
     """Bytes of the device that the engine may use in all: weights, activations and cache.
 
     Args:
@@ -66,7 +27,7 @@ def request_memory(init_snapshot: MemorySnapshot, cache_config: UtilizationConfi
     share = cache_config.gpu_memory_utilization
     if not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization: expected a share in (0, 1], got {share}")
-    wanted_nbytes = math.ceil(init_snapshot.total_memory * share)
+    wanted_nbytes: int = math.ceil(init_snapshot.total_memory * share)
     if init_snapshot.free_memory < wanted_nbytes:
         raise ValueError(
             f"free memory: expected {_gib(wanted_nbytes)} (gpu_memory_utilization {share} of "
@@ -76,9 +37,7 @@ def request_memory(init_snapshot: MemorySnapshot, cache_config: UtilizationConfi
     return wanted_nbytes
 
 
-def is_residual_scattered_for_sp(
-    vllm_config: SequenceParallelConfig, num_input_tokens: int
-) -> bool:
+def is_residual_scattered_for_sp(vllm_config: _OfTheEngine, num_input_tokens: int) -> bool:
     """Whether each rank holds only its part of the residual's tokens in this step.
 
     Args:

@@ -147,10 +147,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A case with its ids: everything that both sides are told.
-
-    ``slot`` keeps the regions of moves apart.
-    """
+    """A case with its ids. ``slot`` keeps the regions of moves apart."""
 
     case: Case
     copy_class: CopyClass
@@ -194,7 +191,6 @@ def make_move(case: Case, seed: int, slot: int = 0, num_slots: int = 1) -> Move:
 
 
 def move_nbytes(move: Move) -> int:
-    """Bytes of KV in it."""
     case = move.case
     return (
         case.num_regions * (case.token_hi - case.token_lo) * case.sink.num_heads * case.inner_nbytes

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvxfer.testing import peers
 from kvxfer.testing.cases import (
     CASES,
     Case,
@@ -24,44 +25,17 @@ from kvxfer.testing.cases import (
     move_nbytes,
     naive_copy,
 )
-from kvxfer.testing.peers import (
-    Child,
-    MakeSink,
-    MakeSource,
-    Release,
-    Send,
-    SinkPeer,
-    SourcePeer,
-    StopSend,
-    is_end,
-    serve_idle_sink,
-)
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports.base import (
-    DirectSink,
-    PeerGone,
-    Progress,
-    ReadBroke,
-    ReadDone,
-    ReadRequest,
-    ReadStopped,
-    ReceivingSink,
-    SendRequest,
-    SendStopped,
-    Sent,
-    SinkCompletion,
-    SourceCompletion,
-    TransferKey,
-)
+from kvxfer.transports import base
 
-PEER_DEATH_S = 5.0
+_PEER_DEATH_S = 5.0
 """A killed peer must be noticed within this time."""
 _INCARNATION = b"conformance-sink"
 
 
 def check_transport(
-    make_source: MakeSource,
-    make_sink: MakeSink,
+    make_source: peers.MakeSource,
+    make_sink: peers.MakeSink,
     *,
     timeout_s: float = 10.0,
     source_device: str = "cpu",
@@ -71,17 +45,17 @@ def check_transport(
 
     Every wait ends after ``timeout_s``. Memory is shared memory, or that of a GPU ("cuda:1").
     """
-    first = SourcePeer(
+    first = peers.SourcePeer(
         make_source, 1, timeout_s, source_device
     )  # starts the fork server, whose descriptors stay
     if sink_device != "cpu":  # CUDA opens descriptors with its first calls, and keeps them
-        warm = SinkPeer(make_sink, sink_device)
+        warm = peers.SinkPeer(make_sink, sink_device)
         warm.transport.trial(first.manifest, timeout_s).close()
         warm.close()
     before = _resources()
-    sink = SinkPeer(make_sink, sink_device)
+    sink = peers.SinkPeer(make_sink, sink_device)
     check = _Check(sink, first, make_sink, timeout_s, sink_device)
-    second: SourcePeer | None = None
+    second: peers.SourcePeer | None = None
     try:
         check.attach_and_trial()
         check.every_case()
@@ -92,7 +66,7 @@ def check_transport(
         check.detach_and_attach()
         check.sink_dies()
         check.source_dies()
-        second = check.source = SourcePeer(make_source, 2, timeout_s, source_device)
+        second = check.source = peers.SourcePeer(make_source, 2, timeout_s, source_device)
         check.sink.transport.attach(second.manifest)
         check.move(CASES[1], "a new source after the death of another")
         left = second.finish(timeout_s)
@@ -124,23 +98,23 @@ def _assert_no_more_than(before: tuple[int, set[str]]) -> None:
 
 @dataclass(slots=True)
 class _Check:
-    sink: SinkPeer
-    source: SourcePeer
-    make_sink: MakeSink
+    sink: peers.SinkPeer
+    source: peers.SourcePeer
+    make_sink: peers.MakeSink
     timeout_s: float
     sink_device: str
     num_keys: int = 0
     is_source_dead: bool = False
-    released: set[TransferKey] = field(default_factory=set)
+    released: set[base.TransferKey] = field(default_factory=set)
 
     # -- the parts of a transfer
 
-    def key(self) -> TransferKey:
+    def key(self) -> base.TransferKey:
         self.num_keys += 1
-        return TransferKey(self.num_keys.to_bytes(16), _INCARNATION, "pp0tp0", "pp0tp0")
+        return base.TransferKey(self.num_keys.to_bytes(16), _INCARNATION, "pp0tp0", "pp0tp0")
 
-    def read_request(self, key: TransferKey, move: Move) -> ReadRequest:
-        return ReadRequest(
+    def read_request(self, key: base.TransferKey, move: Move) -> base.ReadRequest:
+        return base.ReadRequest(
             key=key,
             source=self.source.manifest,
             classes=(move.copy_class,),
@@ -150,32 +124,37 @@ class _Check:
             chunk_nbytes=move.case.chunk_nbytes,
         )
 
-    def start(self, key: TransferKey, move: Move, hold_after: int = -1) -> None:
+    def start(self, key: base.TransferKey, move: Move, hold_after: int = -1) -> None:
         """What the connector does: expect, let the source send, read."""
         request = self.read_request(key, move)
         self.ask(request)
         if self.source.is_stream:
-            sent = SendRequest(
-                key,
-                (move.pull,),
-                (move.copy_class.source,),
-                (move.source_ids,),
-                move.case.chunk_nbytes,
-            )
-            self.source.pipe.send(Send(sent, hold_after))
+            self.send(key, move, hold_after)
 
-    def ask(self, request: ReadRequest) -> None:
-        """Submit the read at the sink, as its kind of wire has it."""
+    def send(self, key: base.TransferKey, move: Move, hold_after: int = -1) -> None:
+        of_class = (move.pull,), (move.copy_class.source,), (move.source_ids,)
+        request = base.SendRequest(key, *of_class, move.case.chunk_nbytes)
+        self.source.pipe.send(peers.Send(request, hold_after))
+
+    def ask(self, request: base.ReadRequest) -> None:
         sink = self.sink.transport
-        if isinstance(sink, DirectSink):
+        if isinstance(sink, base.DirectSink):
             sink.submit_read(request)
         else:
             sink.submit_expect(request)
 
-    def end_of(self, key: TransferKey, what: str, timeout_s: float | None = None) -> SinkCompletion:
-        return self.sink.until(partial(is_end, key), timeout_s or self.timeout_s, what)
+    def end_of(
+        self, key: base.TransferKey, what: str, timeout_s: float | None = None
+    ) -> base.SinkCompletion:
+        return self.sink.until(partial(peers.is_end, key), timeout_s or self.timeout_s, what)
 
-    def source_says(self, kind: type[SourceCompletion], key: TransferKey) -> None:
+    def ends_as(
+        self, kind: type[base.ReadBroke | base.ReadStopped], key: base.TransferKey, what: str
+    ) -> None:
+        end = self.end_of(key, what)
+        assert isinstance(end, kind), f"{what}: expected {kind.__name__}, got {end}"
+
+    def source_says(self, kind: type[base.SourceCompletion], key: base.TransferKey) -> None:
         """Wait for it; the sink is driven meanwhile, because the source waits for its credits."""
         deadline_s = time.monotonic() + self.timeout_s
         while self.source.take(kind, key) is None:
@@ -185,15 +164,15 @@ class _Check:
             )
             self.sink.rest(0.005)
 
-    def done(self, key: TransferKey, move: Move, what: str) -> None:
+    def done(self, key: base.TransferKey, move: Move, what: str) -> None:
         end = self.end_of(key, what)
-        assert isinstance(end, ReadDone), f"{what}: expected ReadDone, got {end}"
+        assert isinstance(end, base.ReadDone), f"{what}: expected ReadDone, got {end}"
         assert end.nbytes == move_nbytes(move), (
             f"{what}: expected {move_nbytes(move)} bytes, got {end.nbytes}"
         )
         assert end.certified == self.source.is_stream, f"{what}: certified is {end.certified}"
         if self.source.is_stream:
-            self.source_says(Sent, key)
+            self.source_says(base.Sent, key)
 
     def assert_content(self, moves: list[Move], what: str) -> None:
         self.sink.rest(0.02)  # a write after the end would be one too many
@@ -221,12 +200,12 @@ class _Check:
 
     def attach_and_trial(self) -> None:
         transport = self.sink.transport
-        assert isinstance(transport, ReceivingSink) == self.source.is_stream
+        assert isinstance(transport, base.ReceivingSink) == self.source.is_stream
         assert transport.name == self.source.name
         for _ in range(2):
             trial = transport.trial(self.source.manifest, self.timeout_s)
             assert trial.costs.bytes_per_s > 0
-            if isinstance(transport, DirectSink):
+            if isinstance(transport, base.DirectSink):
                 transport.attach(self.source.manifest, trial)
             else:
                 transport.attach(self.source.manifest)
@@ -249,7 +228,7 @@ class _Check:
     def another_thread_looks(self) -> None:
         """As an engine's does in the IO thread's place, where the wire is quick."""
         sink = self.sink.transport
-        if not (isinstance(sink, DirectSink) and sink.is_quick):
+        if not (isinstance(sink, base.DirectSink) and sink.is_quick):
             return
         self.sink.poison()
         key, move = self.key(), make_move(CASES[0], seed=self.num_keys)
@@ -275,7 +254,7 @@ class _Check:
         if self.source.is_stream:
             self.start(key, move, hold_after=2)
             self.sink.until(
-                lambda c: isinstance(c, Progress) and c.key == key, self.timeout_s, what
+                lambda c: isinstance(c, base.Progress) and c.key == key, self.timeout_s, what
             )
             self.sink.transport.stop_read(key)
         else:
@@ -283,12 +262,11 @@ class _Check:
             self.start(key, move)
             self.sink.transport.stop_read(key)
             gate.set()
-        end = self.end_of(key, what)
-        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
+        self.ends_as(base.ReadStopped, key, what)
         content = self.sink.content()
         if self.source.is_stream:
-            self.source.pipe.send(Release(key))
-            self.source_says(Sent, key)
+            self.source.pipe.send(peers.Release(key))
+            self.source_says(base.Sent, key)
         self.sink.rest(0.1)
         assert self.sink.content() == content, f"{what}: the pool was written after ReadStopped"
         for _ in range(4):  # what was dropped must not use up the connection
@@ -298,24 +276,19 @@ class _Check:
         what = "a key that nobody knows"
         key, move = self.key(), make_move(CASES[0], 8)
         self.sink.transport.stop_read(key)
-        end = self.end_of(key, what)
-        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
+        self.ends_as(base.ReadStopped, key, what)
         if not self.source.is_stream:
             return
         self.sink.poison()
-        self.source.pipe.send(StopSend(key))
-        self.source_says(SendStopped, key)
+        self.source.pipe.send(peers.StopSend(key))
+        self.source_says(base.SendStopped, key)
         # One that was known has to be there for a source to send anything: it knows the sink by it.
         key = self.key()
         self.ask(self.read_request(key, move))
         self.sink.transport.stop_read(key)
-        end = self.end_of(key, what)
-        assert isinstance(end, ReadStopped), f"{what}: expected ReadStopped, got {end}"
-        request = SendRequest(
-            key, (move.pull,), (move.copy_class.source,), (move.source_ids,), 2048
-        )
-        self.source.pipe.send(Send(request))
-        self.source_says(Sent, key)
+        self.ends_as(base.ReadStopped, key, what)
+        self.send(key, move)
+        self.source_says(base.Sent, key)
         self.sink.rest(0.1)
         self.assert_content([], what)
         self.move(CASES[0], "after chunks of an unknown key")
@@ -327,38 +300,33 @@ class _Check:
         self.start(key, make_move(CASES[0], 9), hold_after=1)
         self.sink.transport.detach(self.source.manifest.control_endpoint)
         gate.set()
-        end = self.end_of(key, what)
-        assert isinstance(end, ReadBroke), f"{what}: expected ReadBroke, got {end}"
+        self.ends_as(base.ReadBroke, key, what)
         self.sink.transport.detach(self.source.manifest.control_endpoint)
         late = self.key()
         self.ask(self.read_request(late, make_move(CASES[0], 9)))
-        end = self.end_of(late, "a read of a source that is not attached")
-        assert isinstance(end, ReadBroke), f"not attached: expected ReadBroke, got {end}"
+        self.ends_as(base.ReadBroke, late, "a read of a source that is not attached")
         self.sink.transport.attach(self.source.manifest)
         if self.source.is_stream:
-            self.source.pipe.send(StopSend(key))
-            self.source_says(SendStopped, key)
+            self.source.pipe.send(peers.StopSend(key))
+            self.source_says(base.SendStopped, key)
         self.move(CASES[2], "after attaching again")
 
     def sink_dies(self) -> None:
         """Another sink is killed while the source sends to it: this one is still served."""
         move = make_move(CASES[0], 10)
-        key = TransferKey(b"n" * 16, b"other-sink------", "pp0tp0", "pp0tp0")
+        key = base.TransferKey(b"n" * 16, b"other-sink------", "pp0tp0", "pp0tp0")
         read = self.read_request(key, move)
-        other = Child(serve_idle_sink, self.make_sink, read, self.sink_device)
+        other = peers.Child(peers.serve_idle_sink, self.make_sink, read, self.sink_device)
         try:
             assert other.pipe.poll(60), "other sink: expected it to attach, got nothing"
             if self.source.is_stream:
-                request = SendRequest(
-                    key, (move.pull,), (move.copy_class.source,), (move.source_ids,), 2048
-                )
-                self.source.pipe.send(Send(request, hold_after=1))
+                self.send(key, move, hold_after=1)
         finally:
             other.kill()
         if self.source.is_stream:
-            self.source.pipe.send(Release(key))
-            self.source.pipe.send(StopSend(key))
-            self.source_says(SendStopped, key)
+            self.source.pipe.send(peers.Release(key))
+            self.source.pipe.send(peers.StopSend(key))
+            self.source_says(base.SendStopped, key)
         for case in CASES[:3]:
             self.move(case, "after the death of another sink")
 
@@ -371,17 +339,17 @@ class _Check:
         self.is_source_dead = True
         gate.set()
         started_s = time.monotonic()
-        end = self.end_of(key, what, PEER_DEATH_S)
+        end = self.end_of(key, what, _PEER_DEATH_S)
         if not self.source.is_stream:  # the mapping outlives its owner
-            assert isinstance(end, ReadDone | ReadBroke), f"{what}: got {end}"
+            assert isinstance(end, base.ReadDone | base.ReadBroke), f"{what}: got {end}"
         else:
-            assert isinstance(end, ReadBroke), f"{what}: expected ReadBroke, got {end}"
+            assert isinstance(end, base.ReadBroke), f"{what}: expected ReadBroke, got {end}"
             assert end.reason is Reason.PEER_LOST, f"{what}: expected peer_lost, got {end.reason}"
             endpoint = self.source.manifest.control_endpoint
             self.sink.until(
-                lambda c: isinstance(c, PeerGone) and c.control_endpoint == endpoint,
-                PEER_DEATH_S,
+                lambda c: isinstance(c, base.PeerGone) and c.control_endpoint == endpoint,
+                _PEER_DEATH_S,
                 what,
             )
-        assert time.monotonic() - started_s < PEER_DEATH_S
+        assert time.monotonic() - started_s < _PEER_DEATH_S
         self.sink.transport.detach(self.source.manifest.control_endpoint)

@@ -40,22 +40,7 @@ from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import CopyClass
 from kvxfer.transfer.wire import Reason
-from kvxfer.transports import registry
-from kvxfer.transports.base import (
-    DirectSink,
-    LocalMemory,
-    PeerGone,
-    Readable,
-    ReadBroke,
-    ReadRequest,
-    ReceivingSink,
-    SinkCompletion,
-    SinkTransport,
-    TakingSide,
-    TransferKey,
-    Trial,
-    Wake,
-)
+from kvxfer.transports import base, registry
 from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyJob
 from kvxfer.transports.pipe import MakePipe, Parts
@@ -69,10 +54,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault; ``value`` is in seconds, a probability or a number.
-
-    ``nth`` (from 1) picks one read, None is every one.
-    """
+    """``value``: seconds, a probability or a number; ``nth``: one read, from 1; None: every one."""
 
     name: str
     value: float
@@ -159,7 +141,7 @@ def install(text: str) -> None:
     if not faults:
         return
     for name, make_pipe in registry.PIPES.items():
-        registry.SOURCES[name] = partial(FaultyStreamSource, faults, make_pipe)
+        registry.SOURCES[name] = partial(_FaultyStreamSource, faults, make_pipe)
     for name, make_sink in registry.SINKS.items():
         registry.SINKS[name] = partial(_make_faulty_sink, faults, make_sink)
 
@@ -178,19 +160,19 @@ def injected(text: str) -> Iterator[None]:
 
 def _make_faulty_sink(
     faults: Sequence[Fault],
-    make_sink: Callable[[LocalMemory, Config, Copier, Wake, Context], SinkTransport],
-    memory: LocalMemory,
+    make_sink: Callable[[base.LocalMemory, Config, Copier, base.Wake, Context], base.SinkTransport],
+    memory: base.LocalMemory,
     config: Config,
     copy_thread: Copier,
-    wake: Wake,
+    wake: base.Wake,
     context: Context,
-) -> SinkTransport:
+) -> base.SinkTransport:
     if any(tensor.device.type != "cpu" for tensor in memory.tensors):
         _check_device_faults(faults)
     sink = make_sink(memory, config, _faulty_copier(copy_thread, faults), wake, context)
-    if isinstance(sink, DirectSink):
-        return FaultyDirectSink(sink, faults, wake)
-    return FaultyReceivingSink(sink, faults, wake)
+    if isinstance(sink, base.DirectSink):
+        return _FaultyDirectSink(sink, faults, wake)
+    return _FaultyReceivingSink(sink, faults, wake)
 
 
 # ------------------------------------------------------------------ the taking side
@@ -222,7 +204,7 @@ class _WrappedJob(CopyJob):
         self.inner.on_end()
 
 
-class FaultyCopier:
+class _FaultyCopier:
     """A copy thread that runs pieces in another way."""
 
     def __init__(self, inner: Copier, run: Callable[[CopyJob], bool]) -> None:
@@ -231,7 +213,6 @@ class FaultyCopier:
         self._jobs: dict[CopyJob, _WrappedJob] = {}
 
     def submit(self, job: CopyJob) -> None:
-        """Submit the job wrapped, so that ``run`` decides what each of its pieces does."""
         wrapped = _WrappedJob(job, self._run, lambda inner: self._jobs.pop(inner, None))
         self._jobs[job] = wrapped
         self._inner.submit(wrapped)
@@ -267,12 +248,11 @@ def _check_device_faults(faults: Sequence[Fault]) -> None:
 
 
 def _faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
-    """The copier, or a slow or blank one if ``read:slow`` or ``read:blank`` is asked for."""
     for fault in faults:
         if fault.name == "read:slow":
-            copier = FaultyCopier(copier, _slowly(fault.value))
+            copier = _FaultyCopier(copier, _slowly(fault.value))
         elif fault.name == "read:blank":
-            copier = FaultyCopier(copier, _copy_nothing)
+            copier = _FaultyCopier(copier, _copy_nothing)
     return copier
 
 
@@ -280,46 +260,45 @@ def _faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
 class _Stalled:
     until_s: float
     timer: threading.Timer
-    held: list[SinkCompletion] = field(default_factory=list)
+    held: list[base.SinkCompletion] = field(default_factory=list)
 
 
 def _end(timer: threading.Timer) -> None:
-    """It wakes nobody any more."""
     timer.cancel()
     timer.join()
 
 
-class _FaultySink(TakingSide):
+class _FaultySink(base.TakingSide):
     """A sink whose reads stall or fail; everything else is the inner one's."""
 
-    def __init__(self, inner: SinkTransport, faults: Sequence[Fault], wake: Wake) -> None:
+    def __init__(self, inner: base.SinkTransport, faults: Sequence[Fault], wake: base.Wake) -> None:
         self.name, self.counts = inner.name, inner.counts
         self._wire = inner
         self._faults = tuple(faults)
         self._wake = wake
         self._num_reads = 0
-        self._failed: list[SinkCompletion] = []
-        self._stalled: dict[TransferKey, _Stalled] = {}
+        self._failed: list[base.SinkCompletion] = []
+        self._stalled: dict[base.TransferKey, _Stalled] = {}
 
     def trial(
         self, source: RankManifest, timeout_s: float, classes: Sequence[CopyClass] = ()
-    ) -> Trial:
+    ) -> base.Trial:
         return self._wire.trial(source, timeout_s, classes)
 
     def detach(self, control_endpoint: str) -> None:
         self._wire.detach(control_endpoint)
 
-    def stop_read(self, key: TransferKey) -> None:
+    def stop_read(self, key: base.TransferKey) -> None:
         """What was held back is forgotten: ReadStopped is the read's one end."""
         stalled = self._stalled.pop(key, None)
         if stalled is not None:
             _end(stalled.timer)
         self._wire.stop_read(key)
 
-    def pollables(self) -> Sequence[Readable]:
+    def pollables(self) -> Sequence[base.Readable]:
         return self._wire.pollables()
 
-    def poll(self) -> list[SinkCompletion]:
+    def poll(self) -> list[base.SinkCompletion]:
         """What the inner one says, less what stalls, plus what has stalled long enough."""
         done, self._failed = self._failed, []
         now_s = time.monotonic()
@@ -329,7 +308,7 @@ class _FaultySink(TakingSide):
                 done.extend(stalled.held)
                 del self._stalled[key]
         for completion in self._wire.poll():
-            key_of = None if isinstance(completion, PeerGone) else completion.key
+            key_of = None if isinstance(completion, base.PeerGone) else completion.key
             if key_of is not None and key_of in self._stalled:
                 self._stalled[key_of].held.append(completion)
             else:
@@ -337,20 +316,19 @@ class _FaultySink(TakingSide):
         return done
 
     def close(self) -> None:
-        """End the timers of stalled reads, then close the wire."""
         for stalled in self._stalled.values():
             _end(stalled.timer)
         self._stalled.clear()
         self._wire.close()
 
-    def _fails(self, key: TransferKey) -> bool:
+    def _fails(self, key: base.TransferKey) -> bool:
         """Count the read, begin its faults; True if it must not begin."""
         self._num_reads += 1
         for fault in self._faults:
             if fault.nth is not None and fault.nth != self._num_reads:
                 continue
             if fault.name == "read:fail":
-                self._failed.append(ReadBroke(key, Reason.READ_FAILED, "fault: read:fail"))
+                self._failed.append(base.ReadBroke(key, Reason.READ_FAILED, "fault: read:fail"))
                 self._wake()
                 return True
             if fault.name == "read:stall":
@@ -361,26 +339,25 @@ class _FaultySink(TakingSide):
         return False
 
 
-class FaultyDirectSink(_FaultySink, DirectSink):
+class _FaultyDirectSink(_FaultySink, base.DirectSink):
     """Of a direct wire. The engine's thread never begins its reads."""
 
-    def __init__(self, inner: DirectSink, faults: Sequence[Fault], wake: Wake) -> None:
+    def __init__(self, inner: base.DirectSink, faults: Sequence[Fault], wake: base.Wake) -> None:
         super().__init__(inner, faults, wake)
         self._inner = inner
 
-    def attach(self, source: RankManifest, trial: Trial | None = None) -> None:
+    def attach(self, source: RankManifest, trial: base.Trial | None = None) -> None:
         self._inner.attach(source, trial)
 
-    def submit_read(self, request: ReadRequest) -> None:
-        """The beginning of a read."""
+    def submit_read(self, request: base.ReadRequest) -> None:
         if not self._fails(request.key):
             self._inner.submit_read(request)
 
 
-class FaultyReceivingSink(_FaultySink, ReceivingSink):
+class _FaultyReceivingSink(_FaultySink, base.ReceivingSink):
     """The sink of a stream wire with faults."""
 
-    def __init__(self, inner: ReceivingSink, faults: Sequence[Fault], wake: Wake) -> None:
+    def __init__(self, inner: base.ReceivingSink, faults: Sequence[Fault], wake: base.Wake) -> None:
         super().__init__(inner, faults, wake)
         self._inner = inner
 
@@ -390,8 +367,7 @@ class FaultyReceivingSink(_FaultySink, ReceivingSink):
     def attach(self, source: RankManifest, staging: Staging | None = None) -> None:
         self._inner.attach(source, staging)
 
-    def submit_expect(self, request: ReadRequest) -> None:
-        """The beginning of a read."""
+    def submit_expect(self, request: base.ReadRequest) -> None:
         if not self._fails(request.key):
             self._inner.submit_expect(request)
 
@@ -402,17 +378,17 @@ class FaultyReceivingSink(_FaultySink, ReceivingSink):
 # ------------------------------------------------------------------ the giving side
 
 
-class FaultyStreamSource(StreamSource):
+class _FaultyStreamSource(StreamSource):
     """A stream wire's source that loses, garbles or repeats chunks, or dies."""
 
     def __init__(
         self,
         faults: Sequence[Fault],
         make_pipe: MakePipe,
-        memory: LocalMemory,
+        memory: base.LocalMemory,
         config: Config,
         copy_thread: Copier,
-        wake: Wake,
+        wake: base.Wake,
         context: Context,
     ) -> None:
         super().__init__(make_pipe, memory, config, copy_thread, wake, context)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,46 +19,20 @@ from kvxfer.config import Config
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.testing.cases import POISON, POOL_NBYTES, source_bytes
 from kvxfer.transfer.manifest import MemoryInfo, RankId, RankManifest
-from kvxfer.transports.base import (
-    LocalMemory,
-    Packed,
-    ReadBroke,
-    ReadDone,
-    ReadRequest,
-    ReadStopped,
-    ReceivingSink,
-    SendingSource,
-    SendRequest,
-    SinkCompletion,
-    SinkTransport,
-    SourceCompletion,
-    SourceTransport,
-    TransferKey,
-    Wake,
-)
+from kvxfer.transports import base
 from kvxfer.transports.copy_thread import CopyJob, CopyThread
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.registry import published_infos
 from kvxfer.transports.wake_up import WakeUp
 
 Context = zmq.Context[zmq.Socket[bytes]]
-C = TypeVar("C", bound=SinkCompletion)
+C = TypeVar("C", bound=base.SinkCompletion)
 
 
-class MakeSource(Protocol):
-    """Makes the giving side; a function of a module, because it is called in another process."""
-
-    def __call__(
-        self, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-    ) -> SourceTransport: ...
-
-
-class MakeSink(Protocol):
-    """Makes the taking side; a function of a module."""
-
-    def __call__(
-        self, memory: LocalMemory, copy_thread: CopyThread, wake: Wake, context: Context
-    ) -> SinkTransport: ...
+MakeSource = Callable[[base.LocalMemory, CopyThread, base.Wake, Context], base.SourceTransport]
+"""Makes the giving side; a function of a module, because it is called in another process."""
+MakeSink = Callable[[base.LocalMemory, CopyThread, base.Wake, Context], base.SinkTransport]
+"""Makes the taking side; a function of a module."""
 
 
 # ------------------------------------------------------------------ what is given and taken
@@ -116,7 +90,7 @@ class PiecesJob(CopyJob):
 class Send:
     """Give; after ``hold_after`` sent chunks keep the packed ones back (-1: never)."""
 
-    request: SendRequest
+    request: base.SendRequest
     hold_after: int = -1
 
 
@@ -124,12 +98,12 @@ class Send:
 class Release:
     """Send what was held back, and hold nothing any more."""
 
-    key: TransferKey
+    key: base.TransferKey
 
 
 @dataclass(frozen=True, slots=True)
 class StopSend:
-    key: TransferKey
+    key: base.TransferKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +114,9 @@ class Close:
 Command = Send | Release | StopSend | Close
 
 
-def wait_for(transport: SendingSource | SinkTransport | None, *fds: int, timeout_s: float) -> None:
+def wait_for(
+    transport: base.SendingSource | base.SinkTransport | None, *fds: int, timeout_s: float
+) -> None:
     """Sleep until one of the descriptors or the transport's sockets can be read."""
     poller = zmq.Poller()
     for fd in fds:
@@ -170,17 +146,17 @@ def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: s
         torch.cuda.synchronize(pool.tensor.device)
     copy_thread, context, wake = CopyThread(), zmq.Context[zmq.Socket[bytes]](), WakeUp()
     guard = Guard(context, Config())
-    memory = LocalMemory((pool.tensor,), (pool.info,))
+    memory = base.LocalMemory((pool.tensor,), (pool.info,))
     made = make_source(memory, copy_thread, wake, context)
-    transport = made if isinstance(made, SendingSource) else None  # else it has nothing to do
+    transport = made if isinstance(made, base.SendingSource) else None  # else it has nothing to do
     (info,) = published_infos({made.name: made}, memory)
     pipe.send((made.name, transport and transport.data_endpoint(), info))
-    held: dict[TransferKey, _Held] = {}
+    held: dict[base.TransferKey, _Held] = {}
     while True:
         wait_for(transport, pipe.fileno(), wake.fd, timeout_s=60)
         wake.clear()
         for completion in transport.poll() if transport is not None else ():
-            if transport is not None and isinstance(completion, Packed):
+            if transport is not None and isinstance(completion, base.Packed):
                 _on_packed(transport, held, completion)
             pipe.send(completion)
         if not pipe.poll():
@@ -205,7 +181,9 @@ def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: s
     )
 
 
-def _on_packed(transport: SendingSource, held: dict[TransferKey, _Held], packed: Packed) -> None:
+def _on_packed(
+    transport: base.SendingSource, held: dict[base.TransferKey, _Held], packed: base.Packed
+) -> None:
     state = held.get(packed.key)
     if state is not None and 0 <= state.hold_after <= state.num_sent:
         state.sequences.append(packed.sequence)
@@ -215,7 +193,9 @@ def _on_packed(transport: SendingSource, held: dict[TransferKey, _Held], packed:
     transport.send_packed(packed.key, packed.sequence)
 
 
-def _obey(transport: SendingSource, held: dict[TransferKey, _Held], command: Command) -> None:
+def _obey(
+    transport: base.SendingSource, held: dict[base.TransferKey, _Held], command: Command
+) -> None:
     match command:
         case Send(request, hold_after):
             held[request.key] = _Held(hold_after)
@@ -231,12 +211,12 @@ def _obey(transport: SendingSource, held: dict[TransferKey, _Held], command: Com
 
 
 def serve_idle_sink(
-    pipe: Connection, make_sink: MakeSink, request: ReadRequest, device: str
+    pipe: Connection, make_sink: MakeSink, request: base.ReadRequest, device: str
 ) -> None:
     """A child that attaches, expects one read, and polls until it is killed."""
     sink = SinkPeer(make_sink, device)
     sink.transport.attach(request.source)
-    if isinstance(sink.transport, ReceivingSink):
+    if isinstance(sink.transport, base.ReceivingSink):
         sink.transport.submit_expect(request)
     pipe.send("expecting")
     while not pipe.poll(0.01):
@@ -244,22 +224,21 @@ def serve_idle_sink(
 
 
 class Child:
-    """A process of the check, with a pipe to it.
-
-    Started by forkserver: threads and locks are not inherited.
-    """
+    """With a pipe to it; by forkserver: threads and locks are not inherited."""
 
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         context = get_context("forkserver")
         # The server imports torch once for all children; without effect if it runs already.
         context.set_forkserver_preload([__name__])
-        self.seen: list[SourceCompletion] = []
+        self.seen: list[base.SourceCompletion] = []
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()
 
-    def take(self, kind: type[SourceCompletion], key: TransferKey) -> SourceCompletion | None:
+    def take(
+        self, kind: type[base.SourceCompletion], key: base.TransferKey
+    ) -> base.SourceCompletion | None:
         """A completion of that kind, if it has come; others are kept for later."""
         while self.pipe.poll():
             self.seen.append(self.pipe.recv())
@@ -317,9 +296,12 @@ class SourcePeer(Child):
 # --------------------------------------------------- the taking side, in this process
 
 
-def is_end(key: TransferKey, completion: SinkCompletion) -> bool:
+def is_end(key: base.TransferKey, completion: base.SinkCompletion) -> bool:
     """Whether the completion ends the read of this key."""
-    return isinstance(completion, ReadDone | ReadBroke | ReadStopped) and completion.key == key
+    return (
+        isinstance(completion, base.ReadDone | base.ReadBroke | base.ReadStopped)
+        and completion.key == key
+    )
 
 
 class SinkPeer:
@@ -334,16 +316,14 @@ class SinkPeer:
             WakeUp(),
         )
         self.settle()
-        memory = LocalMemory((self.pool.tensor,), (self.pool.info,))
+        memory = base.LocalMemory((self.pool.tensor,), (self.pool.info,))
         self.transport = make_sink(memory, self.copy_thread, self.wake, self.context)
-        self.seen: list[SinkCompletion] = []
+        self.seen: list[base.SinkCompletion] = []
 
     def content(self) -> bytes:
-        """The bytes of the whole pool, copied to the host."""
         return self.pool.tensor.cpu().numpy().tobytes()
 
     def poison(self) -> None:
-        """Fill the whole pool with POISON, so that a byte that was not read shows."""
         self.pool.tensor.fill_(POISON)
         self.settle()
 
@@ -353,8 +333,8 @@ class SinkPeer:
             torch.cuda.synchronize(self.pool.tensor.device)
 
     def until(
-        self, wanted: Callable[[SinkCompletion], bool], timeout_s: float, what: str
-    ) -> SinkCompletion:
+        self, wanted: Callable[[base.SinkCompletion], bool], timeout_s: float, what: str
+    ) -> base.SinkCompletion:
         """Drive the transport until it says what is wanted; remembers everything it says."""
         deadline_s = time.monotonic() + timeout_s
         for index in self._grow(deadline_s):
@@ -362,12 +342,10 @@ class SinkPeer:
                 return self.seen[index]
         raise AssertionError(f"{what}: expected within {timeout_s} s, got {self.seen[-8:]}")
 
-    def has_ended(self, key: TransferKey) -> bool:
-        """It has said so already."""
+    def has_ended(self, key: base.TransferKey) -> bool:
         return any(is_end(key, completion) for completion in self.seen)
 
     def rest(self, duration_s: float) -> None:
-        """Drive it for a while."""
         for _ in self._grow(time.monotonic() + duration_s, start=len(self.seen)):
             pass
 

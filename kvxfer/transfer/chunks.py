@@ -14,9 +14,9 @@ CHUNK_TOKENS = 512
 """A larger piece of one region gains nothing and costs index arrays, unless all regions of so many
 tokens are less than a chunk: 512 tokens of one head are 20 MiB of an 80-layer model's K and V.
 """
-MIN_CHUNK_NBYTES = 4096
+_MIN_CHUNK_NBYTES = 4096
 """The least that a peer may ask for: smaller chunks cost more to name than to carry."""
-MAX_CHUNKS = 1 << 16
+_MAX_CHUNKS = 1 << 16
 """64 GiB in chunks of 1 MiB. The list of so many takes 0.1 s and 11 MB."""
 
 
@@ -24,30 +24,27 @@ def check_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
     """How many chunks a peer asks for, before any is made; 0 if there is nothing to send.
 
     Raises ProtocolError for sizes that a source does not serve, those of :func:`num_chunks` and
-    chunks under ``MIN_CHUNK_NBYTES``.
+    chunks under ``_MIN_CHUNK_NBYTES``.
     """
-    if not MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
+    if not _MIN_CHUNK_NBYTES <= chunk_nbytes <= MAX_CHUNK_NBYTES:
         raise ProtocolError(
-            f"chunk_nbytes: expected {MIN_CHUNK_NBYTES} to {MAX_CHUNK_NBYTES} of a peer, "
+            f"chunk_nbytes: expected {_MIN_CHUNK_NBYTES} to {MAX_CHUNK_NBYTES} of a peer, "
             f"got {chunk_nbytes}"
         )
     return num_chunks(classes, chunk_nbytes)
 
 
 def num_chunks(classes: Sequence[PullClass], chunk_nbytes: int) -> int:
-    """The length of :func:`chunk_list`, by arithmetic alone: O(classes), whatever the sizes.
-
-    Raises ProtocolError for sizes out of bounds.
-    """
+    """By arithmetic alone: O(classes). Raises ProtocolError for sizes out of bounds."""
     if not 0 < chunk_nbytes <= MAX_CHUNK_NBYTES:
         raise ProtocolError(f"chunk_nbytes: expected 1 to {MAX_CHUNK_NBYTES}, got {chunk_nbytes}")
     total = 0
     for class_index, wanted in enumerate(classes):
         check_sizes(f"class {class_index}", wanted)
         total += _num_class_chunks(wanted, chunk_nbytes)
-        if total > MAX_CHUNKS:
+        if total > _MAX_CHUNKS:
             raise ProtocolError(
-                f"class {class_index}: expected at most {MAX_CHUNKS} chunks, "
+                f"class {class_index}: expected at most {_MAX_CHUNKS} chunks, "
                 f"got {total} of {chunk_nbytes} bytes; ask for larger ones"
             )
     return total
@@ -78,14 +75,11 @@ def _step_tokens(wanted: PullClass, chunk_nbytes: int) -> int:
 
 
 def _fit_regions(wanted: PullClass, num_tokens: int, chunk_nbytes: int) -> int:
-    """Regions that fit one chunk of so many tokens, at least one."""
     return max(chunk_nbytes // (num_tokens * token_nbytes(wanted)), 1)
 
 
 def _num_class_chunks(wanted: PullClass, chunk_nbytes: int) -> int:
-    """Between its ends, the part of a range up to the first cut and that behind the last, all
-    pieces are equal.
-    """
+    """Between the part up to the first cut and that behind the last, all pieces are equal."""
     lo, hi = wanted.token_lo, wanted.token_hi
     step = _step_tokens(wanted, chunk_nbytes)
     first = min(step - lo % step, hi - lo)

@@ -5,14 +5,18 @@ Unknown is refused, never taken for equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeVar
 
 from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest
 from kvxfer.transfer.windows import Keeping, may_clip
 
 _SHOWN_LAYERS = 4
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,8 @@ def unhashable(source: EngineManifest, sink: EngineManifest) -> tuple[Difference
     alike: dict[tuple[str, str], list[str]] = {}
     for layer, given, taken in _kept_pairs(source, sink):
         if may_clip(taken, given):
-            shown = (_shown_keeping(given), _shown_keeping(taken))
-            alike.setdefault(shown, []).append(layer)
+            ours, theirs = (f"{k.block_tokens} with a window of {k.window}" for k in (given, taken))
+            alike.setdefault((ours, theirs), []).append(layer)
     advice = (
         "the window can begin within a sink block, which must then not be named for prefix reuse, "
         "and the sink cannot prevent that; give the source blocks that are a multiple of the "
@@ -138,19 +142,16 @@ def _interleave_differences(source: EngineManifest, sink: EngineManifest) -> Ite
 
 def _region_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
     """Inner size and interior of each plane that both have; one line for all planes alike."""
-    ours, theirs = _planes(source), _planes(sink)
-    common = [name for name in theirs if name in ours]
-    for index, (field, advice) in enumerate(
-        (
-            ("inner_nbytes", "use the same head size and KV dtype on both sides"),
-            ("interior", "use the same attention backend on both sides"),
-        )
+    for field, advice in (
+        ("inner_nbytes", "use the same head size and KV dtype on both sides"),
+        ("interior", "use the same attention backend on both sides"),
     ):
+        ours, theirs = (_by_plane(each, attrgetter(field)) for each in (source, sink))
         alike: dict[tuple[str, str], list[str]] = {}
-        for name in common:
-            values = (ours[name][index], theirs[name][index])
-            if values[0] != values[1]:
-                alike.setdefault(values, []).append("/".join(name))
+        for name in theirs:
+            if name in ours and ours[name].keys() != theirs[name].keys():
+                given, taken = (", ".join(map(str, sorted(at[name]))) for at in (ours, theirs))
+                alike.setdefault((given, taken), []).append("/".join(name))
         for values, names in alike.items():
             more = f" and {len(names) - 1} more planes" if len(names) > 1 else ""
             yield Difference(f"{field} of {names[0]}{more}", *values, advice)
@@ -176,7 +177,10 @@ def _kept_pairs(
     source: EngineManifest, sink: EngineManifest
 ) -> Iterator[tuple[str, Keeping, Keeping]]:
     """(layer, what the source keeps, what the sink keeps), each that occurs once."""
-    ours, theirs = _keepings(source), _keepings(sink)
+    ours, theirs = (
+        _by_plane(each, lambda region: Keeping(region.block_tokens, region.window))
+        for each in (source, sink)
+    )
     pairs = {
         (layer, given, taken): None
         for (layer, plane), kept in theirs.items()
@@ -186,13 +190,14 @@ def _kept_pairs(
     yield from pairs
 
 
-def _keepings(manifest: EngineManifest) -> dict[tuple[str, str], dict[Keeping, None]]:
-    """What is kept by (layer, plane); several if the ranks disagree."""
-    found: dict[tuple[str, str], dict[Keeping, None]] = {}
+def _by_plane(
+    manifest: EngineManifest, value: Callable[[Region], _T]
+) -> dict[tuple[str, str], dict[_T, None]]:
+    """A value of regions by (layer, plane); several if the ranks disagree."""
+    found: dict[tuple[str, str], dict[_T, None]] = {}
     for rank in manifest.ranks:
         for region in rank.regions:
-            kept = found.setdefault((region.layer, region.plane), {})
-            kept[Keeping(region.block_tokens, region.window)] = None
+            found.setdefault((region.layer, region.plane), {})[value(region)] = None
     return found
 
 
@@ -200,24 +205,6 @@ def _layers(layers: list[str]) -> str:
     shown = ", ".join(layers[:_SHOWN_LAYERS])
     more = len(layers) - _SHOWN_LAYERS
     return f"{shown} and {more} more" if more > 0 else shown
-
-
-def _shown_keeping(keeping: Keeping) -> str:
-    return f"{keeping.block_tokens} with a window of {keeping.window}"
-
-
-def _planes(manifest: EngineManifest) -> dict[tuple[str, str], tuple[str, str]]:
-    """Inner size and interior by (layer, plane), shown; several of them if the ranks disagree."""
-    found: dict[tuple[str, str], tuple[dict[int, None], dict[str, None]]] = {}
-    for rank in manifest.ranks:
-        for region in rank.regions:
-            sizes, interiors = found.setdefault((region.layer, region.plane), ({}, {}))
-            sizes[region.inner_nbytes] = None
-            interiors[region.interior.value] = None
-    return {
-        name: (", ".join(map(str, sorted(sizes))), ", ".join(sorted(interiors)))
-        for name, (sizes, interiors) in found.items()
-    }
 
 
 def _shown(value: object) -> str:

@@ -7,7 +7,7 @@ the last::
 
     latency_s + nbytes / bytes_per_s + 2 * chunk / copied_per_s + chunks * message_s
 
-``copied_per_s``, at which chunks are packed and unpacked, is that of the wire, and COPIED_PER_S at
+``copied_per_s``, at which chunks are packed and unpacked, is that of the wire, and _COPIED_PER_S at
 least. Small chunks cost messages, large ones do not overlap; in between, where both cost the same,
 the sum is least: ``chunk = sqrt(nbytes * message_s * copied_per_s / 2)``. On a direct wire nothing
 is packed, and a transfer is one message.
@@ -18,17 +18,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-LEAST_CHUNK_NBYTES = 256 << 10
+_LEAST_CHUNK_NBYTES = 256 << 10
 """Smaller chunks are not worth their message, even on slow wires: over a link of 1 Gbit/s chunks of
 64 KiB reached 0.5 to 0.9 of a socket, those of 256 KiB and 1 MiB 0.95 and more.
 """
-COPIED_PER_S = 1e9
+_COPIED_PER_S = 1e9
 """Bytes that one thread packs or unpacks in a second on a busy core; 2e9 on a quiet one. With the
 rate of a link of 1 Gbit/s in its place, 16 MiB went over it in chunks of 256 KiB. Eight slots hold
 18 ms of that link then, and NIXL's came round in 15 ms: where threads came up to 4 ms late the link
 stood still for 20 ms of 172, and 16 MiB took 156 ms in chunks of 1 MiB.
 """
-LONGEST_CHUNK_S = 0.01
+_LONGEST_CHUNK_S = 0.01
 """On the wire. What follows on a connection waits for its slots: for 0.1 s where there are ten."""
 LEAST_SLOTS = 2
 """With one nothing overlaps."""
@@ -63,7 +63,6 @@ class WireCosts:
 
     @property
     def gb_per_s(self) -> float:
-        """The rate in units of 1e9 bytes a second."""
         return self.bytes_per_s / 1e9
 
     def direct_s(self, nbytes: int) -> float:
@@ -86,16 +85,16 @@ class WireCosts:
         }
 
     def chunk_nbytes(self, nbytes: int, least: int, most: int) -> int:
-        """The chunk with which a transfer is over first, within bounds and LONGEST_CHUNK_S: a power
-        of two, so that transfers of about the same size use staging of the same size.
+        """With which a transfer is over first, within bounds and _LONGEST_CHUNK_S: a power of two,
+        so that transfers of about the same size use staging of the same size.
         """
         best = math.sqrt(nbytes * self.message_s * self._copied_per_s / _FILLED_STAGES)
-        best = min(best, LONGEST_CHUNK_S * self.bytes_per_s)
+        best = min(best, _LONGEST_CHUNK_S * self.bytes_per_s)
         return min(most, max(least, 1 << round(math.log2(max(best, 1.0)))))
 
     @property
     def _copied_per_s(self) -> float:
-        return max(self.bytes_per_s, COPIED_PER_S)
+        return max(self.bytes_per_s, _COPIED_PER_S)
 
     def num_slots(self, chunk_nbytes: int, most: int, busy_slots: int = BUSY_SLOTS) -> int:
         """Chunks that keep the wire busy: those that keep all stages busy, and twice what the wire
@@ -107,9 +106,7 @@ class WireCosts:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a route carries. ``nbytes``: of KV of ``REFERENCE_TOKENS`` tokens.
-    ``least_chunk_nbytes``: of the largest block that has to be in one chunk.
-    """
+    """``nbytes``: of REFERENCE_TOKENS. ``least_chunk_nbytes``: of the largest block."""
 
     nbytes: int
     least_chunk_nbytes: int
@@ -144,10 +141,9 @@ class Staging:
     way: str = ""
 
     def chunk_nbytes(self, costs: WireCosts, nbytes: int) -> int:
-        """For a transfer of so many bytes."""
         if self.fixed_nbytes is not None:
             return self.fixed_nbytes
-        return costs.chunk_nbytes(nbytes, LEAST_CHUNK_NBYTES, self.slot_nbytes)
+        return costs.chunk_nbytes(nbytes, _LEAST_CHUNK_NBYTES, self.slot_nbytes)
 
 
 def plan_staging(costs: WireCosts, workload: Workload, bounds: StagingBounds) -> Staging:
@@ -161,7 +157,7 @@ def plan_staging(costs: WireCosts, workload: Workload, bounds: StagingBounds) ->
         room_nbytes = max(bounds.nbytes // (bounds.num_slots or bounds.busy_slots), _LEAST_NBYTES)
         most_nbytes = min(bounds.most_chunk_nbytes, 1 << room_nbytes.bit_length() - 1)
         chunk_nbytes = costs.chunk_nbytes(
-            _LARGE * workload.nbytes, min(LEAST_CHUNK_NBYTES, most_nbytes), most_nbytes
+            _LARGE * workload.nbytes, min(_LEAST_CHUNK_NBYTES, most_nbytes), most_nbytes
         )
     slot_nbytes = max(chunk_nbytes, workload.least_chunk_nbytes)
     least_nbytes = num_least * slot_nbytes

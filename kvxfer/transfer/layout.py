@@ -68,12 +68,10 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kernel_tokens(self) -> int:
-        """Tokens of one kernel block."""
         return self.block_tokens // self.kernel_blocks
 
     @property
     def num_heads(self) -> int:
-        """How many heads this rank holds."""
         return self.head_hi - self.head_lo
 
     @property

@@ -13,8 +13,8 @@ from kvxfer.transfer.layout import MAX_NBYTES, Region, check_region
 from kvxfer.transfer.windows import group_keepings
 
 MAX_RANKS = 4096
-MAX_GROUPS = 256
-INCARNATION_NBYTES = 16
+_MAX_GROUPS = 256
+_INCARNATION_NBYTES = 16
 _SHOWN_PROBLEMS = 8
 
 
@@ -62,10 +62,7 @@ MemoryHandle = MemfdHandle | CudaIpcHandle
 
 
 class MemoryInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation of a rank, which regions refer to by its position.
-
-    ``handle`` is None where it cannot be mapped.
-    """
+    """Regions refer to it by its position. ``handle``: None where it cannot be mapped."""
 
     device: str
     nbytes: int
@@ -134,10 +131,7 @@ class EngineManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def validate_manifest(manifest: EngineManifest) -> None:
-    """Does a manifest that came from the network make sense by itself?
-
-    Raises IncompatiblePeer with the first few things that are wrong.
-    """
+    """By itself? Raises IncompatiblePeer with the first few things that are wrong."""
     problems = list(_engine_problems(manifest))
     if not problems:  # the sizes are sane, so the ranks can be looked at
         problems = list(_rank_problems(manifest))
@@ -166,7 +160,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
 def _engine_problems(manifest: EngineManifest) -> Iterator[str]:
     if not manifest.engine_id:
         yield "engine_id: expected a name, got an empty one"
-    if len(manifest.incarnation) != INCARNATION_NBYTES:
+    if len(manifest.incarnation) != _INCARNATION_NBYTES:
         yield f"incarnation: expected 16 bytes, got {len(manifest.incarnation)}"
     if not 1 <= manifest.protocol[0] <= manifest.protocol[1]:
         yield f"protocol: expected 1 <= min <= max, got {manifest.protocol}"
@@ -230,8 +224,8 @@ def _region_problems(
         if not 0 <= region.memory < len(memories):
             yield f"{name}: memory: expected one of {len(memories)}, got number {region.memory}"
             continue
-        if region.group >= MAX_GROUPS:
-            yield f"{name}: group: expected below {MAX_GROUPS}, got {region.group}"
+        if region.group >= _MAX_GROUPS:
+            yield f"{name}: group: expected below {_MAX_GROUPS}, got {region.group}"
         if region.head_hi > max_head:
             yield f"{name}: heads: expected at most {max_head}, got head_hi {region.head_hi}"
         try:

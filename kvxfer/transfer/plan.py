@@ -96,7 +96,6 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def keeping(self) -> Keeping:
-        """What this side keeps of a request."""
         return Keeping(self.tile.block_tokens, self.window)
 
 
@@ -108,10 +107,7 @@ class RegionName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PullClass(msgspec.Struct, frozen=True, kw_only=True):
-    """One geometry class as the sink asks for it: what a stream source needs to pack chunks.
-
-    Travels in the Pull.
-    """
+    """What a stream source needs to pack chunks of one geometry class; travels in the Pull."""
 
     regions: tuple[RegionName, ...]
     head_lo: int
@@ -136,10 +132,7 @@ class CopyClass:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one source rank sends to one sink rank.
-
-    A null route has no classes: Pull and Release, no read.
-    """
+    """From one source rank to one sink rank. Without classes it is null: Pull, Release, no read."""
 
     source_rank: RankId
     sink_rank: RankId
@@ -241,10 +234,7 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
 
 
 def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 0) -> Tile:
-    """The tile of heads ``[head_lo, head_hi)`` of a region.
-
-    ``channel_nbytes``: of the other side's channels where these are apart, else 0.
-    """
+    """``channel_nbytes``: of the other side's channels where these are apart, else 0."""
     if region.has_channels_apart:
         channel_nbytes, stride_channel = region.channel_nbytes, region.stride_channel
     else:
@@ -264,7 +254,6 @@ def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 
 
 
 def side_base(region: Region, head_lo: int) -> Base:
-    """Where heads from ``head_lo`` of a region begin."""
     return Base(region.memory, region.address(0, head_lo, 0))
 
 
@@ -347,7 +336,6 @@ def _inconvertible(source: Region, sink: Region) -> str | None:
 
 
 def _channel_nbytes(region: Region) -> int:
-    """Of channels that are apart, else 0."""
     return region.channel_nbytes if region.has_channels_apart else 0
 
 
@@ -387,7 +375,6 @@ def _classes(pairs: Sequence[_Pair]) -> tuple[CopyClass, ...]:
 
 
 def _tiles(pair: _Pair) -> tuple[Tile, Tile]:
-    """Source and sink; by channel if either side has them apart."""
     channel_nbytes = _channel_nbytes(pair.source) or _channel_nbytes(pair.sink)
     return (
         side_tile(pair.source, pair.head_lo, pair.head_hi, channel_nbytes),

@@ -25,30 +25,25 @@ from kvxfer.transfer.plan import (
 )
 
 MAX_CHUNK_NBYTES = 64 << 20
-MAX_TOKENS = 1 << 31
-MAX_KNOWN = 64
+_MAX_TOKENS = 1 << 31
+_MAX_KNOWN = 64
 """Sinks that ask for different things of one source rank, before it forgets what was found."""
-MAX_BLOCK_CHANNELS = 1 << 22
+_MAX_BLOCK_CHANNELS = 1 << 22
 """Channels of all heads and tokens of one kernel block, where they are apart. 128 tokens of 8 heads
 of 128 channels are 2^17.
 """
 
 
 class BlockIdsError(ProtocolError, ValueError):
-    """Block ids do not cover a span: too few, absent (-1) or not in the pool.
-
-    From the network (a Grant) or from a caller, hence both bases.
-    """
+    """Too few, absent (-1) or not in the pool. From a Grant or a caller, hence both bases."""
 
 
 def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[PullClass, ...]:
-    """What to ask of the route's source rank: one entry for each class of the route, in order.
+    """What to ask of the route's source rank: one entry for each class, in order.
 
-    ``span``: request tokens ``[lo, hi)`` by sink group, for every group of the route. A class with
-    nothing to move stays, with an empty range, so that positions agree. An opaque class moves whole
-    blocks: its last one is rounded up, its first must begin at a block.
-
-    Raises ValueError that names the group.
+    ``span``: request tokens ``[lo, hi)`` by sink group. A class with nothing to move stays, with an
+    empty range, so that positions agree. An opaque class moves whole blocks: its last one is
+    rounded up, its first must begin at a block. Raises ValueError that names the group.
     """
     classes: list[PullClass] = []
     for copy_class in route.classes:
@@ -69,13 +64,10 @@ class PullResolver:
     def __init__(self, manifest: RankManifest) -> None:
         self.manifest = manifest
         self._regions = {(region.layer, region.plane): region for region in manifest.regions}
-        self._found = lru_cache(maxsize=MAX_KNOWN)(self._find)
+        self._found = lru_cache(maxsize=_MAX_KNOWN)(self._find)
 
     def resolve(self, classes: Sequence[PullClass]) -> tuple[Side, ...]:
-        """This rank's side of every class, in order.
-
-        Raises ProtocolError that names the first thing this rank cannot or will not give.
-        """
+        """This rank's side of each. Raises ProtocolError for what it does not give."""
         for index, wanted in enumerate(classes):
             check_sizes(f"class {index}", wanted)
         found = self._found(tuple(replace(wanted, token_lo=0, token_hi=0) for wanted in classes))
@@ -84,7 +76,6 @@ class PullResolver:
         return tuple(side for side, _ in found)
 
     def _find(self, classes: tuple[PullClass, ...]) -> tuple[tuple[Side, Region], ...]:
-        """Of each class the side and the first region."""
         asked: set[tuple[str, str]] = set()
         return tuple(
             _resolve(f"class {index}", self._regions, asked, wanted)
@@ -93,7 +84,6 @@ class PullResolver:
 
 
 def route_nbytes(classes: Sequence[PullClass]) -> int:
-    """Bytes of KV that all chunks carry."""
     return sum(
         len(wanted.regions) * (wanted.token_hi - wanted.token_lo) * token_nbytes(wanted)
         for wanted in classes
@@ -149,7 +139,7 @@ def check_table(
 def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
     """What to ask for of one class: request tokens ``[lo, hi)``, as :func:`pull_classes` has it."""
     tile, group = copy_class.sink.tile, copy_class.sink.group
-    if not 0 <= lo <= hi <= MAX_TOKENS:
+    if not 0 <= lo <= hi <= _MAX_TOKENS:
         raise ValueError(f"span of group {group}: expected 0 <= lo <= hi, got [{lo}, {hi})")
     if copy_class.interior is Interior.OPAQUE and lo < hi:
         if lo % tile.block_tokens:
@@ -229,9 +219,9 @@ def check_sizes(where: str, wanted: PullClass) -> None:
     """Bounds on everything that is looped over or multiplied, before it is."""
     if not wanted.regions:
         raise ProtocolError(f"{where}: expected at least one region, got none")
-    if not 0 <= wanted.token_lo <= wanted.token_hi <= MAX_TOKENS:
+    if not 0 <= wanted.token_lo <= wanted.token_hi <= _MAX_TOKENS:
         raise ProtocolError(
-            f"{where}: tokens: expected 0 <= lo <= hi <= {MAX_TOKENS}, "
+            f"{where}: tokens: expected 0 <= lo <= hi <= {_MAX_TOKENS}, "
             f"got [{wanted.token_lo}, {wanted.token_hi})"
         )
     if wanted.head_lo >= wanted.head_hi or wanted.head_lo < 0:
@@ -263,9 +253,9 @@ def _check_channels(where: str, wanted: PullClass) -> None:
             f"{where}: token_major: expected false for channels of {channel_nbytes} bytes, got true"
         )
     num_channels = wanted.order.kernel_tokens * token_nbytes(wanted) // channel_nbytes
-    if num_channels > MAX_BLOCK_CHANNELS:
+    if num_channels > _MAX_BLOCK_CHANNELS:
         raise ProtocolError(
-            f"{where}: channel_nbytes: expected at most {MAX_BLOCK_CHANNELS} channels in a kernel "
+            f"{where}: channel_nbytes: expected at most {_MAX_BLOCK_CHANNELS} channels in a kernel "
             f"block, got {num_channels} of {channel_nbytes} bytes"
         )
 

@@ -48,9 +48,7 @@ class ReleaseArrived(msgspec.Struct, frozen=True):
 
 
 class CancelArrived(msgspec.Struct, frozen=True):
-    """A sink engine gave up; ``reason`` is counted. ``digest``: of the offered tokens, as it knows
-    them.
-    """
+    """``reason`` is counted. ``digest``: of the offered tokens, as the sink engine knows them."""
 
     incarnation: bytes
     reason: Reason
@@ -71,9 +69,7 @@ class StreamSent(msgspec.Struct, frozen=True):
 
 
 class StreamDrained(msgspec.Struct, frozen=True):
-    """After StopStream, or after a failure of the wire: nothing of this consumer touches the pool
-    any more.
-    """
+    """After StopStream or a failure of the wire: nothing of it touches the pool any more."""
 
     consumer: Consumer
 
@@ -144,9 +140,7 @@ class DropChunk(msgspec.Struct, frozen=True):
 
 
 class FinishedSending(msgspec.Struct, frozen=True):
-    """Report the request once: the engine may reuse its blocks. ``reason`` None: done; else why it
-    broke.
-    """
+    """Once: the engine may reuse its blocks. ``reason`` None: done; else why it broke."""
 
     reason: Reason | None
 
@@ -195,11 +189,13 @@ class RefuseArrived(msgspec.Struct, frozen=True):
 
 class ReadCompleted(msgspec.Struct, frozen=True):
     """The read of a route is seen complete on the host. ``certified``: every chunk came from an
-    open offer (streams).
+    open offer (streams). ``is_verified``: what lies here is to be compared with digests of the
+    source, which come with its verdict.
     """
 
     source: RankId
     certified: bool
+    is_verified: bool = False
 
 
 class ReadFailed(msgspec.Struct, frozen=True):

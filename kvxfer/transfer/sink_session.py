@@ -7,12 +7,14 @@ A load has one route from every source rank that this sink rank reads::
     direct: IDLE --Start--> ASKED --Grant--> READING --complete--> RELEASING --valid--> VALID
     null:   IDLE --Start--> ASKED --Grant-----------------------> RELEASING --valid--> VALID
     stream: IDLE --Start--> ASKED --Grant--> READING --complete, certified-----------> VALID
+            (verified: --complete, certified--> RELEASING, as on a direct wire)
     any failure: --StopRead--> DRAINING --nothing in flight--> FAILED, at once if nothing can write
 
 1. A route reads at most once: a retry re-sends the same message, a second Grant is ignored.
 2. The Release leaves only after the read is seen complete, and only its verdict makes the route
    VALID. On stream wires every chunk is certified by having been sent, so the complete read is the
-   verdict; chunks may overtake the Grant.
+   verdict; chunks may overtake the Grant. A read that is verified waits for a verdict on every
+   wire: it brings the digests of the source, and unequal ones make it an invalid one.
 3. The first failure fails the load (a torn read has no good prefix): every other route that is not
    over is stopped, and every source rank that was asked gets one Cancel, also those whose routes
    are VALID: the claim of the whole engine is void.
@@ -35,30 +37,9 @@ import msgspec
 from msgspec.structs import replace
 
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer import session
 from kvxfer.transfer.manifest import RankId
-from kvxfer.transfer.session import (
-    Abort,
-    BrokenArrived,
-    DeadlinePassed,
-    FinishedRecving,
-    GrantArrived,
-    ReadCompleted,
-    ReadDrained,
-    ReadFailed,
-    RefuseArrived,
-    RetryDue,
-    RouteState,
-    SendCancel,
-    SendPull,
-    SendRelease,
-    SinkAction,
-    SinkEvent,
-    SourceLost,
-    Start,
-    StartRead,
-    StopRead,
-    VerdictArrived,
-)
+from kvxfer.transfer.session import RouteState, SinkAction, SinkEvent
 from kvxfer.transfer.wire import Reason
 
 
@@ -71,16 +52,13 @@ class RouteRecord(msgspec.Struct, frozen=True):
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True):
-    """Everything a :class:`LoadSession` knows; immutable and hashable. ``failure``: the first thing
-    that failed it.
-    """
+    """Immutable and hashable. ``failure``: the first thing that failed the load."""
 
     routes: tuple[RouteRecord, ...]
     failure: Reason | None = None
     is_finished: bool = False
 
     def with_state(self, source: RankId, state: RouteState) -> LoadSnapshot:
-        """A copy in which the route from this source rank is in this state."""
         routes = [replace(r, state=state) if r.source == source else r for r in self.routes]
         return replace(self, routes=tuple(routes))
 
@@ -89,48 +67,45 @@ Step = tuple[LoadSnapshot, list[SinkAction]]
 Handler = Callable[[LoadSnapshot, RouteRecord, Any], Step]
 
 
-# ------------------------------------------------------------------ the way to VALID
+def _ask(load: LoadSnapshot, route: RouteRecord, _: session.Start) -> Step:
+    return load.with_state(route.source, RouteState.ASKED), [session.SendPull(route.source)]
 
 
-def _ask(load: LoadSnapshot, route: RouteRecord, _: Start) -> Step:
-    return load.with_state(route.source, RouteState.ASKED), [SendPull(route.source)]
-
-
-def _read(load: LoadSnapshot, route: RouteRecord, _: GrantArrived) -> Step:
+def _read(load: LoadSnapshot, route: RouteRecord, _: session.GrantArrived) -> Step:
     if route.is_null:
-        return load.with_state(route.source, RouteState.RELEASING), [SendRelease(route.source)]
-    return load.with_state(route.source, RouteState.READING), [StartRead(route.source)]
+        return load.with_state(route.source, RouteState.RELEASING), [
+            session.SendRelease(route.source)
+        ]
+    return load.with_state(route.source, RouteState.READING), [session.StartRead(route.source)]
 
 
-def _complete_early(load: LoadSnapshot, route: RouteRecord, event: ReadCompleted) -> Step:
+def _complete_early(load: LoadSnapshot, route: RouteRecord, event: session.ReadCompleted) -> Step:
     if not event.certified:
         raise ProtocolError(
             f"route from {route.source}: expected a Grant before an uncertified read, got none"
         )
-    return load.with_state(route.source, RouteState.VALID), []
+    return _complete(load, route, event)
 
 
-def _complete(load: LoadSnapshot, route: RouteRecord, event: ReadCompleted) -> Step:
-    if event.certified:
+def _complete(load: LoadSnapshot, route: RouteRecord, event: session.ReadCompleted) -> Step:
+    if event.certified and not event.is_verified:
         return load.with_state(route.source, RouteState.VALID), []
-    return load.with_state(route.source, RouteState.RELEASING), [SendRelease(route.source)]
+    return load.with_state(route.source, RouteState.RELEASING), [session.SendRelease(route.source)]
 
 
-def _verdict(load: LoadSnapshot, route: RouteRecord, event: VerdictArrived) -> Step:
+def _verdict(load: LoadSnapshot, route: RouteRecord, event: session.VerdictArrived) -> Step:
     if event.valid:
         return load.with_state(route.source, RouteState.VALID), []
     return _fail(load, event.reason or Reason.ENDED)
 
 
-def _ask_again(load: LoadSnapshot, route: RouteRecord, _: RetryDue) -> Step:
-    return load, [SendPull(route.source)]
+def _ask_again(load: LoadSnapshot, route: RouteRecord, _: session.RetryDue) -> Step:
+    return load, [session.SendPull(route.source)]
 
 
-def _release_again(load: LoadSnapshot, route: RouteRecord, _: RetryDue) -> Step:
-    return load, [SendRelease(route.source)]
+def _release_again(load: LoadSnapshot, route: RouteRecord, _: session.RetryDue) -> Step:
+    return load, [session.SendRelease(route.source)]
 
-
-# ------------------------------------------------------------------ the ways to FAILED
 
 _OVER = (RouteState.VALID, RouteState.DRAINING, RouteState.FAILED)
 
@@ -148,37 +123,41 @@ def _fail(load: LoadSnapshot, reason: Reason) -> Step:
             route.source, RouteState.DRAINING if may_write else RouteState.FAILED
         )
         if may_write:
-            actions.append(StopRead(route.source))
+            actions.append(session.StopRead(route.source))
     if load.failure is None:
         load = replace(load, failure=reason)
         if reason is not Reason.TOKENS:  # rule 6
-            actions += [SendCancel(source, reason) for source in asked]
+            actions += [session.SendCancel(source, reason) for source in asked]
     return load, actions
 
 
 def _answered_no(
-    load: LoadSnapshot, _: RouteRecord, event: RefuseArrived | BrokenArrived | Abort
+    load: LoadSnapshot,
+    _: RouteRecord,
+    event: session.RefuseArrived | session.BrokenArrived | session.Abort,
 ) -> Step:
     return _fail(load, event.reason)
 
 
-def _timed_out(load: LoadSnapshot, _: RouteRecord, __: DeadlinePassed) -> Step:
+def _timed_out(load: LoadSnapshot, _: RouteRecord, __: session.DeadlinePassed) -> Step:
     return _fail(load, Reason.DEADLINE)
 
 
-def _source_lost(load: LoadSnapshot, _: RouteRecord, __: SourceLost) -> Step:
+def _source_lost(load: LoadSnapshot, _: RouteRecord, __: session.SourceLost) -> Step:
     return _fail(load, Reason.PEER_LOST)
 
 
-def _read_failed(load: LoadSnapshot, route: RouteRecord, event: ReadFailed) -> Step:
+def _read_failed(load: LoadSnapshot, route: RouteRecord, event: session.ReadFailed) -> Step:
     # This route has nothing left to drain, but its source still gets the Cancel.
     load, actions = _fail(load, event.reason)
-    stop = StopRead(route.source)
+    stop = session.StopRead(route.source)
     return load.with_state(route.source, RouteState.FAILED), [a for a in actions if a != stop]
 
 
 def _drained(
-    load: LoadSnapshot, route: RouteRecord, _: ReadDrained | ReadFailed | ReadCompleted
+    load: LoadSnapshot,
+    route: RouteRecord,
+    _: session.ReadDrained | session.ReadFailed | session.ReadCompleted,
 ) -> Step:
     return load.with_state(route.source, RouteState.FAILED), []
 
@@ -187,57 +166,58 @@ def _ignore(load: LoadSnapshot, _: RouteRecord, __: SinkEvent) -> Step:
     return load, []
 
 
-# ------------------------------------------------------------------ the table
-
 _LATE = (
-    *(GrantArrived, RefuseArrived, VerdictArrived, BrokenArrived),
-    *(RetryDue, DeadlinePassed, SourceLost, Abort),
+    *(session.GrantArrived, session.RefuseArrived, session.VerdictArrived, session.BrokenArrived),
+    *(session.RetryDue, session.DeadlinePassed, session.SourceLost, session.Abort),
 )
 """What may still come to a route that is over, and changes nothing."""
 
 TABLE: Mapping[tuple[RouteState, type], Handler] = {
-    (RouteState.IDLE, Start): _ask,
-    (RouteState.IDLE, DeadlinePassed): _timed_out,
-    (RouteState.IDLE, SourceLost): _source_lost,
-    (RouteState.IDLE, Abort): _answered_no,
-    (RouteState.ASKED, GrantArrived): _read,
-    (RouteState.ASKED, RefuseArrived): _answered_no,
-    (RouteState.ASKED, ReadCompleted): _complete_early,
-    (RouteState.ASKED, ReadFailed): _read_failed,
-    (RouteState.ASKED, BrokenArrived): _answered_no,
-    (RouteState.ASKED, RetryDue): _ask_again,
-    (RouteState.ASKED, DeadlinePassed): _timed_out,
-    (RouteState.ASKED, SourceLost): _source_lost,
-    (RouteState.ASKED, Abort): _answered_no,
-    (RouteState.READING, GrantArrived): _ignore,  # one read per rank
-    (RouteState.READING, RefuseArrived): _answered_no,
-    (RouteState.READING, ReadCompleted): _complete,
-    (RouteState.READING, ReadFailed): _read_failed,
-    (RouteState.READING, BrokenArrived): _answered_no,
-    (RouteState.READING, RetryDue): _ignore,
-    (RouteState.READING, DeadlinePassed): _timed_out,
-    (RouteState.READING, SourceLost): _source_lost,
-    (RouteState.READING, Abort): _answered_no,
-    (RouteState.RELEASING, GrantArrived): _ignore,  # one read per rank
-    (RouteState.RELEASING, RefuseArrived): _ignore,  # rule 5
-    (RouteState.RELEASING, VerdictArrived): _verdict,
-    (RouteState.RELEASING, BrokenArrived): _answered_no,
-    (RouteState.RELEASING, RetryDue): _release_again,
-    (RouteState.RELEASING, DeadlinePassed): _timed_out,
-    (RouteState.RELEASING, SourceLost): _source_lost,
-    (RouteState.RELEASING, Abort): _answered_no,
-    (RouteState.DRAINING, ReadDrained): _drained,
-    (RouteState.DRAINING, ReadFailed): _drained,
-    (RouteState.DRAINING, ReadCompleted): _drained,
-    (RouteState.FAILED, ReadDrained): _ignore,  # the read ended by itself before it saw the stop
-    (RouteState.FAILED, ReadFailed): _ignore,
-    (RouteState.FAILED, ReadCompleted): _ignore,
+    (RouteState.IDLE, session.Start): _ask,
+    (RouteState.IDLE, session.DeadlinePassed): _timed_out,
+    (RouteState.IDLE, session.SourceLost): _source_lost,
+    (RouteState.IDLE, session.Abort): _answered_no,
+    (RouteState.ASKED, session.GrantArrived): _read,
+    (RouteState.ASKED, session.RefuseArrived): _answered_no,
+    (RouteState.ASKED, session.ReadCompleted): _complete_early,
+    (RouteState.ASKED, session.ReadFailed): _read_failed,
+    (RouteState.ASKED, session.BrokenArrived): _answered_no,
+    (RouteState.ASKED, session.RetryDue): _ask_again,
+    (RouteState.ASKED, session.DeadlinePassed): _timed_out,
+    (RouteState.ASKED, session.SourceLost): _source_lost,
+    (RouteState.ASKED, session.Abort): _answered_no,
+    (RouteState.READING, session.GrantArrived): _ignore,  # one read per rank
+    (RouteState.READING, session.RefuseArrived): _answered_no,
+    (RouteState.READING, session.ReadCompleted): _complete,
+    (RouteState.READING, session.ReadFailed): _read_failed,
+    (RouteState.READING, session.BrokenArrived): _answered_no,
+    (RouteState.READING, session.RetryDue): _ignore,
+    (RouteState.READING, session.DeadlinePassed): _timed_out,
+    (RouteState.READING, session.SourceLost): _source_lost,
+    (RouteState.READING, session.Abort): _answered_no,
+    (RouteState.RELEASING, session.GrantArrived): _ignore,  # one read per rank
+    (RouteState.RELEASING, session.RefuseArrived): _ignore,  # rule 5
+    (RouteState.RELEASING, session.VerdictArrived): _verdict,
+    (RouteState.RELEASING, session.BrokenArrived): _answered_no,
+    (RouteState.RELEASING, session.RetryDue): _release_again,
+    (RouteState.RELEASING, session.DeadlinePassed): _timed_out,
+    (RouteState.RELEASING, session.SourceLost): _source_lost,
+    (RouteState.RELEASING, session.Abort): _answered_no,
+    (RouteState.DRAINING, session.ReadDrained): _drained,
+    (RouteState.DRAINING, session.ReadFailed): _drained,
+    (RouteState.DRAINING, session.ReadCompleted): _drained,
+    (
+        RouteState.FAILED,
+        session.ReadDrained,
+    ): _ignore,  # the read ended by itself before it saw the stop
+    (RouteState.FAILED, session.ReadFailed): _ignore,
+    (RouteState.FAILED, session.ReadCompleted): _ignore,
     # Deadlines end waits, not drains. An Abort is another route's, or the load has ended.
     **{(state, event): _ignore for state in _OVER for event in _LATE},
 }
 
 _FINAL = (RouteState.VALID, RouteState.FAILED)
-_FOR_ALL = (Start, Abort)
+_FOR_ALL = (session.Start, session.Abort)
 
 
 class LoadSession:
@@ -258,18 +238,8 @@ class LoadSession:
             tuple(RouteRecord(source, source in null) for source in routes)
         )
 
-    @classmethod
-    def restore(cls, snapshot: LoadSnapshot) -> LoadSession:
-        """A session that goes on from a snapshot."""
-        null = frozenset(route.source for route in snapshot.routes if route.is_null)
-        session = cls([route.source for route in snapshot.routes], null)
-        session.snapshot = snapshot
-        return session
-
     def state_of(self, source: RankId) -> RouteState:
-        """The state of the route from this source rank. Raises ProtocolError for one that is not a
-        route.
-        """
+        """Raises ProtocolError for a source rank that is no route."""
         return self._route(self.snapshot, source).state
 
     def _route(self, load: LoadSnapshot, source: RankId) -> RouteRecord:
@@ -303,6 +273,6 @@ class LoadSession:
             actions += more
         if not load.is_finished and all(route.state in _FINAL for route in load.routes):
             load = replace(load, is_finished=True)
-            actions.append(FinishedRecving(load.failure))
+            actions.append(session.FinishedRecving(load.failure))
         self.snapshot = load
         return actions

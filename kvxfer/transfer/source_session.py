@@ -32,8 +32,8 @@ final, nothing re-opens a nonce::
 5. ``FinishedSending`` comes once, in a final state, when no stream of this offer touches the pool.
    A direct read may still run then: it is harmless, because it cannot become valid any more.
 
-What a peer can make an offer remember is bounded by ``MAX_LIVES`` and ``MAX_CONSUMERS``, and looked
-up by name: one hostile message costs no more than an honest one.
+What a peer can make an offer remember is bounded by ``MAX_LIVES`` and ``_MAX_CONSUMERS``, and
+looked up by name: one hostile message costs no more than an honest one.
 
 Everything that changes an offer's state is in this file, and every step goes through ``TABLE``: a
 missing key is a :class:`ProtocolError` that changes nothing.
@@ -49,36 +49,14 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer import session
 from kvxfer.transfer.manifest import MAX_RANKS, RankId
-from kvxfer.transfer.session import (
-    Break,
-    CancelArrived,
-    ChunkPacked,
-    ClaimantLost,
-    DropChunk,
-    FinishedSending,
-    OfferState,
-    PullArrived,
-    ReadyCompleted,
-    ReleaseArrived,
-    SendBroken,
-    SendChunk,
-    SendGrant,
-    SendRefuse,
-    SendVerdict,
-    SourceAction,
-    SourceEvent,
-    StartStream,
-    StopStream,
-    StreamDrained,
-    StreamSent,
-    Wire,
-)
+from kvxfer.transfer.session import OfferState, SourceAction, SourceEvent, Wire
 from kvxfer.transfer.wire import Consumer, Reason
 
 MAX_LIVES = 64
 """Sink engine lives that one offer hears of: those that claimed it, and those that cancelled."""
-MAX_CONSUMERS = MAX_RANKS
+_MAX_CONSUMERS = MAX_RANKS
 """Consumers that one offer serves: as many as the largest engine has ranks."""
 
 
@@ -105,11 +83,8 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """The ranks of one sink engine life that read this source rank.
-
-    ``waiting``: those of them without a valid verdict; none are left when the claim is complete.
-    """
+class _Claim:
+    """``waiting``: ranks without a valid verdict; none are left when the claim is complete."""
 
     incarnation: bytes
     ranks: frozenset[RankId]
@@ -117,7 +92,6 @@ class Claim:
 
     @property
     def is_complete(self) -> bool:
-        """Every rank of the claim has a valid verdict."""
         return not self.waiting
 
 
@@ -142,14 +116,13 @@ class OfferSnapshot:
     digest: bytes | None
     state: OfferState = OfferState.PENDING
     reason: Reason | None = None
-    parked: Mapping[Consumer, PullArrived] = field(default_factory=dict, hash=False)
-    claims: tuple[Claim, ...] = ()
+    parked: Mapping[Consumer, session.PullArrived] = field(default_factory=dict, hash=False)
+    claims: tuple[_Claim, ...] = ()
     gone: tuple[Gone, ...] = ()
     shares: Mapping[Consumer, Share] = field(default_factory=dict, hash=False)
     is_finished: bool = False
 
-    def claim(self, incarnation: bytes) -> Claim | None:
-        """The live claim of a sink engine."""
+    def claim(self, incarnation: bytes) -> _Claim | None:
         return next((c for c in self.claims if c.incarnation == incarnation), None)
 
     def gone_reason(self, incarnation: bytes) -> Reason | None:
@@ -168,10 +141,9 @@ class OfferSnapshot:
         twice, which only makes the room smaller.
         """
         num_claimed = sum(len(claim.ranks) for claim in self.claims)
-        return len(self.shares) + num_claimed + num_ranks <= MAX_CONSUMERS
+        return len(self.shares) + num_claimed + num_ranks <= _MAX_CONSUMERS
 
     def with_share(self, share: Share) -> OfferSnapshot:
-        """A copy in which this share replaces its consumer's, or is added."""
         return replace(self, shares={**self.shares, share.consumer: share})
 
     def with_valid(self, consumer: Consumer) -> OfferSnapshot:
@@ -193,7 +165,7 @@ Handler = Callable[[OfferSnapshot, Any], Step]
 # ------------------------------------------------------------------ pulls
 
 
-def _refusal(offer: OfferSnapshot, pull: PullArrived) -> Reason | None:
+def _refusal(offer: OfferSnapshot, pull: session.PullArrived) -> Reason | None:
     """Why this Pull cannot be served in PENDING or OPEN; None if it can."""
     consumer = pull.consumer
     gone = offer.gone_reason(consumer.incarnation)
@@ -210,18 +182,18 @@ def _refusal(offer: OfferSnapshot, pull: PullArrived) -> Reason | None:
     return None if has_room else Reason.PLAN
 
 
-def _with_claim(offer: OfferSnapshot, pull: PullArrived) -> OfferSnapshot:
+def _with_claim(offer: OfferSnapshot, pull: session.PullArrived) -> OfferSnapshot:
     incarnation = pull.consumer.incarnation
     if offer.claim(incarnation) is not None:
         return offer
-    claim = Claim(incarnation, ranks=pull.claim, waiting=pull.claim)
+    claim = _Claim(incarnation, ranks=pull.claim, waiting=pull.claim)
     return replace(offer, claims=(*offer.claims, claim))
 
 
-def _park(offer: OfferSnapshot, pull: PullArrived) -> Step:
+def _park(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
     refusal = _refusal(offer, pull)
     if refusal is not None:
-        return offer, [SendRefuse(pull.consumer, refusal)]
+        return offer, [session.SendRefuse(pull.consumer, refusal)]
     if pull.consumer in offer.parked:
         return offer, []
     offer = _with_claim(offer, pull)
@@ -231,21 +203,21 @@ def _park(offer: OfferSnapshot, pull: PullArrived) -> Step:
     return replace(offer, parked={**offer.parked, pull.consumer: pull}), []
 
 
-def _grant(offer: OfferSnapshot, pull: PullArrived) -> Step:
+def _grant(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
     consumer = pull.consumer
     refusal = _refusal(offer, pull)
     if refusal is not None:
-        return offer, [SendRefuse(consumer, refusal)]
+        return offer, [session.SendRefuse(consumer, refusal)]
     if consumer in offer.shares:
-        return offer, [SendGrant(consumer)]
+        return offer, [session.SendGrant(consumer)]
     offer = _with_claim(offer, pull)
     if pull.wire is Wire.DIRECT:
-        return offer.with_share(Share(consumer)), [SendGrant(consumer)]
+        return offer.with_share(Share(consumer)), [session.SendGrant(consumer)]
     share = Share(consumer, stream=StreamState.RUNNING)
-    return offer.with_share(share), [SendGrant(consumer), StartStream(consumer)]
+    return offer.with_share(share), [session.SendGrant(consumer), session.StartStream(consumer)]
 
 
-def _open(offer: OfferSnapshot, _: ReadyCompleted) -> Step:
+def _open(offer: OfferSnapshot, _: session.ReadyCompleted) -> Step:
     parked = offer.parked.values()
     offer = replace(offer, state=OfferState.OPEN, parked={})
     actions: list[SourceAction] = []
@@ -255,13 +227,13 @@ def _open(offer: OfferSnapshot, _: ReadyCompleted) -> Step:
     return offer, actions
 
 
-def _pull_late(offer: OfferSnapshot, pull: PullArrived) -> Step:
+def _pull_late(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
     share = offer.shares.get(pull.consumer)
     if share is not None and share.stream is StreamState.OVER and share.is_valid:
         # Every chunk was sent, only the Grant was lost: a refusal would fail a read that is
         # complete.
-        return offer, [SendGrant(pull.consumer)]
-    return offer, [SendRefuse(pull.consumer, Reason.ENDED)]
+        return offer, [session.SendGrant(pull.consumer)]
+    return offer, [session.SendRefuse(pull.consumer, Reason.ENDED)]
 
 
 # ------------------------------------------------------------------ releases
@@ -270,35 +242,35 @@ def _pull_late(offer: OfferSnapshot, pull: PullArrived) -> Step:
 def _invalid(offer: OfferSnapshot, consumer: Consumer, otherwise: Reason) -> Step:
     """Answer no, because its engine is gone, or for another reason. Nothing is recorded."""
     reason = offer.gone_reason(consumer.incarnation) or otherwise
-    return offer, [SendVerdict(consumer, False, reason)]
+    return offer, [session.SendVerdict(consumer, False, reason)]
 
 
-def _release(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
+def _release(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
     consumer = event.consumer
     share = offer.shares.get(consumer)
     if share is None:
         return _release_unasked(offer, event)
     if share.is_valid:
-        return offer, [SendVerdict(consumer, True, None)]
+        return offer, [session.SendVerdict(consumer, True, None)]
     gone = offer.gone_reason(consumer.incarnation)
     if gone is not None:
-        return offer, [SendVerdict(consumer, False, gone)]
+        return offer, [session.SendVerdict(consumer, False, gone)]
     if share.stream is StreamState.RUNNING:
         raise ProtocolError(
             f"offer {offer.nonce.hex()}: expected no Release from {consumer.rank} while its stream "
             "runs, got one"
         )
-    return _settle(offer.with_valid(consumer)), [SendVerdict(consumer, True, None)]
+    return _settle(offer.with_valid(consumer)), [session.SendVerdict(consumer, True, None)]
 
 
-def _release_unasked(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
+def _release_unasked(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
     return _invalid(offer, event.consumer, Reason.PLAN)
 
 
-def _release_late(offer: OfferSnapshot, event: ReleaseArrived) -> Step:
+def _release_late(offer: OfferSnapshot, event: session.ReleaseArrived) -> Step:
     share = offer.shares.get(event.consumer)
     if share is not None and share.is_valid:
-        return offer, [SendVerdict(event.consumer, True, None)]
+        return offer, [session.SendVerdict(event.consumer, True, None)]
     return _invalid(offer, event.consumer, offer.reason or Reason.ENDED)
 
 
@@ -314,9 +286,7 @@ def _settle(offer: OfferSnapshot) -> OfferSnapshot:
 
 
 def _dismiss(offer: OfferSnapshot, incarnations: frozenset[bytes], reason: Reason) -> Step:
-    """Stop these engines' streams, forget their parked Pulls, and tell their consumers that
-    wait.
-    """
+    """Stop their streams, forget their parked Pulls, and tell their consumers that wait."""
     actions: list[SourceAction] = []
     waiting = [consumer for consumer in offer.parked if consumer.incarnation in incarnations]
     stopped: dict[Consumer, Share] = {}
@@ -327,9 +297,9 @@ def _dismiss(offer: OfferSnapshot, incarnations: frozenset[bytes], reason: Reaso
             waiting.append(share.consumer)
         if share.stream is StreamState.RUNNING:
             stopped[share.consumer] = replace(share, stream=StreamState.STOPPING)
-            actions.append(StopStream(share.consumer))
+            actions.append(session.StopStream(share.consumer))
     parked = {c: pull for c, pull in offer.parked.items() if c.incarnation not in incarnations}
-    actions += [SendBroken(consumer, reason) for consumer in waiting]
+    actions += [session.SendBroken(consumer, reason) for consumer in waiting]
     return replace(offer, parked=parked, shares={**offer.shares, **stopped}), actions
 
 
@@ -351,7 +321,7 @@ def knows_tokens(offer: OfferSnapshot, incarnation: bytes, digest: bytes) -> boo
     return offer.claim(incarnation) is not None or offer.digest in (None, digest)
 
 
-def _cancel(offer: OfferSnapshot, event: CancelArrived) -> Step:
+def _cancel(offer: OfferSnapshot, event: session.CancelArrived) -> Step:
     if not knows_tokens(offer, event.incarnation, event.digest):
         return offer, []
     offer, actions = _drop_claim(offer, event.incarnation, event.reason)
@@ -360,7 +330,7 @@ def _cancel(offer: OfferSnapshot, event: CancelArrived) -> Step:
     return _settle(offer), actions
 
 
-def _lose(offer: OfferSnapshot, event: ClaimantLost) -> Step:
+def _lose(offer: OfferSnapshot, event: session.ClaimantLost) -> Step:
     claim = offer.claim(event.incarnation)
     if claim is None or claim.is_complete:
         return offer, []
@@ -368,7 +338,7 @@ def _lose(offer: OfferSnapshot, event: ClaimantLost) -> Step:
     return _settle(offer), actions
 
 
-def _break(offer: OfferSnapshot, event: Break) -> Step:
+def _break(offer: OfferSnapshot, event: session.Break) -> Step:
     incarnations = frozenset(claim.incarnation for claim in offer.claims)
     offer, actions = _dismiss(offer, incarnations, event.reason)
     return replace(offer, state=OfferState.BROKEN, reason=event.reason), actions
@@ -384,19 +354,19 @@ def _streaming(offer: OfferSnapshot, consumer: Consumer) -> Share:
     return share
 
 
-def _send_chunk(offer: OfferSnapshot, event: ChunkPacked) -> Step:
+def _send_chunk(offer: OfferSnapshot, event: session.ChunkPacked) -> Step:
     share = offer.shares.get(event.consumer)
     # A stream of a dropped claim is STOPPING, so RUNNING implies that the claim lives.
     if share is not None and share.stream is StreamState.RUNNING:
-        return offer, [SendChunk(event.consumer, event.sequence)]
+        return offer, [session.SendChunk(event.consumer, event.sequence)]
     return _drop_chunk(offer, event)
 
 
-def _drop_chunk(offer: OfferSnapshot, event: ChunkPacked) -> Step:
-    return offer, [DropChunk(event.consumer, event.sequence)]
+def _drop_chunk(offer: OfferSnapshot, event: session.ChunkPacked) -> Step:
+    return offer, [session.DropChunk(event.consumer, event.sequence)]
 
 
-def _stream_sent(offer: OfferSnapshot, event: StreamSent) -> Step:
+def _stream_sent(offer: OfferSnapshot, event: session.StreamSent) -> Step:
     share = _streaming(offer, event.consumer)
     offer = offer.with_share(replace(share, stream=StreamState.OVER))
     if share.stream is StreamState.RUNNING:
@@ -404,7 +374,7 @@ def _stream_sent(offer: OfferSnapshot, event: StreamSent) -> Step:
     return _settle(offer), []
 
 
-def _stream_drained(offer: OfferSnapshot, event: StreamDrained) -> Step:
+def _stream_drained(offer: OfferSnapshot, event: session.StreamDrained) -> Step:
     share = _streaming(offer, event.consumer)
     offer = offer.with_share(replace(share, stream=StreamState.OVER))
     if share.stream is not StreamState.RUNNING:
@@ -414,7 +384,7 @@ def _stream_drained(offer: OfferSnapshot, event: StreamDrained) -> Step:
     return _settle(offer), actions
 
 
-def _stream_over(offer: OfferSnapshot, event: StreamSent | StreamDrained) -> Step:
+def _stream_over(offer: OfferSnapshot, event: session.StreamSent | session.StreamDrained) -> Step:
     share = _streaming(offer, event.consumer)
     return offer.with_share(replace(share, stream=StreamState.OVER)), []
 
@@ -427,34 +397,34 @@ def _ignore(offer: OfferSnapshot, _: SourceEvent) -> Step:
 
 _FINAL = (OfferState.DONE, OfferState.BROKEN)
 _LATE: Mapping[type, Handler] = {
-    PullArrived: _pull_late,
-    ReleaseArrived: _release_late,
-    CancelArrived: _ignore,
-    ClaimantLost: _ignore,
-    Break: _ignore,
-    ChunkPacked: _drop_chunk,
-    StreamSent: _stream_over,
-    StreamDrained: _stream_over,
+    session.PullArrived: _pull_late,
+    session.ReleaseArrived: _release_late,
+    session.CancelArrived: _ignore,
+    session.ClaimantLost: _ignore,
+    session.Break: _ignore,
+    session.ChunkPacked: _drop_chunk,
+    session.StreamSent: _stream_over,
+    session.StreamDrained: _stream_over,
 }
 """What may still come to an offer that is over."""
 
 TABLE: Mapping[tuple[OfferState, type], Handler] = {
-    (OfferState.PENDING, ReadyCompleted): _open,
-    (OfferState.PENDING, PullArrived): _park,
-    (OfferState.PENDING, ReleaseArrived): _release_unasked,
-    (OfferState.PENDING, CancelArrived): _cancel,
-    (OfferState.PENDING, ClaimantLost): _lose,
-    (OfferState.PENDING, Break): _break,
-    (OfferState.OPEN, PullArrived): _grant,
-    (OfferState.OPEN, ReleaseArrived): _release,
-    (OfferState.OPEN, CancelArrived): _cancel,
-    (OfferState.OPEN, ClaimantLost): _lose,
-    (OfferState.OPEN, Break): _break,
-    (OfferState.OPEN, ChunkPacked): _send_chunk,
-    (OfferState.OPEN, StreamSent): _stream_sent,
-    (OfferState.OPEN, StreamDrained): _stream_drained,
+    (OfferState.PENDING, session.ReadyCompleted): _open,
+    (OfferState.PENDING, session.PullArrived): _park,
+    (OfferState.PENDING, session.ReleaseArrived): _release_unasked,
+    (OfferState.PENDING, session.CancelArrived): _cancel,
+    (OfferState.PENDING, session.ClaimantLost): _lose,
+    (OfferState.PENDING, session.Break): _break,
+    (OfferState.OPEN, session.PullArrived): _grant,
+    (OfferState.OPEN, session.ReleaseArrived): _release,
+    (OfferState.OPEN, session.CancelArrived): _cancel,
+    (OfferState.OPEN, session.ClaimantLost): _lose,
+    (OfferState.OPEN, session.Break): _break,
+    (OfferState.OPEN, session.ChunkPacked): _send_chunk,
+    (OfferState.OPEN, session.StreamSent): _stream_sent,
+    (OfferState.OPEN, session.StreamDrained): _stream_drained,
     # Broken before the step ended; the event still completes
-    (OfferState.BROKEN, ReadyCompleted): _ignore,
+    (OfferState.BROKEN, session.ReadyCompleted): _ignore,
     **{(state, event): handler for state in _FINAL for event, handler in _LATE.items()},
 }
 
@@ -471,7 +441,7 @@ def events_due(
     """
     if ended is None or offer.state in _FINAL:
         return (event,)
-    return (Break(ended), event)
+    return (session.Break(ended), event)
 
 
 class OfferSession:
@@ -483,13 +453,6 @@ class OfferSession:
 
     def __init__(self, nonce: bytes, digest: bytes | None) -> None:
         self.snapshot = OfferSnapshot(nonce, digest)
-
-    @classmethod
-    def restore(cls, snapshot: OfferSnapshot) -> OfferSession:
-        """A session that goes on from a snapshot."""
-        session = cls(snapshot.nonce, snapshot.digest)
-        session.snapshot = snapshot
-        return session
 
     @property
     def claimants(self) -> tuple[bytes, ...]:
@@ -514,6 +477,6 @@ class OfferSession:
             is_busy = any(share.stream in _BUSY for share in offer.shares.values())
             if not is_busy:
                 offer = replace(offer, is_finished=True)
-                actions = [*actions, FinishedSending(offer.reason)]
+                actions = [*actions, session.FinishedSending(offer.reason)]
         self.snapshot = offer
         return actions

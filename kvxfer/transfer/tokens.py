@@ -28,15 +28,9 @@ _DOMAIN = b"kvxfer.tokens.v1\0"
 
 
 def token_digest(token_ids: Sequence[int], extra_keys: tuple[ExtraKey, ...] = ()) -> bytes:
-    """The 32-byte digest of a span of tokens and of what else decides their KV.
-
-    Args:
-        token_ids: every token of the span, from the first of the request.
-        extra_keys: what else decides their KV, as :func:`digest_keys` has it.
-
-    Raises:
-        TypeError: a token id that is no integer; the message names its position.
-        ValueError: a token id outside uint32; the message names its position.
+    """Of all tokens of a span from the first of the request, and of what else decides their KV, as
+    :func:`digest_keys` has it. Raises TypeError or ValueError that names the position of a token id
+    that is no integer or outside uint32.
     """
     hasher = hashlib.sha256(_DOMAIN)
     # The length fixes where the tokens end, so no token can pass for a byte of the extra keys.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvxfer.errors import UnknownEngine
 
-EngineId = str
+_EngineId = str
 
 
 @dataclass
@@ -30,12 +30,12 @@ class TpKVTopology:
     """
 
     tp_rank: int
-    remote_tp_size: dict[EngineId, int]
+    remote_tp_size: dict[_EngineId, int]
     is_mla: bool
     total_num_kv_heads: int
     attn_backend: object
-    engine_id: EngineId
-    remote_block_size: dict[EngineId, int]
+    engine_id: _EngineId
+    remote_block_size: dict[_EngineId, int]
 
     def __post_init__(self) -> None:
         if self.total_num_kv_heads < 1:
@@ -51,7 +51,6 @@ class TpKVTopology:
 
     @property
     def tp_size(self) -> int:
-        """TP size of the own engine."""
         return _positive("tp_size", _known(self.remote_tp_size, self.engine_id))
 
     @property
@@ -86,19 +85,19 @@ class TpKVTopology:
             )
         return local // remote
 
-    def tp_ratio_from_engine_id(self, engine_id: EngineId) -> int:
+    def tp_ratio_from_engine_id(self, engine_id: _EngineId) -> int:
         """:meth:`tp_ratio` to a known engine. Raises UnknownEngine, ValueError."""
         return self.tp_ratio(_known(self.remote_tp_size, engine_id))
 
-    def block_size_ratio_from_engine_id(self, engine_id: EngineId) -> int:
+    def block_size_ratio_from_engine_id(self, engine_id: _EngineId) -> int:
         """:meth:`block_size_ratio` to a known engine. Raises UnknownEngine, ValueError."""
         return self.block_size_ratio(_known(self.remote_block_size, engine_id))
 
-    def is_kv_replicated(self, engine_id: EngineId) -> bool:
+    def is_kv_replicated(self, engine_id: _EngineId) -> bool:
         """Do several ranks of that engine hold the same head (more ranks than heads)?"""
         return _known(self.remote_tp_size, engine_id) > self.total_num_kv_heads
 
-    def replicates_kv_cache(self, engine_id: EngineId) -> bool:
+    def replicates_kv_cache(self, engine_id: _EngineId) -> bool:
         """Do several ranks of that engine hold the same KV, by head replication or by MLA?"""
         # Asked first: an unknown engine is an error with MLA too.
         return self.is_kv_replicated(engine_id) or self.is_mla
@@ -114,12 +113,12 @@ class TpKVTopology:
             return [self.tp_rank // ratio]
         return [self.tp_rank * -ratio + i for i in range(-ratio)]
 
-    def get_target_remote_ranks_from_engine_id(self, engine_id: EngineId) -> list[int]:
+    def get_target_remote_ranks_from_engine_id(self, engine_id: _EngineId) -> list[int]:
         """:meth:`get_target_remote_ranks` of a known engine. Raises UnknownEngine, ValueError."""
         return self.get_target_remote_ranks(_known(self.remote_tp_size, engine_id))
 
 
-def _known(by_engine: dict[EngineId, int], engine_id: EngineId) -> int:
+def _known(by_engine: dict[_EngineId, int], engine_id: _EngineId) -> int:
     if engine_id not in by_engine:
         known = ", ".join(sorted(by_engine)) or "none"
         raise UnknownEngine(f"engine: expected a known one ({known}), got {engine_id!r}")

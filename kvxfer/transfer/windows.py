@@ -2,9 +2,9 @@
 
 A layer with a window of W tokens computes the token at position n from the W tokens that end with
 it, n - W + 1 to n. With n tokens computed, an engine has let go of every block that lies wholly
-before token n - W + 1, so it keeps the tokens from :func:`kept_start` on: a multiple of its own
-block size. The start that the sink keeps may therefore lie before the one that the source has kept,
-though never by a token that the sink's next token looks at::
+before token n - W + 1, so it keeps the tokens from :meth:`Keeping.kept_start` on: a multiple of its
+own block size. The start that the sink keeps may therefore lie before the one that the source has
+kept, though never by a token that the sink's next token looks at::
 
     blocks of 16 at the source   |  dropped  |.....|.....|.....     holds from 48
     blocks of 32 at the sink     |  dropped  |..........|....       keeps from 32
@@ -33,8 +33,11 @@ class Keeping:
     window: int | None = None
 
     def kept_start(self, num_computed_tokens: int) -> int:
-        """The first token of the first kept block."""
-        return kept_start(num_computed_tokens, self.window, self.block_tokens)
+        """The first token of the first kept block; a block goes when the window of the next token
+        has left all of it behind.
+        """
+        start = _window_start(num_computed_tokens, self.window)
+        return start // self.block_tokens * self.block_tokens
 
     def held_start(self, num_offered_tokens: int) -> int:
         """The first token that a source holds of an offer.
@@ -93,7 +96,6 @@ class Missing:
     source: Keeping
 
     def explain(self, layer: str) -> str:
-        """The message for a person, about one of the group's layers."""
         return (
             f"{layer}: expected tokens from {self.needed_start} on, which the sink needs (it keeps "
             f"{self.sink}); the source has let go of those before {self.held_start} (it keeps "
@@ -103,24 +105,6 @@ class Missing:
 
 Move = Whole | Clipped | Missing
 """What becomes of one group of a load."""
-
-
-def kept_start(num_computed_tokens: int, window: int | None, block_tokens: int) -> int:
-    """The first token of the first block that is kept with so many tokens computed; a block goes
-    when the window of the next token has left all of it behind.
-
-    Raises ValueError for a negative number of tokens, a window or a block below 1.
-    """
-    for name, value, least in (
-        ("num_computed_tokens", num_computed_tokens, 0),
-        ("window", 1 if window is None else window, 1),
-        ("block_tokens", block_tokens, 1),
-    ):
-        if value < least:
-            raise ValueError(f"{name}: expected {least} or more, got {value}")
-    if window is None:
-        return 0
-    return _window_start(num_computed_tokens, window) // block_tokens * block_tokens
 
 
 def group_move(
@@ -205,5 +189,4 @@ def _held_ids(ids: Sequence[int], keeping: Keeping, num_offered_tokens: int) -> 
 
 
 def _window_start(num_computed_tokens: int, window: int | None) -> int:
-    """The first token that the next one looks at."""
     return 0 if window is None else max(0, num_computed_tokens - window + 1)

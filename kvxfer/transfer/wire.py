@@ -24,6 +24,8 @@ PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 1
 BIND_TOKENS: Final = "bind_tokens"
 """The capability of an engine that compares digests of the token ids before it gives any KV."""
+VERIFY: Final = "verify"
+"""The capability of an engine that makes digests of the KV that it gives, for sinks that ask."""
 
 # Incarnations and nonces are 16 random bytes. Up to 64 are taken, so that a later version can grow.
 Id = Annotated[bytes, msgspec.Meta(min_length=1, max_length=64)]
@@ -54,6 +56,7 @@ class Reason(enum.StrEnum):
     PEER_LOST = "peer_lost"  # nothing heard any more
     DEADLINE = "deadline"  # no answer within pull_timeout_s
     READ_FAILED = "read_failed"  # the copy itself failed
+    CORRUPT = "corrupt"  # the bytes that lie at the sink are not the source's
     NOT_ALLOWED = "not_allowed"  # the endpoint is not among allowed_peers
     BAD_PARAMS = "bad_params"  # kv_transfer_params could not be understood
     LOCAL_HIT = "local_hit"  # the sink needs nothing: all of it is cached
@@ -94,12 +97,23 @@ class NotReady(msgspec.Struct, frozen=True, tag="not_ready"):
     """The answer to Hello while the engine does not know all its ranks yet; ask again."""
 
 
+class Verify(msgspec.Struct, frozen=True):
+    """Make a digest of each region of these classes, over one token in ``every`` (see
+    :mod:`kvxfer.tensors.kv_digest`). ``classes``: those of the Pull, on direct wires too.
+    """
+
+    every: Annotated[int, msgspec.Meta(ge=1, le=4096)]
+    classes: tuple[PullClass, ...]
+
+
 class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     """A sink rank asks one source rank for its share of an offer.
 
     ``claim``: every sink rank that will ask this source rank; the offer is done when all have
     released. ``digest``: over the offered tokens as the sink knows them. ``classes``: empty on
     direct wires and null routes. A repeated Pull is the same message and gets the same answer.
+    ``verify``: the Verdict is to bring digests of the source's bytes; it is waited for on stream
+    wires, too.
     """
 
     offer: OfferRef
@@ -110,6 +124,7 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     is_null: bool = False
     classes: tuple[PullClass, ...] = ()
     chunk_nbytes: Size = 0
+    verify: Verify | msgspec.UnsetType = msgspec.UNSET
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
@@ -134,7 +149,8 @@ class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """The read is complete on the sink (direct wires, null routes). Answered by a Verdict.
+    """The read is complete on the sink (direct wires, null routes, reads that are verified).
+    Answered by a Verdict.
 
     A repeated Release is the same message and gets the same Verdict.
     """
@@ -144,12 +160,16 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class Verdict(msgspec.Struct, frozen=True, tag="verdict"):
-    """Valid: the offer was open when the Release was processed; what was read is whole, fresh."""
+    """Valid: the offer was open when the Release was processed; what was read is whole, fresh.
+
+    ``digests``: where the Pull asked for them, of each region, the classes one after the other.
+    """
 
     offer: OfferRef
     consumer: Consumer
     valid: bool
     reason: Reason | None = None
+    digests: tuple[int, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", omit_defaults=True):
@@ -232,7 +252,6 @@ _to_sink: msgspec.msgpack.Decoder[ToSink] = msgspec.msgpack.Decoder(ToSink)
 
 
 def encode(message: ToSource | ToSink) -> bytes:
-    """The message as one msgpack frame."""
     return _encoder.encode(message)
 
 

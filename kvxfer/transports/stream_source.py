@@ -399,7 +399,14 @@ class StreamSource(SendingSource):
         identity = bytes(frames[0].buffer)
         connection = self._connections.get(identity)
         try:
-            match _decode(frames):
+            decoded = _decode(frames)
+        except ProtocolError as exc:
+            self._drop(exc)
+            if connection is not None:  # perhaps a credit, without which a slot never comes back
+                self._send_away(connection, f"a message makes no sense: {exc}; attach anew")
+            return
+        try:
+            match decoded:
                 case Attach() as message:
                     self._on_attach(identity, connection, message, frames[-1])
                 case Join() as message:

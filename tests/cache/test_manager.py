@@ -12,6 +12,7 @@ from kvxfer.cache.block_pool import BlockPool
 from kvxfer.cache.hashing import hash_block_tokens, none_hash, sha256
 from kvxfer.cache.manager import FullAttentionManager
 from kvxfer.cache.specs import FullAttentionSpec
+from tests.cache.group_tables import allocate
 
 BLOCK_SIZE = 2
 SPEC = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype="float32")
@@ -44,12 +45,12 @@ def test_blocks_needed() -> None:
 def test_allocate_and_grow() -> None:
     manager = make_manager(5)
     assert "a" not in manager
-    assert manager.allocate("a", 3) == [1, 2]
+    assert allocate(manager, "a", 3) == [1, 2]
     assert "a" in manager
-    assert manager.allocate("a", 4) == []
-    assert manager.allocate("b", 1) == [3]
-    assert manager.allocate("a", 5) == [4]
-    assert manager.allocate("a", 1) == []
+    assert allocate(manager, "a", 4) == []
+    assert allocate(manager, "b", 1) == [3]
+    assert allocate(manager, "a", 5) == [4]
+    assert allocate(manager, "a", 1) == []
     assert manager.block_ids("a") == [1, 2, 4]
     assert manager.block_ids("b") == [3]
     assert manager.num_free_blocks == 1
@@ -57,9 +58,9 @@ def test_allocate_and_grow() -> None:
 
 def test_too_few_blocks_changes_nothing() -> None:
     manager = make_manager(3)
-    assert manager.allocate("a", 2) == [1]
-    assert manager.allocate("a", 10) is None
-    assert manager.allocate("b", 6) is None
+    assert allocate(manager, "a", 2) == [1]
+    assert allocate(manager, "a", 10) is None
+    assert allocate(manager, "b", 6) is None
     assert "b" not in manager
     assert manager.block_ids("a") == [1]
     assert free_ids(manager) == [2, 3]
@@ -67,7 +68,7 @@ def test_too_few_blocks_changes_nothing() -> None:
 
 def test_tail_is_freed_first() -> None:
     manager = make_manager(4)
-    manager.allocate("a", 6)
+    allocate(manager, "a", 6)
     manager.free("a")
     assert free_ids(manager) == [3, 2, 1, 4]
     assert "a" not in manager
@@ -76,7 +77,7 @@ def test_tail_is_freed_first() -> None:
 def test_pending_blocks_are_not_found_until_they_are_computed() -> None:
     manager = make_manager(4)
     hashes = chain([1, 2, 3, 4, 5])
-    manager.allocate("a", 5)
+    allocate(manager, "a", 5)
     assert manager.find_longest_cache_hit(hashes, 5) == []
     manager.cache_blocks("a", hashes, 3)  # one full block
     assert [b.block_id for b in manager.find_longest_cache_hit(hashes, 5)] == [1]
@@ -88,7 +89,7 @@ def test_pending_blocks_are_not_found_until_they_are_computed() -> None:
 def test_failed_load_leaves_nothing_to_find() -> None:
     manager = make_manager(3)
     hashes = chain([1, 2, 3, 4])
-    manager.allocate("a", 4)
+    allocate(manager, "a", 4)
     manager.free("a")
     assert manager.find_longest_cache_hit(hashes, 4) == []
     assert free_ids(manager) == [2, 1, 3]
@@ -98,7 +99,7 @@ def test_failed_load_leaves_nothing_to_find() -> None:
 def test_hit_is_at_most_max_tokens(max_tokens: int, num_blocks: int) -> None:
     manager = make_manager(3)
     hashes = chain([1, 2, 3, 4])
-    manager.allocate("a", 4)
+    allocate(manager, "a", 4)
     manager.cache_blocks("a", hashes, 4)
     assert len(manager.find_longest_cache_hit(hashes, max_tokens)) == num_blocks
 
@@ -106,7 +107,7 @@ def test_hit_is_at_most_max_tokens(max_tokens: int, num_blocks: int) -> None:
 def test_hit_ends_at_the_first_missing_block() -> None:
     manager = make_manager(4)
     hashes = chain([1, 2, 3, 4, 5, 6])
-    manager.allocate("a", 6)
+    allocate(manager, "a", 6)
     manager.cache_blocks("a", hashes, 6)
     manager.pool.evict_blocks([2])
     assert [b.block_id for b in manager.find_longest_cache_hit(hashes, 6)] == [1]
@@ -115,10 +116,10 @@ def test_hit_ends_at_the_first_missing_block() -> None:
 def test_hit_blocks_are_shared_with_a_running_request() -> None:
     manager = make_manager(4)
     hashes = chain([1, 2, 3, 4])
-    manager.allocate("a", 4)
+    allocate(manager, "a", 4)
     manager.cache_blocks("a", hashes, 4)
     hit = manager.find_longest_cache_hit(hashes, 3)
-    assert manager.allocate("b", 4, hit) == [3]
+    assert allocate(manager, "b", 4, hit) == [3]
     assert manager.block_ids("b") == [1, 3]
     manager.free("a")
     assert free_ids(manager) == [4, 2]
@@ -128,10 +129,10 @@ def test_hit_blocks_are_shared_with_a_running_request() -> None:
 
 def test_blocks_after_a_hit_are_named_when_computed() -> None:
     manager = make_manager(4)
-    manager.allocate("a", 2)
+    allocate(manager, "a", 2)
     manager.cache_blocks("a", chain([1, 2]), 2)
     hashes = chain([1, 2, 3, 4])
-    manager.allocate("b", 4, manager.find_longest_cache_hit(hashes, 3))
+    allocate(manager, "b", 4, manager.find_longest_cache_hit(hashes, 3))
     manager.cache_blocks("b", hashes, 2)  # only what it found
     assert [b.block_id for b in manager.find_longest_cache_hit(hashes, 4)] == [1]
     manager.cache_blocks("b", hashes, 4)
@@ -141,30 +142,30 @@ def test_blocks_after_a_hit_are_named_when_computed() -> None:
 def test_free_hit_counts_against_the_free_blocks() -> None:
     manager = make_manager(3)
     hashes = chain([1, 2, 3, 4])
-    manager.allocate("a", 4)
+    allocate(manager, "a", 4)
     manager.cache_blocks("a", hashes, 4)
     manager.free("a")
     assert free_ids(manager) == [3, 2, 1]
     hit = manager.find_longest_cache_hit(hashes, 4)
     # Two hits and two new blocks are four of three.
-    assert manager.allocate("b", 8, hit) is None
+    assert allocate(manager, "b", 8, hit) is None
     assert free_ids(manager) == [3, 2, 1]
-    assert manager.allocate("b", 6, hit) == [3]
+    assert allocate(manager, "b", 6, hit) == [3]
     assert manager.block_ids("b") == [1, 2, 3]
 
 
 def test_hits_are_taken_before_new_blocks() -> None:
     manager = make_manager(2)
     hashes = chain([1, 2])
-    manager.allocate("a", 2)
+    allocate(manager, "a", 2)
     manager.cache_blocks("a", hashes, 2)
-    manager.allocate("b", 2)
+    allocate(manager, "b", 2)
     manager.cache_blocks("b", chain([3, 4]), 2)
     manager.free("a")
     manager.free("b")
     # Block 1 is next to be given out, and is the hit.
     assert free_ids(manager) == [1, 2]
-    assert manager.allocate("c", 4, manager.find_longest_cache_hit(hashes, 2)) == [2]
+    assert allocate(manager, "c", 4, manager.find_longest_cache_hit(hashes, 2)) == [2]
     assert manager.block_ids("c") == [1, 2]
 
 
@@ -172,7 +173,7 @@ def test_groups_of_one_pool_are_kept_apart() -> None:
     pool = BlockPool(5)
     one, other = FullAttentionManager(SPEC, pool), FullAttentionManager(SPEC, pool, group_id=1)
     hashes = chain([1, 2])
-    one.allocate("a", 2)
+    allocate(one, "a", 2)
     one.cache_blocks("a", hashes, 2)
     assert len(one.find_longest_cache_hit(hashes, 2)) == 1
     assert other.find_longest_cache_hit(hashes, 2) == []
@@ -181,9 +182,9 @@ def test_groups_of_one_pool_are_kept_apart() -> None:
 def test_blocks_that_two_tables_hold_are_used_once() -> None:
     manager = make_manager(4)
     hashes = chain([1, 2, 3, 4])
-    manager.allocate("a", 4)
+    allocate(manager, "a", 4)
     manager.cache_blocks("a", hashes, 4)
-    manager.allocate("b", 4, manager.find_longest_cache_hit(hashes, 3))
+    allocate(manager, "b", 4, manager.find_longest_cache_hit(hashes, 3))
     assert manager.num_used_blocks == 3
     manager.free("a")
     assert manager.num_used_blocks == 2
@@ -193,7 +194,7 @@ def test_blocks_that_two_tables_hold_are_used_once() -> None:
 
 def test_nothing_is_skipped() -> None:
     manager = make_manager(4)
-    manager.allocate("a", 6)
+    allocate(manager, "a", 6)
     manager.drop_skipped("a", 6)
     assert manager.num_skipped_tokens(1000) == 0
     assert manager.block_ids("a") == [1, 2, 3]
@@ -202,7 +203,7 @@ def test_nothing_is_skipped() -> None:
 def test_positions_left_unhashed_are_never_named() -> None:
     manager = make_manager(4)
     hashes = chain([1, 2, 3, 4, 5, 6])
-    manager.allocate("a", 7)
+    allocate(manager, "a", 7)
     manager.leave_unhashed("a", [1])
     manager.cache_blocks("a", hashes, 6)
     assert [block.block_hash for block in manager.pool.blocks[1:4]] == [hashes[0], None, hashes[2]]
@@ -217,16 +218,16 @@ def test_positions_left_unhashed_are_never_named() -> None:
 def test_refusals() -> None:
     manager = make_manager(4)
     hashes = chain([1, 2, 3, 4])
-    manager.allocate("a", 4)
+    allocate(manager, "a", 4)
     manager.cache_blocks("a", hashes, 4)
     hit = manager.find_longest_cache_hit(hashes, 4)
     with pytest.raises(ValueError, match="request a: expected hit_blocks for a new request only"):
-        manager.allocate("a", 8, hit)
+        allocate(manager, "a", 8, hit)
     with pytest.raises(ValueError, match="at most the 1 blocks of the request's tokens, got 2"):
-        manager.allocate("b", 2, hit)
+        allocate(manager, "b", 2, hit)
     manager.pool.evict_blocks([1])
     with pytest.raises(ValueError, match="hit_blocks: expected cached blocks"):
-        manager.allocate("b", 4, hit)
+        allocate(manager, "b", 4, hit)
     assert "b" not in manager
     with pytest.raises(ValueError, match="expected at most 2 blocks and 2 hashes, got 3"):
         manager.cache_blocks("a", hashes, 6)
@@ -307,7 +308,7 @@ class Histories(RuleBasedStateMachine):
         assert [block.block_id for block in hit] == want_hit
         num_tokens = len(token_ids) + reserve
         num_new = (num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE - len(want_hit)
-        got = self.manager.allocate(request_id, num_tokens, hit)
+        got = allocate(self.manager, request_id, num_tokens, hit)
         if num_new > len([b for b in self.naive.free if b not in want_hit]):
             assert got is None
             assert request_id not in self.manager
@@ -326,7 +327,7 @@ class Histories(RuleBasedStateMachine):
         held = self.held[request_id]
         num_tokens = len(held.token_ids) + num_more
         num_new = max((num_tokens + BLOCK_SIZE - 1) // BLOCK_SIZE - len(held.block_ids), 0)
-        got = self.manager.allocate(request_id, num_tokens)
+        got = allocate(self.manager, request_id, num_tokens)
         if num_new > len(self.naive.free):
             assert got is None
             return

@@ -25,6 +25,7 @@ from kvxfer.cache.specs import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
+from tests.cache.group_tables import allocate
 
 BLOCK_SIZE = 4
 HASHES = [number.to_bytes(32, "big") for number in range(1, 40)]
@@ -241,7 +242,7 @@ def test_lookups_do_not_depend_on_the_window() -> None:
 
 def test_dropped_blocks_are_null_and_freed_last_first_with_their_names() -> None:
     manager = make(sliding(6), 7)
-    manager.allocate("a", 24)
+    allocate(manager, "a", 24)
     manager.cache_blocks("a", HASHES, 24)
     manager.drop_skipped("a", 8)  # tokens 0 to 2: no whole block
     assert manager.block_ids("a") == [1, 2, 3, 4, 5, 6]
@@ -261,9 +262,9 @@ def test_dropped_blocks_are_null_and_freed_last_first_with_their_names() -> None
 
 def test_dropped_blocks_that_another_request_holds_stay_in_use() -> None:
     manager = make(sliding(6), 5)
-    manager.allocate("a", 9)
+    allocate(manager, "a", 9)
     manager.cache_blocks("a", HASHES, 8)
-    assert manager.allocate("b", 9, manager.find_longest_cache_hit(HASHES, 8)) == [4]
+    assert allocate(manager, "b", 9, manager.find_longest_cache_hit(HASHES, 8)) == [4]
     assert manager.block_ids("b") == [1, 2, 4]  # five tokens before the ninth: of two blocks
     manager.drop_skipped("a", 9)
     assert manager.block_ids("a") == [-1, 2, 3]
@@ -277,7 +278,7 @@ def test_growth_after_dropping_appends() -> None:
     manager = make(sliding(6), 4)
     for num_computed in range(40):
         manager.drop_skipped("a", num_computed) if num_computed else None
-        assert manager.allocate("a", num_computed + 1) is not None
+        assert allocate(manager, "a", num_computed + 1) is not None
         held = [i for i in manager.block_ids("a") if i != -1]
         assert len(set(held)) == len(held) <= 3
     assert manager.block_ids("a")[:8] == [-1] * 8
@@ -285,32 +286,32 @@ def test_growth_after_dropping_appends() -> None:
 
 def test_tokens_from_elsewhere_get_blocks_from_the_window_on() -> None:
     manager = make(sliding(6), 6)
-    manager.allocate("a", 8)
+    allocate(manager, "a", 8)
     manager.cache_blocks("a", HASHES, 8)
     manager.free("a")
     hit = manager.find_longest_cache_hit(HASHES, 8)
     # 19 tokens ready: 14 to 18 are needed, of blocks 3 and 4; nothing of the hit
-    assert manager.allocate("b", 19, hit, 19) == [-1, 3, 4]
+    assert allocate(manager, "b", 19, hit, 19) == [-1, 3, 4]
     assert manager.block_ids("b") == [-1, -1, -1, 3, 4]
     assert free_ids(manager) == [5, 6, 2, 1]
     # 11 tokens ready: 6 to 10 are needed, so the second block of the hit
     hit = manager.find_longest_cache_hit(HASHES, 8)
-    assert manager.allocate("c", 11, hit, 11) == [5]
+    assert allocate(manager, "c", 11, hit, 11) == [5]
     assert manager.block_ids("c") == [-1, 2, 5]
 
 
 def test_too_few_blocks_changes_nothing() -> None:
     manager = make(sliding(6), 2)
-    assert manager.allocate("a", 19, (), 19) == [-1, -1, -1, 1, 2]
-    assert manager.allocate("b", 1) is None
+    assert allocate(manager, "a", 19, (), 19) == [-1, -1, -1, 1, 2]
+    assert allocate(manager, "b", 1) is None
     assert "b" not in manager
-    assert manager.allocate("a", 21) is None
+    assert allocate(manager, "a", 21) is None
     assert manager.block_ids("a") == [-1, -1, -1, 1, 2]
 
 
 def test_null_blocks_are_not_named() -> None:
     manager = make(sliding(6), 6)
-    manager.allocate("a", 20, (), 20)
+    allocate(manager, "a", 20, (), 20)
     manager.cache_blocks("a", HASHES, 20)
     named = [block.block_hash for block in manager.pool.blocks]
     assert named == [None, HASHES[3], HASHES[4], None, None, None, None]
@@ -322,10 +323,10 @@ def test_null_blocks_are_not_named() -> None:
 
 def test_a_state_is_written_where_its_tokens_end() -> None:
     manager = make(state(), 5)
-    assert manager.allocate("a", 10) == [-1, -1, 1]  # the state after 10 tokens
-    assert manager.allocate("a", 11) == []
+    assert allocate(manager, "a", 10) == [-1, -1, 1]  # the state after 10 tokens
+    assert allocate(manager, "a", 11) == []
     manager.drop_skipped("a", 11)
-    assert manager.allocate("a", 21) == [-1, -1, 2]
+    assert allocate(manager, "a", 21) == [-1, -1, 2]
     assert manager.block_ids("a") == [-1, -1, 1, -1, -1, 2]
     manager.drop_skipped("a", 21)
     assert manager.block_ids("a") == [-1] * 5 + [2]
@@ -334,8 +335,8 @@ def test_a_state_is_written_where_its_tokens_end() -> None:
 
 def test_speculative_states_follow_the_last() -> None:
     manager = make(state(2), 9)
-    assert manager.allocate("a", 3) == [1, 2, 3]
-    assert manager.allocate("a", 13) == [4, 5, 6]  # two were there: states 3 and its followers
+    assert allocate(manager, "a", 3) == [1, 2, 3]
+    assert allocate(manager, "a", 13) == [4, 5, 6]  # two were there: states 3 and its followers
     assert manager.num_held_blocks("a") == manager.max_blocks(13, 10) == 6
     manager.drop_skipped("a", 13)
     assert manager.block_ids("a") == [-1, -1, -1, 4, 5, 6]
@@ -343,25 +344,25 @@ def test_speculative_states_follow_the_last() -> None:
 
 def test_only_states_at_a_blocks_end_are_named() -> None:
     manager = make(state(), 9)
-    manager.allocate("a", 3)
+    allocate(manager, "a", 3)
     manager.cache_blocks("a", HASHES, 3)
-    manager.allocate("a", 10)  # passes 4 and 8
+    allocate(manager, "a", 10)  # passes 4 and 8
     manager.cache_blocks("a", HASHES, 10)
     assert manager.block_ids("a") == [1, -1, 2]
     assert hit_ids(manager, 20) == []  # block 1 has the state after 3 tokens, not after 4
-    manager.allocate("a", 12)
+    allocate(manager, "a", 12)
     manager.cache_blocks("a", HASHES, 12)
     assert hit_ids(manager, 20) == [0, 0, 2]
     manager.drop_skipped("a", 12)
-    manager.allocate("a", 13)
+    allocate(manager, "a", 13)
     assert manager.block_ids("a") == [-1, -1, 2, 1]  # the named state is read, not written
 
 
 def test_a_state_inside_a_block_that_a_step_ran_past_is_not_named() -> None:
     manager = make(state(), 9)
-    manager.allocate("a", 6)
+    allocate(manager, "a", 6)
     manager.cache_blocks("a", HASHES, 6)
-    manager.allocate("a", 10)
+    allocate(manager, "a", 10)
     manager.cache_blocks("a", HASHES, 10)
     # Still in the table: the step to 10 read it. It is the state after 6 tokens, not after 8.
     assert manager.block_ids("a") == [-1, 1, 2]
@@ -382,11 +383,11 @@ def test_never_more_blocks_than_max_blocks(spec: KVCacheSpec, num_held_tokens: i
     for ready, step in product(range(0, 24, 3), (1, 3, 4, 7)):
         manager = make(spec)
         most = manager.max_blocks(26, step, num_held_tokens)
-        manager.allocate("a", ready, (), ready)
+        allocate(manager, "a", ready, (), ready)
         num_computed = ready
         while num_computed < 26:
             clamp = num_computed if num_held_tokens is None else min(num_computed, num_held_tokens)
             manager.drop_skipped("a", clamp)
             num_computed = min(num_computed + step, 26)
-            manager.allocate("a", num_computed)
+            allocate(manager, "a", num_computed)
             assert manager.num_held_blocks("a") <= most <= manager.blocks_needed(26)

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvxfer.cli.memory import Need, check_memory, free_host_nbytes, needs_of
+from kvxfer.cli.memory import Need, check_memory, needs_of
+from kvxfer.doctor.host import free_host_nbytes
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.model_config import DEFAULT_MODEL, shard_for
 from kvxfer.engine.weights import load_weights

@@ -40,7 +40,7 @@ from kvxfer.testing.faults import injected
 from kvxfer.testing.peers import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest
 from kvxfer.transfer.windows import group_keepings, held_ids
-from kvxfer.transfer.wire import BIND_TOKENS, OfferRef, Reason
+from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
 from kvxfer.transports.visitors import Backlog
 from tests.builders import EngineShape, build_manifest, build_regions
@@ -153,7 +153,7 @@ class Engine:
         self.manifest: EngineManifest = msgspec.structs.replace(
             base,
             incarnation=self.incarnation,
-            capabilities=(BIND_TOKENS,) if self.config.bind_tokens else (),
+            capabilities=(*((BIND_TOKENS,) if self.config.bind_tokens else ()), VERIFY),
             facts=self.facts,
             ranks=tuple(worker.get_handshake_metadata() for worker in self.workers),
         )

@@ -385,8 +385,8 @@ def test_more_engines_than_zeromq_has_sockets_by_itself(monkeypatch: pytest.Monk
     made: list[zmq.Context[zmq.Socket[bytes]]] = []
 
     class Noted(zmq.Context[zmq.Socket[bytes]]):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, **settings: int) -> None:
+            super().__init__(**settings)
             made.append(self)
 
     monkeypatch.setattr(zmq, "Context", Noted)

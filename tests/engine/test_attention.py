@@ -64,14 +64,8 @@ def metadata(
     tables = step_tables([RequestStep([ids], done, new) for ids, done, new in requests], [one])
     built: dict[str, AttentionMetadata] = build_attn_metadata(
         [PagedMetadataBuilder(one.kv_cache_spec, ["a"], Forward(), "cpu")],
-        tables.num_reqs,
-        tables.num_tokens,
-        tables.query_start_loc,
-        tables.seq_lens,
-        tables.num_computed_tokens,
-        tables.block_tables,
-        tables.slot_mappings,
-        KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[one]),
+        kv_cache_config=KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[one]),
+        **tables,
     )
     return built["a"]
 

@@ -83,20 +83,6 @@ def test_every_rank_has_the_same_blocks(tp_size: int, num_heads: int) -> None:
     )
 
 
-def test_memory_decides_where_it_is_given() -> None:
-    # 4 layers in a block of the pool
-    memory = 300 * 4 * BLOCK_NBYTES + 1000
-    config = engine(num_blocks=7, kv_cache_memory_nbytes=memory, max_model_len=1000)
-    assert config.num_gpu_blocks_override is None
-    (plan,) = plan_kv_caches(config, load_model_config(None))
-    assert plan.num_blocks == 300
-    (plan,) = plan_kv_caches(config, load_model_config("hybrid"))
-    assert plan.num_blocks == 600  # 2 layers in a block
-    short = engine(kv_cache_memory_nbytes=memory, max_model_len=300 * 16)
-    with pytest.raises(ConfigError, match="^memory for the KV cache: expected"):
-        plan_kv_caches(short, load_model_config(None))
-
-
 def test_few_blocks_serve_short_requests() -> None:
     config = engine(num_blocks=2, max_model_len=4096)
     (plan,) = plan_kv_caches(config, load_model_config(None))
@@ -118,8 +104,6 @@ def test_the_layers_themselves_ask_for_the_same(name: str | None, tp_size: int) 
 def test_longest_request() -> None:
     model = load_model_config(None)
     assert longest_request(engine(num_blocks=101, max_model_len=7), model) == 1600
-    memory = engine(kv_cache_memory_nbytes=101 * 4 * BLOCK_NBYTES, max_model_len=7)
-    assert longest_request(memory, model) == 1600
     # n tokens take their blocks in the full group; in the other all but what a window of 48 and a
     # step of 64 leave behind: 7 blocks for 111 tokens, and one as they may begin inside a block
     hybrid = engine(num_blocks=101, max_num_batched_tokens=64)
@@ -132,9 +116,7 @@ def test_planning_needs_no_torch() -> None:
 
 
 def test_settings_under_the_names_of_the_utilities() -> None:
-    config = engine(num_blocks=9, tp_size=4, max_num_batched_tokens=64)
+    config = engine(num_blocks=9, max_num_batched_tokens=64)
     for section in (config.cache_config, config.model_config, config.scheduler_config):
         assert section is config
-    assert (config.num_gpu_blocks_override, config.parallel_config.tensor_parallel_size) == (9, 4)
-    with pytest.raises(ConfigError, match="kv_cache_memory_nbytes: expected at least 1 byte, got"):
-        engine(kv_cache_memory_nbytes=0)
+    assert config.num_gpu_blocks_override == 9

@@ -89,5 +89,5 @@ def test_memory_can_be_mapped_only_where_a_wire_could_use_it() -> None:
 
 def test_a_step_without_blocks_is_refused() -> None:
     cache = make("hybrid", "HND")
-    with pytest.raises(ValueError, match="request 0: expected one block table for each of 2 group"):
+    with pytest.raises(ValueError, match="longer than"):
         cache.metadata([RequestStep([[1]], 0, 1)])

@@ -114,6 +114,8 @@ class Model:
         if k >= len(world.offers):
             return world, None
         before = world.offers[k]
+        if self._is_kept_back(world, event):
+            return world, None
         step = self.sessions.source_step(before, event, is_ended=bool(world.ended & 1 << k))
         if step is None:
             return world, self._not_allowed
@@ -137,6 +139,18 @@ class Model:
         if any(net & both == both for both in self._both_verdicts):
             return world, "two different verdicts for one consumer"
         return world, self._check_sent(world, k, before, step) if step.num_finished else None
+
+    def _is_kept_back(self, world: World, event: int) -> bool:
+        """The connector keeps a Release back until the stream of its consumer is over; the network
+        brings it again.
+        """
+        what = self.sessions.event(event)
+        if not (self.scenario.keeps_releases and isinstance(what, ReleaseArrived)):
+            return False
+        return any(
+            sink.stream == RUNNING and consumer == what.consumer
+            for sink, consumer in zip(world.sinks, self.sessions.consumers, strict=True)
+        )
 
     def _tell_source(self, world: World, k: int, event: SourceEvent) -> tuple[World, str | None]:
         return self._at_source(world, k, self.sessions.event_id(event))
@@ -191,7 +205,8 @@ class Model:
         if self.scenario.wire is Wire.STREAM and not self.sessions.is_reading[step.load]:
             # Chunks of a read that is over are never looked at: worlds that differ in them are one.
             net &= ~self._chunk_mask(i)
-            sink = sink._replace(dest=0)
+            if not self.sessions.is_releasing[step.load]:
+                sink = sink._replace(dest=0)
         return world._replace(net=net, sinks=_with(world.sinks, i, sink)), violation
 
     def _is_whole(self, sink: SinkWorld) -> bool:
@@ -419,7 +434,8 @@ class Model:
             event = self._drained
         elif is_complete:
             is_certified = self.scenario.wire is Wire.STREAM
-            event = self.sessions.event_id(ReadCompleted(SOURCE, is_certified))
+            done = ReadCompleted(SOURCE, is_certified, self.scenario.verifies)
+            event = self.sessions.event_id(done)
         else:
             return Move(label, after, None, True)
         after, violation = self._at_sink(after, i, event)

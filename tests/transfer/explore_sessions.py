@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -61,6 +61,8 @@ from kvxfer.transfer.wire import (
     is_addressed_to,
 )
 
+_Session = TypeVar("_Session", OfferSession, LoadSession)
+
 SOURCE = RankId(0, 0)
 NUM_CHUNKS = 2
 TOKENS = b"tokens"
@@ -96,6 +98,8 @@ class Scenario:
     may_fail_reads: bool = False
     two_step_scatter: bool = False
     may_forge_releases: bool = False  # in the name of sinks that have not been granted
+    verifies: bool = False  # reads wait for a verdict on stream wires, too
+    keeps_releases: bool = True  # until the stream of their consumer is over
     has_board: bool = False  # sinks see for themselves whether an offer is open
     is_board_late: bool = False  # an offer's end is shown some time after it
     may_end_first: bool = False  # the engine ends offers in memory; the source hears of it later
@@ -155,6 +159,7 @@ class Sessions:
         self.loads: list[LoadSnapshot] = []
         self._load_ids: dict[LoadSnapshot, int] = {}
         self.is_reading: list[bool] = []  # by load: chunks may still be taken
+        self.is_releasing: list[bool] = []  # by load: all is read, and the verdict is waited for
         self._source_memo: dict[tuple[int, int, bool], SourceStep | None] = {}
         self._sink_memo: dict[tuple[int, int, int], SinkStep | None] = {}
         self._events: list[SourceEvent | SinkEvent] = []
@@ -200,6 +205,7 @@ class Sessions:
             self.loads.append(load)
             state = load.routes[0].state
             self.is_reading.append(state in (RouteState.ASKED, RouteState.READING))
+            self.is_releasing.append(state is RouteState.RELEASING)
         return self._load_ids[load]
 
     def event_id(self, event: SourceEvent | SinkEvent) -> int:
@@ -207,6 +213,9 @@ class Sessions:
             self._event_ids[event] = len(self._events)
             self._events.append(event)
         return self._event_ids[event]
+
+    def event(self, number: int) -> SourceEvent | SinkEvent:
+        return self._events[number]
 
     def bit(self, message: ToSource | ToSink) -> int:
         if message not in self._message_bits:
@@ -268,7 +277,7 @@ class Sessions:
         """
         key = (offer, event, is_ended and self.scenario.heeds_ends)
         if key not in self._source_memo:
-            session = self.scenario.offer_session.restore(self.snapshots[offer])
+            session = restored(self.scenario.offer_session, self.snapshots[offer])
             ended = REASON if key[2] else None
             actions: list[SourceAction] = []
             try:
@@ -309,7 +318,7 @@ class Sessions:
     def sink_step(self, sink: int, load: int, event: int) -> SinkStep | None:
         key = (sink, load, event)
         if key not in self._sink_memo:
-            session = self.scenario.load_session.restore(self.loads[load])
+            session = restored(self.scenario.load_session, self.loads[load])
             try:
                 actions = session.step(self._events[event])  # type: ignore[arg-type]
             except ProtocolError:
@@ -346,6 +355,13 @@ class Sessions:
                 step = step._replace(sent=step.sent | self.bit(message))
             self._sink_memo[key] = step
         return self._sink_memo[key]
+
+
+def restored(kind: type[_Session], snapshot: Any) -> _Session:
+    """A session that goes on from a snapshot."""
+    session = kind.__new__(kind)
+    session.snapshot = snapshot
+    return session
 
 
 def _to_sink(message: ToSink) -> SinkEvent:

@@ -86,6 +86,7 @@ SCENARIOS = {
     "restarted sink, direct": (TWO_LIVES_DIRECT, 8_181, 168),
     "restarted sink, stream": (TWO_LIVES_STREAM, 31_802, 870),
     "request id used again, direct": (TWO_OFFERS_DIRECT, 17_861, 748),
+    "one rank, stream, verified": (replace(ONE_RANK_STREAM, verifies=True), 1_191, 2),
 }
 
 # The same rules where sinks look at a board. The network keeps no order, so a Release may come
@@ -121,6 +122,12 @@ def test_no_interleaving_breaks_a_rule(name: str) -> None:
     result = explore(scenario)
     assert result.violation is None, f"{result.violation}: {'; '.join(result.trace)}"
     assert (result.num_states, result.num_accepted) == (num_states, num_accepted)
+
+
+def test_a_release_of_a_running_stream_has_to_be_kept_back() -> None:
+    """A sink that verifies may have read the last chunk before its source has noted it as sent."""
+    verified, _, _ = SCENARIOS["one rank, stream, verified"]
+    assert explore(replace(verified, keeps_releases=False)).violation == "protocol error"
 
 
 @pytest.mark.parametrize("name", BOARD_SCENARIOS)

@@ -58,6 +58,7 @@ from kvxfer.transfer.session import (
 from kvxfer.transfer.sink_session import LoadSession
 from kvxfer.transfer.source_session import OfferSession, events_due
 from kvxfer.transfer.wire import Consumer, Reason
+from tests.transfer.explore_sessions import restored
 
 R0, R1 = RankId(0, 0), RankId(0, 1)
 A0, A1, B0 = Consumer(b"a", R0), Consumer(b"a", R1), Consumer(b"b", R0)
@@ -531,6 +532,7 @@ IDLE, ASKED, READING, RELEASING, VALID, DRAINING, FAILED = RouteState
 START, LOST = Start(), SourceLost(R0)
 TIMEOUT = Reason.DEADLINE
 GRANT, READ, SENT = GrantArrived(R0), ReadCompleted(R0, False), ReadCompleted(R0, True)
+CHECKED = ReadCompleted(R0, True, is_verified=True)
 GOOD, BAD = VerdictArrived(R0, True, None), VerdictArrived(R0, False, Reason.EXPIRED)
 BROKE, REFUSED = BrokenArrived(R0, Reason.PREEMPTED), RefuseArrived(R0, Reason.TOKENS)
 ABORT = Abort(Reason.ABORTED)
@@ -580,6 +582,31 @@ LOAD_PATHS: dict[str, LoadPath] = {
         ASK,
         (SENT, [FinishedRecving(None)], VALID),
         (GRANT, [], VALID),
+    ],
+    "stream that is verified": [
+        ASK,
+        BEGIN,
+        (CHECKED, [SendRelease(R0)], RELEASING),
+        (RETRY, [SendRelease(R0)], RELEASING),
+        (GOOD, [FinishedRecving(None)], VALID),
+    ],
+    "verified stream whose chunks overtake the Grant": [
+        ASK,
+        (CHECKED, [SendRelease(R0)], RELEASING),
+        (GRANT, [], RELEASING),
+        (GOOD, [FinishedRecving(None)], VALID),
+    ],
+    "verified stream whose digests differ": [
+        ASK,
+        BEGIN,
+        (CHECKED, [SendRelease(R0)], RELEASING),
+        (VerdictArrived(R0, False, Reason.CORRUPT), ended(Reason.CORRUPT), FAILED),
+    ],
+    "verified stream whose offer ends before its verdict": [
+        ASK,
+        BEGIN,
+        (CHECKED, [SendRelease(R0)], RELEASING),
+        (BROKE, ended(Reason.PREEMPTED), FAILED),
     ],
     "invalid": [ASK, BEGIN, RELEASE, (BAD, ended(Reason.EXPIRED), FAILED)],
     "invalid without a reason": [
@@ -816,9 +843,9 @@ def test_snapshots_restore() -> None:
     offer.step(READY)
     offer.step(pull(A0))
     load.step(START)
-    assert hash(offer.snapshot) == hash(OfferSession.restore(offer.snapshot).snapshot)
-    assert OfferSession.restore(offer.snapshot).step(ReleaseArrived(A0)) == [valid(A0)]
-    assert LoadSession.restore(load.snapshot).step(GrantArrived(R1)) == [SendRelease(R1)]
+    assert hash(offer.snapshot) == hash(restored(OfferSession, offer.snapshot).snapshot)
+    assert restored(OfferSession, offer.snapshot).step(ReleaseArrived(A0)) == [valid(A0)]
+    assert restored(LoadSession, load.snapshot).step(GrantArrived(R1)) == [SendRelease(R1)]
 
 
 # ------------------------------------------------------------------ ends that an engine writes

@@ -18,7 +18,6 @@ from kvxfer.transfer.windows import (
     group_keepings,
     group_move,
     held_ids,
-    kept_start,
     may_clip,
 )
 from tests.builders import EngineShape, build_manifest
@@ -48,7 +47,7 @@ BLOCKS = (1, 2, 3, 4, 6, 8)
 def test_kept_start(
     num_computed: int, window: int | None, block_tokens: int, expected: int
 ) -> None:
-    assert kept_start(num_computed, window, block_tokens) == expected
+    assert Keeping(block_tokens, window).kept_start(num_computed) == expected
 
 
 def test_the_edge_is_what_the_step_of_the_last_offered_token_drops() -> None:
@@ -75,21 +74,8 @@ def test_edge_ids_by_group() -> None:
 def test_kept_start_is_what_dropping_token_by_token_leaves() -> None:
     for window, block_tokens, num_computed in product(WINDOWS, BLOCKS, range(0, 40, 3)):
         kept = kept_tokens(num_computed, window, block_tokens)
-        start = kept_start(num_computed, window, block_tokens)
+        start = Keeping(block_tokens, window).kept_start(num_computed)
         assert kept == set(range(start, num_computed))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((-1, 4, 16), "num_computed_tokens: expected 0 or more, got -1"),
-        ((5, 0, 16), "window: expected 1 or more, got 0"),
-        ((5, 4, 0), "block_tokens: expected 1 or more, got 0"),
-    ],
-)
-def test_kept_start_refuses(arguments: tuple[int, int, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        kept_start(*arguments)
 
 
 def test_a_move_is_whole_clipped_or_missing() -> None:

@@ -444,6 +444,18 @@ def test_a_trial_has_an_end(
     pair.until(lambda: b"a trial to end" in b"".join(sum(clients[1].heard(), [])))
 
 
+def test_a_sink_whose_message_makes_no_sense_attaches_anew(
+    pair: Pair, clients: list[Client]
+) -> None:
+    """It may have been a credit. Without it the slot would never come back."""
+    clients.append(Client(pair, ATTACH))
+    pair.until(lambda: len(connections_of(pair)) == 1)
+    clients[0].socket.send(b"\xc1")
+    pair.until(lambda: len(connections_of(pair)) == 0)
+    assert clients[0].socket.poll(5000)
+    assert b"attach anew" in b"".join(sum(clients[0].heard(), []))
+
+
 def test_who_attached_for_transfers_gets_no_trial(pair: Pair, clients: list[Client]) -> None:
     clients.append(Client(pair, ATTACH, AskTrial(TRIAL_NBYTES)))
     pair.until(lambda: pair.source.counts["malformed"] == 1)

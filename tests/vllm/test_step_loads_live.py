@@ -53,7 +53,9 @@ def test_tokens_are_those_of_one_engine(fleet: Fleet, references: References, tp
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize(
-    "num_tries", [4, pytest.param(1000, marks=pytest.mark.slow)], ids=["few", "many"]
+    "num_tries",
+    [4, pytest.param(1000, marks=pytest.mark.slow)],
+    ids=["few", "many"],
 )
 def test_no_token_comes_of_a_load_that_failed(
     fleet: Fleet, references: References, policy: str, num_tries: int
@@ -67,11 +69,12 @@ def test_no_token_comes_of_a_load_that_failed(
         answer = pair.run(tokens, 3)
         if policy == "fail":
             assert (answer.reason, answer.token_ids) == ("error", [])
-        elif number % 25 < 4:  # one engine takes its time, too
-            assert [answer.token_ids] == references.tokens([tokens], max_tokens=3)
-        assert pair.decode.generate(tokens, 3).token_ids == (
-            answer.token_ids or pair.prefill.generate(tokens, 3).token_ids
-        )
+        if number % 25 < 4:  # one engine takes its time, too
+            (want,) = references.tokens([tokens], max_tokens=3)
+            assert answer.token_ids in ([], want)
+            assert pair.decode.generate(tokens, 3).token_ids == want
+        if policy == "recompute":
+            assert len(answer.token_ids) == 3
     assert pair.decode.metric(FAILED) == failed_before + num_tries + 1
     assert pair.decode.metric(IN_STEP) >= before + 0.9 * num_tries
     pair.assert_at_rest()

@@ -1,0 +1,126 @@
+"""The digests of :mod:`kvxfer.tensors.kv_digest`, of cells in the memory of a GPU.
+
+addresses, keys, sums [num_regions] int64: of each region the address of (block 0, first head,
+token 0), its part of the key, and where its digest is added to; offsets, tokens [num_tokens] int64:
+from that address to each token, and the token's part of the key; factors [num_words] int64
+
+A program has CELLS cells of one region, which it goes through WORDS words at a time. All is int64
+and wraps around as uint64 does; a shift to the right is masked.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+ELEMENTS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+CELLS, MAX_WORDS, WARPS = 32, 32, 4
+"""4 KiB of cells of 128 bytes: a warp reads 256 bytes side by side."""
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+_FACTOR_0 = tl.constexpr(_signed(0xBF58476D1CE4E5B9))
+_FACTOR_1 = tl.constexpr(_signed(0x94D049BB133111EB))
+
+
+@triton.jit
+def _shifted(words, SHIFT: tl.constexpr):
+    return words >> SHIFT & (1 << 64 - SHIFT) - 1
+
+
+@triton.jit
+def _mix(words):
+    words = (words ^ _shifted(words, 30)) * _FACTOR_0
+    words = (words ^ _shifted(words, 27)) * _FACTOR_1
+    return words ^ _shifted(words, 31)
+
+
+@triton.jit
+def _digest_kernel(
+    addresses,
+    keys,
+    offsets,
+    tokens,
+    factors,
+    sums,
+    num_cells,
+    num_heads,
+    stride_head,
+    head_key,
+    inner_nbytes,
+    channel_nbytes,
+    stride_channel,
+    ELEMENT: tl.constexpr,
+    CELLS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    region = tl.program_id(1)
+    cell = tl.program_id(0) * CELLS + tl.arange(0, CELLS)
+    is_cell = cell < num_cells
+    token, head = cell // num_heads, (cell % num_heads).to(tl.int64)
+    start = tl.load(addresses + region) + tl.load(offsets + token, mask=is_cell, other=0)
+    start += head * stride_head
+    nbytes: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    hashes = tl.zeros([CELLS], tl.int64)
+    for first in range(0, tl.cdiv(inner_nbytes, 8), WORDS):
+        word = first + tl.arange(0, WORDS)
+        values = tl.zeros([CELLS, WORDS], tl.int64)
+        for part in tl.static_range(8 // nbytes):
+            byte = word * 8 + part * nbytes
+            # int64 before the multiply: channels may lie far apart
+            at = (byte // channel_nbytes).to(tl.int64) * stride_channel + byte % channel_nbytes
+            wanted = is_cell[:, None] & (byte < inner_nbytes)[None, :]
+            where = (start[:, None] + at[None, :]).to(tl.pointer_type(ELEMENT))
+            values |= _widened(tl.load(where, mask=wanted, other=0), nbytes) << part * nbytes * 8
+        factor = tl.load(factors + word, mask=word * 8 < inner_nbytes, other=0)
+        values ^= _shifted(values, 32)
+        hashes += tl.sum(values * factor[None, :], axis=1)
+    hashes += tl.load(keys + region) + head * head_key + tl.load(tokens + token, is_cell, 0)
+    tl.atomic_add(sums + region, tl.sum(tl.where(is_cell, _mix(hashes), 0), axis=0))
+
+
+@triton.jit
+def _widened(elements, NBYTES: tl.constexpr):
+    """As int64 without a sign."""
+    wide = elements.to(tl.int64)
+    if NBYTES < 8:
+        wide &= (1 << NBYTES * 8) - 1
+    return wide
+
+
+def launch_digest(
+    addresses: torch.Tensor,
+    keys: torch.Tensor,
+    offsets: torch.Tensor,
+    tokens: torch.Tensor,
+    factors: torch.Tensor,
+    *,
+    heads: tuple[int, int, int],
+    inner_nbytes: int,
+    channels: tuple[int, int],
+    element_nbytes: int,
+) -> torch.Tensor:
+    """The digest of each region, on the current stream. ``heads``: how many, their stride, and the
+    key of one head as int64; ``channels``: bytes of a channel and their stride (of all inner bytes
+    where they lie side by side). ``element_nbytes`` divides every address, offset and size.
+
+    Addresses are not checked: the GPU cannot.
+    """
+    num_heads, stride_head, head_key = heads
+    num_cells = tokens.numel() * num_heads
+    words = min(MAX_WORDS, triton.next_power_of_2(-(-inner_nbytes // 8)))
+    sums = torch.zeros_like(addresses)
+    grid = (triton.cdiv(num_cells, CELLS), addresses.numel())
+    with torch.cuda.device_of(addresses):  # type: ignore[no-untyped-call]
+        _digest_kernel[grid](
+            *(addresses, keys, offsets, tokens, factors, sums),
+            *(num_cells, num_heads, stride_head, head_key),
+            *(inner_nbytes, *channels),
+            ELEMENT=ELEMENTS[element_nbytes],
+            CELLS=CELLS,
+            WORDS=words,
+            num_warps=WARPS,
+        )
+    return sums

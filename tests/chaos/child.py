@@ -1,0 +1,334 @@
+"""What the processes of an engine are in a storm: the reference engine with a synthetic model, and
+a door for what is to happen to them.
+
+Scheduler, driver, connector and wires are the real ones. A "forward" checks the KV of all tokens
+that the request has, then writes that of its new ones: see :mod:`tests.chaos.content`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+from torch import Tensor
+
+from kvxfer.connector import rank_service
+from kvxfer.connector.scheduler_side import SchedulerConnector
+from kvxfer.engine import rank as rank_module
+from kvxfer.engine.attention import attention_backend
+from kvxfer.engine.config import EngineConfig
+from kvxfer.engine.model_config import load_model_config, shard_for
+from kvxfer.engine.rank_cache import RankCache
+from kvxfer.engine.runner import Runner
+from kvxfer.engine.steps import Sample, SchedulerOutput, StepOutput
+from kvxfer.testing.faults import install
+from kvxfer.transports import shm_direct
+from tests.chaos.content import PlaneView, Words, names_of, next_token
+from tests.chaos.mangling import Mangler
+
+WRONG = 0
+"""The token that a request gets whose KV is not its own; no prompt and no answer has it."""
+STOP_SIGNALS = {1.0: signal.SIGHUP, 3.0: signal.SIGQUIT, 5.0: signal.SIGTRAP}
+"""Seconds that a single thread stands still when it gets this signal.
+
+The handler is ``sleep`` of the C library, whose argument is the number of the signal. It may be
+called in a handler, and the thread stands wherever it was: with a lock, or with the interpreter.
+"""
+
+
+SLOW_PIECE_NBYTES = 64 << 10
+
+
+class Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine's processes are told before they begin. ``planted``: the name of a fault.
+
+    ``slow_s``: if not 0, copies run on the copy thread, in small pieces, each of which takes so
+    long after the last look whether it is still wanted.
+    """
+
+    folder: str
+    engine_id: str
+    seed: int
+    slow_s: float = 0.0
+    planted: str = ""
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a process says of itself when it serves. ``threads``: name by thread id."""
+
+    pid: int
+    rank: int
+    door: str
+    incarnation: bytes
+    control: str
+    data: dict[str, str]
+    threads: dict[int, str]
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True):
+    """Through the door. ``clock_s``: how far the connector's clock jumps; ``wall_s``: time.time().
+    ``trim``: give free memory back to the kernel.
+    """
+
+    mangle: tuple[str, ...] = ()
+    share: float = 0.0
+    duration_s: float = 0.0
+    clock_s: float = 0.0
+    wall_s: float = 0.0
+    reset: bool = False
+    trim: bool = False
+
+
+@dataclass(slots=True)
+class _Offsets:
+    """Of this process's clocks. ``reset_until_s``: the first step before then resets the cache."""
+
+    clock_s: float = 0.0
+    wall_s: float = 0.0
+    reset_until_s: float = 0.0
+
+
+_schedulers: list[SchedulerConnector] = []
+"""The scheduler side of this process, where it has one."""
+
+
+def set_up(spec: Spec) -> None:
+    """First of all in a process of an engine."""
+    sys.setrecursionlimit(1000)
+    os.environ["UCX_DEBUG_SIGNO"] = "SIGUSR2"  # else SIGHUP makes it write everything to the log
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    for number in STOP_SIGNALS.values():
+        libc.signal(int(number), ctypes.cast(libc.sleep, ctypes.c_void_p))
+    _send_one_without_a_copy()
+    mangler = Mangler(spec.seed)
+    mangler.install()
+    if spec.slow_s:
+        _slow_memory(spec.slow_s)
+    if spec.planted:
+        planted = importlib.import_module("tests.chaos.planted")
+        planted.BY_NAME[spec.planted].plant()
+
+    class ThisRunner(StormyRunner):
+        of_process = spec, mangler
+
+    class ThisScheduler(SchedulerConnector):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            _schedulers[:] = [self]
+
+    # Ranks have nothing to sum; they meet over their links alone
+    for name, value in (
+        ("Runner", ThisRunner),
+        ("SchedulerConnector", ThisScheduler),
+        ("join", lambda *_: None),
+    ):
+        setattr(rank_module, name, value)
+
+
+def _send_one_without_a_copy() -> None:
+    """With the first such message pyzmq makes a thread and sockets of its own, which stay."""
+    with zmq.Context() as context, ExitStack() as stack:
+        first, second = (stack.enter_context(context.socket(zmq.PAIR)) for _ in range(2))
+        first.bind("inproc://first")
+        second.connect("inproc://first")
+        first.send(bytes(1 << 20), copy=False)
+        second.recv()
+
+
+def _slow_memory(slow_s: float) -> None:
+    read_of: Any = shm_direct._Read
+    look = read_of._is_cancelled
+
+    def look_and_wait(read: object) -> bool:
+        is_cancelled: bool = look(read)
+        time.sleep(slow_s)
+        return is_cancelled
+
+    for owner, name, value in (
+        (rank_service, "SMALL_NBYTES", 1),
+        (shm_direct, "JOB_NBYTES", SLOW_PIECE_NBYTES),
+        (read_of, "_is_cancelled", look_and_wait),
+    ):
+        setattr(owner, name, value)
+    install(f"read:slow={slow_s * 1000:g}ms")
+
+
+class StormyRunner(Runner):
+    """A rank with the synthetic model."""
+
+    of_process: tuple[Spec, Mangler]
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        tp_rank: int,
+        incarnation: bytes,
+        all_reduce: Callable[[Tensor], Tensor] | None,
+    ) -> None:
+        self._config = config
+        self._tp_rank = tp_rank
+        self._device = torch.device(config.rank_devices[tp_rank])
+        model = load_model_config(
+            config.model, num_kv_heads=config.num_kv_heads, dtype=config.dtype
+        )
+        shard = shard_for(model, tp_rank, config.tp_size)
+        self._cache = RankCache(config, model, shard, attention_backend(config.layout))
+        self._sequences = {}
+        self._planes = [PlaneView(each, self._cache.buffer) for each in self._cache.regions]
+        self._incarnation = incarnation
+        self._offsets = _Offsets()
+        self.connector = self._connect(model, incarnation)
+        self._open_door()
+
+    def execute(self, step: SchedulerOutput) -> StepOutput:
+        """One step; before it the scheduler's cache is reset, where that was asked for."""
+        if time.monotonic() < self._offsets.reset_until_s:
+            self._offsets.reset_until_s = 0.0
+            for connector in _schedulers:
+                connector.reset_cache()
+        self._suspects: dict[str, dict[str, object]] = {}
+        output = super().execute(step)
+        said = output.kv_connector_output
+        failed = (said.failed_recving if said is not None else None) or {}
+        for request_id, what in self._suspects.items():
+            # A load that was part of this step has failed: what was computed with it is dropped
+            if request_id not in failed:
+                self._tell_wrong(**what)
+        return output
+
+    def _compute(self, num_scheduled_tokens: Mapping[str, int]) -> tuple[Sample, ...]:
+        samples: list[Sample] = []
+        for req_id, num_new in num_scheduled_tokens.items():
+            sequence = self._sequences[req_id]
+            lo = sequence.num_computed_tokens
+            hi = lo + num_new
+            names = names_of(sequence.token_ids)
+            ids = sequence.block_ids[0]
+            is_right = self._check(req_id, ids, names, lo)
+            for plane in self._planes:
+                plane.write(ids, names, lo, hi)
+            if hi == len(sequence.token_ids) and self._tp_rank == 0:
+                samples.append(Sample(req_id, next_token(names[-1]) if is_right else WRONG, 1.0))
+        return tuple(samples)
+
+    def _check(self, req_id: str, ids: list[int], names: Words, num_tokens: int) -> bool:
+        if not num_tokens:
+            return True
+        for plane in self._planes:
+            wrong = plane.first_wrong(ids, names, num_tokens)
+            if wrong is not None:
+                token, head = wrong
+                self._suspects[req_id] = dict(
+                    request=req_id,
+                    rank=self._tp_rank,
+                    layer=plane.region.layer,
+                    plane=plane.region.plane,
+                    head=head,
+                    token=token,
+                    of=num_tokens,
+                    block=ids[token // self._config.block_size],
+                )
+                return False
+        return True
+
+    def _tell_wrong(self, **what: object) -> None:
+        """Written down at once: this process may be killed next."""
+        spec, _ = self.of_process
+        line = json.dumps({"engine": spec.engine_id, "pid": os.getpid(), **what}) + "\n"
+        path = Path(spec.folder) / "wrong.jsonl"
+        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(fd, line.encode())
+        os.close(fd)
+
+    # ------------------------------------------------------------------ the door
+    #
+    # All that a storm touches behind the connector's public face.
+
+    def _open_door(self) -> None:
+        spec, mangler = self.of_process
+        assert self.connector is not None
+        service = self.connector._running()
+        offsets = self._offsets
+        service.io.now = lambda: time.monotonic() + offsets.clock_s
+        wall = time.time
+        time.time = lambda: wall() + offsets.wall_s
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        name = f"kvxfer-storm-{spec.engine_id}-{self._tp_rank}-{os.getpid()}"
+        door.bind(f"\0{name}")
+        doors = threading.Thread(
+            target=_serve_door,
+            args=(door, mangler, offsets, service.io.wake),
+            daemon=True,
+        )
+        doors.name = "door"
+        doors.start()
+        manifest = service.manifest
+        facts = Facts(
+            pid=os.getpid(),
+            rank=self._tp_rank,
+            door=name,
+            incarnation=self._incarnation,
+            control=manifest.control_endpoint,
+            data=dict(manifest.data_endpoints),
+            threads={each.native_id or 0: each.name for each in threading.enumerate()},
+        )
+        path = Path(spec.folder) / f"{os.getpid()}.facts"
+        path.with_suffix(".new").write_bytes(msgspec.json.encode(facts))
+        path.with_suffix(".new").rename(path)
+
+
+def _serve_door(
+    door: socket.socket,
+    mangler: Mangler,
+    offsets: _Offsets,
+    wake: Callable[[], Any],
+) -> None:
+    decoder = msgspec.json.Decoder(Order)
+    while True:
+        order = decoder.decode(door.recv(4096))
+        offsets.clock_s += order.clock_s
+        offsets.wall_s += order.wall_s
+        if order.mangle:
+            mangler.begin(order.mangle, order.share, order.duration_s)
+        if order.reset:
+            offsets.reset_until_s = time.monotonic() + 1
+        if order.trim:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)
+        wake()
+
+
+def tell(facts: Facts, order: Order) -> bool:
+    """Through the door of a process; False if it has gone, or does not listen."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.setblocking(False)
+        try:
+            sock.sendto(msgspec.json.encode(order), f"\0{facts.door}")
+        except OSError:
+            return False
+    return True
+
+
+def stop_thread(facts: Facts, thread: int, duration_s: float) -> bool:
+    """One thread of a process stands still for so long; False if it has gone."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    tgkill = 234  # of x86-64
+    return bool(libc.syscall(tgkill, facts.pid, thread, int(STOP_SIGNALS[duration_s])) == 0)

@@ -1,0 +1,324 @@
+"""The engines of a storm as processes: started, stopped, killed, and what they hold."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvxfer.config import load_config
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.rpc import RpcClient
+from kvxfer.errors import KvxferError, PeerLost
+from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell
+from tests.chaos.content import VOCAB_SIZE
+from tests.chaos.storm import LONGEST_PROMPT, Shape
+from tests.end_to_end.harness import tiny_model
+from tests.helpers import free_port
+
+NUM_KV_HEADS = 4
+IMPATIENT: dict[str, Any] = {
+    "lease_s": 1.5,
+    "keep_s": 0.4,
+    "max_hold_s": 6.0,
+    "pull_timeout_s": 1.5,
+    "peer_silent_s": 1.0,
+    "connect_timeout_s": 1.5,
+}
+"""Every stop of 3 s and more is longer than each of them."""
+STREAM: dict[str, Any] = {"chunk_nbytes": 8192, "staging_slots": 3}
+"""Staging is full as soon as two requests move, and a transfer has many chunks."""
+CONNECT_S = 20.0
+DEATH_S = 15.0
+"""In which the other ranks of an engine end when one was killed, or their parent ends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process has. ``mappings``: of memory that processes share."""
+
+    threads: int
+    descriptors: int
+    mappings: int
+    resident_nbytes: int
+
+    @classmethod
+    def of(cls, pid: int) -> Usage:
+        """Of a process that runs."""
+        folder = Path(f"/proc/{pid}")
+        status = dict(
+            line.split(":", 1)
+            for line in (folder / "status").read_text().splitlines()
+            if ":" in line
+        )
+        return cls(
+            threads=len(os.listdir(folder / "task")),
+            descriptors=len(os.listdir(folder / "fd")),
+            mappings=(folder / "maps").read_text().count("/memfd:"),
+            resident_nbytes=int(status["VmRSS"].split()[0]) * 1024,
+        )
+
+
+@dataclass(slots=True)
+class Member:
+    """One engine, in one life after the other.
+
+    ``is_usurper``: this life has another engine id on the same port. ``back_at_s``: when it is
+    started anew; None: it runs, or is about to.
+    """
+
+    shape: Shape
+    config: EngineConfig
+    group: EngineGroup
+    client: RpcClient | None = None
+    lives: int = 1
+    is_usurper: bool = False
+    back_at_s: float | None = None
+    facts: dict[int, Facts] = field(default_factory=dict)
+    stopped: set[int] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.shape.name
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """By rank."""
+        return tuple(reversed(self.group.pids))
+
+
+class Fleet:
+    """All engines. A context manager that leaves nothing behind.
+
+    Args:
+        folder: for the model, and for what processes write.
+        wire: the transport of all; ``settings``: of all, before those of the storm.
+        planted: the name of a fault in all processes, see :mod:`tests.chaos.planted`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: tuple[Shape, ...],
+        *,
+        wire: str,
+        seed: int,
+        settings: Mapping[str, Any] | None = None,
+        device: str = "cpu",
+        planted: str = "",
+    ) -> None:
+        self._folder, self._seed, self._planted = folder, seed, planted
+        self._model = tiny_model(folder, num_kv_heads=NUM_KV_HEADS)
+        base = {**IMPATIENT, **(STREAM if wire != "shm" else {}), **(settings or {})}
+        self._settings = {"transport": wire, **base}
+        self._device = device
+        self.members: dict[str, Member] = {}
+        self.had_pids: set[int] = set()
+        try:
+            for shape in shapes:
+                config = self._config(shape)
+                self.members[shape.name] = Member(shape, config, self._started(config, shape))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __getitem__(self, name: str) -> Member:
+        return self.members[name]
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self.members.values())
+
+    def _config(self, shape: Shape) -> EngineConfig:
+        settings = {**self._settings, "port": free_port() if shape.is_prefill else 0}
+        devices: tuple[int, ...] = ()
+        if self._device == "cuda":
+            import torch
+
+            number = list(self.members).__len__()
+            count = torch.cuda.device_count()
+            devices = tuple((number + rank) % count for rank in range(shape.tp_size))
+        return EngineConfig(
+            role=Role.PREFILL if shape.is_prefill else Role.DECODE,
+            engine_id=shape.name,
+            model=self._model,
+            tp_size=shape.tp_size,
+            block_size=shape.block_size,
+            layout=shape.layout,
+            num_blocks=shape.num_tokens // shape.block_size,
+            max_model_len=LONGEST_PROMPT + 64,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            device=self._device,
+            devices=devices,
+            kv=load_config(self._settings | settings, environ={}).config,
+        )
+
+    def _started(self, config: EngineConfig, shape: Shape) -> EngineGroup:
+        spec = Spec(
+            folder=str(self._folder),
+            engine_id=config.engine_id,
+            seed=self._seed + len(self.had_pids),
+            slow_s=shape.slow_s if self._device == "cpu" else 0.0,
+            planted=self._planted,
+        )
+        group = EngineGroup(config, set_up=partial(set_up, spec))
+        self.had_pids.update(group.pids)
+        return group
+
+    # ------------------------------------------------------------------ lives
+
+    def connect(self, member: Member) -> RpcClient:
+        """Wait until it serves. Raises KvxferError."""
+        endpoint = member.group.endpoint
+        member.client = RpcClient(endpoint, connect_timeout_s=CONNECT_S)
+        member.facts = {}
+        for pid in member.pids:
+            path = self._folder / f"{pid}.facts"
+            facts = msgspec.json.decode(path.read_bytes(), type=Facts)
+            member.facts[facts.rank] = facts
+        return member.client
+
+    def serves(self, member: Member) -> bool:
+        """Has its new life reported? Never waits."""
+        from multiprocessing.connection import wait
+
+        return bool(wait([*member.group._pipes, *member.group.sentinels], 0))
+
+    def forget_client(self, member: Member) -> None:
+        """Its connection has ended, or is to."""
+        if member.client is not None:
+            member.client.close()
+            member.client = None
+
+    def kill(self, member: Member, rank: int) -> None:
+        """kill -9 of one process."""
+        with suppress(ProcessLookupError):
+            os.kill(member.pids[rank], signal.SIGKILL)
+
+    def bury(self, member: Member) -> None:
+        """End what is left of a life, as a supervisor does."""
+        self.forget_client(member)
+        self.go_on(member)
+        member.group.kill()
+        member.group.close()
+
+    def restart(self, member: Member) -> None:
+        """A new life on the same port."""
+        name = f"{member.name}-other" if member.is_usurper else member.name
+        member.config = msgspec.structs.replace(member.config, engine_id=name)
+        member.group = self._started(member.config, member.shape)
+        member.lives += 1
+        member.back_at_s = None
+
+    # ------------------------------------------------------------------ what befalls them
+
+    def stop(self, member: Member, ranks: tuple[int, ...]) -> None:
+        """SIGSTOP."""
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(member.pids[rank], signal.SIGSTOP)
+            member.stopped.add(member.pids[rank])
+
+    def go_on(self, member: Member) -> None:
+        """SIGCONT for all that stand."""
+        for pid in member.stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        member.stopped.clear()
+
+    def stop_thread(self, member: Member, rank: int, kind: str, duration_s: float) -> str:
+        """One thread of a rank, found by what it does; returns which, "" for none."""
+        facts = member.facts.get(rank)
+        if facts is None:
+            return ""
+        found = [tid for tid, name in facts.threads.items() if _is_kind(name, kind)]
+        if kind == "zmq":
+            found = _threads_of_zmq(facts.pid)
+        for tid in found:
+            if stop_thread(facts, tid, duration_s):
+                return f"{kind} thread {tid}"
+        return ""
+
+    def tell(self, member: Member, rank: int, order: Order) -> bool:
+        """Through the door of a rank."""
+        facts = member.facts.get(rank)
+        return facts is not None and tell(facts, order)
+
+    def usages(self) -> dict[tuple[str, int], Usage]:
+        """By engine and rank."""
+        return {
+            (member.name, rank): Usage.of(pid)
+            for member in self
+            for rank, pid in enumerate(member.pids)
+        }
+
+    def close(self) -> None:
+        """End all of them."""
+        for member in self.members.values():
+            with suppress(KvxferError, PeerLost):
+                self.forget_client(member)
+            self.go_on(member)
+        for member in self.members.values():
+            member.group.close()
+
+
+def _is_kind(name: str, kind: str) -> bool:
+    return {
+        "main": name == "MainThread",
+        "io": name.startswith("kvxfer-io"),
+        "copy": "copy" in name,
+    }.get(kind, False)
+
+
+def _threads_of_zmq(pid: int) -> list[int]:
+    found: list[int] = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with suppress(OSError):
+            if (task / "comm").read_text().startswith("ZMQbg/IO"):
+                found.append(int(task.name))
+    return found
+
+
+def left_behind(pids: set[int], folder: Path) -> list[str]:
+    """Of engines that have ended: processes, shared memory, sockets."""
+    found = [f"process {pid} runs" for pid in pids if _runs(pid)]
+    sockets = Path("/proc/net/unix").read_text(encoding="ascii", errors="replace")
+    doors = {f"-{pid}" for pid in pids}
+    found += [
+        f"Unix socket {line.split()[-1]}"
+        for line in sockets.splitlines()
+        if "@kvxfer-storm-" in line and any(line.endswith(door) for door in doors)
+    ]
+    return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return (Path(f"/proc/{pid}") / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for_end(pids: set[int], timeout_s: float = DEATH_S) -> None:
+    """Until none of them runs, or the time is over."""
+    deadline_s = time.monotonic() + timeout_s
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+
+
+assert VOCAB_SIZE == 512  # tiny_model's

@@ -1,0 +1,604 @@
+"""Plays a storm: sends its requests as a router would, lets everything befall the engines, and
+judges what becomes of each request.
+
+What must hold: a request ends once, in one state. What it answers is right, and so is the KV that
+it computed with. When the storm is over nothing is left of it, and everything works again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvxfer.engine.group import forkserver
+from kvxfer.engine.rpc import (
+    Abort,
+    Done,
+    Generate,
+    RequestRefused,
+    ToClient,
+    ToEngine,
+    Token,
+)
+from kvxfer.errors import KvxferError, PeerLost
+from tests.chaos.attackers import besiege
+from tests.chaos.child import Order
+from tests.chaos.content import answer_of
+from tests.chaos.fleet import IMPATIENT, Fleet, Member, Usage, left_behind, wait_for_end
+from tests.chaos.storm import Ask, Injection, Kind, Plan, Twist
+from tests.hostile.cases import Target
+
+OFFER: dict[str, Any] = {"do_remote_decode": True}
+HUNG_S = 45.0
+"""A request that has not ended after this, at an engine that runs; stops and time-outs are 5 s."""
+REST_S = 30.0
+"""In which everything comes back after a storm: twice the longest lease and stop."""
+NUM_CALM = 6
+"""Requests from each prefill to each decode engine, before and after the storm."""
+MOST_GROWTH_NBYTES = 64 << 20
+"""Of resident memory. A flood of messages is 150 MB, of which an allocator keeps parts."""
+NUM_STALE = 64
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of the log. ``at_s``: since the storm began."""
+
+    at_s: float
+    what: str
+    of: str = ""
+    detail: str = ""
+
+
+class Summary(msgspec.Struct, kw_only=True):
+    """What came of a storm. ``wrong``, ``lost``, ``hung``, ``leaked``: one line each."""
+
+    seed: int
+    wire: str
+    num_requests: int
+    duration_s: float = 0.0
+    injections: dict[str, int] = {}
+    prefills: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    lives: dict[str, int] = {}
+    wrong: list[str] = []
+    lost: list[str] = []
+    hung: list[str] = []
+    leaked: list[str] = []
+
+    @property
+    def is_clean(self) -> bool:
+        """Nothing that must not happen has happened."""
+        return not (self.wrong or self.lost or self.hung or self.leaked)
+
+    def problems(self) -> list[str]:
+        """All of them, named."""
+        return [
+            f"{kind}: {line}"
+            for kind in ("wrong", "lost", "hung", "leaked")
+            for line in getattr(self, kind)
+        ]
+
+
+@dataclass(slots=True)
+class Sent:
+    """A request at one engine. ``end``: how it has ended there, "" while it has not."""
+
+    ask: Ask
+    request_id: str
+    engine: str
+    life: int
+    is_prefill: bool
+    prompt: tuple[int, ...]
+    num_new: int
+    has_params: bool
+    is_foreign: bool
+    sent_s: float
+    tokens: list[int] = field(default_factory=list)
+    end: str = ""
+
+
+class Play:
+    """One storm over one fleet."""
+
+    def __init__(
+        self, plan: Plan, fleet: Fleet, folder: Path, wire: str, *, in_flight: int = 120
+    ) -> None:
+        self._plan, self._fleet, self._folder = plan, fleet, folder
+        self._in_flight = in_flight
+        self.summary = Summary(seed=plan.seed, wire=wire, num_requests=len(plan.asks))
+        self._sent: dict[str, Sent] = {}
+        self._open: dict[str, Sent] = {}
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+        self._stale: list[tuple[tuple[int, ...], dict[str, Any]]] = []
+        self._ends: Counter[str] = Counter()
+        self._prefills: Counter[str] = Counter()
+        self._injected: Counter[str] = Counter()
+        self._log = (folder / "storm.jsonl").open("w", encoding="utf-8")
+        self._started_s = time.monotonic()
+        self._wrong_seen = 0
+        self._besiegers: list[Any] = []
+        self._last_params: dict[str, dict[str, Any]] = {}
+
+    # ------------------------------------------------------------------ the whole
+
+    def run(self) -> Summary:
+        """Calm, storm, calm; then everything is looked at, and ended."""
+        for member in self._fleet:
+            self._fleet.connect(member)
+        self._calm("before")
+        self._come_to_rest()
+        usages = self._fleet.usages()
+        self._say("begin", detail=f"{len(self._plan.asks)} requests")
+        begun_s = time.monotonic()
+        self._storm()
+        self.summary.duration_s = round(time.monotonic() - begun_s, 1)
+        self._say("end")
+        self._come_to_rest()
+        if not self.summary.hung:
+            self._calm("after")
+            self._come_to_rest()
+            self._compare(usages)
+        return self._close()
+
+    def _close(self) -> Summary:
+        summary = self.summary
+        summary.injections = dict(sorted(self._injected.items()))
+        summary.prefills = dict(sorted(self._prefills.items()))
+        summary.ends = dict(sorted(self._ends.items()))
+        summary.lives = {member.name: member.lives for member in self._fleet}
+        self._fleet.close()
+        wait_for_end(self._fleet.had_pids)
+        summary.leaked += left_behind(self._fleet.had_pids, self._folder)
+        self._look_for_wrong()
+        for kind in ("wrong", "lost", "hung", "leaked"):
+            for line in getattr(summary, kind):
+                self._say(kind, detail=line)
+        self._log.close()
+        return summary
+
+    def _storm(self) -> None:
+        asks, injections = list(self._plan.asks), list(self._plan.injections)
+        num_sent = 0
+        while num_sent < len(asks) or self._open or self._due:
+            while injections and injections[0].at <= num_sent:
+                self._befall(injections.pop(0))
+            while num_sent < len(asks) and len(self._open) < self._in_flight:
+                if injections and injections[0].at <= num_sent:
+                    break
+                if not self._begin(asks[num_sent]):
+                    break
+                num_sent += 1
+            self._go_round()
+
+    def _go_round(self) -> None:
+        """Hear what has come, do what is due, look after engines that have gone."""
+        now_s = time.monotonic()
+        while self._due and self._due[0][0] <= now_s:
+            heapq.heappop(self._due)[2]()
+        self._tend()
+        self._hear(min(0.02, max(0.0, self._due[0][0] - now_s)) if self._due else 0.02)
+        for sent in [s for s in self._open.values() if now_s - s.sent_s > HUNG_S]:
+            self.summary.hung.append(f"{sent.request_id} at {sent.engine} ({sent.ask.twist})")
+            self._end(sent, "hung")
+
+    def _calm(self, when: str) -> None:
+        """Every prefill engine serves every decode engine, or that is a fault."""
+        expected, prefills = Counter(self._ends), Counter(self._prefills)
+        number = itertools.count(len(self._plan.asks) if when == "before" else 10_000_000)
+        asks = [
+            Ask(
+                number=(each := next(number)),
+                seed=each * 7919 + self._plan.seed,
+                num_tokens=20 + 37 * i,
+                num_new=2,
+                prefill=prefill.name,
+                decode=decode.name,
+                twist=Twist.PLAIN,
+                wait_s=0.0,
+            )
+            for i in range(NUM_CALM)
+            for prefill in self._fleet
+            for decode in self._fleet
+            if prefill.shape.is_prefill and not decode.shape.is_prefill
+        ]
+        for ask in asks:
+            self._begin(ask)
+        while self._open or self._due:
+            self._go_round()
+        moved = self._ends - expected
+        if set(moved) - {"loaded", "cached"}:
+            self.summary.lost.append(
+                f"calm {when} the storm: expected all loaded, got {dict(moved)}"
+            )
+        self._ends, self._prefills = expected, prefills
+        for request_id in [r for r, s in self._sent.items() if s.ask in asks]:
+            del self._sent[request_id]
+
+    # ------------------------------------------------------------------ requests
+
+    def _begin(self, ask: Ask) -> bool:
+        """At prefill; at decode alone where none serves. False: nobody serves at all."""
+        prompt = ask.prompt()
+        prefill = self._serving(ask.prefill)
+        if prefill is None:
+            if self._serving(ask.decode) is None:
+                return False
+            self._decode(ask, None, prompt, ask.decode)
+            return True
+        sent = self._send(prefill, ask, f"r{ask.number}", prompt, 1, OFFER)
+        if sent is not None and ask.twist is Twist.ABORT_PREFILL:
+            self._later(ask.wait_s, lambda: self._abort(sent))
+        return True
+
+    def _prefilled(self, sent: Sent, params: dict[str, Any]) -> None:
+        ask, prompt = sent.ask, sent.prompt
+        self._last_params[sent.engine] = params
+        match ask.twist:
+            case Twist.UNTAKEN:
+                return
+            case Twist.LATE:
+                self._later(IMPATIENT["lease_s"] + 0.7, lambda: self._decode(ask, params, prompt))
+                return
+            case Twist.OTHER_PROMPT:
+                other = tuple(reversed(prompt))
+                self._decode(ask, params, other, is_foreign=other != prompt)
+                return
+            case Twist.STALE if self._stale:
+                old_prompt, old = self._stale[ask.seed % len(self._stale)]
+                self._decode(ask, old, old_prompt)
+                self._later(0.0, lambda: self._decode(ask, params, prompt, suffix="-own"))
+                return
+        self._stale = [*self._stale[-NUM_STALE:], (prompt, params)]
+        first = self._decode(ask, params, prompt)
+        if ask.twist is Twist.ABORT_OFFER:
+            self._later(ask.wait_s, lambda: self._abort(sent))
+        elif ask.twist is Twist.ABORT_DECODE and first is not None:
+            self._later(ask.wait_s, lambda: self._abort(first))
+        elif ask.twist is Twist.TWICE:
+            self._later(ask.wait_s, lambda: self._decode(ask, params, prompt, suffix="-again"))
+        elif ask.twist is Twist.TWICE_APART:
+            others = [
+                m.name for m in self._fleet if not m.shape.is_prefill and m.name != ask.decode
+            ]
+            name = others[0] if others else ask.decode
+            self._later(
+                ask.wait_s, lambda: self._decode(ask, params, prompt, name, suffix="-apart")
+            )
+
+    def _decode(
+        self,
+        ask: Ask,
+        params: dict[str, Any] | None,
+        prompt: tuple[int, ...],
+        name: str = "",
+        *,
+        suffix: str = "",
+        is_foreign: bool = False,
+    ) -> Sent | None:
+        decode = self._serving(name or ask.decode)
+        if decode is None:
+            self._later(
+                0.1,
+                lambda: self._decode(
+                    ask, params, prompt, name, suffix=suffix, is_foreign=is_foreign
+                ),
+            )
+            return None
+        request_id = f"r{ask.number}{suffix}"
+        return self._send(decode, ask, request_id, prompt, ask.num_new, params, is_foreign)
+
+    def _serving(self, name: str) -> Member | None:
+        """This engine, or another one of its side, as a router chooses."""
+        wanted = self._fleet[name]
+        alike = [m for m in self._fleet if m.shape.is_prefill == wanted.shape.is_prefill]
+        for member in (wanted, *alike):
+            if member.client is not None:
+                return member
+        return None
+
+    def _send(
+        self,
+        member: Member,
+        ask: Ask,
+        request_id: str,
+        prompt: tuple[int, ...],
+        num_new: int,
+        params: dict[str, Any] | None,
+        is_foreign: bool = False,
+    ) -> Sent | None:
+        sent = Sent(
+            ask=ask,
+            request_id=request_id,
+            engine=member.name,
+            life=member.lives,
+            is_prefill=member.shape.is_prefill,
+            prompt=prompt,
+            num_new=num_new,
+            has_params=params is not None,
+            is_foreign=is_foreign,
+            sent_s=time.monotonic(),
+        )
+        key = _key(member, request_id)
+        self._sent[key] = self._open[key] = sent
+        self._say_to(member, Generate(request_id, prompt, num_new, params))
+        return sent
+
+    def _abort(self, sent: Sent) -> None:
+        member = self._fleet[sent.engine]
+        if member.lives == sent.life and member.client is not None:
+            self._say_to(member, Abort(sent.request_id))
+
+    def _say_to(self, member: Member, message: ToEngine) -> None:
+        assert member.client is not None
+        member.client.send(message)
+
+    # ------------------------------------------------------------------ answers
+
+    def _hear(self, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        for member in self._fleet:
+            for socket in member.client.sockets if member.client else ():
+                poller.register(socket, zmq.POLLIN)
+        poller.poll(max(0, int(timeout_s * 1000)))
+        for member in self._fleet:
+            if member.client is None:
+                continue
+            try:
+                messages = member.client.poll(0)
+            except PeerLost:
+                self._lose(member, "client lost")
+                continue
+            for message in messages:
+                self._take(member, message)
+
+    def _lose(self, member: Member, end: str) -> None:
+        """Its client has gone, and with it the answers to all that it was asked."""
+        self._fleet.forget_client(member)
+        for sent in [s for s in self._open.values() if s.engine == member.name]:
+            self._end(sent, end)
+        if end == "client lost" and member.back_at_s is None:
+            self._later(0.3, lambda: self._reconnect(member, member.lives))
+
+    def _reconnect(self, member: Member, life: int) -> None:
+        if member.lives != life or member.back_at_s is not None or member.group.dead():
+            return
+        try:
+            self._fleet.connect(member)
+        except KvxferError as e:
+            self._say("no connection", member.name, str(e))
+            self._later(1.0, lambda: self._reconnect(member, life))
+
+    def _take(self, member: Member, message: ToClient) -> None:
+        if isinstance(message, (Token, Done, RequestRefused)):
+            sent = self._sent.get(_key(member, message.request_id))
+            if sent is None:
+                return  # of the calm, or of a client before this one
+            if sent.end:
+                self.summary.lost.append(f"{_who(sent)}: {type(message).__name__} after {sent.end}")
+            elif isinstance(message, Token):
+                sent.tokens.append(message.token_id)
+            elif isinstance(message, RequestRefused):
+                self._end(sent, "refused")
+                self.summary.lost.append(f"{_who(sent)}: refused, {message.error}")
+            else:
+                self._done(sent, message)
+
+    def _done(self, sent: Sent, done: Done) -> None:
+        is_whole = done.status == "FINISHED_LENGTH_CAPPED"
+        expected = answer_of(sent.prompt, sent.num_new if is_whole else len(sent.tokens))
+        if tuple(sent.tokens) != expected:
+            self.summary.wrong.append(f"{_who(sent)}: answered {sent.tokens}, expected {expected}")
+        if sent.is_prefill:
+            self._end(sent, "prefilled" if done.kv_transfer_params else done.status)
+            if done.kv_transfer_params:
+                self._prefilled(sent, done.kv_transfer_params)
+            return
+        if not is_whole:
+            end = "aborted" if done.status == "FINISHED_ABORTED" else done.status
+        elif done.failure is not None:
+            end = f"computed: {done.failure}"
+        elif done.num_external_tokens:
+            end = "loaded"
+            if sent.is_foreign:
+                self.summary.wrong.append(f"{_who(sent)}: loaded the KV of another prompt")
+        else:
+            end = "cached" if sent.has_params else "plain"
+        self._end(sent, end)
+
+    def _end(self, sent: Sent, end: str) -> None:
+        sent.end = end
+        (self._prefills if sent.is_prefill else self._ends)[end] += 1
+        self._open = {key: each for key, each in self._open.items() if each is not sent}
+
+    def _look_for_wrong(self) -> None:
+        path = self._folder / "wrong.jsonl"
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            self.summary.wrong += lines[self._wrong_seen :]
+            self._wrong_seen = len(lines)
+
+    # ------------------------------------------------------------------ what befalls engines
+
+    def _befall(self, injection: Injection) -> None:
+        member = self._fleet[injection.engine]
+        self._injected[injection.kind.value] += 1
+        self._say(
+            injection.kind.value,
+            f"{member.name} rank {injection.rank}",
+            msgspec.json.encode(injection).decode(),
+        )
+        match injection.kind:
+            case Kind.KILL_RANK | Kind.KILL_SCHEDULER | Kind.OTHER_LIFE:
+                self._kill(member, injection)
+            case Kind.STOP | Kind.STOP_ENGINE:
+                every = tuple(range(member.shape.tp_size))
+                ranks = every if injection.kind is Kind.STOP_ENGINE else (injection.rank,)
+                self._fleet.stop(member, ranks)
+                self._later(injection.duration_s, lambda: self._fleet.go_on(member))
+            case Kind.STOP_IO | Kind.STOP_COPY | Kind.STOP_MAIN | Kind.STOP_ZMQ:
+                which = _THREADS[injection.kind]
+                stood = self._fleet.stop_thread(member, injection.rank, which, injection.duration_s)
+                self._say("stands" if stood else "nothing to stop", member.name, stood)
+            case Kind.HOSTILE:
+                self._besiege(member, injection)
+            case _:
+                self._fleet.tell(member, injection.rank, _order(injection))
+        if injection.kind not in (Kind.CLOCK, Kind.WALL_CLOCK):
+            self._later(injection.duration_s + 1.0, lambda: None)  # rest comes after its end
+
+    def _kill(self, member: Member, injection: Injection) -> None:
+        if member.back_at_s is not None or member.client is None:
+            return  # it is dead already
+        if injection.kind is Kind.OTHER_LIFE:
+            member.is_usurper = not member.is_usurper
+        self._fleet.kill(member, injection.rank)
+        member.back_at_s = time.monotonic() + injection.gap_s
+
+    def _tend(self) -> None:
+        """Engines that died are started anew; those that have started are connected to."""
+        now_s = time.monotonic()
+        for member in self._fleet:
+            if member.back_at_s is not None:
+                if now_s >= member.back_at_s:
+                    self._lose(member, "engine lost")
+                    self._fleet.bury(member)
+                    self._fleet.restart(member)
+                    self._say("restarted", member.name, f"life {member.lives}")
+            elif member.client is None and self._fleet.serves(member):
+                try:
+                    self._fleet.connect(member)
+                    self._say("serves", member.name, f"life {member.lives}")
+                except KvxferError as e:
+                    self._say("does not start", member.name, str(e))
+                    member.back_at_s = now_s + 0.2
+            elif member.client is not None and member.group.dead():
+                self.summary.lost.append(f"{member.name}: {member.group.dead()} died by itself")
+                member.back_at_s = now_s
+
+    def _besiege(self, member: Member, injection: Injection) -> None:
+        params, facts = self._last_params.get(member.name), member.facts.get(injection.rank)
+        if params is None or facts is None:
+            return
+        sinks = [m for m in self._fleet if not m.shape.is_prefill and 0 in m.facts]
+        target = Target(
+            control=facts.control,
+            data=facts.data.get("zmq") or next(iter(facts.data.values()), ""),
+            nonce=bytes.fromhex(params["kvxfer"]["nonce"]),
+            incarnation=bytes.fromhex(params["kvxfer"]["incarnation"]),
+            sink_life=sinks[0].facts[0].incarnation if sinks else bytes(16),
+        )
+        process = forkserver().Process(
+            target=besiege,
+            args=(
+                msgspec.json.encode(target),
+                self._plan.seed + injection.at,
+                injection.duration_s,
+            ),
+            daemon=True,
+        )
+        process.start()
+        self._besiegers.append(process)
+        self._later(injection.duration_s + 1.0, process.kill)
+
+    def _later(self, wait_s: float, act: Callable[[], object]) -> None:
+        due_s = time.monotonic() + wait_s
+        heapq.heappush(self._due, (due_s, next(self._serial), lambda: (act(), None)[1]))
+
+    # ------------------------------------------------------------------ afterwards
+
+    def _num_used(self, member: Member) -> int:
+        """Blocks that are not free; block 0 is nobody's."""
+        assert member.client is not None
+        info = member.client.ask(10.0)
+        return info.num_blocks - 1 - info.num_free_blocks
+
+    def _come_to_rest(self) -> None:
+        """All engines serve, and have all their blocks."""
+        deadline_s = time.monotonic() + REST_S
+        while any(member.client is None for member in self._fleet) or self._due:
+            self._go_round()
+            if time.monotonic() > deadline_s:
+                gone = [member.name for member in self._fleet if member.client is None]
+                self.summary.hung.append(f"{gone}: expected all to serve within {REST_S:g} s")
+                return
+        for process in self._besiegers:
+            process.kill()
+            process.join()
+        for member in self._fleet:
+            while num_used := self._num_used(member):
+                if time.monotonic() > deadline_s:
+                    self.summary.leaked.append(f"{member.name}: {num_used} blocks")
+                    break
+                time.sleep(0.05)
+
+    def _compare(self, before: dict[tuple[str, int], Usage]) -> None:
+        """Threads, descriptors, mappings and memory, with those before the storm."""
+        deadline_s = time.monotonic() + REST_S
+        while leaks := self._leaks(before):
+            for member in self._fleet:
+                for rank in member.facts:
+                    self._fleet.tell(member, rank, Order(trim=True))
+            if time.monotonic() > deadline_s:
+                self.summary.leaked += leaks
+                return
+            time.sleep(0.2)
+
+    def _leaks(self, before: dict[tuple[str, int], Usage]) -> list[str]:
+        found: list[str] = []
+        for (name, rank), now in self._fleet.usages().items():
+            was = before[name, rank]
+            for what in ("threads", "descriptors", "mappings"):
+                if getattr(now, what) > getattr(was, what):
+                    words = f"{getattr(was, what)} {what} became {getattr(now, what)}"
+                    found.append(f"{name} rank {rank}: {words}")
+            grown = now.resident_nbytes - was.resident_nbytes
+            if grown > MOST_GROWTH_NBYTES:
+                found.append(f"{name} rank {rank}: {grown >> 20} MB more")
+        return found
+
+    def _say(self, what: str, of: str = "", detail: str = "") -> None:
+        at_s = round(time.monotonic() - self._started_s, 3)
+        event = Event(at_s=at_s, what=what, of=of, detail=detail)
+        self._log.write(json.dumps(msgspec.to_builtins(event)) + "\n")
+        self._log.flush()
+
+
+_THREADS = {
+    Kind.STOP_IO: "io",
+    Kind.STOP_COPY: "copy",
+    Kind.STOP_MAIN: "main",
+    Kind.STOP_ZMQ: "zmq",
+}
+
+
+def _order(injection: Injection) -> Order:
+    match injection.kind:
+        case Kind.MANGLE:
+            return Order(
+                mangle=injection.messages, share=injection.share, duration_s=injection.duration_s
+            )
+        case Kind.CLOCK:
+            return Order(clock_s=injection.duration_s)
+        case Kind.WALL_CLOCK:
+            return Order(wall_s=injection.duration_s)
+        case _:
+            return Order(reset=True)
+
+
+def _key(member: Member, request_id: str) -> str:
+    return f"{member.name}.{member.lives}.{request_id}"
+
+
+def _who(sent: Sent) -> str:
+    return f"{sent.request_id} at {sent.engine} ({sent.ask.twist})"

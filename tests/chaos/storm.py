@@ -1,0 +1,224 @@
+"""The plan of a storm: requests with their twists, and what befalls the engines. Of a seed alone.
+
+Moments are numbers of requests: "when the 120th is sent". So a slower machine has the same storm.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from tests.chaos.content import VOCAB_SIZE
+from tests.chaos.mangling import KINDS as MESSAGE_KINDS
+
+
+class Twist(enum.StrEnum):
+    """What its client does with a request."""
+
+    PLAIN = "plain"
+    ABORT_PREFILL = "abort at prefill"
+    ABORT_OFFER = "abort after prefill"  # the offer is withdrawn
+    ABORT_DECODE = "abort at decode"
+    TWICE = "params twice at one engine"
+    TWICE_APART = "params at two engines"
+    OTHER_PROMPT = "params with another prompt"
+    STALE = "params of an earlier request"
+    LATE = "params after the lease"
+    UNTAKEN = "never sent to decode"
+
+
+WEIGHTS = {
+    Twist.PLAIN: 55,
+    Twist.ABORT_PREFILL: 5,
+    Twist.ABORT_OFFER: 5,
+    Twist.ABORT_DECODE: 14,
+    Twist.TWICE: 5,
+    Twist.TWICE_APART: 5,
+    Twist.OTHER_PROMPT: 3,
+    Twist.STALE: 4,
+    Twist.LATE: 2,
+    Twist.UNTAKEN: 2,
+}
+
+
+class Kind(enum.StrEnum):
+    """What befalls an engine."""
+
+    KILL_RANK = "kill -9 of a rank"
+    KILL_SCHEDULER = "kill -9 of the scheduler"
+    OTHER_LIFE = "another engine on its port"
+    STOP = "SIGSTOP of a process"
+    STOP_ENGINE = "SIGSTOP of all ranks"
+    STOP_IO = "stop of the IO thread"
+    STOP_COPY = "stop of the copy thread"
+    STOP_MAIN = "stop of the engine thread"
+    STOP_ZMQ = "stop of a thread of ZeroMQ"
+    MANGLE = "messages mangled"
+    CLOCK = "clock jumps ahead"
+    WALL_CLOCK = "wall clock jumps"
+    RESET = "cache reset"
+    HOSTILE = "hostile peers"
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """An engine of the fleet, with blocks for so many tokens. ``slow_s``: as
+    :class:`tests.chaos.child.Spec` has it.
+    """
+
+    name: str
+    is_prefill: bool
+    tp_size: int
+    block_size: int
+    layout: str
+    slow_s: float = 0.0
+    num_tokens: int = 3840
+
+
+FLEET = (
+    Shape("p0", True, 1, 16, "HND"),
+    Shape("p1", True, 2, 32, "NHD"),
+    Shape("d0", False, 2, 16, "NHD", slow_s=0.004),
+    Shape("d1", False, 1, 32, "HND"),
+)
+SLOW_FLEET = (FLEET[0], Shape("d0", False, 2, 16, "NHD", slow_s=0.05, num_tokens=640))
+"""A copy takes as long as a step of the engine, and blocks that come back are used at once."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One request. ``wait_s``: until the client does what its twist says."""
+
+    number: int
+    seed: int
+    num_tokens: int
+    num_new: int
+    prefill: str
+    decode: str
+    twist: Twist
+    wait_s: float
+
+    def prompt(self) -> tuple[int, ...]:
+        """Its tokens; a third of the requests begin as another one does."""
+        shared = random.Random(self.seed % 7)
+        own = random.Random(self.seed)
+        num_shared = 32 if self.seed % 3 == 0 else 0
+        num_shared = min(num_shared, self.num_tokens - 1)
+        return (
+            *(shared.randrange(1, VOCAB_SIZE) for _ in range(num_shared)),
+            *(own.randrange(1, VOCAB_SIZE) for _ in range(self.num_tokens - num_shared)),
+        )
+
+
+class Injection(msgspec.Struct, frozen=True, kw_only=True):
+    """``at``: when so many requests were sent. ``duration_s``: how long it stands, or how far a
+    clock jumps. ``gap_s``: from a kill to the restart.
+    """
+
+    at: int
+    kind: Kind
+    engine: str
+    rank: int
+    duration_s: float = 0.0
+    gap_s: float = 0.0
+    messages: tuple[str, ...] = ()
+    share: float = 0.0
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """All of a storm."""
+
+    seed: int
+    fleet: tuple[Shape, ...]
+    asks: tuple[Ask, ...]
+    injections: tuple[Injection, ...]
+
+
+LONGEST_PROMPT = 400
+THREAD_STOPS_S = (1.0, 3.0, 5.0)
+PROCESS_STOPS_S = (0.3, 1.2, 3.5)
+
+
+def make_plan(
+    seed: int,
+    num_requests: int,
+    *,
+    fleet: Sequence[Shape] = FLEET,
+    kinds: Sequence[Kind] = tuple(Kind),
+    every: int = 40,
+    longest_stop_s: float = 5.0,
+) -> Plan:
+    """``every``: a storm has one injection for so many requests, each kind in turn."""
+    drawn = random.Random(seed)
+    prefills = [each.name for each in fleet if each.is_prefill]
+    decodes = [each.name for each in fleet if not each.is_prefill]
+    twists, weights = list(WEIGHTS), list(WEIGHTS.values())
+    asks = tuple(
+        Ask(
+            number=number,
+            seed=drawn.getrandbits(32),
+            num_tokens=drawn.choice((drawn.randrange(2, 40), drawn.randrange(20, LONGEST_PROMPT))),
+            num_new=drawn.randrange(1, 5),
+            prefill=drawn.choice(prefills),
+            decode=drawn.choice(decodes),
+            twist=drawn.choices(twists, weights)[0],
+            wait_s=drawn.choice((0.0, drawn.random() * 0.02, drawn.random() * 0.3)),
+        )
+        for number in range(num_requests)
+    )
+    count = max(len(kinds), num_requests // every) if kinds else 0
+    order = [
+        kind for _ in range(-(-count // max(1, len(kinds)))) for kind in _shuffled(kinds, drawn)
+    ]
+    injections = tuple(
+        _injection(at, kind, drawn, fleet, longest_stop_s)
+        for at, kind in zip(_moments(count, num_requests, drawn), order, strict=False)
+    )
+    return Plan(seed=seed, fleet=tuple(fleet), asks=asks, injections=injections)
+
+
+def _shuffled(kinds: Sequence[Kind], drawn: random.Random) -> list[Kind]:
+    return drawn.sample(list(kinds), len(kinds))
+
+
+def _moments(count: int, num_requests: int, drawn: random.Random) -> Iterator[int]:
+    """Spread over the requests, the first tenth left out: by then engines have met."""
+    first = num_requests // 10
+    yield from sorted(drawn.randrange(first, max(first + 1, num_requests)) for _ in range(count))
+
+
+def _injection(
+    at: int, kind: Kind, drawn: random.Random, fleet: Sequence[Shape], longest_s: float
+) -> Injection:
+    shape = drawn.choice([each for each in fleet if each.is_prefill or kind is not Kind.HOSTILE])
+    if kind is Kind.KILL_RANK and any(each.tp_size > 1 for each in fleet):
+        shape = drawn.choice([each for each in fleet if each.tp_size > 1])
+    rank = drawn.randrange(shape.tp_size)
+    if kind is Kind.KILL_RANK:
+        rank = shape.tp_size - 1
+    elif kind is Kind.KILL_SCHEDULER:
+        rank = 0
+    is_thread = kind in (Kind.STOP_IO, Kind.STOP_COPY, Kind.STOP_MAIN, Kind.STOP_ZMQ)
+    durations = [d for d in (THREAD_STOPS_S if is_thread else PROCESS_STOPS_S) if d <= longest_s]
+    if kind is Kind.STOP_ZMQ:
+        durations = durations[:2]  # the request channel's own heartbeats end after 5 s
+    duration_s = drawn.choice(durations)
+    messages: tuple[str, ...] = ()
+    if kind is Kind.CLOCK:
+        duration_s = drawn.choice((0.5, 2.0, 60.0, 7200.0))
+    elif kind is Kind.WALL_CLOCK:
+        duration_s = drawn.choice((-86400.0, -5.0, 5.0, 86400.0))
+    elif kind in (Kind.HOSTILE, Kind.MANGLE):
+        duration_s = drawn.choice([d for d in (1.0, 2.0, 4.0) if d <= longest_s])
+        messages = tuple(drawn.sample(MESSAGE_KINDS, drawn.randrange(1, len(MESSAGE_KINDS) + 1)))
+    return Injection(
+        at=at,
+        kind=kind,
+        engine=shape.name,
+        rank=rank,
+        duration_s=duration_s,
+        gap_s=drawn.choice((0.0, 0.3, 1.5)),
+        messages=messages if kind is Kind.MANGLE else (),
+        share=drawn.choice((0.02, 0.1, 0.4)) if kind is Kind.MANGLE else 0.0,
+    )

@@ -1,0 +1,446 @@
+"""Loads that are verified: equal bytes pass on every wire, and each way to get others fails the
+load as ``corrupt``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from msgspec import UNSET
+
+from kvxfer.connector import load_routes
+from kvxfer.connector.control import ControlServer
+from kvxfer.connector.records import ConnectorMetadata
+from kvxfer.connector.verifier import Verifier
+from kvxfer.tensors import strided_copy
+from kvxfer.tensors.device_copy import DeviceCopier
+from kvxfer.transfer.wire import BIND_TOKENS, Reason, Release, Verdict
+from kvxfer.transports import shm_direct, stream_packing
+from tests.builders import EngineShape
+from tests.connector.rig import NIXL, PATIENT, POISON, UCX, Engine, expect_copied, until
+
+TWO = EngineShape(tp_size=2, block_tokens=16, layout="HND")
+ONE = EngineShape(tp_size=1, block_tokens=32, layout="NHD")
+NUM_TOKENS = 96
+SPAN = (0, NUM_TOKENS)
+SOURCE_IDS, SINK_IDS = (5, 2, 7, 1, 4, 3), (6, 1, 4)
+
+
+def ids_of(engine: Engine) -> tuple[int, ...]:
+    return SOURCE_IDS if engine.shape is TWO else SINK_IDS
+
+
+@contextmanager
+def engines(
+    transport: str, verify: str, shape: EngineShape = TWO, **more: Any
+) -> Iterator[tuple[Engine, Engine]]:
+    """``shape``: of the source; the sink has the other one."""
+    settings = {"transport": transport, **PATIENT, **more}
+    other = ONE if shape is TWO else TWO
+    with (
+        Engine(shape, "prefill", fill=None, **settings) as source,
+        Engine(other, "decode", fill=POISON, verify=verify, **settings) as sink,
+    ):
+        yield source, sink
+
+
+def load(
+    source: Engine, sink: Engine, name: str = "d", span: tuple[int, int] = SPAN
+) -> set[str | None]:
+    ref = source.offer(name, span[1], ids_of(source))
+    source.compute(name)
+    sink.load(name, ref, ids_of(sink), span)
+    until(lambda: sink.received(name))
+    return sink.reasons(name)
+
+
+@pytest.mark.parametrize(
+    ("transport", "verify"),
+    [
+        *(("shm", "sample"), ("shm", "all"), ("zmq", "sample"), ("zmq", "all")),
+        ("cuda_ipc", "all"),
+        *(pytest.param(each.values[0], "sample", marks=each.marks) for each in (UCX, NIXL)),
+    ],
+)
+def test_a_load_is_verified(transport: str, verify: str) -> None:
+    with engines(transport, verify) as (source, sink):
+        for name in ("d", "e"):
+            assert load(source, sink, name) == {None}
+            expect_copied(source, sink, SOURCE_IDS, SINK_IDS, SPAN)
+            until(partial(source.sent, name))
+        assert sink.count("verify.equal") == 4  # two loads from two ranks
+        assert source.count("offers.done") == 4
+
+
+@pytest.mark.parametrize("shape", [TWO, ONE], ids=["down", "up"])
+def test_sides_of_any_shape_agree(shape: EngineShape) -> None:
+    with engines("shm", "all", shape) as (source, sink):
+        assert load(source, sink, span=(7, NUM_TOKENS - 5)) == {None}
+        assert sink.count("verify.equal") == 2
+
+
+# ------------------------------------------------------------------ corruption
+
+
+def of_the_other_head(at: Any, tile: Any) -> Any:
+    """Of two heads, which lie at multiples of twice their stride."""
+    return at + tile.stride_head * (1 - 2 * (at // tile.stride_head % 2))
+
+
+def with_other_head(side: Any) -> Any:
+    bases = [
+        msgspec.structs.replace(base, offset=of_the_other_head(base.offset, side.tile))
+        for base in side.bases
+    ]
+    return msgspec.structs.replace(side, bases=tuple(bases))
+
+
+def rolled(ids: Any) -> Any:
+    return np.roll(ids, 1)
+
+
+def flip(memories: Any, side: Any, ids: Any, token: int) -> None:
+    """One bit of one head of one token, in the first region."""
+    base, tile = side.bases[0], side.tile
+    at = base.offset + int(ids[token // tile.block_tokens]) * tile.stride_block
+    at += token % tile.block_tokens * tile.stride_token
+    memories[base.memory][at] ^= 4
+
+
+def plant_in_chunks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather, scatter = strided_copy.gather, strided_copy.scatter
+
+    def bad_gather(memories: Any, side: Any, ids: Any, *rest: Any) -> None:
+        if kind == "a wrong block":
+            ids = rolled(ids)
+        if kind == "a wrong head":
+            side = with_other_head(side)
+        gather(memories, side, ids, *rest)
+        if kind == "a flipped bit":
+            rest[-1][len(rest[-1]) // 2] ^= 1
+        if kind == "a torn copy":
+            rest[-1][len(rest[-1]) // 2 :] ^= 0x55
+
+    def bad_scatter(
+        memories: Any, side: Any, ids: Any, regions: Any, tokens: Any, dense: Any
+    ) -> None:
+        if kind == "a wrong place":
+            ids = rolled(ids)
+        if kind != "stale bytes":
+            scatter(memories, side, ids, regions, tokens, dense)
+
+    monkeypatch.setattr(stream_packing, "gather", bad_gather)
+    monkeypatch.setattr(stream_packing, "scatter", bad_scatter)
+
+
+def plant_in_shm(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = strided_copy.strided_copy
+
+    def bad_copy(
+        source: Any,
+        sink: Any,
+        copied: Any,
+        source_ids: Any,
+        sink_ids: Any,
+        tokens: Any,
+        **more: Any,
+    ) -> int:
+        ids = sink_ids
+        if kind == "a wrong block":
+            source_ids = rolled(source_ids)
+        if kind == "a wrong head":
+            copied = replace(copied, source=with_other_head(copied.source))
+        if kind == "a wrong place":
+            sink_ids = rolled(sink_ids)
+        if kind == "stale bytes":
+            return 1
+        if kind == "a torn copy":
+            copy(source, sink, copied, source_ids, sink_ids, tokens, **more)
+            middle = sum(tokens) // 2
+            source = tuple(memory ^ 0x55 for memory in source)
+            return copy(source, sink, copied, source_ids, sink_ids, (middle, tokens[1]), **more)
+        nbytes = copy(source, sink, copied, source_ids, sink_ids, tokens, **more)
+        if kind == "a flipped bit":
+            flip(sink, copied.sink, ids, sum(tokens) // 2)
+        return nbytes
+
+    monkeypatch.setattr(shm_direct, "strided_copy", bad_copy)
+
+
+def plant_in_launches(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = DeviceCopier.launches
+
+    def bad(self: Any, bound: Any, source_ids: Any, sink_ids: Any, tokens: Any, **more: Any) -> Any:
+        if kind == "a wrong block":
+            source_ids = rolled(source_ids)
+        if kind == "a wrong place":
+            sink_ids = rolled(sink_ids)
+        if kind == "stale bytes":
+            tokens = (tokens[0], tokens[0] + 1)
+        if kind == "a torn copy":
+            tokens = (tokens[0], sum(tokens) // 2)
+        if kind == "a wrong head":
+            given = bound.source
+            given = replace(given, addresses=of_the_other_head(given.addresses, given.tile))
+            bound = replace(bound, source=given)
+        return launches(self, bound, source_ids, sink_ids, tokens, **more)
+
+    monkeypatch.setattr(DeviceCopier, "launches", bad)
+
+
+def expect_corrupt(reasons: set[str | None]) -> None:
+    """On some rank; its Cancel may end the offer before another one has its verdict."""
+    assert {"corrupt"} <= reasons <= {"corrupt", "ended"}
+
+
+KINDS = [
+    "a flipped bit",
+    "a wrong place",
+    "a wrong block",
+    "a wrong head",
+    "stale bytes",
+    "a torn copy",
+]
+
+
+QUICK = ("a wrong place", "a flipped bit")
+"""Tried over the wires whose engines take seconds to start, too."""
+CASES = [
+    pytest.param(
+        *(transport, kind),
+        marks=marks if transport in ("shm", "zmq") or kind in QUICK else (*marks, pytest.mark.slow),
+    )
+    for transport, marks in (
+        *(("shm", ()), ("zmq", ()), ("cuda_ipc", ())),
+        *((each.values[0], each.marks) for each in (UCX, NIXL)),
+    )
+    for kind in KINDS
+    if (transport, kind) != ("cuda_ipc", "a flipped bit")  # a kernel has no place to plant it
+]
+
+
+@pytest.mark.parametrize(("transport", "kind"), CASES)
+def test_corruption_is_found(
+    transport: str,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plant = {"shm": plant_in_shm, "cuda_ipc": plant_in_launches}.get(transport, plant_in_chunks)
+    plant(kind, monkeypatch)
+    shape = ONE if kind == "a wrong head" else TWO
+    with engines(transport, "all", shape, chunk_nbytes=4096) as (source, sink):
+        with caplog.at_level(logging.WARNING):
+            expect_corrupt(load(source, sink))
+        assert sink.count("verify.differing") >= 1
+        report = next(each for each in sink.reports("d") if each.reason is Reason.CORRUPT)
+        assert source.endpoint in report.detail
+        assert "regions that differ; the first: layers." in report.detail
+        assert report.detail in caplog.text
+        until(lambda: source.sent("d"))  # its blocks come back
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a flipped bit"])
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_sample_finds_whole_blocks(
+    transport: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (plant_in_shm if transport == "shm" else plant_in_chunks)(kind, monkeypatch)
+    shape = ONE if kind == "a wrong head" else TWO
+    with engines(transport, "sample", shape) as (source, sink):
+        expect_corrupt(load(source, sink))
+
+
+def test_a_sample_finds_one_bit_in_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bit is always of the same token, and each offer has another sample."""
+    plant_in_shm("a flipped bit", monkeypatch)
+    with engines("shm", "sample") as (source, sink):
+        found = [load(source, sink, f"d{number}") for number in range(60)]
+    assert 0 < found.count({"corrupt"}) < 20  # 7 and 3.7 on average of one rank, two of both
+
+
+def test_without_the_setting_nothing_is_asked_or_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(*_: object) -> None:
+        raise AssertionError("nobody asked for a digest")
+
+    monkeypatch.setattr(Verifier, "submit", submit)
+    plant_in_shm("a wrong block", monkeypatch)  # and so it is not found
+    with engines("shm", "off") as (source, sink):
+        assert load(source, sink) == {None}
+        assert sink.count("board.verdicts") == 2
+
+
+# ------------------------------------------------------------------ messages and ends
+
+
+def test_an_older_source_is_read_unverified(caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"transport": "shm", **PATIENT}
+    with (
+        Engine(TWO, "prefill", fill=None, announce=False, **settings) as source,
+        Engine(ONE, "decode", fill=POISON, verify="all", **settings) as sink,
+        caplog.at_level(logging.WARNING),
+    ):
+        older = msgspec.structs.replace(source.manifest, capabilities=(BIND_TOKENS,))
+        source.step(ConnectorMetadata(manifest=older))
+        for name in ("d", "e", "f"):
+            assert load(source, sink, name) == {None}
+        assert sink.count("verify.not_possible") == 3
+        assert sink.count("verify.equal") == 0
+        said = [each for each in caplog.records if "makes no digests" in each.getMessage()]
+        assert len(said) == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_lost_answers_are_asked_for_again(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first Verdict of each rank is lost; a repeated Release gets it again, digests and all."""
+    said, lost = ControlServer.send, set()
+
+    def send(self: ControlServer, identity: bytes, message: Any) -> None:
+        if isinstance(message, Verdict) and id(self) not in lost:
+            lost.add(id(self))
+        else:
+            said(self, identity, message)
+
+    monkeypatch.setattr(ControlServer, "send", send)
+    with engines(transport, "all") as (source, sink):
+        assert load(source, sink) == {None}
+        assert sink.count("verify.equal") == 2
+        assert len(lost) == 2
+
+
+def test_a_verdict_without_digests_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = ControlServer.send
+
+    def send(self: ControlServer, identity: bytes, message: Any) -> None:
+        if isinstance(message, Verdict):
+            message = msgspec.structs.replace(message, digests=UNSET)
+        said(self, identity, message)
+
+    monkeypatch.setattr(ControlServer, "send", send)
+    with engines("shm", "sample") as (source, sink):
+        assert load(source, sink) == {"read_failed"}
+        (report,) = sink.reports("d")
+        assert "expected digests of its KV, got none" in report.detail
+
+
+class Held(Verifier):
+    """Digests that nobody gets until they are let go."""
+
+    kept: list[Callable[[], object]]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.kept = []
+
+    def submit(self, lane: Any, cells: Any, seed: Any, done: Any) -> None:
+        super().submit(lane, cells, seed, lambda digests: self.kept.append(lambda: done(digests)))
+
+
+def held(engine: Engine) -> list[Held]:
+    """Of each rank's source."""
+    verifiers = []
+    for worker in engine.workers:
+        source = worker._service.source  # type: ignore[union-attr]
+        inner = source._verifier
+        source._verifier = Held(inner._memory, inner._copy_thread, inner._post)
+        verifiers.append(source._verifier)
+    return verifiers
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_blocks_are_kept_until_their_digests_are_made(transport: str, is_ended: bool) -> None:
+    """Though all is read; and an offer that ends meanwhile is not valid."""
+    with engines(transport, "all") as (source, sink):
+        verifiers = held(source)
+        ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
+        source.compute("d")
+        sink.load("d", ref, SINK_IDS, SPAN)
+        until(lambda: all(each.kept for each in verifiers))
+        until(lambda: all(list(offer.checks.values())[0].waiting for offer in live(source)))
+        assert not source.sent("d")
+        assert not sink.received("d")
+        if is_ended:
+            source.end("d")
+        for worker, verifier in zip(source.workers, verifiers, strict=True):
+            worker._service.io.post(*verifier.kept)  # type: ignore[union-attr]
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == ({"aborted"} if is_ended else {None})
+        until(lambda: source.sent("d"))
+
+
+def live(source: Engine) -> list[Any]:
+    """The offers of all ranks."""
+    return [
+        offer
+        for worker in source.workers
+        for offer in worker._service.source._live.values()  # type: ignore[union-attr]
+    ]
+
+
+def test_an_abort_meanwhile_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engines("shm", "all") as (source, sink):
+        verifiers = held(source)
+        ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
+        source.compute("d")
+        sink.load("d", ref, SINK_IDS, SPAN)
+        until(lambda: all(each.kept for each in verifiers))
+        sink.abort("d")
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"cancelled"}
+        for worker, verifier in zip(source.workers, verifiers, strict=True):
+            worker._service.io.post(*verifier.kept)  # type: ignore[union-attr]
+        until(lambda: source.sent("d"))
+
+
+def test_what_cannot_be_verified_is_refused() -> None:
+    """More than is offered, or what is not there: the Pull is refused, and nothing is hashed."""
+    with (
+        engines("shm", "all", offer_board=False) as (source, sink),
+        pytest.MonkeyPatch.context() as m,
+    ):
+        verify = load_routes._verify
+
+        def more(*args: Any) -> Any:
+            asked = verify(*args)
+            if asked is UNSET:
+                return asked
+            classes = [msgspec.structs.replace(c, token_hi=4096) for c in asked.classes]
+            return msgspec.structs.replace(asked, classes=tuple(classes))
+
+        m.setattr(load_routes, "_verify", more)
+        assert load(source, sink) == {"plan"}
+        (report,) = sink.reports("d")
+        assert "verify: expected at most the offered 96 tokens, got 4096" in report.detail
+        assert not [offer for offer in live(source) if offer.checks]
+
+
+def test_nobody_gets_digests_without_a_grant() -> None:
+    """A Release out of the blue is invalid as ever, and brings none."""
+    seen: list[Verdict] = []
+    with engines("shm", "all") as (source, sink), pytest.MonkeyPatch.context() as m:
+        said = ControlServer.send
+
+        def send(self: ControlServer, identity: bytes, message: Any) -> None:
+            if isinstance(message, Verdict):
+                seen.append(message)
+            said(self, identity, message)
+
+        m.setattr(ControlServer, "send", send)
+        ref = source.offer("d", NUM_TOKENS, SOURCE_IDS)
+        source.compute("d")
+        until(lambda: source.count("offers.opened"))
+        consumer = sink.workers[0]._service.sink._addressing.consumer  # type: ignore[union-attr]
+        service = source.workers[0]._service
+        assert service is not None
+        service.io.post(lambda: service.source.handle(b"nobody", Release(ref.offer, consumer)))
+        until(lambda: seen)
+        assert (seen[0].valid, seen[0].digests) == (False, UNSET)
