@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from kvxfer.transfer.wire import Draining
 from kvxfer.transports.guard import unix_endpoint
 from tests.connector.rig import until
 from tests.connector.test_drain import asking
+from tests.vllm import cases
 from tests.vllm.engines import Connector, EngineConfig
 from tests.vllm.scheduler_rig import OFFERED, Status
 from tests.vllm.servers import serving
@@ -94,9 +96,10 @@ def test_a_server_that_ends_in_its_time_serves_what_it_offered() -> None:
     )
     decode = EngineConfig(Connector(role="kv_consumer"), in_process=False)
     with serving(prefill, decode) as (source, sink, _):
-        tokens = prompt(300)
-        sink.complete(prompt(200), 1, kv_transfer_params=source.prefill(prompt(200)))
+        tokens, first = cases.prompt(300), cases.prompt(200)
+        sink.complete(first, 1, kv_transfer_params=source.prefill(first))
         params = source.prefill(tokens)
+        time.sleep(1.0)  # it sleeps by then: a pin that is younger than 0.1 s is not waited for
         os.kill(source.process.pid, signal.SIGTERM)
         until(lambda: "mode=drain" in source.process.log())
         before = sink.metric("vllm:kvxfer_requests_loaded_total")
