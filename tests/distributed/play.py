@@ -87,7 +87,8 @@ class _Stage:
             self._engine = RankEngine(
                 seat,
                 self._pair.sink if is_sink else self._pair.source,
-                Config(port=0, transport=play.wire),
+                # What is looked at here are loads beside steps
+                Config(port=0, transport=play.wire, load_in_step_s=0),
                 incarnation=incarnations[seat.team.half],
                 device=self._world.device,
             )
