@@ -43,7 +43,15 @@ def test_help_names_every_option_in_full(command: str) -> None:
     assert "…" not in text
     assert not re.search(r"\w\.\.\.\s", text)
     found = getattr(get_command(app), "commands")[command]  # noqa: B009
-    names = [name for each in found.params for name in (*each.opts, *each.secondary_opts)]
+    names = [
+        name
+        for each in found.params
+        for name in (
+            (each.metavar,)
+            if each.param_type_name == "argument"
+            else (*each.opts, *each.secondary_opts)
+        )
+    ]
     names += getattr(found, "commands", ())  # of a group
     if command == "bench":  # its options are those of its own parser
         names = ["--quick", "--out", "--note"]

@@ -740,7 +740,7 @@ NO_INPUT: Mapping[str, str] = {
     "engine/group.py:EngineGroup._read_report": "a pipe to its own child",
     "engine/links.py:DriverLink.receive": "a socket to its own child",
     "engine/links.py:RankLink.receive": "a socket to its own parent",
-    "engine/rank.py:_Orders._receive": "a pipe to its own parent",
+    "engine/rank.py:_Orders._listen": "a pipe to its own parent",
     "engine/rpc.py:RpcClient.poll": "an event of ZeroMQ",
     "engine/weights.py:RandomWeights.read": "a hash of this process",
     "integrations/vllm/facts.py:_files_identity": "the model that vLLM has loaded",
