@@ -75,7 +75,10 @@ def _change(chance: random.Random, form: Form, box: list[Any], others: list[Any]
         case 3 if parent is not box:
             del parent[key]
         case 4 if isinstance(parent[key], list) and parent[key]:
-            parent[key] = parent[key] * chance.choice((2, 3, 70, 5000))
+            # Of what is nested a few, or 5,000 times 5,000 would take minutes to write
+            is_flat = not any(isinstance(each, dict | list) for each in parent[key])
+            more = (70, 5000) if is_flat and len(parent[key]) < 5000 else ()
+            parent[key] = parent[key] * chance.choice((2, 3, *more))
         case 5 if isinstance(parent[key], dict):
             parent[key][chance.choice(("added", "type", "", "x" * 300))] = _value(chance, form)
         case _:
