@@ -51,26 +51,32 @@ def _widened(words, TYPE: tl.constexpr, NATIVE: tl.constexpr):
         values = words.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:  # a float16 whose exponent counts from 7 and not from 15
         size = words.to(tl.int16) & 0x7F
-        halves = (size << 7 | (words.to(tl.int16) & -32768)).to(tl.float16, bitcast=True)
+        halves = ((size << 7) | (words.to(tl.int16) & -32768)).to(tl.float16, bitcast=True)
         values = tl.where(size == 0x7F, float("nan"), halves.to(tl.float32) * 256.0)
     return values
 
 
 @triton.jit
-def _rounded(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr):
-    """The nearest element of 8 bits, ties to even, by the bits of float32."""
+def _rounded(
+    values,
+    MANTISSA: tl.constexpr,
+    BIAS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST_NORMAL: tl.constexpr,
+    ROUNDER: tl.constexpr,
+):
+    """The nearest element of 8 bits, ties to even, by the bits of float32. A number below the least
+    normal one loses what is finer than the type's smallest step when ROUNDER is added.
+    """
     SHIFT: tl.constexpr = 23 - MANTISSA
-    LEAST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    # Added to it, a smaller number loses what is finer than the type's smallest step
-    ROUNDER: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     size = tl.minimum(tl.abs(values), LARGEST)
     bits = size.to(tl.int32, bitcast=True)
-    half = (1 << (SHIFT - 1)) - 1 + (bits >> SHIFT & 1)
-    normal = (bits + half >> SHIFT) - (127 - BIAS << MANTISSA)
+    half = (1 << (SHIFT - 1)) - 1 + ((bits >> SHIFT) & 1)
+    normal = ((bits + half) >> SHIFT) - ((127 - BIAS) << MANTISSA)
     rounder = tl.full(size.shape, ROUNDER, tl.float32)
     least = (size + rounder).to(tl.int32, bitcast=True) - rounder.to(tl.int32, bitcast=True)
     found = tl.where(size < LEAST_NORMAL, least, normal)
-    sign = values.to(tl.int32, bitcast=True) >> 24 & 0x80
+    sign = (values.to(tl.int32, bitcast=True) >> 24) & 0x80
     return tl.where(values != values, 0x7F, found | sign).to(tl.int8)
 
 
@@ -86,23 +92,23 @@ def _narrowed(values, TYPE: tl.constexpr, NATIVE: tl.constexpr):
             words = values.to(tl.bfloat16).to(tl.int16, bitcast=True)
         else:
             bits = values.to(tl.int32, bitcast=True)
-            nearest = bits + 0x7FFF + (bits >> 16 & 1) >> 16
+            nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             words = tl.where(values != values, 0x7FC0, nearest).to(tl.int16)
     elif TYPE == "float8_e4m3fn":
         if NATIVE:  # cvt.rn.satfinite
             words = values.to(tl.float8e4nv).to(tl.int8, bitcast=True)
         else:
-            words = _rounded(values, 3, 7, 448.0)
+            words = _rounded(values, 3, 7, 448.0, 0.015625, 16384.0)
     elif NATIVE:
         words = values.to(tl.float8e5).to(tl.int8, bitcast=True)
     else:
-        words = _rounded(values, 2, 15, 57344.0)
+        words = _rounded(values, 2, 15, 57344.0, 0.00006103515625, 128.0)
     return words
 
 
 @triton.jit
 def _places(cells, side, channel, VEC: tl.constexpr, APART: tl.constexpr, ELEMENT: tl.constexpr):
-    """Pointers [rows, channels] to the elements of cells [rows, 1] that begin at these addresses."""
+    """Pointers [rows, channels] to the elements of cells, of which [rows, 1] are the addresses."""
     if APART:
         places = (cells + channel * tl.load(side + 10)).to(tl.pointer_type(ELEMENT))
     else:

@@ -70,7 +70,7 @@ def check(sides: Sides, wire: str, chunk_nbytes: int = 1500) -> None:
             sides.source.rank(route.source_rank),
             sides.given[route.source_rank],
             sides.taken[route.sink_rank],
-            tuple(np.array(ids, np.int64) for ids in sides.ids),
+            (np.array(sides.ids[0], np.int64), np.array(sides.ids[1], np.int64)),
         )
         how = by_kernel if "kernel" in wire else on_cpu
         nbytes = how(move, chunk_nbytes if "chunks" in wire else 0)
@@ -92,7 +92,7 @@ class Move:
     source: RankManifest
     given: list[Bytes]
     taken: list[Bytes]
-    ids: tuple[Ids, ...]
+    ids: tuple[Ids, Ids]
 
     def chunks(self, chunk_nbytes: int) -> Iterator[tuple[Side, Side, DenseOrder, int, Span]]:
         """Both sides of each chunk, its order and bytes, its regions and tokens."""

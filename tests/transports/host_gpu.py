@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
