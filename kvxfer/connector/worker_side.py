@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import msgspec
 import torch
@@ -61,6 +60,10 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event
+
+
+def _is_ready() -> bool:
+    return True
 
 
 class WorkerConnector:
@@ -148,7 +151,7 @@ class WorkerConnector:
         service = self._running()
         for order in metadata.ended:
             service.ends.end(order.nonce, order.reason)
-        service.io.post(partial(service.source.end, metadata.ended))
+        service.io.post(service.source.end, metadata.ended)
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         """Take this step's orders; offers whose blocks are used again are over on return."""
@@ -212,11 +215,11 @@ class WorkerConnector:
         computed = self._metadata.computed
         if computed:
             service, is_ready = self._running(), self._ready_event()
-            service.io.post(lambda: service.source.computed(computed, is_ready))
+            service.io.post(service.source.computed, computed, is_ready)
 
     def _record_ready(self) -> IsReady:
         event = record_event(self._device)
-        return (lambda: True) if event is None else event.query
+        return _is_ready if event is None else event.query
 
     def clear_connector_metadata(self) -> None:
         """Forget the step's orders: the step is over."""
