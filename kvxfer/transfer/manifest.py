@@ -108,8 +108,24 @@ class CacheFacts(msgspec.Struct, frozen=True, kw_only=True):
     attention: str = "full"
 
 
+class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine in one life (``incarnation``: 16 random bytes, one registration of its pools), as
+    its scheduler and all its workers know it.
+    """
+
+    engine_id: str
+    incarnation: bytes
+    facts: CacheFacts
+    tp_size: int
+    pp_size: int
+    block_tokens: int
+    layout: str
+
+
 class EngineManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine in one life (``incarnation``: 16 random bytes, one registration of its pools)."""
+    """What another engine is told: all of :class:`EngineIdentity`, and all ranks. The order of the
+    fields is that of their bytes.
+    """
 
     engine_id: str
     incarnation: bytes
