@@ -15,7 +15,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -60,64 +60,48 @@ class Timing:
 
 
 T = TypeVar("T", bound=Timing)
-
-
-@dataclass(slots=True, eq=False)
-class Contender(Generic[T]):
-    """One that takes turns. ``why``: it is out, and why."""
-
-    name: str
-    run: Callable[[], T]
-    why: str | None = None
-
-    def lose(self, why: ContenderLost) -> None:
-        self.why = str(why)
-        tell_lost(self.name, why)
+Work = Callable[[], object]
+Run = Callable[[], Timing]
 
 
 def measure(
-    contenders: Sequence[Contender[T]],
+    runs: Mapping[str, Callable[[], T]],
     rounds: int,
     *,
     warm_rounds: int = WARM_ROUNDS,
     budget_s: float = float("inf"),
+    lose: Callable[[str, ContenderLost], object] | None = None,
 ) -> dict[str, list[T]]:
-    """What each took, by name, without the warm-up. They run in turns, each begins as often as the
-    others. ``budget_s``: of each; one that has used it up runs no more after LEAST_ROUNDS.
+    """What each contender took, by name, without the warm-up. They run in turns, each begins as
+    often as the others. ``budget_s``: of each; one that has used it up runs no more after
+    LEAST_ROUNDS. ``lose`` hears of one that is out from then on; without it ContenderLost is
+    raised.
     """
-    taken: dict[str, list[T]] = {contender.name: [] for contender in contenders}
-    spent_s = dict.fromkeys(taken, 0.0)
+    taken: dict[str, list[T]] = {name: [] for name in runs}
+    spent_s, lost, names = dict.fromkeys(runs, 0.0), set[str](), list(runs)
     for number in range(rounds + warm_rounds):
-        first = number % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
-            timings = taken[contender.name]
-            is_over = spent_s[contender.name] > budget_s and len(timings) >= LEAST_ROUNDS
-            if contender.why is not None or is_over:
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            is_over = spent_s[name] > budget_s and len(taken[name]) >= LEAST_ROUNDS
+            if name in lost or is_over:
                 continue
             try:
-                timing = contender.run()
+                timing = runs[name]()
             except ContenderLost as exc:
-                contender.lose(exc)
+                if lose is None:
+                    raise
+                lost.add(name)
+                lose(name, exc)
                 continue
-            spent_s[contender.name] += timing.total_s
+            spent_s[name] += timing.total_s
             if number >= warm_rounds:
-                timings.append(timing)
+                taken[name].append(timing)
     return {name: timings for name, timings in taken.items() if timings}
 
 
-Work = Callable[[], object]
-
-
-def measure_works(
-    works: Mapping[str, Work],
-    clock: Callable[[Work], Timing],
-    rounds: int,
-    *,
-    budget_s: float = float("inf"),
-) -> dict[str, list[Timing]]:
-    """Of contenders in this process: what they do, by name, and how one run is timed."""
-    contenders = [Contender(name, partial(clock, work)) for name, work in works.items()]
-    return measure(contenders, rounds, budget_s=budget_s)
+def clocked(works: Mapping[str, Work], clock: Callable[[Work], Timing]) -> dict[str, Run]:
+    """Contenders in this process: what they do, by name, and how one run is timed."""
+    return {name: partial(clock, work) for name, work in works.items()}
 
 
 def timed(post: Work, wait: Work | None = None) -> Timing:

@@ -20,7 +20,7 @@ from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput, LoadR
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.engine.steps import NewRequestData, SchedulerOutput
-from kvxfer.transfer.manifest import CacheFacts, RankId
+from kvxfer.transfer.manifest import CacheFacts, EngineIdentity, RankId
 
 SWITCH_INTERVAL_S = 2e-4  # what the engines set, so that a busy thread lets others run
 _ENDS_S = 30.0
@@ -114,23 +114,23 @@ class BenchEngine(Member):
         self._busy: _BusyThread | None = None
         self._reports: dict[str, LoadReport] = {}
         config = wire_config(devices.wire, **settings)
-        identity: dict[str, Any] = {
-            "engine_id": side,
-            "incarnation": side.encode().ljust(16, b"-"),
-            "facts": facts_of(pool),
-            "tp_size": 1,
-            "pp_size": 1,
-            "block_tokens": pool.block_tokens,
-            "layout": pool.layout,
-        }
+        engine = EngineIdentity(
+            engine_id=side,
+            incarnation=side.encode().ljust(16, b"-"),
+            facts=facts_of(pool),
+            tp_size=1,
+            pp_size=1,
+            block_tokens=pool.block_tokens,
+            layout=pool.layout,
+        )
         self._scheduler = SchedulerConnector(
-            config, **identity, can_send=side == SOURCE, can_receive=side == SINK
+            config, engine, can_send=side == SOURCE, can_receive=side == SINK
         )
         memory = self.memories[side]
         self._worker = WorkerConnector(
             config,
-            **identity,
-            rank=RankId(0, 0),
+            engine,
+            RankId(0, 0),
             can_leave_unhashed=True,
             device=memory.device,
         )

@@ -190,7 +190,7 @@ def _run_case(
     if beside_others:
         works |= _others_of(bench, request)
     works |= {name_of(width): partial(copy, bench, job, width) for width in widths}
-    taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
+    taken = core.measure(core.clocked(works, partial(once, bench)), bench.rounds, budget_s=BUDGET_S)
     shape = request.shape
     sizes = f"{shape.regions}x{shape.heads}x{shape.inner_nbytes}"
     case = f"{request.layouts} {sizes} {request.num_tokens} tokens"

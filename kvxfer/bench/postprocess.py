@@ -218,7 +218,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     session.progress.plan(len(wanted))
     for make in wanted:
         case = make(device)
-        taken = core.measure_works(case.works, partial(once, device=device), options.rounds)
+        taken = core.measure(core.clocked(case.works, partial(once, device=device)), options.rounds)
         moves = "" if case.moves_percent is None else f"{case.moves_percent:.1f} % moves"
         report.compare(
             core.Measured(case.bench, case.name, case.nbytes, note=moves), taken, case.goals

@@ -12,12 +12,9 @@ The other end is on this host, so both ends and both directions of PCIe share it
 from __future__ import annotations
 
 import argparse
-import contextlib
 import socket
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import msgspec
 import torch
 
 from kvxfer.bench import core
@@ -26,14 +23,22 @@ from kvxfer.bench.frame import Benchmark, Session, cases, option
 from kvxfer.bench.members import (
     GPU_OPTIONS,
     SINK,
-    SOURCE,
+    Devices,
     Member,
     devices_for,
     gpu_missing,
 )
 from kvxfer.bench.nixl_ways import Setting
 from kvxfer.bench.pools import LLAMA_8B, Request
-from kvxfer.bench.sockets import CONNECT_S, Address, connect, hear, listen, say, without_delay
+from kvxfer.bench.sockets import (
+    CONNECT_S,
+    Address,
+    SocketSource,
+    asking,
+    listen,
+    say,
+    without_delay,
+)
 from kvxfer.bench.transfer import WIRE_OPTIONS, settings_of
 from kvxfer.bench.transfer_report import pool_nbytes, requests_of
 from kvxfer.bench.wires import ZMQ_TCP
@@ -46,7 +51,6 @@ TEXT = (
     "Wall time from the request to the last byte in place, median of interleaved rounds; ratio: "
     "of zmq to as many plain sockets in the same rounds, of all others to one."
 )
-SHARE = msgspec.msgpack.Decoder(tuple[int, int])
 
 
 def nixl_settings(kind: str) -> list[Setting]:
@@ -62,42 +66,6 @@ def nixl_settings(kind: str) -> list[Setting]:
 
 
 # ------------------------------------------------------------------ plain sockets
-
-
-class PlainSource(Member):
-    """Sends what it is asked for, on each socket by a thread of its own."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__({SOURCE: "cpu"}, nbytes)
-        self._view = self.memories[SOURCE].tensor.numpy().data
-        self._sockets: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-
-    def connect(self, address: Address, number: int) -> None:
-        """To the sink, so often."""
-        for _ in range(number):
-            sock = connect(address)
-            thread = threading.Thread(target=self._serve, args=(sock,))
-            thread.start()
-            self._sockets.append(sock)
-            self._threads.append(thread)
-
-    def _serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the sink has closed
-            while True:
-                first, last = SHARE.decode(hear(sock))
-                sock.sendall(self._view[first:last])
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for sock in self._sockets:
-            sock.close()
-        self._view.release()
-        super().close()
 
 
 class PlainSink(Member):
@@ -137,7 +105,7 @@ class PlainSink(Member):
         return core.timed(post, lambda: [each.result() for each in running])
 
     def _take(self, sock: socket.socket, first: int, last: int) -> None:
-        say(sock, msgspec.msgpack.encode((first, last)))
+        say(sock, asking(last - first, [first]))
         while first < last:
             count = sock.recv_into(self._view[first:last], 0, socket.MSG_WAITALL)
             if not count:
@@ -158,12 +126,13 @@ def plain(number: int) -> str:
 
 
 def start_plain(contenders: Contenders, numbers: list[int]) -> None:
+    host = Devices("cpu", "cpu", "")
     source, sink = contenders.pair(
-        "sockets", (PlainSource, PlainSink), ((contenders.nbytes,), (contenders.nbytes,))
+        "sockets", (SocketSource, PlainSink), ((host, contenders.nbytes), (contenders.nbytes,))
     )
 
     def join() -> None:
-        source.call(object, "connect", sink.call(tuple, "address"), max(numbers))
+        source.call(object, "connect", [sink.call(tuple, "address")] * max(numbers))
         sink.call(object, "accept", max(numbers))
 
     ways = [Way(plain(number), source, sink, is_limit=True) for number in numbers]

@@ -43,7 +43,7 @@ from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
 from kvxfer.transports.visitors import Backlog
-from tests.builders import EngineShape, build_manifest, build_regions
+from tests.builders import EngineShape, build_manifest, build_regions, identity_of
 from tests.conftest import HAS_CUDA
 from tests.helpers import needs_nixl, needs_ucxx
 from tests.oracle import oracle_copy
@@ -123,6 +123,7 @@ class Engine:
         self.expected_io_errors = 0
         self.nonces: dict[str, bytes] = {}
         rng = np.random.default_rng(7)
+        engine = identity_of(base, incarnation=self.incarnation, facts=self.facts)
         for entry in base.ranks:
             regions, nbytes = build_regions(shape, entry.rank)
             pool = make_pool(str(device), nbytes)
@@ -133,14 +134,8 @@ class Engine:
                 pool.tensor.fill_(fill)
             worker = WorkerConnector(
                 self.config,
-                engine_id=engine_id,
-                incarnation=self.incarnation,
-                rank=entry.rank,
-                facts=self.facts,
-                tp_size=shape.tp_size,
-                pp_size=shape.pp_size,
-                block_tokens=shape.block_tokens,
-                layout=shape.layout,
+                engine,
+                entry.rank,
                 can_leave_unhashed=can_leave_unhashed,
                 ready_event=ready_event,
                 device=device,

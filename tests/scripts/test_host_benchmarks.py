@@ -19,8 +19,8 @@ from kvxfer.bench.core import Report, Timing
 from kvxfer.bench.members import SINK, SOURCE, Devices, Usage, devices_for, usage_now
 from kvxfer.bench.pools import LLAMA_8B, POISON, TINY, request_of
 from kvxfer.bench.soak import MOST_GROWTH_NBYTES, Held, Soaked
-from kvxfer.bench.sockets import SOCKETS, hear, receive_pieces, say, send_pieces
-from kvxfer.bench.streams import PlainSink, PlainSource, plain
+from kvxfer.bench.sockets import SOCKETS, SocketSource, hear, receive_pieces, say, send_pieces
+from kvxfer.bench.streams import PlainSink, plain
 from kvxfer.bench.transfer import HOST_AIMS, host_aim
 from kvxfer.bench.transfer_report import NIXL_DEFAULT, SHOWN, WATCHED, cells_of, speed_tables
 from kvxfer.bench.workers import Worker
@@ -223,8 +223,9 @@ def test_pieces_come_to_their_places() -> None:
 def test_plain_sockets_share_the_bytes_of_a_request() -> None:
     request = request_of(TINY, "HND16->HND16", 96, 128)
     nbytes = request.nbytes + 1000
-    with closing(PlainSource(nbytes)) as source, closing(PlainSink(nbytes)) as sink:
-        source.connect(sink.address(), 4)
+    host = Devices("cpu", "cpu", "")
+    with closing(SocketSource(host, nbytes)) as source, closing(PlainSink(nbytes)) as sink:
+        source.connect([sink.address()] * 4)
         sink.accept(4)
         for number in (1, 3, 4):
             sink.poison()
