@@ -307,7 +307,7 @@ def _run_cast(bench: Bench, cast: tuple[str, str, str], layouts: str, num_tokens
     nbytes = num_tokens * LLAMA_8B.regions * LLAMA_8B.heads * source.tile.inner_nbytes
     works = {"memcpy": _limits_of(bench, nbytes)["memcpy"]}
     works |= {name_of(width): partial(copy, bench, job, width) for width in _CAST_WIDTHS}
-    taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
+    taken = core.measure(core.clocked(works, partial(once, bench)), bench.rounds, budget_s=BUDGET_S)
     case = f"{' '.join(filter(None, cast))} {layouts} {num_tokens} tokens"
     bench.report.compare(core.Measured(f"casts, {bench.where}", case, nbytes), taken)
 
