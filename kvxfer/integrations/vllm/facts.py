@@ -327,6 +327,13 @@ def _quantisation(vllm_config: Any, modes: set[str]) -> str:
     return _short(" ".join(parts))
 
 
+def element_type(dtype: torch.dtype, quantisation: str, cache_dtype: str) -> str:
+    """What a layer's cache keeps, by PyTorch's name."""
+    if not quantisation.startswith("fp8"):
+        return str(dtype).removeprefix("torch.")
+    return "float8_e5m2" if cache_dtype == "fp8_e5m2" else _fp8_type(cache_dtype)
+
+
 def _fp8_type(cache_dtype: str) -> str:
     """Which of the types of one byte; "fp8" is the platform's own, and platforms differ."""
     if cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
