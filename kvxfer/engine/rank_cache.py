@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from kvxfer.tensors.block_zeroer import KVBlockZeroer
 from kvxfer.tensors.kv_cache import add_kv_sharing_layers_to_kv_cache_groups, init_kv_cache
 from kvxfer.tensors.regions import kv_regions
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
-from kvxfer.transfer.layout import Region
+from kvxfer.transfer.layout import Elements, Region
 from kvxfer.transports.base import LocalMemory
 
 
@@ -189,8 +190,12 @@ class RankCache:
             shared_kv_cache_layers=sharing,
         )
         (self.buffer,) = self.memory.tensors
-        self.regions: tuple[Region, ...] = kv_regions(
+        regions = kv_regions(
             self.config, kv_caches, backends, [self.buffer], shard.kv_lo, shard.kv_hi
+        )
+        elements = Elements(model.dtype)
+        self.regions: tuple[Region, ...] = tuple(
+            msgspec.structs.replace(region, elements=elements) for region in regions
         )
         if shard.tp_rank == 0:
             log.debug(
