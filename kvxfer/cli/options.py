@@ -210,6 +210,9 @@ class RunOptions(EngineOptions):
 # ------------------------------------------------------------------ one record for each command
 
 
+_OF_A_SIDE = ("tp", "block_size", "layout", "blocks", "prefix_caching", "devices")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairOptions(RunOptions):
     """Of ``kvxfer pair``: two engines, each with options of its own."""
@@ -232,20 +235,13 @@ class PairOptions(RunOptions):
         bool, Option(help="Compare tokens with a single engine's, and KV with the source's.")
     ] = True
 
-    @property
-    def prefill(self) -> SideOptions:
+    def side(self, of: str) -> SideOptions:
+        """``of``: prefill or decode."""
+        own = {name: getattr(self, f"{of}_{name}") for name in _OF_A_SIDE}
         return SideOptions(
-            *(self.prefill_tp, self.prefill_block_size, self.prefill_layout, self.prefill_blocks),
-            *(self.prefill_prefix_caching, self.device),
-            *(parse_devices("--prefill-devices", self.prefill_devices), "prefill"),
-        )
-
-    @property
-    def decode(self) -> SideOptions:
-        return SideOptions(
-            *(self.decode_tp, self.decode_block_size, self.decode_layout, self.decode_blocks),
-            *(self.decode_prefix_caching, self.device),
-            *(parse_devices("--decode-devices", self.decode_devices), "decode"),
+            *(own["tp"], own["block_size"], own["layout"], own["blocks"]),
+            *(own["prefix_caching"], self.device),
+            *(parse_devices(f"--{of}-devices", own["devices"]), of),
         )
 
 
