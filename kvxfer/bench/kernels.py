@@ -44,7 +44,7 @@ from kvxfer.bench.pools import (
     Pool,
     Request,
     Shape,
-    layout_of,
+    request_of,
 )
 from kvxfer.kernels.strided_work import WHOLE_GPU
 from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
@@ -90,12 +90,7 @@ class _Job:
 
 def between(source: str, sink: str, num_tokens: int, shape: Shape = LLAMA_8B) -> Request:
     """A request that fills a part of its pools; ``source``, ``sink``: HND16."""
-    pools = []
-    for text in (source, sink):
-        layout, block_tokens = layout_of(text)
-        num_blocks = -(-num_tokens // block_tokens) * SPREAD
-        pools.append(Pool(layout, block_tokens, num_blocks, shape))
-    return Request(pools[0], pools[1], num_tokens)
+    return request_of(shape, f"{source}->{sink}", num_tokens, SPREAD * num_tokens)
 
 
 def _job_of(bench: Bench, request: Request) -> _Job:
