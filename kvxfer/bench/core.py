@@ -219,7 +219,6 @@ def of_three(
 
 
 def of_ms() -> Columns[Any]:
-    """Of a record's speed."""
     return of_three(("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda record: record.speed.ms)
 
 
@@ -268,7 +267,6 @@ def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> T
 
 
 def _row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
-    """The cells of one record."""
     return tuple(text(record) for text in columns.values())
 
 

@@ -32,8 +32,6 @@ _SPIN = 2000
 
 @dataclass(frozen=True, slots=True)
 class _Allocated:
-    """Blocks of one group."""
-
     ids: tuple[int, ...]
 
     def get_block_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -263,7 +261,6 @@ class BenchEngine(Member):
         raise TimeoutError(f"engine: expected a request to end within {_ENDS_S:g} s")
 
     def _io_cpu_s(self) -> float:
-        """Processor time of the connector's IO thread."""
         return sum(
             time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
             for thread in threading.enumerate()
@@ -271,7 +268,6 @@ class BenchEngine(Member):
         )
 
     def close(self) -> None:
-        """End the connector, then the memory."""
         self.set_busy(False)
         self._worker.shutdown()
         super().close()

@@ -94,7 +94,6 @@ def between(source: str, sink: str, num_tokens: int, shape: Shape = LLAMA_8B) ->
 
 
 def _job_of(bench: Bench, request: Request) -> _Job:
-    """Bound to the pools of the benchmark."""
     copy_class, _ = request.copy_class()
     memories = [
         (DeviceMemory(memory.data_ptr(), memory.numel()),) for memory in (bench.source, bench.sink)
@@ -184,7 +183,6 @@ def _run_case(
 
 
 def name_of(width: int) -> str:
-    """Of the kernel with so many programs."""
     return "kernel, all" if width == WHOLE_GPU else f"kernel {width}"
 
 
@@ -209,7 +207,6 @@ def pairs(bench: Bench, blocks: Sequence[int]) -> None:
 
 
 def inner(bench: Bench, blocks: Sequence[int]) -> None:
-    """Sizes that are no powers of two."""
     for inner_nbytes, (given, taken) in product((1152, 656, 132), ((64, 64), (64, 16), (16, 24))):
         shape = Shape("odd", 61, 1, inner_nbytes)
         # One token more than whole blocks, so that they cannot be joined to wider words

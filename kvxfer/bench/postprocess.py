@@ -50,8 +50,6 @@ AHEAD_CYCLES = 5_000_000  # about 3 ms
 
 @dataclass(frozen=True, slots=True)
 class _Rewritten:
-    """A case of post-processing."""
-
     name: str
     received: BlockOrder
     local: BlockOrder
@@ -90,7 +88,6 @@ class Case:
 
 
 def once(work: core.Work, device: torch.device) -> core.Timing:
-    """One call, by events on a GPU."""
     if device.type == "cuda":
         # It is busy while the host prepares the launch, so that the launch is not what is timed
         torch.cuda._sleep(AHEAD_CYCLES)

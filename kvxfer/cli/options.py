@@ -280,8 +280,6 @@ class _OneEngine(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(_OneEngine):
-    """The options of ``kvxfer prefill``."""
-
     listen: Annotated[
         str, Option(help="Where requests are taken; port 0: a free one.", metavar="HOST:PORT")
     ]
@@ -295,8 +293,6 @@ class PrefillOptions(_OneEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(RunOptions, _OneEngine):
-    """The options of ``kvxfer decode``."""
-
     prefill: Annotated[str, Option(help="Where kvxfer prefill listens.", metavar="HOST:PORT")]
     tp: _Tp = 1
     block_size: _BlockSize = 32
@@ -315,8 +311,6 @@ class DecodeOptions(RunOptions, _OneEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The options of ``kvxfer doctor``."""
-
     peer: Annotated[
         str | None,
         Option(
@@ -340,8 +334,6 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainOptions:
-    """The options of ``kvxfer drain``."""
-
     endpoint: Annotated[
         str | None,
         Argument(
@@ -361,8 +353,6 @@ class DrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
-    """The options of ``kvxfer proxy``."""
-
     prefill: Annotated[
         list[str],
         Option(help="A prefill engine; several: several times.", metavar="http://HOST:PORT"),
@@ -466,8 +456,6 @@ def place_sides(
 
 @dataclass(frozen=True, slots=True)
 class HostPort:
-    """``HOST:PORT``; IPv6 hosts in brackets."""
-
     host: str
     port: int
 
