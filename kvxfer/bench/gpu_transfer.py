@@ -54,7 +54,6 @@ DECODE: core.Columns[Disturbed] = {
 
 
 def peer_aim(request: Request, way: str) -> float | None:
-    """Of the wire between two GPUs."""
     if not way.startswith("kvxfer") or request.num_tokens < LONG_TOKENS:
         return None
     is_fine = (

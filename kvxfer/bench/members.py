@@ -36,7 +36,6 @@ class Devices:
 
     @property
     def by_side(self) -> dict[str, str]:
-        """For a process that sees both."""
         return {SOURCE: self.source, SINK: self.sink}
 
     @property
@@ -177,7 +176,6 @@ class Member:
         return usage_now()
 
     def flush(self) -> None:
-        """Clear the caches of this process's devices."""
         for flush in self._flushes:
             flush()
 

@@ -101,7 +101,6 @@ class Soak:
             raise
 
     def transfer(self, count: int) -> float:
-        """One after the other; seconds of all."""
         sink = self._workers[SINK]
         return sink.call(float, "many", self.request, count, timeout_s=_STEP_S)
 

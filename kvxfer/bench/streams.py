@@ -121,7 +121,6 @@ class PlainSink(Member):
 
 
 def plain(number: int) -> str:
-    """What as many plain sockets are called."""
     return f"sockets x{number}"
 
 

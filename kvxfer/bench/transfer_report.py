@@ -44,7 +44,6 @@ class Cell:
 
     @property
     def shape(self) -> str:
-        """Of the model."""
         return self.case.split()[0]
 
     @property
@@ -82,7 +81,6 @@ WATCHED: core.Columns[Cell] = {**COLUMNS, "of the limit": COLUMNS["p50"]}
 def cells_of(
     request: Request, taken: Mapping[str, Sequence[core.Timing]], limit: str, aims: _Aims
 ) -> Iterator[Cell]:
-    """Of all ways, in one case."""
     speeds = {way: core.speed_of(request.nbytes, timings) for way, timings in taken.items()}
     limits, nixl = speeds.get(limit), speeds.get(NIXL_DEFAULT)
     for way, speed in speeds.items():

@@ -38,8 +38,6 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One tensor parallel rank among how many."""
-
     tp_rank: int
     tp_size: int
 
