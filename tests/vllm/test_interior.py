@@ -85,29 +85,29 @@ def inside(write: Write, spec: LayerSpec | None = None) -> Named | Opaque:
         (
             PLAIN,
             (
-                Plane(name="k", offset=0, inner_nbytes=128, stride_token=256),
-                Plane(name="v", offset=128, inner_nbytes=128, stride_token=256),
+                Plane(plane="k", offset=0, inner_nbytes=128, stride_token=256),
+                Plane(plane="v", offset=128, inner_nbytes=128, stride_token=256),
             ),
         ),
         (
             PLANES,
             (
-                Plane(name="k", offset=0, inner_nbytes=128, stride_token=128),
-                Plane(name="v", offset=4096, inner_nbytes=128, stride_token=128),
+                Plane(plane="k", offset=0, inner_nbytes=128, stride_token=128),
+                Plane(plane="v", offset=4096, inner_nbytes=128, stride_token=128),
             ),
         ),
         (
             TRANSPOSED,
             (
                 Plane(
-                    name="k",
+                    plane="k",
                     offset=0,
                     inner_nbytes=128,
                     stride_token=4,
                     channel_nbytes=4,
                     stride_channel=128,
                 ),
-                Plane(name="v", offset=4096, inner_nbytes=128, stride_token=128),
+                Plane(plane="v", offset=4096, inner_nbytes=128, stride_token=128),
             ),
         ),
     ],
@@ -136,8 +136,8 @@ def test_a_quantised_cache_is_read_by_what_its_codes_look_like() -> None:
 
     assert inside(write, spec) == Named(
         (
-            Plane(name="k", offset=0, inner_nbytes=32, stride_token=32),
-            Plane(name="v", offset=1024, inner_nbytes=32, stride_token=32),
+            Plane(plane="k", offset=0, inner_nbytes=32, stride_token=32),
+            Plane(plane="v", offset=1024, inner_nbytes=32, stride_token=32),
         )
     )
 
@@ -146,7 +146,7 @@ def test_a_latent_is_one_plane() -> None:
     spec = spec_of(num_kv_heads=1, head_size=40, head_size_v=0, is_latent=True)
     latent = writer(lambda k, v: [k])
     assert inside(latent, spec) == Named(
-        (Plane(name="latent", offset=0, inner_nbytes=160, stride_token=160),)
+        (Plane(plane="latent", offset=0, inner_nbytes=160, stride_token=160),)
     )
 
 
@@ -207,8 +207,8 @@ def test_without_a_probe_the_spec_says_it() -> None:
     cells = cells_of(spec, stride_slot=192, stride_token=384)  # LBNHC
     assert look_inside("layer", spec, cells) == Named(
         (
-            Plane(name="k", offset=0, inner_nbytes=128, stride_token=384),
-            Plane(name="v", offset=128, inner_nbytes=64, stride_token=384),
+            Plane(plane="k", offset=0, inner_nbytes=128, stride_token=384),
+            Plane(plane="v", offset=128, inner_nbytes=64, stride_token=384),
         )
     )
 

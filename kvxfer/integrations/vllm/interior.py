@@ -75,12 +75,12 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """One named plane of a kernel block; bytes, from the block's first one.
+    """One named plane of a kernel block, in the words of a Region; bytes, from the block's first.
 
     ``channel_nbytes`` 0: the ``inner_nbytes`` of a token are contiguous.
     """
 
-    name: str
+    plane: str
     offset: int
     inner_nbytes: int
     stride_token: int
@@ -256,7 +256,7 @@ def _traced_planes(spec: LayerSpec, trace: Trace) -> tuple[Plane, ...] | None:
         apart = by_channel != 1
         planes.append(
             Plane(
-                name=name,
+                plane=name,
                 offset=first * itemsize,
                 inner_nbytes=num_channels * itemsize,
                 stride_token=by_token * itemsize,
@@ -279,7 +279,7 @@ def _stated_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
     sizes = (spec.head_size, spec.head_size_v)
     return tuple(
         Plane(
-            name=name,
+            plane=name,
             offset=index * spec.head_size * itemsize,
             inner_nbytes=size * itemsize,
             stride_token=cells.stride_token,
