@@ -68,6 +68,33 @@ class Usage:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Shared pools of a process, by inode: ``own`` ones, and those of others that it maps or holds
+    open.
+    """
+
+    own: frozenset[int]
+    mapped: frozenset[int]
+
+    @classmethod
+    def of(cls, pid: int) -> Pools:
+        """Of a process that runs. Its own descriptors can be written to, others' only read."""
+        own, mapped = set[int](), set[int]()
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(path).startswith(_POOL):
+                    is_own = bool(path.lstat().st_mode & 0o200)
+                    (own if is_own else mapped).add(path.stat().st_ino)
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if _POOL in line:
+                mapped.add(int(line.split()[4]))
+        return cls(frozenset(own), frozenset(mapped - own))
+
+
+_POOL = "/memfd:kvxfer-pool"
+
+
 @dataclass(slots=True)
 class Member:
     """One engine, in one life after the other.
@@ -266,6 +293,19 @@ class Fleet:
             for member in self
             for rank, pid in enumerate(member.pids)
         }
+
+    def pools_of_the_gone(self) -> dict[tuple[str, int], int]:
+        """How many pools a rank still maps whose owners have ended, by engine and rank; those that
+        map none are left out.
+        """
+        pools = {
+            (member.name, rank): Pools.of(pid)
+            for member in self
+            for rank, pid in enumerate(member.pids)
+        }
+        alive = frozenset[int]().union(*(each.own for each in pools.values()))
+        gone = {rank: len(each.mapped - alive) for rank, each in pools.items()}
+        return {rank: number for rank, number in gone.items() if number}
 
     def close(self) -> None:
         """End all of them."""

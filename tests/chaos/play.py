@@ -565,6 +565,8 @@ class Play:
             grown = now.resident_nbytes - was.resident_nbytes
             if grown > MOST_GROWTH_NBYTES:
                 found.append(f"{name} rank {rank}: {grown >> 20} MB more")
+        for (name, rank), number in self._fleet.pools_of_the_gone().items():
+            found.append(f"{name} rank {rank}: maps {number} pools of engines that have gone")
         return found
 
     def _say(self, what: str, of: str = "", detail: str = "") -> None:
