@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -150,6 +151,7 @@ class Fleet:
         self._device = device
         self.members: dict[str, Member] = {}
         self.had_pids: set[int] = set()
+        self._claims: list[socket.socket] = []
         try:
             for shape in shapes:
                 config = self._config(shape)
@@ -171,7 +173,7 @@ class Fleet:
         return iter(self.members.values())
 
     def _config(self, shape: Shape) -> EngineConfig:
-        settings = {**self._settings, "port": free_port() if shape.is_prefill else 0}
+        settings = {**self._settings, "port": self._claimed_port() if shape.is_prefill else 0}
         devices: tuple[int, ...] = ()
         if self._device == "cuda":
             import torch
@@ -194,6 +196,21 @@ class Fleet:
             devices=devices,
             kv=load_config(self._settings | settings, environ={}).config,
         )
+
+    def _claimed_port(self) -> int:
+        """A free one that no other storm takes as long as this fleet is there: while an engine is
+        dead, its port is free.
+        """
+        while True:
+            port = free_port()
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0kvxfer-stormport-{port}")
+            except OSError:
+                claim.close()
+                continue
+            self._claims.append(claim)
+            return port
 
     def _started(self, config: EngineConfig, shape: Shape) -> EngineGroup:
         spec = Spec(
@@ -315,6 +332,8 @@ class Fleet:
             self.go_on(member)
         for member in self.members.values():
             member.group.close()
+        for claim in self._claims:
+            claim.close()
 
 
 def _is_kind(name: str, kind: str) -> bool:
