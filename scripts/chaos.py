@@ -70,6 +70,11 @@ def main() -> int:
     return NOT_ALL if any(run.left for run in runs) else 0
 
 
+def _flips(share: float, wire: str) -> str:
+    """The fault: on the way where there is one, else where the copy lands."""
+    return f"{'read' if wire == 'shm' else 'chunk'}:flip={share:g}"
+
+
 class _Run:
     """All storms over one wire."""
 
@@ -109,6 +114,7 @@ class _Run:
             self._wire,
             device=options.device,
             settings=options.set,
+            faults=_flips(options.flip, self._wire) if options.flip else "",
         )
         self._longest_s = max(self._longest_s, time.monotonic() - begun_s)
         self.storms.append(summary)
@@ -175,6 +181,7 @@ def _command(options: argparse.Namespace, wire: str) -> str:
     words += [f"--seed {options.seed}", f"--per-storm {options.per_storm}"]
     words += [f"--every {options.every}", f"--device {options.device}"]
     words += [f"--set {name}={value}" for name, value in options.set.items()]
+    words += [f"--flip {options.flip:g}"] if options.flip else []
     words += [f"--label {options.label}"] if options.label else []
     return " ".join([*words, "--out scripts/results"])
 
@@ -225,7 +232,11 @@ def _report(record: Record) -> str:
         ("What befell the engines", "injections"),
         ("How requests ended at decode", "ends"),
         ("How requests ended at prefill", "prefills"),
+        ("Counters of the last lives", "counts"),
+        ("How requests ended of whose KV a bit was flipped", "flipped"),
     ):
+        if not _added(storms, name):
+            continue
         lines += [f"| {title} | number |", "|---|---|"]
         lines += [f"| {key} | {number:,} |" for key, number in _added(storms, name).items()]
         lines.append("")
@@ -251,6 +262,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument(
         "--set", type=_setting, action="append", default=[], help="of all engines: verify=all"
+    )
+    parser.add_argument(
+        "--flip", type=float, default=0.0, help="share of chunks with a flipped bit; set verify=all"
     )
     parser.add_argument(
         "--limit-s", type=float, default=math.inf, help="no storm begins that would end later"

@@ -131,6 +131,7 @@ class Fleet:
         folder: for the model, and for what processes write.
         wire: the transport of all; ``settings``: of all, before those of the storm.
         planted: the name of a fault in all processes, see :mod:`tests.chaos.planted`.
+        faults: of all wires, one that takes a seed.
     """
 
     def __init__(
@@ -143,11 +144,14 @@ class Fleet:
         settings: Mapping[str, Any] | None = None,
         device: str = "cpu",
         planted: str = "",
+        faults: str = "",
     ) -> None:
-        self._folder, self._seed, self._planted = folder, seed, planted
+        self._folder, self._seed = folder, seed
+        self._planted, self.faults = planted, faults
         self._model = tiny_model(folder, num_kv_heads=NUM_KV_HEADS)
         base = {**IMPATIENT, **(STREAM if wire != "shm" else {}), **(settings or {})}
         self._settings = {"transport": wire, **base}
+        self.num_streams = max(1, self._settings.get("zmq_streams", 1))
         self._device = device
         self.members: dict[str, Member] = {}
         self.had_pids: set[int] = set()
@@ -219,6 +223,7 @@ class Fleet:
             seed=self._seed + len(self.had_pids),
             slow_s=shape.slow_s if self._device == "cpu" else 0.0,
             planted=self._planted,
+            faults=self.faults,
         )
         group = EngineGroup(config, set_up=partial(set_up, spec))
         self.had_pids.update(group.pids)
