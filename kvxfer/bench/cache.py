@@ -104,7 +104,6 @@ class _Pooled:
 
     @property
     def get_free_mblocks_s(self) -> float:
-        """Of get and free, M blocks/s."""
         return 1e3 / (self.free_ns + self.get_ns) if self.free_ns else 0.0
 
     @property
@@ -297,8 +296,6 @@ def run(session: Session, options: argparse.Namespace) -> int:
 
 
 def multiple_of(unit: int) -> Callable[[str], int]:
-    """Parses one."""
-
     def parse(text: str) -> int:
         number = int(text) if text.isdigit() else 0
         if number < unit or number % unit:

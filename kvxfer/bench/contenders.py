@@ -79,7 +79,6 @@ class Way:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Around everything that its processes are asked."""
         restless = (self.source, self.sink) if self.is_restless else ()
         for worker in restless:
             worker.resume()

@@ -4,12 +4,11 @@ they took.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
@@ -17,6 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -219,7 +219,6 @@ def of_three(
 
 
 def of_ms() -> Columns[Any]:
-    """Of a record's speed."""
     return of_three(("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda record: record.speed.ms)
 
 
@@ -268,7 +267,6 @@ def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> T
 
 
 def _row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
-    """The cells of one record."""
     return tuple(text(record) for text in columns.values())
 
 
@@ -358,9 +356,9 @@ class Report:
         """All that there is; the plot, which takes a second, at the end."""
         self.out.mkdir(parents=True, exist_ok=True)
         name = f"{self.name}_{self.date}"
-        known = {kind: _plain(found) for kind, found in self.records.items()}
-        document = {"facts": self.facts, **known, "lost": self.lost}
-        (self.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        document = msgspec.json.encode({"facts": self.facts, **self.records, "lost": self.lost})
+        text = msgspec.json.format(document, indent=1)
+        (self.out / f"{name}.json").write_bytes(text + b"\n")
         plot = self.plot(self) if is_last else None
         is_drawn = plot is not None and draw(self.out / f"{name}.png", plot, self.conditions())
         picture = f"![{plot.title}]({name}.png)" if plot is not None and is_drawn else ""
@@ -388,13 +386,6 @@ class Report:
         return markdown(
             f"{self.title}, {self.date}", self.facts, [*self.tables(self), lost], picture
         )
-
-
-def _plain(found: Any) -> Any:  # noqa: ANN401
-    """As JSON has it: records by field, all else as it is."""
-    if isinstance(found, list):
-        return [_plain(each) for each in found]
-    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
 
 
 def today() -> str:

@@ -113,7 +113,6 @@ class SocketSource(Member):
         self._threads: list[threading.Thread] = []
 
     def connect(self, addresses: Sequence[Address]) -> None:
-        """To the sink."""
         for address in addresses:
             sock = connect(address)
             thread = threading.Thread(target=self._serve, args=(sock,))

@@ -35,9 +35,8 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.source import IsReady
 from kvxfer.connector.worker_side import WorkerConnector
-from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.tensors.shared_memory import PlainPool, SharedPool, make_pool
 from kvxfer.testing.faults import injected
-from kvxfer.testing.peers import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
@@ -118,7 +117,7 @@ class Engine:
         base = base or build_manifest(shape, engine_id)
         self.facts = msgspec.structs.replace(base.facts, **(facts or {}))
         self.workers: list[WorkerConnector] = []
-        self.pools: list[SharedPool | DevicePool] = []
+        self.pools: list[SharedPool | PlainPool] = []
         on_gpu = HAS_CUDA and self.config.transport == "cuda_ipc"
         device = torch.device("cuda:0" if on_gpu else "cpu")
         self.results: list[Results] = []
@@ -129,7 +128,7 @@ class Engine:
         engine = identity_of(base, incarnation=self.incarnation, facts=self.facts)
         for entry in base.ranks:
             regions, nbytes = entry.regions, entry.memories[0].nbytes
-            pool = make_pool(str(device), nbytes)
+            pool = make_pool(device, nbytes)
             if fill is None:
                 content = rng.integers(0, 256, nbytes, dtype=np.uint8)
                 pool.tensor.copy_(torch.from_numpy(content))
