@@ -421,7 +421,7 @@ BENCHMARK = Benchmark(
             ["pieces", "lengths"],
             nargs="+",
             choices=list(SECTIONS),
-            help="some of",
+            help="of",
         ),
         option("--where", list(_PLACES), nargs="+", choices=_PLACES, help="the source's GPU"),
         option("--blocks", list(BLOCKS), nargs="+", type=int, help="tokens, of the section pairs"),
