@@ -30,6 +30,7 @@ import zmq
 from torch import Tensor
 
 from kvxfer.connector import rank_service
+from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine import rank as rank_module
 from kvxfer.engine.attention import attention_backend
@@ -101,7 +102,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Offsets:
+class Offsets:
     """Of this process's clocks. ``reset_until_s``: the first step before then resets the cache."""
 
     clock_s: float = 0.0
@@ -109,14 +110,12 @@ class _Offsets:
     reset_until_s: float = 0.0
 
 
-_schedulers: list[SchedulerConnector] = []
+schedulers: list[SchedulerConnector] = []
 """The scheduler side of this process, where it has one."""
 
 
-def set_up(spec: Spec) -> None:
-    """First of all in a process of an engine."""
-    sys.setrecursionlimit(1000)
-    os.environ["UCX_DEBUG_SIGNO"] = "SIGUSR2"  # else SIGHUP makes it write everything to the log
+def prepare(spec: Spec) -> Mangler:
+    """What a process needs so that a storm can reach it: first of all in it."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for number in STOP_SIGNALS.values():
@@ -124,8 +123,6 @@ def set_up(spec: Spec) -> None:
     _send_one_without_a_copy()
     mangler = Mangler(spec.seed)
     mangler.install()
-    if spec.slow_s:
-        _slow_memory(spec.slow_s)
     if spec.faults:
         install(f"{spec.faults};seed={spec.seed}")
         flips = logging.getLogger("kvxfer.testing")
@@ -135,6 +132,16 @@ def set_up(spec: Spec) -> None:
     if spec.planted:
         planted = importlib.import_module("tests.chaos.planted")
         planted.BY_NAME[spec.planted].plant()
+    return mangler
+
+
+def set_up(spec: Spec) -> None:
+    """First of all in a process of a reference engine."""
+    sys.setrecursionlimit(1000)
+    os.environ["UCX_DEBUG_SIGNO"] = "SIGUSR2"  # else SIGHUP makes it write everything to the log
+    mangler = prepare(spec)
+    if spec.slow_s:
+        _slow_memory(spec.slow_s)
 
     class ThisRunner(StormyRunner):
         of_process = spec, mangler
@@ -142,7 +149,7 @@ def set_up(spec: Spec) -> None:
     class ThisScheduler(SchedulerConnector):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            _schedulers[:] = [self]
+            schedulers[:] = [self]
 
     # Ranks have nothing to sum; they meet over their links alone
     for name, value in (
@@ -215,16 +222,15 @@ class StormyRunner(Runner):
         self._cache = RankCache(config, model, shard, attention_backend(config.layout))
         self._sequences = {}
         self._planes = [PlaneView(each, self._cache.buffer) for each in self._cache.regions]
-        self._incarnation = incarnation
-        self._offsets = _Offsets()
         self.connector = self._connect(model, incarnation)
-        self._open_door()
+        assert self.connector is not None
+        self._offsets = open_door(*self.of_process, self.connector._running(), tp_rank)
 
     def execute(self, step: SchedulerOutput) -> StepOutput:
         """One step; before it the scheduler's cache is reset, where that was asked for."""
         if time.monotonic() < self._offsets.reset_until_s:
             self._offsets.reset_until_s = 0.0
-            for connector in _schedulers:
+            for connector in schedulers:
                 connector.reset_cache()
         self._suspects: dict[str, dict[str, object]] = {}
         output = super().execute(step)
@@ -280,47 +286,48 @@ class StormyRunner(Runner):
         os.write(fd, line.encode())
         os.close(fd)
 
-    # ------------------------------------------------------------------ the door
-    #
-    # All that a storm touches behind the connector's public face.
 
-    def _open_door(self) -> None:
-        spec, mangler = self.of_process
-        assert self.connector is not None
-        service = self.connector._running()
-        offsets = self._offsets
-        service.io.now = lambda: time.monotonic() + offsets.clock_s
-        wall = time.time
-        time.time = lambda: wall() + offsets.wall_s
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        name = f"kvxfer-storm-{spec.engine_id}-{self._tp_rank}-{os.getpid()}"
-        door.bind(f"\0{name}")
-        doors = threading.Thread(
-            target=_serve_door,
-            args=(door, mangler, offsets, service.io.wake),
-            daemon=True,
-        )
-        doors.name = "door"
-        doors.start()
-        manifest = service.manifest
-        facts = Facts(
-            pid=os.getpid(),
-            rank=self._tp_rank,
-            door=name,
-            incarnation=self._incarnation,
-            control=manifest.control_endpoint,
-            data=dict(manifest.data_endpoints),
-            threads={each.native_id or 0: each.name for each in threading.enumerate()},
-        )
-        path = Path(spec.folder) / f"{os.getpid()}.facts"
-        path.with_suffix(".new").write_bytes(msgspec.json.encode(facts))
-        path.with_suffix(".new").rename(path)
+# ------------------------------------------------------------------ the door
+#
+# All that a storm touches behind the connector's public face.
+
+
+def open_door(spec: Spec, mangler: Mangler, service: RankService, rank: int) -> Offsets:
+    """Obey orders from now on, and say so in a file."""
+    offsets = Offsets()
+    service.io.now = lambda: time.monotonic() + offsets.clock_s
+    wall = time.time
+    time.time = lambda: wall() + offsets.wall_s
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = f"kvxfer-storm-{spec.engine_id}-{rank}-{os.getpid()}"
+    door.bind(f"\0{name}")
+    doors = threading.Thread(
+        target=_serve_door,
+        args=(door, mangler, offsets, service.io.wake),
+        daemon=True,
+    )
+    doors.name = "door"
+    doors.start()
+    manifest = service.manifest
+    facts = Facts(
+        pid=os.getpid(),
+        rank=rank,
+        door=name,
+        incarnation=service._identity.incarnation,
+        control=manifest.control_endpoint,
+        data=dict(manifest.data_endpoints),
+        threads={each.native_id or 0: each.name for each in threading.enumerate()},
+    )
+    path = Path(spec.folder) / f"{os.getpid()}.facts"
+    path.with_suffix(".new").write_bytes(msgspec.json.encode(facts))
+    path.with_suffix(".new").rename(path)
+    return offsets
 
 
 def _serve_door(
     door: socket.socket,
     mangler: Mangler,
-    offsets: _Offsets,
+    offsets: Offsets,
     wake: Callable[[], Any],
 ) -> None:
     decoder = msgspec.json.Decoder(Order)
