@@ -5,6 +5,7 @@ killed, stopped and lied to while requests move through them. ``tests/chaos`` sa
     python scripts/chaos.py --requests 2000 --wire cuda_ipc --device cuda --out scripts/results
     .venv-vllm/bin/python scripts/chaos.py --vllm --requests 600 --wire shm zmq nixl \\
         --out scripts/results
+    python scripts/chaos.py --hosts --requests 2500 --wire zmq ucx --out scripts/results
     python scripts/chaos.py --planted --out scripts/results
 
 The last one plants faults, one at a time, and says who finds each.
@@ -25,6 +26,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,8 @@ from tests.chaos.finding import Found, look_for
 from tests.chaos.planted import PLANTED
 from tests.chaos.play import Summary
 from tests.chaos.running import hardware, versions, weather
-from tests.chaos.storm import make_plan
+from tests.chaos.storm import BETWEEN_HOSTS, ON_ONE_HOST, make_plan
+from tests.two_hosts import two_networks
 
 REFERENCE = (
     "- Engines: prefill TP 1 and TP 2, decode TP 2 and TP 1, blocks of 16 and 32 tokens, both "
@@ -71,9 +74,10 @@ def main() -> int:
         return _plant(folder, options.out)
     runs = [_Run(options, wire) for wire in options.wire]
     ends_s = time.monotonic() + options.limit_s
-    for run in runs:
-        while run.is_due(ends_s - time.monotonic()):
-            run.play(folder)
+    with two_networks() if options.hosts else nullcontext() as options.networks:
+        for run in runs:
+            while run.is_due(ends_s - time.monotonic()):
+                run.play(folder)
     print(f"logs: {folder}")
     if not all(summary.is_clean for run in runs for summary in run.storms):
         return 1
@@ -83,13 +87,15 @@ def main() -> int:
 def _storm(
     options: argparse.Namespace, wire: str, seed: int, number: int, folder: Path, faults: str
 ) -> Summary:
+    kinds = BETWEEN_HOSTS if options.hosts else ON_ONE_HOST
     return weather(
-        make_plan(seed, number, every=options.every),
+        make_plan(seed, number, kinds=kinds, every=options.every),
         folder,
         wire,
         device=options.device,
         settings=options.set,
         faults=faults,
+        networks=options.networks,
     )
 
 
@@ -114,7 +120,7 @@ class _Run:
     def __init__(self, options: argparse.Namespace, wire: str) -> None:
         self._options, self._wire = options, wire
         self._command = _command(options, wire)
-        kind = "chaos_vllm" if options.vllm else "chaos"
+        kind = "chaos_vllm" if options.vllm else "chaos_hosts" if options.hosts else "chaos"
         self._stem = f"{kind}_{wire}{options.label and '_' + options.label}"
         self._date = time.strftime("%Y-%m-%d")
         self.storms: list[Summary] = []
@@ -209,7 +215,7 @@ def _storms(options: argparse.Namespace) -> list[tuple[int, int]]:
 
 def _command(options: argparse.Namespace, wire: str) -> str:
     words = ["python scripts/chaos.py", f"--requests {options.requests}", f"--wire {wire}"]
-    words += ["--vllm"] if options.vllm else []
+    words += ["--vllm"] if options.vllm else ["--hosts"] if options.hosts else []
     words += [f"--seed {options.seed}", f"--per-storm {options.per_storm}"]
     words += [f"--every {options.every}", f"--device {options.device}"]
     words += [f"--set {name}={value}" for name, value in options.set.items()]
@@ -285,6 +291,9 @@ def _added(storms: list[Summary], name: str) -> dict[str, int]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
     parser.add_argument("--planted", action="store_true", help="faults instead of storms")
+    parser.add_argument(
+        "--hosts", action="store_true", help="each side in a network of its own, which is cut"
+    )
     parser.add_argument("--vllm", action="store_true", help="two engines of vLLM: shm, zmq, nixl")
     parser.add_argument("--requests", type=int, default=1000, help="of each wire")
     parser.add_argument("--wire", nargs="+", default=["shm"], help="shm, zmq, ucx, nixl, cuda_ipc")

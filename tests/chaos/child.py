@@ -55,13 +55,15 @@ called in a handler, and the thread stands wherever it was: with a lock, or with
 
 
 SLOW_PIECE_NBYTES = 64 << 10
+_CLONE_FS = 0x200
 FLIPS = "flips.jsonl"
 """File of a storm: which transfers had a bit flipped."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine's processes are told before they begin. ``planted``: the name of a fault;
-    ``faults``: of its wires, see :mod:`kvxfer.testing.faults`.
+    ``faults``: of its wires, see :mod:`kvxfer.testing.faults`. ``network``: the process whose
+    network its connector has; 0: that of this host.
 
     ``slow_s``: if not 0, copies run on the copy thread, in small pieces, each of which takes so
     long after the last look whether it is still wanted.
@@ -73,6 +75,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     slow_s: float = 0.0
     planted: str = ""
     faults: str = ""
+    network: int = 0
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,8 +117,23 @@ schedulers: list[SchedulerConnector] = []
 """The scheduler side of this process, where it has one."""
 
 
-def prepare(spec: Spec) -> Mangler:
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What reaches into this process. ``door``: a socket of this host, whatever network the
+    connector gets.
+    """
+
+    spec: Spec
+    mangler: Mangler
+    door: socket.socket
+    name: str
+
+
+def prepare(spec: Spec) -> Reach:
     """What a process needs so that a storm can reach it: first of all in it."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = f"kvxfer-storm-{spec.engine_id}-{os.getpid()}"
+    door.bind(f"\0{name}")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for number in STOP_SIGNALS.values():
@@ -132,19 +150,19 @@ def prepare(spec: Spec) -> Mangler:
     if spec.planted:
         planted = importlib.import_module("tests.chaos.planted")
         planted.BY_NAME[spec.planted].plant()
-    return mangler
+    return Reach(spec, mangler, door, name)
 
 
 def set_up(spec: Spec) -> None:
     """First of all in a process of a reference engine."""
     sys.setrecursionlimit(1000)
     os.environ["UCX_DEBUG_SIGNO"] = "SIGUSR2"  # else SIGHUP makes it write everything to the log
-    mangler = prepare(spec)
+    reach = prepare(spec)
     if spec.slow_s:
         _slow_memory(spec.slow_s)
 
     class ThisRunner(StormyRunner):
-        of_process = spec, mangler
+        of_process = reach
 
     class ThisScheduler(SchedulerConnector):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -199,10 +217,24 @@ def _slow_memory(slow_s: float) -> None:
     install(f"read:slow={slow_s * 1000:g}ms")
 
 
+def _enter_network(pid: int) -> None:
+    """This thread, and those that it starts from now on: all of the connector. Channels to the
+    client and to other ranks are there already, and stay where they are.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_FS):  # else a process of several threads may not have another /sys
+        raise OSError(ctypes.get_errno(), "unshare")
+    for kind in ("net", "mnt"):
+        fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+        if libc.setns(fd, 0):
+            raise OSError(ctypes.get_errno(), f"setns: {kind}")
+        os.close(fd)
+
+
 class StormyRunner(Runner):
     """A rank with the synthetic model."""
 
-    of_process: tuple[Spec, Mangler]
+    of_process: Reach
 
     def __init__(
         self,
@@ -212,6 +244,8 @@ class StormyRunner(Runner):
         incarnation: bytes,
         all_reduce: Callable[[Tensor], Tensor] | None,
     ) -> None:
+        if self.of_process.spec.network:
+            _enter_network(self.of_process.spec.network)
         self._config = config
         self._tp_rank = tp_rank
         self._device = torch.device(config.rank_devices[tp_rank])
@@ -224,7 +258,7 @@ class StormyRunner(Runner):
         self._planes = [PlaneView(each, self._cache.buffer) for each in self._cache.regions]
         self.connector = self._connect(model, incarnation)
         assert self.connector is not None
-        self._offsets = open_door(*self.of_process, self.connector._running(), tp_rank)
+        self._offsets = open_door(self.of_process, self.connector._running(), tp_rank)
 
     def execute(self, step: SchedulerOutput) -> StepOutput:
         """One step; before it the scheduler's cache is reset, where that was asked for."""
@@ -279,7 +313,7 @@ class StormyRunner(Runner):
 
     def _tell_wrong(self, **what: object) -> None:
         """Written down at once: this process may be killed next."""
-        spec, _ = self.of_process
+        spec = self.of_process.spec
         line = json.dumps({"engine": spec.engine_id, "pid": os.getpid(), **what}) + "\n"
         path = Path(spec.folder) / "wrong.jsonl"
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -292,18 +326,15 @@ class StormyRunner(Runner):
 # All that a storm touches behind the connector's public face.
 
 
-def open_door(spec: Spec, mangler: Mangler, service: RankService, rank: int) -> Offsets:
+def open_door(reach: Reach, service: RankService, rank: int) -> Offsets:
     """Obey orders from now on, and say so in a file."""
     offsets = Offsets()
     service.io.now = lambda: time.monotonic() + offsets.clock_s
     wall = time.time
     time.time = lambda: wall() + offsets.wall_s
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    name = f"kvxfer-storm-{spec.engine_id}-{rank}-{os.getpid()}"
-    door.bind(f"\0{name}")
     doors = threading.Thread(
         target=_serve_door,
-        args=(door, mangler, offsets, service.io.wake),
+        args=(reach.door, reach.mangler, offsets, service.io.wake),
         daemon=True,
     )
     doors.name = "door"
@@ -312,13 +343,13 @@ def open_door(spec: Spec, mangler: Mangler, service: RankService, rank: int) -> 
     facts = Facts(
         pid=os.getpid(),
         rank=rank,
-        door=name,
+        door=reach.name,
         incarnation=service._identity.incarnation,
         control=manifest.control_endpoint,
         data=dict(manifest.data_endpoints),
         threads={each.native_id or 0: each.name for each in threading.enumerate()},
     )
-    path = Path(spec.folder) / f"{os.getpid()}.facts"
+    path = Path(reach.spec.folder) / f"{os.getpid()}.facts"
     path.with_suffix(".new").write_bytes(msgspec.json.encode(facts))
     path.with_suffix(".new").rename(path)
     return offsets

@@ -498,6 +498,9 @@ class Play:
                 which = _THREADS[injection.kind]
                 stood = self._fleet.stop_thread(member, injection.rank, which, injection.duration_s)
                 self._say("stands" if stood else "nothing to stop", member.name, stood)
+            case Kind.CUT_WHOLE | Kind.CUT_PREFILL | Kind.CUT_DECODE | Kind.UNPLUG:
+                self._fleet.cut(injection.kind)
+                self._later(injection.duration_s, self._fleet.heal)
             case Kind.HOSTILE:
                 self._besiege(member, injection)
             case _:
@@ -609,6 +612,8 @@ class Play:
             for what in ("threads", "descriptors", "mappings"):
                 if getattr(now, what) > getattr(was, what):
                     words = f"{getattr(was, what)} {what} became {getattr(now, what)}"
+                    if what == "descriptors":
+                        words += f" {dict(now.kinds - was.kinds)}"
                     found.append(f"{name} rank {rank}: {words}")
             grown = now.resident_nbytes - was.resident_nbytes
             if grown > self._fleet.most_growth_nbytes:

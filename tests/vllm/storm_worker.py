@@ -30,10 +30,10 @@ _loads: dict[str, str] = {}
 
 class StormWorker(Worker):
     def __init__(self, sock: socket.socket, engine_args: dict[str, Any], spec: Spec) -> None:
-        mangler = prepare(spec)
+        reach = prepare(spec)
         _watch()
         super().__init__(sock, engine_args, idle_step_s=0.0005)
-        self._offsets = open_door(spec, mangler, _services[0], 0)
+        self._offsets = open_door(reach, _services[0], 0)
 
     def _step(self) -> None:
         if time.monotonic() < self._offsets.reset_until_s:
