@@ -148,7 +148,9 @@ class _Run:
         """The next storm, and what is known by then into the results file."""
         options, begun_s = self._options, time.monotonic()
         seed, number = self.left.pop(0)
-        folder = folder / f"{self._wire}-{seed}"
+        folder = folder / f"{self._stem}-{seed}"
+        if folder.exists():
+            sys.exit(f"--logs: expected no {folder}, got another storm's; name another folder")
         faults = _flips(options.flip, self._wire) if options.flip else ""
         summary = (_vllm_storm if options.vllm else _storm)(
             options, self._wire, seed, number, folder, faults
