@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import msgspec
 
+from kvxfer.bench.engines import SWITCH_INTERVAL_S
 from tests.hostile.cases import CASES, Case, Fate, Target, address_of, repeat
 from tests.hostile.rig import Honest, Usage, honest_pair
 
@@ -68,6 +69,7 @@ def main() -> int:
             has_keys: stack.enter_context(honest_pair(has_keys=has_keys))
             for has_keys in {case.keys for _, case in cases}
         }
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # both engines share this interpreter
         gc.collect()
         gc.freeze()  # as serving processes do: a full collection of what imports left takes 75 ms
         for number, case in cases:
