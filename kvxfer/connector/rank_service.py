@@ -36,7 +36,7 @@ from kvxfer.connector.records import (
     SourceRef,
 )
 from kvxfer.connector.sink import Sink
-from kvxfer.connector.source import Source
+from kvxfer.connector.source import IsReady, Source
 from kvxfer.connector.verifier import EVERY, Verifier
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transfer.costs import REFERENCE_TOKENS
@@ -326,12 +326,17 @@ class RankService:
 
     # -------------------------------------------------- orders, from the engine thread
 
-    def carry_out(self, orders: ConnectorMetadata, after: torch.cuda.Event | None = None) -> None:
+    def carry_out(
+        self,
+        orders: ConnectorMetadata,
+        after: torch.cuda.Event | None = None,
+        begun: IsReady | None = None,
+    ) -> None:
         """Have a step's orders carried out by the IO thread; or on this thread at once, if the IO
         thread sleeps and the orders are quick and touch no socket. ``after``: as :meth:`Sink.load`
-        has it.
+        has it. ``begun``: whether all is over that was launched before this step.
         """
-        order = partial(self._take, orders, self.io.now(), after)
+        order = partial(self._take, orders, self.io.now(), after, begun)
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
 
@@ -339,23 +344,24 @@ class RankService:
         self,
         orders: ConnectorMetadata,
         after: torch.cuda.Event | None,
+        begun: IsReady | None,
         request_ids: Sequence[str],
         timeout_s: float,
     ) -> list[torch.cuda.Event] | None:
         """:meth:`carry_out`, and wait until the IO thread has begun these loads: their copies, as
         :meth:`Sink.copied` has them.
         """
-        begun: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
+        copied: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
         handed_s = self.io.now()
 
         def order() -> None:
-            self._take(orders, handed_s, after)
-            begun.put(self.sink.copied(request_ids))
+            self._take(orders, handed_s, after, begun)
+            copied.put(self.sink.copied(request_ids))
 
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
         with suppress(Empty):
-            return begun.get(timeout=timeout_s)
+            return copied.get(timeout=timeout_s)
         return None
 
     def abort(self, request_ids: Iterable[str], reason: Reason) -> None:
@@ -371,7 +377,11 @@ class RankService:
         return {of.incarnation: source for of, source in near if of and source}
 
     def _take(
-        self, orders: ConnectorMetadata, handed_s: float, after: torch.cuda.Event | None
+        self,
+        orders: ConnectorMetadata,
+        handed_s: float,
+        after: torch.cuda.Event | None,
+        begun: IsReady | None,
     ) -> None:
         """Carry out each order, even if others fail. Aborts come last: they may name a load of the
         same step.
@@ -383,6 +393,9 @@ class RankService:
             guard(self.source.add, offer)
         for table in orders.blocks:
             guard(self.source.set_blocks, table)
+        if begun is not None:
+            cached = [(each.request_id, each.open_tokens) for each in orders.offers]
+            guard(self.source.computed, [each for each in cached if each[1]], begun)
         if orders.delayed:
             guard(self.source.delay, orders.delayed)
         if orders.num_open is not None:

@@ -36,6 +36,7 @@ from kvxfer.connector.tracing import tell_of
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
+from kvxfer.transfer.session import ALL
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
@@ -77,8 +78,9 @@ class WorkerConnector:
         device: where the pools are. On a GPU, offers open and loads begin to write when what the
           current stream held at :meth:`wait_for_save` or :meth:`bind_connector_metadata` has run:
           what a step launches in between never writes a load's blocks.
-        ready_event: replaces the event that offers wait for: called at the end of a step; what it
-          returns tells whether the step's KV is complete.
+        ready_event: replaces the event that offers wait for: called at the end of a step, and at
+          the begin of one whose new offers have tokens in the engine's prefix cache; what it
+          returns tells whether the KV that was launched before is complete.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class WorkerConnector:
         self._service: RankService | None = None
         self._metadata = NO_ORDERS
         self._written: torch.cuda.Event | None = None
+        self._begun: IsReady | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
         self._details: dict[str, str] = {}
@@ -171,6 +174,8 @@ class WorkerConnector:
         service = self._running()
         self._metadata = metadata
         self._written = record_event(self._device) if metadata.loads else None
+        is_growing = any(offer.open_tokens for offer in metadata.offers)
+        self._begun = self._ready_event() if is_growing else None
         self.handle_preemptions(metadata)
         if metadata is NO_ORDERS:
             return
@@ -178,7 +183,7 @@ class WorkerConnector:
             self._check(metadata.manifest)
         self._sending.update(metadata.delayed)
         if not (metadata.loads or metadata.aborts):  # else with the loads: one wake, not two
-            service.carry_out(metadata)
+            service.carry_out(metadata, begun=self._begun)
 
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
         """Begin this step's loads; before the step's work is launched where some are part of it:
@@ -190,11 +195,11 @@ class WorkerConnector:
             return
         self._loading.update(load.request_id for load in metadata.loads)
         self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
-        service, written = self._running(), self._written
+        service, written, begun = self._running(), self._written, self._begun
         if not self._in_step:
-            service.carry_out(metadata, written)
+            service.carry_out(metadata, written, begun)
             return
-        copied = service.carry_out_now(metadata, written, self._in_step, LATE_S)
+        copied = service.carry_out_now(metadata, written, begun, self._in_step, LATE_S)
         if copied is None:
             self._settle()
         for event in copied or ():
@@ -222,13 +227,14 @@ class WorkerConnector:
         """Nothing: sinks fetch KV from the pool."""
 
     def wait_for_save(self) -> None:
-        """End of the forward pass: record the ready event of the offers whose last token it
-        computed.
+        """End of the forward pass: record the ready event of the offers of which it has computed
+        something.
         """
-        computed = self._metadata.computed
-        if computed:
+        metadata = self._metadata
+        if metadata.computed or metadata.grown:
             service, is_ready = self._running(), self._ready_event()
-            service.io.post(lambda: service.source.computed(computed, is_ready))
+            spans = (*metadata.grown, *((name, ALL) for name in metadata.computed))
+            service.io.post(partial(service.source.computed, spans, is_ready))
 
     def _record_ready(self) -> IsReady:
         event = record_event(self._device)

@@ -109,7 +109,7 @@ def _read_open(load: LoadSnapshot, route: RouteRecord, open_tokens: int, *, is_b
         asked_tokens=hi,
         is_busy=is_busy or lo < hi,
     )
-    actions = [session.StartRead(route.source, lo, hi)] if lo < hi else []
+    actions: list[SinkAction] = [session.StartRead(route.source, lo, hi)] if lo < hi else []
     return load.with_route(route), actions
 
 
