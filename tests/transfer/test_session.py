@@ -11,8 +11,8 @@ import pytest
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
-    ALL,
     Abort,
     Break,
     BrokenArrived,
