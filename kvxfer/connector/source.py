@@ -35,7 +35,7 @@ from kvxfer.connector.given_offer import (
 )
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.parked import Message, Parked
+from kvxfer.connector.parked import Early, Parked
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.connector.untaken_kv import UntakenKV, why_given_up, why_lapsed
 from kvxfer.connector.verifier import Digests, Verifier
@@ -419,7 +419,7 @@ class Source:
         found = Found(find.request, find.incarnation, None, reason=reason, detail=detail)
         self._server.send(identity, found)
 
-    def _not_found(self, identity: bytes, message: Message) -> None:
+    def _not_found(self, identity: bytes, message: Early) -> None:
         """What an early message is about has not come in time, or there is no room to wait."""
         if isinstance(message, Find):
             wait_s = self._config.early_wait_s

@@ -251,7 +251,9 @@ def _params_seeds() -> Iterator[bytes]:
     for key in (None, _KEY):
         made = make_params(SOURCE, request_id="r1", number=3, tp_size=2, pp_size=1, key=key)
         yield json.dumps(made).encode()
+        yield json.dumps(early_params(made, "0f" * 16)).encode()
     yield json.dumps({"do_remote_decode": True, "do_remote_prefill": False}).encode()
+    yield json.dumps(prefill_params("0f" * 16)).encode()
 
 
 def _client_body(frame: bytes, _: Path) -> object:
@@ -562,7 +564,7 @@ DECODERS = (
         _REFUSED,
         (
             "connector/params.py:parse_params",
-            "connector/params.py:_source",
+            "connector/params.py:_engine",
             "connector/params.py:_hex",
         ),
     ),
