@@ -29,7 +29,13 @@ from kvxfer.config import Config, load_config
 from kvxfer.connector.access import Listeners, check_host, check_introduction
 from kvxfer.connector.board import SLOT_NBYTES, Board, BoardView, Posted
 from kvxfer.connector.given_offer import PullRefused, read_pull
-from kvxfer.connector.params import LoadWanted, make_params, parse_params
+from kvxfer.connector.params import (
+    LoadWanted,
+    early_params,
+    make_params,
+    parse_params,
+    prefill_params,
+)
 from kvxfer.connector.records import ConnectorMetadata, SourceRef, Unhold
 from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import Abort, Ask, Generate, RpcClient, RpcServer, Token
