@@ -29,7 +29,7 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.errors import ConfigError
-from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest
+from kvxfer.transfer.manifest import CacheFacts, EngineIdentity, RankId, RankManifest
 from kvxfer.transfer.tokens import token_digest
 from kvxfer.transfer.wire import OfferRef, Reason
 
@@ -43,6 +43,15 @@ FACTS = CacheFacts(
     num_kv_heads=4,
     head_size=64,
     num_layers=2,
+)
+ENGINE = EngineIdentity(
+    engine_id="me",
+    incarnation=INCARNATION,
+    facts=FACTS,
+    tp_size=1,
+    pp_size=1,
+    block_tokens=16,
+    layout="HND",
 )
 PROMPT = tuple(range(40))
 SOURCE = SourceRef(
@@ -85,13 +94,7 @@ def connector(
 ) -> SchedulerConnector:
     made = SchedulerConnector(
         Config(**settings),
-        engine_id="me",
-        incarnation=INCARNATION,
-        facts=FACTS,
-        tp_size=1,
-        pp_size=1,
-        block_tokens=16,
-        layout="HND",
+        ENGINE,
         can_send=can_send,
         can_receive=can_receive,
         now=now,
@@ -604,13 +607,7 @@ def test_every_rank_must_register() -> None:
 def test_the_manifest_says_whether_tokens_are_bound(bind_tokens: bool) -> None:
     made = SchedulerConnector(
         Config(bind_tokens=bind_tokens),
-        engine_id="me",
-        incarnation=INCARNATION,
-        facts=FACTS,
-        tp_size=1,
-        pp_size=1,
-        block_tokens=16,
-        layout="HND",
+        ENGINE,
         can_send=True,
         can_receive=True,
     )
