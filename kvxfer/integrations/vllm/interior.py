@@ -169,7 +169,6 @@ def trace_writes(
     code looks like in the cache is learnt first, so quantised caches are read as well.
 
     Args:
-        dtype: of the K and V that the writer is given.
         pool: three scratch blocks ``[3, H, N, C]`` in the order of a registered view; without it
             they are made here, on the host.
 

@@ -59,20 +59,11 @@ def locate(
     tp_size: int,
     model: CacheModel,
 ) -> Located:
-    """Regions and memory of the views that vLLM registers with a connector.
-
-    Args:
-        kv_caches: each layer's view ``[B, H, N, C]``, with those layers that use another one's KV.
-        kv_cache_config: vLLM's ``KVCacheConfig`` of this rank.
-        model: of :func:`~kvxfer.integrations.vllm.facts.cache_model`.
-
-    Returns:
-        One region for every plane, layer by layer in the groups' order: "k" and "v", "k_scale" and
-        "v_scale" where each token has scales, "latent", or one "page:" with a fingerprint for
-        blocks that can only move whole.
-
-    Raises:
-        ConfigError: a layer whose cache cannot be moved, with the reason.
+    """Regions and memory of the views that vLLM registers with a connector. ``kv_caches``: each
+    layer's view ``[B, H, N, C]``, with those layers that use another one's KV. Returns one region
+    for every plane, layer by layer in the groups' order: "k" and "v", "k_scale" and "v_scale" where
+    each token has scales, "latent", or one "page:" with a fingerprint for blocks that can only move
+    whole. Raises ConfigError for a layer whose cache cannot be moved, with the reason.
     """
     specs = layer_specs(kv_cache_config)
     for layer in specs:
@@ -302,10 +293,8 @@ def heads_of(layer: str, spec: LayerSpec, rank: Rank, model: CacheModel) -> tupl
     """The layer's KV heads ``[lo, hi)`` that this rank holds, of all that it has.
 
     vLLM gives each rank an equal share, or one head to several ranks in a row where there are more
-    ranks than heads. The spec says the share; the total is what makes it.
-
-    Raises:
-        ConfigError: a single head on each of several ranks, of a layer of unknown total.
+    ranks than heads. The spec says the share; the total is what makes it. Raises ConfigError for a
+    single head on each of several ranks, of a layer of unknown total.
     """
     if spec.is_latent:
         return 0, 1
