@@ -179,7 +179,7 @@ def read_as_it_grows(
         is_all = open_tokens == offered
         grant = Grant(order.source.offer, run.pull.consumer, ids, offered)
         grant = grant if is_all else msgspec.structs.replace(grant, open_tokens=open_tokens)
-        hi = open_tokens_of(grant, order)
+        hi = open_tokens_of(grant, run)
         if hi == lo:
             continue
         take_granted_ids(run, ids, hi)
@@ -276,6 +276,10 @@ def test_opaque_blocks_are_read_when_they_are_full_or_at_the_end() -> None:
     ways = ways_of(peer_of(plan, engine, rank, "shm"), addressing)
     (run,) = make_routes(order, ways, addressing).values()
     spans: list[tuple[int, int] | None] = []
+    grant = Grant(source.offer, run.pull.consumer, (), 70)
+    assert [
+        open_tokens_of(msgspec.structs.replace(grant, open_tokens=num), run) for num in (69, 79, 80)
+    ] == [69, 79, ALL]  # the last block is not full before
     for lo, hi in ((0, 20), (20, 40), (40, 47), (47, 65), (65, ALL)):
         take_granted_ids(run, ((1, 2, 3, 4, 5),), hi)
         request = next_read(run, lo, hi)
