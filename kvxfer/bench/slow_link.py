@@ -292,8 +292,6 @@ class Echo:
 
 
 class RoundTrips:
-    """The other end of Echo."""
-
     def measure(self, address: tuple[str, int]) -> list[float]:
         taken_s = []
         with connect(address) as sock:

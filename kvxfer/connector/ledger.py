@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvxfer.connector.records import KVConnectorStats, LoadReport
+from kvxfer.connector.records import FoundOffer, KVConnectorStats, LoadReport
 from kvxfer.transfer.wire import Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Requests that have ended since the last call; each is reported once. ``must_drain``: the
-    engine was told to drain since then.
+    engine was told to drain since then. ``found``: what has become of offers that were looked for,
+    by name in hex.
     """
 
     sent: frozenset[str] = frozenset()
     loads: tuple[LoadReport, ...] = ()
     must_drain: bool = False
+    found: Mapping[str, FoundOffer] = field(default_factory=dict)
 
 
 NONE_FINISHED = Finished()
@@ -44,6 +47,7 @@ class Ledger:
         self._reported: list[LoadReport] = []
         self._signal: int | None = None
         self._must_drain = False
+        self._found: dict[str, FoundOffer] = {}
 
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -55,6 +59,14 @@ class Ledger:
             for what, number in counts.items():
                 self.count(f"{name}.{what}", number)
             counts.clear()
+
+    def failed_call(self) -> None:
+        """A handler of the IO thread has raised."""
+        self.count("io.errors")
+
+    def refused(self, why: str) -> None:
+        """A connection was not taken."""
+        self.count(f"connections.refused.{why}")
 
     def reason(self, reason: Reason) -> None:
         """Count a reason why KV was not used, or is no longer given."""
@@ -78,6 +90,12 @@ class Ledger:
                 self._reasons[report.reason.value] += 1
             self._wake()
 
+    def found(self, name: str, found: FoundOffer) -> None:
+        """Report what has become of an offer that was looked for; the last word counts."""
+        with self._lock:
+            self._found[name] = found
+            self._wake()
+
     def drain(self) -> None:
         """Have the engine's next step hear that it is to drain; an idle engine makes one."""
         with self._lock:
@@ -89,10 +107,13 @@ class Ledger:
         if not self._has_news():
             return NONE_FINISHED
         with self._lock:
-            finished = Finished(frozenset(self._sent), tuple(self._loads), self._must_drain)
+            finished = Finished(
+                frozenset(self._sent), tuple(self._loads), self._must_drain, self._found
+            )
             self._sent.clear()
             self._loads.clear()
             self._must_drain = False
+            self._found = {}
             if self._signal is not None:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._signal)
@@ -122,10 +143,12 @@ class Ledger:
 
     def wait_for_loads(self, request_ids: AbstractSet[str], timeout_s: float) -> bool:
         """Sleep until all these loads have ended; False after ``timeout_s``."""
+
+        def have_ended() -> bool:
+            return request_ids <= {report.request_id for report in self._loads}
+
         with self._changed:
-            return self._changed.wait_for(
-                lambda: request_ids <= {report.request_id for report in self._loads}, timeout_s
-            )
+            return self._changed.wait_for(have_ended, timeout_s)
 
     def fileno(self) -> int:
         """A descriptor that is readable while something has ended that :meth:`take_finished`
@@ -144,7 +167,7 @@ class Ledger:
             os.close(signal)
 
     def _has_news(self) -> bool:
-        return bool(self._sent or self._loads or self._must_drain)
+        return bool(self._sent or self._loads or self._must_drain or self._found)
 
     def _wake(self) -> None:
         self._changed.notify_all()

@@ -20,7 +20,7 @@ import msgspec
 
 from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
-from kvxfer.connector.loads import LoadBook, LoadState
+from kvxfer.connector.loads import READ_BEFORE, LoadBook, LoadState
 from kvxfer.connector.offers import Offer, OfferBook
 from kvxfer.connector.params import (
     NOT_OFFERED_PARAMS,
@@ -40,12 +40,11 @@ from kvxfer.connector.records import (
 from kvxfer.connector.step_loads import StepLoads
 from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
-from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
+from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY, OfferRef, Reason
 
 _DRAINS = Plain("draining", "this engine drains, and takes nothing new")
-READ_BEFORE = "another request of this engine has read the offer"
 
 log = logging.getLogger("kvxfer.connector")
 
@@ -54,8 +53,6 @@ class SchedulerConnector:
     """One per engine, in the scheduler's process.
 
     Args:
-        incarnation: 16 random bytes, one registration of this engine's pools.
-        block_tokens, layout: as in the manifest.
         can_send, can_receive: the role; params of the other role make a plain request, counted.
         now: seconds of a clock that does not go back.
 
@@ -67,29 +64,18 @@ class SchedulerConnector:
     def __init__(
         self,
         config: Config,
+        engine: EngineIdentity,
         *,
-        engine_id: str,
-        incarnation: bytes,
-        facts: CacheFacts,
-        tp_size: int,
-        pp_size: int,
-        block_tokens: int,
-        layout: str,
         can_send: bool,
         can_receive: bool,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._engine_id = engine_id
-        self._incarnation = incarnation
-        self._facts = facts
-        self._tp_size, self._pp_size = tp_size, pp_size
-        self._block_tokens = block_tokens
-        self._layout = layout
+        self._engine = engine
         self._can_send, self._can_receive = can_send, can_receive
         self._manifest: EngineManifest | None = None
         self._manifest_is_new = False
-        self._offers = OfferBook()
+        self._offers = OfferBook(grows=config.grow_offers)
         self._loads = LoadBook()
         self._step_loads = StepLoads(config.load_in_step_s)
         self._ranks: frozenset[str] = frozenset()
@@ -110,7 +96,8 @@ class SchedulerConnector:
 
         Raises ConfigError when one is missing or two do not agree.
         """
-        expected = {(pp, tp) for pp in range(self._pp_size) for tp in range(self._tp_size)}
+        engine = self._engine
+        expected = {(pp, tp) for pp in range(engine.pp_size) for tp in range(engine.tp_size)}
         if set(ranks) != expected:
             raise ConfigError(
                 f"ranks: expected (pp, tp) {sorted(expected)}, got {sorted(ranks)}; "
@@ -121,16 +108,14 @@ class SchedulerConnector:
         except ValueError as e:
             raise ConfigError(f"the ranks' regions: {e}") from e
         self._offers.keep(keepings)
+        regions = [region for rank in ranks.values() for region in rank.regions]
+        kept = [region for region in regions if region.window is None] or regions
+        most_tokens = min((region.num_blocks * region.block_tokens for region in kept), default=0)
+        self._loads.most_growing_tokens = self._config.early_share * most_tokens
         self._manifest = EngineManifest(
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
+            **msgspec.structs.asdict(engine),
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
             capabilities=(*((BIND_TOKENS,) if self._config.bind_tokens else ()), VERIFY),
-            facts=self._facts,
-            tp_size=self._tp_size,
-            pp_size=self._pp_size,
-            block_tokens=self._block_tokens,
-            layout=self._layout,
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
         self._manifest_is_new = True
@@ -165,7 +150,7 @@ class SchedulerConnector:
             return
         plain = self._refusal(params.source)
         if plain is None:
-            self._loads.reject(request.request_id, params.source)
+            self._loads.reject(request.request_id, params.source, is_early=params.is_early)
             plain = Plain(Reason.CANCELLED, "its engine turned it away")
         self._count(request, plain.reason, plain.detail)
 
@@ -186,22 +171,25 @@ class SchedulerConnector:
                 return None
             return self._warn(request, params)
         if isinstance(params, OfferWanted):
-            plain = self._offer(request)
+            plain = self._offer(request, params.name)
             return plain and self._warn(request, plain, what=NOT_OFFERED)
         plain = self._refusal(params.source)
         if plain is None and self.is_draining:
-            self._loads.reject(request.request_id, params.source)
+            self._loads.reject(request.request_id, params.source, is_early=params.is_early)
             plain = _DRAINS
+        if plain is None and params.is_early:
+            self._loads.find(request, params.source)
+            return None
         plain = plain or self._want(request, params.source)
         return plain and self._warn(request, plain, params.source)
 
-    def _offer(self, request: RequestLike) -> Plain | None:
+    def _offer(self, request: RequestLike, name: bytes) -> Plain | None:
         if not self._can_send:
             return Plain("role", "this engine does not offer KV")
         if self.is_draining:
             self._not_offered.add(request.request_id)
             return _DRAINS
-        if not self._offers.want(request):
+        if not self._offers.want(request, name):
             return Plain("id_in_use", "the KV of another request of its id is held")
         return None
 
@@ -229,12 +217,16 @@ class SchedulerConnector:
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the locally cached ones can be loaded, and whether that is
         asynchronous. If not, the load is part of this step: see
-        :mod:`~kvxfer.connector.step_loads`. None: another request loads them; ask again later.
+        :mod:`~kvxfer.connector.step_loads`. None: another request loads them, or they are not to be
+        had yet; ask again later.
+
+        For a request that is to be offered: what is cached can be read before its first step.
 
         May be called any number of times; the last call counts in update_state_after_alloc.
         """
         num_tokens = self._loads.num_more_tokens(request.request_id, num_computed_tokens)
         if not num_tokens:
+            self._offers.cached(request.request_id, num_computed_tokens)
             return num_tokens, False
         load = self._loads.wanted(request.request_id)
         assert load is not None  # it has tokens to load
@@ -307,8 +299,8 @@ class SchedulerConnector:
             self._source_ref(self._manifest, finish.offer),
             request_id=request.request_id,
             number=finish.offer.number,
-            tp_size=self._tp_size,
-            pp_size=self._pp_size,
+            tp_size=self._engine.tp_size,
+            pp_size=self._engine.pp_size,
             key=self._config.params_key,
         )
 
@@ -353,6 +345,9 @@ class SchedulerConnector:
             self.drain()
         if output.near:
             self._step_loads.learn(output.near)
+        for name, found in (output.found or {}).items():
+            for request_id, source, plain in self._loads.found(name, found):
+                self._not_loaded(request_id, plain, source)
         failed = output.failed_recving or {}
         details = output.failure_details or {}
         for request_id in output.finished_recving or ():
@@ -427,9 +422,9 @@ class SchedulerConnector:
         front_door = manifest.rank(RankId(0, 0))
         may_be_another = self._config.curve_keys_dir is not None
         return SourceRef(
-            engine_id=self._engine_id,
+            engine_id=self._engine.engine_id,
             endpoint=front_door.control_endpoint,
-            offer=OfferRef(offer.nonce, self._incarnation),
+            offer=OfferRef(offer.nonce, self._engine.incarnation),
             num_tokens=offer.num_tokens,
             digest=offer.digest,
             curve_public_key=front_door.curve_public_key if may_be_another else None,
@@ -448,12 +443,16 @@ class SchedulerConnector:
         source: SourceRef | None = None,
         what: str = NOT_USED,
     ) -> Plain:
+        self._not_loaded(request.request_id, plain, source, what)
+        return plain
+
+    def _not_loaded(
+        self, request_id: str, plain: Plain, source: SourceRef | None, what: str = NOT_USED
+    ) -> None:
         reason = str(plain.reason)
         self._reasons[reason] += 1
         now_s = self._now()
-        lines = self._unused.note(now_s, request.request_id, reason, plain.detail, source, what)
-        self._tell(lines)
-        return plain
+        self._tell(self._unused.note(now_s, request_id, reason, plain.detail, source, what))
 
     def _tell(self, lines: Iterable[Line]) -> None:
         for line in lines:

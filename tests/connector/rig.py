@@ -35,15 +35,14 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.source import IsReady
 from kvxfer.connector.worker_side import WorkerConnector
-from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.tensors.shared_memory import PlainPool, SharedPool, make_pool
 from kvxfer.testing.faults import injected
-from kvxfer.testing.peers import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
 from kvxfer.transports.visitors import Backlog
-from tests.builders import EngineShape, build_manifest, build_regions
+from tests.builders import EngineShape, build_manifest, identity_of
 from tests.conftest import HAS_CUDA
 from tests.helpers import needs_nixl, needs_ucxx
 from tests.oracle import oracle_copy
@@ -104,28 +103,33 @@ class Engine:
         announce: bool = True,
         can_leave_unhashed: bool = True,
         faults: str = "",
+        base: EngineManifest | None = None,
         **settings: Any,
     ) -> None:
-        """``faults``: what its wires do wrong, see kvxfer.testing.faults."""
+        """``faults``: what its wires do wrong, see kvxfer.testing.faults. ``base``: other regions
+        than those of the shape.
+        """
         settings.setdefault("port", 0)
         self.config = Config(**settings)
         self.shape = shape
         self.engine_id = engine_id
         self.incarnation = incarnation or secrets.token_bytes(16)
-        base = build_manifest(shape, engine_id)
+        base = base or build_manifest(shape, engine_id)
         self.facts = msgspec.structs.replace(base.facts, **(facts or {}))
         self.workers: list[WorkerConnector] = []
-        self.pools: list[SharedPool | DevicePool] = []
+        self.pools: list[SharedPool | PlainPool] = []
         on_gpu = HAS_CUDA and self.config.transport == "cuda_ipc"
         device = torch.device("cuda:0" if on_gpu else "cpu")
         self.results: list[Results] = []
         self.stats = KVConnectorStats()
         self.expected_io_errors = 0
         self.nonces: dict[str, bytes] = {}
+        self.num_offered: dict[str, int] = {}
         rng = np.random.default_rng(7)
+        engine = identity_of(base, incarnation=self.incarnation, facts=self.facts)
         for entry in base.ranks:
-            regions, nbytes = build_regions(shape, entry.rank)
-            pool = make_pool(str(device), nbytes)
+            regions, nbytes = entry.regions, entry.memories[0].nbytes
+            pool = make_pool(device, nbytes)
             if fill is None:
                 content = rng.integers(0, 256, nbytes, dtype=np.uint8)
                 pool.tensor.copy_(torch.from_numpy(content))
@@ -133,14 +137,8 @@ class Engine:
                 pool.tensor.fill_(fill)
             worker = WorkerConnector(
                 self.config,
-                engine_id=engine_id,
-                incarnation=self.incarnation,
-                rank=entry.rank,
-                facts=self.facts,
-                tp_size=shape.tp_size,
-                pp_size=shape.pp_size,
-                block_tokens=shape.block_tokens,
-                layout=shape.layout,
+                engine,
+                entry.rank,
                 can_leave_unhashed=can_leave_unhashed,
                 ready_event=ready_event,
                 device=device,
@@ -209,16 +207,34 @@ class Engine:
         """The same with a block table of several groups, of which the scheduler side lets out what
         windows hold.
         """
-        keepings = group_keepings(r for rank in self.manifest.ranks for r in rank.regions)
-        table = held_ids(table, keepings, num_tokens)
+        return self.begin(request_id, num_tokens, table, digest)
+
+    def begin(
+        self,
+        request_id: str,
+        num_tokens: int,
+        table: Table,
+        digest: bytes = DIGEST,
+        *,
+        cached: int = 0,
+        name: bytes = b"",
+    ) -> SourceRef:
+        """The first step of a prompt that is computed in several; ``table``: the blocks that it has
+        by then. ``cached``: tokens that are there before it.
+        """
         order = NewOffer(
             request_id=request_id,
             nonce=secrets.token_bytes(16),
             num_tokens=num_tokens,
             digest=digest,
+            open_tokens=cached,
+            name=name,
         )
+        self.last_offer = order
         self.nonces[request_id] = order.nonce
-        self.step(ConnectorMetadata(offers=(order,), blocks=(OfferBlocks(request_id, table),)))
+        self.num_offered[request_id] = num_tokens
+        blocks = self._blocks(request_id, table)
+        self.step(ConnectorMetadata(offers=(order,), blocks=(blocks,)))
         return SourceRef(
             engine_id=self.engine_id,
             endpoint=self.endpoint,
@@ -227,6 +243,15 @@ class Engine:
             digest=digest,
             curve_public_key=self.manifest.ranks[0].curve_public_key,
         )
+
+    def _blocks(self, request_id: str, table: Table) -> OfferBlocks:
+        keepings = group_keepings(r for rank in self.manifest.ranks for r in rank.regions)
+        return OfferBlocks(request_id, held_ids(table, keepings, self.num_offered[request_id]))
+
+    def grow(self, request_id: str, num_tokens: int, table: Table) -> None:
+        """A step after which the first tokens are computed; ``table``: the blocks by then."""
+        blocks = self._blocks(request_id, table)
+        self.step(ConnectorMetadata(blocks=(blocks,), grown=((request_id, num_tokens),)))
 
     def compute(self, *request_ids: str) -> None:
         """The step that computes the last token, and the one after it: the blocks are kept."""
@@ -258,8 +283,10 @@ class Engine:
         digest: bytes = DIGEST,
         *,
         hold: bool = False,
+        grows: bool = False,
     ) -> None:
-        self.load_groups(request_id, source, (tuple(ids),), span, digest, hold=hold)
+        table = (tuple(ids),)
+        self.load_groups(request_id, source, table, span, digest, hold=hold, grows=grows)
 
     def load_groups(
         self,
@@ -270,6 +297,7 @@ class Engine:
         digest: bytes = DIGEST,
         *,
         hold: bool = False,
+        grows: bool = False,
     ) -> None:
         """The same with a block table of several groups."""
         order = NewLoad(
@@ -278,6 +306,7 @@ class Engine:
             token_lo=span[0],
             token_hi=span[1],
             block_ids=table,
+            grows=grows,
         )
         holds = (Hold(request_id, source),) if hold else ()
         self.step(ConnectorMetadata(loads=(order,), holds=holds))

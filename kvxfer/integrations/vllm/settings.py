@@ -16,6 +16,7 @@ import msgspec
 
 from kvxfer.config import ENV_PREFIX, Config, LoadedConfig, load_config, variables_of
 from kvxfer.errors import ConfigError
+from kvxfer.transfer.manifest import CacheFacts, EngineIdentity
 
 _NIXL_KEYS: Final[Mapping[str, str]] = {
     "backends": "set transport",
@@ -31,6 +32,8 @@ _NIXL_KEYS: Final[Mapping[str, str]] = {
 }
 """Keys of its kv_connector_extra_config, in vLLM 0.26 to 0.33, and what to do here."""
 
+LAYOUT = "vllm"
+"""What the manifest calls the layout; the regions say it exactly."""
 _SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_"  # followed by HOST or PORT
 
 _log = logging.getLogger("kvxfer.integrations")
@@ -84,9 +87,7 @@ class Settings:
     """What both sides of the plugin need to know of their engine.
 
     Attributes:
-        config: kvxfer's own settings, with the ports of this data parallel rank.
         can_send, can_receive: may requests offer KV, may they load it.
-        block_tokens: of vLLM's cache config.
         is_in_step: data-parallel ranks compute every step together (those of a mixture of experts).
         switch_interval_s: see :class:`PluginSettings`.
     """
@@ -102,13 +103,22 @@ class Settings:
     is_in_step: bool = False
     switch_interval_s: float | None = None
 
+    def engine(self, incarnation: bytes, facts: CacheFacts) -> EngineIdentity:
+        return EngineIdentity(
+            engine_id=self.engine_id,
+            incarnation=incarnation,
+            facts=facts,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            block_tokens=self.block_tokens,
+            layout=LAYOUT,
+        )
+
 
 def read_settings(vllm_config: Any) -> Settings:
-    """The settings of an engine with this ``VllmConfig``.
-
-    Raises:
-        ConfigError: settings that are unknown or cannot work, or a kind of engine whose KV cannot
-            be moved; the message says what to change.
+    """The settings of an engine with this ``VllmConfig``. Raises ConfigError for settings that are
+    unknown or cannot work, or a kind of engine whose KV cannot be moved; the message says what to
+    change.
     """
     transfer = _transfer_config(vllm_config)
     for refuse in (_refuse_model, _refuse_parallel, _refuse_draft):
