@@ -21,10 +21,9 @@ from kvxfer.errors import ProtocolError
 from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
 from kvxfer.transfer.chunks import check_chunks
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transfer.plan import PullClass, Side
+from kvxfer.transfer.plan import ALL, PullClass, Side
 from kvxfer.transfer.pull import PullResolver, check_table
 from kvxfer.transfer.session import (
-    ALL,
     Break,
     ClaimantLost,
     OfferState,

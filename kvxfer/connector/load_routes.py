@@ -17,9 +17,8 @@ from kvxfer.errors import ProtocolError
 from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import RankId, RankManifest
-from kvxfer.transfer.plan import CopyClass, PullClass, Route
+from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Route
 from kvxfer.transfer.pull import check_table, pull_class, route_nbytes
-from kvxfer.transfer.session import ALL
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull, Verify
 from kvxfer.transports.base import (

@@ -19,6 +19,7 @@ from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
+from kvxfer.connector.finder import Finder
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
@@ -46,6 +47,7 @@ from kvxfer.transfer.wire import (
     Consumer,
     Drain,
     Draining,
+    Found,
     Hello,
     Manifest,
     NotReady,
@@ -241,6 +243,7 @@ class RankService:
             )
         )
         self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
+        self.finder = Finder(self.io, config, identity.incarnation, self._peers, self._ledger)
         self.sink = Sink(
             self.io, config, self._ledger, addressing, self._peers, self.keeper, verifier
         )
@@ -288,6 +291,9 @@ class RankService:
         self.source.gone(identity)
 
     def _on_answer(self, peer: Peer, source: RankId, message: ToSink) -> None:
+        if isinstance(message, Found):
+            self.finder.on_message(peer, message)
+            return
         self.sink.on_message(peer, source, message)
 
     def _on_over(self, peer: Peer, failure: Failure) -> None:
@@ -407,6 +413,8 @@ class RankService:
                 guard(self.keeper.release, unhold.request_id)
                 if unhold.reason is not None:
                     guard(self.keeper.cancel, unhold.source, unhold.reason)
+            for find in orders.finds:
+                guard(self.finder.find, find)
         for load in orders.loads:
             guard(self.sink.load, load, handed_s, after)
         for abort in orders.aborts:

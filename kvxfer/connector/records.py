@@ -86,10 +86,9 @@ class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
 class FindOffer(msgspec.Struct, frozen=True):
     """Ask the source engine for the offer that a router has named. ``source.offer``: the name in
     the place of the nonce; ``source.digest``: of the whole prompt. Rank 0 asks, and answers with
-    :class:`FoundOffer`: twice, if the offer is not complete when it is found.
+    :class:`FoundOffer`: again, if the offer is not complete when it is found.
     """
 
-    request_id: str
     source: SourceRef
 
 
@@ -257,7 +256,8 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     ``finished_recving`` that succeeded, the blocks that hold all tokens that their request needs,
     but not all tokens of a full block. The engine must leave these blocks out when it names the
     request's blocks for prefix reuse. ``near``: by rank, where it has changed. ``must_drain``: an
-    operator has told a rank that the engine is to drain. ``found``: by request, of the front door.
+    operator has told a rank that the engine is to drain. ``found``: by name in hex, of
+    the front door.
     """
 
     finished_sending: set[str] | None = None

@@ -46,8 +46,8 @@ from kvxfer.connector.verifier import Digests, Verifier, where_they_differ
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.tensors.kv_digest import seed_of
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
-    ALL,
     Abort,
     BrokenArrived,
     DeadlinePassed,

@@ -43,9 +43,9 @@ from kvxfer.connector.verifier import Digests, Verifier
 from kvxfer.errors import KvxferError
 from kvxfer.tensors.kv_digest import seed_of
 from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
-    ALL,
     Break,
     CancelArrived,
     ChunkPacked,
@@ -207,7 +207,7 @@ class Source:
         """An offer under the id that a router gave its request; the first one has it."""
         named = self._by_name.get(name)
         if named is not None and named.nonce in self._live:
-            self._ledger.count("offers.name_taken")
+            self._ledger.count("control.name_taken")
         elif name:
             offer.name = name
             self._by_name[name] = offer
@@ -416,7 +416,7 @@ class Source:
         self._server.send(identity, found)
 
     def _answer(self, identity: bytes, find: Find, reason: Reason, detail: str) -> None:
-        self._ledger.count(f"find.{reason.value}")
+        self._ledger.count(f"refused.{reason.value}")
         found = Found(find.request, find.incarnation, None, reason=reason, detail=detail)
         self._server.send(identity, found)
 

@@ -27,6 +27,7 @@ from kvxfer.connector.records import (
     NO_ORDERS,
     BlockPlaces,
     ConnectorMetadata,
+    FoundOffer,
     KVConnectorOutput,
     KVConnectorStats,
     NearSources,
@@ -36,7 +37,7 @@ from kvxfer.connector.tracing import tell_of
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
-from kvxfer.transfer.session import ALL
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
@@ -128,6 +129,8 @@ class WorkerConnector:
         self._near_news: NearSources | None = None
         self._sending: set[str] = set()
         self._must_drain = False
+        self._finding: set[str] = set()
+        self._found: dict[str, FoundOffer] = {}
 
     # -------------------------------------------------- registration
 
@@ -182,6 +185,8 @@ class WorkerConnector:
         if metadata.manifest is not None:
             self._check(metadata.manifest)
         self._sending.update(metadata.delayed)
+        if metadata.finds and self._identity.rank == RankId(0, 0):
+            self._finding.update(find.source.offer.nonce.hex() for find in metadata.finds)
         if not (metadata.loads or metadata.aborts):  # else with the loads: one wake, not two
             service.carry_out(metadata, begun=self._begun)
 
@@ -256,6 +261,8 @@ class WorkerConnector:
         self._settle()
         finished = self._ledger.take_finished()
         self._must_drain |= finished.must_drain
+        self._found |= finished.found
+        self._finding.difference_update(finished.found)
         self._incomplete, self._details = {}, {}
         if finished is NONE_FINISHED:
             return None, None, {}
@@ -329,13 +336,20 @@ class WorkerConnector:
         near, self._near_news = self._near_news, None
         return near
 
+    def take_found(self) -> dict[str, FoundOffer] | None:
+        """What has become of the offers that :class:`FindOffer` has named, since the last call; of
+        those that the last :meth:`get_transfer_results` has found.
+        """
+        found, self._found = self._found, {}
+        return found or None
+
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
         """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
         stats, near = self.get_kv_connector_stats(), self.take_near()
-        must_drain = self.take_must_drain()
+        must_drain, found = self.take_must_drain(), self.take_found()
         is_empty = sending is None and recving is None and stats is None and near is None
-        if is_empty and not must_drain:
+        if is_empty and not (must_drain or found):
             return None
         return KVConnectorOutput(
             finished_sending=sending,
@@ -345,12 +359,13 @@ class WorkerConnector:
             incomplete_blocks=self.get_incomplete_blocks() or None,
             kv_connector_stats=stats,
             must_drain=must_drain,
+            found=found,
             near={str(self._identity.rank): near} if near is not None else None,
         )
 
     def has_pending(self) -> bool:
         """Something was handed over that has not been reported yet."""
-        return bool(self._loading or self._sending)
+        return bool(self._loading or self._sending or self._finding)
 
     def wait_for_activity(self, timeout_s: float) -> bool:
         """Sleep until something has ended; False if nothing has after ``timeout_s``."""

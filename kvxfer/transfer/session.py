@@ -9,15 +9,12 @@ nothing by itself.
 from __future__ import annotations
 
 import enum
-import sys
 
 import msgspec
 
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.wire import Consumer, Reason
-
-ALL = sys.maxsize
-"""All tokens, of an offer or that a load wants: more than any request has."""
 
 # ------------ source: one offer at one source rank
 

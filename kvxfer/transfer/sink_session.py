@@ -42,6 +42,7 @@ from msgspec.structs import replace
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer import session
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import RouteState, SinkAction, SinkEvent
 from kvxfer.transfer.wire import Reason
 
@@ -124,7 +125,7 @@ def _complete_early(load: LoadSnapshot, route: RouteRecord, event: session.ReadC
 def _complete(load: LoadSnapshot, route: RouteRecord, event: session.ReadCompleted) -> Step:
     if event.certified and not event.is_verified:
         return load.with_state(route.source, RouteState.VALID), []
-    if not event.certified and route.asked_tokens < session.ALL:
+    if not event.certified and route.asked_tokens < ALL:
         return _read_open(load, route, route.open_tokens, is_busy=False)
     return load.with_state(route.source, RouteState.RELEASING), [session.SendRelease(route.source)]
 
@@ -136,7 +137,7 @@ def _verdict(load: LoadSnapshot, route: RouteRecord, event: session.VerdictArriv
 
 
 def _ask_again(load: LoadSnapshot, route: RouteRecord, _: session.RetryDue) -> Step:
-    return load, [session.SendPull(route.source)] if route.open_tokens < session.ALL else []
+    return load, [session.SendPull(route.source)] if route.open_tokens < ALL else []
 
 
 def _release_again(load: LoadSnapshot, route: RouteRecord, _: session.RetryDue) -> Step:

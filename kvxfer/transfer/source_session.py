@@ -264,7 +264,9 @@ def _pull_late(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
         # Every chunk was sent, only the Grant was lost: a refusal would fail a read that is
         # complete.
         return offer, [session.SendGrant(pull.consumer)]
-    return offer, [session.SendRefuse(pull.consumer, Reason.ENDED)]
+    # Who comes early comes again if the prefill was preempted
+    reason = offer.reason if pull.grows else None
+    return offer, [session.SendRefuse(pull.consumer, reason or Reason.ENDED)]
 
 
 # ------------------------------------------------------------------ releases

@@ -27,8 +27,7 @@ import zmq
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
-from kvxfer.transfer.plan import CopyClass, PullClass, Side
-from kvxfer.transfer.session import ALL
+from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Side
 from kvxfer.transfer.wire import Reason
 
 TRIAL_NBYTES = 4 << 20

@@ -41,8 +41,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.plan import Chunk
-from kvxfer.transfer.session import ALL
+from kvxfer.transfer.plan import ALL, Chunk
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     Packed,

@@ -17,22 +17,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvxfer.connector.control import ControlServer
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.transfer.layout import Interior
-from kvxfer.transfer.wire import Grant, Reason
 from tests.builders import EngineShape
 from tests.connector.rig import (
-    NIXL,
     PATIENT,
     POISON,
-    UCX,
     WIRES,
     Engine,
     Table,
     expect_moved,
-    given_offer,
-    stuck,
     until,
 )
 from tests.oracle import oracle_copy

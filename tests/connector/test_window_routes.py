@@ -30,9 +30,9 @@ from kvxfer.errors import ProtocolError
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
-from kvxfer.transfer.plan import Plan, make_plan
+from kvxfer.transfer.plan import ALL, Plan, make_plan
 from kvxfer.transfer.pull import PullResolver
-from kvxfer.transfer.session import ALL, Wire
+from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
 from kvxfer.transfer.wire import Consumer, Grant, OfferRef
 from kvxfer.transports.base import DirectSource, SinkTransport, SourceTransport

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
-    ALL,
     Abort,
     Break,
     ChunkPacked,

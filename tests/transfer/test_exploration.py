@@ -15,8 +15,8 @@ import pytest
 
 from kvxfer.transfer import sink_session, source_session
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
-    ALL,
     Break,
     ChunkPacked,
     DeadlinePassed,

@@ -11,8 +11,8 @@ import pytest
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
-    ALL,
     Abort,
     Break,
     BrokenArrived,
@@ -476,7 +476,8 @@ def test_what_breaks_in_mid_growth_stays_broken(wire: str) -> None:
     assert session.step(Grown(32)) == session.step(READY) == []
     late = session.step(ReleaseArrived(A0))
     assert late == [SendVerdict(A0, False, Reason.PREEMPTED)]
-    assert session.step(growing(ask)) == [SendRefuse(A0, Reason.ENDED)]
+    assert session.step(growing(ask)) == [SendRefuse(A0, Reason.PREEMPTED)]
+    assert session.step(ask) == [SendRefuse(A0, Reason.ENDED)]
 
 
 def test_a_load_reads_each_token_once_as_it_opens() -> None:
