@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvxfer.proxy.bodies import Reason
-from kvxfer.proxy.settings import Engine
+from kvxfer.proxy.settings import Dispatch, Engine
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _PREFIX = "kvxfer_proxy_"
@@ -45,6 +45,12 @@ class Metrics:
             ["reason"],
             registry=self._registry,
         )
+        self.dispatched = Counter(
+            _PREFIX + "dispatched",
+            "Prefill requests, by whether decode was asked together with prefill or in turn.",
+            ["how"],
+            registry=self._registry,
+        )
         self.in_flight = Gauge(
             _PREFIX + "in_flight", "Requests being served now.", registry=self._registry
         )
@@ -60,6 +66,8 @@ class Metrics:
             ["side", "engine"],
             registry=self._registry,
         )
+        for how in Dispatch:
+            self.dispatched.labels(how.value)
         for reason in Reason:  # a rate over a series that begins at 1 misses it
             self.failures.labels(reason.value)
             self.retries.labels(reason.value)
