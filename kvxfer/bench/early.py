@@ -4,8 +4,8 @@
 Two reference engines, each in a network namespace of its own (root needed; see slow_link.py). A
 prompt is computed in chunks. In turn, decode is asked when prefill has answered, and all of the
 prompt's KV moves then. Together, both are asked at once, and KV moves while prefill computes.
-Tokens are compared with those that prefill's engine gives alone. The aim: the first token after at most
-1.1 of the longer of prefill and transfer, and one chunk's transfer. With some of the prompt in
+Tokens are compared with those that prefill's engine gives alone. The aim: the first token after at
+most 1.1 of the longer of prefill and transfer, and one chunk's transfer. With some of the prompt in
 prefill's cache: how soon after its first step begins the first of these bytes is on the link.
 
 The picture shows one request's life, of the case in which prefill and transfer are most alike.
@@ -42,7 +42,9 @@ from kvxfer.engine.steps import SchedulerOutput, StepOutput
 WIRES = ("zmq", "ucx", "nixl")
 IN_TURN, TOGETHER = "in turn", "together"
 AIM = 1.1
-LAYERS, HEADS, HEAD_SIZE = 8, 8, 64
+LAYERS, HEADS = 4, 8
+STAGING_NBYTES = 2 << 20
+"""A chunk of a stream: less than a chunk of prefill has."""
 _VOCAB_SIZE = 512
 _NEW_TOKENS = 4
 _REST_S = 0.2
@@ -144,7 +146,7 @@ class Cell:
     """
 
     wire: str
-    kv_heads: int
+    head_size: int
     nbytes: int
     prefill_ms: float
     transfer_ms: float
@@ -184,16 +186,20 @@ def tables(report: Report) -> list[Table]:
 class Pair:
     """Both engines of a case, joined by the link."""
 
-    def __init__(self, link: SlowLink, folder: Path, wire: str, kv_heads: int, chunk: int) -> None:
+    def __init__(self, link: SlowLink, folder: Path, wire: str, head_size: int, chunk: int) -> None:
         self._link = link
-        model = folder / f"model-{kv_heads}.json"
-        model.write_text(json.dumps(_model(kv_heads)))
+        model = folder / f"model-{head_size}.json"
+        model.write_text(json.dumps(_model(head_size)))
         self._sides = []
         for at, role in enumerate((Role.PREFILL, Role.DECODE)):
             kv = load_config(
                 {
                     **{"host": ADDRESSES[at], "port": 0, "transport": wire},
-                    **{"log_level": "ERROR", "allowed_peers": list(ADDRESSES)},
+                    **{
+                        "log_level": "ERROR",
+                        "staging_nbytes": STAGING_NBYTES,
+                        "allowed_peers": list(ADDRESSES),
+                    },
                 }
             ).config
             config = EngineConfig(
@@ -205,7 +211,7 @@ class Pair:
                 max_num_batched_tokens=chunk,
                 kv=kv,
             )
-            steps = str(folder / f"steps-{wire}-{kv_heads}-{role.value}")
+            steps = str(folder / f"steps-{wire}-{head_size}-{role.value}")
             make = link.inside(at, EngineSide)
             environment = {"UCX_TLS": "tcp", "OMP_NUM_THREADS": "1"}
             name = f"{role.value} over {wire}"
@@ -225,7 +231,7 @@ class Pair:
         self._link.relayed()
         params: dict[str, Any] = {"do_remote_decode": True}
         name = mint_request()
-        early = early_params(self._learned, name) if self._learned and how == TOGETHER else None
+        early = early_params(self._learned, name) if how == TOGETHER else None
         if early is not None:
             params["kvxfer"] = {"request": name}
             later = self._pool.submit(decode.call, Asked, "ask", prompt, _NEW_TOKENS, early)
@@ -271,12 +277,12 @@ class Pair:
         self._pool.shutdown()
 
 
-def _model(kv_heads: int) -> dict[str, Any]:
+def _model(head_size: int) -> dict[str, Any]:
     return {
         **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
         **{"vocab_size": _VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512},
-        **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": HEAD_SIZE},
-        **{"num_key_value_heads": kv_heads, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+        **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": head_size},
+        **{"num_key_value_heads": HEADS, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
         **{"max_position_embeddings": 65536, "tie_word_embeddings": False},
     }
 
@@ -314,7 +320,7 @@ def measure(pair: Pair, options: argparse.Namespace, case: tuple[str, int]) -> t
     median = ordered[len(ordered) // 2]
     cell = Cell(
         wire=case[0],
-        kv_heads=case[1],
+        head_size=case[1],
         nbytes=both[0].nbytes,
         prefill_ms=1e3 * prefill_s,
         transfer_ms=1e3 * transfer_s,
@@ -385,21 +391,22 @@ def run(session: Session, options: argparse.Namespace) -> int:
             timeline,
             WIRE_PACKAGES,
             link=f"{gbit:g} Gbit/s, {delay_ms:g} ms each way",
+            streams=f"chunks of {STAGING_NBYTES >> 20} MiB (staging_nbytes)",
             prompts=f"{options.chunks} chunks of {options.chunk_tokens} tokens",
         )
         report.facts["round trip of 8 bytes"] = f"{round_trip_ms(link):.2f} ms"
         report.records = {"cells": [], "lives": []}
-        cases = [(wire, heads) for wire in options.transport for heads in options.kv_heads]
+        cases = [(wire, size) for wire in options.transport for size in options.head_size]
         session.progress.plan(len(cases))
         for case in cases:
-            report.begin(f"{case[0]}, {case[1]} KV heads", tuple(COLUMNS)[1:])
+            report.begin(f"{case[0]}, heads of {case[1]}", tuple(COLUMNS)[1:])
             pair = Pair(link, Path(folder), *case, options.chunk_tokens)
             try:
                 cell, life = measure(pair, options, case)
                 report.add(COLUMNS, cell)
                 report.records["lives"].append(life)
             except ContenderLost as exc:
-                report.lost[f"{case[0]}, {case[1]} KV heads"] = str(exc)
+                report.lost[f"{case[0]}, heads of {case[1]}"] = str(exc)
                 print(f"  not measured: {exc}", flush=True)
             finally:
                 pair.close()
@@ -412,9 +419,9 @@ def run(session: Session, options: argparse.Namespace) -> int:
 BENCHMARK = Benchmark(
     (
         option("--transport", ["zmq"], nargs="+", choices=WIRES, help="some of the wires"),
-        option("--kv-heads", [8, 4, 2], [8], type=int, nargs="+", help="of the model: more KV"),
+        option("--head-size", [256, 128, 64], [128], type=int, nargs="+", help="of the model"),
         option("--chunks", 8, type=int, help="of a prompt (default 8)"),
-        option("--chunk-tokens", 256, type=int, help="of a step of prefill (default 256)"),
+        option("--chunk-tokens", 128, type=int, help="of a step of prefill (default 128)"),
         option("--rounds", 7, 3, type=int, help="of each case (default 7)"),
         option("--gbit", 1.0, type=float, help="of the link, a second (default 1)"),
         option("--delay-ms", 1.0, type=float, help="one way (default 1)"),

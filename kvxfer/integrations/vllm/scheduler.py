@@ -17,6 +17,7 @@ from kvxfer.config import Config
 from kvxfer.connector.records import (
     NO_ORDERS,
     ConnectorMetadata,
+    FoundOffer,
     KVConnectorOutput,
     KVConnectorStats,
     NearSources,
@@ -251,12 +252,13 @@ class SchedulerSide:
             return  # nothing was reported, and nothing is pinned while the engine computes
         received = output.finished_recving or set()
         near: dict[str, NearSources] = {}
+        found: dict[str, FoundOffer] = {}
         must_drain = False
         if isinstance(said, KvxferWorkerMetadata):
             self._failures.update(said.failures)
             self._details.update(said.details)
             received, near = received.union(said.in_step), said.near
-            must_drain = said.must_drain
+            must_drain, found = said.must_drain, said.found
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
         details = {i: self._details.pop(i) for i in failed if i in self._details}
         sent = set(output.finished_sending or ())
@@ -268,6 +270,7 @@ class SchedulerSide:
                 failure_details=details,
                 must_drain=must_drain,
                 near=near,
+                found=found,
             )
         )
         if self._unproven is not None:
