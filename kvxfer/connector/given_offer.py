@@ -237,8 +237,9 @@ def checked_sides(
     """
     sides = resolver.resolve(pull.classes)
     for side, wanted in zip(sides, pull.classes, strict=True):
-        token_hi = max(wanted.token_lo, min(wanted.token_hi, open_tokens))
-        check_table(side, block_ids, wanted.token_lo, token_hi)
+        token_hi = min(wanted.token_hi, open_tokens)
+        if wanted.token_lo < token_hi:
+            check_table(side, block_ids, wanted.token_lo, token_hi)
     return sides
 
 

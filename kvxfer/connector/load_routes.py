@@ -251,10 +251,10 @@ def take_granted_ids(run: RouteRun, block_ids: GroupBlockIds, open_tokens: int) 
     Raises ProtocolError. Streams and null routes need no ids.
     """
     read = run.request
-    if read is None or run.pull.classes:
+    if read is None or run.pull.classes or not open_tokens:
         return
     for copied, asked in zip(read.classes, read.pull_classes, strict=True):
-        hi = _open_to(copied, asked, open_tokens)
+        hi = asked.token_hi if open_tokens == ALL else _open_to(copied, asked, open_tokens)
         check_table(copied.source, block_ids, asked.token_lo, hi)
     for before, now in zip(run.granted_ids, block_ids, strict=False):
         if now[: len(before)] != before:

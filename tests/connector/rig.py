@@ -233,6 +233,7 @@ class Engine:
             open_tokens=cached,
             name=name,
         )
+        self.last_offer = order
         self.nonces[request_id] = order.nonce
         self.num_offered[request_id] = num_tokens
         blocks = self._blocks(request_id, table)
