@@ -292,7 +292,9 @@ class Scheduler:
 
     def _update_transfers(self, output: KVConnectorOutput, events: list[Event]) -> None:
         if self._connector is not None:
-            self._connector.update_connector_output(output)
+            missed = self._connector.update_connector_output(output)
+            for request_id in missed.keys() & self._live.keys():
+                self._live[request_id].plain = missed[request_id]
             if output.found:
                 self._is_blocked = False  # who was answered "ask again" may have its load now
         for report in output.kv_connector_stats.loads if output.kv_connector_stats else ():

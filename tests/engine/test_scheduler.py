@@ -14,6 +14,7 @@ from kvxfer.cache.kv_events import BlockRemoved, BlockStored
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
+from kvxfer.connector.params import Plain
 from kvxfer.connector.records import (
     ConnectorMetadata,
     FoundOffer,
@@ -78,10 +79,11 @@ class FakeConnector:
         self.has_more = False
         return ConnectorMetadata()
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> dict[str, Plain]:
         for request_id in output.finished_recving or ():
             self.offered_tokens.pop(request_id, None)  # never asked for twice
         self.finding.difference_update(output.found or ())
+        return {}
 
     def has_orders(self) -> bool:
         return self.has_more

@@ -17,6 +17,7 @@ from kvxfer.cache.specs import (
     SlidingWindowSpec,
 )
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
+from kvxfer.connector.params import Plain
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, Role
@@ -65,8 +66,8 @@ class FakeConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
         return ConnectorMetadata()
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        pass
+    def update_connector_output(self, output: KVConnectorOutput) -> dict[str, Plain]:
+        return {}
 
     def has_orders(self) -> bool:
         return False
