@@ -33,10 +33,6 @@ class PeerLost(PeerError):
     """A peer, or a rank of this engine, has ended or stopped answering."""
 
 
-class TransferFailed(KvxferError):
-    """One request failed; other requests go on."""
-
-
 class ProtocolError(KvxferError):
     """A message came in a state that does not allow it, or could not be decoded."""
 

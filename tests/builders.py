@@ -9,7 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvxfer.transfer.layout import Interior, Region
-from kvxfer.transfer.manifest import CacheFacts, EngineManifest, MemoryInfo, RankId, RankManifest
+from kvxfer.transfer.manifest import (
+    CacheFacts,
+    EngineIdentity,
+    EngineManifest,
+    MemoryInfo,
+    RankId,
+    RankManifest,
+)
 
 Bytes = NDArray[np.uint8]
 LayoutName = Literal["HND", "NHD"]
@@ -183,6 +190,12 @@ def build_manifest(shape: EngineShape, engine_id: str = "engine") -> EngineManif
         layout=shape.layout,
         ranks=tuple(ranks),
     )
+
+
+def identity_of(manifest: EngineManifest, **changes: object) -> EngineIdentity:
+    """What the engine of this manifest knows of itself, but for these fields."""
+    fields = {name: getattr(manifest, name) for name in EngineIdentity.__struct_fields__}
+    return EngineIdentity(**fields | changes)
 
 
 def build_memories(rank: RankManifest, fill: int = 0xA5) -> list[Bytes]:

@@ -104,7 +104,6 @@ class _Pooled:
 
     @property
     def get_free_mblocks_s(self) -> float:
-        """Of get and free, M blocks/s."""
         return 1e3 / (self.free_ns + self.get_ns) if self.free_ns else 0.0
 
     @property
@@ -227,7 +226,7 @@ def _bench_hashing(num_tokens: int, rounds: int) -> list[_Hashed]:
         return [make(piece).digest() for piece in pieces]
 
     works: dict[str, core.Work] = {"loop": loop, "plain": plain, "with salt": salted}
-    found = core.speeds(num_tokens, core.measure_works(works, core.timed_cpu, rounds))
+    found = core.speeds(num_tokens, core.measure(core.clocked(works, core.timed_cpu), rounds))
     return [_Hashed(case, speed) for case, speed in found.items()]
 
 
@@ -239,14 +238,10 @@ def _bench_pools(sizes: list[int], rounds: int, steps: int) -> list[_Pooled]:
             pool.check()
             loads.append(pool)
         loads.append(_BareDict(size, seed=number))
-    names = [f"{load.num_blocks} {load.case}" for load in loads]
-    contenders = [
-        core.Contender(name, partial(steps_of, load, steps))
-        for name, load in zip(names, loads, strict=True)
-    ]
-    taken = core.measure(contenders, rounds)
-    num_blocks = steps * REQUEST_BLOCKS
-    return [_pooled(load, taken[name], num_blocks) for name, load in zip(names, loads, strict=True)]
+    of_name = {f"{load.num_blocks} {load.case}": load for load in loads}
+    runs = {name: partial(steps_of, load, steps) for name, load in of_name.items()}
+    taken, num_blocks = core.measure(runs, rounds), steps * REQUEST_BLOCKS
+    return [_pooled(load, taken[name], num_blocks) for name, load in of_name.items()]
 
 
 def _pooled(load: Load | _BareDict, timings: Sequence[_PoolTiming], num_blocks: int) -> _Pooled:
@@ -301,8 +296,6 @@ def run(session: Session, options: argparse.Namespace) -> int:
 
 
 def multiple_of(unit: int) -> Callable[[str], int]:
-    """Parses one."""
-
     def parse(text: str) -> int:
         number = int(text) if text.isdigit() else 0
         if number < unit or number % unit:

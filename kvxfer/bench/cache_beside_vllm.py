@@ -27,7 +27,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as TheirManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from kvxfer.bench.core import Columns, Contender, Timing, measure, speed_of, timed_cpu
+from kvxfer.bench.core import Columns, Timing, measure, speed_of, timed_cpu
 from kvxfer.cache import (
     BlockPool,
     FullAttentionSpec,
@@ -89,11 +89,12 @@ def beside_vllm(rounds: int) -> list[Beside]:
     pairs = [*_naming(), *(_pools(caching) for caching in (False, True))]
     for caching in (False, True):
         pairs += [_requests(num_tokens, caching) for num_tokens in (16, 128, 512, 4096)]
-    contenders = []
-    for pair in pairs:
-        for side, before, work in zip(SIDES, pair.before, (pair.ours, pair.theirs), strict=True):
-            contenders.append(Contender(f"{pair.case}, {side}", partial(_once, before, work)))
-    taken = measure(contenders, rounds)
+    runs = {
+        f"{pair.case}, {side}": partial(_once, before, work)
+        for pair in pairs
+        for side, before, work in zip(SIDES, pair.before, (pair.ours, pair.theirs), strict=True)
+    }
+    taken = measure(runs, rounds)
     return [_result(pair, *(taken[f"{pair.case}, {side}"] for side in SIDES)) for pair in pairs]
 
 

@@ -18,7 +18,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -200,18 +199,15 @@ class Pair:
     def measure(self, request: Request, mode: str, rounds: int) -> list[Cell]:
         """Loads and limits in turns. Raises ContenderLost."""
         self._set_busy(mode == "both busy")
-        contenders: list[core.Contender[Any]] = [
-            core.Contender(MEMCPY, partial(self._limits.call, core.Timing, "run", MEMCPY, request)),
-            *(
-                core.Contender(f"{_LOAD} {verify}", partial(self.load, request, mode, verify))
+        runs: dict[str, core.Run] = {
+            MEMCPY: partial(self._limits.call, core.Timing, "run", MEMCPY, request),
+            **{
+                f"{_LOAD} {verify}": partial(self.load, request, mode, verify)
                 for verify in self.engines
-            ),
-        ]
-        taken = core.measure(contenders, rounds, warm_rounds=WARM_ROUNDS)
+            },
+        }
+        taken = core.measure(runs, rounds, warm_rounds=WARM_ROUNDS)
         self._set_busy(False)
-        for contender in contenders:
-            if contender.why is not None:
-                raise core.ContenderLost(contender.why)
         return [_cell_of(self._devices, request, mode, verify, taken) for verify in self.engines]
 
     def _set_busy(self, is_busy: bool) -> None:

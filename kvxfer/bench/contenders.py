@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
 
-from kvxfer.bench.core import Contender, ContenderLost, Timing, WrongBytes, measure, tell_lost
+from kvxfer.bench.core import ContenderLost, Timing, WrongBytes, measure, tell_lost
 from kvxfer.bench.members import SIDES, SINK, SOURCE, Devices
 from kvxfer.bench.nixl_ways import HOST_SETTINGS, Card, NixlMember, Setting
 from kvxfer.bench.plain_ways import BATCH, LIMITS, MEMCPY, PlainWays
@@ -79,7 +79,6 @@ class Way:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Around everything that its processes are asked."""
         restless = (self.source, self.sink) if self.is_restless else ()
         for worker in restless:
             worker.resume()
@@ -199,7 +198,7 @@ class Contenders:
         source, sink = self.pair(SOCKETS, (SocketSource, SocketSink), arguments)
 
         def join() -> None:
-            source.call(object, "connect", sink.call(dict, "addresses"))
+            source.call(object, "connect", sink.call(list, "addresses"))
             sink.call(object, "accept")
 
         names = (SOCKETS, UNIX_SOCKETS) if is_one_host else (SOCKETS,)
@@ -274,11 +273,12 @@ class Contenders:
             except ContenderLost as exc:
                 way.lose(exc)
         ways = [way for way in self.ways if way.can(request)]
-        contenders = [Contender(way.name, partial(way.run, request)) for way in ways]
-        taken = measure(contenders, rounds, budget_s=budget_s)
-        for way, contender in zip(ways, contenders, strict=True):
-            way.why = contender.why
-        return taken
+        runs = {way.name: partial(way.run, request) for way in ways}
+
+        def lose(name: str, why: ContenderLost) -> None:
+            next(way for way in ways if way.name == name).lose(why)
+
+        return measure(runs, rounds, budget_s=budget_s, lose=lose)
 
     def retire(self) -> None:
         """End the processes of those that move blocks as they are, and nothing else: even idle ones

@@ -4,19 +4,19 @@ they took.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from textwrap import fill
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 
@@ -60,64 +60,48 @@ class Timing:
 
 
 T = TypeVar("T", bound=Timing)
-
-
-@dataclass(slots=True, eq=False)
-class Contender(Generic[T]):
-    """One that takes turns. ``why``: it is out, and why."""
-
-    name: str
-    run: Callable[[], T]
-    why: str | None = None
-
-    def lose(self, why: ContenderLost) -> None:
-        self.why = str(why)
-        tell_lost(self.name, why)
+Work = Callable[[], object]
+Run = Callable[[], Timing]
 
 
 def measure(
-    contenders: Sequence[Contender[T]],
+    runs: Mapping[str, Callable[[], T]],
     rounds: int,
     *,
     warm_rounds: int = WARM_ROUNDS,
     budget_s: float = float("inf"),
+    lose: Callable[[str, ContenderLost], object] | None = None,
 ) -> dict[str, list[T]]:
-    """What each took, by name, without the warm-up. They run in turns, each begins as often as the
-    others. ``budget_s``: of each; one that has used it up runs no more after LEAST_ROUNDS.
+    """What each contender took, by name, without the warm-up. They run in turns, each begins as
+    often as the others. ``budget_s``: of each; one that has used it up runs no more after
+    LEAST_ROUNDS. ``lose`` hears of one that is out from then on; without it ContenderLost is
+    raised.
     """
-    taken: dict[str, list[T]] = {contender.name: [] for contender in contenders}
-    spent_s = dict.fromkeys(taken, 0.0)
+    taken: dict[str, list[T]] = {name: [] for name in runs}
+    spent_s, lost, names = dict.fromkeys(runs, 0.0), set[str](), list(runs)
     for number in range(rounds + warm_rounds):
-        first = number % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
-            timings = taken[contender.name]
-            is_over = spent_s[contender.name] > budget_s and len(timings) >= LEAST_ROUNDS
-            if contender.why is not None or is_over:
+        first = number % len(names)
+        for name in (*names[first:], *names[:first]):
+            is_over = spent_s[name] > budget_s and len(taken[name]) >= LEAST_ROUNDS
+            if name in lost or is_over:
                 continue
             try:
-                timing = contender.run()
+                timing = runs[name]()
             except ContenderLost as exc:
-                contender.lose(exc)
+                if lose is None:
+                    raise
+                lost.add(name)
+                lose(name, exc)
                 continue
-            spent_s[contender.name] += timing.total_s
+            spent_s[name] += timing.total_s
             if number >= warm_rounds:
-                timings.append(timing)
+                taken[name].append(timing)
     return {name: timings for name, timings in taken.items() if timings}
 
 
-Work = Callable[[], object]
-
-
-def measure_works(
-    works: Mapping[str, Work],
-    clock: Callable[[Work], Timing],
-    rounds: int,
-    *,
-    budget_s: float = float("inf"),
-) -> dict[str, list[Timing]]:
-    """Of contenders in this process: what they do, by name, and how one run is timed."""
-    contenders = [Contender(name, partial(clock, work)) for name, work in works.items()]
-    return measure(contenders, rounds, budget_s=budget_s)
+def clocked(works: Mapping[str, Work], clock: Callable[[Work], Timing]) -> dict[str, Run]:
+    """Contenders in this process: what they do, by name, and how one run is timed."""
+    return {name: partial(clock, work) for name, work in works.items()}
 
 
 def timed(post: Work, wait: Work | None = None) -> Timing:
@@ -235,7 +219,6 @@ def of_three(
 
 
 def of_ms() -> Columns[Any]:
-    """Of a record's speed."""
     return of_three(("p20 ms", "p50 ms", "p80 ms"), "{:.3f}", lambda record: record.speed.ms)
 
 
@@ -284,7 +267,6 @@ def table(title: str, text: str, columns: Columns[R], records: Iterable[R]) -> T
 
 
 def _row_of(columns: Columns[R], record: R) -> tuple[str, ...]:
-    """The cells of one record."""
     return tuple(text(record) for text in columns.values())
 
 
@@ -374,9 +356,9 @@ class Report:
         """All that there is; the plot, which takes a second, at the end."""
         self.out.mkdir(parents=True, exist_ok=True)
         name = f"{self.name}_{self.date}"
-        known = {kind: _plain(found) for kind, found in self.records.items()}
-        document = {"facts": self.facts, **known, "lost": self.lost}
-        (self.out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+        document = msgspec.json.encode({"facts": self.facts, **self.records, "lost": self.lost})
+        text = msgspec.json.format(document, indent=1)
+        (self.out / f"{name}.json").write_bytes(text + b"\n")
         plot = self.plot(self) if is_last else None
         is_drawn = plot is not None and draw(self.out / f"{name}.png", plot, self.conditions())
         picture = f"![{plot.title}]({name}.png)" if plot is not None and is_drawn else ""
@@ -404,13 +386,6 @@ class Report:
         return markdown(
             f"{self.title}, {self.date}", self.facts, [*self.tables(self), lost], picture
         )
-
-
-def _plain(found: Any) -> Any:  # noqa: ANN401
-    """As JSON has it: records by field, all else as it is."""
-    if isinstance(found, list):
-        return [_plain(each) for each in found]
-    return asdict(found) if is_dataclass(found) and not isinstance(found, type) else found
 
 
 def today() -> str:

@@ -19,8 +19,10 @@ from kvxfer.bench.workers import Worker, method_for
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput, LoadReport
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.connector.worker_side import WorkerConnector
+from kvxfer.engine.request import Request as Asked
+from kvxfer.engine.request import Status
 from kvxfer.engine.steps import NewRequestData, SchedulerOutput
-from kvxfer.transfer.manifest import CacheFacts, RankId
+from kvxfer.transfer.manifest import CacheFacts, EngineIdentity, RankId
 
 SWITCH_INTERVAL_S = 2e-4  # what the engines set, so that a busy thread lets others run
 _ENDS_S = 30.0
@@ -28,25 +30,8 @@ _SPIN = 2000
 """Turns of a busy engine's loop between two looks at its results: 0.1 ms of Python."""
 
 
-@dataclass(slots=True)
-class Asked:
-    """A request, as far as the scheduler side looks at it."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    kv_transfer_params: dict[str, Any] | None
-    status: str = "RUNNING"
-    lora_request: object = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-
 @dataclass(frozen=True, slots=True)
 class _Allocated:
-    """Blocks of one group."""
-
     ids: tuple[int, ...]
 
     def get_block_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -114,23 +99,23 @@ class BenchEngine(Member):
         self._busy: _BusyThread | None = None
         self._reports: dict[str, LoadReport] = {}
         config = wire_config(devices.wire, **settings)
-        identity: dict[str, Any] = {
-            "engine_id": side,
-            "incarnation": side.encode().ljust(16, b"-"),
-            "facts": facts_of(pool),
-            "tp_size": 1,
-            "pp_size": 1,
-            "block_tokens": pool.block_tokens,
-            "layout": pool.layout,
-        }
+        engine = EngineIdentity(
+            engine_id=side,
+            incarnation=side.encode().ljust(16, b"-"),
+            facts=facts_of(pool),
+            tp_size=1,
+            pp_size=1,
+            block_tokens=pool.block_tokens,
+            layout=pool.layout,
+        )
         self._scheduler = SchedulerConnector(
-            config, **identity, can_send=side == SOURCE, can_receive=side == SINK
+            config, engine, can_send=side == SOURCE, can_receive=side == SINK
         )
         memory = self.memories[side]
         self._worker = WorkerConnector(
             config,
-            **identity,
-            rank=RankId(0, 0),
+            engine,
+            RankId(0, 0),
             can_leave_unhashed=True,
             device=memory.device,
         )
@@ -160,7 +145,7 @@ class BenchEngine(Member):
         )
         scheduled = {asked.request_id: request.num_tokens}
         self._step(self._orders((new,), scheduled))
-        asked.status = "FINISHED_LENGTH_CAPPED"
+        asked.status = Status.FINISHED_LENGTH_CAPPED
         is_kept, params = self._scheduler.request_finished_all_groups(asked, (ids,))
         if not is_kept or params is None:
             raise RuntimeError("source: expected the request offered, it is not")
@@ -229,7 +214,7 @@ class BenchEngine(Member):
 
     def _asked(self, tokens: tuple[int, ...], params: dict[str, Any]) -> Asked:
         self._num_requests += 1
-        return Asked(f"request-{self._num_requests}", tokens, params)
+        return Asked(f"request-{self._num_requests}", tokens, 1, params)
 
     def _orders(
         self, new: tuple[NewRequestData, ...] = (), scheduled: dict[str, int] | None = None
@@ -276,7 +261,6 @@ class BenchEngine(Member):
         raise TimeoutError(f"engine: expected a request to end within {_ENDS_S:g} s")
 
     def _io_cpu_s(self) -> float:
-        """Processor time of the connector's IO thread."""
         return sum(
             time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
             for thread in threading.enumerate()
@@ -284,7 +268,6 @@ class BenchEngine(Member):
         )
 
     def close(self) -> None:
-        """End the connector, then the memory."""
         self.set_busy(False)
         self._worker.shutdown()
         super().close()

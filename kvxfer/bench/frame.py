@@ -71,11 +71,9 @@ class Progress:
         self._began_s = clock()
 
     def plan(self, num_cases: int) -> None:
-        """So many follow."""
         self._total, self._done, self._began_s = num_cases, 0, self._clock()
 
     def step(self) -> None:
-        """One more is over."""
         self._done += 1
         left_s = (self._clock() - self._began_s) / self._done * (self._total - self._done)
         if left_s > 0:
@@ -83,7 +81,6 @@ class Progress:
 
 
 def words_of(duration_s: float) -> str:
-    """As somebody who waits says it."""
     if duration_s < 90:
         return f"{max(1, round(duration_s))} s"
     return f"{round(duration_s / 60)} min"

@@ -19,7 +19,7 @@ _SOURCE_IN_STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
 _Int64 = NDArray[np.int64]
 
 
-class _StreamClock:
+class StreamClock:
     """ms on a GPU between two points of its current stream; on a CPU the wall clock's."""
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ def stream_ms(stream: torch.cuda.Stream, flush: Tensor, work: Callable[[], objec
     with torch.cuda.stream(stream):
         flush.zero_()
         torch.cuda._sleep(AHEAD_CYCLES)
-        clock = _StreamClock(flush.device)
+        clock = StreamClock(flush.device)
         clock.mark()
         work()
         clock.mark()
@@ -76,7 +76,7 @@ class MatrixLoop:
         self.name = f"[{rows}, {columns}] x [{columns}, {columns}] {kind}, {self.repeats} times"
 
     def run_ms(self) -> float:
-        clock = _StreamClock(self._matrix.device)
+        clock = StreamClock(self._matrix.device)
         clock.mark()
         for _ in range(self.repeats):
             torch.mm(self._batch, self._matrix)

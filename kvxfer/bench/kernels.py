@@ -44,7 +44,7 @@ from kvxfer.bench.pools import (
     Pool,
     Request,
     Shape,
-    layout_of,
+    request_of,
 )
 from kvxfer.kernels.strided_work import WHOLE_GPU
 from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
@@ -90,16 +90,10 @@ class _Job:
 
 def between(source: str, sink: str, num_tokens: int, shape: Shape = LLAMA_8B) -> Request:
     """A request that fills a part of its pools; ``source``, ``sink``: HND16."""
-    pools = []
-    for text in (source, sink):
-        layout, block_tokens = layout_of(text)
-        num_blocks = -(-num_tokens // block_tokens) * SPREAD
-        pools.append(Pool(layout, block_tokens, num_blocks, shape))
-    return Request(pools[0], pools[1], num_tokens)
+    return request_of(shape, f"{source}->{sink}", num_tokens, SPREAD * num_tokens)
 
 
 def _job_of(bench: Bench, request: Request) -> _Job:
-    """Bound to the pools of the benchmark."""
     copy_class, _ = request.copy_class()
     memories = [
         (DeviceMemory(memory.data_ptr(), memory.numel()),) for memory in (bench.source, bench.sink)
@@ -181,7 +175,7 @@ def _run_case(
     if beside_others:
         works |= _others_of(bench, request)
     works |= {name_of(width): partial(copy, bench, job, width) for width in widths}
-    taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
+    taken = core.measure(core.clocked(works, partial(once, bench)), bench.rounds, budget_s=BUDGET_S)
     shape = request.shape
     sizes = f"{shape.regions}x{shape.heads}x{shape.inner_nbytes}"
     case = f"{request.layouts} {sizes} {request.num_tokens} tokens"
@@ -189,7 +183,6 @@ def _run_case(
 
 
 def name_of(width: int) -> str:
-    """Of the kernel with so many programs."""
     return "kernel, all" if width == WHOLE_GPU else f"kernel {width}"
 
 
@@ -214,7 +207,6 @@ def pairs(bench: Bench, blocks: Sequence[int]) -> None:
 
 
 def inner(bench: Bench, blocks: Sequence[int]) -> None:
-    """Sizes that are no powers of two."""
     for inner_nbytes, (given, taken) in product((1152, 656, 132), ((64, 64), (64, 16), (16, 24))):
         shape = Shape("odd", 61, 1, inner_nbytes)
         # One token more than whole blocks, so that they cannot be joined to wider words

@@ -22,8 +22,6 @@ LIMITS = (MEMCPY, LOCAL_MEMCPY, MEMSET)
 
 
 class PlainWays(Member):
-    """Both sides' memories in one process."""
-
     def __init__(self, devices: Devices, nbytes: int) -> None:
         super().__init__(devices.by_side, nbytes)
         self._source, self._sink = (self.memories[side] for side in SIDES)

@@ -74,7 +74,6 @@ def line(
     *,
     is_limit: bool = False,
 ) -> Line:
-    """Through a point of each record."""
     points = [xy(record) for record in records]
     return Line(name, tuple(x for x, _ in points), tuple(y for _, y in points), is_limit)
 

@@ -168,7 +168,6 @@ class Request:
 
     @property
     def layouts(self) -> str:
-        """Both sides' layouts and block sizes."""
         return f"{self.source.name}->{self.sink.name}"
 
     @property
@@ -185,16 +184,13 @@ class Request:
 
     @property
     def source_ids(self) -> Ids:
-        """The request's blocks at the source."""
         return self.source.ids(self.num_tokens, seed=1)
 
     @property
     def sink_ids(self) -> Ids:
-        """The request's blocks at the sink."""
         return self.sink.ids(self.num_tokens, seed=2)
 
     def copy_class(self) -> tuple[CopyClass, PullClass]:
-        """What wires are told."""
         names = tuple(RegionName(str(index), ("kv",)) for index in range(self.shape.regions))
         sink = self.sink.side()
         pull = PullClass(

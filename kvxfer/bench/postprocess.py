@@ -29,6 +29,7 @@ from torch import Tensor
 
 from kvxfer.bench import core
 from kvxfer.bench.frame import Benchmark, Session, option
+from kvxfer.bench.gpu import StreamClock
 from kvxfer.bench.members import gpu_missing
 from kvxfer.bench.pools import POISON
 from kvxfer.kernels.block_rewrite import (
@@ -49,8 +50,6 @@ AHEAD_CYCLES = 5_000_000  # about 3 ms
 
 @dataclass(frozen=True, slots=True)
 class _Rewritten:
-    """A case of post-processing."""
-
     name: str
     received: BlockOrder
     local: BlockOrder
@@ -89,17 +88,14 @@ class Case:
 
 
 def once(work: core.Work, device: torch.device) -> core.Timing:
-    """One call, by events on a GPU."""
-    if device.type != "cuda":
-        return core.timed(work)
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # The GPU is busy while the host prepares the launch, so that the launch is not what is timed.
-    torch.cuda._sleep(AHEAD_CYCLES)
-    begin.record()
+    if device.type == "cuda":
+        # It is busy while the host prepares the launch, so that the launch is not what is timed
+        torch.cuda._sleep(AHEAD_CYCLES)
+    clock = StreamClock(device)
+    clock.mark()
     work()
-    end.record()
-    end.synchronize()
-    return core.Timing(float(begin.elapsed_time(end)) / 1e3)
+    clock.mark()
+    return core.Timing(clock.elapsed_ms() / 1e3)
 
 
 def _rewrite_case(
@@ -218,7 +214,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     session.progress.plan(len(wanted))
     for make in wanted:
         case = make(device)
-        taken = core.measure_works(case.works, partial(once, device=device), options.rounds)
+        taken = core.measure(core.clocked(case.works, partial(once, device=device)), options.rounds)
         moves = "" if case.moves_percent is None else f"{case.moves_percent:.1f} % moves"
         report.compare(
             core.Measured(case.bench, case.name, case.nbytes, note=moves), taken, case.goals

@@ -299,8 +299,6 @@ class Echo:
 
 
 class RoundTrips:
-    """The other end of Echo."""
-
     def measure(self, address: tuple[str, int]) -> list[float]:
         taken_s = []
         with connect(address) as sock:

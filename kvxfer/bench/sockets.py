@@ -8,13 +8,13 @@ import contextlib
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvxfer.bench.core import Timing, timed
 from kvxfer.bench.members import SINK, SOURCE, Devices, Member
-from kvxfer.bench.pools import Request
+from kvxfer.bench.pools import Ids, Request
 
 SOCKETS, UNIX_SOCKETS = "sockets", "unix-sockets"
 CONNECT_S = 10.0
@@ -98,6 +98,11 @@ def _advance(buffers: list[memoryview], count: int) -> None:
         buffers[0] = buffers[0][count:]
 
 
+def asking(nbytes: int, offsets: Sequence[int] | Ids) -> bytes:
+    """What has a source send these pieces."""
+    return np.array([nbytes, *offsets], np.int64).tobytes()
+
+
 class SocketSource(Member):
     """Sends the pieces that it is asked for, on each socket by a thread of its own."""
 
@@ -107,9 +112,8 @@ class SocketSource(Member):
         self._sockets: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
 
-    def connect(self, addresses: dict[str, Address]) -> None:
-        """To the sink."""
-        for address in addresses.values():
+    def connect(self, addresses: Sequence[Address]) -> None:
+        for address in addresses:
             sock = connect(address)
             thread = threading.Thread(target=self._serve, args=(sock,))
             thread.start()
@@ -149,9 +153,9 @@ class SocketSink(Member):
         self._sockets: dict[str, socket.socket] = {}
         self._pieces: dict[Request, tuple[bytes, list[int]]] = {}
 
-    def addresses(self) -> dict[str, Address]:
+    def addresses(self) -> list[Address]:
         """Where the source connects to, which it does at once."""
-        return {way: listener.getsockname() for way, listener in self._listeners.items()}
+        return [listener.getsockname() for listener in self._listeners.values()]
 
     def accept(self) -> None:
         for way, listener in self._listeners.items():
@@ -164,8 +168,7 @@ class SocketSink(Member):
         """From the request, which names each piece, to the last byte."""
         if request not in self._pieces:
             given, taken = request.pieces()
-            asked = np.concatenate(([request.source.block_nbytes], given)).astype(np.int64)
-            self._pieces[request] = (asked.tobytes(), taken.tolist())
+            self._pieces[request] = (asking(request.source.block_nbytes, given), taken.tolist())
         asked_for, places = self._pieces[request]
         sock, nbytes = self._sockets[way], request.source.block_nbytes
         self.flush()

@@ -12,12 +12,9 @@ The other end is on this host, so both ends and both directions of PCIe share it
 from __future__ import annotations
 
 import argparse
-import contextlib
 import socket
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import msgspec
 import torch
 
 from kvxfer.bench import core
@@ -26,16 +23,24 @@ from kvxfer.bench.frame import Benchmark, Session, cases, option
 from kvxfer.bench.members import (
     GPU_OPTIONS,
     SINK,
-    SOURCE,
+    Devices,
     Member,
     devices_for,
     gpu_missing,
 )
 from kvxfer.bench.nixl_ways import Setting
 from kvxfer.bench.pools import LLAMA_8B, Request
-from kvxfer.bench.sockets import CONNECT_S, Address, connect, hear, listen, say, without_delay
+from kvxfer.bench.sockets import (
+    CONNECT_S,
+    Address,
+    SocketSource,
+    asking,
+    listen,
+    say,
+    without_delay,
+)
 from kvxfer.bench.transfer import WIRE_OPTIONS, settings_of
-from kvxfer.bench.transfer_report import pool_nbytes, requests_of
+from kvxfer.bench.transfer_report import Run, pool_nbytes, requests_of, speed_tables
 from kvxfer.bench.wires import ZMQ_TCP
 from kvxfer.bench.workers import method_for
 
@@ -43,10 +48,9 @@ AIM = 0.5
 BUDGET_S = 6.0
 """Of one contender in one case, after its least rounds."""
 TEXT = (
-    "Wall time from the request to the last byte in place, median of interleaved rounds; ratio: "
-    "of zmq to as many plain sockets in the same rounds, of all others to one."
+    "Wall time from the request to the last byte in place; ratios are to as many plain sockets, of "
+    "NIXL to one, each quantile to the same one."
 )
-SHARE = msgspec.msgpack.Decoder(tuple[int, int])
 
 
 def nixl_settings(kind: str) -> list[Setting]:
@@ -62,42 +66,6 @@ def nixl_settings(kind: str) -> list[Setting]:
 
 
 # ------------------------------------------------------------------ plain sockets
-
-
-class PlainSource(Member):
-    """Sends what it is asked for, on each socket by a thread of its own."""
-
-    def __init__(self, nbytes: int) -> None:
-        super().__init__({SOURCE: "cpu"}, nbytes)
-        self._view = self.memories[SOURCE].tensor.numpy().data
-        self._sockets: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-
-    def connect(self, address: Address, number: int) -> None:
-        """To the sink, so often."""
-        for _ in range(number):
-            sock = connect(address)
-            thread = threading.Thread(target=self._serve, args=(sock,))
-            thread.start()
-            self._sockets.append(sock)
-            self._threads.append(thread)
-
-    def _serve(self, sock: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # the sink has closed
-            while True:
-                first, last = SHARE.decode(hear(sock))
-                sock.sendall(self._view[first:last])
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        for sock in self._sockets:
-            sock.close()
-        self._view.release()
-        super().close()
 
 
 class PlainSink(Member):
@@ -137,7 +105,7 @@ class PlainSink(Member):
         return core.timed(post, lambda: [each.result() for each in running])
 
     def _take(self, sock: socket.socket, first: int, last: int) -> None:
-        say(sock, msgspec.msgpack.encode((first, last)))
+        say(sock, asking(last - first, [first]))
         while first < last:
             count = sock.recv_into(self._view[first:last], 0, socket.MSG_WAITALL)
             if not count:
@@ -153,17 +121,17 @@ class PlainSink(Member):
 
 
 def plain(number: int) -> str:
-    """What as many plain sockets are called."""
     return f"sockets x{number}"
 
 
 def start_plain(contenders: Contenders, numbers: list[int]) -> None:
+    host = Devices("cpu", "cpu", "")
     source, sink = contenders.pair(
-        "sockets", (PlainSource, PlainSink), ((contenders.nbytes,), (contenders.nbytes,))
+        "sockets", (SocketSource, PlainSink), ((host, contenders.nbytes), (contenders.nbytes,))
     )
 
     def join() -> None:
-        source.call(object, "connect", sink.call(tuple, "address"), max(numbers))
+        source.call(object, "connect", [sink.call(tuple, "address")] * max(numbers))
         sink.call(object, "accept", max(numbers))
 
     ways = [Way(plain(number), source, sink, is_limit=True) for number in numbers]
@@ -174,19 +142,13 @@ def start_plain(contenders: Contenders, numbers: list[int]) -> None:
 # ------------------------------------------------------------------ the benchmark
 
 
-def measure_case(
-    contenders: Contenders, report: core.Report, request: Request, options: argparse.Namespace
-) -> None:
-    taken = contenders.measure(request, options.rounds, BUDGET_S)
-    report.begin(f"{request.name}, {request.nbytes / 1e6:.1f} MB", core.SHOWN)
-    for name, timings in taken.items():
-        limit = plain(int(name.rpartition("x")[2])) if name[-1].isdigit() else plain(1)
-        speed = core.speed_of(request.nbytes, timings, taken.get(limit))
-        goal = AIM if name.startswith("kvxfer") else None
-        case = core.Measured("streams", request.name, request.nbytes, name, speed, goal)
-        report.add(core.MEASURED, case)
-    report.lost = contenders.lost()
-    report.write()
+def limit_of(way: str) -> str:
+    """As many plain sockets as a way has streams; one where it does not say how many."""
+    return plain(int(way.rpartition("x")[2])) if way[-1].isdigit() else plain(1)
+
+
+def aim(request: Request, way: str) -> float | None:
+    return AIM if way.startswith("kvxfer") else None
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
@@ -198,13 +160,14 @@ def run(session: Session, options: argparse.Namespace) -> int:
     report = session.report(
         f"streams_{devices.where}",
         f"zmq over several TCP streams, {devices.where}",
-        core.by_section(TEXT),
+        speed_tables("streams", TEXT),
         None,
         core.WIRE_PACKAGES,
         devices=f"source {devices.source}, sink {devices.sink}",
         settings=", ".join(f"{name} {value}" for name, value in settings.items()) or "none",
     )
-    try:
+    measured = Run(contenders, report, session.progress, limit_of, aim)
+    with measured.written():
         start_plain(contenders, options.streams)
         for number in options.streams:
             contenders.start_wire(ZMQ_TCP, requests[0], f" x{number}", zmq_streams=number)
@@ -213,16 +176,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             contenders.start_nixl(setting, is_raw=True)
             contenders.join()
         report.records["trials"] = contenders.choices
-        for name, said in contenders.choices.items():
-            report.facts[name] = said
-        session.progress.plan(len(requests))
-        for request in requests:
-            measure_case(contenders, report, request, options)
-            session.progress.step()
-    finally:
-        report.lost |= contenders.lost()
-        contenders.close()
-        report.write(is_last=True)
+        measured.cases(requests, options.rounds, BUDGET_S)
     return int(contenders.has_wrong_bytes)
 
 

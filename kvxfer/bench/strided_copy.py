@@ -117,7 +117,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
     report = session.report(
         *("strided_copy", "Copies between two CPU pools", tables), packages=("numpy",)
     )
-    taken = core.measure_works(_works_of(shape, num_tokens), core.timed, options.rounds)
+    taken = core.measure(core.clocked(_works_of(shape, num_tokens), core.timed), options.rounds)
     report.compare(core.Measured("copies", sizes, nbytes), taken)
     report.write()
     return 0

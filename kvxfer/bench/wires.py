@@ -61,13 +61,10 @@ INCARNATION = b"bench-sink-bench"
 
 
 class TcpSink(StreamSink):
-    """The taking end of ``zmq-tcp``."""
-
     uses_unix_sockets = False
 
 
 def wire_config(wire: str, **settings: object) -> Config:
-    """The settings of a benchmark's wire."""
     name = "zmq" if wire == ZMQ_TCP else wire
     chosen = {"transport": name, "port": 0, "trust_network": True, **settings}
     return load_config(chosen, environ={}).config
@@ -85,7 +82,6 @@ class Hands:
 
     @property
     def all(self) -> tuple[Copier, WakeUp, Context]:
-        """As a wire is given them."""
         return self.copy_thread, self.wake, self.context
 
     def wait(self, wire: SendingSource | SinkTransport | None) -> set[Readable]:
@@ -224,7 +220,6 @@ class Reader:
         self._wanted: dict[Request, Wanted] = {}
 
     def attach(self, source: RankManifest) -> None:
-        """Without a trial, to read without asking."""
         self._source = source
         self.sink.attach(source)
 
@@ -246,7 +241,6 @@ class Reader:
         return str(self._choice)
 
     def reattach(self) -> None:
-        """Leave the source and come back."""
         assert self._source is not None
         assert self._choice is not None
         self.sink.detach(self._source.control_endpoint)

@@ -181,7 +181,6 @@ def method_for(device: str) -> str:
 
 
 def close_all(workers: Iterable[Worker]) -> None:
-    """End them, all at the same time."""
     ending = list(workers)
     for worker in ending:
         worker._tell_to_end()

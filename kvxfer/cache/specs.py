@@ -173,7 +173,6 @@ class AttentionSpec(KVCacheSpec):
         return "all tokens"
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
-        """One block for every ``block_size`` tokens."""
         return ceil_div(num_tokens, self.block_size)
 
 

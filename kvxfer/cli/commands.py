@@ -41,7 +41,6 @@ from kvxfer.cli.sides import (
     transfer_engine,
 )
 from kvxfer.cli.terminal import ToldToEnd, heed_signals, progress_bar, stderr_above
-from kvxfer.config import Config
 from kvxfer.doctor.host import free_host_nbytes
 from kvxfer.engine.config import CPU, EngineConfig, Role, count_cuda_devices
 from kvxfer.engine.group import EngineGroup
@@ -60,7 +59,7 @@ log = logging.getLogger("kvxfer.cli")
 
 def run_pair(options: PairOptions) -> bool:
     """Both groups on this host, and the single engine beside them. Returns whether all is well."""
-    prefill, decode = options.prefill, options.decode
+    prefill, decode = options.side("prefill"), options.side("decode")
     model = read_model(options, (prefill, decode))
     work = read_work(options, model)
     prefill, decode = place_sides((prefill, decode), count_cuda_devices)
@@ -257,15 +256,12 @@ def _start(
     console.print(text, soft_wrap=not console.is_terminal)
     for name, group in groups.items():
         with naming_options(setup.names.get(name, {})):
-            client = _client(stack, group.endpoint, setup.configs[name].kv)
-            engines[name] = RunEngine(client, group)
+            kv = setup.configs[name].kv
+            client = RpcClient(group.endpoint, connect_timeout_s=_INFO_S, kv=kv)
+            engines[name] = RunEngine(stack.enter_context(client), group)
             if group.metrics_endpoint:
                 console.print(f"{name}{_metrics(group)}", soft_wrap=not console.is_terminal)
     return engines
-
-
-def _client(stack: ExitStack, endpoint: str, kv: Config) -> RpcClient:
-    return stack.enter_context(RpcClient(endpoint, connect_timeout_s=_INFO_S, kv=kv))
 
 
 def _metrics(group: EngineGroup) -> str:

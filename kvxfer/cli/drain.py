@@ -16,7 +16,7 @@ from kvxfer.connector.control import HARD_LIMIT_NBYTES
 from kvxfer.connector.peer_session import Failure
 from kvxfer.doctor.engines import greeting
 from kvxfer.errors import ConfigError, KvxferError, PeerLost
-from kvxfer.transfer.manifest import EngineManifest
+from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.wire import Drain, Draining, Malformed, Ping, decode_to_sink, encode
 from kvxfer.transports.channel import Bounds, Dealer
 from kvxfer.transports.guard import nearest_endpoint
@@ -41,8 +41,8 @@ def run_drain(options: DrainOptions) -> bool:
     with ExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = stack.enter_context(zmq.Context())
         ranks = [
-            stack.enter_context(closing(_connect(context, config, where, key)))
-            for where, key in _ranks(greeted.manifest)
+            stack.enter_context(closing(_connect(context, config, rank)))
+            for rank in greeted.manifest.ranks
         ]
         return _drain(ranks, greeted.manifest.engine_id, config, timeout_s, waits=options.wait)
 
@@ -61,17 +61,12 @@ def endpoint_of(config: Config, given: str | None) -> str:
     return f"tcp://{host}:{port}"
 
 
-def _ranks(manifest: EngineManifest) -> Sequence[tuple[str, str | None]]:
-    return [(entry.control_endpoint, entry.curve_public_key) for entry in manifest.ranks]
-
-
-def _connect(
-    context: zmq.Context[zmq.Socket[bytes]], config: Config, endpoint: str, key: str | None
-) -> Dealer:
+def _connect(context: zmq.Context[zmq.Socket[bytes]], config: Config, rank: RankManifest) -> Dealer:
     """Over the Unix socket beside the port, which says whose process this is; with keys over the
     port itself.
     """
-    where = endpoint if key is not None else nearest_endpoint(endpoint)
+    key, where = rank.curve_public_key, rank.control_endpoint
+    where = where if key is not None else nearest_endpoint(where)
     bounds = Bounds(HARD_LIMIT_NBYTES, HARD_LIMIT_NBYTES, 1000)
     return Dealer(context, config, bounds, where, key, word=encode(Ping()), reconnects=True)
 

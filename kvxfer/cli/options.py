@@ -222,6 +222,9 @@ class RunOptions(EngineOptions):
 # ------------------------------------------------------------------ one record for each command
 
 
+_OF_A_SIDE = ("tp", "block_size", "layout", "blocks", "prefix_caching", "devices")
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairOptions(RunOptions):
     """Of ``kvxfer pair``: two engines, each with options of its own."""
@@ -244,20 +247,13 @@ class PairOptions(RunOptions):
         bool, Option(help="Compare tokens with a single engine's, and KV with the source's.")
     ] = True
 
-    @property
-    def prefill(self) -> SideOptions:
+    def side(self, of: str) -> SideOptions:
+        """``of``: prefill or decode."""
+        own = {name: getattr(self, f"{of}_{name}") for name in _OF_A_SIDE}
         return SideOptions(
-            *(self.prefill_tp, self.prefill_block_size, self.prefill_layout, self.prefill_blocks),
-            *(self.prefill_prefix_caching, self.device),
-            *(parse_devices("--prefill-devices", self.prefill_devices), "prefill"),
-        )
-
-    @property
-    def decode(self) -> SideOptions:
-        return SideOptions(
-            *(self.decode_tp, self.decode_block_size, self.decode_layout, self.decode_blocks),
-            *(self.decode_prefix_caching, self.device),
-            *(parse_devices("--decode-devices", self.decode_devices), "decode"),
+            *(own["tp"], own["block_size"], own["layout"], own["blocks"]),
+            *(own["prefix_caching"], self.device),
+            *(parse_devices(f"--{of}-devices", own["devices"]), of),
         )
 
 
@@ -296,8 +292,6 @@ class _OneEngine(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillOptions(_OneEngine):
-    """The options of ``kvxfer prefill``."""
-
     listen: Annotated[
         str, Option(help="Where requests are taken; port 0: a free one.", metavar="HOST:PORT")
     ]
@@ -311,8 +305,6 @@ class PrefillOptions(_OneEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(RunOptions, _OneEngine):
-    """The options of ``kvxfer decode``."""
-
     prefill: Annotated[str, Option(help="Where kvxfer prefill listens.", metavar="HOST:PORT")]
     tp: _Tp = 1
     block_size: _BlockSize = 32
@@ -331,8 +323,6 @@ class DecodeOptions(RunOptions, _OneEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The options of ``kvxfer doctor``."""
-
     peer: Annotated[
         str | None,
         Option(
@@ -356,8 +346,6 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainOptions:
-    """The options of ``kvxfer drain``."""
-
     endpoint: Annotated[
         str | None,
         Argument(
@@ -377,8 +365,6 @@ class DrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyOptions:
-    """The options of ``kvxfer proxy``."""
-
     prefill: Annotated[
         list[str],
         Option(help="A prefill engine; several: several times.", metavar="http://HOST:PORT"),
@@ -483,8 +469,6 @@ def place_sides(
 
 @dataclass(frozen=True, slots=True)
 class HostPort:
-    """``HOST:PORT``; IPv6 hosts in brackets."""
-
     host: str
     port: int
 

@@ -25,8 +25,6 @@ _MOST_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """The options of ``kvxfer plan``."""
-
     source: Annotated[
         str,
         Option(

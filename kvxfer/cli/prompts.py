@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from kvxfer.errors import ConfigError
 
 _EncodeText = Callable[[str], Sequence[int]]
 _DecodeText = Callable[[Sequence[int]], str]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +35,21 @@ class Prompt:
     arrival_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _BuiltIn:
-    """``shared_tokens`` of the prompt are the beginning of the shared text."""
-
-    name: str
-    num_tokens: int
-    shared_tokens: int = 0
-
-
-# Shorter than any block, exactly a block of either default side, long. The last two come when
-# others are through: one shares a beginning whose length is a multiple of no block size, one is a
-# repetition, fully cached by then.
+# Name, tokens, and how many of them are the beginning of the shared text. Shorter than any block,
+# exactly a block of either default side, long. The last two come when others are through: one
+# shares a beginning whose length is a multiple of no block size, one is a repetition, fully cached
+# by then.
 _BUILT_IN = (
-    _BuiltIn("tiny", 5),
-    _BuiltIn("shared-a", 300, shared_tokens=270),
-    _BuiltIn("block-16", 16),
-    _BuiltIn("block-32", 32),
-    _BuiltIn("block+1", 33),
-    _BuiltIn("repeated", 128, shared_tokens=128),
-    _BuiltIn("medium", 150),
-    _BuiltIn("long", 777),
-    _BuiltIn("shared-b", 420, shared_tokens=270),
-    _BuiltIn("again", 128, shared_tokens=128),
+    ("tiny", 5, 0),
+    ("shared-a", 300, 270),
+    ("block-16", 16, 0),
+    ("block-32", 32, 0),
+    ("block+1", 33, 0),
+    ("repeated", 128, 128),
+    ("medium", 150, 0),
+    ("long", 777, 0),
+    ("shared-b", 420, 270),
+    ("again", 128, 128),
 )
 
 
@@ -67,15 +60,14 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 def built_in_prompts(vocab_size: int, max_new_tokens: int) -> list[Prompt]:
     """Ten prompts of mixed lengths, the same in every run; some share their beginning."""
-    shared = _random_ids("shared", max(each.shared_tokens for each in _BUILT_IN), vocab_size)
+    text = _random_ids("shared", max(num_shared for *_, num_shared in _BUILT_IN), vocab_size)
     return [
         Prompt(
-            each.name,
-            shared[: each.shared_tokens]
-            + _random_ids(each.name, each.num_tokens - each.shared_tokens, vocab_size),
+            name,
+            text[:num_shared] + _random_ids(name, num_tokens - num_shared, vocab_size),
             max_new_tokens,
         )
-        for each in _BUILT_IN
+        for name, num_tokens, num_shared in _BUILT_IN
     ]
 
 
@@ -93,28 +85,34 @@ def load_prompts(
     other name: plain text, one prompt a line. Empty lines are passed over. Raises ConfigError
     naming file and line.
     """
-    read = _read_json_line if path.suffix == ".jsonl" else _read_text_line
-    prompts: list[Prompt] = []
-    for number, line in enumerate(_read_lines(path, "--prompts"), start=1):
-        if not line.strip():
-            continue
-        try:
-            token_ids = tuple(read(line, encode))
-            _check(token_ids, vocab_size)
-        except (msgspec.MsgspecError, ValueError) as e:
-            raise ConfigError(f"{path}:{number}: {e}") from e
-        prompts.append(Prompt(f"line {number}", token_ids, max_new_tokens))
-    if not prompts:
+
+    def parse(line: str) -> tuple[int, ...]:
+        is_json = path.suffix == ".jsonl"
+        token_ids = tuple(_read_json_line(line, encode) if is_json else encode(line))
+        _check(token_ids, vocab_size)
+        return token_ids
+
+    parsed = _parsed_lines("--prompts", path, parse)
+    if not parsed:
         raise ConfigError(f"{path}: expected at least one prompt, got an empty file")
-    return prompts
+    return [Prompt(f"line {number}", token_ids, max_new_tokens) for number, token_ids in parsed]
 
 
-def _read_lines(path: Path, option: str) -> list[str]:
+def _parsed_lines(option: str, path: Path, parse: Callable[[str], _T]) -> list[tuple[int, _T]]:
+    """The lines that are not empty, by number."""
     try:
-        return path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as e:
         why = e.strerror if isinstance(e, OSError) else "not UTF-8"
         raise ConfigError(f"{option}: {path} cannot be read ({why})") from e
+    parsed: list[tuple[int, _T]] = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                parsed.append((number, parse(line)))
+            except (msgspec.MsgspecError, ValueError) as e:
+                raise ConfigError(f"{path}:{number}: {e}") from e
+    return parsed
 
 
 def _read_json_line(line: str, encode: _EncodeText) -> Sequence[int]:
@@ -124,10 +122,6 @@ def _read_json_line(line: str, encode: _EncodeText) -> Sequence[int]:
     if parsed.prompt_token_ids is not None:
         return parsed.prompt_token_ids
     return encode(parsed.prompt or "")
-
-
-def _read_text_line(line: str, encode: _EncodeText) -> Sequence[int]:
-    return encode(line)
 
 
 def _check(token_ids: Sequence[int], vocab_size: int) -> None:
@@ -204,7 +198,7 @@ def load_trace(
         raise ConfigError(f"--trace-scale: expected 1 to {_UNIT_TOKENS}, got {scale}")
     if not time_scale >= 0:
         raise ConfigError(f"--time-scale: expected at least 0, got {time_scale:g}")
-    lines = _numbered(path)[:limit]
+    lines = _parsed_lines("--trace", path, _parse)[:limit]
     if not lines:
         raise ConfigError(f"{path}: expected at least one request, got an empty file")
     start_ms = min(line.timestamp for _, line in lines)
@@ -218,17 +212,6 @@ def load_trace(
         for number, line in lines
     ]
     return sorted(prompts, key=lambda prompt: prompt.arrival_s)
-
-
-def _numbered(path: Path) -> list[tuple[int, _TraceLine]]:
-    lines: list[tuple[int, _TraceLine]] = []
-    for number, text in enumerate(_read_lines(path, "--trace"), start=1):
-        if text.strip():
-            try:
-                lines.append((number, _parse(text)))
-            except (msgspec.MsgspecError, ValueError) as e:
-                raise ConfigError(f"{path}:{number}: {e}") from e
-    return lines
 
 
 def _parse(text: str) -> _TraceLine:

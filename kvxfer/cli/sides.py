@@ -100,15 +100,11 @@ def settings(
     defaults: Mapping[str, Any] | None = None,
 ) -> Config:
     """First options and ``given``, then the environment, ``defaults``, the product's."""
-    said = {
-        "transport": options.transport,
-        "log_level": options.log_level,
-    }
+    said = {"transport": options.transport, "log_level": options.log_level}
     with naming_options():
         loaded = load_config({**said, **(given or {})})
-    usual = defaults or {}
-    chosen = {name: value for name, value in usual.items() if loaded.origins[name] == "default"}
-    return msgspec.structs.replace(loaded.config, **chosen)
+    usual = {n: value for n, value in (defaults or {}).items() if loaded.origins[n] == "default"}
+    return msgspec.structs.replace(loaded.config, **usual)
 
 
 def transfer_engine(

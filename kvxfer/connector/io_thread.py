@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Protocol, TypeVar, TypeVarTuple
 
 import zmq
@@ -35,6 +34,7 @@ from kvxfer.transports.wake_up import WakeUp
 
 ZmqSocket = zmq.Socket[bytes]
 Call = Callable[[], object]
+_Later = tuple[Callable[..., object], tuple[Any, ...]]
 Args = TypeVarTuple("Args")
 Now = Callable[[], float]
 
@@ -73,8 +73,8 @@ class Timer:
 
     __slots__ = ("call",)
 
-    def __init__(self, call: Call) -> None:
-        self.call: Call | None = call
+    def __init__(self, call: _Later) -> None:
+        self.call: _Later | None = call
 
     def cancel(self) -> None:
         """Keep the timer from firing, if it has not fired yet."""
@@ -112,11 +112,11 @@ class IoThread:
         self.now = now
         self._on_error = on_error
         self._within = within
-        self._inbox: deque[Call] = deque()
+        self._inbox: deque[_Later] = deque()
         self._wake_up = WakeUp()
         self._awake = False
         self._is_wanted = False
-        self._deferred: deque[Call] = deque()
+        self._deferred: deque[_Later] = deque()
         self._is_leaving = False
         self._turn = threading.Lock()
         self._entered: AbstractContextManager[object] | None = None
@@ -136,11 +136,11 @@ class IoThread:
     def start(self) -> None:
         self._thread.start()
 
-    def post(self, *calls: Call) -> bool:
-        """Run ``calls`` on the thread, in the order of posting. Never blocks. False once the thread
-        has been told to end: the calls may run or not.
+    def post(self, call: Callable[[*Args], object], *args: *Args) -> bool:
+        """Run ``call(*args)`` on the thread, in the order of posting. Never blocks. False once the
+        thread has been told to end: the call may run or not.
         """
-        self._inbox.extend(calls)
+        self._inbox.append((call, args))
         self.wake()
         return not self._stopping
 
@@ -194,7 +194,7 @@ class IoThread:
 
     def after(self, delay_s: float, call: Callable[[*Args], object], *args: *Args) -> Timer:
         """Run ``call(*args)`` once, ``delay_s`` seconds from now."""
-        timer = Timer(partial(call, *args))
+        timer = Timer((call, args))
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
         return timer
 
@@ -202,7 +202,7 @@ class IoThread:
         """Run ``call(*args)`` when everything else of this round has had its turn, in the order of
         deferring. For messages that nobody waits for: others call :meth:`run_deferred` first.
         """
-        self._deferred.append(partial(call, *args))
+        self._deferred.append((call, args))
 
     def run_deferred(self) -> None:
         """Run the deferred calls. Does nothing within a deferred call, because the rest follow it
@@ -212,7 +212,8 @@ class IoThread:
             return
         self._is_leaving = True
         while self._deferred:
-            self.guard(self._deferred.popleft())
+            call, args = self._deferred.popleft()
+            self.guard(call, *args)
         self._is_leaving = False
 
     def watch(self, socket: ZmqSocket, handler: Call) -> None:
@@ -244,7 +245,8 @@ class IoThread:
         """
         num_posted = len(self._inbox)
         for _ in range(num_posted):
-            self.guard(self._inbox.popleft())
+            call, args = self._inbox.popleft()
+            self.guard(call, *args)
         return num_posted
 
     def guard(self, call: Callable[[*Args], object], *args: *Args) -> None:
@@ -354,5 +356,5 @@ class IoThread:
             timer = heapq.heappop(self._timers)[2]
             call, timer.call = timer.call, None
             if call is not None:
-                self.guard(call)
+                self.guard(call[0], *call[1])
         self.run_deferred()

@@ -91,12 +91,10 @@ class Keeper:
                 self._io.after(OWED_S, self._settle)
             self._owed.append(owed)
 
-        self._peers.want(
-            owed.source,
-            needs_wire=False,
-            ready=lambda peer: peer.cancel(owed.source, owed.reason),
-            failed=failed,
-        )
+        def ready(peer: Peer) -> None:
+            peer.cancel(owed.source, owed.reason)
+
+        self._peers.want(owed.source, needs_wire=False, ready=ready, failed=failed)
 
     def _settle(self) -> None:
         """Retry every Cancel that is owed: those to one engine wait for the same contact."""

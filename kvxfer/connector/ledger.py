@@ -60,6 +60,14 @@ class Ledger:
                 self.count(f"{name}.{what}", number)
             counts.clear()
 
+    def failed_call(self) -> None:
+        """A handler of the IO thread has raised."""
+        self.count("io.errors")
+
+    def refused(self, why: str) -> None:
+        """A connection was not taken."""
+        self.count(f"connections.refused.{why}")
+
     def reason(self, reason: Reason) -> None:
         """Count a reason why KV was not used, or is no longer given."""
         with self._lock:
@@ -135,10 +143,12 @@ class Ledger:
 
     def wait_for_loads(self, request_ids: AbstractSet[str], timeout_s: float) -> bool:
         """Sleep until all these loads have ended; False after ``timeout_s``."""
+
+        def have_ended() -> bool:
+            return request_ids <= {report.request_id for report in self._loads}
+
         with self._changed:
-            return self._changed.wait_for(
-                lambda: request_ids <= {report.request_id for report in self._loads}, timeout_s
-            )
+            return self._changed.wait_for(have_ended, timeout_s)
 
     def fileno(self) -> int:
         """A descriptor that is readable while something has ended that :meth:`take_finished`

@@ -30,6 +30,8 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.choice import Choice
 
+GROWING_CHUNKS, LEAST_GROWING_NBYTES = 16, 1 << 20
+"""A growing offer is sent in so many chunks at least, unless they would be smaller than that."""
 NULL_TRANSPORT = "null"
 """What the Pull of a null route names: nothing is read."""
 
@@ -152,7 +154,7 @@ def _make_run(
             pull_classes=wanted,
             source_ids=(),
             sink_ids=order.block_ids,
-            chunk_nbytes=choice.chunk_nbytes(nbytes),
+            chunk_nbytes=_chunk_nbytes(order, choice, nbytes),
             after=after,
         )
     pull = Pull(
@@ -168,6 +170,16 @@ def _make_run(
         grows=order.grows or UNSET,
     )
     return RouteRun(pull, key, request, incomplete, is_growing=order.grows)
+
+
+def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int) -> int:
+    """Of an offer that grows the chunks are small: one leaves when its last token is open, and the
+    last one is waited for.
+    """
+    best_nbytes = choice.chunk_nbytes(nbytes)
+    if not order.grows:
+        return best_nbytes
+    return min(best_nbytes, max(LEAST_GROWING_NBYTES, nbytes // GROWING_CHUNKS))
 
 
 def _verify(order: NewLoad, way: Way, wanted: Sequence[PullClass]) -> Verify | UnsetType:

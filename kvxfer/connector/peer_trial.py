@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import zmq
 
@@ -52,7 +51,7 @@ def start_trial(
     def run() -> None:
         choices: Choices = {}
         result = _try_all(around, routes, until_s, choices)
-        is_told = result is not None and around.io.post(partial(done, result))
+        is_told = result is not None and around.io.post(done, result)
         if not is_told or result is not choices:
             _close(choices)
 

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -37,7 +36,7 @@ from kvxfer.connector.records import (
     SourceRef,
 )
 from kvxfer.connector.sink import Sink
-from kvxfer.connector.source import IsReady, Source
+from kvxfer.connector.source import IsReady, Served, Source
 from kvxfer.connector.verifier import EVERY, Verifier
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transfer.costs import REFERENCE_TOKENS
@@ -120,7 +119,7 @@ class RankService:
         self._introduction: zmq.Frame | None = None
         self.io = IoThread(
             f"kvxfer-io-{identity.rank}",
-            lambda: ledger.count("io.errors"),
+            ledger.failed_call,
             # The context is entered once a round, and not around each call of CUDA or UCX
             within=current_context(memory.device) if memory.device.type == "cuda" else None,
         )
@@ -133,8 +132,7 @@ class RankService:
         """As the scheduler has said last; None: it has not heard that it is to drain."""
         self._parts: list[ControlServer | SendingSource | SinkTransport | Board] = []
         try:
-            refused = "connections.refused.{}".format
-            Guard(self._context, config, lambda reason: ledger.count(refused(reason)))
+            Guard(self._context, config, ledger.refused)
             self._server = ControlServer(
                 self.io, self._context, config, ledger, self._dispatch, self._on_gone
             )
@@ -156,9 +154,7 @@ class RankService:
                 self.io,
                 config,
                 ledger,
-                incarnation=identity.incarnation,
-                manifest=self.manifest,
-                transports=sources,
+                Served(identity.incarnation, self.manifest, sources),
                 server=self._server,
                 ends=self.ends,
                 verifier=verifier,
@@ -342,7 +338,11 @@ class RankService:
         thread sleeps and the orders are quick and touch no socket. ``after``: as :meth:`Sink.load`
         has it. ``begun``: whether all is over that was launched before this step.
         """
-        order = partial(self._take, orders, self.io.now(), after, begun)
+        handed_s = self.io.now()
+
+        def order() -> None:
+            self._take(orders, handed_s, after, begun)
+
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
 
@@ -373,7 +373,7 @@ class RankService:
     def abort(self, request_ids: Iterable[str], reason: Reason) -> None:
         """Give these loads up; those that have ended stay as they are."""
         for request_id in request_ids:
-            self.io.post(partial(self.sink.abort, AbortLoad(request_id, reason)))
+            self.io.post(self.sink.abort, AbortLoad(request_id, reason))
 
     def near(self) -> NearSources:
         """The sources that this rank can load from within a step. On the engine thread, as
@@ -471,16 +471,16 @@ class RankService:
         """
         if self.is_draining:
             settled = threading.Event()
-            self.io.post(partial(self._when_settled, settled.set))
+            self.io.post(self._when_settled, settled.set)
             settled.wait(DRAIN_S)
         self.ends.end_all(Reason.SHUTDOWN)  # even if the IO thread is stuck
         drained = [threading.Event(), threading.Event()]
-        self.io.post(partial(self.sink.shutdown, Reason.SHUTDOWN, drained[0].set))
-        self.io.post(partial(self.source.shutdown, drained[1].set))
+        self.io.post(self.sink.shutdown, Reason.SHUTDOWN, drained[0].set)
+        self.io.post(self.source.shutdown, drained[1].set)
         if not all(event.wait(DRAIN_S) for event in drained):
             _log.error("shutdown: transfers did not end within %s s", DRAIN_S)
-        ended = Failure(Reason.SHUTDOWN, "this engine ends")
-        self.io.post(partial(self._peers.shutdown, ended), self._close_all)
+        self.io.post(self._peers.shutdown, Failure(Reason.SHUTDOWN, "this engine ends"))
+        self.io.post(self._close_all)
         if not self.io.stop(2 * DRAIN_S):
             _log.error("shutdown: the IO thread did not end; its sockets are left open")
             return

@@ -40,7 +40,7 @@ from kvxfer.connector.records import (
 from kvxfer.connector.step_loads import StepLoads
 from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
-from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
+from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY, OfferRef, Reason
 
@@ -53,8 +53,6 @@ class SchedulerConnector:
     """One per engine, in the scheduler's process.
 
     Args:
-        incarnation: 16 random bytes, one registration of this engine's pools.
-        block_tokens, layout: as in the manifest.
         can_send, can_receive: the role; params of the other role make a plain request, counted.
         now: seconds of a clock that does not go back.
 
@@ -66,25 +64,14 @@ class SchedulerConnector:
     def __init__(
         self,
         config: Config,
+        engine: EngineIdentity,
         *,
-        engine_id: str,
-        incarnation: bytes,
-        facts: CacheFacts,
-        tp_size: int,
-        pp_size: int,
-        block_tokens: int,
-        layout: str,
         can_send: bool,
         can_receive: bool,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
-        self._engine_id = engine_id
-        self._incarnation = incarnation
-        self._facts = facts
-        self._tp_size, self._pp_size = tp_size, pp_size
-        self._block_tokens = block_tokens
-        self._layout = layout
+        self._engine = engine
         self._can_send, self._can_receive = can_send, can_receive
         self._manifest: EngineManifest | None = None
         self._manifest_is_new = False
@@ -109,7 +96,8 @@ class SchedulerConnector:
 
         Raises ConfigError when one is missing or two do not agree.
         """
-        expected = {(pp, tp) for pp in range(self._pp_size) for tp in range(self._tp_size)}
+        engine = self._engine
+        expected = {(pp, tp) for pp in range(engine.pp_size) for tp in range(engine.tp_size)}
         if set(ranks) != expected:
             raise ConfigError(
                 f"ranks: expected (pp, tp) {sorted(expected)}, got {sorted(ranks)}; "
@@ -125,15 +113,9 @@ class SchedulerConnector:
         most_tokens = min((region.num_blocks * region.block_tokens for region in kept), default=0)
         self._loads.most_growing_tokens = self._config.early_share * most_tokens
         self._manifest = EngineManifest(
-            engine_id=self._engine_id,
-            incarnation=self._incarnation,
+            **msgspec.structs.asdict(engine),
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
             capabilities=(*((BIND_TOKENS,) if self._config.bind_tokens else ()), VERIFY),
-            facts=self._facts,
-            tp_size=self._tp_size,
-            pp_size=self._pp_size,
-            block_tokens=self._block_tokens,
-            layout=self._layout,
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
         self._manifest_is_new = True
@@ -317,8 +299,8 @@ class SchedulerConnector:
             self._source_ref(self._manifest, finish.offer),
             request_id=request.request_id,
             number=finish.offer.number,
-            tp_size=self._tp_size,
-            pp_size=self._pp_size,
+            tp_size=self._engine.tp_size,
+            pp_size=self._engine.pp_size,
             key=self._config.params_key,
         )
 
@@ -445,9 +427,9 @@ class SchedulerConnector:
         front_door = manifest.rank(RankId(0, 0))
         may_be_another = self._config.curve_keys_dir is not None
         return SourceRef(
-            engine_id=self._engine_id,
+            engine_id=self._engine.engine_id,
             endpoint=front_door.control_endpoint,
-            offer=OfferRef(offer.nonce, self._incarnation),
+            offer=OfferRef(offer.nonce, self._engine.incarnation),
             num_tokens=offer.num_tokens,
             digest=offer.digest,
             curve_public_key=front_door.curve_public_key if may_be_another else None,

@@ -125,11 +125,19 @@ class _Stream:
     transport: SendingSource
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a rank gives: as its manifest says, which Pulls are checked against; by these wires."""
+
+    incarnation: bytes
+    manifest: RankManifest
+    transports: Mapping[str, SourceTransport]
+
+
 class Source:
     """All offers of this rank, live ones and those that are over.
 
     Args:
-        manifest: this rank's own; Pulls are checked against it.
         server: answers go over the connections of their messages.
         ends: the offers that the engine has ended, and the board that shows open offers to sinks on
             this host.
@@ -141,10 +149,8 @@ class Source:
         io: IoThread,
         config: Config,
         ledger: Ledger,
+        served: Served,
         *,
-        incarnation: bytes,
-        manifest: RankManifest,
-        transports: Mapping[str, SourceTransport],
         server: ControlServer,
         ends: Ends,
         verifier: Verifier,
@@ -154,13 +160,13 @@ class Source:
         self._ledger = ledger
         self._ends = ends
         self._verifier = verifier
-        self._incarnation = incarnation
-        self._resolver = PullResolver(manifest)
-        self._transports = transports
+        self._incarnation = served.incarnation
+        self._resolver = PullResolver(served.manifest)
+        self._transports = served.transports
         self._server = server
-        self._is_front_door = manifest.rank == RankId(0, 0)  # which writes for all ranks
+        self._is_front_door = served.manifest.rank == RankId(0, 0)  # which writes for all ranks
         self._untaken = UntakenKV()
-        self._keepings = group_keepings(manifest.regions)
+        self._keepings = group_keepings(served.manifest.regions)
         self._streams: dict[TransferKey, _Stream] = {}
         self._live: dict[bytes, GivenOffer] = {}
         self._over: OrderedDict[bytes, GivenOffer] = OrderedDict()

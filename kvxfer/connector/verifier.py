@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -27,15 +26,15 @@ Digests = tuple[int, ...]
 Done = Callable[[Digests | None], object]
 """Gets the digest of each region, the classes one after the other; None where there is none."""
 
+Post = Callable[[Done, Digests | None], bool]
+
 _log = logging.getLogger("kvxfer.connector")
 
 
 class Verifier:
     """Of one rank. ``post``: has the IO thread call something."""
 
-    def __init__(
-        self, memory: LocalMemory, copy_thread: Copier, post: Callable[[Callable[[], object]], bool]
-    ) -> None:
+    def __init__(self, memory: LocalMemory, copy_thread: Copier, post: Post) -> None:
         self._memory, self._copy_thread, self._post = memory, copy_thread, post
 
     def submit(self, lane: Hashable, cells: Sequence[Cells], seed: int, done: Done) -> None:
@@ -66,7 +65,7 @@ class _DigestJob(CopyJob):
         lane: Hashable,
         work_nbytes: int | None,
         pieces: Iterator[int | Digests],
-        post: Callable[[Callable[[], object]], bool],
+        post: Post,
         done: Done,
     ) -> None:
         super().__init__(lane, work_nbytes)
@@ -88,7 +87,7 @@ class _DigestJob(CopyJob):
         self._pieces = iter(())
         if self.end is CopyEnd.FAILED:
             _log.error("digest of %s: %s", self.lane, self.error)
-        self._post(partial(self._done, self._digests))
+        self._post(self._done, self._digests)
 
 
 def where_they_differ(

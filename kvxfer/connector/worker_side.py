@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
 import msgspec
 import torch
@@ -36,7 +35,7 @@ from kvxfer.connector.source import IsReady
 from kvxfer.connector.tracing import tell_of
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
-from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
+from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import Reason
@@ -65,14 +64,16 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def _is_ready() -> bool:
+    return True
+
+
 class WorkerConnector:
     """One per rank.
 
     Args:
         config: with the ports of this engine, see :meth:`~kvxfer.config.Config.for_engine`. Rank 0
           of stage 0 answers for the engine and keeps held offers.
-        incarnation: 16 random bytes, one registration of this engine's pools.
-        facts, tp_size, pp_size, block_tokens, layout: fields of the engine's manifest.
         can_leave_unhashed: the engine leaves the blocks of ``incomplete_blocks`` out of its prefix
           cache, or has no prefix cache. If False, a source whose windows could leave such blocks is
           refused by name.
@@ -87,30 +88,16 @@ class WorkerConnector:
     def __init__(
         self,
         config: Config,
-        *,
-        engine_id: str,
-        incarnation: bytes,
+        engine: EngineIdentity,
         rank: RankId,
-        facts: CacheFacts,
-        tp_size: int,
-        pp_size: int,
-        block_tokens: int,
-        layout: str,
+        *,
         can_leave_unhashed: bool = False,
         device: torch.device = HOST,
         ready_event: Callable[[], IsReady] | None = None,
     ) -> None:
-        self._config = config.for_rank(rank.pp * tp_size + rank.tp)
-        self._identity = Identity(engine_id, incarnation, rank)
-        self._expected = {
-            "engine_id": engine_id,
-            "incarnation": incarnation,
-            "facts": facts,
-            "tp_size": tp_size,
-            "pp_size": pp_size,
-            "block_tokens": block_tokens,
-            "layout": layout,
-        }
+        self._config = config.for_rank(rank.pp * engine.tp_size + rank.tp)
+        self._identity = Identity(engine.engine_id, engine.incarnation, rank)
+        self._engine = engine
         self._can_leave_unhashed = can_leave_unhashed
         self._device = device
         self._ready_event = ready_event or self._record_ready
@@ -170,7 +157,7 @@ class WorkerConnector:
         service = self._running()
         for order in metadata.ended:
             service.ends.end(order.nonce, order.reason)
-        service.io.post(partial(service.source.end, metadata.ended))
+        service.io.post(service.source.end, metadata.ended)
 
     def bind_connector_metadata(self, metadata: ConnectorMetadata) -> None:
         """Take this step's orders; offers whose blocks are used again are over on return."""
@@ -239,11 +226,11 @@ class WorkerConnector:
         if metadata.computed or metadata.grown:
             service, is_ready = self._running(), self._ready_event()
             spans = (*metadata.grown, *((name, ALL) for name in metadata.computed))
-            service.io.post(partial(service.source.computed, spans, is_ready))
+            service.io.post(service.source.computed, spans, is_ready)
 
     def _record_ready(self) -> IsReady:
         event = record_event(self._device)
-        return (lambda: True) if event is None else event.query
+        return _is_ready if event is None else event.query
 
     def clear_connector_metadata(self) -> None:
         """Forget the step's orders: the step is over."""
@@ -418,8 +405,8 @@ class WorkerConnector:
         return self._service
 
     def _check(self, manifest: EngineManifest) -> None:
-        for field, expected in self._expected.items():
-            got = getattr(manifest, field)
+        for field in EngineIdentity.__struct_fields__:
+            expected, got = getattr(self._engine, field), getattr(manifest, field)
             if got != expected:
                 raise ConfigError(
                     f"{field}: the worker expected {expected!r}, the scheduler says {got!r}"

@@ -25,7 +25,7 @@ DIGEST_NBYTES = 8
 _DROPPED = -1
 
 
-class PlaneDigest(msgspec.Struct, frozen=True, kw_only=True):
+class PlaneDigest(msgspec.Struct, frozen=True):
     """One plane and one global head of a layer.
 
     ``tokens`` is one digest of 8 bytes for each token from ``first_token`` on; the tokens before it
@@ -37,6 +37,10 @@ class PlaneDigest(msgspec.Struct, frozen=True, kw_only=True):
     head: int
     tokens: bytes
     first_token: int = 0
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.layer, self.plane, self.head
 
     @property
     def end(self) -> int:
@@ -55,7 +59,7 @@ class KVDigest(msgspec.Struct, frozen=True, kw_only=True):
     planes: tuple[PlaneDigest, ...]
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class Difference(msgspec.Struct, frozen=True):
     """The first token at which one plane of one head differs, and what differs."""
 
     layer: str
@@ -91,15 +95,7 @@ def kv_digests(
         first_token = min(_num_dropped(region, table) * region.block_tokens, num_tokens)
         for head in range(region.head_lo, region.head_hi):
             tokens = _digest_head(region, memory, table, range(first_token, num_tokens), head)
-            planes.append(
-                PlaneDigest(
-                    layer=region.layer,
-                    plane=region.plane,
-                    head=head,
-                    tokens=tokens,
-                    first_token=first_token,
-                )
-            )
+            planes.append(PlaneDigest(region.layer, region.plane, head, tokens, first_token))
     return KVDigest(num_tokens=num_tokens, planes=tuple(planes))
 
 
@@ -128,9 +124,9 @@ def merge_digests(ranks: Iterable[KVDigest]) -> tuple[KVDigest, list[Difference]
     for rank in ranks:
         counts.add(rank.num_tokens)
         for digest in rank.planes:
-            first = merged.setdefault((digest.layer, digest.plane, digest.head), digest)
+            first = merged.setdefault(digest.key, digest)
             if (token := _first_difference(first, digest)) is not None:
-                differences.append(_difference(digest, token, "replicas differ"))
+                differences.append(Difference(*digest.key, token, "replicas differ"))
     if len(counts) != 1:
         raise ValueError(f"ranks: expected one token count on all, got {sorted(counts)}")
     planes = tuple(merged[key] for key in sorted(merged))
@@ -152,19 +148,16 @@ def compare(
     for side, ranks in (("source", source), ("sink", sink)):
         merged, found = merge_digests([_part(rank, span) for rank in ranks])
         differences += [replace(each, reason=f"{side} {each.reason}") for each in found]
-        planes.append({(d.layer, d.plane, d.head): d for d in merged.planes})
+        planes.append({digest.key: digest for digest in merged.planes})
     for key in sorted(planes[0].keys() | planes[1].keys()):
         ours, theirs = (of_side.get(key) for of_side in planes)
         if ours is None or theirs is None:
-            layer, plane, head = key
-            reason = "missing on the source" if ours is None else "missing on the sink"
-            differences.append(
-                Difference(layer=layer, plane=plane, head=head, first_token=0, reason=reason)
-            )
+            where = "source" if ours is None else "sink"
+            differences.append(Difference(*key, 0, f"missing on the {where}"))
         elif _shares_no_token(ours, theirs):
-            differences.append(_difference(ours, ours.end, "no token is held by both sides"))
+            differences.append(Difference(*key, ours.end, "no token is held by both sides"))
         elif (token := _first_difference(ours, theirs)) is not None:
-            differences.append(_difference(ours, token, "source and sink differ"))
+            differences.append(Difference(*key, token, "source and sink differ"))
     return differences
 
 
@@ -229,13 +222,9 @@ def _digest_head(
 
 def _inner_bytes(region: Region, memory: memoryview, address: int) -> bytes:
     """One head of one token; channel by channel where these lie apart."""
-    if not region.stride_channel:
-        return bytes(memory[address : address + region.inner_nbytes])
-    values = bytearray()
-    for channel in range(region.inner_nbytes // region.channel_nbytes):
-        at = address + channel * region.stride_channel
-        values += memory[at : at + region.channel_nbytes]
-    return bytes(values)
+    nbytes = region.channel_nbytes or region.inner_nbytes
+    starts = (address + at * region.stride_channel for at in range(region.inner_nbytes // nbytes))
+    return b"".join(memory[start : start + nbytes] for start in starts)
 
 
 def _shares_no_token(ours: PlaneDigest, theirs: PlaneDigest) -> bool:
@@ -259,13 +248,3 @@ def _first_difference(ours: PlaneDigest, theirs: PlaneDigest) -> int | None:
 
 def _by_token(tokens: bytes) -> list[bytes]:
     return [tokens[at : at + DIGEST_NBYTES] for at in range(0, len(tokens), DIGEST_NBYTES)]
-
-
-def _difference(digest: PlaneDigest, first_token: int, reason: str) -> Difference:
-    return Difference(
-        layer=digest.layer,
-        plane=digest.plane,
-        head=digest.head,
-        first_token=first_token,
-        reason=reason,
-    )

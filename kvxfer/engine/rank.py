@@ -44,7 +44,7 @@ from kvxfer.engine.links import (
 from kvxfer.engine.metrics_server import MetricsServer
 from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import RpcServer
-from kvxfer.engine.runner import Runner, cache_facts
+from kvxfer.engine.runner import Runner, engine_identity
 from kvxfer.errors import KvxferError
 
 log = logging.getLogger("kvxfer.engine")
@@ -200,13 +200,7 @@ def _start(process: _Process, life: Life, stack: ExitStack) -> Callable[[], None
     if config.role is not Role.ALONE:
         connector = SchedulerConnector(
             config.kv,
-            engine_id=config.engine_id,
-            incarnation=life.incarnation,
-            facts=cache_facts(config, model),
-            tp_size=config.tp_size,
-            pp_size=1,
-            block_tokens=config.block_size,
-            layout=config.layout,
+            engine_identity(config, model, life.incarnation),
             can_send=config.role in {Role.PREFILL, Role.BOTH},
             can_receive=config.role in {Role.DECODE, Role.BOTH},
         )

@@ -61,7 +61,6 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
@@ -71,8 +70,6 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A request has one more token."""
-
     request_id: str
     token_id: int
     logit_gap: float

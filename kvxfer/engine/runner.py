@@ -18,7 +18,7 @@ from kvxfer.engine.model_config import ModelConfig, attention_pattern, load_mode
 from kvxfer.engine.rank_cache import RankCache, RequestStep
 from kvxfer.engine.steps import GroupIds, Sample, SchedulerOutput, StepOutput
 from kvxfer.engine.weights import load_weights, weights_identity
-from kvxfer.transfer.manifest import CacheFacts, RankId, RankManifest
+from kvxfer.transfer.manifest import CacheFacts, EngineIdentity, RankId, RankManifest
 
 
 @dataclass(slots=True)
@@ -44,6 +44,19 @@ def cache_facts(config: EngineConfig, model: ModelConfig) -> CacheFacts:
         head_size=model.head_size,
         num_layers=model.num_layers,
         attention=attention_pattern(model),
+    )
+
+
+def engine_identity(config: EngineConfig, model: ModelConfig, incarnation: bytes) -> EngineIdentity:
+    """What a life of such an engine is to its connector."""
+    return EngineIdentity(
+        engine_id=config.engine_id,
+        incarnation=incarnation,
+        facts=cache_facts(config, model),
+        tp_size=config.tp_size,
+        pp_size=1,
+        block_tokens=config.block_size,
+        layout=config.layout,
     )
 
 
@@ -89,14 +102,8 @@ class Runner:
         gives_kv = config.role is not Role.DECODE
         connector = WorkerConnector(
             config.kv.for_engine(gives_kv=gives_kv, num_ranks=config.tp_size),
-            engine_id=config.engine_id,
-            incarnation=incarnation,
-            rank=RankId(0, self._tp_rank),
-            facts=cache_facts(config, model),
-            tp_size=config.tp_size,
-            pp_size=1,
-            block_tokens=config.block_size,
-            layout=config.layout,
+            engine_identity(config, model, incarnation),
+            RankId(0, self._tp_rank),
             can_leave_unhashed=True,
             device=self._device,
         )

@@ -21,29 +21,19 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.requests = Counter(
-            _PREFIX + "requests",
-            "Completion and chat requests taken.",
-            ["path"],
-            registry=self._registry,
-        )
-        self.failures = Counter(
-            _PREFIX + "failures",
+        self.requests = self._counter("requests", "path", "Completion and chat requests taken.")
+        self.failures = self._counter(
+            "failures",
+            "reason",
             "Requests that did not get a decode engine's whole good answer, by reason.",
-            ["reason"],
-            registry=self._registry,
         )
-        self.without_kv = Counter(
-            _PREFIX + "without_kv",
+        self.without_kv = self._counter(
+            "without_kv",
+            "reason",
             "Requests sent to decode without KV, because prefill gave none or failed, by reason.",
-            ["reason"],
-            registry=self._registry,
         )
-        self.retries = Counter(
-            _PREFIX + "retries",
-            "Requests that another engine took after one was gone, by reason.",
-            ["reason"],
-            registry=self._registry,
+        self.retries = self._counter(
+            "retries", "reason", "Requests that another engine took after one was gone, by reason."
         )
         self.dispatched = Counter(
             _PREFIX + "dispatched",
@@ -73,6 +63,9 @@ class Metrics:
             self.retries.labels(reason.value)
             if reason.value.startswith("prefill_"):
                 self.without_kv.labels(reason.value)
+
+    def _counter(self, name: str, label: str, text: str) -> Counter:
+        return Counter(_PREFIX + name, text, [label], registry=self._registry)
 
     def see(self, engine: Engine, is_up: bool) -> None:
         self._up.labels(engine.side.value, engine.url).set(is_up)

@@ -11,8 +11,6 @@ from kvxfer.proxy.settings import Engine, Side
 
 
 class State(enum.StrEnum):
-    """What was last seen of an engine."""
-
     UNKNOWN = "unknown"
     UP = "up"
     DRAINING = "draining"  # it serves, offers nothing, and is going to end
@@ -70,14 +68,12 @@ class EnginePool:
         self._next[side] = turn
 
     def has_another(self, engine: Engine) -> bool:
-        """Another engine of its side is up."""
         return any(
             other.side is engine.side and other != engine and seen.state is State.UP
             for other, seen in self._seen.items()
         )
 
     def is_serving(self, side: Side) -> bool:
-        """An engine of this side takes requests."""
         serving = (State.UP, State.DRAINING)
         return any(e.side is side and seen.state in serving for e, seen in self._seen.items())
 

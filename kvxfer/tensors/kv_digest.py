@@ -60,7 +60,6 @@ class Cells:
 
     @property
     def nbytes(self) -> int:
-        """Of all regions."""
         tile = self.side.tile
         return len(self.side.bases) * self.tokens.size * tile.num_heads * tile.inner_nbytes
 

@@ -59,8 +59,8 @@ from kvxfer.transfer.wire import Consumer, Reason
 
 MAX_LIVES = 64
 """Sink engine lives that one offer hears of: those that claimed it, and those that cancelled."""
-_MAX_CONSUMERS = MAX_RANKS
-"""Consumers that one offer serves: as many as the largest engine has ranks."""
+_MAX_CONSUMERS = 4 * MAX_RANKS
+"""Consumers that one offer serves: as many as four of the largest engines have ranks."""
 
 
 class StreamState(enum.Enum):

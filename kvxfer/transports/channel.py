@@ -265,8 +265,10 @@ class Dealer:
         """
         while not self.monitor.closed and self.monitor.poll(0):
             kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
-            if kind == zmq.EVENT_CONNECTED:
-                self._backlog = Backlog(value)
+            if kind == zmq.EVENT_CONNECTED:  # which a thread may say after its first messages
+                if self._backlog.fd >= 0:
+                    self._backlog = Backlog(value)
+                self._backlog.fd = value
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.has_stood, self.is_refused = True, False
             elif kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import TypeVar
@@ -91,21 +91,14 @@ def _loaded(point: EntryPoint, num_named: int) -> Wire:
     wire = point.load()
     if not isinstance(wire, Wire):
         raise TypeError(f"expected kvxfer.transports.external.Wire, got {type(wire).__name__}")
-    return replace(
-        wire,
-        make_source=partial(_made, point.name, wire.make_source),
-        make_sink=partial(_made, point.name, wire.make_sink),
-    )
+    return wire
 
 
-def _made(
-    name: str,
-    make: Maker[Side],
-    *given: *tuple[LocalMemory, Config, Copier, Wake, Context],
-) -> Side:
-    """One side of it, under the name that it is registered by: a peer looks for that one."""
-    side = make(*given)
-    if side.name == name:
+def named(name: str, side: Side) -> Side:
+    """One side of a wire, under the name that it is registered by: a peer looks for that one.
+    Another one is closed. Raises TransportUnavailable.
+    """
+    if name in OWN_TRANSPORTS or side.name == name:
         return side
     if not isinstance(side, DirectSource):
         side.close()

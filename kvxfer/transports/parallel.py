@@ -53,11 +53,6 @@ def most_further() -> int:
     return min(MOST_FURTHER, most_connections() // 4)
 
 
-def num_copy_threads(config: Config) -> int:
-    """A copy is about twice as fast as a connection."""
-    return (num_streams(config) + 1) // 2
-
-
 def make_context(config: Config) -> Context:
     """With a thread of ZeroMQ for each stream."""
     context: Context = zmq.Context(io_threads=num_streams(config))
@@ -66,7 +61,9 @@ def make_context(config: Config) -> Context:
 
 
 def make_copier(config: Config, *, small_nbytes: int = 0) -> CopyThread | CopyThreads:
-    """The copy threads of a rank. ``small_nbytes``: as :class:`CopyThread` has it."""
-    if (number := num_copy_threads(config)) == 1:
+    """The copy threads of a rank, one for each stream: one packs another layout in host memory at
+    1.6 GB/s, where its stream carries 2.2. ``small_nbytes``: as :class:`CopyThread` has it.
+    """
+    if (number := num_streams(config)) == 1:
         return CopyThread(small_nbytes=small_nbytes)
     return CopyThreads(number, small_nbytes=small_nbytes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from typing import TypeVar
 
@@ -27,12 +26,10 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier
-from kvxfer.transports.external import Maker, Wire, external_wires
+from kvxfer.transports.external import Maker, Wire, external_wires, named, stream_wire
 from kvxfer.transports.native_peers import RDMA_DEVICES
 from kvxfer.transports.pipe import MakePipe, Pipe
 from kvxfer.transports.shm_direct import ShmSink, shm_source
-from kvxfer.transports.stream_sink import StreamSink
-from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.zmq_pipe import ZmqPipe
 
 AUTO = {"cuda": ("cuda_ipc", "zmq", "ucx", "nixl"), "cpu": ("shm", "zmq", "ucx", "nixl")}
@@ -100,15 +97,16 @@ def _needs(wire: str, library: str, extra: str) -> Iterator[None]:
         ) from exc
 
 
+_STREAMS = {name: stream_wire(pipe) for name, pipe in PIPES.items()}
 SOURCES: dict[str, Maker[SourceTransport]] = {
     "cuda_ipc": _cuda_ipc_source,
     "shm": shm_source,
-    **{name: partial(StreamSource, pipe) for name, pipe in PIPES.items()},
+    **{name: wire.make_source for name, wire in _STREAMS.items()},
 }
 SINKS: dict[str, Maker[SinkTransport]] = {
     "cuda_ipc": _cuda_ipc_sink,
     "shm": ShmSink,
-    **{name: partial(StreamSink, pipe) for name, pipe in PIPES.items()},
+    **{name: wire.make_sink for name, wire in _STREAMS.items()},
 }
 _DIRECT = SOURCES.keys() - PIPES.keys()
 
@@ -165,7 +163,7 @@ def _make(
     made: dict[str, T] = {}
     for name in _wanted(makers, config, memory):
         try:
-            made[name] = makers[name](memory, config, copy_thread, wake, context)
+            made[name] = named(name, makers[name](memory, config, copy_thread, wake, context))
         except Exception as exc:
             is_auto = config.transport == "auto" and name != "zmq"
             is_missing = isinstance(exc, TransportUnavailable)

@@ -166,24 +166,31 @@ class Link:
             self.lane.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a sink asks for when it attaches. ``way``: of the pipe's."""
+
+    slots: Slots
+    way: str
+    num_streams: int = 1
+    is_trial: bool = False
+
+
 def open_link(
     pipe: Pipe,
-    slots: Slots,
+    terms: Terms,
     source: RankManifest,
     config: Config,
     context: Context,
     *,
     uses_unix_sockets: bool,
-    is_trial: bool = False,
-    way: str = "",
-    num_streams: int = 1,
 ) -> Link:
-    """Attach; the connection is made in the background. ``way``: of the pipe's; ``num_streams``:
-    asked for.
+    """Attach; the connection is made in the background.
 
     Raises TransportUnavailable, and ValueError for a way that the pipe does not have.
     """
     endpoint = data_endpoint_of(source, config, pipe.name)
+    slots, num_streams = terms.slots, terms.num_streams
     nearest = nearest_endpoint(endpoint) if uses_unix_sockets else endpoint
     _log.debug("%s: %s is reached by %s", pipe.name, endpoint, nearest)
     bounds = Bounds(FRAME_MAX_NBYTES, slots.nbytes + BEYOND_NBYTES, num_queued(config))
@@ -207,7 +214,7 @@ def open_link(
             f"{pipe.name}: {endpoint} cannot be connected to: {exc.strerror}"
         ) from exc
     try:
-        lane = pipe.open_sink(slots, way)
+        lane = pipe.open_sink(slots, terms.way)
     except BaseException:
         dealer.close()
         raise
@@ -223,5 +230,5 @@ def open_link(
         num_streams=num_streams,
     )
     sizes = (slots.num_slots, slots.slot_nbytes)
-    link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, is_trial, num_streams))
+    link.send(Attach(STREAM_VERSION, *sizes, pipe.name, lane.address, terms.is_trial, num_streams))
     return link

@@ -30,7 +30,7 @@ from kvxfer.transfer.plan import Chunk, CopyClass, DenseOrder, Side
 from kvxfer.transports.base import LocalMemory, TransferKey, Wake
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
 from kvxfer.transports.launches import Launches
-from kvxfer.transports.parallel import num_copy_threads
+from kvxfer.transports.parallel import num_streams
 from kvxfer.transports.pipe import SourceLane
 
 if TYPE_CHECKING:  # it needs Triton, which a host without a GPU need not have
@@ -227,7 +227,7 @@ class DevicePacker:
         self._bound: dict[int, tuple[Side, BoundSide]] = {}
         self._bounces: list[Tensor] = []
         self._num_bounces = 0
-        self._most_bounces = LEAST_BOUNCES + num_copy_threads(config)
+        self._most_bounces = LEAST_BOUNCES + num_streams(config)
         self._waited: torch.cuda.Event | None = None
         self._broken = ""
         # What nearly all engines need is compiled now: the first time it takes a second

@@ -47,7 +47,7 @@ from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import check_own_devices, needs_own_user, refusal
 from kvxfer.transports.parallel import most_further, num_streams
 from kvxfer.transports.pipe import MakePipe, PipeBroken, Slots, staging_bounds
-from kvxfer.transports.stream_link import Link, open_link
+from kvxfer.transports.stream_link import Link, Terms, open_link
 from kvxfer.transports.stream_machine import Cancel, Free, SinkAction, SinkSlot, Unpack
 from kvxfer.transports.stream_packing import ChunkJob, Ids, Packer, make_packer
 from kvxfer.transports.stream_trial import take_trial
@@ -180,13 +180,11 @@ class StreamSink(ReceivingSink):
         slots = Slots(staging.num_slots, staging.slot_nbytes)
         link = open_link(
             self._pipe,
-            slots,
+            Terms(slots, staging.way, min(self._num_streams, 1 + self._room_for_streams())),
             source,
             self._config,
             self._context,
             uses_unix_sockets=self.uses_unix_sockets,
-            way=staging.way,
-            num_streams=min(self._num_streams, 1 + self._room_for_streams()),
         )
         self._links[link.control_endpoint] = link
         self._watch()

@@ -25,7 +25,7 @@ from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox
 from kvxfer.transports.pipe import Pipe, PipeBroken, Slots
 from kvxfer.transports.stream_connections import MAX_TRIALS, Connection
-from kvxfer.transports.stream_link import Link, open_link
+from kvxfer.transports.stream_link import Link, Terms, open_link
 from kvxfer.transports.stream_machine import SlotEvent
 from kvxfer.transports.stream_wire import (
     AskTrial,
@@ -220,13 +220,11 @@ def take_trial(
             try:
                 link = open_link(
                     pipe,
-                    slots,
+                    Terms(slots, way, is_trial=True),
                     source,
                     config,
                     context,
                     uses_unix_sockets=uses_unix_sockets,
-                    is_trial=True,
-                    way=way,
                 )
                 links.enter_context(closing(link))
                 taker = TrialTaker(pipe, link, wake, way)

@@ -18,6 +18,7 @@ import errno
 import itertools
 import logging
 import resource
+import select
 import socket as sockets
 import struct
 import time
@@ -232,6 +233,7 @@ class Inbox:
 class _Visitor:
     """A connection. ``name``: what the ROUTER calls it, once it has sent a message. ``is_warned``:
     it has misbehaved, and what it said was answered. ``num_unread``: answers that it did not read.
+    ``is_untold``: the monitor has yet to say that it came.
     """
 
     address: str
@@ -239,6 +241,7 @@ class _Visitor:
     name: bytes | None = None
     is_warned: bool = False
     num_unread: int = 0
+    is_untold: bool = False
 
 
 class Visitors:
@@ -311,8 +314,12 @@ class Visitors:
                 self._gone.append(name)
                 return fd
             # It came since the last look at the monitor, perhaps with the descriptor of one that
-            # has ended since: both are told before its message is there
+            # has ended since
             is_all = any(self.meet() for _ in range(_TURNS_TO_MEET))
+            if fd not in self._visitors and is_all and _stands(fd):
+                # One of ZeroMQ's threads accepts it and then says so; another has read this
+                # meanwhile: with four threads on two busy cores 2 of 44,718 connections
+                self._enter(fd, is_untold=True)
             visitor = self._visitors.get(fd)
             if visitor is None:
                 if is_all:  # it has ended already, and now it had sent a message
@@ -320,6 +327,9 @@ class Visitors:
                     self._note_ended(name)
                 return fd
             self._forget_name(fd, visitor)
+            if visitor.name is not None:  # of an untold one whose descriptor this one has now
+                self._gone.append(visitor.name)
+                self._note_ended(visitor.name)
             visitor.name, visitor.num_unread, self._fds[name] = name, 0, fd
         visitor.backlog.note(frames[1:])
         return fd
@@ -420,10 +430,16 @@ class Visitors:
 
     # -- who comes and goes
 
-    def _enter(self, fd: int) -> None:
+    def _enter(self, fd: int, *, is_untold: bool = False) -> None:
+        known = self._visitors.get(fd)
+        if known is not None and known.is_untold:
+            known.is_untold = False
+            return
         try:
             with _lent(sockets.socket(fileno=fd)) as socket:
                 address = _address_of(socket)
+                if not self._is_ours(socket):  # gone already, and its descriptor is another's
+                    return
         except OSError:  # gone already
             return
         self._leave(fd)
@@ -431,7 +447,7 @@ class Visitors:
             self._make_room(address)
         elif len(self._visitors) >= self._most:
             self._make_room(None)
-        self._visitors[fd] = _Visitor(address, Backlog(fd))
+        self._visitors[fd] = _Visitor(address, Backlog(fd), is_untold=is_untold)
         self._num_of[address] += 1
 
     def _make_room(self, address: str | None) -> None:
@@ -570,6 +586,13 @@ def _reset(socket: sockets.socket) -> None:
     """The other side learns of it at once, however full its connection is; ZeroMQ closes it."""
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_LINGER, _RESET)
     socket.shutdown(sockets.SHUT_RDWR)
+
+
+def _stands(fd: int) -> bool:
+    """Whether this is the descriptor of a connection whose other side has not ended it."""
+    poll = select.poll()
+    poll.register(fd, select.POLLRDHUP)
+    return not poll.poll(0)  # nor POLLHUP, POLLERR or POLLNVAL
 
 
 def _address_of(socket: sockets.socket) -> str:

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -53,10 +54,13 @@ called in a handler, and the thread stands wherever it was: with a lock, or with
 
 
 SLOW_PIECE_NBYTES = 64 << 10
+FLIPS = "flips.jsonl"
+"""File of a storm: which transfers had a bit flipped."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's processes are told before they begin. ``planted``: the name of a fault.
+    """What an engine's processes are told before they begin. ``planted``: the name of a fault;
+    ``faults``: of its wires, see :mod:`kvxfer.testing.faults`.
 
     ``slow_s``: if not 0, copies run on the copy thread, in small pieces, each of which takes so
     long after the last look whether it is still wanted.
@@ -67,6 +71,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     slow_s: float = 0.0
     planted: str = ""
+    faults: str = ""
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +126,12 @@ def set_up(spec: Spec) -> None:
     mangler.install()
     if spec.slow_s:
         _slow_memory(spec.slow_s)
+    if spec.faults:
+        install(f"{spec.faults};seed={spec.seed}")
+        flips = logging.getLogger("kvxfer.testing")
+        flips.setLevel(logging.INFO)
+        flips.addHandler(_FlipsInFile(Path(spec.folder) / FLIPS))
+        flips.propagate = False
     if spec.planted:
         planted = importlib.import_module("tests.chaos.planted")
         planted.BY_NAME[spec.planted].plant()
@@ -140,6 +151,17 @@ def set_up(spec: Spec) -> None:
         ("join", lambda *_: None),
     ):
         setattr(rank_module, name, value)
+
+
+class _FlipsInFile(logging.Handler):
+    """One line each, (nonce, life of the sink). Written at once: this process may be killed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        os.write(self._fd, json.dumps(record.args).encode() + b"\n")
 
 
 def _send_one_without_a_copy() -> None:

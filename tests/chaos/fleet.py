@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -68,6 +69,33 @@ class Usage:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Shared pools of a process, by inode: ``own`` ones, and those of others that it maps or holds
+    open.
+    """
+
+    own: frozenset[int]
+    mapped: frozenset[int]
+
+    @classmethod
+    def of(cls, pid: int) -> Pools:
+        """Of a process that runs. Its own descriptors can be written to, others' only read."""
+        own, mapped = set[int](), set[int]()
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(path).startswith(_POOL):
+                    is_own = bool(path.lstat().st_mode & 0o200)
+                    (own if is_own else mapped).add(path.stat().st_ino)
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if _POOL in line:
+                mapped.add(int(line.split()[4]))
+        return cls(frozenset(own), frozenset(mapped - own))
+
+
+_POOL = "/memfd:kvxfer-pool"
+
+
 @dataclass(slots=True)
 class Member:
     """One engine, in one life after the other.
@@ -103,6 +131,7 @@ class Fleet:
         folder: for the model, and for what processes write.
         wire: the transport of all; ``settings``: of all, before those of the storm.
         planted: the name of a fault in all processes, see :mod:`tests.chaos.planted`.
+        faults: of all wires, one that takes a seed.
     """
 
     def __init__(
@@ -115,14 +144,18 @@ class Fleet:
         settings: Mapping[str, Any] | None = None,
         device: str = "cpu",
         planted: str = "",
+        faults: str = "",
     ) -> None:
-        self._folder, self._seed, self._planted = folder, seed, planted
+        self._folder, self._seed = folder, seed
+        self._planted, self.faults = planted, faults
         self._model = tiny_model(folder, num_kv_heads=NUM_KV_HEADS)
         base = {**IMPATIENT, **(STREAM if wire != "shm" else {}), **(settings or {})}
         self._settings = {"transport": wire, **base}
+        self.num_streams = max(1, self._settings.get("zmq_streams", 1))
         self._device = device
         self.members: dict[str, Member] = {}
         self.had_pids: set[int] = set()
+        self._claims: list[socket.socket] = []
         try:
             for shape in shapes:
                 config = self._config(shape)
@@ -144,7 +177,7 @@ class Fleet:
         return iter(self.members.values())
 
     def _config(self, shape: Shape) -> EngineConfig:
-        settings = {**self._settings, "port": free_port() if shape.is_prefill else 0}
+        settings = {**self._settings, "port": self._claimed_port() if shape.is_prefill else 0}
         devices: tuple[int, ...] = ()
         if self._device == "cuda":
             import torch
@@ -168,6 +201,21 @@ class Fleet:
             kv=load_config(self._settings | settings, environ={}).config,
         )
 
+    def _claimed_port(self) -> int:
+        """A free one that no other storm takes as long as this fleet is there: while an engine is
+        dead, its port is free.
+        """
+        while True:
+            port = free_port()
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0kvxfer-stormport-{port}")
+            except OSError:
+                claim.close()
+                continue
+            self._claims.append(claim)
+            return port
+
     def _started(self, config: EngineConfig, shape: Shape) -> EngineGroup:
         spec = Spec(
             folder=str(self._folder),
@@ -175,6 +223,7 @@ class Fleet:
             seed=self._seed + len(self.had_pids),
             slow_s=shape.slow_s if self._device == "cpu" else 0.0,
             planted=self._planted,
+            faults=self.faults,
         )
         group = EngineGroup(config, set_up=partial(set_up, spec))
         self.had_pids.update(group.pids)
@@ -267,6 +316,19 @@ class Fleet:
             for rank, pid in enumerate(member.pids)
         }
 
+    def pools_of_the_gone(self) -> dict[tuple[str, int], int]:
+        """How many pools a rank still maps whose owners have ended, by engine and rank; those that
+        map none are left out.
+        """
+        pools = {
+            (member.name, rank): Pools.of(pid)
+            for member in self
+            for rank, pid in enumerate(member.pids)
+        }
+        alive = frozenset[int]().union(*(each.own for each in pools.values()))
+        gone = {rank: len(each.mapped - alive) for rank, each in pools.items()}
+        return {rank: number for rank, number in gone.items() if number}
+
     def close(self) -> None:
         """End all of them."""
         for member in self.members.values():
@@ -275,6 +337,8 @@ class Fleet:
             self.go_on(member)
         for member in self.members.values():
             member.group.close()
+        for claim in self._claims:
+            claim.close()
 
 
 def _is_kind(name: str, kind: str) -> bool:

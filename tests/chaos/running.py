@@ -26,10 +26,10 @@ def weather(
     device: str = "cpu",
     settings: Mapping[str, Any] | None = None,
     planted: str = "",
-    in_flight: int = 120,
+    faults: str = "",
 ) -> Summary:
     """Start the fleet, play the storm, and end everything. ``folder``: for logs,
-    made here.
+    made here; ``planted``, ``faults``: as :class:`Fleet` has them.
     """
     folder.mkdir(parents=True)  # what another storm has written would be taken for this one's
     with Fleet(
@@ -40,8 +40,9 @@ def weather(
         settings={**QUIET, **(settings or {})},
         device=device,
         planted=planted,
+        faults=faults,
     ) as fleet:
-        return Play(plan, fleet, folder, wire, in_flight=in_flight).run()
+        return Play(plan, fleet, folder, wire).run()
 
 
 def hardware() -> str:

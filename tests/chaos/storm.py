@@ -148,8 +148,11 @@ def make_plan(
     kinds: Sequence[Kind] = tuple(Kind),
     every: int = 40,
     longest_stop_s: float = 5.0,
+    victims: Sequence[str] = (),
 ) -> Plan:
-    """``every``: a storm has one injection for so many requests, each kind in turn."""
+    """``every``: a storm has one injection for so many requests, each kind in turn; ``victims``:
+    the engines that they befall, all if there are none.
+    """
     drawn = random.Random(seed)
     prefills = [each.name for each in fleet if each.is_prefill]
     decodes = [each.name for each in fleet if not each.is_prefill]
@@ -171,8 +174,9 @@ def make_plan(
     order = [
         kind for _ in range(-(-count // max(1, len(kinds)))) for kind in _shuffled(kinds, drawn)
     ]
+    hit = [each for each in fleet if each.name in victims or not victims]
     injections = tuple(
-        _injection(at, kind, drawn, fleet, longest_stop_s)
+        _injection(at, kind, drawn, hit, longest_stop_s)
         for at, kind in zip(_moments(count, num_requests, drawn), order, strict=False)
     )
     return Plan(seed=seed, fleet=tuple(fleet), asks=asks, injections=injections)

@@ -5,6 +5,7 @@ nothing is left. ``scripts/chaos.py`` has the long ones.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,17 @@ from tests.builders import EngineShape, build_regions
 from tests.chaos.content import answer_of, kv_of, names_of
 from tests.chaos.finding import look_for
 from tests.chaos.planted import PLANTED, Planted
+from tests.chaos.play import Summary
 from tests.chaos.running import weather
-from tests.chaos.storm import Kind, Twist, make_plan
+from tests.chaos.storm import Kind, Plan, Twist, make_plan
 from tests.connector.rig import NIXL, UCX
+
+
+def slow(wire: Any) -> Any:
+    """A wire, or a parameter with its marks, as one that only long runs take."""
+    values, marks = (wire.values, wire.marks) if hasattr(wire, "marks") else ((wire,), ())
+    return pytest.param(*values, marks=(*marks, pytest.mark.slow))
+
 
 FEW = 160
 SHORT = 1.2
@@ -38,6 +47,62 @@ def test_a_long_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
     summary = weather(make_plan(3, 1500), tmp_path / "storm", wire)
     assert summary.problems() == []
     assert summary.ends["loaded"] > 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wire", "settings", "counter"),
+    [
+        ("shm", {"load_in_step_s": 0.5}, "requests.in_step"),
+        ("shm", {"verify": "sample"}, "verify.equal"),
+        ("zmq", {"zmq_streams": 4}, "requests.loaded"),
+        ("zmq", {"zmq_streams": 4, "verify": "all"}, "verify.equal"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else value,
+)
+def test_a_storm_with_settings_leaves_nothing_behind(
+    wire: str, settings: dict[str, Any], counter: str, tmp_path: Path
+) -> None:
+    summary = weather(make_plan(6, 800), tmp_path / "storm", wire, settings=settings)
+    assert summary.problems() == []
+    assert summary.counts[counter] > 20
+
+
+# ------------------------------------------------------------------ flipped bits of KV
+
+FLIPS = {"shm": "read:flip=0.1", "zmq": "chunk:flip=0.02"}
+"""A chunk of a storm is 8 KiB, a load has many. The other streams are as ZeroMQ's."""
+
+
+def flipped(wire: str, plan: Plan, folder: Path, verify: str) -> Summary:
+    fault = FLIPS.get(wire, FLIPS["zmq"])
+    return weather(plan, folder / "storm", wire, settings={"verify": verify}, faults=fault)
+
+
+@pytest.mark.parametrize("wire", ["zmq", *(slow(each) for each in ("shm", UCX, NIXL))])
+def test_kv_with_a_flipped_bit_is_corrupt_and_never_taken(wire: str, tmp_path: Path) -> None:
+    """Nothing else befalls the engines."""
+    summary = flipped(wire, make_plan(8, FEW, kinds=()), tmp_path, "all")
+    assert summary.problems() == []
+    assert summary.flipped["computed: corrupt"] > 5
+    assert summary.ends["loaded"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["shm", "zmq", UCX, NIXL])
+def test_a_storm_with_flipped_bits_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
+    summary = flipped(wire, make_plan(9, 800), tmp_path, "all")
+    assert summary.problems() == []
+    assert summary.flipped["computed: corrupt"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_without_digests_a_flipped_bit_is_not_found(wire: str, tmp_path: Path) -> None:
+    """So it is said of it. The oracle sees each of them."""
+    summary = flipped(wire, make_plan(8, FEW, kinds=()), tmp_path, "off")
+    assert "computed: corrupt" not in summary.ends
+    assert len([line for line in summary.wrong if "of which a bit was flipped" in line]) > 5
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from kvxfer.engine.model_config import load_model_config
+from tests.cli.forked import Parent, parent
 from tests.commands import (
     DIFFERENT,
     INTERRUPTED,
@@ -40,6 +41,13 @@ FILE = "model.safetensors"
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     return small_model(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parent]:
+    """Those that end before they start an engine: what they cost is their imports."""
+    with parent(tmp_path_factory.mktemp("commands")) as made:
+        yield made
 
 
 def kvxfer(temporary: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -130,8 +138,10 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
         ),
     ],
 )
-def test_errors_are_one_line(tmp_path: Path, arguments: list[str], sentence: str) -> None:
-    ran = kvxfer(tmp_path, "pair", *arguments)
+def test_errors_are_one_line(
+    commands: Parent, tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
+    ran = commands.run(tmp_path, "pair", *arguments)
     assert ran.returncode == WRONG
     assert ran.stderr.startswith("kvxfer: error: ")
     assert sentence in ran.stderr
@@ -151,10 +161,11 @@ def test_errors_are_one_line(tmp_path: Path, arguments: list[str], sentence: str
     ],
 )
 def test_errors_of_an_engine_name_the_option(
-    tmp_path: Path, model: str, arguments: list[str], sentence: str
+    commands: Parent, tmp_path: Path, model: str, arguments: list[str], sentence: str
 ) -> None:
     """The first one is found by a process of the engine."""
-    ran = kvxfer(tmp_path, "prefill", "--listen", "127.0.0.1:0", "--model", model, *arguments)
+    listen = ("--listen", "127.0.0.1:0", "--model", model)
+    ran = commands.run(tmp_path, "prefill", *listen, *arguments)
     assert ran.returncode == WRONG
     assert sentence in ran.stderr
     assert ran.stderr.count("\n") == 1

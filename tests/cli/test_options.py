@@ -290,8 +290,9 @@ def test_both_sides_of_a_pair_are_told_apart() -> None:
         prefill_devices="2,3,4",
         decode_devices="1",
     )
-    assert options.prefill == SideOptions(3, 16, Layout.HND, 7, True, "cuda", (2, 3, 4), "prefill")
-    assert options.decode == SideOptions(1, 64, Layout.HND, None, False, "cuda", (1,), "decode")
+    prefill, decode = options.side("prefill"), options.side("decode")
+    assert prefill == SideOptions(3, 16, Layout.HND, 7, True, "cuda", (2, 3, 4), "prefill")
+    assert decode == SideOptions(1, 64, Layout.HND, None, False, "cuda", (1,), "decode")
 
 
 @pytest.mark.parametrize(

@@ -35,15 +35,14 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.source import IsReady
 from kvxfer.connector.worker_side import WorkerConnector
-from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.tensors.shared_memory import PlainPool, SharedPool, make_pool
 from kvxfer.testing.faults import injected
-from kvxfer.testing.peers import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
 from kvxfer.transports.visitors import Backlog
-from tests.builders import EngineShape, build_manifest, build_regions
+from tests.builders import EngineShape, build_manifest, build_regions, identity_of
 from tests.conftest import HAS_CUDA
 from tests.helpers import needs_nixl, needs_ucxx
 from tests.oracle import oracle_copy
@@ -115,7 +114,7 @@ class Engine:
         base = build_manifest(shape, engine_id)
         self.facts = msgspec.structs.replace(base.facts, **(facts or {}))
         self.workers: list[WorkerConnector] = []
-        self.pools: list[SharedPool | DevicePool] = []
+        self.pools: list[SharedPool | PlainPool] = []
         on_gpu = HAS_CUDA and self.config.transport == "cuda_ipc"
         device = torch.device("cuda:0" if on_gpu else "cpu")
         self.results: list[Results] = []
@@ -124,9 +123,10 @@ class Engine:
         self.nonces: dict[str, bytes] = {}
         self.num_offered: dict[str, int] = {}
         rng = np.random.default_rng(7)
+        engine = identity_of(base, incarnation=self.incarnation, facts=self.facts)
         for entry in base.ranks:
             regions, nbytes = build_regions(shape, entry.rank)
-            pool = make_pool(str(device), nbytes)
+            pool = make_pool(device, nbytes)
             if fill is None:
                 content = rng.integers(0, 256, nbytes, dtype=np.uint8)
                 pool.tensor.copy_(torch.from_numpy(content))
@@ -134,14 +134,8 @@ class Engine:
                 pool.tensor.fill_(fill)
             worker = WorkerConnector(
                 self.config,
-                engine_id=engine_id,
-                incarnation=self.incarnation,
-                rank=entry.rank,
-                facts=self.facts,
-                tp_size=shape.tp_size,
-                pp_size=shape.pp_size,
-                block_tokens=shape.block_tokens,
-                layout=shape.layout,
+                engine,
+                entry.rank,
                 can_leave_unhashed=can_leave_unhashed,
                 ready_event=ready_event,
                 device=device,

@@ -337,7 +337,11 @@ def test_a_deferred_call_that_fails_is_counted_and_the_others_run() -> None:
     def fail() -> None:
         raise ZeroDivisionError
 
-    io.post(lambda: io.defer(fail), lambda: io.defer(lambda: done.append(1)))
+    def defer_both() -> None:
+        io.defer(fail)
+        io.defer(done.append, 1)
+
+    io.post(defer_both)
     io.start()
     until(lambda: done)
     io.post(lambda: io.defer(lambda: done.append(2)))

@@ -238,8 +238,13 @@ def test_a_message_that_cannot_wait_does_not_overtake(
     peer, service = only_peer_of(sink), service_of(sink)
     keep = Keep((OfferRef(secrets.token_bytes(16), source.incarnation),), b"k" * 16, 1.0)
     hello = Hello((1, 1), (), "decode", sink.incarnation)
-    late, now = partial(peer.send_later, ZERO), partial(peer.send, ZERO)
-    service.io.post(partial(late, keep), partial(late, Ping()), partial(now, hello))
+
+    def say() -> None:
+        peer.send_later(ZERO, keep)
+        peer.send_later(ZERO, Ping())
+        peer.send(ZERO, hello)
+
+    service.io.post(say)
     expect_said(said, ["Keep", "Ping", "Hello"])
 
 
@@ -249,10 +254,12 @@ def test_what_was_deferred_leaves_before_the_connection_ends(
     ref = offered(source, "p")
     peer, service = only_peer_of(sink), service_of(sink)
     cancel = Cancel(ref.offer, sink.incarnation, Reason.LOCAL_HIT, ref.digest)
-    service.io.post(
-        partial(peer.send_later, ZERO, cancel),
-        partial(peer.end, Failure(Reason.SHUTDOWN, "the test says so")),
-    )
+
+    def say_and_end() -> None:
+        peer.send_later(ZERO, cancel)
+        peer.end(Failure(Reason.SHUTDOWN, "the test says so"))
+
+    service.io.post(say_and_end)
     until(lambda: source.sent("p"))
     expect_said(said, ["Cancel"])
 

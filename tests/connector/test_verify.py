@@ -120,7 +120,7 @@ def test_layouts_agree_and_other_digests_are_corrupt(name: str, transport: str) 
             if reason is not None:  # one more digest, of other bytes than were read
                 verifiers[0].kept = [partial(verifiers[0].dones[-1], (1,) * 64)]
             for worker, verifier in zip(source.workers, verifiers, strict=True):
-                worker._service.io.post(*verifier.kept)  # type: ignore[union-attr]
+                verifier.end(worker)
                 verifier.kept = []
             until(partial(sink.received, request))
             assert sink.reasons(request) == {reason}
@@ -386,6 +386,10 @@ class Held(Verifier):
         self.dones.append(done)
         super().submit(lane, cells, seed, lambda digests: self.kept.append(lambda: done(digests)))
 
+    def end(self, worker: Any) -> None:
+        for call in self.kept:
+            worker._service.io.post(call)
+
 
 def held(engine: Engine) -> list[Held]:
     """Of each rank's source."""
@@ -414,7 +418,7 @@ def test_blocks_are_kept_until_their_digests_are_made(transport: str, is_ended: 
         if is_ended:
             source.end("d")
         for worker, verifier in zip(source.workers, verifiers, strict=True):
-            worker._service.io.post(*verifier.kept)  # type: ignore[union-attr]
+            verifier.end(worker)
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == ({"aborted"} if is_ended else {None})
         until(lambda: source.sent("d"))
@@ -440,7 +444,7 @@ def test_an_abort_meanwhile_ends_the_load(monkeypatch: pytest.MonkeyPatch) -> No
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"cancelled"}
         for worker, verifier in zip(source.workers, verifiers, strict=True):
-            worker._service.io.post(*verifier.kept)  # type: ignore[union-attr]
+            verifier.end(worker)
         until(lambda: source.sent("d"))
 
 

@@ -22,7 +22,7 @@ from kvxfer.errors import ConfigError
 from kvxfer.transfer.windows import Keeping, held_ids
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
-from tests.builders import EngineShape, build_manifest, build_regions
+from tests.builders import EngineShape, build_manifest, build_regions, identity_of
 from tests.connector.rig import POISON, STREAMS, WIRES, Engine, Table, expect_moved, until
 
 HYBRID = EngineShape(
@@ -371,13 +371,7 @@ def scheduler(shape: EngineShape) -> SchedulerConnector:
     manifest = build_manifest(shape, "me")
     made = SchedulerConnector(
         Config(),
-        engine_id="me",
-        incarnation=b"i" * 16,
-        facts=manifest.facts,
-        tp_size=shape.tp_size,
-        pp_size=shape.pp_size,
-        block_tokens=shape.block_tokens,
-        layout=shape.layout,
+        identity_of(manifest, incarnation=b"i" * 16),
         can_send=True,
         can_receive=True,
     )

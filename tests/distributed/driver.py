@@ -92,13 +92,7 @@ class Driver:
         self.story = Story()
         self.scheduler = SchedulerConnector(
             engine.config,
-            engine_id=engine.engine_id,
-            incarnation=engine.incarnation,
-            facts=engine.facts,
-            tp_size=engine.shape.tp_size,
-            pp_size=1,
-            block_tokens=engine.shape.block_tokens,
-            layout=engine.shape.layout,
+            engine.identity,
             can_send=engine.seat.team.half is Half.SOURCE,
             can_receive=engine.seat.team.half is Half.SINK,
         )

@@ -20,7 +20,7 @@ from kvxfer.connector.worker_side import WorkerConnector
 from kvxfer.tensors.shared_memory import SharedPool, plain_info
 from kvxfer.transfer.manifest import RankId
 from kvxfer.transports.base import LocalMemory
-from tests.builders import EngineShape, build_manifest, build_regions
+from tests.builders import EngineShape, build_manifest, build_regions, identity_of
 from tests.distributed.content import Bytes, write_tokens
 from tests.distributed.world import Half, RankFailed, Seat
 from tests.helpers import POISON
@@ -130,20 +130,16 @@ class RankEngine:
         self.incarnation = incarnation
         self.device = device
         self.nonces: dict[str, bytes] = {}
-        self.facts = build_manifest(shape).facts
+        self.identity = identity_of(
+            build_manifest(shape, seat.team.half.value), incarnation=incarnation
+        )
         self.regions, nbytes = build_regions(shape, RankId(0, seat.tp_rank))
         is_source = seat.team.half is Half.SOURCE
         self.pool = Pool(nbytes, device, UNWRITTEN if is_source else POISON)
         self.worker = WorkerConnector(
             config,
-            engine_id=self.engine_id,
-            incarnation=incarnation,
-            rank=RankId(0, seat.tp_rank),
-            facts=self.facts,
-            tp_size=shape.tp_size,
-            pp_size=1,
-            block_tokens=shape.block_tokens,
-            layout=shape.layout,
+            self.identity,
+            RankId(0, seat.tp_rank),
             device=device,
         )
         self.worker.register_kv_caches(self.regions, self.pool.memory)

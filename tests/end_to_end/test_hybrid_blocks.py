@@ -21,7 +21,7 @@ from kvxfer.engine.digest import DIGEST_NBYTES
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.request import Event, Finished, NewToken, Request
-from kvxfer.engine.runner import Runner, cache_facts
+from kvxfer.engine.runner import Runner, engine_identity
 from kvxfer.engine.scheduler import Scheduler
 from kvxfer.engine.steps import DigestOrder, GroupIds, SchedulerOutput
 from tests.end_to_end.harness import OFFER, LiveEngine, engine_config, prompt
@@ -93,13 +93,7 @@ def sink(config: EngineConfig) -> Iterator[Sink]:
     try:
         connector = SchedulerConnector(
             config.kv,
-            engine_id=config.engine_id,
-            incarnation=incarnation,
-            facts=cache_facts(config, model),
-            tp_size=1,
-            pp_size=1,
-            block_tokens=config.block_size,
-            layout=config.layout,
+            engine_identity(config, model, incarnation),
             can_send=False,
             can_receive=True,
         )

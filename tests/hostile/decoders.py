@@ -728,7 +728,6 @@ NO_INPUT: Mapping[str, str] = {
     "bench/slow_link.py:wire_nbytes": "a benchmark's own device",
     "bench/sockets.py:SocketSource._serve": "the other end of a benchmark",
     "bench/sockets.py:hear": "the other end of a benchmark",
-    "bench/streams.py:PlainSource._serve": "the other end of a benchmark",
     "bench/wires.py:Giving._serve": "the other end of a benchmark",
     "bench/wires.py:Reader._ask": "the other end of a benchmark",
     "cli/doctor.py:as_json": "what it has encoded itself",

@@ -176,7 +176,7 @@ def test_a_picture_has_its_limit_and_few_lines() -> None:
 def cells(layouts: str, ways: list[str]) -> list[Cell]:
     request = request_of(TINY, layouts, 64, 64)
     taken = {way: [Timing(number + 1.0)] for number, way in enumerate(ways)}
-    return list(cells_of(request, taken, "sockets", lambda *_: None))
+    return list(cells_of(request, taken, lambda _: "sockets", lambda *_: None))
 
 
 def test_a_picture_of_wires_has_ours_before_others(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvxfer.bench.core import (
     LEAST_ROUNDS,
     Columns,
-    Contender,
     ContenderLost,
     Timing,
     goal_text,
@@ -21,7 +22,7 @@ from kvxfer.bench.core import (
 )
 
 
-def runs(log: list[str], name: str, *durations_s: float) -> Contender[Timing]:
+def runs(log: list[str], name: str, *durations_s: float) -> tuple[str, Callable[[], Timing]]:
     """Takes these, one after the other, and the last for ever."""
     left = list(durations_s)
 
@@ -29,13 +30,13 @@ def runs(log: list[str], name: str, *durations_s: float) -> Contender[Timing]:
         log.append(name)
         return Timing(left.pop(0) if len(left) > 1 else left[0])
 
-    return Contender(name, run)
+    return name, run
 
 
 def test_each_begins_as_often_as_the_others_and_the_warm_up_is_not_kept() -> None:
     log: list[str] = []
     taken = measure(
-        [runs(log, "a", 9.0, 1.0), runs(log, "b", 9.0, 2.0), runs(log, "c", 9.0, 3.0)],
+        dict([runs(log, "a", 9.0, 1.0), runs(log, "b", 9.0, 2.0), runs(log, "c", 9.0, 3.0)]),
         rounds=5,
         warm_rounds=1,
     )
@@ -49,7 +50,7 @@ def test_each_begins_as_often_as_the_others_and_the_warm_up_is_not_kept() -> Non
 
 def test_who_has_used_up_the_time_runs_no_more_after_the_least_rounds() -> None:
     log: list[str] = []
-    taken = measure([runs(log, "quick", 0.1), runs(log, "slow", 5.0)], rounds=9, budget_s=4.0)
+    taken = measure(dict([runs(log, "quick", 0.1), runs(log, "slow", 5.0)]), rounds=9, budget_s=4.0)
     assert len(taken["quick"]) == 9
     assert len(taken["slow"]) == LEAST_ROUNDS
 
@@ -60,9 +61,12 @@ def test_who_is_lost_is_out_and_the_others_go_on() -> None:
     def fail() -> Timing:
         raise ContenderLost("it ended")
 
-    lost = Contender("lost", fail)
-    taken = measure([lost, runs(log, "good", 1.0)], rounds=4)
-    assert lost.why == "it ended"
+    out: dict[str, str] = {}
+    both = {"lost": fail, **dict([runs(log, "good", 1.0)])}
+    taken = measure(both, rounds=4, lose=lambda name, why: out.update({name: str(why)}))
+    assert out == {"lost": "it ended"}
+    with pytest.raises(ContenderLost, match="it ended"):
+        measure({"lost": fail}, rounds=4)
     assert list(taken) == ["good"]
     assert len(taken["good"]) == 4
 

@@ -19,8 +19,8 @@ from kvxfer.bench.core import Report, Timing
 from kvxfer.bench.members import SINK, SOURCE, Devices, Usage, devices_for, usage_now
 from kvxfer.bench.pools import LLAMA_8B, POISON, TINY, request_of
 from kvxfer.bench.soak import MOST_GROWTH_NBYTES, Held, Soaked
-from kvxfer.bench.sockets import SOCKETS, hear, receive_pieces, say, send_pieces
-from kvxfer.bench.streams import PlainSink, PlainSource, plain
+from kvxfer.bench.sockets import SOCKETS, SocketSource, hear, receive_pieces, say, send_pieces
+from kvxfer.bench.streams import PlainSink, plain
 from kvxfer.bench.transfer import HOST_AIMS, host_aim
 from kvxfer.bench.transfer_report import NIXL_DEFAULT, SHOWN, WATCHED, cells_of, speed_tables
 from kvxfer.bench.workers import Worker
@@ -45,7 +45,7 @@ def test_ratios_are_to_the_same_quantile_of_the_socket() -> None:
         "kvxfer zmq": timings(0.04, 0.05, 0.16),
         NIXL_DEFAULT: timings(0.1, 0.1, 0.1),
     }
-    cells = {cell.way: cell for cell in cells_of(request, taken, SOCKETS, host_aim)}
+    cells = {cell.way: cell for cell in cells_of(request, taken, lambda _: SOCKETS, host_aim)}
     ours = cells["kvxfer zmq"]
     assert ours.speed.gbps[1] == pytest.approx(0.064 * 1.048576 / 0.05)
     assert ours.ratios is not None
@@ -105,7 +105,7 @@ def test_a_report_is_written_case_by_case(tmp_path: Path) -> None:
     request = request_of(TINY, "HND16->NHD64", 64, 64)
     report.lost["kvxfer ucx"] = "not installed"
     report.begin(request.name, SHOWN)
-    for cell in cells_of(request, {"sockets": timings(0.1, 0.2)}, SOCKETS, host_aim):
+    for cell in cells_of(request, {"sockets": timings(0.1, 0.2)}, lambda _: SOCKETS, host_aim):
         report.add(WATCHED, cell)
     report.write()
     text = next(tmp_path.glob("speed_*.md")).read_text()
@@ -223,8 +223,9 @@ def test_pieces_come_to_their_places() -> None:
 def test_plain_sockets_share_the_bytes_of_a_request() -> None:
     request = request_of(TINY, "HND16->HND16", 96, 128)
     nbytes = request.nbytes + 1000
-    with closing(PlainSource(nbytes)) as source, closing(PlainSink(nbytes)) as sink:
-        source.connect(sink.address(), 4)
+    host = Devices("cpu", "cpu", "")
+    with closing(SocketSource(host, nbytes)) as source, closing(PlainSink(nbytes)) as sink:
+        source.connect([sink.address()] * 4)
         sink.accept(4)
         for number in (1, 3, 4):
             sink.poison()

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 import zmq
 
-from kvxfer.transports.visitors import Backlog, Inbox, Visitors
+from kvxfer.transports.visitors import EVENT, Backlog, Inbox, Visitors
 from tests import zmtp
 
 Socket = zmq.Socket[bytes]
@@ -23,11 +23,17 @@ def router() -> Iterator[Socket]:
 
 
 @pytest.fixture
-def inbox(router: Socket) -> Iterator[Inbox]:
+def visitors(router: Socket) -> Iterator[Visitors]:
     visitors = Visitors(router.context, router, 1 << 20)
     router.bind("tcp://127.0.0.1:*")
-    yield Inbox(router, visitors)
+    visitors.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+    yield visitors
     visitors.close()
+
+
+@pytest.fixture
+def inbox(router: Socket, visitors: Visitors) -> Inbox:
+    return Inbox(router, visitors)
 
 
 def until(wanted: Callable[[], bool]) -> None:
@@ -69,3 +75,81 @@ def test_what_has_no_descriptor_or_no_count_has_no_backlog() -> None:
     assert Backlog(-1).look(was_empty=False) == 0
     assert Backlog(1_000_000).look(was_empty=False) == 0
     assert Backlog(0).look(was_empty=False) == 0  # no socket
+
+
+class LateMonitor:
+    """What ZeroMQ says of connections, held back until it is told on."""
+
+    def __init__(self, visitors: Visitors, context: zmq.Context[Socket]) -> None:
+        self._said, self._visitors = visitors.monitor, visitors
+        self._heard: list[list[bytes]] = []
+        self._teller, heard = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+        self._teller.bind("inproc://late")
+        heard.connect("inproc://late")
+        visitors._events = Inbox(heard)
+        self._sockets = (self._teller, heard)
+
+    def hear(self, kind: int) -> None:
+        """Up to an event of this kind."""
+        while not self._heard or EVENT.unpack(self._heard[-1][0])[0] != kind:
+            assert self._said.poll(10_000)
+            self._heard.append(self._said.recv_multipart())
+
+    def tell(self) -> None:
+        """All that was heard."""
+        for event in self._heard:
+            self._teller.send_multipart(event)
+        self._heard.clear()
+        self._visitors.meet()
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close(linger=0)
+
+
+@pytest.fixture
+def late(router: Socket, visitors: Visitors) -> Iterator[LateMonitor]:
+    with closing(LateMonitor(visitors, router.context)) as late:
+        yield late
+
+
+def read(router: Socket, inbox: Inbox) -> list[bytes]:
+    """The next message, its sender's name first."""
+    while True:
+        assert router.poll(10_000)
+        for frames in inbox.receive():
+            return [frame.bytes for frame in frames]
+
+
+def test_a_connection_may_speak_before_its_coming_is_told(
+    router: Socket, visitors: Visitors, late: LateMonitor
+) -> None:
+    """With several threads ZeroMQ may say so when messages of it were read already."""
+    inbox = Inbox(router, visitors)
+    with closing(zmtp.connect(visitors.endpoint)) as peer:
+        peer.sendall(zmtp.frame(b"x"))
+        name, text = read(router, inbox)
+        assert text == b"x"
+        assert (visitors.take_gone(), len(visitors)) == ([], 1)
+        late.hear(zmq.EVENT_ACCEPTED)
+        late.tell()
+        peer.sendall(zmtp.frame(b"y"))
+        assert read(router, inbox) == [name, b"y"]
+        assert (visitors.take_gone(), len(visitors)) == ([], 1)
+    late.hear(zmq.EVENT_DISCONNECTED)
+    late.tell()
+    assert (visitors.take_gone(), len(visitors)) == ([name], 0)
+
+
+def test_who_has_ended_before_its_coming_is_told_is_gone(
+    router: Socket, visitors: Visitors, late: LateMonitor
+) -> None:
+    inbox = Inbox(router, visitors)
+    with closing(zmtp.connect(visitors.endpoint)) as peer:
+        peer.sendall(zmtp.frame(b"x"))
+        assert router.poll(10_000)
+    late.hear(zmq.EVENT_DISCONNECTED)
+    name, _ = read(router, inbox)
+    assert (visitors.take_gone(), len(visitors)) == ([name], 0)
+    late.tell()
+    assert (visitors.take_gone(), len(visitors)) == ([], 0)

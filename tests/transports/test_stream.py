@@ -225,14 +225,19 @@ def test_no_more_chunks_in_flight_than_slots_and_credits_of_nobody_free_nothing(
         dealer.send(encode(msgspec.structs.replace(ATTACH, num_slots=2)))
         dealer.send(encode(expect_of(key_of(1))))
         pair.source.submit_send(send_request(key_of(1), a_move()))
+
+        def num_packed() -> int:
+            return sum(isinstance(each, Packed) for each in pair.said)
+
         for count, slots in ((2, (7, 8, -1)), (2, (1,)), (3, (1, 1)), (4, (0, 2)), (5, ())):
-            deadline_s = time.monotonic() + 0.1
+            pair.until(lambda count=count: num_packed() >= count)  # type: ignore[misc]
+            deadline_s = time.monotonic() + 0.1  # for one too many to come
             while time.monotonic() < deadline_s:
                 pair.turn()
                 time.sleep(0.002)
-            assert len([c for c in pair.said if isinstance(c, Packed)]) == count
+            assert num_packed() == count
             dealer.send(encode(Credit(slots)))
-        assert pair.source.counts["unknown_credit"] == 5
+        pair.until(lambda: pair.source.counts["unknown_credit"] == 5)
         assert dealer.poll(0)
         headers = []
         while dealer.poll(0):

@@ -20,6 +20,7 @@ from kvxfer.transports.base import ReadDone, Trial
 from kvxfer.transports.choice import choose
 from kvxfer.transports.nixl_pipe import NixlPipe
 from kvxfer.transports.pipe import DEVICE_STAGING, HOST_STAGING, Pipe, Slots, StagingSize
+from kvxfer.transports.stream_link import Terms
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_trial import (
@@ -88,8 +89,8 @@ class Takers:
         monkeypatch.setattr(TrialTaker, "begin", lambda taker, limit: self._begin(taker, limit))
         monkeypatch.setattr(TrialTaker, "time_round", lambda taker, left: self._time(taker, left))
 
-    def _open(self, pipe: Pipe, slots: Slots, *_: object, way: str, **__: object) -> Any:
-        self.opened.append((slots, way))
+    def _open(self, pipe: Pipe, terms: Terms, *_: object, **__: object) -> Any:
+        self.opened.append((terms.slots, terms.way))
         self.num_open += 1
         return self
 

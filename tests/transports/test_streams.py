@@ -37,7 +37,7 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.channel import Dealer, Router
 from kvxfer.transports.copy_thread import CopyJob, CopyThread, CopyThreads
-from kvxfer.transports.parallel import MOST_FURTHER, num_copy_threads, num_cores, num_streams
+from kvxfer.transports.parallel import MOST_FURTHER, num_cores, num_streams
 from kvxfer.transports.pipe import HOST_STAGING, Pipe, Slots
 from kvxfer.transports.stream_connections import MAX_STAGING_NBYTES
 from kvxfer.transports.stream_link import Link
@@ -140,25 +140,24 @@ def test_streams_that_join_while_chunks_are_on_their_way_are_used_at_once(
 
 
 @pytest.mark.parametrize(
-    ("cores", "quota", "streams", "copies"),
+    ("cores", "quota", "streams"),
     [
-        (1, "max 100000", 1, 1),
-        (2, "max 100000", 1, 1),
-        (7, "max 100000", 1, 1),
-        (16, "max 100000", 4, 2),
-        (128, "max 100000", 8, 4),
-        (128, "200000 100000", 1, 1),
-        (128, "50000 100000", 1, 1),
-        (128, "1600000 100000", 4, 2),
-        (4, "1600000 100000", 1, 1),
-        (8, None, 2, 1),
+        (1, "max 100000", 1),
+        (2, "max 100000", 1),
+        (7, "max 100000", 1),
+        (16, "max 100000", 4),
+        (128, "max 100000", 8),
+        (128, "200000 100000", 1),
+        (128, "50000 100000", 1),
+        (128, "1600000 100000", 4),
+        (4, "1600000 100000", 1),
+        (8, None, 2),
     ],
 )
 def test_streams_follow_the_cores_that_the_process_may_use(
     cores: int,
     quota: str | None,
     streams: int,
-    copies: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -167,7 +166,7 @@ def test_streams_follow_the_cores_that_the_process_may_use(
         file.write_text(quota + "\n")
     monkeypatch.setattr(parallel, "_CPU_QUOTA", file)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert (num_streams(Config()), num_copy_threads(Config())) == (streams, copies)
+    assert num_streams(Config()) == streams
     assert num_streams(Config(zmq_streams=3)) == 3
     assert 1 <= num_cores() <= cores
 

@@ -33,6 +33,7 @@ def router() -> Iterator[Socket]:
 def visitors(router: Socket) -> Iterator[Visitors]:
     visitors = Visitors(router.context, router, 1 << 20)
     router.bind("tcp://127.0.0.1:*")
+    visitors.endpoint = router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
     yield visitors
     visitors.close()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -288,11 +289,8 @@ def _number(value: Any) -> str:
 
 def _runs(letters: Sequence[str]) -> str:
     """Run lengths as text: the letters ``sssF`` give ``3sF``."""
-    found: list[tuple[str, int]] = []
-    for letter in letters:
-        count = found.pop()[1] if found and found[-1][0] == letter else 0
-        found.append((letter, count + 1))
-    return "".join(f"{count if count > 1 else ''}{letter}" for letter, count in found)
+    runs = ((letter, len(list(run))) for letter, run in itertools.groupby(letters))
+    return "".join(f"{count if count > 1 else ''}{letter}" for letter, count in runs)
 
 
 def _short(text: str) -> str:

@@ -75,12 +75,12 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """One named plane of a kernel block; bytes, from the block's first one.
+    """One named plane of a kernel block, in the words of a Region; bytes, from the block's first.
 
     ``channel_nbytes`` 0: the ``inner_nbytes`` of a token are contiguous.
     """
 
-    name: str
+    plane: str
     offset: int
     inner_nbytes: int
     stride_token: int
@@ -118,18 +118,10 @@ class Trace:
     is_of_view: bool = False
 
 
-def look_inside(
-    layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | None = None, writer: str = ""
-) -> Inside:
-    """The interior of a layer's kernel blocks.
-
-    Args:
-        trace: of the platform's writer for these cells; None where the spec says it all.
-        writer: who writes the cache, a text that is compared and never interpreted (device,
-            attention backend); "" where that is not known.
-
-    Raises:
-        ConfigError: an interior that can neither be named nor be told from others.
+def look_inside(layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | None = None) -> Inside:
+    """The interior of a layer's kernel blocks. ``trace``: of the platform's writer for these cells;
+    None where the spec says it all. Raises ConfigError for an interior that can neither be named
+    nor be told from others.
     """
     if spec.tokens_per_state != 1:
         raise ConfigError(
@@ -137,12 +129,10 @@ def look_inside(
             f"{spec.tokens_per_state}; serve this model without disaggregation"
         )
     if problem := _unnamed(spec, cells):
-        if not writer:
-            raise ConfigError(
-                f"{layer}: interior: expected plain K and V in every cell, got {problem}; choose "
-                "another attention backend or KV cache type"
-            )
-        return _whole(layer, spec, cells, writer)
+        raise ConfigError(
+            f"{layer}: interior: expected plain K and V in every cell, got {problem}; choose "
+            "another attention backend or KV cache type"
+        )
     if trace is None:
         return Named(_stated_planes(spec, cells))
     if trace.is_of_view:
@@ -256,7 +246,7 @@ def _traced_planes(spec: LayerSpec, trace: Trace) -> tuple[Plane, ...] | None:
         apart = by_channel != 1
         planes.append(
             Plane(
-                name=name,
+                plane=name,
                 offset=first * itemsize,
                 inner_nbytes=num_channels * itemsize,
                 stride_token=by_token * itemsize,
@@ -279,7 +269,7 @@ def _stated_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
     sizes = (spec.head_size, spec.head_size_v)
     return tuple(
         Plane(
-            name=name,
+            plane=name,
             offset=index * spec.head_size * itemsize,
             inner_nbytes=size * itemsize,
             stride_token=cells.stride_token,

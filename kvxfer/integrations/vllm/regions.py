@@ -8,7 +8,7 @@ kernel blocks. What lies inside a block is the business of :mod:`.interior`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -38,8 +38,6 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One tensor parallel rank among how many."""
-
     tp_rank: int
     tp_size: int
 
@@ -192,15 +190,7 @@ def _regions(
             return (_whole_region(common, cells, fingerprint),)
         case Named(planes):
             return tuple(
-                replace(
-                    common,
-                    plane=plane.name,
-                    offset=start + plane.offset,
-                    inner_nbytes=plane.inner_nbytes,
-                    stride_token=plane.stride_token,
-                    channel_nbytes=plane.channel_nbytes,
-                    stride_channel=plane.stride_channel,
-                )
+                replace(common, **asdict(plane) | {"offset": start + plane.offset})
                 for plane in planes
             )
 

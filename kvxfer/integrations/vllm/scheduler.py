@@ -44,8 +44,6 @@ from kvxfer.integrations.vllm.views import (
 )
 from kvxfer.transfer.wire import Reason
 
-LAYOUT = "vllm"
-"""What the manifest calls the layout; the regions say it exactly."""
 _EMBEDDINGS = "prompt_embeds"
 """Why a request runs plain whose prompt is not only tokens: nothing could bind its KV to them."""
 PIN_AFTER_S = 0.1
@@ -142,13 +140,7 @@ class SchedulerSide:
                 pins.unpin_all()  # whoever read them has lost the pool they were in
             self._core = SchedulerConnector(
                 self._with_step_loads(settings.config),
-                engine_id=settings.engine_id,
-                incarnation=incarnation,
-                facts=facts,
-                tp_size=settings.tp_size,
-                pp_size=settings.pp_size,
-                block_tokens=settings.block_tokens,
-                layout=LAYOUT,
+                settings.engine(incarnation, facts),
                 can_send=settings.can_send,
                 can_receive=settings.can_receive,
             )

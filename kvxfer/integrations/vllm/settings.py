@@ -16,6 +16,7 @@ import msgspec
 
 from kvxfer.config import ENV_PREFIX, Config, LoadedConfig, load_config, variables_of
 from kvxfer.errors import ConfigError
+from kvxfer.transfer.manifest import CacheFacts, EngineIdentity
 
 _NIXL_KEYS: Final[Mapping[str, str]] = {
     "backends": "set transport",
@@ -31,6 +32,8 @@ _NIXL_KEYS: Final[Mapping[str, str]] = {
 }
 """Keys of its kv_connector_extra_config, in vLLM 0.26 to 0.33, and what to do here."""
 
+LAYOUT = "vllm"
+"""What the manifest calls the layout; the regions say it exactly."""
 _SIDE_CHANNEL = "VLLM_NIXL_SIDE_CHANNEL_"  # followed by HOST or PORT
 
 _log = logging.getLogger("kvxfer.integrations")
@@ -101,6 +104,17 @@ class Settings:
     block_tokens: int
     is_in_step: bool = False
     switch_interval_s: float | None = None
+
+    def engine(self, incarnation: bytes, facts: CacheFacts) -> EngineIdentity:
+        return EngineIdentity(
+            engine_id=self.engine_id,
+            incarnation=incarnation,
+            facts=facts,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            block_tokens=self.block_tokens,
+            layout=LAYOUT,
+        )
 
 
 def read_settings(vllm_config: Any) -> Settings:

@@ -20,7 +20,6 @@ from kvxfer.integrations.vllm.compat import (
     KvxferWorkerMetadata,
 )
 from kvxfer.integrations.vllm.regions import Located
-from kvxfer.integrations.vllm.scheduler import LAYOUT
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
 from kvxfer.transfer.manifest import CacheFacts, RankId
@@ -78,14 +77,8 @@ class WorkerSide:
         settings = self._settings
         core = WorkerConnector(
             settings.config,
-            engine_id=settings.engine_id,
-            incarnation=self._incarnation,
-            rank=self._rank,
-            facts=self._facts,
-            tp_size=settings.tp_size,
-            pp_size=settings.pp_size,
-            block_tokens=settings.block_tokens,
-            layout=LAYOUT,
+            settings.engine(self._incarnation, self._facts),
+            self._rank,
             can_leave_unhashed=not settings.prefix_caching,
             device=located.memory.device,
         )
