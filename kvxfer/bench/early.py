@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,6 @@ WIRES = ("zmq", "ucx", "nixl")
 IN_TURN, TOGETHER = "in turn", "together"
 AIM = 1.1
 LAYERS, HEADS = 4, 8
-STAGING_NBYTES = 2 << 20
-"""A chunk of a stream: less than a chunk of prefill has."""
 _VOCAB_SIZE = 512
 _NEW_TOKENS = 4
 _REST_S = 0.2
@@ -197,7 +196,6 @@ class Pair:
                     **{"host": ADDRESSES[at], "port": 0, "transport": wire},
                     **{
                         "log_level": "ERROR",
-                        "staging_nbytes": STAGING_NBYTES,
                         "allowed_peers": list(ADDRESSES),
                     },
                 }
@@ -340,6 +338,8 @@ def timeline(report: Report) -> Timeline | None:
     at = min(range(len(cells)), key=lambda i: abs(cells[i].prefill_ms - cells[i].transfer_ms))
     cell, life = cells[at], lives[at]
     handed_s, _, placed_s, finished_s = life.load
+    nbytes = accumulate(nbytes for _, nbytes in life.frames)
+    sent = tuple((s, n / 2**20) for (s, _), n in zip(life.frames, nbytes, strict=True))
     return Timeline(
         title=f"One request's life, both engines asked at once ({cell.wire})",
         rows=(
@@ -349,8 +349,8 @@ def timeline(report: Report) -> Timeline | None:
             ("decode computes", (Bar(finished_s, life.ttft_s),)),
         ),
         marks=(("prefill answers", life.prefill_s), ("first token", life.ttft_s)),
-        steps=life.spans,
-        steps_name="tokens that decode can read",
+        steps=sent,
+        steps_name="MiB of KV that have left",
         limit=("in turn", cell.in_turn_ms / 1e3),
     )
 
@@ -369,9 +369,9 @@ def pieces(frames: tuple[tuple[float, int], ...], gap_s: float = 0.002) -> tuple
 
 
 @contextmanager
-def _link(options: argparse.Namespace) -> Iterator[SlowLink]:
+def _link(speed: Speed) -> Iterator[SlowLink]:
     try:
-        link = SlowLink(Speed(options.gbit * 1e9, options.delay_ms / 1e3))
+        link = SlowLink(speed)
     except LinkUnavailable as exc:
         raise SystemExit(f"bench early: {exc}") from None
     try:
@@ -382,16 +382,15 @@ def _link(options: argparse.Namespace) -> Iterator[SlowLink]:
 
 def run(session: Session, options: argparse.Namespace) -> int:
     """1 if a case has not met its aim."""
-    gbit, delay_ms = options.gbit, options.delay_ms
-    with _link(options) as link, tempfile.TemporaryDirectory() as folder:
+    speed = Speed(options.gbit * 1e9, options.delay_ms / 1e3)
+    with _link(speed) as link, tempfile.TemporaryDirectory() as folder:
         report = session.report(
             "early_link",
-            f"Both engines asked at once, over {gbit:g} Gbit/s with {delay_ms:g} ms of delay",
+            f"Both engines asked at once, over {speed.words}",
             tables,
             timeline,
             WIRE_PACKAGES,
-            link=f"{gbit:g} Gbit/s, {delay_ms:g} ms each way",
-            streams=f"chunks of {STAGING_NBYTES >> 20} MiB (staging_nbytes)",
+            link=speed.words,
             prompts=f"{options.chunks} chunks of {options.chunk_tokens} tokens",
         )
         report.facts["round trip of 8 bytes"] = f"{round_trip_ms(link):.2f} ms"

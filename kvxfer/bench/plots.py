@@ -55,14 +55,14 @@ class Bar:
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """What happened when, from 0 on. ``rows``: a name and its bars, from the top; ``marks``: named
-    moments; ``steps``: a count that rises, below the rows; ``limit``: the moment to which all
+    moments; ``steps``: an amount that rises, below the rows; ``limit``: the moment to which all
     compares.
     """
 
     title: str
     rows: tuple[tuple[str, tuple[Bar, ...]], ...]
     marks: tuple[tuple[str, float], ...]
-    steps: tuple[tuple[float, int], ...]
+    steps: tuple[tuple[float, float], ...]
     steps_name: str
     limit: tuple[str, float]
 
@@ -110,7 +110,10 @@ def draw(path: Path, plot: Plot | Timeline, conditions: Sequence[str]) -> bool:
         _draw_lines(axes, plot)
     else:
         _draw_timeline(axes, plot)
-    figure.legend(fontsize=8, loc="outside right upper")
+    if isinstance(plot, Timeline):
+        figure.legend(fontsize=8, loc="outside lower center", ncols=4)
+    else:
+        figure.legend(fontsize=8, loc="outside right upper")
     figure.suptitle(plot.title, fontsize=12)
     axes.set_title("\n".join(conditions), fontsize=8, color="dimgray", wrap=True)
     figure.savefig(path, dpi=120)
@@ -134,8 +137,8 @@ def _draw_timeline(axes: Any, plot: Timeline) -> None:  # noqa: ANN401  # matplo
         most = max(count for _, count in plot.steps)
         points = [(0.0, 0), *plot.steps]
         heights = [least + 0.8 * count / most for _, count in points]
-        label = f"{plot.steps_name} (to {most})"
-        axes.step([1e3 * s for s, _ in points], heights, "k-", where="post", label=label)
+        label = f"{plot.steps_name} (to {most:.0f})"
+        axes.plot([1e3 * s for s, _ in points], heights, "k-", label=label)
     for number, (name, moment_s) in enumerate(plot.marks):
         axes.axvline(
             1e3 * moment_s, color=f"C{number + 2}", label=f"{name}, {1e3 * moment_s:.0f} ms"

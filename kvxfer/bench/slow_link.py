@@ -69,6 +69,10 @@ class Speed:
     bits_per_s: float
     delay_s: float
 
+    @property
+    def words(self) -> str:
+        return f"{self.bits_per_s / 1e9:g} Gbit/s, {self.delay_s * 1e3:g} ms each way"
+
 
 @dataclass(frozen=True, slots=True)
 class _Relayed:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from kvxfer.config import Config
+from kvxfer.connector.params import is_early
 from kvxfer.connector.records import (
     NO_ORDERS,
     ConnectorMetadata,
@@ -44,6 +45,8 @@ from kvxfer.integrations.vllm.views import (
 )
 from kvxfer.transfer.wire import Reason
 
+_EARLY = "early"
+"""Why a request runs plain that came with prefill's, where nobody hears whether it is found."""
 _EMBEDDINGS = "prompt_embeds"
 """Why a request runs plain whose prompt is not only tokens: nothing could bind its KV to them."""
 PIN_AFTER_S = 0.1
@@ -78,6 +81,7 @@ class SchedulerSide:
         num_groups: KV cache groups of the model.
         can_pin: one more reference to a block means nothing else to this vLLM.
         no_step_loads: why no load can be part of a step; None if some can.
+        no_early: why no offer can be looked for; None if it can.
         now: seconds of a clock that never goes back.
 
     Raises:
@@ -91,6 +95,7 @@ class SchedulerSide:
         *,
         can_pin: bool = True,
         no_step_loads: str | None = None,
+        no_early: str | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_groups > 1 and not REPORTS_FAILED_REQUESTS:
@@ -109,7 +114,7 @@ class SchedulerSide:
         self._now = now
         self._pins: Pins | None = None
         self._edges: Pins | None = None
-        self._no_step_loads = no_step_loads
+        self._no_step_loads, self._no_early = no_step_loads, no_early
         self._unproven: UnprovenKV | None = None
         self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
@@ -171,6 +176,8 @@ class SchedulerSide:
             self._core.reject_request(view)
         elif view.has_embeddings:
             self._core.refuse_request(view, _EMBEDDINGS, "its prompt is not only tokens")
+        elif self._no_early and is_early(request.kv_transfer_params):
+            self._core.refuse_request(view, _EARLY, self._no_early)
         else:
             try:
                 self._core.on_new_request(view)
