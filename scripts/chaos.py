@@ -3,6 +3,9 @@ killed, stopped and lied to while requests move through them. ``tests/chaos`` sa
 
     python scripts/chaos.py --requests 10000 --wire shm zmq ucx nixl --out scripts/results
     python scripts/chaos.py --requests 2000 --wire cuda_ipc --device cuda --out scripts/results
+    .venv-vllm/bin/python scripts/chaos.py --vllm --requests 600 --wire shm zmq nixl \\
+        --out scripts/results
+    python scripts/chaos.py --hosts --requests 2500 --wire zmq ucx --out scripts/results
     python scripts/chaos.py --planted --out scripts/results
 
 The last one plants faults, one at a time, and says who finds each.
@@ -23,6 +26,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +38,17 @@ from tests.chaos.finding import Found, look_for
 from tests.chaos.planted import PLANTED
 from tests.chaos.play import Summary
 from tests.chaos.running import hardware, versions, weather
-from tests.chaos.storm import make_plan
+from tests.chaos.storm import BETWEEN_HOSTS, ON_ONE_HOST, make_plan
+from tests.two_hosts import two_networks
 
+REFERENCE = (
+    "- Engines: prefill TP 1 and TP 2, decode TP 2 and TP 1, blocks of 16 and 32 tokens, both "
+    "layouts"
+)
+VLLM = (
+    "- Engines: vLLM on CPUs, a prefill and a decode engine with blocks of 32 and 64 tokens; each "
+    "token is compared with those of a third engine"
+)
 NOT_ALL = 3
 """Exit status."""
 
@@ -61,13 +74,39 @@ def main() -> int:
         return _plant(folder, options.out)
     runs = [_Run(options, wire) for wire in options.wire]
     ends_s = time.monotonic() + options.limit_s
-    for run in runs:
-        while run.is_due(ends_s - time.monotonic()):
-            run.play(folder)
+    with two_networks() if options.hosts else nullcontext() as options.networks:
+        for run in runs:
+            while run.is_due(ends_s - time.monotonic()):
+                run.play(folder)
     print(f"logs: {folder}")
     if not all(summary.is_clean for run in runs for summary in run.storms):
         return 1
     return NOT_ALL if any(run.left for run in runs) else 0
+
+
+def _storm(
+    options: argparse.Namespace, wire: str, seed: int, number: int, folder: Path, faults: str
+) -> Summary:
+    kinds = BETWEEN_HOSTS if options.hosts else ON_ONE_HOST
+    return weather(
+        make_plan(seed, number, kinds=kinds, every=options.every),
+        folder,
+        wire,
+        device=options.device,
+        settings=options.set,
+        faults=faults,
+        networks=options.networks,
+    )
+
+
+def _vllm_storm(
+    options: argparse.Namespace, wire: str, seed: int, number: int, folder: Path, faults: str
+) -> Summary:
+    from tests.vllm import storm_fleet  # needs vLLM
+
+    fleet, kinds = storm_fleet.SHAPES, storm_fleet.KINDS
+    plan = make_plan(seed, number, fleet=fleet, kinds=kinds, every=options.every)
+    return storm_fleet.weather(plan, folder, wire, settings=options.set, faults=faults)
 
 
 def _flips(share: float, wire: str) -> str:
@@ -81,7 +120,8 @@ class _Run:
     def __init__(self, options: argparse.Namespace, wire: str) -> None:
         self._options, self._wire = options, wire
         self._command = _command(options, wire)
-        self._stem = f"chaos_{wire}{options.label and '_' + options.label}"
+        kind = "chaos_vllm" if options.vllm else "chaos_hosts" if options.hosts else "chaos"
+        self._stem = f"{kind}_{wire}{options.label and '_' + options.label}"
         self._date = time.strftime("%Y-%m-%d")
         self.storms: list[Summary] = []
         if options.resume:
@@ -108,13 +148,12 @@ class _Run:
         """The next storm, and what is known by then into the results file."""
         options, begun_s = self._options, time.monotonic()
         seed, number = self.left.pop(0)
-        summary = weather(
-            make_plan(seed, number, every=options.every),
-            folder / f"{self._wire}-{seed}",
-            self._wire,
-            device=options.device,
-            settings=options.set,
-            faults=_flips(options.flip, self._wire) if options.flip else "",
+        folder = folder / f"{self._stem}-{seed}"
+        if folder.exists():
+            sys.exit(f"--logs: expected no {folder}, got another storm's; name another folder")
+        faults = _flips(options.flip, self._wire) if options.flip else ""
+        summary = (_vllm_storm if options.vllm else _storm)(
+            options, self._wire, seed, number, folder, faults
         )
         self._longest_s = max(self._longest_s, time.monotonic() - begun_s)
         self.storms.append(summary)
@@ -178,6 +217,7 @@ def _storms(options: argparse.Namespace) -> list[tuple[int, int]]:
 
 def _command(options: argparse.Namespace, wire: str) -> str:
     words = ["python scripts/chaos.py", f"--requests {options.requests}", f"--wire {wire}"]
+    words += ["--vllm"] if options.vllm else ["--hosts"] if options.hosts else []
     words += [f"--seed {options.seed}", f"--per-storm {options.per_storm}"]
     words += [f"--every {options.every}", f"--device {options.device}"]
     words += [f"--set {name}={value}" for name, value in options.set.items()]
@@ -224,8 +264,7 @@ def _report(record: Record) -> str:
         "- Seeds: "
         + ", ".join(str(each.seed) for each in storms)
         + "; `tests/chaos/storm.py` makes the whole plan of each",
-        "- Engines: prefill TP 1 and TP 2, decode TP 2 and TP 1, blocks of 16 and 32 tokens, "
-        "both layouts",
+        VLLM if "--vllm" in record.command else REFERENCE,
         "",
     ]
     for title, name in (
@@ -254,6 +293,10 @@ def _added(storms: list[Summary], name: str) -> dict[str, int]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
     parser.add_argument("--planted", action="store_true", help="faults instead of storms")
+    parser.add_argument(
+        "--hosts", action="store_true", help="each side in a network of its own, which is cut"
+    )
+    parser.add_argument("--vllm", action="store_true", help="two engines of vLLM: shm, zmq, nixl")
     parser.add_argument("--requests", type=int, default=1000, help="of each wire")
     parser.add_argument("--wire", nargs="+", default=["shm"], help="shm, zmq, ucx, nixl, cuda_ipc")
     parser.add_argument("--seed", type=int, default=1, help="of the first storm")

@@ -81,12 +81,8 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 class KVEventLog:
-    """The events of one pool since they were last taken.
-
-    Args:
-        medium: where the pool's blocks are.
-        int_block_hashes: names are the last 64 bits, as vLLM has it unless
-            ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` is 0.
+    """The events of one pool since they were last taken. ``int_block_hashes``: names are the last
+    64 bits, as vLLM has it unless ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` is 0.
     """
 
     def __init__(self, medium: str = _MEDIUM_GPU, *, int_block_hashes: bool = True) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,10 +22,14 @@ from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.rpc import RpcClient
 from kvxfer.errors import KvxferError, PeerLost
 from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell
-from tests.chaos.content import VOCAB_SIZE
-from tests.chaos.storm import LONGEST_PROMPT, Shape
+from tests.chaos.content import VOCAB_SIZE, answer_of
+from tests.chaos.storm import LONGEST_PROMPT, Kind, Shape
 from tests.end_to_end.harness import tiny_model
 from tests.helpers import free_port
+from tests.two_hosts import DEVICE, Network
+
+Networks = tuple[Network, Network]
+NOBODY = "02:00:00:00:00:99"
 
 NUM_KV_HEADS = 4
 IMPATIENT: dict[str, Any] = {
@@ -38,6 +43,10 @@ IMPATIENT: dict[str, Any] = {
 """Every stop of 3 s and more is longer than each of them."""
 STREAM: dict[str, Any] = {"chunk_nbytes": 8192, "staging_slots": 3}
 """Staging is full as soon as two requests move, and a transfer has many chunks."""
+MOST_GROWTH_NBYTES = 64 << 20
+"""Of resident memory, for each stream, which has a thread of ZeroMQ. A flood of messages is 150 MB,
+of which an allocator keeps parts: 4 threads kept 99 MB of 26 floods, and 135 of 80.
+"""
 CONNECT_S = 20.0
 DEATH_S = 15.0
 """In which the other ranks of an engine end when one was killed, or their parent ends them."""
@@ -45,12 +54,15 @@ DEATH_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process has. ``mappings``: of memory that processes share."""
+    """What a process has. ``mappings``: of memory that processes share; ``kinds``: of its
+    descriptors, how many of each.
+    """
 
     threads: int
     descriptors: int
     mappings: int
     resident_nbytes: int
+    kinds: Counter[str]
 
     @classmethod
     def of(cls, pid: int) -> Usage:
@@ -61,9 +73,14 @@ class Usage:
             for line in (folder / "status").read_text().splitlines()
             if ":" in line
         )
+        kinds: Counter[str] = Counter()
+        for path in (folder / "fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                kinds[os.readlink(path).partition(":[")[0]] += 1
         return cls(
             threads=len(os.listdir(folder / "task")),
-            descriptors=len(os.listdir(folder / "fd")),
+            descriptors=kinds.total(),
+            kinds=kinds,
             mappings=(folder / "maps").read_text().count("/memfd:"),
             resident_nbytes=int(status["VmRSS"].split()[0]) * 1024,
         )
@@ -132,6 +149,7 @@ class Fleet:
         wire: the transport of all; ``settings``: of all, before those of the storm.
         planted: the name of a fault in all processes, see :mod:`tests.chaos.planted`.
         faults: of all wires, one that takes a seed.
+        networks: of the prefill engines, and of the decode engines; None: all are on this host.
     """
 
     def __init__(
@@ -145,13 +163,16 @@ class Fleet:
         device: str = "cpu",
         planted: str = "",
         faults: str = "",
+        networks: Networks | None = None,
     ) -> None:
+        self._networks = networks
         self._folder, self._seed = folder, seed
         self._planted, self.faults = planted, faults
         self._model = tiny_model(folder, num_kv_heads=NUM_KV_HEADS)
         base = {**IMPATIENT, **(STREAM if wire != "shm" else {}), **(settings or {})}
         self._settings = {"transport": wire, **base}
-        self.num_streams = max(1, self._settings.get("zmq_streams", 1))
+        num_streams = max(1, self._settings.get("zmq_streams", 1))
+        self.most_growth_nbytes = MOST_GROWTH_NBYTES * num_streams
         self._device = device
         self.members: dict[str, Member] = {}
         self.had_pids: set[int] = set()
@@ -178,6 +199,10 @@ class Fleet:
 
     def _config(self, shape: Shape) -> EngineConfig:
         settings = {**self._settings, "port": self._claimed_port() if shape.is_prefill else 0}
+        if self._networks is not None:
+            own, other = self._networks if shape.is_prefill else self._networks[::-1]
+            settings |= {"host": own.address, "allowed_peers": [other.address]}
+            settings["trust_network"] = True
         devices: tuple[int, ...] = ()
         if self._device == "cuda":
             import torch
@@ -224,6 +249,7 @@ class Fleet:
             slow_s=shape.slow_s if self._device == "cpu" else 0.0,
             planted=self._planted,
             faults=self.faults,
+            network=self._networks[not shape.is_prefill].pid if self._networks else 0,
         )
         group = EngineGroup(config, set_up=partial(set_up, spec))
         self.had_pids.update(group.pids)
@@ -235,12 +261,19 @@ class Fleet:
         """Wait until it serves. Raises KvxferError."""
         endpoint = member.group.endpoint
         member.client = RpcClient(endpoint, connect_timeout_s=CONNECT_S)
+        self._read_facts(member)
+        return member.client
+
+    def _read_facts(self, member: Member) -> None:
         member.facts = {}
         for pid in member.pids:
             path = self._folder / f"{pid}.facts"
             facts = msgspec.json.decode(path.read_bytes(), type=Facts)
             member.facts[facts.rank] = facts
-        return member.client
+
+    def answer(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """What is right."""
+        return answer_of(prompt, num_tokens)
 
     def serves(self, member: Member) -> bool:
         """Has its new life reported? Never waits."""
@@ -302,6 +335,28 @@ class Fleet:
             if stop_thread(facts, tid, duration_s):
                 return f"{kind} thread {tid}"
         return ""
+
+    def cut(self, kind: Kind) -> None:
+        """The network, until it heals. A host that is cut off from the other one sends to an
+        address that nobody has: what it sends is lost, and it is told nothing.
+        """
+        assert self._networks is not None
+        first, second = self._networks
+        if kind is Kind.UNPLUG:
+            first.ip(f"link set {DEVICE} down")
+        for own, other, cutting in (
+            (first, second, (Kind.CUT_WHOLE, Kind.CUT_PREFILL)),
+            (second, first, (Kind.CUT_WHOLE, Kind.CUT_DECODE)),
+        ):
+            if kind in cutting:
+                own.ip(f"neigh replace {other.address} lladdr {NOBODY} nud permanent dev {DEVICE}")
+
+    def heal(self) -> None:
+        """The network is whole."""
+        assert self._networks is not None
+        for own in self._networks:
+            own.ip(f"link set {DEVICE} up")
+            own.ip(f"neigh flush dev {DEVICE} nud permanent")
 
     def tell(self, member: Member, rank: int, order: Order) -> bool:
         """Through the door of a rank."""

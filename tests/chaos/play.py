@@ -34,7 +34,6 @@ from kvxfer.errors import KvxferError, PeerLost
 from kvxfer.transfer.wire import Reason
 from tests.chaos.attackers import besiege
 from tests.chaos.child import FLIPS, Order
-from tests.chaos.content import answer_of
 from tests.chaos.fleet import IMPATIENT, Fleet, Member, Usage, left_behind, wait_for_end
 from tests.chaos.storm import Ask, Injection, Kind, Plan, Twist
 from tests.hostile.cases import Target
@@ -46,14 +45,13 @@ REST_S = 30.0
 """In which everything comes back after a storm: twice the longest lease and stop."""
 NUM_CALM = 6
 """Requests from each prefill to each decode engine, before and after the storm."""
-MOST_GROWTH_NBYTES = 64 << 20
-"""Of resident memory, for each stream, which has a thread of ZeroMQ. A flood of messages is 150 MB,
-of which an allocator keeps parts: 4 threads kept 99 MB of 26 floods, and 135 of 80.
-"""
 REMEMBERED_S = 1.5
 """A contact that failed is remembered for a second: what failed in the storm fails in the calm."""
 NUM_STALE = 64
-COUNTED = ("requests.loaded", "requests.in_step", "verify.equal", "verify.differing")
+COUNTED = (
+    *("requests.loaded", "requests.in_step", "verify.equal", "verify.differing"),
+    "preemptions",
+)
 """Counters of engines: what a setting was for has happened."""
 
 
@@ -428,7 +426,7 @@ class Play:
 
     def _done(self, sent: Sent, done: Done) -> None:
         is_whole = done.status == "FINISHED_LENGTH_CAPPED"
-        expected = answer_of(sent.prompt, sent.num_new if is_whole else len(sent.tokens))
+        expected = self._fleet.answer(sent.prompt, sent.num_new if is_whole else len(sent.tokens))
         if tuple(sent.tokens) != expected:
             self.summary.wrong.append(f"{_who(sent)}: answered {sent.tokens}, expected {expected}")
         if sent.is_prefill:
@@ -500,6 +498,9 @@ class Play:
                 which = _THREADS[injection.kind]
                 stood = self._fleet.stop_thread(member, injection.rank, which, injection.duration_s)
                 self._say("stands" if stood else "nothing to stop", member.name, stood)
+            case Kind.CUT_WHOLE | Kind.CUT_PREFILL | Kind.CUT_DECODE | Kind.UNPLUG:
+                self._fleet.cut(injection.kind)
+                self._later(injection.duration_s, self._fleet.heal)
             case Kind.HOSTILE:
                 self._besiege(member, injection)
             case _:
@@ -611,9 +612,11 @@ class Play:
             for what in ("threads", "descriptors", "mappings"):
                 if getattr(now, what) > getattr(was, what):
                     words = f"{getattr(was, what)} {what} became {getattr(now, what)}"
+                    if what == "descriptors":
+                        words += f" {dict(now.kinds - was.kinds)}"
                     found.append(f"{name} rank {rank}: {words}")
             grown = now.resident_nbytes - was.resident_nbytes
-            if grown > MOST_GROWTH_NBYTES * self._fleet.num_streams:
+            if grown > self._fleet.most_growth_nbytes:
                 found.append(f"{name} rank {rank}: {grown >> 20} MB more")
         for (name, rank), number in self._fleet.pools_of_the_gone().items():
             found.append(f"{name} rank {rank}: maps {number} pools of engines that have gone")

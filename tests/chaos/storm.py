@@ -61,6 +61,20 @@ class Kind(enum.StrEnum):
     WALL_CLOCK = "wall clock jumps"
     RESET = "cache reset"
     HOSTILE = "hostile peers"
+    CUT_WHOLE = "network cut both ways"
+    CUT_PREFILL = "network cut from prefill to decode"
+    CUT_DECODE = "network cut from decode to prefill"
+    UNPLUG = "network cable pulled"
+
+
+CUTS = (Kind.CUT_WHOLE, Kind.CUT_PREFILL, Kind.CUT_DECODE, Kind.UNPLUG)
+"""What befalls the network between the sides, where they have hosts of their own."""
+ON_ONE_HOST = tuple(kind for kind in Kind if kind not in CUTS)
+BETWEEN_HOSTS = (
+    *(*CUTS, *CUTS),
+    *(Kind.KILL_RANK, Kind.KILL_SCHEDULER, Kind.STOP_ENGINE, Kind.STOP_IO, Kind.STOP_ZMQ),
+    *(Kind.MANGLE, Kind.CLOCK, Kind.RESET),
+)
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -145,7 +159,7 @@ def make_plan(
     num_requests: int,
     *,
     fleet: Sequence[Shape] = FLEET,
-    kinds: Sequence[Kind] = tuple(Kind),
+    kinds: Sequence[Kind] = ON_ONE_HOST,
     every: int = 40,
     longest_stop_s: float = 5.0,
     victims: Sequence[str] = (),

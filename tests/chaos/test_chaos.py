@@ -4,6 +4,7 @@ nothing is left. ``scripts/chaos.py`` has the long ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from kvxfer.transfer.manifest import RankId
 from tests.builders import EngineShape, build_regions
 from tests.chaos.content import answer_of, kv_of, names_of
 from tests.chaos.finding import look_for
+from tests.chaos.fleet import Networks
 from tests.chaos.planted import PLANTED, Planted
 from tests.chaos.play import Summary
 from tests.chaos.running import weather
-from tests.chaos.storm import Kind, Plan, Twist, make_plan
+from tests.chaos.storm import BETWEEN_HOSTS, CUTS, ON_ONE_HOST, Plan, Twist, make_plan
 from tests.connector.rig import NIXL, UCX
+from tests.two_hosts import HostsUnavailable, two_networks
 
 
 def slow(wire: Any) -> Any:
@@ -36,7 +39,7 @@ def test_a_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
     plan = make_plan(5, FEW, every=FEW, longest_stop_s=SHORT)
     summary = weather(plan, tmp_path / "storm", wire)
     assert summary.problems() == []
-    assert sum(summary.injections.values()) == len(Kind)
+    assert sum(summary.injections.values()) == len(ON_ONE_HOST)
     assert summary.ends["loaded"] > FEW / 5
     assert max(summary.lives.values()) > 1
 
@@ -66,6 +69,39 @@ def test_a_storm_with_settings_leaves_nothing_behind(
     summary = weather(make_plan(6, 800), tmp_path / "storm", wire, settings=settings)
     assert summary.problems() == []
     assert summary.counts[counter] > 20
+
+
+# ------------------------------------------------------------------ partitions
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    try:
+        with two_networks() as both:
+            yield both
+    except HostsUnavailable as e:
+        pytest.skip(str(e))
+
+
+def test_engines_serve_again_when_the_network_is_whole(networks: Networks, tmp_path: Path) -> None:
+    """Cut both ways, one way, the other way, and unplugged: longer than some time-outs."""
+    plan = make_plan(12, FEW, kinds=CUTS, every=FEW, longest_stop_s=SHORT)
+    summary = weather(plan, tmp_path / "storm", "zmq", networks=networks)
+    assert summary.problems() == []
+    assert summary.injections.keys() == {kind.value for kind in CUTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["zmq", UCX])
+def test_a_storm_between_hosts_leaves_nothing_behind(
+    wire: str, networks: Networks, tmp_path: Path
+) -> None:
+    """The network between prefill and decode is cut, one way or both, and heals."""
+    plan = make_plan(11, 600, kinds=BETWEEN_HOSTS, every=30)
+    summary = weather(plan, tmp_path / "storm", wire, networks=networks)
+    assert summary.problems() == []
+    assert summary.injections.keys() == {kind.value for kind in BETWEEN_HOSTS}
+    assert summary.ends["loaded"] > 100
 
 
 # ------------------------------------------------------------------ flipped bits of KV
@@ -117,7 +153,7 @@ def test_a_seed_is_the_whole_plan() -> None:
     assert make_plan(7, 300) != make_plan(8, 300)
     plan = make_plan(7, 3000)
     assert {ask.twist for ask in plan.asks} == set(Twist)
-    assert {each.kind for each in plan.injections} == set(Kind)
+    assert {each.kind for each in plan.injections} == set(ON_ONE_HOST)
 
 
 def test_kv_says_whose_it_is() -> None:

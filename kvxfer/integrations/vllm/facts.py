@@ -46,13 +46,8 @@ _NOT_THE_MODEL = frozenset(
 def weights_identity(
     model_config: Any, load_config: Any = None, revision: str | None = None
 ) -> str:
-    """The name of the weights of a vLLM ``ModelConfig``.
-
-    Args:
-        revision: overrides the model's own.
-
-    Raises:
-        ConfigError: a directory or file without weights.
+    """The name of the weights of a vLLM ``ModelConfig``. ``revision``: overrides the model's own.
+    Raises ConfigError for a directory or file without weights.
     """
     model = getattr(model_config, "model_weights", "") or model_config.model
     revision = revision or getattr(model_config, "revision", None)
@@ -139,7 +134,6 @@ class CacheModel:
     """What the place of a layer's cache depends on, besides its view and its spec.
 
     Attributes:
-        dtype: in which K and V come to the cache.
         num_kv_heads: of the model, the most of any layer.
         head_counts: every number of KV heads that a layer of the model or its draft has.
         cache_dtype: vLLM's name for what the cache keeps of K and V; "auto" keeps them as they are.
@@ -179,10 +173,8 @@ def cache_model(vllm_config: Any) -> CacheModel:
 
 
 def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
-    """The facts of an engine for its manifest; none of them is unknown.
-
-    Raises:
-        ConfigError: a cache or weights that cannot be described.
+    """The facts of an engine for its manifest; none of them is unknown. Raises ConfigError for a
+    cache or weights that cannot be described.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text_config = model.hf_text_config
@@ -323,6 +315,13 @@ def _quantisation(vllm_config: Any, modes: set[str]) -> str:
     if skipped:
         parts.append(f"without layers {_joined(map(str, skipped))}")
     return _short(" ".join(parts))
+
+
+def element_type(dtype: torch.dtype, quantisation: str, cache_dtype: str) -> str:
+    """What a layer's cache keeps, by PyTorch's name."""
+    if not quantisation.startswith("fp8"):
+        return str(dtype).removeprefix("torch.")
+    return "float8_e5m2" if cache_dtype == "fp8_e5m2" else _fp8_type(cache_dtype)
 
 
 def _fp8_type(cache_dtype: str) -> str:

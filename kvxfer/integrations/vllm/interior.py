@@ -33,11 +33,15 @@ from torch import Tensor
 
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.specs import LayerSpec
+from kvxfer.transfer.layout import SCALE_NBYTES
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """(K ``[T, H, D]``, V the same, cache ``[B, H, N, C]``, slots ``[T]``): an operator that writes a
 cache as the platform does; a latent's has D elements in K and none in V."""
 
+FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
+"""vLLM's mode in which each cell is [K | its scale | V | its scale], scales of float32."""
+SCALE_SUFFIX = "_scale"
 _BASE = 8
 """Codes are 1 to 8, which every floating type holds exactly, also those of one byte."""
 _BLOCK = 1  # of three: what is written before or behind it shows
@@ -128,6 +132,8 @@ def look_inside(layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | Non
             f"{layer}: tokens_per_state: expected one state for each token, got "
             f"{spec.tokens_per_state}; serve this model without disaggregation"
         )
+    if scaled := _scaled_planes(spec, cells):
+        return Named(scaled)
     if problem := _unnamed(spec, cells):
         raise ConfigError(
             f"{layer}: interior: expected plain K and V in every cell, got {problem}; choose "
@@ -163,7 +169,6 @@ def trace_writes(
     code looks like in the cache is learnt first, so quantised caches are read as well.
 
     Args:
-        dtype: of the K and V that the writer is given.
         pool: three scratch blocks ``[3, H, N, C]`` in the order of a registered view; without it
             they are made here, on the host.
 
@@ -275,6 +280,34 @@ def _stated_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
             stride_token=cells.stride_token,
         )
         for index, (name, size) in enumerate(zip(_names(spec), sizes, strict=False))
+    )
+
+
+def _scaled_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
+    """Of cells with a scale behind K and one behind V, as vLLM 0.32 packs them; else none."""
+    half_nbytes = spec.head_size * spec.dtype.itemsize + SCALE_NBYTES
+    is_packed = (
+        spec.quantisation == FP8_PER_TOKEN_HEAD
+        and not spec.is_latent
+        and spec.head_size == spec.head_size_v
+        and spec.num_head_slots is None
+        and cells.num_slots == spec.num_kv_heads
+        and spec.cell_nbytes == cells.cell_nbytes == 2 * half_nbytes
+    )
+    if not is_packed:
+        return ()
+    return tuple(
+        Plane(
+            plane=name + suffix,
+            offset=half * half_nbytes + offset,
+            inner_nbytes=nbytes,
+            stride_token=cells.stride_token,
+        )
+        for half, name in enumerate(_names(spec))
+        for suffix, offset, nbytes in (
+            ("", 0, half_nbytes - SCALE_NBYTES),
+            (SCALE_SUFFIX, half_nbytes - SCALE_NBYTES, SCALE_NBYTES),
+        )
     )
 
 

@@ -11,17 +11,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.facts import CacheModel
-from kvxfer.integrations.vllm.interior import Cells, Named, Opaque, Trace, look_inside
+from kvxfer.integrations.vllm.facts import CacheModel, element_type
+from kvxfer.integrations.vllm.interior import (
+    FP8_PER_TOKEN_HEAD,
+    SCALE_SUFFIX,
+    Cells,
+    Named,
+    Opaque,
+    Trace,
+    look_inside,
+)
 from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer
 from kvxfer.integrations.vllm.specs import LayerSpec, layer_specs
 from kvxfer.tensors.shared_memory import plain_info
-from kvxfer.transfer.layout import Interior, Region, check_region
+from kvxfer.transfer.layout import Elements, Interior, Region, check_region, is_scale
 from kvxfer.transports.base import LocalMemory
 
 READABLE_DEVICES = frozenset({"cpu", "cuda"})
@@ -50,19 +59,11 @@ def locate(
     tp_size: int,
     model: CacheModel,
 ) -> Located:
-    """Regions and memory of the views that vLLM registers with a connector.
-
-    Args:
-        kv_caches: each layer's view ``[B, H, N, C]``, with those layers that use another one's KV.
-        kv_cache_config: vLLM's ``KVCacheConfig`` of this rank.
-        model: of :func:`~kvxfer.integrations.vllm.facts.cache_model`.
-
-    Returns:
-        One region for every plane, layer by layer in the groups' order: "k" and "v", "latent", or
-        one "page:" with a fingerprint for blocks that can only move whole.
-
-    Raises:
-        ConfigError: a layer whose cache cannot be moved, with the reason.
+    """Regions and memory of the views that vLLM registers with a connector. ``kv_caches``: each
+    layer's view ``[B, H, N, C]``, with those layers that use another one's KV. Returns one region
+    for every plane, layer by layer in the groups' order: "k" and "v", "k_scale" and "v_scale" where
+    each token has scales, "latent", or one "page:" with a fingerprint for blocks that can only move
+    whole. Raises ConfigError for a layer whose cache cannot be moved, with the reason.
     """
     specs = layer_specs(kv_cache_config)
     for layer in specs:
@@ -190,9 +191,38 @@ def _regions(
             return (_whole_region(common, cells, fingerprint),)
         case Named(planes):
             return tuple(
-                replace(common, **asdict(plane) | {"offset": start + plane.offset})
+                replace(
+                    common,
+                    **asdict(plane) | {"offset": start + plane.offset},
+                    elements=_elements(view, plane.plane, common.num_heads, model),
+                )
                 for plane in planes
             )
+
+
+def _elements(
+    view: _View, plane: str, num_heads: int, model: CacheModel
+) -> Elements | msgspec.UnsetType:
+    """What vLLM says of a plane's elements; a layer's scales stand in its module. Unset where there
+    is no module, or its scales are not those of these heads.
+    """
+    spec = view.spec
+    if plane.endswith(SCALE_SUFFIX):
+        return Elements("float32")
+    dtype = element_type(spec.dtype, spec.quantisation, model.cache_dtype)
+    if spec.quantisation == "none":
+        return Elements(dtype)
+    if spec.quantisation == FP8_PER_TOKEN_HEAD:
+        return Elements(dtype, scale_plane=plane + SCALE_SUFFIX)
+    module = model.layers.get(view.layer)
+    module = model.layers.get(getattr(module, "kv_sharing_target_layer_name", None) or view.layer)
+    found = getattr(module, "_v_scale" if plane == "v" else "_k_scale", None)
+    if found is None:
+        return msgspec.UNSET
+    scales = tuple(map(float, found.flatten().tolist()))
+    if len(scales) not in (1, num_heads) or not all(map(is_scale, scales)):
+        return msgspec.UNSET
+    return Elements(dtype, scales)
 
 
 def _trace(view: _View, cells: Cells, model: CacheModel) -> Trace | None:
@@ -263,10 +293,8 @@ def heads_of(layer: str, spec: LayerSpec, rank: Rank, model: CacheModel) -> tupl
     """The layer's KV heads ``[lo, hi)`` that this rank holds, of all that it has.
 
     vLLM gives each rank an equal share, or one head to several ranks in a row where there are more
-    ranks than heads. The spec says the share; the total is what makes it.
-
-    Raises:
-        ConfigError: a single head on each of several ranks, of a layer of unknown total.
+    ranks than heads. The spec says the share; the total is what makes it. Raises ConfigError for a
+    single head on each of several ranks, of a layer of unknown total.
     """
     if spec.is_latent:
         return 0, 1
