@@ -52,7 +52,7 @@ _Z85_KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _HOST_NAME = re.compile(r"(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z0-9_]([a-zA-Z0-9_.\-]*[a-zA-Z0-9_])?\.?")
 _POSITIVE: Final = (
     *("lease_s", "keep_s", "max_hold_s", "pull_timeout_s", "peer_silent_s", "connect_timeout_s"),
-    "drain_timeout_s",
+    *("drain_timeout_s", "early_wait_s"),
     *("control_max_nbytes", "launch_programs", "min_gbps"),
 )
 _BOUNDS: Final = {  # name: (least, most, what or why)
@@ -60,6 +60,7 @@ _BOUNDS: Final = {  # name: (least, most, what or why)
     "staging_slots": (2, 1024, "; with one slot nothing overlaps"),
     "staging_nbytes": (8 << 10, 4 << 30, " bytes"),
     "load_in_step_s": (0, 1, " s"),
+    "early_share": (0, 1, ""),
     "zmq_streams": (0, 16, "; 0 is by the number of cores"),
 }
 # (shorter, longer, why)
@@ -110,6 +111,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pull_timeout_s: float = 10.0
     """A load that gets no further for this long has failed. Change it where a wire stands still
     for longer and goes on."""
+    grow_offers: bool = True
+    """Whether KV can be read while its prompt is still being computed, step by step. Off: an offer
+    opens once, when it is complete. Change it to measure."""
+    early_wait_s: float = 30.0
+    """How long a request that a router sent to both engines at once waits for its prefill: to
+    begin, at either side, and then for each next step. Change it where prompts wait longer in the
+    queue of prefill, or blocks must come back sooner."""
+    early_share: float = 0.5
+    """The part of this engine's blocks, 0 to 1, that requests may hold whose prompt is still being
+    computed elsewhere. 0: they wait until it is complete. Change it to a smaller one where decode
+    runs out of blocks."""
     load_in_step_s: float = 0.002
     """Loads that together take no longer, by the trials of their wires, are part of the step that
     orders them: it computes behind their copies. 0: none is. Change it to a third of a decode

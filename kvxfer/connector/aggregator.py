@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
-from kvxfer.connector.records import KVConnectorOutput, NearSources
+from kvxfer.connector.records import FoundOffer, KVConnectorOutput, NearSources
 
 log = logging.getLogger("kvxfer.connector")
 
@@ -205,8 +205,10 @@ class KVOutputAggregator:
         stats, worker_meta, events = None, None, None
         invalid: set[int] = set()
         near: dict[str, NearSources] = {}
+        found: dict[str, FoundOffer] = {}
         for _, output in rounds:
             near |= getattr(output, "near", None) or {}
+            found |= getattr(output, "found", None) or {}
             stats = _added("kv_connector_stats", stats, output)
             worker_meta = _added("kv_connector_worker_meta", worker_meta, output)
             events = _joined(events, getattr(output, "kv_cache_events", None))
@@ -226,6 +228,7 @@ class KVOutputAggregator:
             "kv_cache_events": events,
             "invalid_block_ids": invalid,
             "near": near or None,
+            "found": found or None,
             "expected_finished_count": self._expected,
             "must_drain": any(getattr(output, "must_drain", False) for _, output in rounds),
         }

@@ -21,7 +21,7 @@ from kvxfer.errors import ProtocolError
 from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
 from kvxfer.transfer.chunks import check_chunks
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transfer.plan import PullClass, Side
+from kvxfer.transfer.plan import ALL, PullClass, Side
 from kvxfer.transfer.pull import PullResolver, check_table
 from kvxfer.transfer.session import (
     Break,
@@ -33,16 +33,18 @@ from kvxfer.transfer.session import (
 )
 from kvxfer.transfer.source_session import OfferSession
 from kvxfer.transfer.windows import Keeping
-from kvxfer.transfer.wire import Consumer, Pull, Reason, Verify
+from kvxfer.transfer.wire import Consumer, Find, Pull, Reason, Verify
 from kvxfer.transports.base import SendingSource, SourceTransport
 
 
 @dataclass(slots=True)
 class Check:
-    """The digests for one consumer. ``waiting``: what would complete its part in the offer, kept
-    back until they are made, for only an open offer's bytes are whole.
+    """The digests for one consumer, begun once the offer is complete. ``waiting``: what would
+    complete its part in the offer, kept back until they are made, for only an open offer's bytes
+    are whole.
     """
 
+    is_begun: bool = False
     digests: Digests | None = None
     is_made: bool = False
     waiting: list[StreamSent | ReleaseArrived] = field(default_factory=list)
@@ -52,7 +54,9 @@ class Check:
 class GivenOffer:
     """One offer of this rank. Times are the IO thread's.
 
-    ``block_ids``: once the offer has opened, the blocks of this rank that hold the offered tokens.
+    ``block_ids``: once the offer has opened, the blocks of this rank that hold the offered tokens;
+    before that, all that the engine has told. ``name``: the router's, empty where there is none;
+    ``finders``: the connections that have asked by it, and are to hear that the offer is complete.
     ``heard_s``: when each sink engine last sent a message about the offer. ``identities``: the
     connection of each consumer. ``speakers``: the last connection of each sink engine that was
     granted the offer, or knows its tokens. ``pulls``: what each consumer asked for, while the offer
@@ -74,11 +78,24 @@ class GivenOffer:
     speakers: dict[bytes, bytes] = field(default_factory=dict)
     pulls: dict[Consumer, Pull] = field(default_factory=dict)
     checks: dict[Consumer, Check] = field(default_factory=dict)
+    name: bytes = b""
+    finders: dict[bytes, Find] = field(default_factory=dict)
 
     @property
     def state(self) -> OfferState:
         """The session's state: PENDING, OPEN, DONE or BROKEN."""
         return self.session.snapshot.state
+
+    @property
+    def open_tokens(self) -> int:
+        """Those before it can be read; ALL once they are complete."""
+        offer = self.session.snapshot
+        return offer.open_tokens if offer.state is OfferState.PENDING else ALL
+
+    @property
+    def will_come_again(self) -> bool:
+        """Its prefill was preempted: the request gets another nonce when it goes on."""
+        return self.session.snapshot.reason is Reason.PREEMPTED
 
     def refuses(self, pull: Pull) -> bool:
         """Whether the session will refuse this Pull, or repeat its last answer, whatever the Pull
@@ -211,15 +228,24 @@ def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:
     return True
 
 
-def checked_sides(resolver: PullResolver, pull: Pull, block_ids: GroupBlockIds) -> tuple[Side, ...]:
-    """This rank's side of every class, after a check that each block to be read is there.
+def checked_sides(
+    resolver: PullResolver, pull: Pull, block_ids: GroupBlockIds, open_tokens: int
+) -> tuple[Side, ...]:
+    """This rank's side of every class, after a check that each block is there that is open.
 
     Raises ProtocolError.
     """
     sides = resolver.resolve(pull.classes)
     for side, wanted in zip(sides, pull.classes, strict=True):
-        check_table(side, block_ids, wanted.token_lo, wanted.token_hi)
+        token_hi = max(wanted.token_lo, min(wanted.token_hi, open_tokens))
+        check_table(side, block_ids, wanted.token_lo, token_hi)
     return sides
+
+
+def may_grow(pull: Pull, transports: Mapping[str, SourceTransport]) -> bool:
+    """Whether this consumer can be given what is open while the rest is computed."""
+    wire = None if pull.is_null else transports[pull.transport]
+    return pull.grows is True and not (isinstance(wire, SendingSource) and not wire.can_grow)
 
 
 def given_cells(resolver: PullResolver, offer: GivenOffer, verify: Verify) -> list[Cells]:

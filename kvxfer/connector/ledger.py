@@ -5,23 +5,26 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvxfer.connector.records import KVConnectorStats, LoadReport
+from kvxfer.connector.records import FoundOffer, KVConnectorStats, LoadReport
 from kvxfer.transfer.wire import Reason
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """Requests that have ended since the last call; each is reported once. ``must_drain``: the
-    engine was told to drain since then.
+    engine was told to drain since then. ``found``: what has become of offers that were looked for,
+    by name in hex.
     """
 
     sent: frozenset[str] = frozenset()
     loads: tuple[LoadReport, ...] = ()
     must_drain: bool = False
+    found: Mapping[str, FoundOffer] = field(default_factory=dict)
 
 
 NONE_FINISHED = Finished()
@@ -44,6 +47,7 @@ class Ledger:
         self._reported: list[LoadReport] = []
         self._signal: int | None = None
         self._must_drain = False
+        self._found: dict[str, FoundOffer] = {}
 
     def count(self, name: str, number: int = 1) -> None:
         with self._lock:
@@ -86,6 +90,12 @@ class Ledger:
                 self._reasons[report.reason.value] += 1
             self._wake()
 
+    def found(self, name: str, found: FoundOffer) -> None:
+        """Report what has become of an offer that was looked for; the last word counts."""
+        with self._lock:
+            self._found[name] = found
+            self._wake()
+
     def drain(self) -> None:
         """Have the engine's next step hear that it is to drain; an idle engine makes one."""
         with self._lock:
@@ -97,10 +107,13 @@ class Ledger:
         if not self._has_news():
             return NONE_FINISHED
         with self._lock:
-            finished = Finished(frozenset(self._sent), tuple(self._loads), self._must_drain)
+            finished = Finished(
+                frozenset(self._sent), tuple(self._loads), self._must_drain, self._found
+            )
             self._sent.clear()
             self._loads.clear()
             self._must_drain = False
+            self._found = {}
             if self._signal is not None:
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._signal)
@@ -154,7 +167,7 @@ class Ledger:
             os.close(signal)
 
     def _has_news(self) -> bool:
-        return bool(self._sent or self._loads or self._must_drain)
+        return bool(self._sent or self._loads or self._must_drain or self._found)
 
     def _wake(self) -> None:
         self._changed.notify_all()

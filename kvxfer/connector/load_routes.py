@@ -17,7 +17,7 @@ from kvxfer.errors import ProtocolError
 from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import RankId, RankManifest
-from kvxfer.transfer.plan import PullClass, Route
+from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Route
 from kvxfer.transfer.pull import check_table, pull_class, route_nbytes
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
 from kvxfer.transfer.wire import Consumer, Grant, Pull, Verify
@@ -72,6 +72,10 @@ class RouteRun:
     (times of ``time.monotonic``). ``incomplete``: (group, position) of the blocks that the route
     fills only partly. ``owes_pull``: the board has answered the Pull, so the Pull may be sent
     behind the read. ``digests``: of what lies here after the read, where that is verified.
+
+    ``key``: of the read that runs, or ran last. ``granted_ids``: of what is open; ``is_growing``:
+    more will be than ``open_tokens``. ``asked_tokens``: up to where it is read; ``read_nbytes``: of
+    the reads before.
     """
 
     pull: Pull
@@ -83,6 +87,11 @@ class RouteRun:
     nbytes: int = 0
     owes_pull: bool = False
     digests: Digests = ()
+    is_growing: bool = False
+    granted_ids: GroupBlockIds = ()
+    open_tokens: int = 0
+    asked_tokens: int = 0
+    read_nbytes: int = 0
 
 
 def ways_of(peer: Peer, addressing: Addressing) -> tuple[Way, ...]:
@@ -156,8 +165,9 @@ def _make_run(
         classes=wanted if choice is not None and way.is_stream else (),
         chunk_nbytes=request.chunk_nbytes if request is not None else 0,
         verify=_verify(order, way, wanted) if choice is not None else UNSET,
+        grows=order.grows or UNSET,
     )
-    return RouteRun(pull, key, request, incomplete)
+    return RouteRun(pull, key, request, incomplete, is_growing=order.grows)
 
 
 def _verify(order: NewLoad, way: Way, wanted: Sequence[PullClass]) -> Verify | UnsetType:
@@ -227,17 +237,60 @@ def _wanted(
     return tuple(asked), frozenset(incomplete)
 
 
-def with_granted_ids(run: RouteRun, block_ids: GroupBlockIds) -> ReadRequest | None:
-    """The read with the ids of the Grant, each checked against the source's own manifest.
+def open_tokens_of(grant: Grant, order: NewLoad) -> int:
+    """Up to where a Grant opens what this load wants; ALL: all of it."""
+    open_tokens = grant.open_tokens
+    if isinstance(open_tokens, UnsetType) or open_tokens >= order.token_hi:
+        return ALL
+    return open_tokens
+
+
+def take_granted_ids(run: RouteRun, block_ids: GroupBlockIds, open_tokens: int) -> None:
+    """Note the ids of the Grant, each checked against the source's own manifest.
 
     Raises ProtocolError. Streams and null routes need no ids.
     """
     read = run.request
     if read is None or run.pull.classes:
-        return read
+        return
     for copied, asked in zip(read.classes, read.pull_classes, strict=True):
-        check_table(copied.source, block_ids, asked.token_lo, asked.token_hi)
-    return replace(read, source_ids=block_ids)
+        hi = _open_to(copied, asked, open_tokens)
+        check_table(copied.source, block_ids, asked.token_lo, hi)
+    for before, now in zip(run.granted_ids, block_ids, strict=False):
+        if now[: len(before)] != before:
+            raise ProtocolError(
+                "grant: expected the block ids of the Grant before and more behind them, got others"
+            )
+    run.granted_ids = block_ids
+
+
+def next_read(run: RouteRun, token_lo: int, token_hi: int) -> ReadRequest | None:
+    """The read of what tokens ``[token_lo, token_hi)`` are of each class. None: nothing is.
+
+    Opaque blocks move when they are full, or with the end.
+    """
+    whole = run.request
+    if whole is None or (token_lo, token_hi) == (0, ALL):
+        return whole and replace(whole, source_ids=run.granted_ids)
+    wanted = [
+        replace(
+            asked,
+            token_lo=_open_to(copied, asked, token_lo),
+            token_hi=_open_to(copied, asked, token_hi),
+        )
+        for copied, asked in zip(whole.classes, whole.pull_classes, strict=True)
+    ]
+    if all(asked.token_lo == asked.token_hi for asked in wanted):
+        return None
+    key = replace(run.key, piece=run.key.piece + 1)
+    return replace(whole, key=key, pull_classes=tuple(wanted), source_ids=run.granted_ids)
+
+
+def _open_to(copied: CopyClass, asked: PullClass, open_tokens: int) -> int:
+    """Where the open part of a class ends."""
+    if copied.interior is Interior.OPAQUE and open_tokens < ALL:
+        open_tokens -= open_tokens % copied.sink.tile.block_tokens
+    return max(asked.token_lo, min(asked.token_hi, open_tokens))
 
 
 def check_granted(order: NewLoad, grant: Grant) -> None:

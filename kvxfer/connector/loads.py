@@ -4,6 +4,11 @@ Life: wanted (the offer is held at its source) -> handed to the workers -> ended
 up. A request asks for its offer once. After an accept, a failure or a preemption it computes its KV
 here; otherwise it could wait for ever.
 
+A request that came early, when its prompt is not computed yet, is *finding* first: it has no blocks
+here while the source looks for the offer by the router's id. Once found, it is wanted. It may load
+what is open while the rest is computed, as long as such loads hold no more than a share of the
+blocks. Where the prefill was preempted it is finding again.
+
 Requests may have the same offer: an HTTP request that was sent again, several samples of one
 prompt. The oldest of them loads; the others wait for its end. When it has loaded, the others find
 its KV in the prefix cache. When its tokens were not the offered ones, the next request tries. The
@@ -20,10 +25,13 @@ from dataclasses import dataclass
 import msgspec
 
 from kvxfer.connector.contract import RequestLike
+from kvxfer.connector.params import Plain
 from kvxfer.connector.records import (
     NO_ORDERS,
     AbortLoad,
     ConnectorMetadata,
+    FindOffer,
+    FoundOffer,
     Hold,
     NewLoad,
     SourceRef,
@@ -34,6 +42,7 @@ from kvxfer.connector.tracing import trace_of
 from kvxfer.transfer.tokens import digest_keys, token_digest
 from kvxfer.transfer.wire import OfferRef, Reason
 
+READ_BEFORE = "another request of this engine has read the offer"
 REMEMBERED = 1 << 16
 """Offers that were asked for and are not asked for again; about 200 bytes each."""
 
@@ -41,6 +50,7 @@ REMEMBERED = 1 << 16
 class LoadState(enum.Enum):
     """The state of a wanted load."""
 
+    FINDING = "finding"  # the source is asked which offer it is
     WANTED = "wanted"  # held at the source, no blocks here yet; may wait for another request's load
     HANDED = "handed"  # given to the workers; they report it once
     ABORTED = "aborted"  # given to the workers, and its request has ended meanwhile
@@ -51,7 +61,8 @@ class LoadState(enum.Enum):
 class Load:
     """One wanted load; ``num_local_tokens``: how many tokens the engine has cached, by its last
     call. ``is_spent``: another request has read the offer. ``in_step_s``: how long it
-    will take, if the engine was last told that it is part of the step.
+    will take, if the engine was last told that it is part of the step. ``early``: where to find the
+    offer, of a request that came early; ``is_growing``: it is not complete yet.
     """
 
     source: SourceRef
@@ -61,6 +72,8 @@ class Load:
     is_spent: bool = False
     in_step_s: float | None = None
     trace: TraceHeaders = ()
+    early: SourceRef | None = None
+    is_growing: bool = False
 
     @property
     def is_in_step(self) -> bool:
@@ -99,6 +112,70 @@ class LoadBook:
         self._aborts: list[AbortLoad] = []
         self._holds: list[Hold] = []
         self._unholds: list[Unhold] = []
+        self._finds: list[FindOffer] = []
+        self._by_name: dict[str, list[str]] = {}
+        """The requests that came early, by the router's id in hex."""
+        self._growing: dict[str, int] = {}
+        """Tokens of the loads that have blocks here, of offers that are not complete."""
+        self.most_growing_tokens = 0.0
+
+    def find(self, request: RequestLike, source: SourceRef) -> None:
+        """Look for the offer of a request that came early."""
+        num_tokens = request.num_prompt_tokens
+        source = _with_digest(request, msgspec.structs.replace(source, num_tokens=num_tokens))
+        self._by_id[request.request_id] = Load(
+            source=source,
+            num_usable_tokens=num_tokens - 1,
+            state=LoadState.FINDING,
+            trace=trace_of(request),
+            early=source,
+        )
+        self._find(request.request_id, source)
+
+    def _find(self, request_id: str, early: SourceRef) -> None:
+        users = self._by_name.setdefault(early.offer.nonce.hex(), [])
+        if request_id not in users:
+            users.append(request_id)
+        self._finds.append(FindOffer(early))
+
+    def found(self, name: str, found: FoundOffer) -> list[tuple[str, SourceRef, Plain]]:
+        """What has become of a search, by the router's id. Returns the requests that will have to
+        compute their KV here, where it was to come from, and why it does not.
+        """
+        users, source = self._by_name.get(name, ()), found.source
+        waiting = [i for i in users if self._by_id[i].state is LoadState.FINDING]
+        if source is None:
+            return self._not_found(name, waiting, found.reason or Reason.UNKNOWN, found.detail)
+        if not users:
+            if source.offer not in self._users and source.offer not in self._asked:
+                self._unholds.append(Unhold(name, source, Reason.CANCELLED))
+            return self._not_found(name, (), Reason.CANCELLED, "")
+        expected = self._by_id[users[0]].early
+        if expected is not None and source.num_tokens != expected.num_tokens:
+            detail = f"{source.num_tokens} offered, the prompt has {expected.num_tokens}"
+            return self._not_found(name, waiting, Reason.TOKENS, detail)
+        if source.offer in self._asked and source.offer not in self._users:
+            return self._not_found(name, waiting, Reason.ENDED, READ_BEFORE)
+        for request_id in users:
+            load = self._by_id[request_id]
+            if request_id in waiting:
+                load.source, load.state = source, LoadState.WANTED
+                self._users.setdefault(source.offer, []).append(request_id)
+                self._holds.append(Hold(request_id, source))
+            if load.source.offer == source.offer:
+                load.is_growing = not found.is_complete
+                if found.is_complete:
+                    self._growing.pop(request_id, None)
+        return []
+
+    def _not_found(
+        self, name: str, request_ids: Sequence[str], reason: Reason, detail: str
+    ) -> list[tuple[str, SourceRef, Plain]]:
+        for request_id in request_ids:
+            self._by_id[request_id].state = LoadState.ENDED
+        if not self._by_name.get(name):
+            self._by_name.pop(name, None)
+        return [(i, self._by_id[i].source, Plain(reason, detail)) for i in request_ids]
 
     def want(self, request: RequestLike, source: SourceRef) -> Reason | None:
         """Hold the offer; else return why the offer cannot serve this prompt, or not any more.
@@ -122,9 +199,14 @@ class LoadBook:
         self._holds.append(Hold(request.request_id, source))
         return None
 
-    def reject(self, request_id: str, source: SourceRef) -> None:
-        """Give up an offer whose request this engine will never run."""
-        if source.offer not in self._users and source.offer not in self._asked:
+    def reject(self, request_id: str, source: SourceRef, *, is_early: bool = False) -> None:
+        """Give up an offer whose request this engine will never run. ``is_early``: it is found
+        first, so that it can be.
+        """
+        if is_early:
+            self._by_name.setdefault(source.offer.nonce.hex(), [])
+            self._finds.append(FindOffer(source))
+        elif source.offer not in self._users and source.offer not in self._asked:
             self._unholds.append(Unhold(request_id, source, Reason.CANCELLED))
 
     def num_more_tokens(self, request_id: str, num_local_tokens: int) -> int | None:
@@ -133,13 +215,21 @@ class LoadBook:
         """
         load = self.wanted(request_id)
         if load is None:
-            return 0
+            load = self._by_id.get(request_id)
+            return None if load is not None and load.state is LoadState.FINDING else 0
         load.num_local_tokens = num_local_tokens
         if load.is_spent or num_local_tokens >= load.num_usable_tokens:
             return 0
         if self._users[load.source.offer][0] != request_id:
             return None
+        if load.is_growing and not self._has_room(load):
+            return None
         return load.num_usable_tokens - num_local_tokens
+
+    def _has_room(self, load: Load) -> bool:
+        """Whether this load of a growing offer may have blocks, beside others of such."""
+        num_held = sum(self._growing.values())
+        return num_held + load.source.num_tokens <= self.most_growing_tokens
 
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
@@ -154,6 +244,8 @@ class LoadBook:
             has_missed = load.is_spent and not load.num_local_tokens
             return self._give_up(request_id, load, Reason.ENDED if has_missed else Reason.LOCAL_HIT)
         load.state = LoadState.HANDED
+        if load.is_growing:
+            self._growing[request_id] = load.source.num_tokens
         self._asked.add(load.source.offer)
         self._loads.append(
             NewLoad(
@@ -164,6 +256,7 @@ class LoadBook:
                 block_ids=tuple(tuple(group) for group in block_ids),
                 trace=load.trace,
                 in_step=load.is_in_step,
+                grows=load.is_growing,
             )
         )
         return None
@@ -190,19 +283,26 @@ class LoadBook:
         load = self.handed(request_id)
         if load is None:
             return False
+        self._growing.pop(request_id, None)
         if load.state is LoadState.ABORTED:
-            del self._by_id[request_id]
-        load.state = LoadState.ENDED
+            self._forget(request_id, load)
+        load.state, source = LoadState.ENDED, load.source
         if failure == Reason.TOKENS:
             self._asked.forget(load.source.offer)
             self._leave(request_id, load)
             return True
-        for other in self._users.pop(load.source.offer, ()):
-            if other != request_id:
-                self._by_id[other].is_spent = True
+        others = [i for i in self._users.pop(load.source.offer, ()) if i != request_id]
+        if failure == Reason.PREEMPTED and load.early is not None and request_id in self._by_id:
+            for again in (request_id, *others):
+                each = self._by_id[again]
+                each.state, each.source, each.is_growing = LoadState.FINDING, load.early, False
+                self._find(again, load.early)
+            others = []
+        for other in others:
+            self._by_id[other].is_spent = True
         if failure is not None:
             reason = Reason(failure) if failure in set(Reason) else Reason.CANCELLED
-            self._unholds.append(Unhold(request_id, load.source, reason))
+            self._unholds.append(Unhold(request_id, source, reason))
         return True
 
     def finish(self, request_id: str) -> Reason | None:
@@ -218,10 +318,21 @@ class LoadBook:
             load.state = LoadState.ABORTED
             self._aborts.append(AbortLoad(request_id, Reason.CANCELLED))
             return None
-        del self._by_id[request_id]
+        self._forget(request_id, load)
         if load.state is LoadState.WANTED:
             return self._give_up(request_id, load, Reason.CANCELLED)
-        return None
+        return Reason.CANCELLED if load.state is LoadState.FINDING else None
+
+    def _forget(self, request_id: str, load: Load) -> None:
+        """A search goes on without its request, so that what it finds is given up."""
+        del self._by_id[request_id]
+        if load.early is not None:
+            name = load.early.offer.nonce.hex()
+            users = self._by_name.get(name, [])
+            if request_id in users:
+                users.remove(request_id)
+            if not users and load.state is not LoadState.FINDING:
+                self._by_name.pop(name, None)
 
     @property
     def num_open(self) -> int:
@@ -230,7 +341,7 @@ class LoadBook:
 
     def has_orders(self) -> bool:
         """Whether something waits for the next step's metadata."""
-        return bool(self._loads or self._aborts or self._holds or self._unholds)
+        return bool(self._loads or self._aborts or self._holds or self._unholds or self._finds)
 
     def step(self, orders: ConnectorMetadata = NO_ORDERS) -> ConnectorMetadata:
         """Add to a step's orders what was decided here since the last step."""
@@ -242,8 +353,9 @@ class LoadBook:
             aborts=tuple(self._aborts),
             holds=tuple(self._holds),
             unholds=tuple(self._unholds),
+            finds=tuple(self._finds),
         )
-        for queue in (self._loads, self._aborts, self._holds, self._unholds):
+        for queue in (self._loads, self._aborts, self._holds, self._unholds, self._finds):
             queue.clear()
         return orders
 

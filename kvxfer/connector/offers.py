@@ -37,10 +37,14 @@ the offer's end needs.
 
 @dataclass(slots=True)
 class Offer:
-    """One offered request; ``nonce`` is empty until it is minted."""
+    """One offered request; ``nonce`` is empty until it is minted. ``name``: the router's id of it,
+    or empty. ``num_cached_tokens``: that are there before its first step.
+    """
 
     num_tokens: int
     digest: bytes
+    name: bytes = b""
+    num_cached_tokens: int = 0
     nonce: bytes = b""
     number: int = 0
     block_ids: list[list[int]] = field(default_factory=list)
@@ -62,9 +66,12 @@ class Finish:
 
 
 class OfferBook:
-    """All offered requests of an engine, in the scheduler's process."""
+    """All offered requests of an engine, in the scheduler's process. ``grows``: the workers hear of
+    each step that computes a part of an offer, not only of the last one.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, grows: bool = True) -> None:
+        self._grows = grows
         self._num_minted = 0
         self._keepings: Mapping[int, Keeping] = {}
         self._offers: dict[str, Offer] = {}
@@ -80,7 +87,7 @@ class OfferBook:
         """
         self._keepings = keepings
 
-    def want(self, request: RequestLike) -> bool:
+    def want(self, request: RequestLike, name: bytes = b"") -> bool:
         """Offer the whole prompt of this request, once it is computed. False: the request is not
         offered, because an offer of that id is not over (:meth:`forget`), and workers know offers
         by id.
@@ -89,10 +96,18 @@ class OfferBook:
             return False
         tokens = request.prompt_token_ids
         self._offers[request.request_id] = Offer(
-            len(tokens), token_digest(tokens, digest_keys(request, len(tokens)))
+            len(tokens), token_digest(tokens, digest_keys(request, len(tokens))), name
         )
         self._computing.add(request.request_id)
         return True
+
+    def cached(self, request_id: str, num_tokens: int) -> None:
+        """So many tokens of a request's prompt are in the engine's own prefix cache, by its last
+        look.
+        """
+        offer = self._offers.get(request_id)
+        if offer is not None:
+            offer.num_cached_tokens = num_tokens
 
     def finish(self, request: RequestLike, block_ids: Sequence[Sequence[int]]) -> Finish:
         """The request ended. ``block_ids``: its tables as they are now, by group, -1 for a block
@@ -184,20 +199,24 @@ class OfferBook:
         offers: tuple[NewOffer, ...] = ()
         blocks: tuple[OfferBlocks, ...] = ()
         computed: tuple[str, ...] = ()
+        grown: tuple[tuple[str, int], ...] = ()
         if self._computing:
             cached = scheduler_output.scheduled_cached_reqs
-            started = [new.req_id for new in scheduler_output.scheduled_new_reqs]
-            if cached.resumed_req_ids:
-                started += [i for i in cached.req_ids if i in cached.resumed_req_ids]
-            offers = tuple(self._mint(i) for i in started if i in self._computing)
+            before = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            started = {
+                new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs
+            }
+            started |= {i: n for i, n in before.items() if i in cached.resumed_req_ids}
+            offers = tuple(self._mint(i, n) for i, n in started.items() if i in self._computing)
             blocks = self._tables(scheduler_output)
-            computed = self._computed(scheduler_output)
+            computed, grown = self._computed(before | started, scheduler_output)
         ended, self._ended = self._ended, []
         delayed, self._delayed = self._delayed, []
         return ConnectorMetadata(
             offers=offers,
             blocks=blocks,
             computed=computed,
+            grown=grown,
             ended=tuple(ended),
             delayed=tuple(delayed),
         )
@@ -209,10 +228,12 @@ class OfferBook:
             offer = self._offers.get(request_id)
             if offer is not None and offer.nonce:
                 self._ended.append(EndOffer(request_id, offer.nonce, Reason.PREEMPTED))
-                self._offers[request_id] = Offer(offer.num_tokens, offer.digest)
+                self._offers[request_id] = Offer(
+                    offer.num_tokens, offer.digest, offer.name, offer.num_cached_tokens
+                )
                 self._computing.add(request_id)
 
-    def _mint(self, request_id: str) -> NewOffer:
+    def _mint(self, request_id: str, num_computed: int) -> NewOffer:
         self._num_minted += 1
         offer = self._offers[request_id]
         offer.nonce = secrets.token_bytes(NONCE_NBYTES)
@@ -222,6 +243,9 @@ class OfferBook:
             nonce=offer.nonce,
             num_tokens=offer.num_tokens,
             digest=offer.digest,
+            # What another connector loads within the step counts as computed, and is not there yet
+            open_tokens=min(offer.num_cached_tokens, num_computed) if self._grows else 0,
+            name=offer.name,
         )
 
     def _tables(self, scheduler_output: SchedulerOutputLike) -> tuple[OfferBlocks, ...]:
@@ -248,14 +272,15 @@ class OfferBook:
         # not.
         return held_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
-    def _computed(self, scheduler_output: SchedulerOutputLike) -> tuple[str, ...]:
-        cached = scheduler_output.scheduled_cached_reqs
-        before = [
-            (new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs
-        ]
-        before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    def _computed(
+        self, before: Mapping[str, int], scheduler_output: SchedulerOutputLike
+    ) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+        """The offers that are complete after this step, and those that have grown. ``before``: how
+        many tokens of each request are computed.
+        """
         done: list[str] = []
-        for request_id, num_computed in before:
+        grown: list[tuple[str, int]] = []
+        for request_id, num_computed in before.items():
             if request_id not in self._computing:
                 continue
             offer = self._offers[request_id]
@@ -263,5 +288,7 @@ class OfferBook:
             if num_now >= offer.num_tokens:
                 offer.is_computed = True
                 done.append(request_id)
+            elif self._grows:
+                grown.append((request_id, num_now))
         self._computing.difference_update(done)
-        return tuple(done)
+        return tuple(done), tuple(grown)

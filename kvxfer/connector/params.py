@@ -1,5 +1,9 @@
 """``kv_transfer_params``: what travels with a request through routers and sidecars.
 
+In turn: the prefill engine answers a request with params that name its offer, and the router gives
+them to the decode engine. At once (*early*): the router makes an id for the request and gives it to
+both; where the prefill engine is, it knows from that engine's last answer (:func:`early_params`).
+
 The keys of the NIXL connector are kept, because routers forward them verbatim; ours stand under one
 key, ``kvxfer``. They are a hint and a freshness check, not a credential for KV: block ids come only
 from a Grant. They contain the digest of the tokens, with which a holder may extend the lease or
@@ -10,6 +14,7 @@ can write params. With a ``params_key`` the source signs them, and unsigned ones
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,7 +24,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvxfer.connector.records import SourceRef
-from kvxfer.transfer.wire import OfferRef
+from kvxfer.transfer.wire import GROWING, PROTOCOL_MAX, OfferRef
 
 NONCE_NBYTES = 16
 DIGEST_NBYTES = 32
@@ -34,14 +39,19 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]  # what msgpack carries 
 
 @dataclass(frozen=True, slots=True)
 class OfferWanted:
-    """Prefill this request and offer its KV."""
+    """Prefill this request and offer its KV. ``name``: the router's id of it, or empty."""
+
+    name: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadWanted:
-    """Load this request's KV from this source."""
+    """Load this request's KV from this source. ``is_early``: the offer is not known yet;
+    ``source.offer`` has the router's id in the place of the nonce, and there is no digest.
+    """
 
     source: SourceRef
+    is_early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +78,26 @@ class _Ours(msgspec.Struct, frozen=True):
     signature: str = ""
 
 
+class _Named(msgspec.Struct, frozen=True):
+    request: str
+    incarnation: str = ""
+    endpoint: str = ""
+    curve_public_key: str | None = None
+    engine_signature: str = ""
+
+
 class _Outer(msgspec.Struct, frozen=True):
     do_remote_prefill: bool | None = None
     do_remote_decode: bool | None = None
     remote_engine_id: str | None = None
     kvxfer: _Ours | None = None
+
+
+class _EarlyOuter(msgspec.Struct, frozen=True):
+    kvxfer: _Named
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+    remote_engine_id: str | None = None
 
 
 def parse_params(raw: Mapping[str, Any] | None, key: str | None = None) -> Params:
@@ -86,6 +111,9 @@ def parse_params(raw: Mapping[str, Any] | None, key: str | None = None) -> Param
     if not raw:
         return Plain("no_params")
     try:
+        ours = raw.get("kvxfer")
+        if isinstance(ours, Mapping) and "request" in ours:
+            return _parse_early(msgspec.convert(dict(raw), _EarlyOuter), key)
         outer = msgspec.convert(dict(raw), _Outer)
         if outer.do_remote_decode:
             return OfferWanted()
@@ -95,24 +123,59 @@ def parse_params(raw: Mapping[str, Any] | None, key: str | None = None) -> Param
             return Plain("other_connector")
         source = _source(outer.kvxfer, outer.remote_engine_id)
         if key is not None:
-            signature = outer.kvxfer.signature
             expected = _signature(source, outer.kvxfer.number, key)
-            if not hmac.compare_digest(signature.encode(), expected.encode()):
-                got = "another" if signature else "none"
-                detail = f"expected one made with this engine's params_key, got {got}"
-                return Plain("bad_signature", f"kvxfer.signature: {detail}")
+            wrong = _wrong_signature("signature", outer.kvxfer.signature, expected)
+            if wrong is not None:
+                return wrong
         return LoadWanted(source)
     except (msgspec.ValidationError, ValueError, TypeError) as e:
         return Plain("bad_params", f"kv_transfer_params: {e}")
 
 
-def _source(ours: _Ours, engine_id: str | None) -> SourceRef:
+def _parse_early(outer: _EarlyOuter, key: str | None) -> Params:
+    """Raises ValueError."""
+    ours = outer.kvxfer
+    name = _hex(ours.request, "request")
+    if outer.do_remote_decode:
+        return OfferWanted(name)
+    if not outer.do_remote_prefill:
+        return Plain("null_params")
+    source = SourceRef(
+        engine_id=_engine(outer.remote_engine_id, ours.endpoint),
+        endpoint=ours.endpoint,
+        offer=OfferRef(name, _hex(ours.incarnation, "incarnation")),
+        num_tokens=0,
+        curve_public_key=ours.curve_public_key,
+    )
+    if key is not None:
+        expected = _engine_signature(source, key)
+        wrong = _wrong_signature("engine_signature", ours.engine_signature, expected)
+        if wrong is not None:
+            return wrong
+    return LoadWanted(source, is_early=True)
+
+
+def _wrong_signature(name: str, signature: str, expected: str) -> Plain | None:
+    if hmac.compare_digest(signature.encode(), expected.encode()):
+        return None
+    got = "another" if signature else "none"
+    detail = f"expected one made with this engine's params_key, got {got}"
+    return Plain("bad_signature", f"kvxfer.{name}: {detail}")
+
+
+def _engine(engine_id: str | None, endpoint: str) -> str:
+    """The engine's name, if both can be."""
     if not engine_id:
         raise ValueError("remote_engine_id: expected a name, got none")
-    (engine_id + ours.endpoint).encode()  # JSON has texts that no message can carry
-    url = urlsplit(ours.endpoint)
+    (engine_id + endpoint).encode()  # JSON has texts that no message can carry
+    url = urlsplit(endpoint)
     if url.scheme != "tcp" or not url.hostname or not url.port:
-        raise ValueError(f"kvxfer.endpoint: expected tcp://host:port, got {ours.endpoint!r}")
+        raise ValueError(f"kvxfer.endpoint: expected tcp://host:port, got {endpoint!r}")
+    return engine_id
+
+
+def _source(ours: _Ours, engine_id: str | None) -> SourceRef:
+    engine_id = _engine(engine_id, ours.endpoint)
     if ours.tokens < 1:
         raise ValueError(f"kvxfer.tokens: expected at least 1, got {ours.tokens}")
     return SourceRef(
@@ -139,6 +202,15 @@ def _signature(source: SourceRef, number: int, key: str) -> str:
     signed = msgspec.msgpack.encode(
         ("kvxfer.params.v1", source.engine_id, source.endpoint)
         + (source.offer.incarnation, source.offer.nonce, source.num_tokens, source.digest, number)
+        + ((source.curve_public_key,) if source.curve_public_key is not None else ())
+    )
+    return hmac.digest(key.encode(), signed, "sha256").hex()
+
+
+def _engine_signature(source: SourceRef, key: str) -> str:
+    """Of an engine that has the key: it says where it is, whatever it offers."""
+    signed = msgspec.msgpack.encode(
+        ("kvxfer.engine.v2", source.engine_id, source.endpoint, source.offer.incarnation)
         + ((source.curve_public_key,) if source.curve_public_key is not None else ())
     )
     return hmac.digest(key.encode(), signed, "sha256").hex()
@@ -178,9 +250,46 @@ def make_params(
             "tokens": source.num_tokens,
             "endpoint": source.endpoint,
             "digest": source.digest.hex(),
+            "protocol": PROTOCOL_MAX,
             **_if_set("curve_public_key", source.curve_public_key),
-            **_if_set("signature", _signature(source, number, key) if key is not None else None),
+            **(
+                {
+                    "signature": _signature(source, number, key),
+                    "engine_signature": _engine_signature(source, key),
+                }
+                if key is not None
+                else {}
+            ),
         },
+    }
+
+
+def mint_request() -> str:
+    """A new id of a request that is sent to both engines at once: 16 random bytes in hex."""
+    return secrets.token_hex(NONCE_NBYTES)
+
+
+def prefill_params(request: str) -> dict[str, Any]:
+    """For the prefill engine of a request that is sent to both at once."""
+    return {"do_remote_prefill": False, "do_remote_decode": True, "kvxfer": {"request": request}}
+
+
+def early_params(answer: Mapping[str, Any] | None, request: str) -> dict[str, Any] | None:
+    """For the decode engine of a request that is sent to both at once. ``answer``: the params with
+    which the prefill engine has answered another request. None where it cannot be asked early.
+    """
+    ours = (answer or {}).get("kvxfer")
+    if answer is None or not isinstance(ours, Mapping):
+        return None
+    protocol = ours.get("protocol")
+    if not isinstance(protocol, int) or protocol < GROWING:
+        return None
+    names = ("incarnation", "endpoint", "curve_public_key", "engine_signature")
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": answer.get("remote_engine_id"),
+        "kvxfer": {"request": request, **{name: ours[name] for name in names if name in ours}},
     }
 
 

@@ -153,6 +153,11 @@ class Peer:
         return self.manifest is not None and VERIFY in self.manifest.capabilities
 
     @property
+    def protocol(self) -> int:
+        """The last version that it speaks; 0 before it is known."""
+        return self.manifest.protocol[1] if self.manifest is not None else 0
+
+    @property
     def slowest(self) -> Choice | None:
         """Of the chosen wires; None where there is nothing to read."""
         choices = list(self.choices.values())

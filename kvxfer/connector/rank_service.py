@@ -18,6 +18,7 @@ from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
 from kvxfer.connector.descriptors import make_room
+from kvxfer.connector.finder import Finder
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.keeper import Keeper
 from kvxfer.connector.ledger import Ledger
@@ -35,7 +36,7 @@ from kvxfer.connector.records import (
     SourceRef,
 )
 from kvxfer.connector.sink import Sink
-from kvxfer.connector.source import Served, Source
+from kvxfer.connector.source import IsReady, Served, Source
 from kvxfer.connector.verifier import EVERY, Verifier
 from kvxfer.tensors.device_memory import current_context
 from kvxfer.transfer.costs import REFERENCE_TOKENS
@@ -45,6 +46,7 @@ from kvxfer.transfer.wire import (
     Consumer,
     Drain,
     Draining,
+    Found,
     Hello,
     Manifest,
     NotReady,
@@ -237,6 +239,7 @@ class RankService:
             )
         )
         self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
+        self.finder = Finder(self.io, config, identity.incarnation, self._peers, self._ledger)
         self.sink = Sink(
             self.io, config, self._ledger, addressing, self._peers, self.keeper, verifier
         )
@@ -284,6 +287,9 @@ class RankService:
         self.source.gone(identity)
 
     def _on_answer(self, peer: Peer, source: RankId, message: ToSink) -> None:
+        if isinstance(message, Found):
+            self.finder.on_message(peer, message)
+            return
         self.sink.on_message(peer, source, message)
 
     def _on_over(self, peer: Peer, failure: Failure) -> None:
@@ -322,15 +328,20 @@ class RankService:
 
     # -------------------------------------------------- orders, from the engine thread
 
-    def carry_out(self, orders: ConnectorMetadata, after: torch.cuda.Event | None = None) -> None:
+    def carry_out(
+        self,
+        orders: ConnectorMetadata,
+        after: torch.cuda.Event | None = None,
+        begun: IsReady | None = None,
+    ) -> None:
         """Have a step's orders carried out by the IO thread; or on this thread at once, if the IO
         thread sleeps and the orders are quick and touch no socket. ``after``: as :meth:`Sink.load`
-        has it.
+        has it. ``begun``: whether all is over that was launched before this step.
         """
         handed_s = self.io.now()
 
         def order() -> None:
-            self._take(orders, handed_s, after)
+            self._take(orders, handed_s, after, begun)
 
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
@@ -339,23 +350,24 @@ class RankService:
         self,
         orders: ConnectorMetadata,
         after: torch.cuda.Event | None,
+        begun: IsReady | None,
         request_ids: Sequence[str],
         timeout_s: float,
     ) -> list[torch.cuda.Event] | None:
         """:meth:`carry_out`, and wait until the IO thread has begun these loads: their copies, as
         :meth:`Sink.copied` has them.
         """
-        begun: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
+        copied: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
         handed_s = self.io.now()
 
         def order() -> None:
-            self._take(orders, handed_s, after)
-            begun.put(self.sink.copied(request_ids))
+            self._take(orders, handed_s, after, begun)
+            copied.put(self.sink.copied(request_ids))
 
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
         with suppress(Empty):
-            return begun.get(timeout=timeout_s)
+            return copied.get(timeout=timeout_s)
         return None
 
     def abort(self, request_ids: Iterable[str], reason: Reason) -> None:
@@ -371,7 +383,11 @@ class RankService:
         return {of.incarnation: source for of, source in near if of and source}
 
     def _take(
-        self, orders: ConnectorMetadata, handed_s: float, after: torch.cuda.Event | None
+        self,
+        orders: ConnectorMetadata,
+        handed_s: float,
+        after: torch.cuda.Event | None,
+        begun: IsReady | None,
     ) -> None:
         """Carry out each order, even if others fail. Aborts come last: they may name a load of the
         same step.
@@ -383,6 +399,9 @@ class RankService:
             guard(self.source.add, offer)
         for table in orders.blocks:
             guard(self.source.set_blocks, table)
+        if begun is not None:
+            cached = [(each.request_id, each.open_tokens) for each in orders.offers]
+            guard(self.source.computed, [each for each in cached if each[1]], begun)
         if orders.delayed:
             guard(self.source.delay, orders.delayed)
         if orders.num_open is not None:
@@ -394,6 +413,8 @@ class RankService:
                 guard(self.keeper.release, unhold.request_id)
                 if unhold.reason is not None:
                     guard(self.keeper.cancel, unhold.source, unhold.reason)
+            for find in orders.finds:
+                guard(self.finder.find, find)
         for load in orders.loads:
             guard(self.sink.load, load, handed_s, after)
         for abort in orders.aborts:

@@ -25,13 +25,16 @@ TraceHeaders = tuple[tuple[str, str], ...]
 
 class NewOffer(msgspec.Struct, frozen=True, kw_only=True):
     """A new offer, sent with the request's first step. ``num_tokens``: how many tokens are offered,
-    from token 0.
+    from token 0; ``open_tokens``: of these, how many are there before that step. ``name``: the id
+    that a router gave the request; empty: none.
     """
 
     request_id: str
     nonce: bytes
     num_tokens: int
     digest: bytes
+    open_tokens: int = 0
+    name: bytes = b""
 
 
 class OfferBlocks(msgspec.Struct, frozen=True):
@@ -66,7 +69,8 @@ class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
 class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks. ``trace``: headers of the
     request's trace, see :mod:`kvxfer.connector.tracing`. ``in_step``: the step that orders it
-    computes with its KV, and reports it (:mod:`kvxfer.connector.step_loads`).
+    computes with its KV, and reports it (:mod:`kvxfer.connector.step_loads`). ``grows``: the source
+    may compute them still.
     """
 
     request_id: str
@@ -76,6 +80,27 @@ class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: GroupBlockIds
     trace: TraceHeaders = ()
     in_step: bool = False
+    grows: bool = False
+
+
+class FindOffer(msgspec.Struct, frozen=True):
+    """Ask the source engine for the offer that a router has named. ``source.offer``: the name in
+    the place of the nonce; ``source.digest``: of the whole prompt. Rank 0 asks, and answers with
+    :class:`FoundOffer`: again, if the offer is not complete when it is found.
+    """
+
+    source: SourceRef
+
+
+class FoundOffer(msgspec.Struct, frozen=True):
+    """What has become of a FindOffer. ``source``: the offer's; None: it was not found, and why.
+    ``is_complete``: all its tokens can be read.
+    """
+
+    source: SourceRef | None
+    is_complete: bool = False
+    reason: Reason | None = None
+    detail: str = ""
 
 
 class AbortLoad(msgspec.Struct, frozen=True):
@@ -114,7 +139,8 @@ class ConnectorMetadata(msgspec.Struct, frozen=True):
     ``manifest`` comes with the first step, and again when it changes. ``blocks`` leave out the
     blocks that windows have dropped, so later code need not. ``computed`` names the offered
     requests whose last offered token is computed by this very step: their ready event is recorded
-    at its end. ``delayed`` names the finished requests whose blocks the engine keeps until
+    at its end. ``grown``: other offered requests, and how many of their tokens are computed when
+    this step is over. ``delayed`` names the finished requests whose blocks the engine keeps until
     finished_sending: finished_sending is reported only for these, at once if the offer is already
     over. An offer may end while its request still runs, and a running request must not be freed.
     ``num_open``: of an engine that drains, the requests whose KV it still is to offer, give or
@@ -125,19 +151,21 @@ class ConnectorMetadata(msgspec.Struct, frozen=True):
     offers: tuple[NewOffer, ...] = ()
     blocks: tuple[OfferBlocks, ...] = ()
     computed: tuple[str, ...] = ()
+    grown: tuple[tuple[str, int], ...] = ()
     ended: tuple[EndOffer, ...] = ()
     delayed: tuple[str, ...] = ()
     loads: tuple[NewLoad, ...] = ()
     aborts: tuple[AbortLoad, ...] = ()
     holds: tuple[Hold, ...] = ()
     unholds: tuple[Unhold, ...] = ()
+    finds: tuple[FindOffer, ...] = ()
     num_open: int | None = None
 
     @property
     def has_only_loads(self) -> bool:
         """Nothing but loads, and offers that are held until then or not any more."""
         others = self.manifest or self.offers or self.blocks or self.delayed or self.aborts
-        return not others and self.num_open is None
+        return not (others or self.finds) and self.num_open is None
 
 
 NO_ORDERS = ConnectorMetadata()
@@ -150,7 +178,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     Moments are seconds of this host's time.monotonic(), in this order; 0 where the load never got
     there. ``handed_s``: the engine gave the order. ``started_s``: the first Pull left.
     ``granted_s``: the first Grant came. ``placed_s``: the last byte was in its place.
-    ``finished_s``: the last verdict came. ``peer``: the front door of the source engine.
+    ``finished_s``: the last verdict came. ``spans``: of an offer that grew, when this rank heard
+    how many tokens are open. ``peer``: the front door of the source engine.
     ``incomplete_blocks``: (group, position) of blocks that were filled only partly, because the
     source had let go of their first tokens.
     """
@@ -168,6 +197,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     transports: tuple[str, ...] = ()
     incomplete_blocks: BlockPlaces = ()
     trace: TraceHeaders = ()
+    spans: tuple[tuple[float, int], ...] = ()
 
 
 class NearSource(msgspec.Struct, frozen=True, array_like=True):
@@ -226,7 +256,8 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     ``finished_recving`` that succeeded, the blocks that hold all tokens that their request needs,
     but not all tokens of a full block. The engine must leave these blocks out when it names the
     request's blocks for prefix reuse. ``near``: by rank, where it has changed. ``must_drain``: an
-    operator has told a rank that the engine is to drain.
+    operator has told a rank that the engine is to drain. ``found``: by name in hex, of
+    the front door.
     """
 
     finished_sending: set[str] | None = None
@@ -237,6 +268,7 @@ class KVConnectorOutput(msgspec.Struct, kw_only=True):
     kv_connector_stats: KVConnectorStats | None = None
     kv_cache_events: Any = None
     near: dict[str, NearSources] | None = None
+    found: dict[str, FoundOffer] | None = None
     invalid_block_ids: set[int] = set()
     expected_finished_count: int = 0
     must_drain: bool = False

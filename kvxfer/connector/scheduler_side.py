@@ -20,7 +20,7 @@ import msgspec
 
 from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
-from kvxfer.connector.loads import LoadBook, LoadState
+from kvxfer.connector.loads import READ_BEFORE, LoadBook, LoadState
 from kvxfer.connector.offers import Offer, OfferBook
 from kvxfer.connector.params import (
     NOT_OFFERED_PARAMS,
@@ -45,7 +45,6 @@ from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY, OfferRef, Reason
 
 _DRAINS = Plain("draining", "this engine drains, and takes nothing new")
-READ_BEFORE = "another request of this engine has read the offer"
 
 log = logging.getLogger("kvxfer.connector")
 
@@ -76,7 +75,7 @@ class SchedulerConnector:
         self._can_send, self._can_receive = can_send, can_receive
         self._manifest: EngineManifest | None = None
         self._manifest_is_new = False
-        self._offers = OfferBook()
+        self._offers = OfferBook(grows=config.grow_offers)
         self._loads = LoadBook()
         self._step_loads = StepLoads(config.load_in_step_s)
         self._ranks: frozenset[str] = frozenset()
@@ -109,6 +108,10 @@ class SchedulerConnector:
         except ValueError as e:
             raise ConfigError(f"the ranks' regions: {e}") from e
         self._offers.keep(keepings)
+        regions = [region for rank in ranks.values() for region in rank.regions]
+        kept = [region for region in regions if region.window is None] or regions
+        most_tokens = min((region.num_blocks * region.block_tokens for region in kept), default=0)
+        self._loads.most_growing_tokens = self._config.early_share * most_tokens
         self._manifest = EngineManifest(
             **msgspec.structs.asdict(engine),
             protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
@@ -147,7 +150,7 @@ class SchedulerConnector:
             return
         plain = self._refusal(params.source)
         if plain is None:
-            self._loads.reject(request.request_id, params.source)
+            self._loads.reject(request.request_id, params.source, is_early=params.is_early)
             plain = Plain(Reason.CANCELLED, "its engine turned it away")
         self._count(request, plain.reason, plain.detail)
 
@@ -168,22 +171,25 @@ class SchedulerConnector:
                 return None
             return self._warn(request, params)
         if isinstance(params, OfferWanted):
-            plain = self._offer(request)
+            plain = self._offer(request, params.name)
             return plain and self._warn(request, plain, what=NOT_OFFERED)
         plain = self._refusal(params.source)
         if plain is None and self.is_draining:
-            self._loads.reject(request.request_id, params.source)
+            self._loads.reject(request.request_id, params.source, is_early=params.is_early)
             plain = _DRAINS
+        if plain is None and params.is_early:
+            self._loads.find(request, params.source)
+            return None
         plain = plain or self._want(request, params.source)
         return plain and self._warn(request, plain, params.source)
 
-    def _offer(self, request: RequestLike) -> Plain | None:
+    def _offer(self, request: RequestLike, name: bytes) -> Plain | None:
         if not self._can_send:
             return Plain("role", "this engine does not offer KV")
         if self.is_draining:
             self._not_offered.add(request.request_id)
             return _DRAINS
-        if not self._offers.want(request):
+        if not self._offers.want(request, name):
             return Plain("id_in_use", "the KV of another request of its id is held")
         return None
 
@@ -211,12 +217,16 @@ class SchedulerConnector:
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the locally cached ones can be loaded, and whether that is
         asynchronous. If not, the load is part of this step: see
-        :mod:`~kvxfer.connector.step_loads`. None: another request loads them; ask again later.
+        :mod:`~kvxfer.connector.step_loads`. None: another request loads them, or they are not to be
+        had yet; ask again later.
+
+        For a request that is to be offered: what is cached can be read before its first step.
 
         May be called any number of times; the last call counts in update_state_after_alloc.
         """
         num_tokens = self._loads.num_more_tokens(request.request_id, num_computed_tokens)
         if not num_tokens:
+            self._offers.cached(request.request_id, num_computed_tokens)
             return num_tokens, False
         load = self._loads.wanted(request.request_id)
         assert load is not None  # it has tokens to load
@@ -335,6 +345,9 @@ class SchedulerConnector:
             self.drain()
         if output.near:
             self._step_loads.learn(output.near)
+        for name, found in (output.found or {}).items():
+            for request_id, source, plain in self._loads.found(name, found):
+                self._not_loaded(request_id, plain, source)
         failed = output.failed_recving or {}
         details = output.failure_details or {}
         for request_id in output.finished_recving or ():
@@ -430,12 +443,16 @@ class SchedulerConnector:
         source: SourceRef | None = None,
         what: str = NOT_USED,
     ) -> Plain:
+        self._not_loaded(request.request_id, plain, source, what)
+        return plain
+
+    def _not_loaded(
+        self, request_id: str, plain: Plain, source: SourceRef | None, what: str = NOT_USED
+    ) -> None:
         reason = str(plain.reason)
         self._reasons[reason] += 1
         now_s = self._now()
-        lines = self._unused.note(now_s, request.request_id, reason, plain.detail, source, what)
-        self._tell(lines)
-        return plain
+        self._tell(self._unused.note(now_s, request_id, reason, plain.detail, source, what))
 
     def _tell(self, lines: Iterable[Line]) -> None:
         for line in lines:

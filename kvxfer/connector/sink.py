@@ -31,9 +31,11 @@ from kvxfer.connector.load_routes import (
     Way,
     check_granted,
     make_routes,
+    next_read,
+    open_tokens_of,
     read_cells,
+    take_granted_ids,
     ways_of,
-    with_granted_ids,
 )
 from kvxfer.connector.loads import AskedOffers
 from kvxfer.connector.peer import Peer, Waiter
@@ -44,6 +46,7 @@ from kvxfer.connector.verifier import Digests, Verifier, where_they_differ
 from kvxfer.errors import KvxferError, ProtocolError
 from kvxfer.tensors.kv_digest import seed_of
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
     Abort,
     BrokenArrived,
@@ -121,7 +124,8 @@ class SinkLoad:
     """One load. ``waiter`` is set until its peer is ready; peer, session and routes are set from
     then on. ``detail``: the first thing that a person should read when the load fails.
     ``is_begun``: the peer counts this load among those that wait for answers. ``after``: on a GPU,
-    the event that must be over before the blocks are written. The times are those of the report.
+    the event that must be over before the blocks are written. Times and spans are those of the
+    report.
     """
 
     order: NewLoad
@@ -135,6 +139,7 @@ class SinkLoad:
     started_s: float = 0.0
     granted_s: float = 0.0
     placed_s: float = 0.0
+    spans: list[tuple[float, int]] = field(default_factory=list)
     timer: Timer | None = None
     is_begun: bool = False
     is_undrained: bool = False
@@ -165,6 +170,7 @@ class SinkLoad:
             transports=tuple(sorted({r.pull.transport for r in runs if not r.pull.is_null})),
             incomplete_blocks=tuple(sorted(places)),
             trace=self.order.trace,
+            spans=tuple(self.spans),
         )
 
 
@@ -183,6 +189,7 @@ class Sink:
     ) -> None:
         self._io = io
         self._timeout_s = config.pull_timeout_s
+        self._early_wait_s = config.early_wait_s
         self._ledger = ledger
         self._addressing = addressing
         self._peers = peers
@@ -394,16 +401,32 @@ class Sink:
                 assert_never(message)
 
     def _granted(self, load: SinkLoad, source: RankId, grant: Grant) -> SinkEvent:
-        """What a Grant is to the load: the first one says what to read, if that can be."""
+        """What a Grant is to the load: it says what to read, if that can be; a later one counts
+        where it opens more.
+        """
         run = load.routes[source]
-        if load.is_in(source, RouteState.ASKED):
+        open_tokens = open_tokens_of(grant, load.order)
+        if load.is_in(source, RouteState.ASKED) or (
+            open_tokens > run.open_tokens and load.is_in(source, RouteState.READING)
+        ):
             try:
                 check_granted(load.order, grant)
-                run.request = with_granted_ids(run, grant.block_ids)
+                take_granted_ids(run, grant.block_ids, open_tokens)
             except (KvxferError, ValueError) as e:
                 load.note(str(e))
                 return Abort(Reason.PLAN)
-        return GrantArrived(source)
+            run.open_tokens = open_tokens
+            if run.is_growing or open_tokens < ALL:
+                self._grow(load, run, grant)
+        return GrantArrived(source, open_tokens)
+
+    def _grow(self, load: SinkLoad, run: RouteRun, grant: Grant) -> None:
+        """More of a growing offer is open."""
+        now_s = run.progressed_s = self._io.now()
+        run.is_growing = run.open_tokens < ALL
+        told = grant.num_tokens if grant.open_tokens is UNSET else grant.open_tokens
+        if not load.spans or told > load.spans[-1][1]:
+            load.spans.append((now_s, told))
 
     def _judged(self, load: SinkLoad, source: RankId, verdict: Verdict) -> SinkEvent:
         """What a Verdict is to the load: a valid one is worth something where the digests agree."""
@@ -461,17 +484,15 @@ class Sink:
         run = load.routes[source]
         match completion:
             case Progress(_, nbytes):
+                nbytes += run.read_nbytes
                 if nbytes > run.nbytes:
                     run.progressed_s = self._io.now()
                 run.nbytes = nbytes
             case ReadDone(_, nbytes, certified):
-                run.nbytes = nbytes
-                load.placed_s = self._io.now()
-                verify = run.pull.verify
-                if not isinstance(verify, UnsetType):
-                    self._verify(load, source, verify, certified=certified)
-                    return
-                self._step(load, ReadCompleted(source, certified))
+                run.nbytes = run.read_nbytes = run.read_nbytes + nbytes
+                event = self._placed(load, source, certified=certified)
+                if event is not None:
+                    self._step(load, event)
             case ReadBroke(_, reason, detail):
                 load.note(detail)
                 self._step(load, ReadFailed(source, reason))
@@ -481,6 +502,16 @@ class Sink:
                 self._step(load, ReadDrained(source))
             case _:
                 assert_never(completion)
+
+    def _placed(self, load: SinkLoad, source: RankId, *, certified: bool) -> SinkEvent | None:
+        """What was read is in its place: what that is to the load, None if it is verified first."""
+        run = load.routes[source]
+        load.placed_s = self._io.now()
+        is_all = certified or run.asked_tokens == ALL
+        if is_all and not isinstance(run.pull.verify, UnsetType):
+            self._verify(load, source, run.pull.verify, certified=certified)
+            return None
+        return ReadCompleted(source, certified)
 
     def on_over(self, peer: Peer, failure: Failure) -> None:
         """A source engine cannot be used any more: its loads fail, and are reported when they have
@@ -529,14 +560,10 @@ class Sink:
             match action:
                 case SendPull(source):
                     return self._ask(load, source)
-                case StartRead(source):
-                    run = load.routes[source]
+                case StartRead(source, token_lo, token_hi):
                     load.granted_s = load.granted_s or self._io.now()
-                    if run.request is not None and load.is_in(source, RouteState.READING):
-                        wire = self._wire(run)
-                        if isinstance(wire, DirectSink):  # else the source sends by itself
-                            wire.submit_read(run.request)
-                        self._send_owed(load, source)
+                    if load.is_in(source, RouteState.READING):
+                        return self._read(load, source, token_lo, token_hi)
                 case StopRead(source):
                     run = load.routes[source]
                     self._wire(run).stop_read(run.key)
@@ -558,8 +585,26 @@ class Sink:
             return Abort(Reason.READ_FAILED)
         return None
 
+    def _read(
+        self, load: SinkLoad, source: RankId, token_lo: int, token_hi: int
+    ) -> SinkEvent | None:
+        run = load.routes[source]
+        wire = self._wire(run)
+        run.asked_tokens = token_hi
+        if isinstance(wire, DirectSink):  # else the source sends by itself
+            request = next_read(run, token_lo, token_hi)
+            if request is None:
+                return self._placed(load, source, certified=False)
+            if request.key is not run.key:
+                del self._by_key[run.key]
+                run.key = request.key
+                self._by_key[run.key] = (load, source)
+            wire.submit_read(request)
+        self._send_owed(load, source)
+        return None
+
     def _ask(self, load: SinkLoad, source: RankId) -> SinkEvent | None:
-        if not load.is_in(source, RouteState.ASKED):
+        if not load.is_in(source, RouteState.ASKED, RouteState.READING):
             return None
         run, peer = load.routes[source], self._peer(load)
         is_first, run.asked_s = not run.asked_s, self._io.now()
@@ -573,7 +618,7 @@ class Sink:
         if posted is None or posted.digest not in (None, run.pull.digest):
             peer.send(source, run.pull)  # its answer will say what is to be done
             return None
-        run.owes_pull = True
+        run.owes_pull = load.is_in(source, RouteState.ASKED)
         grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
         return self._granted(load, source, grant)
 
@@ -656,7 +701,7 @@ class Sink:
         if session is None or session.snapshot.is_finished:
             return  # the report of the load has stopped the clock
         ends_s = [
-            run.progressed_s + self._timeout_s
+            run.progressed_s + self._limit_s(run)
             for source, run in load.routes.items()
             if session.state_of(source) in _WAITING
         ]
@@ -666,16 +711,23 @@ class Sink:
         """The event that a route's clocks cause now; None if there is none."""
         run, now_s = load.routes[source], self._io.now()
         quiet_s = now_s - run.progressed_s
-        if quiet_s >= self._timeout_s:
+        if quiet_s >= self._limit_s(run):
             if load.is_in(source, *_WAITING):
                 load.note(f"rank {source}: nothing for {quiet_s:.1f} s")
                 return DeadlinePassed(source)
             if load.is_in(source, RouteState.DRAINING):
                 self._complain(load)
-        elif load.is_in(source, *_ASKING) and now_s - run.asked_s >= RETRY_S:
-            self._ledger.count("control.retries")
-            return RetryDue(source)
+        elif now_s - run.asked_s >= RETRY_S:
+            if load.is_in(source, *_ASKING):
+                self._ledger.count("control.retries")
+                return RetryDue(source)
+            if run.is_growing and load.is_in(source, RouteState.READING):
+                return RetryDue(source)
         return None
+
+    def _limit_s(self, run: RouteRun) -> float:
+        """How long a route may get no further: it may wait for a prefill, or for its source."""
+        return self._early_wait_s if run.is_growing else self._timeout_s
 
     def _complain(self, load: SinkLoad) -> None:
         """Log a read that does not end, and end its peer. The wire may still write its blocks, so

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from kvxfer.config import Config
 from kvxfer.connector.board import Ends, Posted
@@ -28,18 +29,21 @@ from kvxfer.connector.given_offer import (
     check_same,
     checked_sides,
     given_cells,
+    may_grow,
     own_ids,
     read_pull,
     wire_of,
 )
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
+from kvxfer.connector.parked import Message, Parked
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.connector.untaken_kv import UntakenKV, why_given_up, why_lapsed
 from kvxfer.connector.verifier import Digests, Verifier
 from kvxfer.errors import KvxferError
 from kvxfer.tensors.kv_digest import seed_of
 from kvxfer.transfer.manifest import RankId, RankManifest
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import (
     Break,
@@ -48,6 +52,8 @@ from kvxfer.transfer.session import (
     ClaimantLost,
     DropChunk,
     FinishedSending,
+    Grown,
+    GrowStream,
     OfferState,
     PullArrived,
     ReadyCompleted,
@@ -77,6 +83,8 @@ from kvxfer.transfer.wire import (
     Broken,
     Cancel,
     Consumer,
+    Find,
+    Found,
     Grant,
     Keep,
     OfferRef,
@@ -164,7 +172,9 @@ class Source:
         self._live: dict[bytes, GivenOffer] = {}
         self._over: OrderedDict[bytes, GivenOffer] = OrderedDict()
         self._by_request: dict[str, GivenOffer] = {}
-        self._opening: list[tuple[GivenOffer, IsReady]] = []
+        self._by_name: dict[bytes, GivenOffer] = {}
+        self._parked = Parked(io, config.early_wait_s, self._not_found)
+        self._opening: list[tuple[GivenOffer, int, IsReady]] = []
         self._on_drained: Callable[[], object] | None = None
         self.num_held_blocks = 0
         """Of finished requests, kept for sinks."""
@@ -193,6 +203,20 @@ class Source:
         self._live[order.nonce] = offer
         self._by_request[order.request_id] = offer
         self._ledger.count("offers.minted")
+        self._name(offer, order.name)
+        for key in (offer.name, offer.nonce):
+            if key in self._parked:
+                for identity, message in self._parked.take(key):
+                    self._io.guard(self.handle, identity, message)
+
+    def _name(self, offer: GivenOffer, name: bytes) -> None:
+        """An offer under the id that a router gave its request; the first one has it."""
+        named = self._by_name.get(name)
+        if named is not None and named.nonce in self._live:
+            self._ledger.count("control.name_taken")
+        elif name:
+            offer.name = name
+            self._by_name[name] = offer
 
     def set_blocks(self, order: OfferBlocks) -> None:
         """The block table of an offered request, as of this step; final once it has opened."""
@@ -200,11 +224,13 @@ class Source:
         if offer is not None and offer.state is OfferState.PENDING:
             offer.block_ids = order.block_ids
 
-    def computed(self, request_ids: Sequence[str], is_ready: IsReady) -> None:
-        """The step that computes the last offered token was launched; open when ``is_ready()``."""
+    def computed(self, open_tokens: Iterable[tuple[str, int]], is_ready: IsReady) -> None:
+        """A step was launched that computes so many tokens of these requests, ALL: the last offered
+        one, too; they are open when ``is_ready()``.
+        """
         is_polling = bool(self._opening)
-        offers = [self._by_request[i] for i in request_ids if i in self._by_request]
-        self._opening += [(offer, is_ready) for offer in offers]
+        found = ((self._by_request.get(name), num_tokens) for name, num_tokens in open_tokens)
+        self._opening += [(offer, num, is_ready) for offer, num in found if offer is not None]
         if not is_polling:
             self._open_ready()
 
@@ -239,7 +265,7 @@ class Source:
 
     # -------------------------------------------------- messages and completions
 
-    def handle(self, identity: bytes, message: Pull | Release | Cancel | Keep) -> None:
+    def handle(self, identity: bytes, message: Pull | Release | Cancel | Keep | Find) -> None:
         """A message about offers. Raises ProtocolError for one that the offer's state does not
         allow.
         """
@@ -248,11 +274,13 @@ class Source:
                 for ref in message.offers:
                     self._on_keep(identity, ref, message)
             case Cancel():
-                self._on_cancel(message)
+                self._on_cancel(identity, message)
             case Release():
                 self._on_release(identity, message)
             case Pull():
                 self._on_pull(identity, message)
+            case Find():
+                self._on_find(identity, message)
             case _:
                 assert_never(message)
 
@@ -261,7 +289,9 @@ class Source:
         that no other engine wants is broken, unless the engine is heard again soon: it may have
         connected anew, and sends a Keep every ``keep_s`` for what it wants.
         """
+        self._parked.gone(identity)
         for offer in self._live.values():
+            offer.finders.pop(identity, None)
             for consumer in [c for c, last in offer.identities.items() if last == identity]:
                 del offer.identities[consumer]
             for life in [life for life, last in offer.speakers.items() if last == identity]:
@@ -270,7 +300,7 @@ class Source:
                 self._io.after(grace_s, self._left, offer, life)
 
     def _left(self, offer: GivenOffer, life: bytes) -> None:
-        if life in offer.speakers or offer.state is not OfferState.OPEN:
+        if life in offer.speakers or offer.state not in (OfferState.PENDING, OfferState.OPEN):
             return
         self._ledger.count("claims.left")
         self._step(offer, ClaimantLost(life))
@@ -307,7 +337,9 @@ class Source:
         offer = self._find(pull.offer)
         try:
             if isinstance(offer, Reason):
-                self._refuse(identity, pull, offer, "")
+                is_early = offer is Reason.UNKNOWN and pull.grows is True
+                if not (is_early and self._parked.park(pull.offer.nonce, identity, pull)):
+                    self._refuse(identity, pull, offer, "")
                 return
             wire = self._read(identity, offer, pull)
         except PullRefused as e:
@@ -316,7 +348,8 @@ class Source:
         offer.identities[pull.consumer] = identity
         if offer.nonce in self._live:
             offer.pulls[pull.consumer] = pull
-        self._step(offer, PullArrived(pull.consumer, frozenset(pull.claim), pull.digest, wire))
+        claim, grows = frozenset(pull.claim), may_grow(pull, self._transports)
+        self._step(offer, PullArrived(pull.consumer, claim, pull.digest, wire, grows))
         if not self._hears(offer, pull.consumer, identity):
             # Only this Pull is refused: the next one of this rank may be another request's, and may
             # be right.
@@ -367,10 +400,47 @@ class Source:
         del offer.identities[consumer]
         return False
 
-    def _on_cancel(self, cancel: Cancel) -> None:
+    def _on_find(self, identity: bytes, find: Find) -> None:
+        offer = self._by_name.get(find.request)
+        if offer is None or offer.will_come_again:
+            if not self._parked.park(find.request, identity, find):
+                self._not_found(identity, find)
+        elif offer.session.snapshot.digest not in (None, find.digest):
+            self._answer(identity, find, Reason.TOKENS, "it has another prompt here")
+        elif offer.nonce not in self._live:
+            self._answer(
+                identity, find, offer.session.snapshot.reason or Reason.ENDED, "it is over"
+            )
+        else:
+            self._tell_found(identity, find, offer)
+            if offer.state is OfferState.PENDING and len(offer.finders) < MAX_LIVES:
+                offer.finders[identity] = find
+
+    def _tell_found(self, identity: bytes, find: Find, offer: GivenOffer) -> None:
+        ref, is_complete = OfferRef(offer.nonce, self._incarnation), offer.open_tokens == ALL
+        found = Found(find.request, find.incarnation, ref, offer.num_tokens, is_complete)
+        self._server.send(identity, found)
+
+    def _answer(self, identity: bytes, find: Find, reason: Reason, detail: str) -> None:
+        self._ledger.count(f"refused.{reason.value}")
+        found = Found(find.request, find.incarnation, None, reason=reason, detail=detail)
+        self._server.send(identity, found)
+
+    def _not_found(self, identity: bytes, message: Message) -> None:
+        """What an early message is about has not come in time, or there is no room to wait."""
+        if isinstance(message, Find):
+            wait_s = self._config.early_wait_s
+            detail = f"expected its prefill request within {wait_s:g} s, got none"
+            self._answer(identity, message, Reason.UNKNOWN, detail)
+        elif isinstance(message, Pull):
+            self._refuse(identity, message, Reason.UNKNOWN, "")
+
+    def _on_cancel(self, identity: bytes, cancel: Cancel) -> None:
         offer = self._find(cancel.offer)
         if isinstance(offer, Reason):
             self._ledger.count(f"cancel.{offer.value}")
+            if offer is Reason.UNKNOWN and cancel.offer.nonce in self._parked:
+                self._parked.park(cancel.offer.nonce, identity, cancel)  # behind its Pull
             return
         if not knows_tokens(offer.session.snapshot, cancel.incarnation, cancel.digest):
             self._ledger.count("cancel.not_granted")
@@ -462,8 +532,11 @@ class Source:
                 if pull is not None and not pull.is_null:
                     # Only consumers that read the pool themselves need ids
                     is_direct = wire_of(pull, self._transports) is Wire.DIRECT
-                    ids = offer.block_ids if is_direct else ()
-                self._tell(offer, consumer, Grant(ref, consumer, ids, offer.num_tokens))
+                    ids = self._open_ids(offer) if is_direct else ()
+                grant = Grant(ref, consumer, ids, offer.num_tokens)
+                if offer.open_tokens < ALL:
+                    grant = replace(grant, open_tokens=offer.open_tokens)
+                self._tell(offer, consumer, grant)
                 self._check(offer, consumer)
             case SendRefuse(consumer, reason):
                 self._ledger.count(f"refused.{reason.value}")
@@ -481,6 +554,11 @@ class Source:
                 self._tell(offer, consumer, Broken(ref, reason, consumer))
             case StartStream(consumer):
                 return self._start_stream(offer, consumer)
+            case GrowStream(consumer):
+                key, ids = self._key(offer, consumer), self._open_ids(offer)
+                if key in self._streams:
+                    checked_sides(self._resolver, offer.pulls[consumer], ids, offer.open_tokens)
+                    self._streams[key].transport.grow_send(key, ids, offer.open_tokens)
             case StopStream(consumer):
                 key = self._key(offer, consumer)
                 if key not in self._streams:  # it has not started, and will not
@@ -512,12 +590,14 @@ class Source:
             pull = offer.pulls[consumer]
             transport = self._transports[pull.transport]
             assert isinstance(transport, SendingSource)
+            block_ids, open_tokens = self._open_ids(offer), offer.open_tokens
             request = SendRequest(
                 key=key,
                 classes=pull.classes,
-                sides=checked_sides(self._resolver, pull, offer.block_ids),
-                block_ids=offer.block_ids,
+                sides=checked_sides(self._resolver, pull, block_ids, open_tokens),
+                block_ids=block_ids,
                 chunk_nbytes=pull.chunk_nbytes,
+                open_tokens=open_tokens,
             )
             self._streams[key] = _Stream(offer, consumer, transport)
             transport.submit_send(request)
@@ -534,11 +614,16 @@ class Source:
     # -------------------------------------------------- digests for sinks that verify
 
     def _check(self, offer: GivenOffer, consumer: Consumer) -> None:
-        """Begin to make the digests that a consumer's Pull asks for, beside its read."""
+        """Begin to make the digests that a consumer's Pull asks for, beside its read, or the end of
+        it: of what is complete.
+        """
         pull = offer.pulls.get(consumer)
-        if pull is None or isinstance(pull.verify, UnsetType) or consumer in offer.checks:
+        if pull is None or isinstance(pull.verify, UnsetType):
             return
-        offer.checks[consumer] = Check()
+        check = offer.checks.setdefault(consumer, Check())
+        if check.is_begun or offer.state is OfferState.PENDING:
+            return
+        check.is_begun = True
         made = partial(self._checked, offer, consumer)
         try:
             cells = given_cells(self._resolver, offer, pull.verify)
@@ -587,21 +672,24 @@ class Source:
     def _open_ready(self) -> None:
         """Open the offers whose events have completed; look at the others again soon."""
         waiting, self._opening = self._opening, []
-        for offer, is_ready in waiting:
+        for offer, open_tokens, is_ready in waiting:
             try:
                 if is_ready():
-                    self._open(offer)
+                    self._open(offer, open_tokens)
                 else:
-                    self._opening.append((offer, is_ready))
+                    self._opening.append((offer, open_tokens, is_ready))
             except Exception:  # noqa: BLE001  # whatever an event raises is about this offer only
                 _log.exception("request %s: its offer cannot open", offer.request_id)
                 self._break(offer, Reason.PLAN)
         if self._opening:
             self._io.after(READY_POLL_S, self._open_ready)
 
-    def _open(self, offer: GivenOffer) -> None:
+    def _open(self, offer: GivenOffer, open_tokens: int) -> None:
         """Raises ValueError where blocks are missing."""
         if offer.state is not OfferState.PENDING:
+            return
+        if open_tokens < ALL:
+            self._step(offer, Grown(open_tokens))
             return
         offer.block_ids = own_ids(offer.block_ids, self._keepings, offer.num_tokens)
         self._ledger.count("offers.opened")
@@ -609,7 +697,16 @@ class Source:
         offer.opened_s, offer.lease_until_s = now_s, now_s + self._config.lease_s
         self._look_at(offer, offer.lease_until_s)  # from now on it ends, whatever fails
         self._step(offer, ReadyCompleted())
+        finders, offer.finders = offer.finders, {}
+        for identity, find in finders.items():
+            self._tell_found(identity, find, offer)
         self._look(offer)
+
+    def _open_ids(self, offer: GivenOffer) -> GroupBlockIds:
+        """The blocks of what is open. Raises ValueError where some are missing."""
+        if offer.open_tokens == ALL:
+            return offer.block_ids
+        return own_ids(offer.block_ids, self._keepings, offer.open_tokens)
 
     def _extend(self, offer: GivenOffer, lease_s: float) -> None:
         offer.extend(self._io.now(), min(lease_s, self._config.lease_s), self._config.max_hold_s)
@@ -649,9 +746,12 @@ class Source:
         self.num_held_blocks -= offer.num_held_blocks
         offer.pulls.clear()  # the session alone answers from now on
         offer.speakers.clear()
+        offer.finders.clear()
         self._over[offer.nonce] = offer
         while len(self._over) > REMEMBERED:
-            self._over.popitem(last=False)
+            _, forgotten = self._over.popitem(last=False)
+            if self._by_name.get(forgotten.name) is forgotten:
+                del self._by_name[forgotten.name]
         self._ledger.count("offers.done" if reason is None else "offers.broken")
         if reason is not None:
             self._ledger.reason(reason)

@@ -26,6 +26,7 @@ from kvxfer.connector.records import (
     NO_ORDERS,
     BlockPlaces,
     ConnectorMetadata,
+    FoundOffer,
     KVConnectorOutput,
     KVConnectorStats,
     NearSources,
@@ -35,6 +36,7 @@ from kvxfer.connector.tracing import tell_of
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.windows import group_keepings
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import LocalMemory
@@ -78,8 +80,9 @@ class WorkerConnector:
         device: where the pools are. On a GPU, offers open and loads begin to write when what the
           current stream held at :meth:`wait_for_save` or :meth:`bind_connector_metadata` has run:
           what a step launches in between never writes a load's blocks.
-        ready_event: replaces the event that offers wait for: called at the end of a step; what it
-          returns tells whether the step's KV is complete.
+        ready_event: replaces the event that offers wait for: called at the end of a step, and at
+          the begin of one whose new offers have tokens in the engine's prefix cache; what it
+          returns tells whether the KV that was launched before is complete.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class WorkerConnector:
         self._service: RankService | None = None
         self._metadata = NO_ORDERS
         self._written: torch.cuda.Event | None = None
+        self._begun: IsReady | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
         self._details: dict[str, str] = {}
@@ -112,6 +116,8 @@ class WorkerConnector:
         self._near_news: NearSources | None = None
         self._sending: set[str] = set()
         self._must_drain = False
+        self._finding: set[str] = set()
+        self._found: dict[str, FoundOffer] = {}
 
     # -------------------------------------------------- registration
 
@@ -158,14 +164,18 @@ class WorkerConnector:
         service = self._running()
         self._metadata = metadata
         self._written = record_event(self._device) if metadata.loads else None
+        is_growing = any(offer.open_tokens for offer in metadata.offers)
+        self._begun = self._ready_event() if is_growing else None
         self.handle_preemptions(metadata)
         if metadata is NO_ORDERS:
             return
         if metadata.manifest is not None:
             self._check(metadata.manifest)
         self._sending.update(metadata.delayed)
+        if metadata.finds and self._identity.rank == RankId(0, 0):
+            self._finding.update(find.source.offer.nonce.hex() for find in metadata.finds)
         if not (metadata.loads or metadata.aborts):  # else with the loads: one wake, not two
-            service.carry_out(metadata)
+            service.carry_out(metadata, begun=self._begun)
 
     def start_load_kv(self, *args: object, **kwargs: object) -> None:
         """Begin this step's loads; before the step's work is launched where some are part of it:
@@ -177,11 +187,11 @@ class WorkerConnector:
             return
         self._loading.update(load.request_id for load in metadata.loads)
         self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
-        service, written = self._running(), self._written
+        service, written, begun = self._running(), self._written, self._begun
         if not self._in_step:
-            service.carry_out(metadata, written)
+            service.carry_out(metadata, written, begun)
             return
-        copied = service.carry_out_now(metadata, written, self._in_step, LATE_S)
+        copied = service.carry_out_now(metadata, written, begun, self._in_step, LATE_S)
         if copied is None:
             self._settle()
         for event in copied or ():
@@ -209,13 +219,14 @@ class WorkerConnector:
         """Nothing: sinks fetch KV from the pool."""
 
     def wait_for_save(self) -> None:
-        """End of the forward pass: record the ready event of the offers whose last token it
-        computed.
+        """End of the forward pass: record the ready event of the offers of which it has computed
+        something.
         """
-        computed = self._metadata.computed
-        if computed:
+        metadata = self._metadata
+        if metadata.computed or metadata.grown:
             service, is_ready = self._running(), self._ready_event()
-            service.io.post(service.source.computed, computed, is_ready)
+            spans = (*metadata.grown, *((name, ALL) for name in metadata.computed))
+            service.io.post(service.source.computed, spans, is_ready)
 
     def _record_ready(self) -> IsReady:
         event = record_event(self._device)
@@ -237,6 +248,8 @@ class WorkerConnector:
         self._settle()
         finished = self._ledger.take_finished()
         self._must_drain |= finished.must_drain
+        self._found |= finished.found
+        self._finding.difference_update(finished.found)
         self._incomplete, self._details = {}, {}
         if finished is NONE_FINISHED:
             return None, None, {}
@@ -310,13 +323,20 @@ class WorkerConnector:
         near, self._near_news = self._near_news, None
         return near
 
+    def take_found(self) -> dict[str, FoundOffer] | None:
+        """What has become of the offers that :class:`FindOffer` has named, since the last call; of
+        those that the last :meth:`get_transfer_results` has found.
+        """
+        found, self._found = self._found, {}
+        return found or None
+
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
         """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
         stats, near = self.get_kv_connector_stats(), self.take_near()
-        must_drain = self.take_must_drain()
+        must_drain, found = self.take_must_drain(), self.take_found()
         is_empty = sending is None and recving is None and stats is None and near is None
-        if is_empty and not must_drain:
+        if is_empty and not (must_drain or found):
             return None
         return KVConnectorOutput(
             finished_sending=sending,
@@ -326,12 +346,13 @@ class WorkerConnector:
             incomplete_blocks=self.get_incomplete_blocks() or None,
             kv_connector_stats=stats,
             must_drain=must_drain,
+            found=found,
             near={str(self._identity.rank): near} if near is not None else None,
         )
 
     def has_pending(self) -> bool:
         """Something was handed over that has not been reported yet."""
-        return bool(self._loading or self._sending)
+        return bool(self._loading or self._sending or self._finding)
 
     def wait_for_activity(self, timeout_s: float) -> bool:
         """Sleep until something has ended; False if nothing has after ``timeout_s``."""

@@ -12,6 +12,7 @@ rule.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ from kvxfer.transfer.layout import Interior, Region, join_planes, same_bytes
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.windows import Keeping
 
+ALL = sys.maxsize
+"""All tokens, of an offer or that a load wants: more than any request has."""
 _SHOWN_PROBLEMS = 8
 
 

@@ -13,14 +13,15 @@ import enum
 import msgspec
 
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.wire import Consumer, Reason
 
 # ------------ source: one offer at one source rank
 
 
 class OfferState(enum.Enum):
-    PENDING = "pending"
-    OPEN = "open"
+    PENDING = "pending"  # its tokens are being computed; those before ``open_tokens`` can be read
+    OPEN = "open"  # complete
     DONE = "done"
     BROKEN = "broken"
 
@@ -36,11 +37,20 @@ class ReadyCompleted(msgspec.Struct, frozen=True):
     """The ready event has completed: the offered KV is whole."""
 
 
+class Grown(msgspec.Struct, frozen=True):
+    """A step's event has completed: the first ``open_tokens`` are whole, others are computed."""
+
+    open_tokens: int
+
+
 class PullArrived(msgspec.Struct, frozen=True):
+    """``grows``: the consumer reads what is open while the rest is computed."""
+
     consumer: Consumer
     claim: frozenset[RankId]
     digest: bytes
     wire: Wire
+    grows: bool = False
 
 
 class ReleaseArrived(msgspec.Struct, frozen=True):
@@ -88,6 +98,7 @@ class Break(msgspec.Struct, frozen=True):
 
 SourceEvent = (
     ReadyCompleted
+    | Grown
     | PullArrived
     | ReleaseArrived
     | CancelArrived
@@ -100,6 +111,8 @@ SourceEvent = (
 
 
 class SendGrant(msgspec.Struct, frozen=True):
+    """Say what is open by now: again, each time that it is more."""
+
     consumer: Consumer
 
 
@@ -120,6 +133,12 @@ class SendBroken(msgspec.Struct, frozen=True):
 
 
 class StartStream(msgspec.Struct, frozen=True):
+    consumer: Consumer
+
+
+class GrowStream(msgspec.Struct, frozen=True):
+    """More tokens are open to a stream that runs."""
+
     consumer: Consumer
 
 
@@ -151,6 +170,7 @@ SourceAction = (
     | SendVerdict
     | SendBroken
     | StartStream
+    | GrowStream
     | StopStream
     | SendChunk
     | DropChunk
@@ -179,7 +199,10 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class GrantArrived(msgspec.Struct, frozen=True):
+    """``open_tokens``: those before it can be read; ALL: whatever this load wants."""
+
     source: RankId
+    open_tokens: int = ALL
 
 
 class RefuseArrived(msgspec.Struct, frozen=True):
@@ -188,8 +211,8 @@ class RefuseArrived(msgspec.Struct, frozen=True):
 
 
 class ReadCompleted(msgspec.Struct, frozen=True):
-    """The read of a route is seen complete on the host. ``certified``: every chunk came from an
-    open offer (streams). ``is_verified``: what lies here is to be compared with digests of the
+    """The read that was started is seen complete on the host. ``certified``: all chunks came from
+    an open offer (streams). ``is_verified``: what lies here is to be compared with digests of the
     source, which come with its verdict.
     """
 
@@ -263,7 +286,11 @@ class SendPull(msgspec.Struct, frozen=True):
 
 
 class StartRead(msgspec.Struct, frozen=True):
+    """Read tokens ``[token_lo, token_hi)``, as far as the load wants them."""
+
     source: RankId
+    token_lo: int = 0
+    token_hi: int = ALL
 
 
 class StopRead(msgspec.Struct, frozen=True):

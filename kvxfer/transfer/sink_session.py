@@ -10,7 +10,10 @@ A load has one route from every source rank that this sink rank reads::
             (verified: --complete, certified--> RELEASING, as on a direct wire)
     any failure: --StopRead--> DRAINING --nothing in flight--> FAILED, at once if nothing can write
 
-1. A route reads at most once: a retry re-sends the same message, a second Grant is ignored.
+1. A route reads every token at most once: a retry re-sends the same message, and a second Grant
+   counts only for the tokens that it opens beyond those of the first. They are read when the read
+   before has ended; the route is complete when all that it wants was read. While more is to be
+   opened, the Pull is sent again, and a Grant of now is the answer: none has to arrive.
 2. The Release leaves only after the read is seen complete, and only its verdict makes the route
    VALID. On stream wires every chunk is certified by having been sent, so the complete read is the
    verdict; chunks may overtake the Grant. A read that is verified waits for a verdict on every
@@ -39,16 +42,22 @@ from msgspec.structs import replace
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer import session
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import RouteState, SinkAction, SinkEvent
 from kvxfer.transfer.wire import Reason
 
 
 class RouteRecord(msgspec.Struct, frozen=True):
-    """One route of a load. ``is_null``: Pull and Release, no read."""
+    """One route of a load. ``is_null``: Pull and Release, no read. Tokens before ``open_tokens``
+    are granted, those before ``asked_tokens`` are read, or were; ``is_busy``: are read.
+    """
 
     source: RankId
     is_null: bool
     state: RouteState = RouteState.IDLE
+    open_tokens: int = 0
+    asked_tokens: int = 0
+    is_busy: bool = False
 
 
 class LoadSnapshot(msgspec.Struct, frozen=True):
@@ -62,6 +71,11 @@ class LoadSnapshot(msgspec.Struct, frozen=True):
         routes = [replace(r, state=state) if r.source == source else r for r in self.routes]
         return replace(self, routes=tuple(routes))
 
+    def with_route(self, route: RouteRecord) -> LoadSnapshot:
+        """In the place of the one of the same source rank."""
+        routes = [route if r.source == route.source else r for r in self.routes]
+        return replace(self, routes=tuple(routes))
+
 
 Step = tuple[LoadSnapshot, list[SinkAction]]
 Handler = Callable[[LoadSnapshot, RouteRecord, Any], Step]
@@ -71,12 +85,33 @@ def _ask(load: LoadSnapshot, route: RouteRecord, _: session.Start) -> Step:
     return load.with_state(route.source, RouteState.ASKED), [session.SendPull(route.source)]
 
 
-def _read(load: LoadSnapshot, route: RouteRecord, _: session.GrantArrived) -> Step:
+def _read(load: LoadSnapshot, route: RouteRecord, event: session.GrantArrived) -> Step:
     if route.is_null:
         return load.with_state(route.source, RouteState.RELEASING), [
             session.SendRelease(route.source)
         ]
-    return load.with_state(route.source, RouteState.READING), [session.StartRead(route.source)]
+    return _read_open(load, route, event.open_tokens, is_busy=False)
+
+
+def _read_more(load: LoadSnapshot, route: RouteRecord, event: session.GrantArrived) -> Step:
+    if event.open_tokens <= route.open_tokens:
+        return load, []
+    return _read_open(load, route, event.open_tokens, is_busy=route.is_busy)
+
+
+def _read_open(load: LoadSnapshot, route: RouteRecord, open_tokens: int, *, is_busy: bool) -> Step:
+    """Read what is open and was not asked for, unless a read runs."""
+    lo = route.asked_tokens
+    hi = lo if is_busy else open_tokens
+    route = replace(
+        route,
+        state=RouteState.READING,
+        open_tokens=open_tokens,
+        asked_tokens=hi,
+        is_busy=is_busy or lo < hi,
+    )
+    actions: list[SinkAction] = [session.StartRead(route.source, lo, hi)] if lo < hi else []
+    return load.with_route(route), actions
 
 
 def _complete_early(load: LoadSnapshot, route: RouteRecord, event: session.ReadCompleted) -> Step:
@@ -90,6 +125,8 @@ def _complete_early(load: LoadSnapshot, route: RouteRecord, event: session.ReadC
 def _complete(load: LoadSnapshot, route: RouteRecord, event: session.ReadCompleted) -> Step:
     if event.certified and not event.is_verified:
         return load.with_state(route.source, RouteState.VALID), []
+    if not event.certified and route.asked_tokens < ALL:
+        return _read_open(load, route, route.open_tokens, is_busy=False)
     return load.with_state(route.source, RouteState.RELEASING), [session.SendRelease(route.source)]
 
 
@@ -100,7 +137,7 @@ def _verdict(load: LoadSnapshot, route: RouteRecord, event: session.VerdictArriv
 
 
 def _ask_again(load: LoadSnapshot, route: RouteRecord, _: session.RetryDue) -> Step:
-    return load, [session.SendPull(route.source)]
+    return load, [session.SendPull(route.source)] if route.open_tokens < ALL else []
 
 
 def _release_again(load: LoadSnapshot, route: RouteRecord, _: session.RetryDue) -> Step:
@@ -186,12 +223,12 @@ TABLE: Mapping[tuple[RouteState, type], Handler] = {
     (RouteState.ASKED, session.DeadlinePassed): _timed_out,
     (RouteState.ASKED, session.SourceLost): _source_lost,
     (RouteState.ASKED, session.Abort): _answered_no,
-    (RouteState.READING, session.GrantArrived): _ignore,  # one read per rank
+    (RouteState.READING, session.GrantArrived): _read_more,
     (RouteState.READING, session.RefuseArrived): _answered_no,
     (RouteState.READING, session.ReadCompleted): _complete,
     (RouteState.READING, session.ReadFailed): _read_failed,
     (RouteState.READING, session.BrokenArrived): _answered_no,
-    (RouteState.READING, session.RetryDue): _ignore,
+    (RouteState.READING, session.RetryDue): _ask_again,
     (RouteState.READING, session.DeadlinePassed): _timed_out,
     (RouteState.READING, session.SourceLost): _source_lost,
     (RouteState.READING, session.Abort): _answered_no,

@@ -4,13 +4,15 @@ Theory of operation
 -------------------
 An offer promises that a request's blocks stay whole and unchanged. It is PENDING until the ready
 event of the step that computes the last offered token has completed, then OPEN; DONE and BROKEN are
-final, nothing re-opens a nonce::
+final, nothing re-opens a nonce. While it is PENDING its ``open_tokens`` grow: consumers whose Pull
+says that they grow read these, all others are parked until it is OPEN::
 
     PENDING --ReadyCompleted--> OPEN --last claim complete--> DONE
        \\--------------------------\\---Break, last claim cancelled--> BROKEN
 
-1. *Valid* means that the consumer was granted and that the offer is OPEN when its Release is
-   processed. The first verdict after the Grant is its verdict for ever; a repeated Release gets it
+1. *Valid* means that the consumer was granted and that the offer is not over when its Release is
+   processed: it has read only what was open, and that is whole still, whatever is computed yet. The
+   first verdict after the Grant is its verdict for ever; a repeated Release gets it
    again in every state. A valid one is kept; an invalid one follows from what is final: its engine
    is gone, or the offer is over.
    A Release without a Grant is invalid, and nothing of it is kept: whoever knows the nonce can
@@ -20,15 +22,16 @@ final, nothing re-opens a nonce::
    Grant and that Release is whole, whatever came before.
 2. A *claim* is the set of ranks of one sink engine life (incarnation) that read this source rank,
    named by its Pulls. Consumers are a set, never a count: a duplicated Release changes nothing. The
-   offer is DONE when every claim is complete and there is one.
+   offer is DONE when it is OPEN, every claim is complete and there is one.
 3. An engine that cancels, is lost, or loses its wire is *gone* for this offer: its claim is
    dropped, its streams are stopped, its later Pulls are refused and its later Releases are invalid.
    A complete claim is not lost with its engine. The last claim that is cancelled breaks the offer;
    one that is lost leaves it to the lease. A Cancel without a claim counts where it has the offer's
    digest, as a Pull must have it. At most 64 engine lives claim or cancel one offer, for
    at most 4096 consumers; the Pulls beyond are refused.
-4. On stream wires a chunk leaves only if the offer is OPEN and the claim lives when its pack has
-   completed. So each sent chunk is valid, and ``StreamSent`` is a valid verdict without a Release.
+4. On stream wires a chunk is packed when its tokens are open, and leaves only if the offer is not
+   over and the claim lives when its pack has completed. So each sent chunk is valid, and
+   ``StreamSent`` is a valid verdict without a Release.
 5. ``FinishedSending`` comes once, in a final state, when no stream of this offer touches the pool.
    A direct read may still run then: it is harmless, because it cannot become valid any more.
 
@@ -106,7 +109,7 @@ class Gone:
 @dataclass(frozen=True, slots=True)
 class OfferSnapshot:
     """Everything an :class:`OfferSession` knows; immutable and hashable. ``reason``: why it is
-    BROKEN.
+    BROKEN. ``open_tokens``: that can be read while it is PENDING.
 
     The mappings are never changed, only replaced; what they hold is compared, and left out of the
     hash.
@@ -121,6 +124,7 @@ class OfferSnapshot:
     gone: tuple[Gone, ...] = ()
     shares: Mapping[Consumer, Share] = field(default_factory=dict, hash=False)
     is_finished: bool = False
+    open_tokens: int = 0
 
     def claim(self, incarnation: bytes) -> _Claim | None:
         return next((c for c in self.claims if c.incarnation == incarnation), None)
@@ -194,6 +198,8 @@ def _park(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
     refusal = _refusal(offer, pull)
     if refusal is not None:
         return offer, [session.SendRefuse(pull.consumer, refusal)]
+    if pull.grows:
+        return _grant(offer, pull)
     if pull.consumer in offer.parked:
         return offer, []
     offer = _with_claim(offer, pull)
@@ -221,10 +227,35 @@ def _open(offer: OfferSnapshot, _: session.ReadyCompleted) -> Step:
     parked = offer.parked.values()
     offer = replace(offer, state=OfferState.OPEN, parked={})
     actions: list[SourceAction] = []
+    for share in _reading(offer):
+        actions.append(session.SendGrant(share.consumer))
+        if share.stream is StreamState.RUNNING:
+            actions.append(session.GrowStream(share.consumer))
     for pull in parked:
         offer, more = _grant(offer, pull)
         actions += more
-    return offer, actions
+    return _settle(offer), actions
+
+
+def _grow(offer: OfferSnapshot, event: session.Grown) -> Step:
+    if event.open_tokens <= offer.open_tokens:
+        return offer, []
+    offer = replace(offer, open_tokens=event.open_tokens)
+    return offer, [
+        session.GrowStream(share.consumer)
+        if share.stream is StreamState.RUNNING
+        else session.SendGrant(share.consumer)
+        for share in _reading(offer)
+    ]
+
+
+def _reading(offer: OfferSnapshot) -> list[Share]:
+    """Those that were granted and may need more of the offer than was open."""
+    return [
+        share
+        for share in offer.shares.values()
+        if not share.is_valid and offer.gone_reason(share.consumer.incarnation) is None
+    ]
 
 
 def _pull_late(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
@@ -233,7 +264,9 @@ def _pull_late(offer: OfferSnapshot, pull: session.PullArrived) -> Step:
         # Every chunk was sent, only the Grant was lost: a refusal would fail a read that is
         # complete.
         return offer, [session.SendGrant(pull.consumer)]
-    return offer, [session.SendRefuse(pull.consumer, Reason.ENDED)]
+    # Who comes early comes again if the prefill was preempted
+    reason = offer.reason if pull.grows else None
+    return offer, [session.SendRefuse(pull.consumer, reason or Reason.ENDED)]
 
 
 # ------------------------------------------------------------------ releases
@@ -405,16 +438,22 @@ _LATE: Mapping[type, Handler] = {
     session.ChunkPacked: _drop_chunk,
     session.StreamSent: _stream_over,
     session.StreamDrained: _stream_over,
+    session.Grown: _ignore,
 }
 """What may still come to an offer that is over."""
 
 TABLE: Mapping[tuple[OfferState, type], Handler] = {
     (OfferState.PENDING, session.ReadyCompleted): _open,
+    (OfferState.PENDING, session.Grown): _grow,
     (OfferState.PENDING, session.PullArrived): _park,
-    (OfferState.PENDING, session.ReleaseArrived): _release_unasked,
+    (OfferState.PENDING, session.ReleaseArrived): _release,
     (OfferState.PENDING, session.CancelArrived): _cancel,
     (OfferState.PENDING, session.ClaimantLost): _lose,
     (OfferState.PENDING, session.Break): _break,
+    (OfferState.PENDING, session.ChunkPacked): _send_chunk,
+    (OfferState.PENDING, session.StreamSent): _stream_sent,
+    (OfferState.PENDING, session.StreamDrained): _stream_drained,
+    (OfferState.OPEN, session.Grown): _ignore,
     (OfferState.OPEN, session.PullArrived): _grant,
     (OfferState.OPEN, session.ReleaseArrived): _release,
     (OfferState.OPEN, session.CancelArrived): _cancel,

@@ -1,4 +1,4 @@
-"""The control messages, version 1: msgspec tagged structs in msgpack. Never pickle.
+"""The control messages, versions 1 and 2: msgspec tagged structs in msgpack. Never pickle.
 
 Unknown fields are ignored, unknown tags refused. A golden file beside the tests guards the
 encoding. ``docs/protocol.md`` explains who sends what when.
@@ -21,7 +21,9 @@ from kvxfer.transfer.manifest import MAX_RANKS, EngineManifest, RankId
 from kvxfer.transfer.plan import PullClass
 
 PROTOCOL_MIN: Final = 1
-PROTOCOL_MAX: Final = 1
+PROTOCOL_MAX: Final = 2
+GROWING: Final = 2
+"""The first version in which offers grow, and are found by their requests' ids."""
 BIND_TOKENS: Final = "bind_tokens"
 """The capability of an engine that compares digests of the token ids before it gives any KV."""
 VERIFY: Final = "verify"
@@ -113,7 +115,8 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     released. ``digest``: over the offered tokens as the sink knows them. ``classes``: empty on
     direct wires and null routes. A repeated Pull is the same message and gets the same answer.
     ``verify``: the Verdict is to bring digests of the source's bytes; it is waited for on stream
-    wires, too.
+    wires, too. ``grows`` (version 2): read what is open while the rest is computed; a nonce that is
+    not known yet is waited for.
     """
 
     offer: OfferRef
@@ -125,18 +128,22 @@ class Pull(msgspec.Struct, frozen=True, tag="pull", kw_only=True):
     classes: tuple[PullClass, ...] = ()
     chunk_nbytes: Size = 0
     verify: Verify | msgspec.UnsetType = msgspec.UNSET
+    grows: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant"):
     """Go. ``block_ids`` by source group, positional, -1 where there is none; empty for streams.
 
-    ``num_tokens``: how many were offered, whatever the sink was told; 0: not said.
+    ``num_tokens``: how many were offered, whatever the sink was told; 0: not said. ``open_tokens``
+    (version 2): those before it can be read, and the block ids are theirs. Another Grant says more,
+    of all from the first token on. Unset: all that are offered.
     """
 
     offer: OfferRef
     consumer: Consumer
     block_ids: tuple[tuple[int, ...], ...]
     num_tokens: Size = 0
+    open_tokens: Size | msgspec.UnsetType = msgspec.UNSET
 
 
 class Refuse(msgspec.Struct, frozen=True, tag="refuse"):
@@ -242,8 +249,35 @@ class Draining(msgspec.Struct, frozen=True, tag="draining"):
     is_heard: bool
 
 
-ToSource = Hello | Pull | Release | Cancel | Keep | Ping | Drain
-ToSink = Manifest | NotReady | Grant | Refuse | Verdict | Broken | Pong | Malformed | Draining
+class Find(msgspec.Struct, frozen=True, tag="find"):
+    """From the front door of a sink to that of a source (version 2): which offer is the request's
+    to which a router gave this id (16 random bytes)? ``digest``: of the whole prompt, as in a Pull.
+    Answered with Found when the offer has its nonce, and again when it is complete.
+    """
+
+    request: Id
+    incarnation: Id
+    digest: Digest
+
+
+class Found(msgspec.Struct, frozen=True, tag="found"):
+    """The answer to Find. ``offer`` None: there is none, for this reason. ``is_complete``: all its
+    tokens are open.
+    """
+
+    request: Id
+    incarnation: Id
+    offer: OfferRef | None
+    num_tokens: Size = 0
+    is_complete: bool = False
+    reason: Reason | None = None
+    detail: str = ""
+
+
+ToSource = Hello | Pull | Release | Cancel | Keep | Ping | Drain | Find
+ToSink = (
+    Manifest | NotReady | Grant | Refuse | Verdict | Broken | Pong | Malformed | Draining | Found
+)
 _Union = TypeVar("_Union")
 
 _encoder = msgspec.msgpack.Encoder()

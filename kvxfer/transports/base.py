@@ -27,7 +27,7 @@ import zmq
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import Staging, StagingBounds, WireCosts
 from kvxfer.transfer.manifest import MemoryHandle, MemoryInfo, RankManifest
-from kvxfer.transfer.plan import CopyClass, PullClass, Side
+from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Side
 from kvxfer.transfer.wire import Reason
 
 TRIAL_NBYTES = 4 << 20
@@ -46,13 +46,14 @@ Readable = zmq.Socket[bytes] | int
 class TransferKey(msgspec.Struct, frozen=True):
     """One read of one route: (nonce, sink incarnation, sink rank as text, source rank as text).
 
-    Never reused.
+    Never reused. ``piece``: on direct wires, what opens of an offer is a read of its own.
     """
 
     nonce: bytes
     incarnation: bytes
     sink_rank: str
     source_rank: str
+    piece: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,8 @@ def kind_of(device: str) -> str:
 class SendRequest:
     """Pack and send one route.
 
-    ``sides[i]`` is this rank's side of ``classes[i]``; block ids are by source group.
+    ``sides[i]`` is this rank's side of ``classes[i]``; block ids are by source group. Chunks with
+    tokens from ``open_tokens`` on wait for ``grow_send``.
     """
 
     key: TransferKey
@@ -103,6 +105,7 @@ class SendRequest:
     sides: tuple[Side, ...]
     block_ids: tuple[tuple[int, ...], ...]
     chunk_nbytes: int
+    open_tokens: int = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +156,8 @@ class SendingSource(ABC):
     """What was dropped or refused, by reason; for metrics."""
     is_settled: bool = True
     """Sinks have taken all that was sent to them: nothing of it is lost with this process."""
+    can_grow: bool = False
+    """It has ``grow_send``. If not, it is asked to send only what is complete."""
 
     @abstractmethod
     def data_endpoint(self) -> str:
@@ -175,6 +180,14 @@ class SendingSource(ABC):
 
         Raises ProtocolError for chunk sizes out of bounds.
         """
+
+    def grow_send(
+        self, key: TransferKey, block_ids: tuple[tuple[int, ...], ...], open_tokens: int
+    ) -> None:
+        """Tokens before ``open_tokens`` are open now, and have these blocks: those of before, and
+        more. An unknown key is ignored.
+        """
+        raise NotImplementedError(f"{self.name}: can_grow is False")
 
     @abstractmethod
     def send_packed(self, key: TransferKey, sequence: int) -> None:

@@ -19,7 +19,8 @@ source's and the sink's of the same number::
    it is stopped or fails, jobs that run are cancelled and waited for.
 4. The end of the connection breaks a read unless all of its chunks are here already. Slots are
    nobody's then, and are neither freed nor credited; the lane closes when no job uses it.
-5. Transfers of one connection are packed in turns, a chunk each.
+5. Transfers of one connection are packed in turns, a chunk each. One that grows has a turn while it
+   has chunks whose tokens are open.
 6. A connection has one or more streams. A chunk leaves over the one that owes fewest credits, so
    a slow stream holds up no more than its share of the slots. They are no part of a slot's state:
    chunks may overtake each other, and the sink does not ask over which one came.
@@ -32,13 +33,15 @@ Every slot goes from state to state through ``SOURCE_SLOT`` or ``SINK_SLOT``: a 
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.plan import Chunk
+from kvxfer.transfer.plan import ALL, Chunk
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     Packed,
@@ -95,6 +98,7 @@ class SlotEvent(enum.Enum):
 
 
 S = TypeVar("S", bound=enum.Enum)
+_TOKEN_HI = attrgetter("token_hi")
 
 SOURCE_SLOT: Mapping[tuple[SourceSlot, SlotEvent], SourceSlot] = {
     (SourceSlot.FREE, SlotEvent.FILL): SourceSlot.FILLING,
@@ -214,11 +218,14 @@ SourceAction = Cancel | Packed | Sent | SendStopped
 @dataclass(slots=True, eq=False)
 class Send:
     """One transfer. ``filling`` and ``packed``: slots, by sequence. ``stopped``: how it ends as
-    soon as nothing is being filled.
+    soon as nothing is being filled. Chunks start in the ``order`` in which their tokens open, and
+    the first ``num_open`` of them are.
     """
 
     key: TransferKey
     chunks: Sequence[Chunk]
+    order: Sequence[Chunk]
+    num_open: int
     num_started: int = 0
     num_sent: int = 0
     nbytes: int = 0
@@ -239,10 +246,21 @@ class Sends:
     def __len__(self) -> int:
         return len(self._sends)
 
-    def begin(self, key: TransferKey, chunks: Sequence[Chunk]) -> None:
-        """The sink expects this one."""
-        send = self._sends[key] = Send(key, chunks)
+    def begin(self, key: TransferKey, chunks: Sequence[Chunk], open_tokens: int = ALL) -> None:
+        """The sink expects this one. Chunks of tokens from ``open_tokens`` on have to wait."""
+        order, num_open = chunks, len(chunks)
+        if open_tokens < ALL:
+            order = sorted(chunks, key=_TOKEN_HI)
+            num_open = bisect_right(order, open_tokens, key=_TOKEN_HI)
+        send = self._sends[key] = Send(key, chunks, order, num_open)
         self._turns.append(send)
+
+    def grow(self, key: TransferKey, open_tokens: int) -> None:
+        """More tokens are open to one that is known."""
+        send = self._sends[key]
+        send.num_open = max(send.num_open, bisect_right(send.order, open_tokens, key=_TOKEN_HI))
+        if send.num_started < send.num_open and send not in self._turns:
+            self._turns.append(send)
 
     @property
     def has_more(self) -> bool:
@@ -253,13 +271,13 @@ class Sends:
         """The next chunk to pack, and the slot that it has from now on."""
         while self.slots.free and self._turns:
             send = self._turns.popleft()
-            if send.stopped is not None or send.num_started == len(send.chunks):
+            if send.stopped is not None or send.num_started == send.num_open:
                 continue
-            chunk, slot = send.chunks[send.num_started], self.slots.free[-1]
+            chunk, slot = send.order[send.num_started], self.slots.free[-1]
             self.slots.fill(slot)
             send.filling[chunk.sequence] = slot
             send.num_started += 1
-            if send.num_started < len(send.chunks):
+            if send.num_started < send.num_open:
                 self._turns.append(send)
             return Fill(send.key, chunk, slot)
         return None
@@ -310,7 +328,7 @@ class Sends:
         if send is None or slot is None:
             return False
         self.slots.empty(slot)
-        send.num_started = len(send.chunks)
+        send.num_started = send.num_open = len(send.chunks)
         return True
 
     def stop(self, key: TransferKey, reason: Reason | None) -> list[SourceAction]:

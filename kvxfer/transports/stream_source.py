@@ -80,11 +80,14 @@ BEHIND_NBYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
-    """One that has not ended. ``connection``: whose sink has named it."""
+    """One that has not ended. ``connection``: whose sink has named it. Block ids are there of the
+    tokens before ``open_tokens``.
+    """
 
     request: SendRequest
     chunks: Sequence[Chunk]
     block_ids: Sequence[Ids]
+    open_tokens: int
     connection: Connection | None = None
 
     @property
@@ -98,6 +101,8 @@ class StreamSource(SendingSource):
     """Sends chunks to the sinks that attach to its ROUTER socket. ``packer``: replaces the packer
     that suits the memory.
     """
+
+    can_grow = True
 
     def __init__(
         self,
@@ -184,12 +189,25 @@ class StreamSource(SendingSource):
         if not chunks:
             self._completions.tell(Sent(request.key, 0))
             return
-        ids = [np.asarray(ids, dtype=np.int64) for ids in request.block_ids]
-        transfer = self._transfers[request.key] = _Transfer(request, chunks, ids)
+        ids = _as_arrays(request.block_ids)
+        transfer = _Transfer(request, chunks, ids, request.open_tokens)
+        self._transfers[request.key] = transfer
         connection = self._connections.of_read(transfer.name)
         if connection is not None:
             self._join(transfer, connection)
             self._pump(connection)
+
+    def grow_send(
+        self, key: TransferKey, block_ids: tuple[tuple[int, ...], ...], open_tokens: int
+    ) -> None:
+        """Pack what is open now, too."""
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            return
+        transfer.block_ids, transfer.open_tokens = _as_arrays(block_ids), open_tokens
+        if transfer.connection is not None:
+            transfer.connection.sends.grow(key, open_tokens)
+            self._pump(transfer.connection)
 
     def send_packed(self, key: TransferKey, sequence: int) -> None:
         """Send it. The whole transfer stops with PEER_LOST where the sink has gone."""
@@ -222,7 +240,7 @@ class StreamSource(SendingSource):
     def _join(self, transfer: _Transfer, connection: Connection) -> None:
         """The sink has named this transfer: it begins."""
         transfer.connection = connection
-        connection.sends.begin(transfer.request.key, transfer.chunks)
+        connection.sends.begin(transfer.request.key, transfer.chunks, transfer.open_tokens)
         if not self._open_lane(connection):
             return  # it has stopped with the connection
         if max(chunk.nbytes for chunk in transfer.chunks) > connection.slots.slot_nbytes:
@@ -621,6 +639,10 @@ class StreamSource(SendingSource):
             if identity != connection.identity:
                 self._refuse(connection.identity, "one of its streams has ended; attach anew")
             self._lose(connection)
+
+
+def _as_arrays(block_ids: Sequence[Sequence[int]]) -> list[Ids]:
+    return [np.asarray(ids, dtype=np.int64) for ids in block_ids]
 
 
 def _decode(frames: list[zmq.Frame]) -> ToSource:

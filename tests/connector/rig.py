@@ -122,6 +122,7 @@ class Engine:
         self.stats = KVConnectorStats()
         self.expected_io_errors = 0
         self.nonces: dict[str, bytes] = {}
+        self.num_offered: dict[str, int] = {}
         rng = np.random.default_rng(7)
         engine = identity_of(base, incarnation=self.incarnation, facts=self.facts)
         for entry in base.ranks:
@@ -204,16 +205,33 @@ class Engine:
         """The same with a block table of several groups, of which the scheduler side lets out what
         windows hold.
         """
-        keepings = group_keepings(r for rank in self.manifest.ranks for r in rank.regions)
-        table = held_ids(table, keepings, num_tokens)
+        return self.begin(request_id, num_tokens, table, digest)
+
+    def begin(
+        self,
+        request_id: str,
+        num_tokens: int,
+        table: Table,
+        digest: bytes = DIGEST,
+        *,
+        cached: int = 0,
+        name: bytes = b"",
+    ) -> SourceRef:
+        """The first step of a prompt that is computed in several; ``table``: the blocks that it has
+        by then. ``cached``: tokens that are there before it.
+        """
         order = NewOffer(
             request_id=request_id,
             nonce=secrets.token_bytes(16),
             num_tokens=num_tokens,
             digest=digest,
+            open_tokens=cached,
+            name=name,
         )
         self.nonces[request_id] = order.nonce
-        self.step(ConnectorMetadata(offers=(order,), blocks=(OfferBlocks(request_id, table),)))
+        self.num_offered[request_id] = num_tokens
+        blocks = self._blocks(request_id, table)
+        self.step(ConnectorMetadata(offers=(order,), blocks=(blocks,)))
         return SourceRef(
             engine_id=self.engine_id,
             endpoint=self.endpoint,
@@ -222,6 +240,15 @@ class Engine:
             digest=digest,
             curve_public_key=self.manifest.ranks[0].curve_public_key,
         )
+
+    def _blocks(self, request_id: str, table: Table) -> OfferBlocks:
+        keepings = group_keepings(r for rank in self.manifest.ranks for r in rank.regions)
+        return OfferBlocks(request_id, held_ids(table, keepings, self.num_offered[request_id]))
+
+    def grow(self, request_id: str, num_tokens: int, table: Table) -> None:
+        """A step after which the first tokens are computed; ``table``: the blocks by then."""
+        blocks = self._blocks(request_id, table)
+        self.step(ConnectorMetadata(blocks=(blocks,), grown=((request_id, num_tokens),)))
 
     def compute(self, *request_ids: str) -> None:
         """The step that computes the last token, and the one after it: the blocks are kept."""
@@ -253,8 +280,10 @@ class Engine:
         digest: bytes = DIGEST,
         *,
         hold: bool = False,
+        grows: bool = False,
     ) -> None:
-        self.load_groups(request_id, source, (tuple(ids),), span, digest, hold=hold)
+        table = (tuple(ids),)
+        self.load_groups(request_id, source, table, span, digest, hold=hold, grows=grows)
 
     def load_groups(
         self,
@@ -265,6 +294,7 @@ class Engine:
         digest: bytes = DIGEST,
         *,
         hold: bool = False,
+        grows: bool = False,
     ) -> None:
         """The same with a block table of several groups."""
         order = NewLoad(
@@ -273,6 +303,7 @@ class Engine:
             token_lo=span[0],
             token_hi=span[1],
             block_ids=table,
+            grows=grows,
         )
         holds = (Hold(request_id, source),) if hold else ()
         self.step(ConnectorMetadata(loads=(order,), holds=holds))

@@ -10,7 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.connector.params import LoadWanted, OfferWanted, Plain, make_params, parse_params
+from kvxfer.connector.params import (
+    LoadWanted,
+    OfferWanted,
+    Plain,
+    early_params,
+    make_params,
+    mint_request,
+    parse_params,
+    prefill_params,
+)
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.wire import OfferRef
 
@@ -51,6 +60,7 @@ def test_made_params_are_the_fields_that_routers_know() -> None:
             "tokens": 77,
             "endpoint": "tcp://10.0.0.7:5700",
             "digest": "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
+            "protocol": 2,
         },
     }
 
@@ -176,3 +186,82 @@ def test_what_no_message_can_carry_is_plain(
     assert isinstance(parsed, Plain)
     assert parsed.reason == "bad_params"
     assert at in parsed.detail
+
+
+# ---------------------------------------------------------------- early dispatch
+
+NAME = bytes(range(48, 64))
+
+
+def early(answer: dict[str, Any] | None = None, **ours: Any) -> dict[str, Any]:
+    """For the decode engine, of what a prefill engine has answered before."""
+    made = early_params(json.loads(json.dumps(answer or params())), NAME.hex())
+    assert made is not None
+    made["kvxfer"] |= ours
+    return made
+
+
+def test_a_router_makes_early_params_of_an_earlier_answer() -> None:
+    source = SourceRef(
+        engine_id="prefill-1",
+        endpoint="tcp://10.0.0.7:5700",
+        offer=OfferRef(NAME, SOURCE.offer.incarnation),
+        num_tokens=0,
+    )
+    assert parse_params(early()) == LoadWanted(source, is_early=True)
+    assert parse_params(prefill_params(NAME.hex())) == OfferWanted(NAME)
+    assert parse_params({"do_remote_decode": True}) == OfferWanted()
+
+
+def test_ids_of_requests_are_random_and_of_128_bits() -> None:
+    names = {mint_request() for _ in range(100)}
+    assert len(names) == 100
+    assert {len(bytes.fromhex(name)) for name in names} == {16}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {},
+        {"kvxfer": None},
+        {"kvxfer": {"endpoint": "tcp://h:1"}},  # of protocol 1
+        {"kvxfer": {"protocol": 1}},
+        {"kvxfer": {"protocol": "2"}},
+    ],
+)
+def test_who_cannot_be_asked_early_is_asked_in_turn(answer: dict[str, Any] | None) -> None:
+    assert early_params(answer, NAME.hex()) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"request": "00"}, "kvxfer.request: expected 16 bytes in hex, got 1"),
+        ({"request": "x"}, "non-hexadecimal"),
+        ({"incarnation": ""}, "kvxfer.incarnation: expected 16 bytes in hex, got 0"),
+        ({"endpoint": "http://h"}, "kvxfer.endpoint: expected tcp://host:port"),
+        ({"endpoint": 3}, r"Expected `str`, got `int` - at `$.kvxfer.endpoint`"),
+    ],
+)
+def test_early_params_are_parsed_at_the_door(change: dict[str, Any], says: str) -> None:
+    plain = parse_params(early(**change))
+    assert isinstance(plain, Plain)
+    assert plain.reason == "bad_params"
+    assert says in plain.detail
+
+
+def test_early_params_are_signed_by_the_engine_and_not_by_the_router() -> None:
+    signed = params(KEY)
+    assert isinstance(parse_params(early(signed), KEY), LoadWanted)
+    for wrong in (
+        early(signed, engine_signature=""),
+        early(signed, endpoint="tcp://10.0.0.8:5700"),
+        early(signed, incarnation="00" * 16),
+        early(signed) | {"remote_engine_id": "other"},
+        early(params("another key of 16")),
+    ):
+        plain = parse_params(wrong, KEY)
+        assert isinstance(plain, Plain)
+        assert plain.reason == "bad_signature"
+    assert parse_params(prefill_params(NAME.hex()), KEY) == OfferWanted(NAME)

@@ -166,7 +166,7 @@ def test_an_offer_is_minted_grows_and_is_computed_in_chunks() -> None:
     )
     assert len(offer.nonce) == 16
     assert first.blocks == (OfferBlocks("r", ((3, 4),)),)
-    assert first.computed == ()
+    assert (first.computed, first.grown) == ((), (("r", 32),))
     second = c.build_connector_meta(step(cached=(("r", [9], 32),), counts={"r": 8}))
     assert second == ConnectorMetadata(blocks=(OfferBlocks("r", ((3, 4, 9),)),), computed=("r",))
     keep, params = c.request_finished(offering(), [3, 4, 9])
@@ -180,6 +180,7 @@ def test_an_offer_is_minted_grows_and_is_computed_in_chunks() -> None:
         "tokens": 40,
         "endpoint": "tcp://127.0.0.1:5999",
         "digest": token_digest(PROMPT).hex(),
+        "protocol": 2,
     }
     assert c.has_orders()
     assert c.build_connector_meta(step()) == ConnectorMetadata(delayed=("r",))

@@ -4,34 +4,44 @@ drops blocks token by token, and a copy that goes token by token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace as Bag
 from typing import cast
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvxfer.connector.given_offer import own_ids, read_pull
-from kvxfer.connector.load_routes import Addressing, make_routes, ways_of, with_granted_ids
+from kvxfer.connector.load_routes import (
+    Addressing,
+    RouteRun,
+    make_routes,
+    next_read,
+    open_tokens_of,
+    take_granted_ids,
+    ways_of,
+)
 from kvxfer.connector.peer import Peer
 from kvxfer.connector.records import NewLoad, SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import check_compatible
-from kvxfer.transfer.manifest import EngineManifest, RankId
-from kvxfer.transfer.plan import Plan, make_plan
+from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
+from kvxfer.transfer.plan import ALL, Plan, make_plan
 from kvxfer.transfer.pull import PullResolver
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
-from kvxfer.transfer.wire import Consumer, OfferRef
+from kvxfer.transfer.wire import Consumer, Grant, OfferRef
 from kvxfer.transports.base import DirectSource, SinkTransport, SourceTransport
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape, build_manifest
 from tests.oracle import oracle_copy
-from tests.transfer.naive import Memories, pack, side_addresses, unpack
+from tests.transfer.naive import Bytes, Memories, pack, side_addresses, unpack
 from tests.transfer.naive_windows import kept_tokens, simulated
 
 LIFE = b"s" * 16
@@ -121,8 +131,9 @@ def moved(
     given: tuple[Table, Memories],
     taken: tuple[RankId, Memories],
     wire: str,
+    growth: Sequence[int],
 ) -> set[tuple[int, int]]:
-    """Carry a load of one sink rank out; returns its incomplete blocks."""
+    """Carry a load of one sink rank out, of an offer that grows; returns its incomplete blocks."""
     rank, memories = taken
     addressing = Addressing(Consumer(b"k" * 16, rank), SINKS, can_leave_unhashed=True)
     routes = make_routes(order, ways_of(peer_of(plan, source, rank, wire), addressing), addressing)
@@ -135,17 +146,7 @@ def moved(
         if run.request is None:
             assert run.pull.is_null
         elif served is Wire.DIRECT:
-            request = with_granted_ids(run, ids)
-            assert request is not None
-            for copied, asked in zip(request.classes, request.pull_classes, strict=True):
-                span = (asked.token_lo, asked.token_hi)
-                for (_, at), (_, to) in zip(
-                    side_addresses(copied.source, request.source_ids, span),
-                    side_addresses(copied.sink, request.sink_ids, span),
-                    strict=True,
-                ):
-                    inner = asked.inner_nbytes
-                    memories[rank][0][to : to + inner] = pool[0][at : at + inner]
+            read_as_it_grows(run, order, entry, given[0], pool[0], memories[rank][0], growth)
         else:
             sides = PullResolver(entry).resolve(run.pull.classes)
             for chunk in chunk_list(run.pull.classes, run.pull.chunk_nbytes):
@@ -154,6 +155,48 @@ def moved(
                 side = run.request.classes[number].sink
                 unpack(side, asked, chunk, order.block_ids, memories[rank], dense)
     return incomplete
+
+
+def read_as_it_grows(
+    run: RouteRun,
+    order: NewLoad,
+    entry: RankManifest,
+    table: Table,
+    pool: Bytes,
+    taken: Bytes,
+    growth: Sequence[int],
+) -> None:
+    """Read a route in pieces. Of the source's pool only what is open has been computed."""
+    offered, lo = order.source.num_tokens, 0
+    keepings, computed = group_keepings(entry.regions), np.full_like(pool, 0xEE)
+    is_read = np.zeros(len(taken), np.bool_)
+    for open_tokens in (*growth, offered):
+        spans = dict.fromkeys(keepings, (0, open_tokens))
+        ids = own_ids(table, keepings, open_tokens)
+        regions, memory = entry.regions, [computed]
+        oracle_copy(regions, [pool], regions, memory, source_ids=ids, sink_ids=ids, spans=spans)
+        is_all = open_tokens == offered
+        grant = Grant(order.source.offer, run.pull.consumer, ids, offered)
+        grant = grant if is_all else msgspec.structs.replace(grant, open_tokens=open_tokens)
+        hi = open_tokens_of(grant, order)
+        if hi == lo:
+            continue
+        take_granted_ids(run, ids, hi)
+        request = next_read(run, lo, hi)
+        lo = hi
+        if request is None:  # what has opened is of no use to this sink
+            continue
+        for copied, asked in zip(request.classes, request.pull_classes, strict=True):
+            span = (asked.token_lo, asked.token_hi)
+            for (_, at), (_, to) in zip(
+                side_addresses(copied.source, request.source_ids, span),
+                side_addresses(copied.sink, request.sink_ids, span),
+                strict=True,
+            ):
+                assert not is_read[to : to + asked.inner_nbytes].any()
+                is_read[to : to + asked.inner_nbytes] = True
+                taken[to : to + asked.inner_nbytes] = computed[at : at + asked.inner_nbytes]
+    assert lo == ALL
 
 
 @given(pairs(), st.integers(2, 50), st.sampled_from(("shm", "zmq")), st.data())
@@ -167,6 +210,7 @@ def test_every_pair_moves_what_a_simulation_says(
     plan = make_plan(source, sink)
     hi = data.draw(st.sampled_from((offered, offered - 1)), "hi")
     lo = data.draw(st.integers(0, hi - 1), "lo")
+    growth = sorted(data.draw(st.sets(st.integers(1, offered - 1), max_size=4), "growth"))
 
     # The source's table names the blocks that it has dropped too: they must not be read.
     given_ids = tables(source_shape, offered, [set(range(offered))] * 2, seed=1)
@@ -209,7 +253,8 @@ def test_every_pair_moves_what_a_simulation_says(
                 spans=spans,
             )
         target = (taker.rank, taken_bytes)
-        assert moved(plan, source, order, (given_ids, given_bytes), target, wire) == incomplete
+        pools = given_ids, given_bytes
+        assert moved(plan, source, order, pools, target, wire, growth) == incomplete
         np.testing.assert_array_equal(taken_bytes[taker.rank][0], expected[taker.rank][0])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
     Abort,
     Break,
@@ -14,6 +15,7 @@ from kvxfer.transfer.session import (
     ClaimantLost,
     DeadlinePassed,
     GrantArrived,
+    Grown,
     OfferState,
     ReadCompleted,
     ReadDrained,
@@ -43,6 +45,7 @@ from tests.transfer.explore_sessions import (
 
 UNBORN, DEAD = -1, -2
 GOOD, BAD = 1, 2
+BAD_BITS = 8
 OFF, RUNNING, STOPPING, OVER = range(4)
 
 
@@ -50,18 +53,20 @@ class SinkWorld(NamedTuple):
     """One sink rank and, on stream wires, its stream at the source."""
 
     load: int = UNBORN
-    reads: tuple[int, ...] = ()  # in flight: quality at begin; streams: 4 * sequence + quality
-    # direct: quality of what was read last; streams: bitmap, and 1 << NUM_CHUNKS if any is bad
+    # in flight: quality at the begin, and 4 times the sequence, or direct 4 * (8 * from + to) spans
+    reads: tuple[int, ...] = ()
+    # bitmap of spans, or of chunks on streams, that lie here, and BAD_BITS up of those that are bad
     dest: int = 0
     has_reported: bool = False
     stream: int = OFF
+    stream_open: int = 0  # spans that the stream was told to be open
     sequence: int = 0
     pack: int = 0  # quality at the begin of the running pack
 
 
 class World(NamedTuple):
     generation: int
-    ready: int  # bit k: the ready event of offer k has fired
+    ready: tuple[int, ...]  # of offer k: how many spans' events have fired
     offers: tuple[int, ...]
     net: int
     sinks: tuple[SinkWorld, ...]
@@ -87,7 +92,8 @@ class Model:
         # Between correct peers no event may meet a state that does not know it.
         self._not_allowed = None if scenario.allows_protocol_errors else "protocol error"
         of = self.sessions.event_id
-        self._ready, self._break = of(ReadyCompleted()), of(Break(REASON))
+        self._ready = [of(Grown(n)) for n in range(1, scenario.num_spans)] + [of(ReadyCompleted())]
+        self._break = of(Break(REASON))
         self._deadline, self._abort = of(DeadlinePassed(SOURCE)), of(Abort(REASON))
         refs, bit = self.sessions.refs, self.sessions.bit
         self._both_verdicts = [
@@ -128,6 +134,9 @@ class Model:
             if sinks[i].stream != OFF:
                 return world, "a second stream was started for one consumer"
             sinks = _with(sinks, i, sinks[i]._replace(stream=RUNNING))
+        for i in step.grows:
+            num_open = self._num_open(step.offer)
+            sinks = _with(sinks, i, sinks[i]._replace(stream_open=num_open))
         for i in step.stops:
             if sinks[i].stream == RUNNING:  # it may have ended just before
                 sinks = _with(sinks, i, sinks[i]._replace(stream=STOPPING))
@@ -166,6 +175,8 @@ class Model:
             return "finished_sending while a pack still reads the blocks"
         if not step.is_done:
             return None
+        if world.ready[k] < self.scenario.num_spans:
+            return "the offer is done while it is computed"
         for engine in {self.scenario.sinks[i].incarnation for i in mine}:
             ranks = [i for i in mine if self.scenario.sinks[i].incarnation == engine]
             if all(self._has_taken(world, i) for i in ranks):
@@ -175,7 +186,7 @@ class Model:
     def _has_taken(self, world: World, i: int) -> bool:
         spec = self.scenario.sinks[i]
         if self.scenario.wire is Wire.STREAM:
-            return world.sinks[i].stream == OVER and world.sinks[i].sequence == NUM_CHUNKS
+            return world.sinks[i].stream == OVER and world.sinks[i].sequence == self._num_chunks(i)
         release = Release(self.sessions.refs[spec.offer], Consumer(spec.incarnation, spec.rank))
         return bool(world.net & self.sessions.bit(release))
 
@@ -189,8 +200,9 @@ class Model:
         if step.is_quiet(sink.load, world.net):
             return world, None
         before, reads = sink.has_reported, sink.reads
-        if step.num_reads and self.scenario.wire is Wire.DIRECT:
-            reads = tuple(sorted((*reads, *[self._quality(world, i)] * step.num_reads)))
+        if step.reads and self.scenario.wire is Wire.DIRECT:
+            begun = [4 * (8 * lo + hi) + self._quality(world, i, hi) for lo, hi in step.reads]
+            reads = tuple(sorted((*reads, *begun)))
         sink = sink._replace(
             load=step.load, reads=reads, has_reported=before or step.num_finished > 0
         )
@@ -199,7 +211,7 @@ class Model:
             violation = "finished_recving was reported twice"
         elif reads and sink.has_reported:
             violation = "finished_recving while a read still writes the destination blocks"
-        elif step.num_finished and step.is_valid and not self._is_whole(sink):
+        elif step.num_finished and step.is_valid and not self._is_whole(i, sink):
             violation = "accepted KV that is stale, torn or partial"
         net = world.net | step.sent
         if self.scenario.wire is Wire.STREAM and not self.sessions.is_reading[step.load]:
@@ -209,15 +221,29 @@ class Model:
                 sink = sink._replace(dest=0)
         return world._replace(net=net, sinks=_with(world.sinks, i, sink)), violation
 
-    def _is_whole(self, sink: SinkWorld) -> bool:
-        if self.scenario.wire is Wire.DIRECT:
-            return sink.dest == GOOD
-        return sink.dest == (1 << NUM_CHUNKS) - 1
+    def _is_whole(self, i: int, sink: SinkWorld) -> bool:
+        is_direct = self.scenario.wire is Wire.DIRECT
+        num = self.sessions.num_wanted(i) if is_direct else self._num_chunks(i)
+        return sink.dest == (1 << num) - 1
 
-    def _quality(self, world: World, i: int) -> int:
+    def _quality(self, world: World, i: int, num_spans: int) -> int:
+        """Of the blocks with the first spans of what this sink wants."""
         spec = self.scenario.sinks[i]
-        is_whole = world.generation == 2 * spec.offer + 1
+        k = spec.offer
+        is_whole = world.generation in (2 * k, 2 * k + 1) and world.ready[k] >= num_spans
         return GOOD if is_whole and spec.digest == TOKENS else BAD
+
+    def _num_chunks(self, i: int) -> int:
+        return NUM_CHUNKS * self.sessions.num_wanted(i) // self.scenario.num_spans
+
+    def _spans_to(self, sequence: int) -> int:
+        """How many spans have to be open for this chunk."""
+        return sequence * self.scenario.num_spans // NUM_CHUNKS + 1
+
+    def _num_open(self, offer: int) -> int:
+        snapshot = self.sessions.snapshots[offer]
+        is_growing = snapshot.state is OfferState.PENDING
+        return snapshot.open_tokens if is_growing else self.scenario.num_spans
 
     # -------------------------------------------------------------- moves
 
@@ -225,7 +251,8 @@ class Model:
         """Offer 0 is pending; every sink that follows nobody has sent its Pull."""
         scenario = self.scenario
         offer = self.sessions.new_offer(0)
-        world = World(0, 0, (offer,), 0, tuple(SinkWorld() for _ in scenario.sinks))
+        sinks = tuple(SinkWorld() for _ in scenario.sinks)
+        world = World(0, (0,) * scenario.num_offers, (offer,), 0, sinks)
         for i, spec in enumerate(scenario.sinks):
             if spec.follows is None and spec.offer == 0:
                 world = self._start(world, i)
@@ -280,11 +307,13 @@ class Model:
     def _engine_moves(self, world: World) -> Iterator[Move]:
         for k, number in enumerate(world.offers):
             offer = self.sessions.snapshots[number]
-            if not world.ready & 1 << k:
-                generation = 2 * k + 1 if world.generation == 2 * k else world.generation
-                after = world._replace(generation=generation, ready=world.ready | 1 << k)
-                after, violation = self._at_source(after, k, self._ready)
-                yield Move(f"offer {k} is ready", after, violation)
+            if (span := world.ready[k]) < self.scenario.num_spans:
+                is_last = span + 1 == self.scenario.num_spans
+                generation = world.generation + (is_last and world.generation == 2 * k)
+                ready = (*world.ready[:k], span + 1, *world.ready[k + 1 :])
+                after = world._replace(generation=generation, ready=ready)
+                after, violation = self._at_source(after, k, self._ready[span])
+                yield Move(f"span {span} of offer {k} is ready", after, violation)
             if self.scenario.may_end_first and not (world.ended & 1 << k or offer.is_finished):
                 yield Move(f"the engine ends offer {k}", world._replace(ended=world.ended | 1 << k))
             is_free = offer.is_finished or offer.state is OfferState.BROKEN
@@ -324,7 +353,8 @@ class Model:
     def _stream_moves(self, world: World, i: int, sink: SinkWorld) -> Iterator[Move]:
         k, consumer = self.scenario.sinks[i].offer, self.sessions.consumers[i]
         if sink.pack:
-            is_good = sink.pack == GOOD and self._quality(world, i) == GOOD
+            num_spans = self._spans_to(sink.sequence)
+            is_good = sink.pack == GOOD and self._quality(world, i, num_spans) == GOOD
             rest = sink._replace(pack=0, sequence=sink.sequence + 1)
             after = world._replace(sinks=_with(world.sinks, i, rest))
             event = self.sessions.event_id(ChunkPacked(consumer, sink.sequence))
@@ -342,16 +372,20 @@ class Model:
         if sink.stream == STOPPING:
             after, violation = self._tell_source(over, k, StreamDrained(consumer))
             yield Move(f"stream of sink {i} is drained", after, violation, True)
-        if sink.sequence == NUM_CHUNKS:
+        if sink.sequence == self._num_chunks(i):
             after, violation = self._tell_source(over, k, StreamSent(consumer))
             yield Move(f"stream of sink {i} is sent", after, violation, True)
-        elif sink.stream == RUNNING:
-            busy = sink._replace(pack=self._quality(world, i))
+        elif sink.stream == RUNNING and self._may_pack(sink):
+            busy = sink._replace(pack=self._quality(world, i, self._spans_to(sink.sequence)))
             after = world._replace(sinks=_with(world.sinks, i, busy))
             yield Move(f"chunk {sink.sequence} for sink {i}: the pack begins", after)
         if sink.stream == RUNNING and self.scenario.may_fail_reads:
             after, violation = self._tell_source(over, k, StreamDrained(consumer))
             yield Move(f"wire of sink {i} fails at the source", after, violation)
+
+    def _may_pack(self, sink: SinkWorld) -> bool:
+        is_open = self._spans_to(sink.sequence) <= sink.stream_open
+        return is_open or not self.scenario.heeds_open
 
     def _read_moves(self, world: World, i: int, sink: SinkWorld) -> Iterator[Move]:
         state = self.sessions.loads[sink.load].routes[0].state
@@ -366,7 +400,7 @@ class Model:
             after, violation = self._tell_sink(world, i, ReadFailed(SOURCE, REASON))
             yield Move(f"read of sink {i} fails", after, violation)
         if is_reading and not sink.reads and self.scenario.wire is Wire.STREAM:
-            for sequence in range(NUM_CHUNKS):
+            for sequence in range(self._num_chunks(i)):
                 for quality in (GOOD, BAD):
                     has_come = world.net & self._chunk_bit(i, sequence, quality)
                     if has_come and not sink.dest & 1 << sequence:
@@ -393,10 +427,14 @@ class Model:
             )
         elif not self._is_shown(world, k):
             return
-        state = self.sessions.loads[sink.load].routes[0].state
+        route = self.sessions.loads[sink.load].routes[0]
+        state = route.state
         grant, verdict = self._seen_open
+        asks = state is RouteState.ASKED or (
+            state is RouteState.READING and route.open_tokens < ALL
+        )
         digest = self.sessions.snapshots[world.offers[k]].digest
-        if state is RouteState.ASKED and digest in (None, spec.digest):
+        if asks and digest in (None, spec.digest):
             after, violation = self._at_sink(world, i, grant)
             yield Move(f"sink {i} sees offer {k} and reads", after, violation)
         if state is RouteState.RELEASING:
@@ -416,18 +454,22 @@ class Model:
     ) -> Move:
         """One read, or the scatter of one chunk, ends; ``sink`` is without it already."""
         if self.scenario.wire is Wire.DIRECT:
-            is_good = read == GOOD and self._quality(world, i) == GOOD
-            sink = sink._replace(dest=GOOD if is_good else BAD)
+            lo, hi = divmod(read // 4, 8)
+            is_good = read % 4 == GOOD and self._quality(world, i, hi) == GOOD
+            here = (1 << hi) - (1 << lo)
+            bits = here if is_good else here << BAD_BITS
+            sink = sink._replace(dest=sink.dest & ~(here | here << BAD_BITS) | bits)
             is_complete = True
             label = f"read of sink {i} ends"
         else:
             # The bitmap makes a second copy of a chunk invisible.
             pair = self._chunk_bit(i, read // 4, GOOD) | self._chunk_bit(i, read // 4, BAD)
             world = world._replace(net=world.net & ~pair)
-            bad = 0 if read % 4 == GOOD else 1 << NUM_CHUNKS
+            bad = 0 if read % 4 == GOOD else 1 << BAD_BITS
             label = f"chunk {read // 4} is in place at sink {i}"
             sink = sink._replace(dest=sink.dest | 1 << read // 4 | bad)
-            is_complete = sink.dest & (1 << NUM_CHUNKS) - 1 == (1 << NUM_CHUNKS) - 1
+            every = (1 << self._num_chunks(i)) - 1
+            is_complete = sink.dest & every == every
         after = world._replace(sinks=_with(world.sinks, i, sink))
         if state is RouteState.DRAINING:
             # Either order of the transport's two answers; both end the drain.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
@@ -21,6 +22,7 @@ from kvxfer.transfer.session import (
     FinishedRecving,
     FinishedSending,
     GrantArrived,
+    GrowStream,
     OfferState,
     PullArrived,
     RefuseArrived,
@@ -43,7 +45,7 @@ from kvxfer.transfer.session import (
     VerdictArrived,
     Wire,
 )
-from kvxfer.transfer.sink_session import LoadSession, LoadSnapshot
+from kvxfer.transfer.sink_session import LoadSession, LoadSnapshot, RouteRecord
 from kvxfer.transfer.source_session import Gone, OfferSession, OfferSnapshot, events_due
 from kvxfer.transfer.wire import (
     Broken,
@@ -74,6 +76,7 @@ class SinkSpec:
     """One sink rank in one life. ``endpoint``: where it listens; lives of the same rank share it.
 
     ``follows``: the sink (by position) whose kill lets this life begin; None: from the start.
+    ``grows``: it reads what is open while the rest is computed.
     """
 
     incarnation: bytes
@@ -83,6 +86,8 @@ class SinkSpec:
     offer: int = 0
     follows: int | None = None
     digest: bytes = TOKENS
+    grows: bool = False
+    num_wanted: int | None = None  # spans from the first on; None: all
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ class Scenario:
     sinks: tuple[SinkSpec, ...]
     wire: Wire
     num_offers: int = 1
+    num_spans: int = 1  # in which an offer is computed
+    heeds_open: bool = True  # a stream packs only what is open
     may_lose_claimants: bool = False
     may_fail_reads: bool = False
     two_step_scatter: bool = False
@@ -120,6 +127,7 @@ class SourceStep(NamedTuple):
     offer: int
     sent: int = 0
     starts: tuple[int, ...] = ()
+    grows: tuple[int, ...] = ()  # sinks whose streams are told what is open
     stops: tuple[int, ...] = ()
     sends_chunk: bool = False
     num_finished: int = 0
@@ -130,22 +138,20 @@ class SourceStep(NamedTuple):
         return (
             self.offer == offer
             and not self.sent & ~net
-            and not (self.starts or self.stops or self.num_finished)
+            and not (self.starts or self.grows or self.stops or self.num_finished)
         )
 
 
 class SinkStep(NamedTuple):
     load: int
     sent: int = 0
-    num_reads: int = 0
+    reads: tuple[tuple[int, int], ...] = ()  # spans, from and to
     num_finished: int = 0
     is_valid: bool = False
 
     def is_quiet(self, load: int, net: int) -> bool:
         """Nothing changes: the snapshot stays and every message has been sent before."""
-        return (
-            self.load == load and not self.sent & ~net and not (self.num_reads or self.num_finished)
-        )
+        return self.load == load and not self.sent & ~net and not (self.reads or self.num_finished)
 
 
 class Sessions:
@@ -176,6 +182,10 @@ class Sessions:
         ]
         self.initial_load = self._load_id(LoadSession([SOURCE], frozenset()).snapshot)
 
+    def num_wanted(self, sink: int) -> int:
+        """Spans that this sink reads."""
+        return self.scenario.sinks[sink].num_wanted or self.scenario.num_spans
+
     # -------------------------------------------------------------- interning
 
     def new_offer(self, k: int) -> int:
@@ -199,7 +209,13 @@ class Sessions:
         return self._snapshot_ids[snapshot]
 
     def _load_id(self, load: LoadSnapshot) -> int:
-        load = msgspec.structs.replace(load, failure=None if load.failure is None else REASON)
+        reads = RouteState.READING
+        routes = tuple(
+            each if each.state is reads else RouteRecord(each.source, each.is_null, each.state)
+            for each in load.routes
+        )
+        failure = None if load.failure is None else REASON
+        load = msgspec.structs.replace(load, failure=failure, routes=routes)
         if load not in self._load_ids:
             self._load_ids[load] = len(self.loads)
             self.loads.append(load)
@@ -251,7 +267,9 @@ class Sessions:
                 continue
             if scenario.keys_offers_by_nonce and message.offer != self.refs[spec.offer]:
                 continue
-            yield True, i, self.event_id(_to_sink(message))
+            # A sink of protocol 1 does not know that a Grant may open a part only
+            num_known = self.num_wanted(i) if spec.grows else 0
+            yield True, i, self.event_id(_to_sink(message, num_known))
 
     def _to_source(self, message: Pull | Release | Cancel) -> SourceEvent:
         if isinstance(message, Cancel):
@@ -266,7 +284,11 @@ class Sessions:
         if isinstance(message, Release):
             return ReleaseArrived(self.consumers[index])
         return PullArrived(
-            self.consumers[index], frozenset(message.claim), message.digest, self.scenario.wire
+            self.consumers[index],
+            frozenset(message.claim),
+            message.digest,
+            self.scenario.wire,
+            message.grows is True,
         )
 
     # -------------------------------------------------------------- sessions
@@ -288,13 +310,15 @@ class Sessions:
                 return None
             step = SourceStep(self.snapshot_id(session.snapshot))
             for action in actions:
-                step = self._with_source_action(step, session.snapshot.nonce, action)
+                step = self._with_source_action(step, session.snapshot, action)
             self._source_memo[key] = step
         return self._source_memo[key]
 
     def _with_source_action(
-        self, step: SourceStep, nonce: bytes, action: SourceAction
+        self, step: SourceStep, offer: OfferSnapshot, action: SourceAction
     ) -> SourceStep:
+        is_growing = offer.state is OfferState.PENDING
+        open_tokens = offer.open_tokens if is_growing else UNSET
         if isinstance(action, FinishedSending):
             is_done = action.reason is None
             return step._replace(num_finished=step.num_finished + 1, is_done=is_done)
@@ -303,12 +327,14 @@ class Sessions:
                 continue
             # A source that looks offers up by request id takes its offer for the sink's.
             own = self.refs[spec.offer]
-            is_mine = own.nonce == nonce or not self.scenario.keys_offers_by_nonce
-            answer = _answer(action, own, Consumer(spec.incarnation, spec.rank))
+            is_mine = own.nonce == offer.nonce or not self.scenario.keys_offers_by_nonce
+            answer = _answer(action, own, Consumer(spec.incarnation, spec.rank), open_tokens)
             if answer is not None and is_mine:
                 step = step._replace(sent=step.sent | self.bit(answer))
             elif isinstance(action, StartStream):
-                step = step._replace(starts=(*step.starts, i))
+                step = step._replace(starts=(*step.starts, i), grows=(*step.grows, i))
+            elif isinstance(action, GrowStream):
+                step = step._replace(grows=(*step.grows, i))
             elif isinstance(action, StopStream):
                 step = step._replace(stops=(*step.stops, i))
             elif isinstance(action, SendChunk):
@@ -337,13 +363,15 @@ class Sessions:
                             claim=claim,
                             digest=spec.digest,
                             transport="",
+                            grows=spec.grows or UNSET,
                         )
                     case SendRelease():
                         message = Release(ref, consumer)
                     case SendCancel():
                         message = Cancel(ref, spec.incarnation, REASON, spec.digest)
                     case StartRead():
-                        step = step._replace(num_reads=step.num_reads + 1)
+                        read = action.token_lo, min(action.token_hi, self.num_wanted(sink))
+                        step = step._replace(reads=(*step.reads, read))
                         continue
                     case FinishedRecving():
                         step = step._replace(
@@ -364,8 +392,10 @@ def restored(kind: type[_Session], snapshot: Any) -> _Session:
     return session
 
 
-def _to_sink(message: ToSink) -> SinkEvent:
+def _to_sink(message: ToSink, num_known: int) -> SinkEvent:
     match message:
+        case Grant(open_tokens=int(open_tokens)) if open_tokens < num_known:
+            return GrantArrived(SOURCE, open_tokens)
         case Grant():
             return GrantArrived(SOURCE)
         case Refuse():
@@ -378,10 +408,12 @@ def _to_sink(message: ToSink) -> SinkEvent:
             raise AssertionError(message)
 
 
-def _answer(action: SourceAction, ref: OfferRef, consumer: Consumer) -> ToSink | None:
+def _answer(
+    action: SourceAction, ref: OfferRef, consumer: Consumer, open_tokens: int | UnsetType
+) -> ToSink | None:
     match action:
         case SendGrant():
-            return Grant(ref, consumer, ())
+            return Grant(ref, consumer, (), open_tokens=open_tokens)
         case SendRefuse():
             reason = action.reason if action.reason is Reason.TOKENS else REASON
             return Refuse(ref, consumer, reason)
@@ -396,6 +428,8 @@ def _answer(action: SourceAction, ref: OfferRef, consumer: Consumer) -> ToSink |
 def label_of(message: ToSource | ToSink) -> str:
     who = getattr(message, "consumer", None)
     name = type(message).__name__
+    if isinstance(message, Grant) and message.open_tokens is not UNSET:
+        name += f" to {message.open_tokens}"
     if isinstance(message, Verdict):
         name += " valid" if message.valid else " invalid"
     if who is None:

@@ -15,11 +15,13 @@ import pytest
 
 from kvxfer.transfer import sink_session, source_session
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
     Break,
     ChunkPacked,
     DeadlinePassed,
     GrantArrived,
+    Grown,
     OfferState,
     PullArrived,
     ReadCompleted,
@@ -115,6 +117,46 @@ STUCK_SCENARIOS = {
     ),
 }
 
+# Offers that are computed in several spans, of which sinks of protocol 2 read what is open. A sink
+# that wants the first span only has its verdict before the offer is complete.
+GROW = replace(TWO_ENGINES[0], grows=True)
+GROW_BOTH = tuple(replace(spec, grows=True) for spec in TWO_RANKS)
+GROW_FIRST = (replace(GROW, num_wanted=1), replace(TWO_ENGINES[1], grows=True))
+ONE_GROWING = Scenario((GROW,), Wire.DIRECT, num_spans=3, may_lose_claimants=True)
+FIRST_GROWING = Scenario(GROW_FIRST[:1], Wire.DIRECT, num_spans=2)
+BOTH_PROTOCOLS = Scenario((GROW, TWO_ENGINES[1]), Wire.DIRECT, num_spans=2)
+TWO_OFFERS_GROWING = Scenario(
+    tuple(replace(spec, grows=True) for spec in TWO_OFFERS),
+    Wire.DIRECT,
+    num_offers=2,
+    num_spans=2,
+)
+STREAM_GROWING = replace(ONE_RANK_STREAM, sinks=(GROW,), num_spans=2)
+GROWING_SCENARIOS = {
+    "one rank, direct, three spans": (ONE_GROWING, 3_975, 16),
+    "one rank, direct, reads that fail": (replace(ONE_GROWING, may_fail_reads=True), 3_975, 16),
+    "one rank, board": (replace(ONE_GROWING, has_board=True), 4_775, 187),
+    "one rank, the engine ends it first": (replace(ONE_GROWING, may_end_first=True), 9_063, 16),
+    "one rank, stream": (STREAM_GROWING, 8_999, 92),
+    "one rank, stream, verified": (replace(STREAM_GROWING, verifies=True), 9_275, 8),
+    "one rank, stream, stuck": (replace(STREAM_GROWING, may_end_first=True), 20_006, 196),
+    "one that wants the first span": (FIRST_GROWING, 929, 38),
+    "protocols 1 and 2 at one offer": (BOTH_PROTOCOLS, 43_379, 1_825),
+}
+LARGE_SCENARIOS = {
+    "two ranks, direct": (Scenario(GROW_BOTH, Wire.DIRECT, num_spans=2), 123_833, 72),
+    "one wants the first span, one all": (
+        Scenario(GROW_FIRST, Wire.DIRECT, num_spans=2),
+        143_953,
+        8_452,
+    ),
+    "a prefill that is preempted and begins anew": (
+        replace(TWO_OFFERS_GROWING, max_states=500_000),
+        496_851,
+        11_904,
+    ),
+}
+
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_no_interleaving_breaks_a_rule(name: str) -> None:
@@ -134,6 +176,17 @@ def test_a_release_of_a_running_stream_has_to_be_kept_back() -> None:
 def test_no_look_at_the_board_breaks_a_rule(name: str) -> None:
     scenario, num_states, num_accepted = BOARD_SCENARIOS[name]
     result = explore(scenario, frozenset({TWO_VERDICTS}))
+    assert result.violation is None, f"{result.violation}: {'; '.join(result.trace)}"
+    assert (result.num_states, result.num_accepted) == (num_states, num_accepted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*GROWING_SCENARIOS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE_SCENARIOS)],
+)
+def test_no_growth_breaks_a_rule(name: str) -> None:
+    scenario, num_states, num_accepted = (GROWING_SCENARIOS | LARGE_SCENARIOS)[name]
+    result = explore(scenario, frozenset({TWO_VERDICTS} if scenario.has_board else ()))
     assert result.violation is None, f"{result.violation}: {'; '.join(result.trace)}"
     assert (result.num_states, result.num_accepted) == (num_states, num_accepted)
 
@@ -165,6 +218,7 @@ STALE = "accepted KV that is stale, torn or partial"
 WRITES = "finished_recving while a read still writes the destination blocks"
 PACKS = "finished_sending while a pack still reads the blocks"
 TOO_EARLY = "the offer is done although no engine has all of its ranks"
+COMPUTED = "the offer is done while it is computed"
 TWICE_SENT = "finished_sending was reported twice"
 TWICE_RECEIVED = "finished_recving was reported twice"
 TWO_VERDICTS = "two different verdicts for one consumer"
@@ -274,6 +328,55 @@ def drained_is_sent(offer: OfferSnapshot, event: StreamDrained) -> source_sessio
     return _SOURCE[OPEN, StreamSent](offer, StreamSent(event.consumer))
 
 
+def tell_early(offer: OfferSnapshot, event: Grown) -> source_session.Step:
+    """Growth is told when the step was launched, not when its event has completed."""
+    return _SOURCE[PENDING, Grown](offer, Grown(event.open_tokens + 1))
+
+
+def grow_again(offer: OfferSnapshot, event: Grown) -> source_session.Step:
+    """A span of a broken offer opens all the same."""
+    return replace(offer, state=PENDING, open_tokens=event.open_tokens, is_finished=False), []
+
+
+def open_anew(offer: OfferSnapshot, event: Break) -> source_session.Step:
+    """A preempted prefill goes on under its nonce: what was open is not any more."""
+    return replace(offer, open_tokens=0), []
+
+
+def done_early(offer: OfferSnapshot, event: ReleaseArrived) -> source_session.Step:
+    """The last claim that is complete ends the offer, whatever is computed yet."""
+    offer, actions = _SOURCE[PENDING, ReleaseArrived](offer, event)
+    is_done = bool(offer.claims) and all(claim.is_complete for claim in offer.claims)
+    return (replace(offer, state=DONE) if is_done else offer), actions
+
+
+def grant_protocol_1(offer: OfferSnapshot, pull: PullArrived) -> source_session.Step:
+    """A sink that does not know that offers grow is granted one that does."""
+    return _SOURCE[PENDING, PullArrived](offer, msgspec.structs.replace(pull, grows=True))
+
+
+def read_ahead(load: LoadSnapshot, route: RouteRecord, event: GrantArrived) -> sink_session.Step:
+    """A Grant is for all tokens, whatever it says."""
+    return _SINK[RouteState.ASKED, GrantArrived](load, route, GrantArrived(event.source))
+
+
+def read_on(load: LoadSnapshot, route: RouteRecord, event: GrantArrived) -> sink_session.Step:
+    """What opens is read at once, also while the read before runs, and from the start."""
+    route = msgspec.structs.replace(route, open_tokens=event.open_tokens)
+    route = msgspec.structs.replace(route, asked_tokens=event.open_tokens)
+    return load.with_route(route), [StartRead(event.source, 0, event.open_tokens)]
+
+
+def first_is_all(load: LoadSnapshot, route: RouteRecord, event: ReadCompleted) -> sink_session.Step:
+    """The first read that is complete completes the route."""
+    return load.with_state(route.source, RouteState.RELEASING), [SendRelease(route.source)]
+
+
+def grant_all(offer: OfferSnapshot, event: Grown) -> source_session.Step:
+    """Everything is said to be open with the second span."""
+    return _SOURCE[PENDING, Grown](offer, Grown(ALL))
+
+
 @dataclass(frozen=True)
 class Fault:
     """What is planted, and the first violation that it leads to, those in ``ignoring`` aside."""
@@ -289,7 +392,49 @@ def _planted(scenario: Scenario, **fault: Any) -> Scenario:  # noqa: ANN401
 
 RELEASING, READING, DRAINING = RouteState.RELEASING, RouteState.READING, RouteState.DRAINING
 
+_FIRST = replace(ONE_GROWING, num_spans=2)
+
 FAULTS = {
+    "growth: it is told before the step's event": Fault(
+        _planted(_FIRST, offer_session=offer_with({(PENDING, Grown): tell_early})), STALE
+    ),
+    "growth: the first span opens everything": Fault(
+        _planted(ONE_GROWING, offer_session=offer_with({(PENDING, Grown): grant_all})), STALE
+    ),
+    "growth: a broken offer grows": Fault(
+        _planted(_FIRST, offer_session=offer_with({(BROKEN, Grown): grow_again})), STALE
+    ),
+    "growth: a preempted prefill keeps its nonce": Fault(
+        _planted(
+            _FIRST,
+            may_end_first=True,
+            offer_session=offer_with({(PENDING, Break): open_anew, (OPEN, Break): nothing}),
+        ),
+        STALE,
+    ),
+    "growth: an offer is done while it is computed": Fault(
+        _planted(FIRST_GROWING, offer_session=offer_with({(PENDING, ReleaseArrived): done_early})),
+        COMPUTED,
+    ),
+    "growth: a sink of protocol 1 is granted a part": Fault(
+        _planted(
+            BOTH_PROTOCOLS, offer_session=offer_with({(PENDING, PullArrived): grant_protocol_1})
+        ),
+        STALE,
+    ),
+    "growth: a sink is ahead": Fault(
+        _planted(_FIRST, load_session=load_with({(RouteState.ASKED, GrantArrived): read_ahead})),
+        STALE,
+    ),
+    "growth: a sink reads twice at a time": Fault(
+        _planted(_FIRST, load_session=load_with({(READING, GrantArrived): read_on})), WRITES
+    ),
+    "growth: a sink takes its first read for all": Fault(
+        _planted(_FIRST, load_session=load_with({(READING, ReadCompleted): first_is_all})), STALE
+    ),
+    "growth: a chunk is packed before its tokens are open": Fault(
+        _planted(STREAM_GROWING, heeds_open=False), STALE
+    ),
     "finality: a late ready event re-opens a broken offer": Fault(
         _planted(
             TWO_RANKS_DIRECT,

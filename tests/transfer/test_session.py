@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import pytest
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.manifest import RankId
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.session import (
     Abort,
     Break,
@@ -22,6 +24,8 @@ from kvxfer.transfer.session import (
     FinishedRecving,
     FinishedSending,
     GrantArrived,
+    Grown,
+    GrowStream,
     OfferState,
     PullArrived,
     ReadCompleted,
@@ -354,7 +358,6 @@ OFFER_STATES: dict[OfferState, list[SourceEvent]] = {
 }
 
 NOT_ALLOWED_AT_SOURCE = [
-    (PENDING, ChunkPacked(A0, 0)),
     (PENDING, StreamSent(A0)),
     (PENDING, StreamDrained(A0)),
     (OPEN, READY),
@@ -368,6 +371,7 @@ NOT_ALLOWED_AT_SOURCE = [
 ]
 EVERY_SOURCE_EVENT: list[SourceEvent] = [
     READY,
+    Grown(16),
     pull(A0),
     ReleaseArrived(A0),
     CANCEL_A,
@@ -396,8 +400,10 @@ def test_offer_refuses_what_is_not_allowed(state: OfferState, event: SourceEvent
 
 
 def test_a_missing_row_names_state_and_event() -> None:
-    with pytest.raises(ProtocolError, match="offer abcd: StreamSent is not allowed in PENDING"):
-        OfferSession(b"\xab\xcd", None).step(StreamSent(A0))
+    session = OfferSession(b"\xab\xcd", None)
+    session.step(READY)
+    with pytest.raises(ProtocolError, match="offer abcd: ReadyCompleted is not allowed in OPEN"):
+        session.step(READY)
 
 
 def test_a_release_while_the_stream_runs_changes_nothing() -> None:
@@ -408,6 +414,96 @@ def test_a_release_while_the_stream_runs_changes_nothing() -> None:
     with pytest.raises(ProtocolError, match="no Release from pp0tp0 while its stream runs"):
         session.step(ReleaseArrived(A0))
     assert session.snapshot is before
+
+
+# ------------------------------------------------------------ offers that grow
+
+
+def growing(of: PullArrived) -> PullArrived:
+    return msgspec.structs.replace(of, grows=True)
+
+
+def test_a_growing_offer_grants_who_grows_and_parks_the_others() -> None:
+    session = OfferSession(b"nonce", None)
+    assert session.step(growing(pull(A0, ALONE))) == [SendGrant(A0)]  # of no token yet
+    assert session.step(pull(B0, ALONE)) == []
+    assert session.step(Grown(16)) == [SendGrant(A0)]
+    assert (session.snapshot.state, session.snapshot.open_tokens) == (PENDING, 16)
+    assert session.step(growing(pull(A0, ALONE))) == [SendGrant(A0)]  # asked again
+    assert session.step(READY) == [SendGrant(A0), SendGrant(B0)]
+    assert session.snapshot.state is OPEN
+
+
+def test_open_tokens_only_grow() -> None:
+    session = OfferSession(b"nonce", None)
+    session.step(growing(pull(A0, ALONE)))
+    session.step(Grown(32))
+    assert session.step(Grown(16)) == session.step(Grown(32)) == []
+    assert session.snapshot.open_tokens == 32
+    session.step(READY)
+    assert session.step(Grown(48)) == []
+
+
+def test_a_stream_grows_and_sends_while_the_offer_does() -> None:
+    session = OfferSession(b"nonce", None)
+    started = session.step(growing(stream_pull(A0, ALONE)))
+    assert started == [SendGrant(A0), StartStream(A0)]
+    assert session.step(Grown(16)) == [GrowStream(A0)]
+    assert session.step(ChunkPacked(A0, 0)) == [SendChunk(A0, 0)]
+    assert session.step(READY) == [SendGrant(A0), GrowStream(A0)]
+    assert session.step(StreamSent(A0)) == [FinishedSending(None)]
+
+
+def test_who_has_all_it_wants_is_told_no_more_and_the_offer_ends_complete() -> None:
+    session = OfferSession(b"nonce", None)
+    session.step(growing(pull(A0, ALONE)))
+    session.step(Grown(16))
+    assert session.step(ReleaseArrived(A0)) == [SendVerdict(A0, True, None)]
+    assert session.snapshot.state is PENDING  # the engine computes it still
+    assert session.step(Grown(32)) == []
+    assert session.step(READY) == [FinishedSending(None)]
+    assert session.snapshot.state is DONE
+
+
+@pytest.mark.parametrize("wire", ["direct", "stream"])
+def test_what_breaks_in_mid_growth_stays_broken(wire: str) -> None:
+    session = OfferSession(b"nonce", None)
+    ask = pull(A0, ALONE) if wire == "direct" else stream_pull(A0, ALONE)
+    session.step(growing(ask))
+    session.step(Grown(16))
+    ended = session.step(Break(Reason.PREEMPTED))
+    assert SendBroken(A0, Reason.PREEMPTED) in ended
+    assert session.step(Grown(32)) == session.step(READY) == []
+    late = session.step(ReleaseArrived(A0))
+    assert late == [SendVerdict(A0, False, Reason.PREEMPTED)]
+    assert session.step(growing(ask)) == [SendRefuse(A0, Reason.PREEMPTED)]
+    assert session.step(ask) == [SendRefuse(A0, Reason.ENDED)]
+
+
+def test_a_load_reads_each_token_once_as_it_opens() -> None:
+    load = LoadSession([R0], frozenset())
+    load.step(Start())
+    assert load.step(GrantArrived(R0, 0)) == []
+    assert load.step(GrantArrived(R0, 16)) == [StartRead(R0, 0, 16)]
+    assert load.step(GrantArrived(R0, 32)) == load.step(GrantArrived(R0, 48)) == []  # it reads
+    assert load.step(GrantArrived(R0, 16)) == []  # a late one
+    assert load.step(RetryDue(R0)) == [SendPull(R0)]
+    assert load.step(ReadCompleted(R0, certified=False)) == [StartRead(R0, 16, 48)]
+    assert load.step(ReadCompleted(R0, certified=False)) == []
+    assert load.step(GrantArrived(R0)) == [StartRead(R0, 48, ALL)]
+    assert load.step(RetryDue(R0)) == []
+    assert load.step(ReadCompleted(R0, certified=False)) == [SendRelease(R0)]
+
+
+def test_a_load_that_waits_for_growth_ends_with_its_deadline() -> None:
+    load = LoadSession([R0], frozenset())
+    load.step(Start())
+    load.step(GrantArrived(R0, 16))
+    load.step(ReadCompleted(R0, certified=False))
+    ended = load.step(DeadlinePassed(R0))
+    assert ended == [StopRead(R0), SendCancel(R0, Reason.DEADLINE)]
+    assert load.step(GrantArrived(R0, 32)) == []
+    assert load.step(ReadDrained(R0)) == [FinishedRecving(Reason.DEADLINE)]
 
 
 # ------------------------------------------------------------ what a hostile peer can make it keep

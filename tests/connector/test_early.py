@@ -1,0 +1,418 @@
+"""Requests that a router sends to both engines at once: the sink finds the offer by the router's
+id, and loads what is open while the rest is computed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvxfer.connector import parked
+from kvxfer.connector.params import early_params, make_params, mint_request, prefill_params
+from kvxfer.connector.records import SourceRef
+from kvxfer.transfer.wire import OfferRef
+from tests.builders import EngineShape
+from tests.connector.rig import PATIENT, POISON, Engine, expect_moved, until
+from tests.connector.sides import Request, Side, table_of
+
+SETTINGS: dict[str, Any] = {**PATIENT, "early_wait_s": 60.0, "load_in_step_s": 0.0}
+SHAPE = EngineShape(num_blocks=24, inner_nbytes=64)
+TWO = EngineShape(num_blocks=24, inner_nbytes=64, tp_size=2)
+PROMPT = tuple(range(100, 180))
+HI = len(PROMPT) - 1  # the last token is computed at the decode engine
+
+
+@contextmanager
+def sides(
+    source: EngineShape = SHAPE, sink: EngineShape = SHAPE, **settings: Any
+) -> Iterator[tuple[Side, Side]]:
+    settings = {**SETTINGS, "transport": "shm", **settings}
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(Engine(shape, name, fill=fill, announce=False, **settings))
+            for shape, name, fill in ((source, "prefill", None), (sink, "decode", POISON))
+        ]
+        yield Side(engines[0]), Side(engines[1])
+
+
+def answer_of(source: Side) -> dict[str, Any]:
+    """What this prefill engine has answered to another request, as a router keeps it."""
+    engine = source.engine
+    ref = SourceRef(
+        engine_id=engine.engine_id,
+        endpoint=engine.endpoint,
+        offer=OfferRef(secrets.token_bytes(16), engine.incarnation),
+        num_tokens=1,
+    )
+    return make_params(ref, request_id="other", number=1, tp_size=1, pp_size=1)
+
+
+def pair_of(
+    source: Side, sink: Side, name: str | None = None, prompt: tuple[int, ...] = PROMPT
+) -> tuple[Request, Request]:
+    """The two requests that a router sends at once."""
+    name = name or mint_request()
+    prefill = Request(f"p-{name}", prompt, prefill_params(name))
+    prefill.table = table_of(source.engine.shape, len(prompt), seed=1)
+    decode = Request(f"d-{name}", prompt, early_params(answer_of(source), name))
+    decode.table = table_of(sink.engine.shape, len(prompt), seed=2)
+    return prefill, decode
+
+
+def begin(source: Side, prefill: Request, num_cached: int = 0) -> None:
+    assert source.scheduler.on_new_request(prefill) is None
+    assert source.ask(prefill, num_cached) == (0, False)
+    prefill.computed = num_cached
+
+
+def end(source: Side, prefill: Request) -> dict[str, Any]:
+    keep, params = source.finish(prefill, "FINISHED_LENGTH_CAPPED")
+    assert keep
+    assert params is not None
+    source.step()
+    return params
+
+
+def is_found(sink: Side, decode: Request) -> bool:
+    return sink.ask(decode)[0] is not None
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+@pytest.mark.parametrize(
+    ("source_shape", "sink_shape"), [(SHAPE, SHAPE), (TWO, SHAPE), (SHAPE, TWO)]
+)
+def test_decode_comes_first_and_loads_as_prefill_computes(
+    source_shape: EngineShape, sink_shape: EngineShape, wire: str
+) -> None:
+    with sides(source_shape, sink_shape, transport=wire, chunk_nbytes=4096) as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        assert sink.scheduler.on_new_request(decode) is None
+        assert sink.ask(decode) == (None, False)
+        sink.step()
+        begin(source, prefill)
+        source.step([(prefill, 32)])
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(decode) == (HI, True)
+        sink.load(decode)
+        source.step([(prefill, 32)])
+        source.step([(prefill, 16)])
+        end(source, prefill)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: None}
+        expect_moved(source.engine, sink.engine, prefill.table, decode.table, {0: (0, HI)})
+        source.until(lambda: prefill.request_id in source.sent)
+
+
+def test_what_prefill_has_cached_leaves_before_its_first_step_is_over() -> None:
+    with sides() as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        sink.scheduler.on_new_request(decode)
+        sink.step()
+        begin(source, prefill, num_cached=64)
+        pool = sink.engine.pools[0].tensor
+        ends = source.engine.pools[0].tensor
+        poisoned = ends.clone()
+
+        def compute() -> None:
+            """The forward pass takes until decode has what was cached."""
+            sink.until(lambda: is_found(sink, decode))
+            sink.load(decode)
+            until(lambda: _has(source, sink, prefill, decode, 64))
+            assert (pool == POISON).any()
+
+        source.step([(prefill, 16)], compute=compute)
+        assert (ends == poisoned).all()
+        end(source, prefill)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: None}
+
+
+def _has(source: Side, sink: Side, prefill: Request, decode: Request, num_tokens: int) -> bool:
+    try:
+        spans = {0: (0, num_tokens)}
+        expect_moved(source.engine, sink.engine, prefill.table, decode.table, spans)
+    except AssertionError:
+        return False
+    return True
+
+
+def test_decode_comes_when_prefill_is_over() -> None:
+    with sides() as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        source.step([(prefill, len(PROMPT))])
+        end(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: None}
+        (report,) = sink.engine.reports(decode.request_id)
+        assert report.spans == ()  # it was complete
+
+
+def test_a_report_says_what_was_open_when() -> None:
+    with sides() as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, 16)])
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        until(lambda: _has(source, sink, prefill, decode, 16))
+        source.step([(prefill, 64)])
+        end(source, prefill)
+        sink.until(lambda: decode.request_id in sink.finished)
+        (report,) = sink.engine.reports(decode.request_id)
+        assert [num_open for _, num_open in report.spans][-2:] == [16, 80]
+        moments = [moment for moment, _ in report.spans]
+        assert report.handed_s <= moments[0] <= moments[-1] <= report.finished_s
+
+
+# ------------------------------------------------------------------ what is not found
+
+
+def test_an_unknown_request_is_waited_for_so_long_and_then_computed_here() -> None:
+    with sides(early_wait_s=0.3) as (source, sink):
+        _, decode = pair_of(source, sink)
+        sink.scheduler.on_new_request(decode)
+        assert sink.ask(decode) == (None, False)
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(decode) == (0, False)
+        assert sink.reasons() == {"unknown": 1}
+        assert sink.scheduler.num_open == 0
+
+
+def test_who_has_another_prompt_does_not_learn_the_nonce() -> None:
+    with sides() as (source, sink):
+        name = mint_request()
+        prefill, _ = pair_of(source, sink, name)
+        _, decode = pair_of(source, sink, name, PROMPT[::-1])
+        begin(source, prefill)
+        source.step([(prefill, 16)])
+        sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(decode) == (0, False)
+        assert sink.reasons() == {"tokens": 1}
+        source.step([(prefill, 64)])
+        end(source, prefill)
+        assert prefill.request_id not in source.sent  # another may come for it
+
+
+def test_an_engine_that_was_started_anew_is_not_asked() -> None:
+    with sides() as (source, sink):
+        _, decode = pair_of(source, sink)
+        assert decode.kv_transfer_params is not None
+        decode.kv_transfer_params["kvxfer"]["incarnation"] = "00" * 16
+        sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(decode) == (0, False)
+        assert sink.reasons() == {"incarnation": 1}
+
+
+def test_an_engine_of_protocol_1_is_not_asked() -> None:
+    with sides() as (source, sink):
+        service = source.engine.workers[0]._service
+        assert service is not None
+        manifest = source.scheduler._manifest
+        assert manifest is not None
+        earlier = msgspec.structs.replace(manifest, protocol=(1, 1))
+        service.io.post(lambda: service._set_engine(earlier))
+        _, decode = pair_of(source, sink)
+        sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(decode) == (0, False)
+        assert sink.reasons() == {"incompatible": 1}
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parked, "MAX_OF_PEER", 2)
+    with sides() as (source, sink):
+        decodes = [pair_of(source, sink)[1] for _ in range(3)]
+        for decode in decodes:
+            sink.scheduler.on_new_request(decode)
+            sink.step()
+        sink.until(lambda: is_found(sink, decodes[2]))
+        assert [sink.ask(decode) for decode in decodes] == [
+            (None, False),
+            (None, False),
+            (0, False),
+        ]
+        assert sink.reasons() == {"unknown": 1}
+
+
+def test_two_requests_of_one_id_find_one_offer() -> None:
+    with sides() as (source, sink):
+        name = mint_request()
+        prefill, decode = pair_of(source, sink, name)
+        _, other = pair_of(source, sink, name)
+        other.request_id = "other"
+        for each in (decode, other):
+            sink.scheduler.on_new_request(each)
+        begin(source, prefill)
+        source.step([(prefill, 16)])
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(other) == (None, False)  # the first one loads
+        sink.load(decode)
+        source.step([(prefill, 64)])
+        end(source, prefill)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.ask(other) == (0, False)  # it finds in the prefix cache what that has brought
+        for each in (decode, other):
+            sink.finish(each, "FINISHED_STOPPED")
+        assert sink.scheduler.num_open == 0
+        source.until(lambda: prefill.request_id in source.sent)
+
+
+# ------------------------------------------------------------------ ends in mid-growth
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_a_prefill_that_is_preempted_is_found_again(wire: str) -> None:
+    with sides(transport=wire, chunk_nbytes=4096) as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, 48)])
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        source.step(preempted=frozenset({prefill.request_id}))
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished.pop(decode.request_id) == "preempted"
+        assert sink.ask(decode) == (None, False)  # it is looked for
+        source.engine.pools[0].tensor.random_(0, 256)  # another request had the blocks
+        prefill.computed = prefill.num_told = 0
+        prefill.table = table_of(SHAPE, len(PROMPT), seed=5)
+        assert source.ask(prefill) == (0, False)
+        source.step([(prefill, 48)])
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        source.step([(prefill, 32)])
+        end(source, prefill)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: None}
+        expect_moved(source.engine, sink.engine, prefill.table, decode.table, {0: (0, HI)})
+        source.until(lambda: prefill.request_id in source.sent)
+
+
+def test_a_prefill_that_is_aborted_fails_the_load_by_name() -> None:
+    with sides() as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, 48)])
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        keep, params = source.finish(prefill, "FINISHED_ABORTED")
+        assert (keep, params) == (True, None)
+        source.until(lambda: prefill.request_id in source.sent)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: "aborted"}
+        assert sink.ask(decode) == (0, False)  # computed here
+
+
+def test_an_abort_while_finding_gives_the_offer_up_once_it_is_found() -> None:
+    with sides() as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        sink.scheduler.on_new_request(decode)
+        sink.step()
+        assert sink.finish(decode, "FINISHED_ABORTED") == (False, None)
+        assert sink.scheduler.num_open == 0
+        begin(source, prefill)
+        source.step([(prefill, 16)])
+        sink.until(lambda: source.engine.count("offers.broken"))
+        source.step([(prefill, 64)])
+        keep, _ = source.finish(prefill, "FINISHED_LENGTH_CAPPED")
+        assert keep
+        source.until(lambda: prefill.request_id in source.sent)
+
+
+def test_an_abort_while_loading_gives_the_blocks_back_on_both_sides() -> None:
+    with sides() as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, 16)])
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        sink.finish(decode, "FINISHED_ABORTED")
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: "cancelled"}
+        source.step([(prefill, 64)])
+        source.finish(prefill, "FINISHED_LENGTH_CAPPED")
+        source.until(lambda: prefill.request_id in source.sent)
+
+
+def test_a_prefill_that_is_late_gives_the_blocks_back() -> None:
+    with sides(early_wait_s=0.4) as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        source.step([(prefill, 16)])
+        sink.scheduler.on_new_request(decode)
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: "deadline"}
+
+
+# ------------------------------------------------------------------ blocks that early loads hold
+
+
+def test_growing_loads_hold_no_more_than_their_share() -> None:
+    with sides(early_share=0.25) as (source, sink):  # 96 of 24 * 16 tokens: one prompt of 80
+        pairs = [pair_of(source, sink) for _ in range(2)]
+        for number, (prefill, decode) in enumerate(pairs):
+            prefill.table = tuple(
+                tuple(i + 1 + 5 * number for i in range(5)) for _ in prefill.table
+            )
+            begin(source, prefill)
+            sink.scheduler.on_new_request(decode)
+            source.step([(prefill, 16)])
+        (first, loading), (second, waiting) = pairs
+        sink.until(lambda: is_found(sink, loading))
+        sink.until(lambda: sink.scheduler._loads.wanted(waiting.request_id))
+        sink.load(loading)
+        assert sink.ask(waiting) == (None, False)
+        source.step([(second, 64)])  # complete: it holds no blocks for a prefill
+        end(source, second)
+        sink.until(lambda: is_found(sink, waiting))
+        sink.load(waiting)
+        sink.until(lambda: waiting.request_id in sink.finished)
+        source.step([(first, 64)])
+        end(source, first)
+        sink.until(lambda: len(sink.finished) == 2)
+        assert set(sink.finished.values()) == {None}
+
+
+def test_without_a_share_a_load_waits_until_its_offer_is_complete() -> None:
+    with sides(early_share=0.0) as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, 64)])
+        sink.until(lambda: sink.scheduler._loads.wanted(decode.request_id))
+        assert sink.ask(decode) == (None, False)
+        source.step([(prefill, 16)])
+        end(source, prefill)
+        sink.until(lambda: is_found(sink, decode))
+
+
+def test_offers_that_do_not_grow_are_found_and_open_once() -> None:
+    with sides(grow_offers=False) as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill, num_cached=32)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, 32)])
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        ref = decode.request_id
+        source.step([(prefill, 16)])
+        end(source, prefill)
+        sink.until(lambda: ref in sink.finished)
+        (report,) = sink.engine.reports(ref)
+        assert {num_open for _, num_open in report.spans} - {0} == {80}
