@@ -212,7 +212,12 @@ def launch_copy(
     addresses are checked: the GPU cannot. Returns the compiled kernel. A launch without tokens
     copies nothing and compiles what others need.
     """
-    _check(params, source_table, sink_table, source_ids, sink_ids)
+    if source_table.numel() != sink_table.numel():
+        raise ValueError(
+            f"sink_table: expected {source_table.numel()} regions like the source, "
+            f"got {sink_table.numel()}"
+        )
+    check_arrays(NUM_PARAMS, params, source_table, sink_table, source_ids, sink_ids)
     grid = (launch.num_programs,)
     # Triton launches on the current device, whatever its tensors are on
     with torch.cuda.device_of(params):  # type: ignore[no-untyped-call]
@@ -236,17 +241,11 @@ def launch_copy(
     return compiled
 
 
-def _check(
-    params: torch.Tensor, source_table: torch.Tensor, sink_table: torch.Tensor, *ids: torch.Tensor
-) -> None:
-    if params.numel() != NUM_PARAMS:
-        raise ValueError(f"params: expected {NUM_PARAMS}, got {params.numel()}")
-    if source_table.numel() != sink_table.numel():
-        raise ValueError(
-            f"sink_table: expected {source_table.numel()} regions like the source, "
-            f"got {sink_table.numel()}"
-        )
-    for tensor in (params, source_table, sink_table, *ids):
+def check_arrays(num_params: int, params: torch.Tensor, *arrays: torch.Tensor) -> None:
+    """Are these what a kernel reads? Raises ValueError and TypeError."""
+    if params.numel() != num_params:
+        raise ValueError(f"params: expected {num_params}, got {params.numel()}")
+    for tensor in (params, *arrays):
         if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
             raise TypeError(
                 f"params, tables and ids: expected contiguous 1-D int64, "

@@ -27,7 +27,7 @@ _ALONE_LANES = 256
 ALONE_WARPS = 4
 MANY = 264
 """Programs on a whole GPU where words are narrower: two for each SM of an H200."""
-# A quotient is (number * magic) >> shift, for numbers below 2**31: see _divisor
+# A quotient is (number * magic) >> shift, for numbers below 2**31: see divisor
 _NUMBER_BITS = 31
 # So that words, tokens and lanes behind the last word are such numbers
 MAX_REGION_NBYTES = 1 << 30
@@ -165,11 +165,11 @@ def plan_launch(work: CopyWork, num_regions: int, num_programs: int) -> Launch:
         num_words,
         num_groups,
         num_pairs,
-        *_divisor(joined.num_heads),
-        *_divisor(max(1, joined.num_tokens) if tokens_first else inner_words),
-        *_divisor(joined.channel_nbytes // word if by_channel else inner_words),
-        *_side_params(joined.source),
-        *_side_params(joined.sink),
+        *divisor(joined.num_heads),
+        *divisor(max(1, joined.num_tokens) if tokens_first else inner_words),
+        *divisor(joined.channel_nbytes // word if by_channel else inner_words),
+        *side_params(joined.source),
+        *side_params(joined.sink),
     )
     return Launch(
         params=params,
@@ -236,10 +236,10 @@ def _joined(side: CopySide, unit: int, stride_token: int) -> CopySide:
     )
 
 
-def _side_params(side: CopySide) -> tuple[int, ...]:
+def side_params(side: CopySide) -> tuple[int, ...]:
     return (
-        *_divisor(side.block_tokens),
-        *_divisor(side.kernel_tokens),
+        *divisor(side.block_tokens),
+        *divisor(side.kernel_tokens),
         side.block_tokens // side.kernel_tokens,
         side.first_token,
         side.stride_block,
@@ -249,7 +249,7 @@ def _side_params(side: CopySide) -> tuple[int, ...]:
     )
 
 
-def _divisor(number: int) -> tuple[int, int, int]:
+def divisor(number: int) -> tuple[int, int, int]:
     """(number, magic, shift): dividing by a number known at run time costs a GPU some 30
     instructions, a multiplication and a shift four.
 

@@ -180,6 +180,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     bind_tokens: bool = True
     """Compare digests of the token ids on both sides before any KV moves. Change it, on both
     sides, for prompts whose token ids differ by design."""
+    allow_cast: bool = False
+    """Take and give KV between caches of other types or scales (``float32``, ``bfloat16``,
+    ``float16``, ``fp8``): the copy casts it, where both sides allow it. Off: such a peer is
+    refused. Change it, on both sides, where one of them keeps KV in ``fp8``."""
     offer_board: bool = True
     """Show open offers to sinks of this host in shared memory, and look at theirs: a direct read
     then waits for no answer. Off: every offer is asked for, and certified, by message. Change it

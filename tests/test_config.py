@@ -43,6 +43,7 @@ DEFAULTS = {
     "curve_keys_dir": None,
     "params_key": None,
     "bind_tokens": True,
+    "allow_cast": False,
     "offer_board": True,
     "verify": "off",
     "log_level": "INFO",

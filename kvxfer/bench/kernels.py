@@ -13,9 +13,12 @@ byte is read and written, so its memory moves twice as many. The way of ids and 
 is in the times. The host's time to launch is not (that is section cpu), except for "torch" and
 "batch": their hundreds of launches or pieces outlast the head start.
 
+The section casts copies bfloat16 to types of 8 bits and back, with a scale of each region, of each
+token, or none; its GB/s are of the source's bytes, and so is its memcpy.
+
 Sections: pieces (equal layouts, blocks of 2 KiB to 2 MiB), pairs (block sizes x layouts x heads),
-inner (sizes that are no powers of two), lengths (128 to 32k tokens), widths (programs of a launch),
-cpu (the host's time for a request). What copies cost a decode step is in gpu-transfer.
+inner (sizes that are no powers of two), casts, lengths (128 to 32k tokens), widths (programs of a
+launch), cpu (the host's time for a request). What copies cost a decode step is in gpu-transfer.
 With two GPUs all of it also from the other GPU.
 """
 
@@ -28,6 +31,7 @@ from functools import partial
 from itertools import product
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from kvxfer.bench import core
@@ -49,6 +53,9 @@ from kvxfer.bench.pools import (
 from kvxfer.kernels.strided_work import WHOLE_GPU
 from kvxfer.tensors.device_copy import BoundCopy, CopySettings, DeviceCopier, bind_copy
 from kvxfer.tensors.device_memory import DeviceMemory
+from kvxfer.transfer.casts import Values
+from kvxfer.transfer.layout import SCALE_NBYTES
+from kvxfer.transfer.plan import CopyClass, Side
 
 SPREAD = 2  # a pool has this many times the blocks of the request
 BUDGET_S = 1.5
@@ -57,6 +64,8 @@ BLOCKS = (8, 16, 24, 32, 64, 128)
 LAYOUTS = ("HND", "NHD")
 _WIDTHS = (8, 16, 24, 32, 48, 64, 96, 132, 264, WHOLE_GPU)
 _LINK_PROGRAMS = 32
+_CAST_WIDTHS = (24, 48, 96, 132, 264, WHOLE_GPU)
+HEAD_SIZE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +248,99 @@ def cpu(bench: Bench, blocks: Sequence[int]) -> None:
         bench.report.compare(core.Measured(f"cpu, {bench.where}", case, 0), {"kernel": taken})
 
 
+CASTS = (
+    ("bfloat16", "float8_e4m3fn", ""),
+    ("bfloat16", "float8_e4m3fn", "regions"),
+    ("bfloat16", "float8_e4m3fn", "tokens"),
+    ("bfloat16", "float8_e5m2", ""),
+    ("float8_e4m3fn", "bfloat16", "regions"),
+)
+"""Type of the source, type of the sink, and what has scales at the side of 8 bits."""
+
+
+def casts(bench: Bench, blocks: Sequence[int]) -> None:
+    for cast, layouts in product(CASTS, ("HND16->HND16", "NHD16->HND64")):
+        for num_tokens in (2048, 16384):
+            _run_cast(bench, cast, layouts, num_tokens)
+
+
+def _run_cast(bench: Bench, cast: tuple[str, str, str], layouts: str, num_tokens: int) -> None:
+    pools, sides = [], []
+    for text, dtype in zip(layouts.split("->"), cast[:2], strict=True):
+        values = Values(dtype)
+        is_scaled = values.item_nbytes == 1 and cast[2]
+        tail_nbytes = SCALE_NBYTES if is_scaled and cast[2] == "tokens" else 0
+        inner_nbytes = HEAD_SIZE * values.item_nbytes
+        layout, block_tokens = layout_of(text)
+        shape = Shape("8B", LLAMA_8B.regions, LLAMA_8B.heads, inner_nbytes + tail_nbytes)
+        num_blocks = -(-num_tokens // block_tokens) * SPREAD
+        pools.append(Pool(layout, block_tokens, num_blocks, shape))
+        side = replace(pools[-1].side(), values=values)
+        if is_scaled and not tail_nbytes:
+            scales = tuple((0.1 + region / 64,) for region in range(shape.regions))
+            side = replace(side, values=Values(dtype, scales))
+        elif tail_nbytes:  # as vLLM has it: each cell ends in its scale
+            places = [replace(base, offset=base.offset + inner_nbytes) for base in side.bases]
+            tile = replace(side.tile, inner_nbytes=tail_nbytes)
+            scale = replace(side, tile=tile, bases=tuple(places), values=None)
+            tile = replace(side.tile, inner_nbytes=inner_nbytes)
+            side = replace(side, tile=tile, scale=scale)
+        sides.append(side)
+    request = Request(pools[0], pools[1], num_tokens)
+    names, _ = request.copy_class()
+    chunk = sides[0].values
+    source, sink = (replace(side, chunk=chunk) for side in sides)
+    memories = [
+        (DeviceMemory(memory.data_ptr(), memory.numel()),) for memory in (bench.source, bench.sink)
+    ]
+    bound = bind_copy(CopyClass(names.names, 0, LLAMA_8B.heads, source, sink), *memories)
+    job = _Job(request, bound, request.source_ids, request.sink_ids)
+    _check_cast(bench, job, cast, (source, sink))
+    nbytes = num_tokens * LLAMA_8B.regions * LLAMA_8B.heads * source.tile.inner_nbytes
+    works = {"memcpy": _limits_of(bench, nbytes)["memcpy"]}
+    works |= {name_of(width): partial(copy, bench, job, width) for width in _CAST_WIDTHS}
+    taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
+    case = f"{' '.join(filter(None, cast))} {layouts} {num_tokens} tokens"
+    bench.report.compare(core.Measured(f"casts, {bench.where}", case, nbytes), taken)
+
+
+def _check_cast(
+    bench: Bench, job: _Job, cast: tuple[str, str, str], sides: tuple[Side, Side]
+) -> None:
+    """By PyTorch's casts, some regions at a time; every NaN is as good as another."""
+    request, num_tokens = job.request, job.request.num_tokens
+    pool = bench.sink[: request.sink.nbytes]
+    with torch.cuda.stream(bench.stream):
+        pool.fill_(POISON)
+    copy(bench, job, _CAST_WIDTHS[0])
+    bench.stream.synchronize()
+    for lo in range(0, LLAMA_8B.regions, 8):
+        given = content(bench.source, request.source, job.source_ids, lo, 8)[:, :num_tokens]
+        taken = content(pool, request.sink, job.sink_ids, lo, 8)[:, :num_tokens]
+        values, got = (
+            part[..., : side.tile.inner_nbytes].contiguous().view(getattr(torch, dtype)).float()
+            for part, side, dtype in zip((given.to(taken.device), taken), sides, cast, strict=False)
+        )
+        if cast[2] == "tokens":
+            scales = taken[..., -SCALE_NBYTES:].contiguous().view(torch.float32)
+            want = values * (1 / scales)
+        else:
+            ours, theirs = (
+                torch.tensor(side.values.scales[lo : lo + 8] or (1.0,), device=got.device)
+                for side in sides
+                if side.values
+            )
+            want = values * ours.view(-1, 1, 1, 1) / theirs.view(-1, 1, 1, 1)
+        largest = torch.finfo(getattr(torch, cast[1])).max
+        if cast[1].startswith("float8"):
+            want = want.clamp(-largest, largest)
+        want = want.to(getattr(torch, cast[1])).float()
+        if not bool(((got == want) | (got.isnan() & want.isnan())).all()):
+            raise SystemExit(f"bench kernels: wrong values: {' '.join(cast)} {request.layouts}")
+    if not request.sink.is_untouched_beside(pool, job.sink_ids):
+        raise SystemExit(f"bench kernels: wrote beside: {' '.join(cast)} {request.layouts}")
+
+
 def _make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Bench:
     sink_device = torch.device("cuda", 0)
     source_device = torch.device("cuda", 0 if where == "local" else 1)
@@ -257,7 +359,9 @@ def _make_bench(where: str, nbytes: int, rounds: int, report: core.Report) -> Be
     return Bench(where, source, sink, flush, copier, stream, rounds, report)
 
 
-SECTIONS = {section.__name__: section for section in (pieces, widths, lengths, inner, cpu, pairs)}
+SECTIONS = {
+    section.__name__: section for section in (pieces, widths, lengths, inner, casts, cpu, pairs)
+}
 TEXT = (
     "GB/s of payload, median; on one GPU each byte is read and written. The ratio is to the memcpy "
     "of the same round."

@@ -30,6 +30,7 @@ from kvxfer.transfer.manifest import (
     parse_endpoint,
     validate_manifest,
 )
+from kvxfer.transfer.plan import Plan
 from kvxfer.transfer.wire import BIND_TOKENS
 from kvxfer.transports.guard import pinned_keys
 
@@ -151,6 +152,20 @@ def check_partner(
             "configure it alike on both sides"
         )
     check_compatible(manifest, own, can_leave_unhashed=can_leave_unhashed)
+
+
+def check_verifiable(config: Config, plan: Plan, manifest: EngineManifest) -> None:
+    """Check that nothing that is verified is cast: digests are of bytes, which a cast changes.
+    Raises IncompatiblePeer.
+    """
+    casts = [c for route in plan.routes for c in route.classes if c.source.values is not None]
+    if config.verify != "off" and casts:
+        source, sink = casts[0].source.values, casts[0].sink.values
+        raise IncompatiblePeer(
+            f"verify: expected off with KV that is cast, got {config.verify}: engine "
+            f"{manifest.engine_id} has {source and source.dtype}, this engine "
+            f"{sink and sink.dtype}; set verify to off, or use one KV cache type on both sides"
+        )
 
 
 # ------------------------------------------------------------------ who listens on this host

@@ -24,7 +24,13 @@ from typing import assert_never
 
 import zmq
 
-from kvxfer.connector.access import check_host, check_introduction, check_owners, check_partner
+from kvxfer.connector.access import (
+    check_host,
+    check_introduction,
+    check_owners,
+    check_partner,
+    check_verifiable,
+)
 from kvxfer.connector.board import BoardView
 from kvxfer.connector.peer import Peer, Surroundings, Waiter
 from kvxfer.connector.peer_session import (
@@ -295,6 +301,7 @@ class Peers:
             around.config, peer.manifest, own, can_leave_unhashed=around.can_leave_unhashed
         )
         peer.plan = make_plan(peer.manifest, own)
+        check_verifiable(around.config, peer.plan, peer.manifest)
         peer.moments.end("plan")
         return Matched(tuple(peer.source(route.source_rank) for route in peer.routes()))
 

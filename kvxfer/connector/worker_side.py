@@ -131,6 +131,10 @@ class WorkerConnector:
             group_keepings(regions)
         except ValueError as e:
             raise ConfigError(f"register_kv_caches: {e}") from e
+        if not self._config.allow_cast:  # who states its elements allows that they are cast
+            regions = tuple(
+                msgspec.structs.replace(region, elements=msgspec.UNSET) for region in regions
+            )
         self._service = RankService(
             self._config,
             self._ledger,

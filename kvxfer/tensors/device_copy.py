@@ -11,7 +11,7 @@ A thread that has just woken takes 50 us for that.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvxfer.kernels import cast_work
 from kvxfer.kernels.strided_work import (
     MAX_REGION_NBYTES,
     WHOLE_GPU,
@@ -36,7 +37,8 @@ from kvxfer.tensors.device_launch import (
 )
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_index import Ids, are_blocks
-from kvxfer.transfer.plan import CopyClass, DenseOrder, Side, Tile
+from kvxfer.transfer.casts import Values
+from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side, Tile, cast_order
 
 # The widest access of the kernel; alignment beyond it does not matter
 _ALIGN_NBYTES = 16
@@ -45,12 +47,43 @@ _ALIGN_NBYTES = 16
 @dataclass(frozen=True, slots=True)
 class BoundSide:
     """A side of a geometry class in memories known to hold it: an address for each region.
-    ``align_nbytes`` divides all of them; 0: to be found.
+    ``align_nbytes`` divides all of them; 0: to be found. The rest is as ``Side`` has it.
     """
 
     tile: Tile
     addresses: Ids
     align_nbytes: int = 0
+    values: Values | None = None
+    chunk: Values | None = None
+    scale: BoundSide | None = None
+
+    @property
+    def is_cast(self) -> bool:
+        return self.chunk != self.values or self.scale is not None
+
+    @property
+    def order(self) -> DenseOrder:
+        return self.tile.order if self.chunk is None else cast_order(self.tile.order)
+
+    @property
+    def dense_token_nbytes(self) -> int:
+        """Bytes of one token of one region in a chunk."""
+        nbytes = index.token_nbytes(self.tile)
+        if self.values is None or self.chunk is None:
+            return nbytes
+        return nbytes // self.values.item_nbytes * self.chunk.item_nbytes
+
+    def part(self, region_lo: int, region_hi: int) -> BoundSide:
+        """Some of its regions."""
+        values, chunk, scale = self.values, self.chunk, self.scale
+        return BoundSide(
+            self.tile,
+            self.addresses[region_lo:region_hi],
+            self.align_nbytes,
+            values and _part_of(values, region_lo, region_hi),
+            chunk and _part_of(chunk, region_lo, region_hi),
+            scale and scale.part(region_lo, region_hi),
+        )
 
     def __post_init__(self) -> None:
         if not self.align_nbytes:
@@ -66,11 +99,28 @@ class BoundCopy:
     sink: BoundSide
 
 
+def _part_of(values: Values, region_lo: int, region_hi: int) -> Values:
+    return Values(values.dtype, values.scales[region_lo:region_hi])
+
+
+def side_at(side: Side, address_of: Callable[[Base], int]) -> BoundSide:
+    """The side at these addresses, which nobody has checked."""
+    return BoundSide(
+        side.tile,
+        np.array([address_of(base) for base in side.bases], np.int64),
+        values=side.values,
+        chunk=side.chunk,
+        scale=None if side.scale is None else side_at(side.scale, address_of),
+    )
+
+
 def bind_side(side: Side, memories: Sequence[DeviceMemory]) -> BoundSide:
     """The side in these memories. Raises ValueError for bases outside them."""
-    index.check_bases(side.tile, side.bases, [memory.nbytes for memory in memories])
-    addresses = [memories[base.memory].address + base.offset for base in side.bases]
-    return BoundSide(side.tile, np.array(addresses, np.int64))
+    for each in (side, side.scale):
+        if each is not None:
+            sizes = [memory.nbytes for memory in memories]
+            index.check_bases(each.tile, each.bases, sizes)
+    return side_at(side, lambda base: memories[base.memory].address + base.offset)
 
 
 def bind_copy(
@@ -114,7 +164,7 @@ class Work:
     the source and of the sink, the ids of the source and of the sink.
     """
 
-    launch: Launch
+    launch: Launch | cast_work.CastLaunch
     nbytes: int
     arrays: tuple[Ids, Ids, Ids, Ids, Ids]
 
@@ -125,10 +175,19 @@ def _pool_work(
     sink_ids: Ids,
     tokens: tuple[int, int],
     programs: int,
+    *,
+    is_native: bool = False,
 ) -> Work:
     """Ids are positional. ``programs``: at most, or WHOLE_GPU."""
     source, sink, (lo, hi) = bound.source, bound.sink, tokens
     num_regions = source.addresses.size
+    if source.values is not None:
+        ids = (
+            index.span_ids(source.tile, source_ids, lo, hi),
+            index.span_ids(sink.tile, sink_ids, lo, hi),
+        )
+        firsts = (lo % source.tile.block_tokens, lo % sink.tile.block_tokens)
+        return _cast_work((source, sink), firsts, ids, hi - lo, programs, is_native=is_native)
     launch, numbers = _plan_pools(
         *(source.tile, sink.tile, lo % source.tile.block_tokens, lo % sink.tile.block_tokens),
         *(hi - lo, num_regions, math.gcd(source.align_nbytes, sink.align_nbytes), programs),
@@ -141,7 +200,7 @@ def _pool_work(
     return Work(launch, nbytes, (numbers, source.addresses, sink.addresses, *ids))
 
 
-def empty_works(bound: BoundCopy, programs: int) -> list[Work]:
+def empty_works(bound: BoundCopy, programs: int, *, is_native: bool = False) -> list[Work]:
     """One copy for each of the binaries that copies between these sides need: tokens of whole
     blocks can be joined to wider words, where a single one cannot. What they name is not to be
     copied.
@@ -149,7 +208,7 @@ def empty_works(bound: BoundCopy, programs: int) -> list[Work]:
     ids = np.zeros(1, np.int64)
     works: dict[tuple[object, ...], Work] = {}
     for num_tokens in (0, 1):
-        work = _pool_work(bound, ids, ids, (0, num_tokens), programs)
+        work = _pool_work(bound, ids, ids, (0, num_tokens), programs, is_native=is_native)
         works.setdefault(work.launch.binary, work)
     return list(works.values())
 
@@ -164,12 +223,26 @@ def chunk_works(
     programs: int,
     *,
     is_pack: bool,
+    is_native: bool = False,
 ) -> Iterator[Work]:
     """The launches that a chunk needs: from the pool to the chunk, or back. Only in head-major
     order, a kernel block that the chunk's tokens cut has other strides than whole ones: up to three
     launches.
     """
     (region_lo, region_hi), (lo, hi), tile = regions, tokens, side.tile
+    if side.is_cast:
+        ends = (side.part(*regions), _dense_side(side, regions, hi - lo, dense_address))
+        firsts, ids = (
+            (lo % tile.block_tokens, 0),
+            (
+                index.span_ids(tile, block_ids, lo, hi),
+                np.zeros(1, np.int64),
+            ),
+        )
+        if not is_pack:
+            ends, firsts, ids = ends[::-1], firsts[::-1], ids[::-1]
+        yield _cast_work(ends, firsts, ids, hi - lo, programs, is_native=is_native)
+        return
     parts = _chunk_parts(
         *(tile, order, lo % math.lcm(tile.block_tokens, order.kernel_tokens), hi - lo),
         region_hi - region_lo,
@@ -185,6 +258,117 @@ def chunk_works(
         if not is_pack:
             addresses, ids = addresses[::-1], ids[::-1]
         yield Work(part.launch, part.nbytes, (part.numbers, *addresses, *ids))
+
+
+def _dense_side(
+    side: BoundSide, regions: tuple[int, int], num_tokens: int, address: int
+) -> BoundSide:
+    """A chunk of a side that casts, token by token, as one block of its tokens."""
+    assert side.chunk is not None
+    token_nbytes, num_tokens = side.dense_token_nbytes, max(1, num_tokens)
+    inner_nbytes = token_nbytes // side.tile.num_heads
+    tile = Tile(
+        block_tokens=num_tokens,
+        kernel_tokens=num_tokens,
+        num_blocks=1,
+        num_heads=side.tile.num_heads,
+        inner_nbytes=inner_nbytes,
+        stride_block=num_tokens * token_nbytes,
+        stride_head=inner_nbytes,
+        stride_token=token_nbytes,
+    )
+    offsets = np.arange(regions[1] - regions[0], dtype=np.int64) * (num_tokens * token_nbytes)
+    return BoundSide(tile, address + offsets, values=_part_of(side.chunk, *regions))
+
+
+def _cast_work(
+    sides: tuple[BoundSide, BoundSide],
+    firsts: tuple[int, int],
+    ids: tuple[Ids, Ids],
+    num_tokens: int,
+    programs: int,
+    *,
+    is_native: bool,
+) -> Work:
+    """One launch that casts, from the first side to the second. ``ids`` begin with the blocks in
+    which the tokens ``firsts`` are. Raises ValueError for addresses between elements.
+    """
+    ends, tables = [], []
+    for number, (side, first) in enumerate(zip(sides, firsts, strict=True)):
+        assert side.values is not None
+        kind, words = _scale_words(side.values, side.tile.num_heads, is_sink=number == 1)
+        if side.scale is not None:
+            kind, words = cast_work.TOKENS, side.scale.addresses
+        scale_align = side.scale.align_nbytes if side.scale else cast_work.SCALE_NBYTES
+        if side.align_nbytes % side.values.item_nbytes or scale_align % cast_work.SCALE_NBYTES:
+            raise ValueError(
+                f"addresses: expected multiples of {side.values.item_nbytes} bytes, as "
+                f"{side.values.dtype} has, got some that {side.align_nbytes} divides"
+            )
+        scale_tile = side.scale.tile if side.scale else None
+        ends.append((side.tile, first, side.values.dtype, kind, scale_tile, side.align_nbytes))
+        tables.append(np.concatenate((side.addresses, words)))
+    launch, numbers = _plan_cast(
+        *ends, num_tokens, sides[0].addresses.size, programs, is_native=is_native
+    )
+    token_nbytes = next(side.dense_token_nbytes for side in sides if side.chunk)
+    nbytes = num_tokens * token_nbytes * sides[0].addresses.size
+    return Work(launch, nbytes, (numbers, tables[0], tables[1], *ids))
+
+
+_End = tuple[Tile, int, str, int, Tile | None, int]
+"""Tile, first token, type, kind of scales, the tile of these, and what divides the addresses."""
+
+
+@lru_cache(maxsize=1024)
+def _plan_cast(
+    source: _End,
+    sink: _End,
+    num_tokens: int,
+    num_regions: int,
+    programs: int,
+    *,
+    is_native: bool,
+) -> tuple[cast_work.CastLaunch, Ids]:
+    ends = [_cast_end(*source), _cast_end(*sink)]
+    tile = source[0]
+    launch = cast_work.plan_cast(
+        *ends,
+        num_tokens=num_tokens,
+        num_heads=tile.num_heads,
+        num_elements=tile.inner_nbytes // ends[0].item_nbytes,
+        num_regions=num_regions,
+        num_programs=programs,
+        is_native=is_native,
+    )
+    return launch, np.array(launch.params, np.int64)
+
+
+def _cast_end(
+    tile: Tile, first_token: int, dtype: str, kind: int, scale_tile: Tile | None, align_nbytes: int
+) -> cast_work.CastEnd:
+    return cast_work.CastEnd(
+        cells=index.pool_side(tile, first_token),
+        dtype=dtype,
+        item_nbytes=Values(dtype).item_nbytes,
+        scales=kind,
+        scale_cells=None if scale_tile is None else index.pool_side(scale_tile, first_token),
+        align_nbytes=align_nbytes,
+    )
+
+
+@lru_cache(maxsize=256)
+def _scale_words(values: Values, num_heads: int, *, is_sink: bool) -> tuple[int, Ids]:
+    """The kind of a side's scales, and those of each region and head as words of a table."""
+    if not values.scales:
+        return cast_work.ONE, np.zeros(0, np.int64)
+    scales = np.array(
+        [each if len(each) == num_heads else each * num_heads for each in values.scales], np.float32
+    )
+    kind = cast_work.TABLE
+    if is_sink and not (np.frexp(scales)[0] != 0.5).any():  # powers of two
+        kind, scales = cast_work.INVERSE, np.float32(1) / scales
+    return kind, scales.reshape(-1).view(np.int32).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +479,11 @@ class DeviceCopier:
         self._ring = JobRing(self._settings.ring_nbytes, device)
         self._launcher = HostLauncher() if device.type == "cpu" else GpuLauncher(device)
         self._looked_through: tuple[Ids, Tile] | None = None
+        # What has instructions for e4m3
+        self._is_native = device.type != "cpu" and torch.cuda.get_device_capability(device) >= (
+            8,
+            9,
+        )
 
     @property
     def num_waits(self) -> int:
@@ -307,18 +496,20 @@ class DeviceCopier:
 
     def warm(self, bound: BoundCopy, stream: Stream, programs: int | None = None) -> Event:
         """Compile them, which takes a second the first time on a machine; nothing is copied."""
-        works = empty_works(bound, self._programs_for(programs))
+        works = empty_works(bound, self._programs_for(programs), is_native=self._is_native)
         events = [self._launch(work, stream, is_empty=True) for work in works]
         return events[-1]
 
     def warm_unpack(self, side: BoundSide, stream: Stream) -> Event:
         """Compile what unpacks its chunks, from this GPU and from the host; nothing is copied."""
         widths = (WHOLE_GPU, self._settings.launch_programs)
-        ids, order = np.zeros(1, np.int64), side.tile.order
+        ids, order = np.zeros(1, np.int64), side.order
         for num_tokens in (side.tile.kernel_tokens, 1):
             span = ((0, side.addresses.size), (0, num_tokens))
             for programs in widths:
-                for work in chunk_works(side, ids, order, *span, 0, programs, is_pack=False):
+                for work in chunk_works(
+                    side, ids, order, *span, 0, programs, is_pack=False, is_native=self._is_native
+                ):
                     self._launch(work, stream, is_empty=True)
         return self.mark(stream)
 
@@ -380,7 +571,10 @@ class DeviceCopier:
             bound.source.tile, bound.sink.tile, num_regions, tokens, *bounds
         )
         width = self._programs_for(programs)
-        works = (_pool_work(bound, source_ids, sink_ids, piece, width) for piece in pieces)
+        works = (
+            _pool_work(bound, source_ids, sink_ids, piece, width, is_native=self._is_native)
+            for piece in pieces
+        )
         return self._launched(works, stream)
 
     def pack(
@@ -404,7 +598,9 @@ class DeviceCopier:
         """
         self._check_chunk(side, block_ids, order, regions, tokens, out, "out")
         where = (out.data_ptr(), self._programs_for(programs, out))
-        works = chunk_works(side, block_ids, order, regions, tokens, *where, is_pack=True)
+        works = chunk_works(
+            side, block_ids, order, regions, tokens, *where, is_pack=True, is_native=self._is_native
+        )
         return _last(self._launched(works, stream))
 
     def unpack(
@@ -419,12 +615,21 @@ class DeviceCopier:
         programs: int | None = None,
     ) -> Launched:
         """Unpack a chunk that lies in the sink's own physical order; the reverse of :meth:`pack`
-        with the order of the side's tile.
+        with the order of the side.
         """
-        order = side.tile.order
+        order = side.order
         self._check_chunk(side, block_ids, order, regions, tokens, dense, "dense")
         where = (dense.data_ptr(), self._programs_for(programs, dense))
-        works = chunk_works(side, block_ids, order, regions, tokens, *where, is_pack=False)
+        works = chunk_works(
+            side,
+            block_ids,
+            order,
+            regions,
+            tokens,
+            *where,
+            is_pack=False,
+            is_native=self._is_native,
+        )
         return _last(self._launched(works, stream))
 
     def _programs_for(self, programs: int | None, dense: Tensor | None = None) -> int:
@@ -449,7 +654,7 @@ class DeviceCopier:
         index.check_regions(side.addresses.size, *regions)
         self._check_ids(side.tile, block_ids, *tokens)
         index.check_order(side.tile, order)
-        region_nbytes = (tokens[1] - tokens[0]) * index.token_nbytes(side.tile)
+        region_nbytes = (tokens[1] - tokens[0]) * side.dense_token_nbytes
         index.check_chunk(dense, name, regions[1] - regions[0], region_nbytes)
         if dense.device.type != self._device.type and not dense.is_pinned():
             raise ValueError(

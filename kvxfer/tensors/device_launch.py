@@ -21,12 +21,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvxfer.kernels.cast_work import CastLaunch
+from kvxfer.kernels.strided_cast import launch_cast
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.kernels.strided_work import Launch
 from kvxfer.tensors.cuda_driver import DriverEvents, PointerArguments, driver
 from kvxfer.tensors.strided_index import WORD_NBYTES
 
 Stream = torch.cuda.Stream | None
+AnyLaunch = Launch | CastLaunch
 
 
 class Event(Protocol):
@@ -145,7 +148,7 @@ class JobRing:
 class HostLauncher:
     """Triton's interpreter (TRITON_INTERPRET=1): all is over when a call returns."""
 
-    def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
+    def launch(self, slot: Slot, sizes: Sequence[int], launch: AnyLaunch, stream: Stream) -> None:
         _launch_by_triton(slot, sizes, launch)
 
     def record(self, stream: Stream) -> Event:
@@ -185,7 +188,7 @@ class GpuLauncher:
         self._stamps = DriverEvents(self._driver, self._current, are_timed=True)
         self._stream: tuple[Stream, int] | None = None
 
-    def launch(self, slot: Slot, sizes: Sequence[int], launch: Launch, stream: Stream) -> None:
+    def launch(self, slot: Slot, sizes: Sequence[int], launch: AnyLaunch, stream: Stream) -> None:
         """Send the slot, which has the kernel's five arrays one behind the other (``sizes`` in
         words), and launch behind it: one copy of a few KiB, one launch.
         """
@@ -235,11 +238,14 @@ class GpuLauncher:
         return known[1]
 
 
-def _launch_by_triton(slot: Slot, sizes: Sequence[int], launch: Launch) -> object:
+def _launch_by_triton(slot: Slot, sizes: Sequence[int], launch: AnyLaunch) -> object:
     """On PyTorch's current stream. Returns what Triton has compiled."""
     slot.device.copy_(slot.pinned, non_blocking=True)
     numbers, source_table, sink_table, given_ids, taken_ids = torch.split(slot.device, list(sizes))
-    return launch_copy(numbers, source_table, sink_table, given_ids, taken_ids, launch)
+    arrays = (numbers, source_table, sink_table, given_ids, taken_ids)
+    if isinstance(launch, CastLaunch):
+        return launch_cast(*arrays, launch)
+    return launch_copy(*arrays, launch)
 
 
 def _binary_of(compiled: object) -> _Binary | None:

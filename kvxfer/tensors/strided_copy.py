@@ -9,14 +9,17 @@ memmove each, whatever their length and alignment. One thread, against ``torch.i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvxfer.tensors.element_cast import PIECE_ELEMENTS, dequantised, quantised, token_scales
 from kvxfer.tensors.strided_index import (
     PIECE_NBYTES,
     Ids,
@@ -30,14 +33,18 @@ from kvxfer.tensors.strided_index import (
     check_regions,
     check_span,
     read_piece,
+    token_nbytes,
     token_pieces,
     write_piece,
 )
-from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side, Tile
+from kvxfer.transfer.casts import Values
+from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Side
 
 Bytes = NDArray[np.uint8]
 
 _PAGE_NBYTES = 4096
+_BY_TOKEN = DenseOrder(1, True)
+"""In which elements are cast: [token][head][channel]."""
 
 
 class Scratch:
@@ -78,8 +85,12 @@ def gather(
     is written, for ids or bases outside the memories and for a wrong size.
     """
     bases = _regions(side, regions)
-    pools = _checked(memories, side.tile, bases, block_ids, tokens)
+    pools = _checked(memories, side, bases, block_ids, tokens)
     check_order(side.tile, order)
+    if side.is_cast:
+        pool = _CastPool(pools, side, block_ids)
+        _cast(pool, _CastChunk(out, "out", side, regions, tokens), range(*regions), tokens)
+        return
     piece = read_piece(side.tile, block_ids, order, *tokens)
     chunk = _chunk(out, "out", piece, len(bases))
     for base, region_bytes in zip(bases, chunk, strict=True):
@@ -94,10 +105,14 @@ def scatter(
     tokens: tuple[int, int],
     dense: Tensor,
 ) -> None:
-    """The reverse of :func:`gather` with the order of the sink's tile; the same checks."""
+    """The reverse of :func:`gather` with the order of the sink; the same checks."""
     bases = _regions(side, regions)
-    pools = _checked(memories, side.tile, bases, block_ids, tokens)
-    piece = write_piece(side.tile, block_ids, side.tile.order, *tokens)
+    pools = _checked(memories, side, bases, block_ids, tokens)
+    if side.is_cast:
+        pool = _CastPool(pools, side, block_ids)
+        _cast(_CastChunk(dense, "dense", side, regions, tokens), pool, range(*regions), tokens)
+        return
+    piece = write_piece(side.tile, block_ids, side.order, *tokens)
     chunk = _chunk(dense, "dense", piece, len(bases))
     for base, region_bytes in zip(bases, chunk, strict=True):
         _scatter(pools[base.memory], base.offset, piece, region_bytes)
@@ -114,7 +129,8 @@ def strided_copy(
     scratch: Scratch,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Copy tokens [lo, hi) of all regions from pool to pool; returns the bytes copied.
+    """Copy tokens [lo, hi) of all regions from pool to pool; returns the bytes copied, those of a
+    cast as chunks would have them.
 
     The source is only read. ``stop`` is asked before each piece (at most 1 MiB, unless one token
     is larger); once it says True nothing more is written. Raises ValueError, before anything is
@@ -122,8 +138,11 @@ def strided_copy(
     """
     source, sink = copy_class.source, copy_class.sink
     check_pair(copy_class)
-    source_pools = _checked(source_memories, source.tile, source.bases, source_ids, tokens)
-    sink_pools = _checked(sink_memories, sink.tile, sink.bases, sink_ids, tokens)
+    source_pools = _checked(source_memories, source, source.bases, source_ids, tokens)
+    sink_pools = _checked(sink_memories, sink, sink.bases, sink_ids, tokens)
+    if source.values is not None:
+        ends = _CastPool(source_pools, source, source_ids), _CastPool(sink_pools, sink, sink_ids)
+        return _cast(*ends, range(len(sink.bases)), tokens, stop)
     order = sink.tile.order
     copied_nbytes = 0
     for lo, hi in token_pieces(source.tile, sink.tile, *tokens):
@@ -171,6 +190,110 @@ def _scatter(pool: Bytes, offset: int, piece: Piece, dense: Bytes) -> None:
         _any_unit(pool, offset, part)[part.starts] = _dense_units(dense, part)
 
 
+class _CastPool:
+    """One side's pool, as values [tokens, heads, channels] of a region and a range of tokens."""
+
+    def __init__(self, pools: Sequence[Bytes], side: Side, block_ids: Ids) -> None:
+        assert side.values is not None
+        self._pools, self._ids, self._values = pools, block_ids, side.values
+        self._cells, self._scale = side, side.scale
+        self.tile, self.dense_inner_nbytes = side.tile, side.dense_inner_nbytes
+        self.num_elements = side.tile.inner_nbytes // side.values.item_nbytes
+
+    def read(self, region: int, lo: int, hi: int) -> Tensor:
+        scales = _scales(self._values, region)
+        if self._scale is not None:
+            found = self._read(self._scale, region, lo, hi)
+            scales = torch.from_numpy(found).view(torch.float32).squeeze(-1)
+        cells = self._read(self._cells, region, lo, hi)
+        return dequantised(cells, self._values.dtype, scales)
+
+    def write(self, region: int, lo: int, hi: int, values: Tensor) -> None:
+        scales, by_token = _scales(self._values, region), self._scale is not None
+        if self._scale is not None:
+            scales = token_scales(values, self._values.dtype)
+            self._write(self._scale, region, lo, hi, scales.numpy().view(np.uint8))
+        cells = quantised(values, self._values.dtype, scales, by_token=by_token)
+        self._write(self._cells, region, lo, hi, cells)
+
+    def _read(self, side: Side, region: int, lo: int, hi: int) -> Bytes:
+        """[tokens, heads, bytes]"""
+        base, tile = side.bases[region], side.tile
+        piece = read_piece(tile, self._ids, _BY_TOKEN, lo, hi)
+        cells = np.empty((hi - lo, tile.num_heads, tile.inner_nbytes), np.uint8)
+        _gather(self._pools[base.memory], base.offset, piece, cells.reshape(-1))
+        return cells
+
+    def _write(self, side: Side, region: int, lo: int, hi: int, cells: Bytes) -> None:
+        base = side.bases[region]
+        piece = write_piece(side.tile, self._ids, _BY_TOKEN, lo, hi)
+        _scatter(self._pools[base.memory], base.offset, piece, cells.reshape(-1))
+
+
+class _CastChunk:
+    """A dense piece, in the same way."""
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        name: str,
+        side: Side,
+        regions: tuple[int, int],
+        tokens: tuple[int, int],
+    ) -> None:
+        assert side.chunk is not None
+        self.tile, self.dense_inner_nbytes = side.tile, side.dense_inner_nbytes
+        self.num_elements = self.dense_inner_nbytes // side.chunk.item_nbytes
+        num_regions, num_tokens = regions[1] - regions[0], tokens[1] - tokens[0]
+        cell_nbytes = (side.tile.num_heads, self.dense_inner_nbytes)
+        check_chunk(tensor, name, num_regions, num_tokens * math.prod(cell_nbytes))
+        self._cells: Bytes = tensor.numpy().reshape(num_regions, num_tokens, *cell_nbytes)
+        self._values, self._region_lo, self._token_lo = side.chunk, regions[0], tokens[0]
+
+    def read(self, region: int, lo: int, hi: int) -> Tensor:
+        # What has come lies where nobody may write, which PyTorch would warn of
+        cells = self._at(region, lo, hi).copy()
+        return dequantised(cells, self._values.dtype, _scales(self._values, region))
+
+    def write(self, region: int, lo: int, hi: int, values: Tensor) -> None:
+        cells = quantised(values, self._values.dtype, _scales(self._values, region))
+        np.copyto(self._at(region, lo, hi), cells)
+
+    def _at(self, region: int, lo: int, hi: int) -> Bytes:
+        cells: Bytes = self._cells[
+            region - self._region_lo, lo - self._token_lo : hi - self._token_lo
+        ]
+        return cells
+
+
+_CastEnd = _CastPool | _CastChunk
+
+
+def _cast(
+    source: _CastEnd,
+    sink: _CastEnd,
+    regions: range,
+    tokens: tuple[int, int],
+    stop: Callable[[], bool] = lambda: False,
+) -> int:
+    num_heads = sink.tile.num_heads
+    piece_tokens = max(1, PIECE_ELEMENTS // (num_heads * sink.num_elements))
+    nbytes = 0
+    for lo, hi in token_pieces(
+        source.tile, sink.tile, *tokens, piece_tokens * token_nbytes(sink.tile)
+    ):
+        for region in regions:
+            if stop():
+                return nbytes
+            sink.write(region, lo, hi, source.read(region, lo, hi))
+            nbytes += (hi - lo) * num_heads * sink.dense_inner_nbytes
+    return nbytes
+
+
+def _scales(values: Values, region: int) -> Tensor | None:
+    return torch.tensor(values.scales[region]) if values.scales else None
+
+
 def _elements(memory: Bytes, offset: int, element_nbytes: int, count: int) -> NDArray[np.void]:
     """``count`` elements side by side."""
     return np.ndarray((count,), void(element_nbytes), memory, offset)
@@ -212,15 +335,18 @@ def _chunk(tensor: Tensor, name: str, piece: Piece, num_regions: int) -> NDArray
 
 def _checked(
     memories: Sequence[Tensor],
-    tile: Tile,
+    side: Side,
     bases: Sequence[Base],
     block_ids: Ids,
     tokens: tuple[int, int],
 ) -> list[Bytes]:
     """The memories as arrays, once all that will be addressed is known to lie inside them."""
-    check_span(tile, block_ids, *tokens)
+    check_span(side.tile, block_ids, *tokens)
     for number, memory in enumerate(memories):
         check_flat(memory, f"memory {number}")
     pools: list[Bytes] = [memory.numpy() for memory in memories]
-    check_bases(tile, bases, [pool.size for pool in pools])
+    sizes = [pool.size for pool in pools]
+    check_bases(side.tile, bases, sizes)
+    if side.scale is not None:
+        check_bases(side.scale.tile, side.scale.bases, sizes)
     return pools

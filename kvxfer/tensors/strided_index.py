@@ -414,6 +414,17 @@ def check_pair(copy_class: CopyClass) -> None:
             f"bases: expected as many on both sides, got {len(source.bases)} and {len(sink.bases)}"
         )
     theirs, ours = source.tile, sink.tile
+    if source.values is not None and sink.values is not None:
+        of_source, of_sink = (
+            (side.tile.num_heads, side.tile.inner_nbytes // values.item_nbytes)
+            for side, values in ((source, source.values), (sink, sink.values))
+        )
+        if of_source != of_sink:
+            raise ValueError(
+                f"tiles: expected {of_sink[0]} heads of {of_sink[1]} elements like the sink, "
+                f"got {of_source[0]} of {of_source[1]} at the source"
+            )
+        return
     if (theirs.num_heads, theirs.inner_nbytes) != (ours.num_heads, ours.inner_nbytes):
         raise ValueError(
             f"tiles: expected {ours.num_heads} heads of {ours.inner_nbytes} bytes like the sink, "

@@ -37,8 +37,8 @@ _FACTS: Mapping[str, str] = {
     "model": _SAME_MODEL,
     "weights": "load the same revision of the weights on both sides",
     "rope": "use the same rope settings on both sides",
-    "dtype": "use the same KV dtype on both sides",
-    "quantisation": "use the same KV quantisation on both sides",
+    "dtype": "use the same KV dtype on both sides, or set allow_cast on both",
+    "quantisation": "use the same KV quantisation on both sides, or set allow_cast on both",
     "num_kv_heads": _SAME_MODEL,
     "head_size": _SAME_MODEL,
     "num_layers": _SAME_MODEL,
@@ -49,6 +49,8 @@ _FACTS: Mapping[str, str] = {
     "attention": _SAME_MODEL,
 }
 """Every field of CacheFacts, and what to do where it differs."""
+_CAST_FACTS = ("dtype", "quantisation")
+"""What may differ where both sides allow casts."""
 
 
 def differences(source: EngineManifest, sink: EngineManifest) -> tuple[Difference, ...]:
@@ -56,15 +58,21 @@ def differences(source: EngineManifest, sink: EngineManifest) -> tuple[Differenc
 
     TP and PP sizes, block sizes, layouts, KV cache groups and engine versions may differ, and the
     source may keep more of a layer than the sink. Which layers and heads are there is the plan's
-    question.
+    question, and so is where both allow casts which elements can be cast.
     """
+    may_cast = allows_cast(source) and allows_cast(sink)
     return (
         *_protocol_differences(source, sink),
-        *_facts_differences(source.facts, sink.facts),
+        *_facts_differences(source.facts, sink.facts, may_cast=may_cast),
         *_interleave_differences(source, sink),
-        *_region_differences(source, sink),
+        *_region_differences(source, sink, may_cast=may_cast),
         *_window_differences(source, sink),
     )
+
+
+def allows_cast(engine: EngineManifest) -> bool:
+    """Does it state the elements of its planes?"""
+    return any(region.elements for rank in engine.ranks for region in rank.regions)
 
 
 def unhashable(source: EngineManifest, sink: EngineManifest) -> tuple[Difference, ...]:
@@ -116,13 +124,15 @@ def _protocol_differences(source: EngineManifest, sink: EngineManifest) -> Itera
         )
 
 
-def _facts_differences(source: CacheFacts, sink: CacheFacts) -> Iterator[Difference]:
+def _facts_differences(
+    source: CacheFacts, sink: CacheFacts, *, may_cast: bool
+) -> Iterator[Difference]:
     for field, advice in _FACTS.items():
         ours, theirs = getattr(source, field), getattr(sink, field)
         if ours == "" or theirs == "":
             unknown = "the side that does not know it must state it"
             yield Difference(field, _shown(ours), _shown(theirs), unknown)
-        elif ours != theirs:
+        elif ours != theirs and not (may_cast and field in _CAST_FACTS):
             yield Difference(field, _shown(ours), _shown(theirs), advice)
 
 
@@ -140,12 +150,14 @@ def _interleave_differences(source: EngineManifest, sink: EngineManifest) -> Ite
             yield Difference(field, _shown(ours), _shown(theirs), advice)
 
 
-def _region_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
+def _region_differences(
+    source: EngineManifest, sink: EngineManifest, *, may_cast: bool
+) -> Iterator[Difference]:
     """Inner size and interior of each plane that both have; one line for all planes alike."""
-    for field, advice in (
-        ("inner_nbytes", "use the same head size and KV dtype on both sides"),
-        ("interior", "use the same attention backend on both sides"),
-    ):
+    fields = [("interior", "use the same attention backend on both sides")]
+    if not may_cast:
+        fields.insert(0, ("inner_nbytes", "use the same head size and KV dtype on both sides"))
+    for field, advice in fields:
         ours, theirs = (_by_plane(each, attrgetter(field)) for each in (source, sink))
         alike: dict[tuple[str, str], list[str]] = {}
         for name in theirs:

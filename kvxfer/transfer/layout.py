@@ -18,12 +18,20 @@ Where the *channels* of one head and one token lie apart, as in a K plane stored
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import msgspec
 from msgspec.structs import replace
 
 MAX_NBYTES = 1 << 62
 """No address reaches it, so sums of addresses fit 64 bits in the kernels."""
+ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""The types of elements that can be cast, by PyTorch's names."""
+SCALE_NBYTES = 4
+"""A scale in the cache is a float32."""
+
+Scale = Annotated[float, msgspec.Meta(ge=2.0**-64, le=2.0**64)]
+"""So that neither a scale nor its reciprocal leaves the normal range of float32."""
 
 
 class Interior(enum.StrEnum):
@@ -37,6 +45,18 @@ class Interior(enum.StrEnum):
     OPAQUE = "opaque"
 
 
+class Elements(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the elements of a plane stand for: an element times its scale, in float32.
+
+    ``scales``: one for each head of the region, or one for all; none: 1. ``scale_plane``: the plane
+    of the same layer that has a float32 scale of each head and token instead.
+    """
+
+    dtype: str
+    scales: tuple[Scale, ...] = ()
+    scale_plane: str = ""
+
+
 class Region(msgspec.Struct, frozen=True, kw_only=True):
     """One plane of one layer on one rank; strides and offset in bytes.
 
@@ -45,6 +65,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
     ``window`` is what the group keeps of a request, in tokens: None everything; W lets go of a
     block once none of its tokens is among the W that the next token looks at, itself included.
+
+    ``elements``: of an engine that allows casts, where it knows them.
     """
 
     layer: str
@@ -65,6 +87,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     window: int | None = None
     channel_nbytes: int = 0
     stride_channel: int = 0
+    elements: Elements | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def kernel_tokens(self) -> int:
@@ -161,6 +184,11 @@ def check_region(region: Region, memory_nbytes: int) -> None:
             f"{name}: heads: expected head_lo < head_hi, got [{region.head_lo}, {region.head_hi})"
         )
     _check_channels(region, name)
+    if region.elements and len(region.elements.scales) not in (0, 1, region.num_heads):
+        raise ValueError(
+            f"{name}: scales: expected none, one or one for each of {region.num_heads} heads, got "
+            f"{len(region.elements.scales)}"
+        )
     if region.end > min(memory_nbytes, MAX_NBYTES):
         raise ValueError(
             f"{name}: expected to end within the {memory_nbytes} bytes of memory {region.memory}, "
@@ -201,10 +229,10 @@ def same_bytes(first: Region, second: Region) -> bool:
 
 
 def _contiguous(region: Region) -> Region:
-    """The region in the one spelling that those without channels apart have."""
+    """The region as bytes, in the one spelling that those without channels apart have."""
     if region.has_channels_apart:
-        return region
-    return replace(region, channel_nbytes=0, stride_channel=0)
+        return replace(region, elements=msgspec.UNSET)
+    return replace(region, channel_nbytes=0, stride_channel=0, elements=msgspec.UNSET)
 
 
 def _block_dimensions(region: Region) -> list[tuple[int, int, str]]:

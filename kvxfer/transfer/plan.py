@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
 from kvxfer.errors import IncompatiblePeer
+from kvxfer.transfer.casts import Values, cast_problem, is_cast, scale_problem, scales_of
 from kvxfer.transfer.layout import Interior, Region, join_planes, same_bytes
 from kvxfer.transfer.manifest import EngineManifest, RankId
 from kvxfer.transfer.windows import Keeping
@@ -90,16 +91,41 @@ class Base(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps."""
+    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps.
+
+    Of a class that is cast, ``values`` says what lies in the pool, ``chunk`` what lies in a dense
+    piece, and ``scale`` where each token has its scale.
+    """
 
     group: int
     tile: Tile
     bases: tuple[Base, ...]
     window: int | None = None
+    values: Values | None = None
+    chunk: Values | None = None
+    scale: Side | None = None
 
     @property
     def keeping(self) -> Keeping:
         return Keeping(self.tile.block_tokens, self.window)
+
+    @property
+    def is_cast(self) -> bool:
+        """Are elements cast between the pool and a dense piece?"""
+        return self.chunk != self.values or self.scale is not None
+
+    @property
+    def order(self) -> DenseOrder:
+        """Of the dense pieces that this side, a sink's, takes."""
+        return self.tile.order if self.chunk is None else cast_order(self.tile.order)
+
+    @property
+    def dense_inner_nbytes(self) -> int:
+        """Bytes of one head and token in a dense piece."""
+        inner_nbytes = self.tile.inner_nbytes
+        if self.values is None or self.chunk is None:
+            return inner_nbytes
+        return inner_nbytes // self.values.item_nbytes * self.chunk.item_nbytes
 
 
 class RegionName(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +136,9 @@ class RegionName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PullClass(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stream source needs to pack chunks of one geometry class; travels in the Pull."""
+    """What a stream source needs to pack chunks of one geometry class; travels in the Pull.
+    ``cast``: to what the source casts its elements before they travel.
+    """
 
     regions: tuple[RegionName, ...]
     head_lo: int
@@ -119,6 +147,7 @@ class PullClass(msgspec.Struct, frozen=True, kw_only=True):
     order: DenseOrder
     token_lo: int
     token_hi: int
+    cast: Values | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,13 +205,18 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One plane that a source rank gives to a sink rank; several planes once they are joined."""
+    """One plane that a source rank gives to a sink rank; several planes once they are joined. The
+    scales are the planes of a cast's scales of each token.
+    """
 
     planes: tuple[str, ...]
     head_lo: int
     head_hi: int
     source: Region
     sink: Region
+    is_cast: bool = False
+    source_scale: Region | None = None
+    sink_scale: Region | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +241,8 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     and those whose bytes cannot be converted.
     """
     holders, takers = _holders(source), _holders(sink)
+    made = _made_planes(holders, takers)
+    is_one_type = _type_of(source) == _type_of(sink)
     by_tp = max(source.facts.dcp_size, source.facts.pcp_size) > 1
     pairs: dict[tuple[RankId, RankId], list[_Pair]] = {}
     problems: dict[str, None] = {}
@@ -214,16 +250,27 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
         for aliases in _aliases(entry.regions):
             region = next((r for r in aliases if (r.layer, r.plane) in holders), aliases[0])
             name = (region.layer, region.plane)
+            if name in made:
+                continue
             givers = holders.get(name, [])
             if by_tp:  # each rank holds its own interleaved tokens
                 givers = [giver for giver in givers if giver.rank.tp == entry.rank.tp]
-            for giver, lo, hi in _cover(_Holder(entry.rank, region), givers, takers[name]):
+            taker = _Holder(entry.rank, region)
+            for giver, lo, hi in _cover(taker, givers, takers[name]):
                 if giver is None:
                     problems[f"{_heads(region, lo, hi)}: no source rank holds it"] = None
-                elif problem := _inconvertible(giver.region, region):
+                    continue
+                pair = _Pair((region.plane,), lo, hi, giver.region, region)
+                if is_cast(giver.region, region, lo, hi):
+                    pair = replace(
+                        pair,
+                        is_cast=True,
+                        source_scale=_scale_region(giver, holders),
+                        sink_scale=_scale_region(taker, takers),
+                    )
+                if problem := _inconvertible(pair, is_one_type=is_one_type):
                     problems[f"{_heads(region, lo, hi)}: {problem}"] = None
                 else:
-                    pair = _Pair((region.plane,), lo, hi, giver.region, region)
                     pairs.setdefault((giver.rank, entry.rank), []).append(pair)
     if problems:
         shown = list(problems)[:_SHOWN_PROBLEMS]
@@ -312,8 +359,48 @@ def _heads(region: Region, head_lo: int, head_hi: int) -> str:
     return f"{region.layer}/{region.plane} heads [{head_lo}, {head_hi})"
 
 
-def _inconvertible(source: Region, sink: Region) -> str | None:
-    """Why the bytes of one region cannot become those of the other; None if they can."""
+def _type_of(engine: EngineManifest) -> tuple[str, str]:
+    return engine.facts.dtype, engine.facts.quantisation
+
+
+def _scale_region(holder: _Holder, holders: _Holders) -> Region | None:
+    """Where the scales of this rank's tokens lie."""
+    region = holder.region
+    name = (region.layer, region.elements.scale_plane if region.elements else "")
+    return next((h.region for h in holders.get(name, ()) if h.rank == holder.rank), None)
+
+
+def _made_planes(holders: _Holders, takers: _Holders) -> set[tuple[str, str]]:
+    """Planes of a sink's scales that its cast makes, for the source has none."""
+    made: set[tuple[str, str]] = set()
+    for name, found in takers.items():
+        sink, givers = found[0].region, holders.get(name)
+        if givers and is_cast(givers[0].region, sink, sink.head_lo, sink.head_hi):
+            made.add((sink.layer, sink.elements.scale_plane if sink.elements else ""))
+    return made
+
+
+def _inconvertible(pair: _Pair, *, is_one_type: bool) -> str | None:
+    """Why the values of one region cannot become those of the other; None if they can.
+    ``is_one_type``: of what both engines say of all their planes.
+    """
+    source, sink = pair.source, pair.sink
+    if pair.is_cast:
+        return cast_problem(source, sink) or next(
+            (
+                problem
+                for side, region, scale in (
+                    ("source", source, pair.source_scale),
+                    ("sink", sink, pair.sink_scale),
+                )
+                if region.elements
+                and region.elements.scale_plane
+                and (problem := scale_problem(side, region, scale))
+            ),
+            None,
+        )
+    if not is_one_type and not (source.elements and sink.elements):
+        return cast_problem(source, sink)
     if source.inner_nbytes != sink.inner_nbytes:
         return f"source has {source.inner_nbytes} bytes a head and token, sink {sink.inner_nbytes}"
     if source.interior is not sink.interior:
@@ -356,6 +443,8 @@ def _joined(pairs: Sequence[_Pair]) -> list[_Pair]:
 
 
 def _join(first: _Pair, second: _Pair) -> _Pair | None:
+    if first.is_cast or second.is_cast:
+        return None
     if (first.head_lo, first.head_hi) != (second.head_lo, second.head_hi):
         return None
     source = join_planes(first.source, second.source)
@@ -367,45 +456,105 @@ def _join(first: _Pair, second: _Pair) -> _Pair | None:
 
 
 def _classes(pairs: Sequence[_Pair]) -> tuple[CopyClass, ...]:
-    """Pairs by geometry: all of a class differ in nothing but where they begin."""
-    found: dict[tuple[object, ...], list[_Pair]] = {}
+    """Pairs by geometry: all of a class differ in nothing but where they begin, and in scales."""
+    found: dict[tuple[object, ...], list[tuple[_Pair, Side, Side]]] = {}
     for pair in pairs:
-        lo, hi = pair.head_lo, pair.head_hi
-        tiles = _tiles(pair)
-        groups = [(region.group, region.window) for region in (pair.source, pair.sink)]
-        found.setdefault((*tiles, *groups, lo, hi, pair.sink.interior), []).append(pair)
+        source, sink = _sides(pair)
+        key = (
+            geometry_of(source),
+            geometry_of(sink),
+            pair.head_lo,
+            pair.head_hi,
+            pair.sink.interior,
+        )
+        found.setdefault(key, []).append((pair, source, sink))
     return tuple(_class(members) for members in found.values())
 
 
-def _tiles(pair: _Pair) -> tuple[Tile, Tile]:
+def geometry_of(side: Side) -> tuple[object, ...]:
+    """What all regions of a class have in common at one side."""
+    dtype = side.values.dtype if side.values else ""
+    scale_tile = side.scale.tile if side.scale else None
+    return side.tile, side.group, side.window, dtype, scale_tile
+
+
+def _sides(pair: _Pair) -> tuple[Side, Side]:
+    lo, hi = pair.head_lo, pair.head_hi
+    if pair.is_cast:
+        return (
+            cast_side(pair.source, lo, hi, pair.source_scale),
+            cast_side(pair.sink, lo, hi, pair.sink_scale),
+        )
     channel_nbytes = _channel_nbytes(pair.source) or _channel_nbytes(pair.sink)
     return (
-        side_tile(pair.source, pair.head_lo, pair.head_hi, channel_nbytes),
-        side_tile(pair.sink, pair.head_lo, pair.head_hi, channel_nbytes),
+        plain_side(pair.source, lo, hi, channel_nbytes),
+        plain_side(pair.sink, lo, hi, channel_nbytes),
     )
 
 
-def _class(members: Sequence[_Pair]) -> CopyClass:
-    first = members[0]
-    lo, hi = first.head_lo, first.head_hi
-    source, sink = _tiles(first)
+def _class(members: Sequence[tuple[_Pair, Side, Side]]) -> CopyClass:
+    first = members[0][0]
+    source = join_sides([source for _, source, _ in members])
+    sink = join_sides([sink for _, _, sink in members])
+    if source.values and sink.values:
+        # What travels has no scales of tokens, and else as few bytes as there are
+        is_sinks = source.scale is not None or (
+            sink.scale is None and sink.values.item_nbytes < source.values.item_nbytes
+        )
+        chunk = sink.values if is_sinks else source.values
+        source, sink = (msgspec.structs.replace(side, chunk=chunk) for side in (source, sink))
     return CopyClass(
-        names=tuple(RegionName(pair.sink.layer, pair.planes) for pair in members),
-        head_lo=lo,
-        head_hi=hi,
-        source=_side([pair.source for pair in members], source, lo),
-        sink=_side([pair.sink for pair in members], sink, lo),
+        names=tuple(RegionName(pair.sink.layer, pair.planes) for pair, _, _ in members),
+        head_lo=first.head_lo,
+        head_hi=first.head_hi,
+        source=source,
+        sink=sink,
         interior=first.sink.interior,
     )
 
 
-def _side(regions: Sequence[Region], tile: Tile, head_lo: int) -> Side:
+def plain_side(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 0) -> Side:
+    """One region, of which bytes are moved. ``channel_nbytes``: as :func:`side_tile` has it."""
     return Side(
-        group=regions[0].group,
-        tile=tile,
-        bases=tuple(side_base(region, head_lo) for region in regions),
-        window=regions[0].window,
+        group=region.group,
+        tile=side_tile(region, head_lo, head_hi, channel_nbytes),
+        bases=(side_base(region, head_lo),),
+        window=region.window,
     )
+
+
+def cast_side(region: Region, head_lo: int, head_hi: int, scale: Region | None) -> Side:
+    """One region whose elements are cast; ``scale``: the plane of its scales of each token."""
+    elements = region.elements
+    assert elements
+    scales = (scales_of(region, elements, head_lo, head_hi),) if scale is None else ()
+    return msgspec.structs.replace(
+        plain_side(region, head_lo, head_hi),
+        values=Values(elements.dtype, scales),
+        scale=None if scale is None else plain_side(scale, head_lo, head_hi),
+    )
+
+
+def join_sides(sides: Sequence[Side]) -> Side:
+    """Sides of one geometry as one, with all their regions."""
+    first = sides[0]
+    values, scale = first.values, first.scale
+    if values is not None:
+        scales = tuple(each for side in sides if side.values for each in side.values.scales)
+        values = Values(values.dtype, () if all(each == (1.0,) for each in scales) else scales)
+    if scale is not None:
+        scale = join_sides([side.scale for side in sides if side.scale])
+    return msgspec.structs.replace(
+        first,
+        bases=tuple(base for side in sides for base in side.bases),
+        values=values,
+        scale=scale,
+    )
+
+
+def cast_order(order: DenseOrder) -> DenseOrder:
+    """Of the chunks of a class that is cast: token by token, whatever the sink's layout."""
+    return DenseOrder(order.kernel_tokens, True)
 
 
 def _null_routes(source: EngineManifest, sink: EngineManifest, used: set[RankId]) -> list[Route]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer.casts import cast_nbytes, elements_problem, scale_problem
 from kvxfer.transfer.layout import Interior, Region, join_planes
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import (
@@ -20,8 +22,11 @@ from kvxfer.transfer.plan import (
     RegionName,
     Route,
     Side,
-    side_base,
-    side_tile,
+    cast_order,
+    cast_side,
+    geometry_of,
+    join_sides,
+    plain_side,
 )
 
 MAX_CHUNK_NBYTES = 64 << 20
@@ -148,14 +153,16 @@ def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
                 f"of {tile.block_tokens} tokens, got {lo}"
             )
         hi = -(-hi // tile.block_tokens) * tile.block_tokens
+    chunk = copy_class.source.chunk
     return PullClass(
         regions=copy_class.names,
         head_lo=copy_class.head_lo,
         head_hi=copy_class.head_hi,
-        inner_nbytes=tile.inner_nbytes,
-        order=tile.order,
+        inner_nbytes=copy_class.sink.dense_inner_nbytes,
+        order=copy_class.sink.order,
         token_lo=lo,
         token_hi=hi,
+        cast=chunk if chunk is not None and copy_class.source.is_cast else UNSET,
     )
 
 
@@ -169,20 +176,47 @@ def _resolve(
     sides: list[Side] = []
     for name, region in zip(wanted.regions, joined, strict=True):
         _check_against(_name(where, name), region, wanted)
-        sides.append(
-            Side(
-                group=region.group,
-                tile=side_tile(region, wanted.head_lo, wanted.head_hi, wanted.order.channel_nbytes),
-                bases=(side_base(region, wanted.head_lo),),
-                window=region.window,
-            )
-        )
-        if replace(sides[-1], bases=()) != replace(sides[0], bases=()):
+        if wanted.cast:
+            sides.append(_cast_side(_name(where, name), regions, region, wanted))
+        else:
+            channel_nbytes = wanted.order.channel_nbytes
+            sides.append(plain_side(region, wanted.head_lo, wanted.head_hi, channel_nbytes))
+        if geometry_of(sides[-1]) != geometry_of(sides[0]):
             raise ProtocolError(
                 f"{where}: expected regions of one geometry and group, "
                 f"got {wanted.regions[0].layer} and {name.layer}"
             )
-    return replace(sides[0], bases=tuple(base for side in sides for base in side.bases)), joined[0]
+    side = join_sides(sides)
+    return (replace(side, chunk=wanted.cast) if wanted.cast else side), joined[0]
+
+
+def _cast_side(
+    where: str, regions: Mapping[tuple[str, str], Region], region: Region, wanted: PullClass
+) -> Side:
+    """Of a region that is cast here, before it travels."""
+    elements, cast = region.elements, wanted.cast
+    assert cast
+    if not elements:
+        raise ProtocolError(
+            f"{where}: cast: expected none, for allow_cast is off, got {cast.dtype}"
+        )
+    scale = regions.get((region.layer, elements.scale_plane))
+    problem = elements_problem("source", region)
+    if elements.scale_plane:
+        problem = problem or scale_problem("source", region, scale)
+    num_heads, num_scales = wanted.head_hi - wanted.head_lo, {len(each) for each in cast.scales}
+    if cast.scales and (
+        len(cast.scales) != len(wanted.regions) or not num_scales <= {1, num_heads}
+    ):
+        problem = (
+            f"expected a scale, or one for each of {num_heads} heads, of {len(wanted.regions)} "
+            f"regions, got {sorted(num_scales)} of {len(cast.scales)}"
+        )
+    if wanted.order != cast_order(wanted.order):
+        problem = f"expected a chunk token by token, got {wanted.order}"
+    if problem:
+        raise ProtocolError(f"{where}: cast: {problem}")
+    return cast_side(region, wanted.head_lo, wanted.head_hi, scale)
 
 
 def _name(where: str, name: RegionName) -> str:
@@ -266,9 +300,12 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
             f"{name}: heads: expected within [{region.head_lo}, {region.head_hi}), "
             f"got [{wanted.head_lo}, {wanted.head_hi})"
         )
-    if wanted.inner_nbytes != region.inner_nbytes:
+    inner_nbytes = region.inner_nbytes
+    if wanted.cast and region.elements:
+        inner_nbytes = cast_nbytes(region.elements, inner_nbytes, wanted.cast.dtype)
+    if wanted.inner_nbytes != inner_nbytes:
         raise ProtocolError(
-            f"{name}: inner_nbytes: expected {region.inner_nbytes}, got {wanted.inner_nbytes}"
+            f"{name}: inner_nbytes: expected {inner_nbytes}, got {wanted.inner_nbytes}"
         )
     channel_nbytes = wanted.order.channel_nbytes
     if channel_nbytes and region.interior is not Interior.PLAIN:

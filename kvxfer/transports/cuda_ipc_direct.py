@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -22,12 +23,12 @@ from kvxfer.config import Config
 from kvxfer.errors import TransportUnavailable
 from kvxfer.tensors.device_copy import (
     BoundCopy,
-    BoundSide,
     CopySettings,
     DeviceCopier,
     Launched,
     bind_copy,
     flat_copy,
+    side_at,
 )
 from kvxfer.tensors.device_launch import Event
 from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
@@ -186,10 +187,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         copier = DeviceCopier(self._gpu.device, CopySettings(ring_nbytes=1 << 20))
         stream = self._gpu.make_stream()
         for each in classes:
-            sides = (
-                BoundSide(side.tile, np.array([base.offset for base in side.bases], np.int64))
-                for side in (each.source, each.sink)
-            )
+            sides = (side_at(side, attrgetter("offset")) for side in (each.source, each.sink))
             copier.warm(BoundCopy(*sides), stream).synchronize()
 
     def _map(self, info: MemoryInfo, name: str) -> MappedMemory:

@@ -307,6 +307,7 @@ def test_no_access_is_wider_than_the_addresses_of_its_launch_allow(
             where = (dense_address, programs)
             for work in chunk_works(side, pool.ids, order, *span, *where, is_pack=is_pack):
                 _, sources, sinks, *_ = work.arrays
+                assert isinstance(work.launch, Launch)
                 assert not (sources % work.launch.word_nbytes).any()
                 assert not (sinks % work.launch.word_nbytes).any()
 

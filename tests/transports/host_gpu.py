@@ -7,12 +7,14 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvxfer.config import Config
+from kvxfer.kernels.strided_cast import launch_cast
 from kvxfer.kernels.strided_copy import launch_copy
 from kvxfer.tensors import device_launch
 from kvxfer.tensors.device_memory import DeviceMemory, Gpu, MappedMemory
@@ -122,10 +124,14 @@ def sink_without_gpu(
 _interpreting = threading.Lock()
 
 
-def launch_alone(*arguments: Any) -> object:
+def alone(launch: Callable[..., object]) -> Callable[..., object]:
     """Triton's interpreter is for one thread at a time: it changes the language's own functions."""
-    with _interpreting:
-        return launch_copy(*arguments)
+
+    def launch_alone(*arguments: Any) -> object:
+        with _interpreting:
+            return launch(*arguments)
+
+    return launch_alone
 
 
 def serve_without_gpu() -> None:
@@ -133,4 +139,4 @@ def serve_without_gpu() -> None:
     registry.SOURCES["cuda_ipc"] = source_without_gpu
     registry.SINKS["cuda_ipc"] = sink_without_gpu
     if not HAS_CUDA:
-        vars(device_launch)["launch_copy"] = launch_alone
+        vars(device_launch).update(launch_copy=alone(launch_copy), launch_cast=alone(launch_cast))

@@ -1,0 +1,221 @@
+"""Copies that cast, on a CPU, against the oracle: every element and every byte beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from kvxfer.tensors.device_copy import DeviceCopier, bind_copy, bind_side
+from kvxfer.tensors.device_memory import DeviceMemory
+from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
+from kvxfer.tensors.strided_index import Ids
+from kvxfer.transfer.chunks import chunk_list
+from kvxfer.transfer.layout import Region
+from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
+from kvxfer.transfer.plan import DenseOrder, Route, Side, make_plan
+from kvxfer.transfer.pull import PullResolver, pull_classes, route_nbytes
+from tests.builders import EngineShape, build_memories, scattered_ids
+from tests.casts import SCALES, TYPES, cast_engine, expect_cast, fill, settle_nans
+from tests.tensors.strided_cases import POISON, assert_same_bytes
+from tests.tensors.test_device_copy import DEVICE, new_stream
+
+# NumPy's, in Triton's interpreter, of values that overflow as they should
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+Bytes = NDArray[np.uint8]
+Span = tuple[tuple[int, int], tuple[int, int]]
+TOKENS = (5, 27)
+SOURCE = EngineShape(tp_size=2, num_kv_heads=4, outermost="inner")
+SINK = EngineShape(num_kv_heads=4, layout="NHD", block_tokens=24, kernel_blocks=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Two engines, with the source's bytes and a request's ids."""
+
+    source: EngineManifest
+    sink: EngineManifest
+    given: dict[RankId, list[Bytes]]
+    taken: dict[RankId, list[Bytes]]
+    ids: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def make_sides(source: EngineManifest, sink: EngineManifest, num_tokens: int = TOKENS[1]) -> Sides:
+    ids = tuple(
+        scattered_ids(num_tokens, each.block_tokens, 8, seed=number)
+        for number, each in enumerate((source, sink))
+    )
+    given = {entry.rank: build_memories(entry, POISON) for entry in source.ranks}
+    for entry in source.ranks:
+        fill(entry, given[entry.rank], ids[0], num_tokens)
+    taken = {entry.rank: build_memories(entry, POISON) for entry in sink.ranks}
+    return Sides(source, sink, given, taken, (ids[0], ids[1]))
+
+
+def check(sides: Sides, wire: str, chunk_nbytes: int = 1500) -> None:
+    """Whole engines, as the transports drive them: plan, Pull, chunk list. ``wire``: direct or
+    chunks, and by which code.
+    """
+    before = {rank: [m.copy() for m in memories] for rank, memories in sides.given.items()}
+    for route in make_plan(sides.source, sides.sink).routes:
+        move = Move(
+            route,
+            sides.source.rank(route.source_rank),
+            sides.given[route.source_rank],
+            sides.taken[route.sink_rank],
+            (np.array(sides.ids[0], np.int64), np.array(sides.ids[1], np.int64)),
+        )
+        how = by_kernel if "kernel" in wire else on_cpu
+        nbytes = how(move, chunk_nbytes if "chunks" in wire else 0)
+        assert nbytes == route_nbytes(pull_classes(route, {0: TOKENS}))
+    for entry in sides.sink.ranks:
+        want = build_memories(entry, POISON)
+        any_nan = expect_cast(sides.source, before, entry, want, sides.ids, TOKENS)
+        settle_nans(sides.taken[entry.rank], want, any_nan)
+        assert_same_bytes(sides.taken[entry.rank], want)
+    for rank, memories in before.items():
+        assert_same_bytes(sides.given[rank], memories)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One route, its memories, and the ids of both sides."""
+
+    route: Route
+    source: RankManifest
+    given: list[Bytes]
+    taken: list[Bytes]
+    ids: tuple[Ids, Ids]
+
+    def chunks(self, chunk_nbytes: int) -> Iterator[tuple[Side, Side, DenseOrder, int, Span]]:
+        """Both sides of each chunk, its order and bytes, its regions and tokens."""
+        classes = pull_classes(self.route, {0: TOKENS})
+        resolved = PullResolver(self.source).resolve(classes)
+        for chunk in chunk_list(classes, chunk_nbytes):
+            index = chunk.class_index
+            sides = resolved[index], self.route.classes[index].sink
+            span = ((chunk.region_lo, chunk.region_hi), (chunk.token_lo, chunk.token_hi))
+            yield *sides, classes[index].order, chunk.nbytes, span
+
+
+def on_cpu(move: Move, chunk_nbytes: int) -> int:
+    given, taken = ([torch.from_numpy(m) for m in each] for each in (move.given, move.taken))
+    if not chunk_nbytes:
+        return sum(
+            strided_copy(given, taken, each, *move.ids, TOKENS, scratch=Scratch())
+            for each in move.route.classes
+        )
+    total = 0
+    for source, sink, order, nbytes, span in move.chunks(chunk_nbytes):
+        dense = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        gather(given, source, move.ids[0], order, *span, dense)
+        scatter(taken, sink, move.ids[1], *span, dense)
+        total += nbytes
+    return total
+
+
+def by_kernel(move: Move, chunk_nbytes: int) -> int:
+    """On a GPU, or in Triton's interpreter."""
+    given, taken = (
+        [torch.from_numpy(m.copy()).to(DEVICE) for m in each] for each in (move.given, move.taken)
+    )
+    sources, sinks = (
+        [DeviceMemory(tensor.data_ptr(), tensor.numel()) for tensor in each]
+        for each in (given, taken)
+    )
+    copier, stream, total = DeviceCopier(DEVICE), new_stream(), 0
+    if not chunk_nbytes:
+        for each in move.route.classes:
+            bound = bind_copy(each, sources, sinks)
+            total += copier.copy(bound, *move.ids, TOKENS, stream=stream, programs=3).nbytes
+    else:
+        for source, sink, order, nbytes, span in move.chunks(chunk_nbytes):
+            dense = torch.full((nbytes,), POISON, dtype=torch.uint8, device=DEVICE)
+            side = bind_side(source, sources)
+            done = copier.pack(side, move.ids[0], order, *span, dense, stream=stream)
+            copier.unpack(bind_side(sink, sinks), move.ids[1], *span, dense, stream=stream)
+            copier.mark(stream).synchronize()  # the chunk is freed
+            total += done.nbytes
+    copier.mark(stream).synchronize()
+    for memory, tensor in zip(move.taken, taken, strict=True):
+        memory[:] = tensor.cpu().numpy()
+    return total
+
+
+Pair = tuple[str, str, str, str]
+"""Type and scales of the source, type and scales of the sink."""
+
+
+def pairs() -> list[Pair]:
+    """Every two types with every two kinds of scales that make a cast."""
+    return [
+        each
+        for each in product(TYPES, SCALES, TYPES, SCALES)
+        if (each[:2] != each[2:] or each[1] in ("tensor", "head"))
+        and not (each[1] == each[3] == "token")
+    ]
+
+
+def some_pairs() -> list[Pair]:
+    """Each two types once, and each two kinds of scales."""
+    kinds = [each for each in product(SCALES, SCALES) if each != ("token", "token")]
+    found = []
+    for number, (dtype, sink_dtype) in enumerate(product(TYPES, TYPES)):
+        scales, sink_scales = kinds[number * 4 % len(kinds)]
+        if dtype == sink_dtype and scales == sink_scales == "none":
+            sink_scales = "tensor"
+        found.append((dtype, scales, sink_dtype, sink_scales))
+    return found
+
+
+def check_pair(pair: Pair, wire: str) -> None:
+    source, sink = cast_engine(SOURCE, "source", *pair[:2]), cast_engine(SINK, "sink", *pair[2:])
+    if pair[:2] == pair[2:]:  # of the same scales nothing is cast
+        sink = with_scales(sink, 1.25)
+    check(make_sides(source, sink), wire, 3000)
+
+
+def with_scales(engine: EngineManifest, factor: float) -> EngineManifest:
+    """The engine with other scales."""
+
+    def changed(region: Region) -> Region:
+        elements = region.elements
+        assert elements
+        scales = tuple(scale * factor for scale in elements.scales)
+        return replace(region, elements=replace(elements, scales=scales))
+
+    ranks = (replace(r, regions=tuple(map(changed, r.regions))) for r in engine.ranks)
+    return replace(engine, ranks=tuple(ranks))
+
+
+@pytest.mark.parametrize("wire", ["direct", "chunks"])
+@pytest.mark.parametrize("pair", some_pairs(), ids="-".join)
+def test_types_and_scales(pair: Pair, wire: str) -> None:
+    check_pair(pair, wire)
+
+
+@pytest.mark.parametrize("wire", ["kernel", "kernel chunks"])
+@pytest.mark.parametrize("pair", some_pairs()[::3], ids="-".join)
+def test_types_and_scales_by_kernel(pair: Pair, wire: str) -> None:
+    check_pair(pair, wire)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["direct", "chunks", "kernel", "kernel chunks"])
+@pytest.mark.parametrize("pair", pairs(), ids="-".join)
+def test_every_pair_of_types_and_scales(pair: Pair, wire: str) -> None:
+    check_pair(pair, wire)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wire", ["kernel", "kernel chunks"])
+@pytest.mark.parametrize("pair", pairs(), ids="-".join)
+def test_every_pair_of_types_and_scales_on_a_gpu(pair: Pair, wire: str) -> None:
+    check_pair(pair, wire)
