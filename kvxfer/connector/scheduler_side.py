@@ -42,7 +42,15 @@ from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.windows import group_keepings
-from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY, OfferRef, Reason
+from kvxfer.transfer.wire import (
+    BIND_TOKENS,
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    STATES,
+    VERIFY,
+    OfferRef,
+    Reason,
+)
 
 _DRAINS = Plain("draining", "this engine drains, and takes nothing new")
 
@@ -108,13 +116,15 @@ class SchedulerConnector:
         except ValueError as e:
             raise ConfigError(f"the ranks' regions: {e}") from e
         self._offers.keep(keepings)
+        has_states = any(keeping.is_state for keeping in keepings.values())
+        self._loads.has_states = has_states
         regions = [region for rank in ranks.values() for region in rank.regions]
-        kept = [region for region in regions if region.window is None] or regions
+        kept = [each for each in regions if each.window is None and not each.is_state] or regions
         most_tokens = min((region.num_blocks * region.block_tokens for region in kept), default=0)
         self._loads.most_growing_tokens = self._config.early_share * most_tokens
         self._manifest = EngineManifest(
             **msgspec.structs.asdict(engine),
-            protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
+            protocol=(STATES if has_states else PROTOCOL_MIN, PROTOCOL_MAX),
             capabilities=(*((BIND_TOKENS,) if self._config.bind_tokens else ()), VERIFY),
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
@@ -210,6 +220,8 @@ class SchedulerConnector:
         if reason is Reason.TOKENS:
             num_tokens = request.num_prompt_tokens
             detail = f"{source.num_tokens} tokens offered, the prompt has {num_tokens}"
+            if source.num_tokens == num_tokens:
+                detail += ": a state moves only of fewer, for this side computes the last token"
         return Plain(reason, detail)
 
     def get_num_new_matched_tokens(
