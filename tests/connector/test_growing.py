@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.transfer.layout import Interior
-from tests.builders import EngineShape
+from tests.builders import MAMBA2, EngineShape
 from tests.connector.rig import (
     PATIENT,
     POISON,
@@ -53,6 +53,10 @@ PAIRS = {
             num_blocks=48,
         )
         for window, block in ((40, 16), (32, 8))
+    ),
+    "states": (
+        replace(LARGE, tp_size=2, state=replace(MAMBA2, conv_layout="DS")),
+        replace(LARGE, block_tokens=8, num_blocks=48, state=replace(MAMBA2, state_tokens=8)),
     ),
     "opaque": tuple(
         replace(LARGE, interior=Interior.OPAQUE, kernel_blocks=2, outermost=outermost)
@@ -90,6 +94,8 @@ class Prefill:
     def write(self, num_tokens: int) -> None:
         """Compute the tokens from the last step's on."""
         groups = range(self.engine.shape.num_groups)
+        if self.engine.shape.state and num_tokens < self.num_tokens:
+            groups = range(self.engine.shape.num_groups - 1)  # the state is another one still
         span = (self.num_computed, num_tokens)
         for entry, pool, truth in zip(
             self.engine.manifest.ranks, self.engine.pools, self.truth, strict=True
@@ -186,6 +192,8 @@ def test_whatever_the_steps_what_was_read_is_whole(
     cached = data.draw(st.sampled_from((0, *steps)), "cached")
     steps = [n for n in steps if n > cached]
     hi = data.draw(st.integers(1, num_tokens), "hi")
+    if sink.shape.state:
+        hi = num_tokens
     lo = data.draw(st.integers(0, hi - 1), "lo")
     if sink.shape.interior is Interior.OPAQUE:
         lo -= lo % sink.shape.block_tokens
