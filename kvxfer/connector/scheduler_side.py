@@ -21,7 +21,7 @@ import msgspec
 from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
 from kvxfer.connector.loads import READ_BEFORE, LoadBook, LoadState
-from kvxfer.connector.offers import Offer, OfferBook
+from kvxfer.connector.offers import STATE_PASSED, Offer, OfferBook
 from kvxfer.connector.params import (
     NOT_OFFERED_PARAMS,
     LoadWanted,
@@ -303,8 +303,10 @@ class SchedulerConnector:
             self._count(request, reason, "ended before its KV was loaded")
         finish = self._offers.finish(request, block_ids)
         if finish.reason is not None:
-            plain = Plain(finish.reason, "its window's first block is gone")
-            self._warn(request, plain, what=NOT_OFFERED)
+            detail = "its window's first block is gone"
+            if finish.reason == STATE_PASSED:
+                detail = "its engine went on, and holds the state of more tokens; ask for one token"
+            self._warn(request, Plain(finish.reason, detail), what=NOT_OFFERED)
         if finish.offer is None or self._manifest is None:
             return finish.keep_blocks, None
         return finish.keep_blocks, make_params(
