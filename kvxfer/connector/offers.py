@@ -109,6 +109,9 @@ class OfferBook:
         self._computing.add(request.request_id)
         return True
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._offers
+
     def cached(self, request_id: str, num_tokens: int) -> None:
         """So many tokens of a request's prompt are in the engine's own prefix cache, by its last
         look.

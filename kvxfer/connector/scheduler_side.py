@@ -131,6 +131,16 @@ class SchedulerConnector:
         self._manifest_is_new = True
         self._ranks = frozenset(str(rank.rank) for rank in ranks.values())
 
+    @property
+    def keeps_states(self) -> bool:
+        """Layers keep a state: a request must be offered without its last token, and computed no
+        further. The sink computes that token, from the state before it.
+        """
+        return self._loads.has_states
+
+    def is_offered(self, request_id: str) -> bool:
+        return request_id in self._offers
+
     def drain(self) -> None:
         """Offer and load nothing new from now on. What was asked for before goes on to its end:
         offers are served, loads and the requests that wait for theirs are finished. There is no way

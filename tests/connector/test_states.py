@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -52,7 +53,7 @@ def tables(source: Engine, sink: Engine) -> tuple[Table, Table]:
 
 
 def engines(
-    stack: ExitStack, source: EngineShape, sink: EngineShape, **settings: object
+    stack: ExitStack, source: EngineShape, sink: EngineShape, **settings: Any
 ) -> tuple[Engine, Engine]:
     settings = {**PATIENT, **settings}
     shapes = [replace(shape, num_blocks=24) for shape in (source, sink)]

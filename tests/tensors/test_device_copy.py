@@ -249,10 +249,10 @@ def test_states(kind: str, layouts: tuple[str, str], sizes: tuple[int, int]) -> 
     for route in make_plan(state.source, state.sink).routes:
         pools = given_pools[route.source_rank].memories, taken[route.sink_rank].memories
         for copy_class, span in state.moves(route):
-            ids = [
-                state.array(i, s.group) for i, s in enumerate((copy_class.source, copy_class.sink))
-            ]
-            done = copier.copy(bind_copy(copy_class, *pools), *ids, span, stream=stream, programs=3)
+            given_ids = state.array(0, copy_class.source.group)
+            taken_ids = state.array(1, copy_class.sink.group)
+            bound = bind_copy(copy_class, *pools)
+            done = copier.copy(bound, given_ids, taken_ids, span, stream=stream, programs=3)
             if done.event:
                 done.event.synchronize()
     for rank, memories in state.expected().items():

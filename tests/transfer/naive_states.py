@@ -7,9 +7,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from kvxfer.transfer.manifest import RankId
 from kvxfer.transfer.states import StatePart
 from tests.builders import HEADER_NBYTES, EngineShape, StateShape, build_regions
-from tests.builders import RankId as RankId
 
 Bytes = NDArray[np.uint8]
 

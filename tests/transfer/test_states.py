@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,7 +160,7 @@ class StateCase:
         return np.array(self.ids[side][group], np.int64)
 
 
-def shape_of(state: StateShape, tp_size: int, **changes: object) -> EngineShape:
+def shape_of(state: StateShape, tp_size: int, **changes: Any) -> EngineShape:
     changed = replace(state, **changes)
     return EngineShape(tp_size=tp_size, num_layers=1, num_blocks=10, state=changed)
 

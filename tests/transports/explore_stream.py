@@ -87,6 +87,7 @@ def chunks_of(count: int) -> tuple[Chunk, ...]:
             region_hi=1,
             token_lo=n,
             token_hi=n + 1,
+            opens_at=n + 1,
             nbytes=NBYTES,
         )
         for n in range(count)

@@ -19,7 +19,8 @@ from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.facts import CacheModel
 from kvxfer.integrations.vllm.interior import Cells, Named, Opaque, Trace, look_inside
 from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer
-from kvxfer.integrations.vllm.specs import LayerSpec, layer_specs
+from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
+from kvxfer.integrations.vllm.states import Rank, regions_of_state
 from kvxfer.tensors.shared_memory import plain_info
 from kvxfer.transfer.layout import Interior, Region, check_region
 from kvxfer.transports.base import LocalMemory
@@ -34,12 +35,6 @@ class Located:
 
     regions: tuple[Region, ...]
     memory: LocalMemory
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    tp_rank: int
-    tp_size: int
 
 
 def locate(
@@ -91,11 +86,11 @@ class _View:
     layer: str
     tensor: Tensor
     group: int
-    spec: LayerSpec
+    spec: LayerSpec | StateSpec
 
 
 def _views(
-    kv_caches: Mapping[str, Tensor], specs: Mapping[str, tuple[int, LayerSpec]]
+    kv_caches: Mapping[str, Tensor], specs: Mapping[str, tuple[int, LayerSpec | StateSpec]]
 ) -> list[_View]:
     """Every registered layer; one that no group names reads the KV of one that a group does."""
     found = [_View(layer, kv_caches[layer], *of) for layer, of in specs.items()]
@@ -159,6 +154,11 @@ def _regions(
     view: _View, memory: _Memory, num_blocks: int, rank: Rank, model: CacheModel
 ) -> Iterable[Region]:
     layer, tensor, spec = view.layer, view.tensor, view.spec
+    if isinstance(spec, StateSpec):
+        number, start = memory.find(tensor)
+        return regions_of_state(
+            layer, tensor, spec, rank, model, group=view.group, memory=number, offset=start
+        )
     if spec.is_context_sharded and model.is_context_parallel:
         raise ConfigError(
             f"{layer}: expected all tokens on every rank, got a cache that context parallelism "
@@ -167,7 +167,7 @@ def _regions(
     cells, kernel_blocks = _cells(layer, tensor, spec, num_blocks)
     head_lo, head_hi = heads_of(layer, spec, rank, model)
     number, start = memory.find(tensor)
-    inside = look_inside(layer, spec, cells, trace=_trace(view, cells, model))
+    inside = look_inside(layer, spec, cells, trace=_trace(view, spec, cells, model))
     common = Region(
         layer=layer,
         plane="",
@@ -203,13 +203,13 @@ def _regions(
             )
 
 
-def _trace(view: _View, cells: Cells, model: CacheModel) -> Trace | None:
+def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | None:
     """What the writer of the platform says of these cells; None where it cannot be asked."""
     if view.tensor.device.type != "cpu":
-        return trace_layer(view.layer, view.spec, view.tensor, model.layers, dtype=model.dtype)
+        return trace_layer(view.layer, spec, view.tensor, model.layers, dtype=model.dtype)
     return trace_cpu(
         view.layer,
-        view.spec,
+        spec,
         num_tokens=cells.num_tokens,
         dtype=model.dtype,
         cache_dtype=model.cache_dtype,
