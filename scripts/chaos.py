@@ -3,22 +3,32 @@ killed, stopped and lied to while requests move through them. ``tests/chaos`` sa
 
     python scripts/chaos.py --requests 10000 --wire shm zmq ucx nixl --out scripts/results
     python scripts/chaos.py --requests 2000 --wire cuda_ipc --device cuda --out scripts/results
+    .venv-vllm/bin/python scripts/chaos.py --vllm --requests 600 --wire shm zmq nixl \\
+        --out scripts/results
+    python scripts/chaos.py --hosts --requests 2500 --wire zmq ucx --out scripts/results
     python scripts/chaos.py --planted --out scripts/results
 
 The last one plants faults, one at a time, and says who finds each.
 
-Exit status: 0 nothing that must not happen has happened (every fault was found), 1 something has.
+``--limit-s`` ends a run between two storms, and ``--resume`` goes on from its results file. Several
+runs, each of other wires, may run at once: they share no port and no file.
+
+Exit status: 0 nothing that must not happen has happened (every fault was found), 1 something has,
+3 nothing has, and not all storms were played.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,10 +38,19 @@ from tests.chaos.finding import Found, look_for
 from tests.chaos.planted import PLANTED
 from tests.chaos.play import Summary
 from tests.chaos.running import hardware, versions, weather
-from tests.chaos.storm import make_plan
+from tests.chaos.storm import BETWEEN_HOSTS, ON_ONE_HOST, make_plan
+from tests.two_hosts import two_networks
 
-MOST_PER_STORM = 2500
-"""Requests; more are several storms, of seeds in a row, each with a fleet of its own."""
+REFERENCE = (
+    "- Engines: prefill TP 1 and TP 2, decode TP 2 and TP 1, blocks of 16 and 32 tokens, both "
+    "layouts"
+)
+VLLM = (
+    "- Engines: vLLM on CPUs, a prefill and a decode engine with blocks of 32 and 64 tokens; each "
+    "token is compared with those of a third engine"
+)
+NOT_ALL = 3
+"""Exit status."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,21 +72,103 @@ def main() -> int:
         options.out.mkdir(parents=True, exist_ok=True)
     if options.planted:
         return _plant(folder, options.out)
-    is_clean = True
-    for wire in options.wire:
-        storms: list[Summary] = []
-        for seed, number in _storms(options.seed, options.requests):
-            plan = make_plan(seed, number, every=options.every)
-            summary = weather(plan, folder / f"{wire}-{seed}", wire, device=options.device)
-            storms.append(summary)
-            print(_line(summary), flush=True)
-            for problem in summary.problems()[:20]:
-                print(f"  {problem[:300]}", flush=True)
-            if options.out is not None:
-                _write(options, wire, storms)
-        is_clean = is_clean and all(each.is_clean for each in storms)
+    runs = [_Run(options, wire) for wire in options.wire]
+    ends_s = time.monotonic() + options.limit_s
+    with two_networks() if options.hosts else nullcontext() as options.networks:
+        for run in runs:
+            while run.is_due(ends_s - time.monotonic()):
+                run.play(folder)
     print(f"logs: {folder}")
-    return 0 if is_clean else 1
+    if not all(summary.is_clean for run in runs for summary in run.storms):
+        return 1
+    return NOT_ALL if any(run.left for run in runs) else 0
+
+
+def _storm(
+    options: argparse.Namespace, wire: str, seed: int, number: int, folder: Path, faults: str
+) -> Summary:
+    kinds = BETWEEN_HOSTS if options.hosts else ON_ONE_HOST
+    return weather(
+        make_plan(seed, number, kinds=kinds, every=options.every),
+        folder,
+        wire,
+        device=options.device,
+        settings=options.set,
+        faults=faults,
+        networks=options.networks,
+    )
+
+
+def _vllm_storm(
+    options: argparse.Namespace, wire: str, seed: int, number: int, folder: Path, faults: str
+) -> Summary:
+    from tests.vllm import storm_fleet  # needs vLLM
+
+    fleet, kinds = storm_fleet.SHAPES, storm_fleet.KINDS
+    plan = make_plan(seed, number, fleet=fleet, kinds=kinds, every=options.every)
+    return storm_fleet.weather(plan, folder, wire, settings=options.set, faults=faults)
+
+
+def _flips(share: float, wire: str) -> str:
+    """The fault: on the way where there is one, else where the copy lands."""
+    return f"{'read' if wire == 'shm' else 'chunk'}:flip={share:g}"
+
+
+class _Run:
+    """All storms over one wire."""
+
+    def __init__(self, options: argparse.Namespace, wire: str) -> None:
+        self._options, self._wire = options, wire
+        self._command = _command(options, wire)
+        kind = "chaos_vllm" if options.vllm else "chaos_hosts" if options.hosts else "chaos"
+        self._stem = f"{kind}_{wire}{options.label and '_' + options.label}"
+        self._date = time.strftime("%Y-%m-%d")
+        self.storms: list[Summary] = []
+        if options.resume:
+            self._take_up()
+        played = {each.seed for each in self.storms}
+        self.left = [each for each in _storms(options) if each[0] not in played]
+        self._longest_s = 0.0
+
+    def _take_up(self) -> None:
+        """What a run with the same command has played. Exits with a sentence for another one's."""
+        paths = sorted(self._options.out.glob(f"{self._stem}_????-??-??.json"))
+        if not paths:
+            return
+        record = msgspec.json.decode(paths[-1].read_bytes(), type=Record)
+        if record.command != self._command:
+            sys.exit(f"--resume: {paths[-1]}: expected {self._command}, got {record.command}")
+        self.storms, self._date = record.storms, record.date
+
+    def is_due(self, left_s: float) -> bool:
+        """Is there another storm, and time for it, if it takes no longer than those before?"""
+        return bool(self.left) and left_s > self._longest_s
+
+    def play(self, folder: Path) -> None:
+        """The next storm, and what is known by then into the results file."""
+        options, begun_s = self._options, time.monotonic()
+        seed, number = self.left.pop(0)
+        folder = folder / f"{self._stem}-{seed}"
+        if folder.exists():
+            sys.exit(f"--logs: expected no {folder}, got another storm's; name another folder")
+        faults = _flips(options.flip, self._wire) if options.flip else ""
+        summary = (_vllm_storm if options.vllm else _storm)(
+            options, self._wire, seed, number, folder, faults
+        )
+        self._longest_s = max(self._longest_s, time.monotonic() - begun_s)
+        self.storms.append(summary)
+        print(_line(summary), flush=True)
+        for problem in summary.problems()[:20]:
+            print(f"  {problem[:300]}", flush=True)
+        if options.out is not None:
+            record = Record(
+                date=self._date,
+                command=self._command,
+                hardware=hardware(),
+                versions=versions(),
+                storms=self.storms,
+            )
+            _write(record, options.out / f"{self._stem}_{self._date}")
 
 
 def _plant(folder: Path, out: Path | None) -> int:
@@ -107,11 +208,22 @@ def _table(rows: list[Found]) -> str:
     )
 
 
-def _storms(seed: int, num_requests: int) -> list[tuple[int, int]]:
+def _storms(options: argparse.Namespace) -> list[tuple[int, int]]:
     """(seed, requests) of each."""
-    full, rest = divmod(num_requests, MOST_PER_STORM)
-    sizes = [MOST_PER_STORM] * full + ([rest] if rest else [])
-    return [(seed + number, size) for number, size in enumerate(sizes)]
+    full, rest = divmod(options.requests, options.per_storm)
+    sizes = [options.per_storm] * full + ([rest] if rest else [])
+    return [(options.seed + number, size) for number, size in enumerate(sizes)]
+
+
+def _command(options: argparse.Namespace, wire: str) -> str:
+    words = ["python scripts/chaos.py", f"--requests {options.requests}", f"--wire {wire}"]
+    words += ["--vllm"] if options.vllm else ["--hosts"] if options.hosts else []
+    words += [f"--seed {options.seed}", f"--per-storm {options.per_storm}"]
+    words += [f"--every {options.every}", f"--device {options.device}"]
+    words += [f"--set {name}={value}" for name, value in options.set.items()]
+    words += [f"--flip {options.flip:g}"] if options.flip else []
+    words += [f"--label {options.label}"] if options.label else []
+    return " ".join([*words, "--out scripts/results"])
 
 
 def _line(summary: Summary) -> str:
@@ -123,18 +235,11 @@ def _line(summary: Summary) -> str:
     )
 
 
-def _write(options: argparse.Namespace, wire: str, storms: list[Summary]) -> None:
-    date = time.strftime("%Y-%m-%d")
-    record = Record(
-        date=date,
-        command=f"python scripts/chaos.py --requests {options.requests} --wire {wire} --seed "
-        f"{options.seed} --every {options.every} --device {options.device} --out scripts/results",
-        hardware=hardware(),
-        versions=versions(),
-        storms=storms,
-    )
-    stem = options.out / f"chaos_{wire}_{date}"
-    stem.with_suffix(".json").write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+def _write(record: Record, stem: Path) -> None:
+    # A run that is cut off leaves a whole file
+    draft = stem.with_suffix(".new")
+    draft.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+    draft.rename(stem.with_suffix(".json"))
     stem.with_suffix(".md").write_text(_report(record), encoding="utf-8")
 
 
@@ -159,15 +264,18 @@ def _report(record: Record) -> str:
         "- Seeds: "
         + ", ".join(str(each.seed) for each in storms)
         + "; `tests/chaos/storm.py` makes the whole plan of each",
-        "- Engines: prefill TP 1 and TP 2, decode TP 2 and TP 1, blocks of 16 and 32 tokens, "
-        "both layouts",
+        VLLM if "--vllm" in record.command else REFERENCE,
         "",
     ]
     for title, name in (
         ("What befell the engines", "injections"),
         ("How requests ended at decode", "ends"),
         ("How requests ended at prefill", "prefills"),
+        ("Counters of the last lives", "counts"),
+        ("How requests ended of whose KV a bit was flipped", "flipped"),
     ):
+        if not _added(storms, name):
+            continue
         lines += [f"| {title} | number |", "|---|---|"]
         lines += [f"| {key} | {number:,} |" for key, number in _added(storms, name).items()]
         lines.append("")
@@ -185,16 +293,47 @@ def _added(storms: list[Summary], name: str) -> dict[str, int]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0] if __doc__ else "")
     parser.add_argument("--planted", action="store_true", help="faults instead of storms")
+    parser.add_argument(
+        "--hosts", action="store_true", help="each side in a network of its own, which is cut"
+    )
+    parser.add_argument("--vllm", action="store_true", help="two engines of vLLM: shm, zmq, nixl")
     parser.add_argument("--requests", type=int, default=1000, help="of each wire")
     parser.add_argument("--wire", nargs="+", default=["shm"], help="shm, zmq, ucx, nixl, cuda_ipc")
     parser.add_argument("--seed", type=int, default=1, help="of the first storm")
+    parser.add_argument("--per-storm", type=int, default=1250, help="requests; each has a fleet")
     parser.add_argument("--every", type=int, default=40, help="requests for each injection")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--set", type=_setting, action="append", default=[], help="of all engines: verify=all"
+    )
+    parser.add_argument(
+        "--flip", type=float, default=0.0, help="share of chunks with a flipped bit; set verify=all"
+    )
+    parser.add_argument(
+        "--limit-s", type=float, default=math.inf, help="no storm begins that would end later"
+    )
+    parser.add_argument("--resume", action="store_true", help="play what --out has not")
+    parser.add_argument("--label", default="", help="in the name of the results file")
     parser.add_argument("--out", type=Path, help="folder of the dated results")
     parser.add_argument(
         "--logs", type=Path, help="folder of the logs; a temporary one if not given"
     )
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.set = dict(options.set)
+    if options.resume and options.out is None:
+        parser.error("--resume: expected --out, the folder of the results, got none")
+    return options
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """Of kvxfer's settings; load_config refuses what is none."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected name=value, got {text!r}")
+    try:
+        return name, msgspec.json.decode(value)
+    except msgspec.DecodeError:
+        return name, value
 
 
 if __name__ == "__main__":

@@ -58,8 +58,8 @@ def oracle_offset(
     return offset
 
 
-def oracle_address(region: Region, block_id: int, head: int, token: int, channel: int = 0) -> int:
-    """Byte offset in the region's memory of (block, global head, token of the block, channel)."""
+def oracle_address(region: Region, block_id: int, head: int, token: int) -> int:
+    """Byte offset in the region's memory of (block, global head, token of the block)."""
     strides = _RegionStrides(
         block_tokens=region.block_tokens,
         kernel_tokens=region.block_tokens // region.kernel_blocks,
@@ -68,7 +68,7 @@ def oracle_address(region: Region, block_id: int, head: int, token: int, channel
         stride_token=region.stride_token,
         stride_channel=region.stride_channel,
     )
-    return region.offset + oracle_offset(strides, [block_id], token, head - region.head_lo, channel)
+    return region.offset + oracle_offset(strides, [block_id], token, head - region.head_lo)
 
 
 def oracle_order(
@@ -109,7 +109,8 @@ def oracle_pieces(
     num_channels, nbytes = 1, region.inner_nbytes
     if region.stride_channel:
         num_channels, nbytes = region.inner_nbytes // region.channel_nbytes, region.channel_nbytes
-    places = [oracle_address(region, block_id, head, token, each) for each in range(num_channels)]
+    first = oracle_address(region, block_id, head, token)
+    places = [first + channel * region.stride_channel for channel in range(num_channels)]
     views = [memories[region.memory][place : place + nbytes] for place in places]
     if any(len(view) != nbytes for view in views):
         raise ValueError(

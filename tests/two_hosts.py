@@ -41,6 +41,8 @@ _BEGIN_HOST = (
 _HOSTS = "127.0.0.1 localhost\\n" + "".join(
     f"{address} {name}\\n" for name, address in zip(NAMES, ADDRESSES, strict=True)
 )
+_NETWORK = ("unshare", "--net", "--mount")
+_BEGIN_NETWORK = "mount -t sysfs sysfs /sys && ip link set lo up && echo up && exec cat"
 _BEGIN_USERS = "echo up && exec cat"
 
 
@@ -115,6 +117,34 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         enters = [(*(users or ("nsenter",)), *_namespaces(pid)) for pid in pids]
         _join(users or ("nsenter",), pids)
         first, second = map(Host, NAMES, ADDRESSES, enters)
+        yield first, second
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The network of a host alone, with its devices in /sys. ``pid``: whose it is."""
+
+    pid: int
+    address: str
+
+    def ip(self, arguments: str) -> None:
+        """Runs ``ip`` there. Raises HostsUnavailable."""
+        _ip(("nsenter",), self.pid, arguments)
+
+
+@contextmanager
+def two_networks() -> Iterator[tuple[Network, Network]]:
+    """Both, joined by a cable, until the end of the block; for threads that enter them with setns.
+    Raises HostsUnavailable.
+    """
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing or os.geteuid() != 0:
+        why = f"the commands {', '.join(missing)}" if missing else "to be root"
+        raise HostsUnavailable(f"two networks: need {why}")
+    with ExitStack() as stack:
+        pids = [_begin(stack, _NETWORK, _BEGIN_NETWORK, name) for name in NAMES]
+        _join(("nsenter",), pids)
+        first, second = map(Network, pids, ADDRESSES)
         yield first, second
 
 

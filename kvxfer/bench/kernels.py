@@ -48,6 +48,7 @@ from kvxfer.bench.pools import (
     Pool,
     Request,
     Shape,
+    layout_of,
     request_of,
 )
 from kvxfer.kernels.strided_work import WHOLE_GPU
@@ -299,7 +300,7 @@ def _run_cast(bench: Bench, cast: tuple[str, str, str], layouts: str, num_tokens
     nbytes = num_tokens * LLAMA_8B.regions * LLAMA_8B.heads * source.tile.inner_nbytes
     works = {"memcpy": _limits_of(bench, nbytes)["memcpy"]}
     works |= {name_of(width): partial(copy, bench, job, width) for width in _CAST_WIDTHS}
-    taken = core.measure_works(works, partial(once, bench), bench.rounds, budget_s=BUDGET_S)
+    taken = core.measure(core.clocked(works, partial(once, bench)), bench.rounds, budget_s=BUDGET_S)
     case = f"{' '.join(filter(None, cast))} {layouts} {num_tokens} tokens"
     bench.report.compare(core.Measured(f"casts, {bench.where}", case, nbytes), taken)
 
@@ -420,7 +421,7 @@ BENCHMARK = Benchmark(
             ["pieces", "lengths"],
             nargs="+",
             choices=list(SECTIONS),
-            help="some of",
+            help="of",
         ),
         option("--where", list(_PLACES), nargs="+", choices=_PLACES, help="the source's GPU"),
         option("--blocks", list(BLOCKS), nargs="+", type=int, help="tokens, of the section pairs"),

@@ -60,7 +60,7 @@ def measure(session: Session, options: argparse.Namespace, link: SlowLink, speed
     )
     report.facts["round trip of 8 bytes"] = f"{round_trip_ms(link):.2f} ms"
     report.facts["congestion control"] = _CONGESTION_CONTROL.read_text().strip()
-    measured = Run(contenders, report, session.progress, SOCKETS, aim)
+    measured = Run(contenders, report, session.progress, lambda _: SOCKETS, aim)
     with measured.written():
         try:
             start_host(contenders, options.transport, requests, is_one_host=False)

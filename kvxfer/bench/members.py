@@ -17,7 +17,7 @@ import torch
 from kvxfer.bench.core import Timing
 from kvxfer.bench.frame import option
 from kvxfer.bench.pools import POISON, Request
-from kvxfer.tensors.shared_memory import SharedPool, plain_info
+from kvxfer.tensors.shared_memory import make_pool
 from kvxfer.transports.base import LocalMemory
 
 SOURCE, SINK = SIDES = ("source", "sink")
@@ -77,16 +77,11 @@ class Memory:
 
     def __init__(self, device: str, nbytes: int) -> None:
         self.device = torch.device(device)
-        self._pool: SharedPool | None = None
-        if self.device.type == "cpu":
-            self._pool = SharedPool.create(nbytes)
-            self.tensor = self._pool.tensor
-            info = self._pool.info
-        else:
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            info = plain_info(self.tensor)
-        self.local = LocalMemory((self.tensor,), (info,))
+        self._pool = make_pool(self.device, nbytes)
+        self.tensor = self._pool.tensor
+        self.local = LocalMemory((self.tensor,), (self._pool.info,))
 
     def fill_random(self, seed: int) -> None:
         """With bytes that differ between any two tokens."""
@@ -102,8 +97,8 @@ class Memory:
     def close(self) -> None:
         """Give it back; views must be gone."""
         del self.tensor, self.local
-        if self._pool is not None:
-            self._pool.close()
+        self._pool.close()
+        del self._pool
 
 
 def finish(*devices: torch.device) -> None:

@@ -8,6 +8,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import TypeVar
 
+from kvxfer.transfer.costs import size_text
+
 MOST_LINES = 8
 """More cannot be told apart; the others are in the report's tables."""
 
@@ -64,13 +66,6 @@ def plot_of(title: str, x_name: str, y_name: str, lines: Iterable[Line]) -> Plot
     return Plot(title, x_name, y_name, tuple(drawn[:MOST_LINES]))
 
 
-def bytes_words(nbytes: float) -> str:
-    """Of a power of two."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    number = next((n for n in range(len(units)) if nbytes < 1024 ** (n + 1)), len(units) - 1)
-    return f"{nbytes / 1024**number:g} {units[number]}"
-
-
 def draw(path: Path, plot: Plot, conditions: Sequence[str]) -> bool:
     """False without matplotlib. ``conditions``: lines below the title."""
     try:
@@ -90,7 +85,7 @@ def draw(path: Path, plot: Plot, conditions: Sequence[str]) -> bool:
         axes.plot(each.x, each.y, style, markersize=4, label=name)
     axes.set(yscale="log", xlabel=plot.x_name, ylabel=plot.y_name)
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda nbytes, _: bytes_words(nbytes))
+    axes.xaxis.set_major_formatter(lambda nbytes, _: size_text(nbytes))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
     axes.grid(visible=True, which="both", alpha=0.3)

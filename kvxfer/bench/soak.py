@@ -82,11 +82,11 @@ class Soaked:
 class Soak:
     """Two processes that are connected by one wire. Raises ContenderLost, as all its methods do."""
 
-    def __init__(self, wire: str, *, num_tokens: int = 16, staging_slots: int = 4) -> None:
+    def __init__(self, wire: str, *, num_tokens: int = 16) -> None:
         self.wire = wire
         self.request: Request = request_of(TINY, "HND16->NHD64", num_tokens, 4 * num_tokens)
         nbytes = max(self.request.source.nbytes, self.request.sink.nbytes)
-        config = wire_config(wire, staging_slots=staging_slots, chunk_nbytes=64 << 10)
+        config = wire_config(wire, staging_slots=4, chunk_nbytes=64 << 10)
         devices = Devices("cpu", "cpu", wire)
         self._workers = {
             side: Worker(f"{wire}, {side}", make, devices, nbytes, config, method=FORK_SERVER)

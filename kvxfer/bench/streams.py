@@ -40,7 +40,7 @@ from kvxfer.bench.sockets import (
     without_delay,
 )
 from kvxfer.bench.transfer import WIRE_OPTIONS, settings_of
-from kvxfer.bench.transfer_report import pool_nbytes, requests_of
+from kvxfer.bench.transfer_report import Run, pool_nbytes, requests_of, speed_tables
 from kvxfer.bench.wires import ZMQ_TCP
 from kvxfer.bench.workers import method_for
 
@@ -48,8 +48,8 @@ AIM = 0.5
 BUDGET_S = 6.0
 """Of one contender in one case, after its least rounds."""
 TEXT = (
-    "Wall time from the request to the last byte in place, median of interleaved rounds; ratio: "
-    "of zmq to as many plain sockets in the same rounds, of all others to one."
+    "Wall time from the request to the last byte in place; ratios are to as many plain sockets, of "
+    "NIXL to one, each quantile to the same one."
 )
 
 
@@ -142,19 +142,13 @@ def start_plain(contenders: Contenders, numbers: list[int]) -> None:
 # ------------------------------------------------------------------ the benchmark
 
 
-def measure_case(
-    contenders: Contenders, report: core.Report, request: Request, options: argparse.Namespace
-) -> None:
-    taken = contenders.measure(request, options.rounds, BUDGET_S)
-    report.begin(f"{request.name}, {request.nbytes / 1e6:.1f} MB", core.SHOWN)
-    for name, timings in taken.items():
-        limit = plain(int(name.rpartition("x")[2])) if name[-1].isdigit() else plain(1)
-        speed = core.speed_of(request.nbytes, timings, taken.get(limit))
-        goal = AIM if name.startswith("kvxfer") else None
-        case = core.Measured("streams", request.name, request.nbytes, name, speed, goal)
-        report.add(core.MEASURED, case)
-    report.lost = contenders.lost()
-    report.write()
+def limit_of(way: str) -> str:
+    """As many plain sockets as a way has streams; one where it does not say how many."""
+    return plain(int(way.rpartition("x")[2])) if way[-1].isdigit() else plain(1)
+
+
+def aim(request: Request, way: str) -> float | None:
+    return AIM if way.startswith("kvxfer") else None
 
 
 def run(session: Session, options: argparse.Namespace) -> int:
@@ -166,13 +160,14 @@ def run(session: Session, options: argparse.Namespace) -> int:
     report = session.report(
         f"streams_{devices.where}",
         f"zmq over several TCP streams, {devices.where}",
-        core.by_section(TEXT),
+        speed_tables("streams", TEXT),
         None,
         core.WIRE_PACKAGES,
         devices=f"source {devices.source}, sink {devices.sink}",
         settings=", ".join(f"{name} {value}" for name, value in settings.items()) or "none",
     )
-    try:
+    measured = Run(contenders, report, session.progress, limit_of, aim)
+    with measured.written():
         start_plain(contenders, options.streams)
         for number in options.streams:
             contenders.start_wire(ZMQ_TCP, requests[0], f" x{number}", zmq_streams=number)
@@ -181,16 +176,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
             contenders.start_nixl(setting, is_raw=True)
             contenders.join()
         report.records["trials"] = contenders.choices
-        for name, said in contenders.choices.items():
-            report.facts[name] = said
-        session.progress.plan(len(requests))
-        for request in requests:
-            measure_case(contenders, report, request, options)
-            session.progress.step()
-    finally:
-        report.lost |= contenders.lost()
-        contenders.close()
-        report.write(is_last=True)
+        measured.cases(requests, options.rounds, BUDGET_S)
     return int(contenders.has_wrong_bytes)
 
 

@@ -70,7 +70,7 @@ def run(session: Session, options: argparse.Namespace) -> int:
         core.WIRE_PACKAGES,
         settings=", ".join(f"{name} {value}" for name, value in settings.items()) or "none",
     )
-    measured = Run(contenders, report, session.progress, SOCKETS, host_aim)
+    measured = Run(contenders, report, session.progress, lambda _: SOCKETS, host_aim)
     with measured.written():
         start_host(contenders, options.transport, requests, is_one_host=True)
         report.records["trials"] = contenders.choices

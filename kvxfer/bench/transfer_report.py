@@ -22,6 +22,7 @@ _NOT_DRAWN = {*LIMITS, UNIX_SOCKETS}
 _MOST_OTHERS = 3
 _Aims = Callable[[Request, str], float | None]
 """The least ratio to the limit that we want of a way, where there is one."""
+LimitOf = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +80,12 @@ WATCHED: core.Columns[Cell] = {**COLUMNS, "of the limit": COLUMNS["p50"]}
 
 
 def cells_of(
-    request: Request, taken: Mapping[str, Sequence[core.Timing]], limit: str, aims: _Aims
+    request: Request, taken: Mapping[str, Sequence[core.Timing]], limit_of: LimitOf, aims: _Aims
 ) -> Iterator[Cell]:
     speeds = {way: core.speed_of(request.nbytes, timings) for way, timings in taken.items()}
-    limits, nixl = speeds.get(limit), speeds.get(NIXL_DEFAULT)
+    nixl = speeds.get(NIXL_DEFAULT)
     for way, speed in speeds.items():
-        ratios = None
+        limits, ratios = speeds.get(limit_of(way)), None
         if limits is not None:
             p20, p50, p80 = (o / t for o, t in zip(speed.per_s, limits.per_s, strict=True))
             ratios = (p20, p50, p80)
@@ -108,12 +109,12 @@ SHOWN = ("way", "p50 ms", "GB/s", "of the limit")
 
 @dataclass(slots=True)
 class Run:
-    """Contenders and the report of them. ``limit``: the way that ratios are to."""
+    """Contenders and the report of them. ``limit_of``: the way that a way's ratios are to."""
 
     contenders: Contenders
     report: core.Report
     progress: Progress
-    limit: str
+    limit_of: LimitOf
     aims: _Aims
 
     def cases(self, requests: Sequence[Request], rounds: int, budget_s: float) -> None:
@@ -127,7 +128,7 @@ class Run:
                 self.contenders.retire()
             taken = self.contenders.measure(request, rounds, budget_s)
             self.report.lost = self.contenders.lost()
-            for cell in cells_of(request, taken, self.limit, self.aims):
+            for cell in cells_of(request, taken, self.limit_of, self.aims):
                 self.report.add(WATCHED, cell)
             self.report.write()
             self.progress.step()

@@ -38,15 +38,10 @@ _MOST_GROUP_SIZE_RATIO = 1.5
 def get_kv_cache_groups(
     config: PlanningConfig, kv_cache_spec: Mapping[str, KVCacheSpec]
 ) -> list[KVCacheGroupSpec]:
-    """The groups of a model's layers; none for a model without a cache.
-
-    Args:
-        config: read is ``scheduler_config.disable_hybrid_kv_cache_manager`` (missing: False); when
-            set, there is one group, see :func:`unify_hybrid_kv_cache_specs`.
-        kv_cache_spec: what each layer keeps, by layer name; it stays as it is.
-
-    Raises:
-        ValueError: layers whose blocks cannot be made equally large, or not be put in one group.
+    """The groups of a model's layers; none for a model without a cache. ``config``: read is
+    ``scheduler_config.disable_hybrid_kv_cache_manager`` (missing: False); when set, there is one
+    group, see :func:`unify_hybrid_kv_cache_specs`. Raises ValueError for layers whose blocks cannot
+    be made equally large, or not be put in one group.
     """
     specs = dict(kv_cache_spec)
     if getattr(config.scheduler_config, "disable_hybrid_kv_cache_manager", False):
@@ -130,10 +125,8 @@ def _merge_specs(specs: Sequence[KVCacheSpec]) -> KVCacheSpec | None:
 def unify_hybrid_kv_cache_specs(kv_cache_spec: dict[str, KVCacheSpec]) -> None:
     """Make layers of several kinds one type, in place: those with a window or chunks then keep all
     tokens, and still compute what they did. They get the block size of the layers that kept all
-    tokens already, where these have one. Layers of one type stay as they are.
-
-    Raises:
-        ValueError: a state layer beside others, or blocks of other sizes. Nothing has changed then.
+    tokens already, where these have one. Layers of one type stay as they are. Raises ValueError for
+    a state layer beside others, or blocks of other sizes. Nothing has changed then.
     """
     if is_kv_cache_type_uniform(kv_cache_spec):
         return

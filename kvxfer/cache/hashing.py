@@ -345,7 +345,6 @@ def hash_block_tokens(
             :func:`~kvxfer.cache.hashing.get_hash_fn_by_name`.
         parent_block_hash: name of the block before, the root of the chain, or None for the root of
             this process (:data:`NONE_HASH`, or vLLM's).
-        curr_block_token_ids: every token id of the block.
         extra_keys: from :func:`generate_block_hash_extra_keys`; None and () are the same.
 
     Raises:
@@ -373,10 +372,6 @@ def hash_request_tokens(
     Equal to a chain of :func:`hash_block_tokens`, with one conversion for all tokens.
 
     Args:
-        hash_function: as in :func:`hash_block_tokens`.
-        block_size: tokens of a block.
-        request: see :class:`HashableRequest`.
-        root: the root of the chain, None for the root of this process.
         known: names that an earlier call gave to the first blocks. Only the blocks after them are
             hashed and returned, so ``known.extend(hash_request_tokens(..., known=known))`` follows
             a growing request at constant cost per token.

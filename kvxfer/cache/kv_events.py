@@ -7,6 +7,7 @@ its tags, so that whoever decodes vLLM's events decodes these. One that is not s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import msgspec
@@ -80,12 +81,8 @@ class KVEventBatch(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
 
 class KVEventLog:
-    """The events of one pool since they were last taken.
-
-    Args:
-        medium: where the pool's blocks are.
-        int_block_hashes: names are the last 64 bits, as vLLM has it unless
-            ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` is 0.
+    """The events of one pool since they were last taken. ``int_block_hashes``: names are the last
+    64 bits, as vLLM has it unless ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES`` is 0.
     """
 
     def __init__(self, medium: str = _MEDIUM_GPU, *, int_block_hashes: bool = True) -> None:
@@ -152,16 +149,11 @@ class KVEventLog:
 
 def _runs(blocks: Sequence[KVCacheBlock], new: slice) -> Iterator[tuple[int, int]]:
     """[start, end) of the blocks of ``new`` that are next to each other and not null."""
-    start = None
-    for at in range(new.start, new.stop):
-        if blocks[at].is_null:
-            if start is not None:
-                yield start, at
-            start = None
-        elif start is None:
-            start = at
-    if start is not None:
-        yield start, new.stop
+    places = range(new.start, new.stop)
+    for is_null, run in groupby(places, key=lambda at: blocks[at].is_null):
+        if not is_null:
+            found = list(run)
+            yield found[0], found[-1] + 1
 
 
 def _untagged(keys: tuple[ExtraKey, ...]) -> tuple[Any, ...]:

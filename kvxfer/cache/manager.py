@@ -99,11 +99,7 @@ class GroupManager:
         self, num_tokens: int, step_tokens: int, num_held_tokens: int | None = None
     ) -> int:
         """The most blocks that a request of ``num_tokens`` tokens holds at a time.
-
-        Args:
-            num_tokens: all tokens it will ever have.
-            step_tokens: the most of them that are computed in one step.
-            num_held_tokens: what is needed after that many tokens is never dropped.
+        ``num_held_tokens``: what is needed after that many tokens is never dropped.
         """
         most = self.spec.max_blocks(num_tokens, step_tokens)
         if num_held_tokens is None:

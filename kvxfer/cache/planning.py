@@ -28,17 +28,10 @@ def check_enough_kv_cache_memory(
     config: PlanningConfig, kv_cache_spec: Mapping[str, KVCacheSpec], available_memory: int
 ) -> None:
     """Check that one request of ``max_model_len`` tokens fits, the null block counted.
-
-    Args:
-        config: see :class:`PlanningConfig`.
-        kv_cache_spec: what each layer keeps, by layer name; without layers everything fits.
-        available_memory: bytes for the cache on this rank; not looked at where
-            ``num_gpu_blocks_override`` is set.
-
-    Raises:
-        TypeError: a setting or ``available_memory`` that is no int.
-        ValueError: it does not fit; the message says what is needed and available, the longest
-            request that fits, and the settings to change. Or layers that cannot be grouped.
+    ``available_memory``: bytes for the cache on this rank; not looked at where
+    ``num_gpu_blocks_override`` is set. Raises TypeError for a setting or ``available_memory`` that
+    is no int; ValueError for layers that cannot be grouped, and where it does not fit: with what is
+    needed and available, the longest request that fits, and the settings to change.
     """
     _check_groups_fit(config, get_kv_cache_groups(config, kv_cache_spec), available_memory)
 
@@ -145,7 +138,6 @@ def get_kv_cache_config(
     """Plan the cache of one rank.
 
     Args:
-        config: see :class:`~kvxfer.cache.specs.PlanningConfig`; it is only read.
         kv_cache_spec: what each layer keeps, by layer name. Layers that read another layer's cache
             are not in it. Without layers the pool is the null block alone.
         available_memory: bytes for the cache; the buffers take no more, unless
@@ -165,11 +157,9 @@ def get_kv_cache_config_uniform_type(
     config: PlanningConfig, kv_cache_spec: Mapping[str, KVCacheSpec], available_memory: int
 ) -> KVCacheConfig:
     """As :func:`get_kv_cache_config`, for layers of one type: one group, a buffer for each layer,
-    and the memory shared out so that every layer has as many blocks.
-
-    Raises:
-        ValueError: no layers, layers that cannot share a block table
-            (:func:`~kvxfer.cache.grouping.is_kv_cache_type_uniform`), or too little memory.
+    and the memory shared out so that every layer has as many blocks. Raises ValueError for no
+    layers, layers that cannot share a block table
+    (:func:`~kvxfer.cache.grouping.is_kv_cache_type_uniform`), or too little memory.
     """
     groups = [uniform_type_group(kv_cache_spec)]
     return _config_for(groups, _check_groups_fit(config, groups, available_memory))

@@ -42,11 +42,8 @@ PlanningConfig: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheSpec:
-    """What every kind of layer has: the tokens of its blocks.
-
-    Raises:
-        TypeError: a size that is not an int.
-        ValueError: a size below 1.
+    """What every kind of layer has: the tokens of its blocks. Raises TypeError for a size that is
+    not an int; ValueError for a size below 1.
     """
 
     block_size: int
@@ -69,10 +66,8 @@ class KVCacheSpec:
 
     def max_blocks(self, num_tokens: int, step_tokens: int) -> int:
         """The most blocks that a request holds at a time; it never falls when ``num_tokens`` grows.
-
-        Args:
-            num_tokens: all tokens it will ever have.
-            step_tokens: the most of them that are computed in one step.
+        ``num_tokens``: all tokens it will ever have. ``step_tokens``: the most of them that are
+        computed in one step.
         """
         raise NotImplementedError
 
@@ -131,18 +126,10 @@ def _check_padding(padded: int | None, unpadded: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """What all layers with keys and values have.
-
-    Args:
-        block_size: tokens of a block.
-        num_kv_heads: KV heads on this rank.
-        head_size: elements of one head of one token.
-        dtype: name of the element type, a key of :data:`DTYPE_NBYTES`.
-        page_size_padded: bytes of a block where it is given more than it needs, so that layers of
-            different kinds have blocks of one size.
-
-    Raises:
-        ValueError: a size below 1, an unknown dtype, or padding below the block's own bytes.
+    """What all layers with keys and values have. ``dtype``: name of the element type, a key of
+    :data:`DTYPE_NBYTES`. ``page_size_padded``: bytes of a block where it is given more than it
+    needs, so that layers of different kinds have blocks of one size. Raises ValueError for a size
+    below 1, an unknown dtype, or padding below the block's own bytes.
     """
 
     num_kv_heads: int
@@ -288,7 +275,6 @@ class MambaSpec(KVCacheSpec):
         block_size: tokens between two blocks of the table.
         shapes: shape of each state tensor on this rank (e.g. convolution and recurrence).
         dtypes: element type of each, keys of :data:`DTYPE_NBYTES`.
-        page_size_padded: as in :class:`AttentionSpec`.
         num_speculative_blocks: states held after the last one, for tokens that may be rejected.
 
     Raises:

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvxfer.cli.report import nbytes_text
 from kvxfer.engine.config import CPU, EngineConfig
 from kvxfer.engine.kv_plan import plan_kv_caches
 from kvxfer.engine.model_config import ModelConfig
 from kvxfer.errors import ConfigError
+from kvxfer.transfer.costs import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ def check_memory(needs: Sequence[Need], free_nbytes: int | None) -> None:
         return
     largest = max(needs, key=lambda need: need.nbytes)
     raise ConfigError(
-        f"{largest.options}: expected engines that fit into {nbytes_text(free_nbytes)} of free "
-        f"memory, got {nbytes_text(total_nbytes)}, {nbytes_text(largest.nbytes)} of it for "
+        f"{largest.options}: expected engines that fit into {size_text(free_nbytes)} of free "
+        f"memory, got {size_text(total_nbytes)}, {size_text(largest.nbytes)} of it for "
         f"{largest.what}; choose less"
     )
 

@@ -85,7 +85,8 @@ def run_plan(options: PlanOptions) -> bool:
 
 
 def _print(plan: TransferPlan) -> None:
-    from kvxfer.transports.choice import ms_text, size_text
+    from kvxfer.transfer.costs import size_text
+    from kvxfer.transports.choice import ms_text
 
     console, first = Console(width=_COLUMNS, highlight=False), plan.wires[0]
     console.print(

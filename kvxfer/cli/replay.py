@@ -63,11 +63,8 @@ class _Job:
 
 
 class Replay:
-    """One run over all prompts.
-
-    Args:
-        single: the engine that the others are compared with, or None.
-        on_load_failure: also what happens to requests whose prefill engine has gone.
+    """One run over all prompts. ``single``: the engine that the others are compared with, or None.
+    ``on_load_failure``: also what happens to requests whose prefill engine has gone.
     """
 
     def __init__(

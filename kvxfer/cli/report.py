@@ -20,6 +20,7 @@ from kvxfer.config import SECRETS
 from kvxfer.engine.config import EngineConfig
 from kvxfer.engine.rpc import Info
 from kvxfer.errors import ConfigError
+from kvxfer.transfer.costs import size_text
 
 _WIDTH = 80
 """Columns where the output is no terminal. The table fits into them."""
@@ -49,7 +50,7 @@ def _result_table(results: Sequence[Result]) -> Table:
             escape(result.name),
             str(result.num_prompt_tokens),
             f"{result.num_prefill_cached_tokens}/{result.num_decode_cached_tokens}",
-            nbytes_text(moved.nbytes) if moved else "-",
+            size_text(moved.nbytes) if moved else "-",
             _ms(moved.wait_s) if moved else "-",
             _ms(moved.read_s) if moved else "-",
             _three_digits(gbps),
@@ -76,14 +77,6 @@ def _three_digits(number: float | None) -> str:
     )
 
 
-def nbytes_text(nbytes: int) -> str:
-    """Three digits and a unit of 1024."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{nbytes} B" if units[0] == "B" else f"{value:.1f} {units[0]}"
-
-
 def _summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
     """What the table does not say, in a few sentences; rich markup."""
     lines = [
@@ -95,7 +88,7 @@ def _summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
     if summary.num_transfers:
         speed = f", {_three_digits(summary.gbps)} GB/s in {_ms(summary.read_s)} ms of reading"
         lines.append(
-            f"wire {'+'.join(summary.wires) or 'none'}: {nbytes_text(summary.nbytes)} "
+            f"wire {'+'.join(summary.wires) or 'none'}: {size_text(summary.nbytes)} "
             f"in {summary.num_transfers} transfers{speed if summary.gbps is not None else ''}"
         )
         if summary.median_wait_s is not None and summary.most_wait_s is not None:

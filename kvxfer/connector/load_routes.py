@@ -30,6 +30,8 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.choice import Choice
 
+GROWING_CHUNKS, LEAST_GROWING_NBYTES = 16, 1 << 20
+"""A growing offer is sent in so many chunks at least, unless they would be smaller than that."""
 NULL_TRANSPORT = "null"
 """What the Pull of a null route names: nothing is read."""
 
@@ -154,7 +156,7 @@ def _make_run(
             pull_classes=wanted,
             source_ids=(),
             sink_ids=sink_ids,
-            chunk_nbytes=choice.chunk_nbytes(nbytes),
+            chunk_nbytes=_chunk_nbytes(order, choice, nbytes),
             after=after,
         )
     pull = Pull(
@@ -170,6 +172,16 @@ def _make_run(
         grows=order.grows or UNSET,
     )
     return RouteRun(pull, key, request, incomplete, is_growing=order.grows)
+
+
+def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int) -> int:
+    """Of an offer that grows the chunks are small: one leaves when its last token is open, and the
+    last one is waited for.
+    """
+    best_nbytes = choice.chunk_nbytes(nbytes)
+    if not order.grows:
+        return best_nbytes
+    return min(best_nbytes, max(LEAST_GROWING_NBYTES, nbytes // GROWING_CHUNKS))
 
 
 def _verify(order: NewLoad, way: Way, wanted: Sequence[PullClass]) -> Verify | UnsetType:
@@ -259,10 +271,10 @@ def take_granted_ids(run: RouteRun, block_ids: GroupBlockIds, open_tokens: int) 
     Raises ProtocolError. Streams and null routes need no ids.
     """
     read = run.request
-    if read is None or run.pull.classes:
+    if read is None or run.pull.classes or not open_tokens:
         return
     for copied, asked in zip(read.classes, read.pull_classes, strict=True):
-        hi = _open_to(copied, asked, open_tokens)
+        hi = asked.token_hi if open_tokens == ALL else _open_to(copied, asked, open_tokens)
         check_table(copied.source, block_ids, asked.token_lo, hi)
     for before, now in zip(run.granted_ids, block_ids, strict=False):
         if now[: len(before)] != before:

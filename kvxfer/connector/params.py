@@ -111,7 +111,7 @@ def parse_params(raw: Mapping[str, Any] | None, key: str | None = None) -> Param
     if not raw:
         return Plain("no_params")
     try:
-        ours = raw.get("kvxfer")
+        ours = raw.get("kvxfer") if isinstance(raw, Mapping) else None
         if isinstance(ours, Mapping) and "request" in ours:
             return _parse_early(msgspec.convert(dict(raw), _EarlyOuter), key)
         outer = msgspec.convert(dict(raw), _Outer)

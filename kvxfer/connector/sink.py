@@ -405,7 +405,8 @@ class Sink:
         where it opens more.
         """
         run = load.routes[source]
-        open_tokens = open_tokens_of(grant, load.order)
+        is_complete = grant.open_tokens is UNSET
+        open_tokens = ALL if is_complete else open_tokens_of(grant, load.order)
         if load.is_in(source, RouteState.ASKED) or (
             open_tokens > run.open_tokens and load.is_in(source, RouteState.READING)
         ):
@@ -416,7 +417,7 @@ class Sink:
                 load.note(str(e))
                 return Abort(Reason.PLAN)
             run.open_tokens = open_tokens
-            if run.is_growing or open_tokens < ALL:
+            if run.is_growing or not is_complete:
                 self._grow(load, run, grant)
         return GrantArrived(source, open_tokens)
 
@@ -618,7 +619,7 @@ class Sink:
         if posted is None or posted.digest not in (None, run.pull.digest):
             peer.send(source, run.pull)  # its answer will say what is to be done
             return None
-        run.owes_pull = load.is_in(source, RouteState.ASKED)
+        run.owes_pull = not run.open_tokens
         grant = Grant(run.pull.offer, run.pull.consumer, posted.block_ids, posted.num_tokens)
         return self._granted(load, source, grant)
 

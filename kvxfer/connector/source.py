@@ -17,7 +17,6 @@ from functools import partial
 from typing import assert_never
 
 from msgspec import UNSET, UnsetType
-from msgspec.structs import replace
 
 from kvxfer.config import Config
 from kvxfer.connector.board import Ends, Posted
@@ -36,7 +35,7 @@ from kvxfer.connector.given_offer import (
 )
 from kvxfer.connector.io_thread import IoThread
 from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.parked import Message, Parked
+from kvxfer.connector.parked import Early, Parked
 from kvxfer.connector.records import EndOffer, GroupBlockIds, NewOffer, OfferBlocks
 from kvxfer.connector.untaken_kv import UntakenKV, why_given_up, why_lapsed
 from kvxfer.connector.verifier import Digests, Verifier
@@ -426,7 +425,7 @@ class Source:
         found = Found(find.request, find.incarnation, None, reason=reason, detail=detail)
         self._server.send(identity, found)
 
-    def _not_found(self, identity: bytes, message: Message) -> None:
+    def _not_found(self, identity: bytes, message: Early) -> None:
         """What an early message is about has not come in time, or there is no room to wait."""
         if isinstance(message, Find):
             wait_s = self._config.early_wait_s
@@ -533,10 +532,11 @@ class Source:
                     # Only consumers that read the pool themselves need ids
                     is_direct = wire_of(pull, self._transports) is Wire.DIRECT
                     ids = self._open_ids(offer) if is_direct else ()
-                grant = Grant(ref, consumer, ids, offer.num_tokens)
-                if offer.open_tokens < ALL:
-                    grant = replace(grant, open_tokens=offer.open_tokens)
-                self._tell(offer, consumer, grant)
+                is_growing = offer.state is OfferState.PENDING
+                open_tokens = offer.open_tokens if is_growing else UNSET
+                self._tell(
+                    offer, consumer, Grant(ref, consumer, ids, offer.num_tokens, open_tokens)
+                )
                 self._check(offer, consumer)
             case SendRefuse(consumer, reason):
                 self._ledger.count(f"refused.{reason.value}")
@@ -706,6 +706,8 @@ class Source:
         """The blocks of what is open. Raises ValueError where some are missing."""
         if offer.open_tokens == ALL:
             return offer.block_ids
+        if not offer.open_tokens:
+            return ()
         return own_ids(offer.block_ids, self._keepings, offer.open_tokens)
 
     def _extend(self, offer: GivenOffer, lease_s: float) -> None:

@@ -168,8 +168,8 @@ class WorkerConnector:
         service = self._running()
         self._metadata = metadata
         self._written = record_event(self._device) if metadata.loads else None
-        is_growing = any(offer.open_tokens for offer in metadata.offers)
-        self._begun = self._ready_event() if is_growing else None
+        has_cached = metadata.offers and any(offer.open_tokens for offer in metadata.offers)
+        self._begun = self._ready_event() if has_cached else None
         self.handle_preemptions(metadata)
         if metadata is NO_ORDERS:
             return

@@ -28,7 +28,7 @@ from kvxfer.connector.peers import TRIALS_S
 from kvxfer.connector.rank_service import Identity, RankService
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.errors import ProtocolError
-from kvxfer.tensors.shared_memory import SharedPool, plain_info
+from kvxfer.tensors.shared_memory import make_pool
 from kvxfer.transfer import wire
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId
@@ -71,12 +71,8 @@ Choices = dict[str, Choice]
 
 
 def _rank(config: Config, identity: Identity, device: torch.device) -> RankService:
-    if device.type == "cpu":
-        pool = SharedPool.create(_POOL.end)
-        memory = LocalMemory((pool.tensor,), (pool.info,))
-    else:
-        tensor = torch.zeros(_POOL.end, dtype=torch.uint8, device=device)
-        memory = LocalMemory((tensor,), (plain_info(tensor),))
+    pool = make_pool(device, _POOL.end)
+    memory = LocalMemory((pool.tensor,), (pool.info,))
     return RankService(config, Ledger(), identity, (_POOL,), memory, can_leave_unhashed=True)
 
 

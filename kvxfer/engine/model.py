@@ -21,11 +21,8 @@ from kvxfer.engine.weights import LayerWeights, LlamaWeights
 
 
 class LlamaModel:
-    """One rank of a decoder.
-
-    Args:
-        layers: its attention layers by name, bound to a cache before the first step.
-        all_reduce: returns the sum of its argument over all ranks (in place or not).
+    """One rank of a decoder. ``layers``: its attention layers by name, bound to a cache before the
+    first step. ``all_reduce``: returns the sum of its argument over all ranks (in place or not).
     """
 
     def __init__(

@@ -33,7 +33,7 @@ from kvxfer.tensors.attention import (
 from kvxfer.tensors.block_zeroer import KVBlockZeroer
 from kvxfer.tensors.kv_cache import add_kv_sharing_layers_to_kv_cache_groups, init_kv_cache
 from kvxfer.tensors.regions import kv_regions
-from kvxfer.tensors.shared_memory import SharedPool, plain_info
+from kvxfer.tensors.shared_memory import make_pool
 from kvxfer.transfer.layout import Region
 from kvxfer.transports.base import LocalMemory
 
@@ -172,23 +172,25 @@ class RankCache:
             for number, group in enumerate(groups)
         ]
         kernel_tokens = prepare_kernel_block_sizes(self.config, [[each] for each in attn_groups])
-        self._is_shared = (
-            self._device.type == "cpu"
-            and config.role is not Role.ALONE
-            and config.kv.transport in {"auto", "shm"}
-        )
-        self._shared: SharedPool | None = None
+        # Unless no wire of this engine could use what peers on this host can map
+        is_shared = config.role is not Role.ALONE and config.kv.transport in {"auto", "shm"}
+
+        def allocate(nbytes: int) -> Tensor:
+            self._pool = make_pool(self._device, nbytes, is_shared=is_shared)
+            return self._pool.tensor
+
         kv_caches = init_kv_cache(
             [],
             self.layers,
             self.config,
             backends,
             self._device,
-            allocator=self._allocate,
+            allocator=allocate,
             kernel_block_sizes=kernel_tokens,
             shared_kv_cache_layers=sharing,
         )
-        (self.buffer,) = self.memory.tensors
+        self.buffer = self._pool.tensor
+        self.memory = LocalMemory((self.buffer,), (self._pool.info,))
         self.regions: tuple[Region, ...] = kv_regions(
             self.config, kv_caches, backends, [self.buffer], shard.kv_lo, shard.kv_hi
         )
@@ -199,19 +201,6 @@ class RankCache:
             )
         self._zeroer = KVBlockZeroer(self._device, pin_memory=True)
         self._zeroer.init_meta(attn_groups, kernel_tokens, model.dtype, runner_only, self.layers)
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        """Host memory that peers on this host can map, unless no wire of this engine could use
-        that; on a GPU an allocation of torch's, which a wire can export by itself.
-        """
-        if self._is_shared:
-            self._shared = SharedPool.create(nbytes)
-            tensor, info = self._shared.tensor, self._shared.info
-        else:
-            tensor = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-            info = plain_info(tensor)
-        self.memory = LocalMemory((tensor,), (info,))
-        return tensor
 
     def zero(self, block_ids: Sequence[int]) -> None:
         """Clear these blocks in all layers, so that a new owner never sees what another left.
@@ -226,5 +215,4 @@ class RankCache:
         return build_attn_metadata(self._builders, kv_cache_config=self.config, **tables)
 
     def close(self) -> None:
-        if self._shared is not None:
-            self._shared.close()
+        self._pool.close()

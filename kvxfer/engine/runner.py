@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
@@ -18,6 +19,7 @@ from kvxfer.engine.model_config import ModelConfig, attention_pattern, load_mode
 from kvxfer.engine.rank_cache import RankCache, RequestStep
 from kvxfer.engine.steps import GroupIds, Sample, SchedulerOutput, StepOutput
 from kvxfer.engine.weights import load_weights, weights_identity
+from kvxfer.transfer.layout import Elements
 from kvxfer.transfer.manifest import CacheFacts, EngineIdentity, RankId, RankManifest
 
 
@@ -107,7 +109,9 @@ class Runner:
             can_leave_unhashed=True,
             device=self._device,
         )
-        connector.register_kv_caches(self._cache.regions, self._cache.memory)
+        elements = Elements(model.dtype)
+        regions = (replace(region, elements=elements) for region in self._cache.regions)
+        connector.register_kv_caches(tuple(regions), self._cache.memory)
         return connector
 
     @property

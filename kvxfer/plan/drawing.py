@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from html import escape
 
 from kvxfer.plan.transfer_plan import Move, TransferPlan
-from kvxfer.transports.choice import ms_text, size_text
+from kvxfer.transfer.costs import size_text
+from kvxfer.transports.choice import ms_text
 
 _COLOURS = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#edc948", "#9c755f")
 _GREY, _LIGHT, _DARK = "#6e7681", "#e6e9ed", "#24292f"

@@ -286,7 +286,6 @@ def init_attn_backend(
     Args:
         kv_cache_config: the groups, KV sharing layers included.
         vllm_config: ``compilation_config.static_forward_context`` is read; builders get all of it.
-        device: where builders keep their buffers.
 
     Raises:
         ValueError: a group without layers, a layer that the model does not have, or layers of one
@@ -331,15 +330,11 @@ def build_attn_metadata(
     ``seq_lens`` on one, do not pass CPU tensors. A tensor on a device is read back, which waits.
 
     Args:
-        attn_metadata_builders: one for each cache group (:func:`init_attn_backend`).
-        num_reqs: requests of the step.
-        num_tokens: their new tokens.
         query_start_loc: [num_reqs + 1 or more], where each request's new tokens begin.
         seq_lens: [num_reqs or more], tokens of each request with the new ones.
         num_computed_tokens_cpu: [num_reqs or more], tokens computed before the step.
         block_tables: for each group [num_reqs or more, most blocks].
         slot_mappings: for each group [num_tokens or more].
-        kv_cache_config: the groups.
 
     Raises:
         ValueError: another number of builders, block tables or slot mappings than groups; a buffer
@@ -500,16 +495,10 @@ def select_common_block_size(
 def prepare_kernel_block_sizes(
     kv_cache_config: KVCacheConfig, attn_groups: Sequence[Sequence[AttentionGroup]]
 ) -> list[int]:
-    """Tokens of a kernel block for each cache group.
-
-    Args:
-        kv_cache_config: the groups.
-        attn_groups: for each of them the layers by backend. A group without any (none of its layers
-            is on this worker) and a group of states keep their own block size.
-
-    Raises:
-        ValueError: not one entry for each group, or no common size.
-        NotImplementedError: layers of a kind that is not known here.
+    """Tokens of a kernel block for each cache group. ``attn_groups``: for each of them the layers
+    by backend. A group without any (none of its layers is on this worker) and a group of states
+    keep their own block size. Raises ValueError for another number of entries, or no common
+    size; NotImplementedError for layers of a kind that is not known here.
     """
     groups = kv_cache_config.kv_cache_groups
     if len(attn_groups) != len(groups):

@@ -55,7 +55,6 @@ class KVBlockZeroer:
             kernel_block_sizes: tokens of a kernel block, by cache group.
             cache_dtype: the caches' element type, or its name; the caches must have elements of as
                 many bytes. Names that kvxfer does not know ("auto") are not held against them.
-            runner_only_attn_layers: layers that own no bytes, passed over.
             static_forward_context: every other layer, with ``kv_cache`` bound.
 
         Raises:

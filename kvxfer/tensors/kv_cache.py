@@ -57,7 +57,6 @@ def allocate_kv_cache(
     """One flat int8 buffer for each KVCacheTensor, the same tensor for all its layers.
 
     Args:
-        kv_cache_config: sizes in bytes, and which layers share each buffer.
         device: where the buffers are, zeroed, unless an allocator brings them.
         allocator: ``nbytes -> tensor``: contiguous, one-dimensional, uint8, of at least ``nbytes``
             (shared memory, say). Called once; all buffers are carved from it, each at a multiple of
@@ -100,9 +99,7 @@ def reshape_kv_cache(
     each state, ``[num_blocks, *shape]``.
 
     Args:
-        kv_cache_config: ``num_blocks`` and the spec of every group.
         raw_tensors: flat int8 buffer of every layer of the groups.
-        attn_backends: of every attention layer.
         kernel_block_sizes: tokens of a kernel block for each group, as of
             :func:`~kvxfer.tensors.attention.prepare_kernel_block_sizes`; None: found from
             ``attn_backends``.

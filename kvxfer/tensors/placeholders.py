@@ -47,18 +47,10 @@ def scatter_mm_placeholders(embeds: Tensor, is_embed: Tensor | None) -> Tensor:
 
 
 def gather_mm_placeholders(placeholders: Tensor, is_embed: Tensor | None) -> Tensor:
-    """The inverse of :func:`scatter_mm_placeholders`.
-
-    Args:
-        placeholders: [number of placeholders, D].
-        is_embed: bool [number of placeholders], or None where every placeholder is an embedding.
-
-    Returns:
-        [number of True in ``is_embed``, D]; without a mask ``placeholders`` itself.
-
-    Raises:
-        TypeError: a mask that is not bool.
-        ValueError: a mask that is not 1-D or has another length than ``placeholders``.
+    """The inverse of :func:`scatter_mm_placeholders`. ``is_embed``: bool [number of placeholders],
+    or None where every placeholder is an embedding. Returns [number of True in ``is_embed``, D];
+    without a mask ``placeholders`` itself. Raises TypeError for a mask that is not bool; ValueError
+    for a mask that is not 1-D or has another length than ``placeholders``.
     """
     if is_embed is None:
         return placeholders
@@ -75,16 +67,10 @@ def sanity_check_mm_encoder_outputs(
     mm_embeddings: Sequence[Tensor] | Tensor, expected_num_items: int
 ) -> None:
     """Check what a model's multimodal encoder returned, before it is cut up and cached.
-
-    Args:
-        mm_embeddings: a list or tuple of [rows of the item, D], one for each item, or one 3-D
-            tensor [items, rows, D].
-        expected_num_items: items that were given to the encoder.
-
-    Raises:
-        TypeError: another container, or an item that is not a tensor.
-        ValueError: another number of items, or an item that is not 2-D. The message names the
-            method of the model to correct.
+    ``mm_embeddings``: a list or tuple of [rows of the item, D], one for each item, or one 3-D
+    tensor [items, rows, D]. ``expected_num_items``: items that were given to the encoder. Raises
+    TypeError for another container, or an item that is not a tensor; ValueError for another number
+    of items, or an item that is not 2-D. The message names the method of the model to correct.
     """
     if not isinstance(mm_embeddings, (list, tuple, Tensor)):
         raise TypeError(

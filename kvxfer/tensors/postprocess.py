@@ -107,7 +107,6 @@ class Postprocessor:
             caches: planes of layers, [num_blocks, H, N, D] each, or [num_blocks, N, H, D] with
                 ``token_dim`` 1. In which order a local block lies follows from the strides. On one
                 device; layers may differ in everything else.
-            received: the source's blocks.
             token_dim: the dimension of N, 1 or 2.
 
         Raises:

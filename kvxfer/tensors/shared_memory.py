@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import secrets
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -132,6 +133,28 @@ class MappedPool:
 def plain_info(tensor: Tensor) -> MemoryInfo:
     """What the manifest says of memory that nobody else can map."""
     return MemoryInfo(device=tensor.device.type, nbytes=tensor.numel(), handle=None)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPool:
+    """Memory that a wire exports by itself, as on a GPU, or nobody else maps."""
+
+    tensor: Tensor
+    info: MemoryInfo
+
+    def close(self) -> None:
+        """Nothing: the tensor goes when nobody has it any more."""
+
+
+def make_pool(
+    device: torch.device | str, nbytes: int, *, is_shared: bool = True
+) -> SharedPool | PlainPool:
+    """Zeroed memory of that device; host memory that others can map, if ``is_shared``."""
+    device = torch.device(device)
+    if device.type == "cpu" and is_shared:
+        return SharedPool.create(nbytes)
+    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    return PlainPool(tensor, plain_info(tensor))
 
 
 def open_shared(handle: MemfdHandle) -> MappedPool:

@@ -13,16 +13,10 @@ _OfTheEngine: TypeAlias = Any
 
 def request_memory(init_snapshot: _OfTheEngine, cache_config: _OfTheEngine) -> int:
     """Bytes of the device that the engine may use in all: weights, activations and cache.
-
-    Args:
-        init_snapshot: ``total_memory`` and ``free_memory`` in bytes, before anything was loaded.
-        cache_config: ``gpu_memory_utilization``, the engine's share of the total, in (0, 1].
-
-    Returns:
-        The total times the share, rounded up.
-
-    Raises:
-        ValueError: a share outside (0, 1], or less memory free than the share is.
+    ``init_snapshot``: ``total_memory`` and ``free_memory`` in bytes, before anything was loaded.
+    ``cache_config``: ``gpu_memory_utilization``, the engine's share of the total, in (0, 1].
+    Returns the total times the share, rounded up. Raises ValueError for a share outside (0, 1], or
+    less memory free than the share is.
     """
     share = cache_config.gpu_memory_utilization
     if not 0 < share <= 1:

@@ -10,17 +10,21 @@ The faults, several are separated by commas:
     "read:fail"                    every read breaks
     "read:slow=50ms"               every piece of copying takes 50 ms longer
     "read:blank"                   every read ends well, and no byte has been written
+    "read:flip=0.1;seed=3"         in a tenth of the pieces of copying one bit of what was written
     "chunk:drop=0.1;seed=3"        a tenth of the chunks arrive as nobody's
     "chunk:corrupt_header=0.1"     or with a header that cannot be read
     "chunk:duplicate"              every chunk arrives twice
+    "chunk:flip=0.1;seed=3"        a tenth of the chunks arrive with one bit of their KV flipped
     "send:die_after=3"             the process is killed when it has sent 3 chunks
 
-``read`` faults are the sink's and work on every wire, but ``slow`` and ``blank`` not where a GPU
-copies; ``chunk`` and ``send`` faults are the source's and work on stream wires.
+``read`` faults are the sink's and work on every wire; ``chunk`` and ``send`` faults are the
+source's and work on stream wires. Where a GPU copies, there is no ``slow``, ``blank`` and ``flip``.
+A flip is logged, with its transfer, before anybody can see the bit.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -33,23 +37,30 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
+import numpy as np
+import torch
 
 from kvxfer.config import Config
 from kvxfer.errors import ConfigError
+from kvxfer.tensors.strided_copy import gather, scatter
 from kvxfer.transfer.costs import Staging, StagingBounds
 from kvxfer.transfer.manifest import RankManifest
-from kvxfer.transfer.plan import CopyClass
+from kvxfer.transfer.plan import CopyClass, Side
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports import base, registry
 from kvxfer.transports.channel import Context
 from kvxfer.transports.copy_thread import Copier, CopyJob
 from kvxfer.transports.pipe import MakePipe, Parts
+from kvxfer.transports.shm_direct import _Read
 from kvxfer.transports.stream_connections import Connection
+from kvxfer.transports.stream_packing import _HostCopy
 from kvxfer.transports.stream_source import StreamSource
 from kvxfer.transports.stream_wire import ChunkHeader, Header, encode
 
-_OF_COPIES = frozenset({"read:slow", "read:blank"})
+_OF_COPIES = frozenset({"read:slow", "read:blank", "read:flip", "chunk:flip"})
+_OF_HEADERS = frozenset({"chunk:drop", "chunk:corrupt_header", "chunk:duplicate"})
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s)")
+_log = logging.getLogger("kvxfer.testing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +115,11 @@ _KINDS: Mapping[str, tuple[Callable[[str | None], float], frozenset[str]]] = {
     "read:fail": (_nothing, frozenset({"nth"})),
     "read:slow": (_duration_s, frozenset()),
     "read:blank": (_nothing, frozenset()),
+    "read:flip": (_probability, frozenset({"seed"})),
     "chunk:drop": (_probability, frozenset({"seed"})),
     "chunk:corrupt_header": (_probability, frozenset({"seed"})),
     "chunk:duplicate": (_probability, frozenset({"seed"})),
+    "chunk:flip": (_probability, frozenset({"seed"})),
     "send:die_after": (_count, frozenset()),
 }
 
@@ -168,8 +181,9 @@ def _make_faulty_sink(
     context: Context,
 ) -> base.SinkTransport:
     if any(tensor.device.type != "cpu" for tensor in memory.tensors):
-        _check_device_faults(faults)
-    sink = make_sink(memory, config, _faulty_copier(copy_thread, faults), wake, context)
+        _check_device_faults([fault for fault in faults if fault.name.startswith("read:")])
+    copier = _faulty_copier(copy_thread, faults, memory)
+    sink = make_sink(memory, config, copier, wake, context)
     if isinstance(sink, base.DirectSink):
         return _FaultyDirectSink(sink, faults, wake)
     return _FaultyReceivingSink(sink, faults, wake)
@@ -188,8 +202,9 @@ class _WrappedJob(CopyJob):
         inner: CopyJob,
         run: Callable[[CopyJob], bool],
         forget: Callable[[CopyJob], object],
+        work_nbytes: int | None,
     ) -> None:
-        super().__init__(inner.lane)
+        super().__init__(inner.lane, work_nbytes)
         self.inner = inner
         self._run = run
         self._forget = forget
@@ -205,15 +220,21 @@ class _WrappedJob(CopyJob):
 
 
 class _FaultyCopier:
-    """A copy thread that runs pieces in another way."""
+    """A copy thread that runs pieces in another way. ``at_once``: small ones where they begin."""
 
-    def __init__(self, inner: Copier, run: Callable[[CopyJob], bool]) -> None:
+    def __init__(
+        self, inner: Copier, run: Callable[[CopyJob], bool], *, at_once: bool = False
+    ) -> None:
         self._inner = inner
         self._run = run
+        self._at_once = at_once
         self._jobs: dict[CopyJob, _WrappedJob] = {}
 
     def submit(self, job: CopyJob) -> None:
-        wrapped = _WrappedJob(job, self._run, lambda inner: self._jobs.pop(inner, None))
+        work_nbytes = job.work_nbytes if self._at_once else None
+        wrapped = _WrappedJob(
+            job, self._run, lambda inner: self._jobs.pop(inner, None), work_nbytes
+        )
         self._jobs[job] = wrapped
         self._inner.submit(wrapped)
 
@@ -237,6 +258,61 @@ def _copy_nothing(job: CopyJob) -> bool:
     return False
 
 
+class _Flips:
+    """Flips a bit in some of the pieces that it runs: of a chunk, or of what a read has written."""
+
+    def __init__(self, fault: Fault, pools: Sequence[torch.Tensor]) -> None:
+        self._share, self._random = fault.value, random.Random(fault.seed)
+        self._pools = pools
+
+    def pack(self, job: CopyJob) -> bool:
+        """At the source, before the chunk leaves."""
+        if not isinstance(job, _HostCopy) or not self._is_due(job):
+            return job.run()
+        chunk = job._job
+        dense = chunk.dense = chunk.take_dense()
+        has_more = job.run()
+        self._flip(dense)
+        return has_more
+
+    def land(self, job: CopyJob) -> bool:
+        """At the sink, before the copy is said to be over."""
+        has_more = job.run()
+        if isinstance(job, _HostCopy) and self._is_due(job):
+            chunk = job._job
+            self._flip_there(chunk.side, chunk.block_ids, *chunk.span)
+        elif isinstance(job, _Read) and not has_more and self._is_due(job):
+            request = job.request
+            sides = [copied.sink for copied in request.classes]
+            side, pull = self._random.choice(list(zip(sides, request.pull_classes, strict=True)))
+            ids = np.asarray(request.sink_ids[side.group], dtype=np.int64)
+            tokens = (pull.token_lo, pull.token_hi)
+            self._flip_there(side, ids, (0, len(side.bases)), tokens)
+        return has_more
+
+    def _is_due(self, job: CopyJob) -> bool:
+        if job.cancelled or self._random.random() >= self._share:
+            return False
+        key = job.lane
+        assert isinstance(key, base.TransferKey)
+        _log.info("fault: flips a bit of offer %s for %s", key.nonce.hex(), key.incarnation.hex())
+        return True
+
+    def _flip_there(
+        self, side: Side, ids: np.ndarray, regions: tuple[int, int], tokens: tuple[int, int]
+    ) -> None:
+        """Of one token of one region where it lies in the pool."""
+        region, token = self._random.randrange(*regions), self._random.randrange(*tokens)
+        one = (region, region + 1), (token, token + 1)
+        dense = torch.empty(side.tile.num_heads * side.tile.inner_nbytes, dtype=torch.uint8)
+        gather(self._pools, side, ids, side.tile.order, *one, dense)
+        self._flip(dense)
+        scatter(self._pools, side, ids, *one, dense)
+
+    def _flip(self, dense: torch.Tensor) -> None:
+        dense[self._random.randrange(len(dense))] ^= 1 << self._random.randrange(8)
+
+
 def _check_device_faults(faults: Sequence[Fault]) -> None:
     """For memory of a GPU, which copies by itself. Raises ConfigError for the copy thread's."""
     for fault in faults:
@@ -247,12 +323,14 @@ def _check_device_faults(faults: Sequence[Fault]) -> None:
             )
 
 
-def _faulty_copier(copier: Copier, faults: Sequence[Fault]) -> Copier:
+def _faulty_copier(copier: Copier, faults: Sequence[Fault], memory: base.LocalMemory) -> Copier:
     for fault in faults:
         if fault.name == "read:slow":
             copier = _FaultyCopier(copier, _slowly(fault.value))
         elif fault.name == "read:blank":
             copier = _FaultyCopier(copier, _copy_nothing)
+        elif fault.name == "read:flip":
+            copier = _FaultyCopier(copier, _Flips(fault, memory.tensors).land, at_once=True)
     return copier
 
 
@@ -391,6 +469,12 @@ class _FaultyStreamSource(StreamSource):
         wake: base.Wake,
         context: Context,
     ) -> None:
+        for fault in faults:
+            if fault.name == "chunk:flip":
+                if memory.device.type != "cpu":
+                    _check_device_faults([fault])
+                flips = _Flips(fault, memory.tensors)
+                copy_thread = _FaultyCopier(copy_thread, flips.pack, at_once=True)
         super().__init__(make_pipe, memory, config, copy_thread, wake, context)
         self._faults = tuple(faults)
         self._random = random.Random(max((fault.seed for fault in self._faults), default=0))
@@ -404,7 +488,7 @@ class _FaultyStreamSource(StreamSource):
         for fault in self._faults:
             if fault.name == "send:die_after" and self._num_chunks > fault.value:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if not fault.name.startswith("chunk:") or self._random.random() >= fault.value:
+            if fault.name not in _OF_HEADERS or self._random.random() >= fault.value:
                 continue
             if fault.name == "chunk:drop":
                 # Something must arrive all the same: no wire loses a single message, and slots are

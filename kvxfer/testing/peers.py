@@ -13,12 +13,11 @@ from typing import TypeVar
 import numpy as np
 import torch
 import zmq
-from torch import Tensor
 
 from kvxfer.config import Config
-from kvxfer.tensors.shared_memory import SharedPool, plain_info
+from kvxfer.tensors.shared_memory import make_pool
 from kvxfer.testing.cases import POISON, POOL_NBYTES, source_bytes
-from kvxfer.transfer.manifest import MemoryInfo, RankId, RankManifest
+from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transports import base
 from kvxfer.transports.copy_thread import CopyJob, CopyThread
 from kvxfer.transports.guard import Guard
@@ -33,28 +32,6 @@ MakeSource = Callable[[base.LocalMemory, CopyThread, base.Wake, Context], base.S
 """Makes the giving side; a function of a module, because it is called in another process."""
 MakeSink = Callable[[base.LocalMemory, CopyThread, base.Wake, Context], base.SinkTransport]
 """Makes the taking side; a function of a module."""
-
-
-# ------------------------------------------------------------------ what is given and taken
-
-
-@dataclass(frozen=True, slots=True)
-class DevicePool:
-    """A pool on a GPU."""
-
-    tensor: Tensor
-    info: MemoryInfo
-
-    def close(self) -> None:
-        """Nothing: the tensor goes when nobody has it any more."""
-
-
-def make_pool(device: str, nbytes: int = POOL_NBYTES) -> SharedPool | DevicePool:
-    """Shared memory on "cpu", else memory of that device; zeroed."""
-    if device == "cpu":
-        return SharedPool.create(nbytes)
-    tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    return DevicePool(tensor, plain_info(tensor))
 
 
 # ------------------------------------------------------------------ what occupies a copy thread
@@ -138,7 +115,7 @@ class _Held:
 
 def serve_source(pipe: Connection, make_source: MakeSource, seed: int, device: str) -> None:
     """The child: a pool, a copy thread, the transport, and the commands of the parent."""
-    pool = make_pool(device)
+    pool = make_pool(device, POOL_NBYTES)
     pool.tensor.copy_(
         torch.from_numpy(np.frombuffer(bytearray(source_bytes(seed)), dtype=np.uint8))
     )
@@ -308,7 +285,7 @@ class SinkPeer:
     """A sink transport with a poisoned pool, and what it has said so far."""
 
     def __init__(self, make_sink: MakeSink, device: str) -> None:
-        self.pool = make_pool(device)
+        self.pool = make_pool(device, POOL_NBYTES)
         self.pool.tensor.fill_(POISON)
         self.copy_thread, self.context, self.wake = (
             CopyThread(),

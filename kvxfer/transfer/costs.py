@@ -200,3 +200,11 @@ def _rate(small: tuple[int, float], large: tuple[int, float]) -> float:
     more_nbytes, more_s = large_nbytes - small_nbytes, large_s - small_s
     bytes_per_s = more_nbytes / more_s if more_nbytes > 0 and more_s > 0 else slowest
     return min(max(bytes_per_s, slowest), fastest)
+
+
+def size_text(nbytes: float) -> str:
+    """Bytes as text, to a tenth of the largest unit of which there is at least one."""
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B")):
+        if nbytes >= unit:
+            return f"{round(nbytes / unit, 1):g} {name}"
+    return "0 B"

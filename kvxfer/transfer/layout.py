@@ -36,8 +36,14 @@ ITEM_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "f
 SCALE_NBYTES = 4
 """A scale in the cache is a float32."""
 
-Scale = Annotated[float, msgspec.Meta(ge=2.0**-64, le=2.0**64)]
+_SCALES = 2.0**-64, 2.0**64
 """So that neither a scale nor its reciprocal leaves the normal range of float32."""
+Scale = Annotated[float, msgspec.Meta(ge=_SCALES[0], le=_SCALES[1])]
+
+
+def is_scale(number: float) -> bool:
+    """Can it be stated?"""
+    return _SCALES[0] <= number <= _SCALES[1]
 
 
 class Interior(enum.StrEnum):

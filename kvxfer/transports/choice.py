@@ -19,6 +19,7 @@ from kvxfer.transfer.costs import (
     WireCosts,
     Workload,
     plan_staging,
+    size_text,
 )
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import CopyClass
@@ -152,11 +153,3 @@ def make_choice(
 def ms_text(duration_s: float) -> str:
     """Milliseconds as text: three digits below a second, else whole."""
     return f"{duration_s * 1e3:.3g}" if duration_s < 1 else f"{duration_s * 1e3:.0f}"
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes as text, in the largest unit of which there is at least one."""
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.3g} {name}"
-    return f"{nbytes} bytes"

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -29,6 +30,7 @@ import zmq
 from torch import Tensor
 
 from kvxfer.connector import rank_service
+from kvxfer.connector.rank_service import RankService
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine import rank as rank_module
 from kvxfer.engine.attention import attention_backend
@@ -53,10 +55,15 @@ called in a handler, and the thread stands wherever it was: with a lock, or with
 
 
 SLOW_PIECE_NBYTES = 64 << 10
+_CLONE_FS = 0x200
+FLIPS = "flips.jsonl"
+"""File of a storm: which transfers had a bit flipped."""
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine's processes are told before they begin. ``planted``: the name of a fault.
+    """What an engine's processes are told before they begin. ``planted``: the name of a fault;
+    ``faults``: of its wires, see :mod:`kvxfer.testing.faults`. ``network``: the process whose
+    network its connector has; 0: that of this host.
 
     ``slow_s``: if not 0, copies run on the copy thread, in small pieces, each of which takes so
     long after the last look whether it is still wanted.
@@ -67,6 +74,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     slow_s: float = 0.0
     planted: str = ""
+    faults: str = ""
+    network: int = 0
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,7 +105,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Offsets:
+class Offsets:
     """Of this process's clocks. ``reset_until_s``: the first step before then resets the cache."""
 
     clock_s: float = 0.0
@@ -104,14 +113,27 @@ class _Offsets:
     reset_until_s: float = 0.0
 
 
-_schedulers: list[SchedulerConnector] = []
+schedulers: list[SchedulerConnector] = []
 """The scheduler side of this process, where it has one."""
 
 
-def set_up(spec: Spec) -> None:
-    """First of all in a process of an engine."""
-    sys.setrecursionlimit(1000)
-    os.environ["UCX_DEBUG_SIGNO"] = "SIGUSR2"  # else SIGHUP makes it write everything to the log
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What reaches into this process. ``door``: a socket of this host, whatever network the
+    connector gets.
+    """
+
+    spec: Spec
+    mangler: Mangler
+    door: socket.socket
+    name: str
+
+
+def prepare(spec: Spec) -> Reach:
+    """What a process needs so that a storm can reach it: first of all in it."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    name = f"kvxfer-storm-{spec.engine_id}-{os.getpid()}"
+    door.bind(f"\0{name}")
     libc = ctypes.CDLL(None, use_errno=True)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for number in STOP_SIGNALS.values():
@@ -119,19 +141,33 @@ def set_up(spec: Spec) -> None:
     _send_one_without_a_copy()
     mangler = Mangler(spec.seed)
     mangler.install()
-    if spec.slow_s:
-        _slow_memory(spec.slow_s)
+    if spec.faults:
+        install(f"{spec.faults};seed={spec.seed}")
+        flips = logging.getLogger("kvxfer.testing")
+        flips.setLevel(logging.INFO)
+        flips.addHandler(_FlipsInFile(Path(spec.folder) / FLIPS))
+        flips.propagate = False
     if spec.planted:
         planted = importlib.import_module("tests.chaos.planted")
         planted.BY_NAME[spec.planted].plant()
+    return Reach(spec, mangler, door, name)
+
+
+def set_up(spec: Spec) -> None:
+    """First of all in a process of a reference engine."""
+    sys.setrecursionlimit(1000)
+    os.environ["UCX_DEBUG_SIGNO"] = "SIGUSR2"  # else SIGHUP makes it write everything to the log
+    reach = prepare(spec)
+    if spec.slow_s:
+        _slow_memory(spec.slow_s)
 
     class ThisRunner(StormyRunner):
-        of_process = spec, mangler
+        of_process = reach
 
     class ThisScheduler(SchedulerConnector):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            _schedulers[:] = [self]
+            schedulers[:] = [self]
 
     # Ranks have nothing to sum; they meet over their links alone
     for name, value in (
@@ -140,6 +176,17 @@ def set_up(spec: Spec) -> None:
         ("join", lambda *_: None),
     ):
         setattr(rank_module, name, value)
+
+
+class _FlipsInFile(logging.Handler):
+    """One line each, (nonce, life of the sink). Written at once: this process may be killed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        os.write(self._fd, json.dumps(record.args).encode() + b"\n")
 
 
 def _send_one_without_a_copy() -> None:
@@ -170,10 +217,24 @@ def _slow_memory(slow_s: float) -> None:
     install(f"read:slow={slow_s * 1000:g}ms")
 
 
+def _enter_network(pid: int) -> None:
+    """This thread, and those that it starts from now on: all of the connector. Channels to the
+    client and to other ranks are there already, and stay where they are.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_FS):  # else a process of several threads may not have another /sys
+        raise OSError(ctypes.get_errno(), "unshare")
+    for kind in ("net", "mnt"):
+        fd = os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY)
+        if libc.setns(fd, 0):
+            raise OSError(ctypes.get_errno(), f"setns: {kind}")
+        os.close(fd)
+
+
 class StormyRunner(Runner):
     """A rank with the synthetic model."""
 
-    of_process: tuple[Spec, Mangler]
+    of_process: Reach
 
     def __init__(
         self,
@@ -183,6 +244,8 @@ class StormyRunner(Runner):
         incarnation: bytes,
         all_reduce: Callable[[Tensor], Tensor] | None,
     ) -> None:
+        if self.of_process.spec.network:
+            _enter_network(self.of_process.spec.network)
         self._config = config
         self._tp_rank = tp_rank
         self._device = torch.device(config.rank_devices[tp_rank])
@@ -193,16 +256,15 @@ class StormyRunner(Runner):
         self._cache = RankCache(config, model, shard, attention_backend(config.layout))
         self._sequences = {}
         self._planes = [PlaneView(each, self._cache.buffer) for each in self._cache.regions]
-        self._incarnation = incarnation
-        self._offsets = _Offsets()
         self.connector = self._connect(model, incarnation)
-        self._open_door()
+        assert self.connector is not None
+        self._offsets = open_door(self.of_process, self.connector._running(), tp_rank)
 
     def execute(self, step: SchedulerOutput) -> StepOutput:
         """One step; before it the scheduler's cache is reset, where that was asked for."""
         if time.monotonic() < self._offsets.reset_until_s:
             self._offsets.reset_until_s = 0.0
-            for connector in _schedulers:
+            for connector in schedulers:
                 connector.reset_cache()
         self._suspects: dict[str, dict[str, object]] = {}
         output = super().execute(step)
@@ -251,54 +313,52 @@ class StormyRunner(Runner):
 
     def _tell_wrong(self, **what: object) -> None:
         """Written down at once: this process may be killed next."""
-        spec, _ = self.of_process
+        spec = self.of_process.spec
         line = json.dumps({"engine": spec.engine_id, "pid": os.getpid(), **what}) + "\n"
         path = Path(spec.folder) / "wrong.jsonl"
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(fd, line.encode())
         os.close(fd)
 
-    # ------------------------------------------------------------------ the door
-    #
-    # All that a storm touches behind the connector's public face.
 
-    def _open_door(self) -> None:
-        spec, mangler = self.of_process
-        assert self.connector is not None
-        service = self.connector._running()
-        offsets = self._offsets
-        service.io.now = lambda: time.monotonic() + offsets.clock_s
-        wall = time.time
-        time.time = lambda: wall() + offsets.wall_s
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        name = f"kvxfer-storm-{spec.engine_id}-{self._tp_rank}-{os.getpid()}"
-        door.bind(f"\0{name}")
-        doors = threading.Thread(
-            target=_serve_door,
-            args=(door, mangler, offsets, service.io.wake),
-            daemon=True,
-        )
-        doors.name = "door"
-        doors.start()
-        manifest = service.manifest
-        facts = Facts(
-            pid=os.getpid(),
-            rank=self._tp_rank,
-            door=name,
-            incarnation=self._incarnation,
-            control=manifest.control_endpoint,
-            data=dict(manifest.data_endpoints),
-            threads={each.native_id or 0: each.name for each in threading.enumerate()},
-        )
-        path = Path(spec.folder) / f"{os.getpid()}.facts"
-        path.with_suffix(".new").write_bytes(msgspec.json.encode(facts))
-        path.with_suffix(".new").rename(path)
+# ------------------------------------------------------------------ the door
+#
+# All that a storm touches behind the connector's public face.
+
+
+def open_door(reach: Reach, service: RankService, rank: int) -> Offsets:
+    """Obey orders from now on, and say so in a file."""
+    offsets = Offsets()
+    service.io.now = lambda: time.monotonic() + offsets.clock_s
+    wall = time.time
+    time.time = lambda: wall() + offsets.wall_s
+    doors = threading.Thread(
+        target=_serve_door,
+        args=(reach.door, reach.mangler, offsets, service.io.wake),
+        daemon=True,
+    )
+    doors.name = "door"
+    doors.start()
+    manifest = service.manifest
+    facts = Facts(
+        pid=os.getpid(),
+        rank=rank,
+        door=reach.name,
+        incarnation=service._identity.incarnation,
+        control=manifest.control_endpoint,
+        data=dict(manifest.data_endpoints),
+        threads={each.native_id or 0: each.name for each in threading.enumerate()},
+    )
+    path = Path(reach.spec.folder) / f"{os.getpid()}.facts"
+    path.with_suffix(".new").write_bytes(msgspec.json.encode(facts))
+    path.with_suffix(".new").rename(path)
+    return offsets
 
 
 def _serve_door(
     door: socket.socket,
     mangler: Mangler,
-    offsets: _Offsets,
+    offsets: Offsets,
     wake: Callable[[], Any],
 ) -> None:
     decoder = msgspec.json.Decoder(Order)

@@ -53,6 +53,7 @@ def _by_storms(planted: Planted, folder: Path, first_seed: int) -> tuple[str, st
             kinds=planted.kinds,
             every=EVERY,
             longest_stop_s=1.2,
+            victims=planted.victims,
         )
         summary = weather(
             plan,

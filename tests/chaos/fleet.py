@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,10 +22,14 @@ from kvxfer.engine.group import EngineGroup
 from kvxfer.engine.rpc import RpcClient
 from kvxfer.errors import KvxferError, PeerLost
 from tests.chaos.child import Facts, Order, Spec, set_up, stop_thread, tell
-from tests.chaos.content import VOCAB_SIZE
-from tests.chaos.storm import LONGEST_PROMPT, Shape
+from tests.chaos.content import VOCAB_SIZE, answer_of
+from tests.chaos.storm import LONGEST_PROMPT, Kind, Shape
 from tests.end_to_end.harness import tiny_model
 from tests.helpers import free_port
+from tests.two_hosts import DEVICE, Network
+
+Networks = tuple[Network, Network]
+NOBODY = "02:00:00:00:00:99"
 
 NUM_KV_HEADS = 4
 IMPATIENT: dict[str, Any] = {
@@ -37,6 +43,10 @@ IMPATIENT: dict[str, Any] = {
 """Every stop of 3 s and more is longer than each of them."""
 STREAM: dict[str, Any] = {"chunk_nbytes": 8192, "staging_slots": 3}
 """Staging is full as soon as two requests move, and a transfer has many chunks."""
+MOST_GROWTH_NBYTES = 64 << 20
+"""Of resident memory, for each stream, which has a thread of ZeroMQ. A flood of messages is 150 MB,
+of which an allocator keeps parts: 4 threads kept 99 MB of 26 floods, and 135 of 80.
+"""
 CONNECT_S = 20.0
 DEATH_S = 15.0
 """In which the other ranks of an engine end when one was killed, or their parent ends them."""
@@ -44,12 +54,15 @@ DEATH_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a process has. ``mappings``: of memory that processes share."""
+    """What a process has. ``mappings``: of memory that processes share; ``kinds``: of its
+    descriptors, how many of each.
+    """
 
     threads: int
     descriptors: int
     mappings: int
     resident_nbytes: int
+    kinds: Counter[str]
 
     @classmethod
     def of(cls, pid: int) -> Usage:
@@ -60,12 +73,44 @@ class Usage:
             for line in (folder / "status").read_text().splitlines()
             if ":" in line
         )
+        kinds: Counter[str] = Counter()
+        for path in (folder / "fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                kinds[os.readlink(path).partition(":[")[0]] += 1
         return cls(
             threads=len(os.listdir(folder / "task")),
-            descriptors=len(os.listdir(folder / "fd")),
+            descriptors=kinds.total(),
+            kinds=kinds,
             mappings=(folder / "maps").read_text().count("/memfd:"),
             resident_nbytes=int(status["VmRSS"].split()[0]) * 1024,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Shared pools of a process, by inode: ``own`` ones, and those of others that it maps or holds
+    open.
+    """
+
+    own: frozenset[int]
+    mapped: frozenset[int]
+
+    @classmethod
+    def of(cls, pid: int) -> Pools:
+        """Of a process that runs. Its own descriptors can be written to, others' only read."""
+        own, mapped = set[int](), set[int]()
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(path).startswith(_POOL):
+                    is_own = bool(path.lstat().st_mode & 0o200)
+                    (own if is_own else mapped).add(path.stat().st_ino)
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if _POOL in line:
+                mapped.add(int(line.split()[4]))
+        return cls(frozenset(own), frozenset(mapped - own))
+
+
+_POOL = "/memfd:kvxfer-pool"
 
 
 @dataclass(slots=True)
@@ -103,6 +148,8 @@ class Fleet:
         folder: for the model, and for what processes write.
         wire: the transport of all; ``settings``: of all, before those of the storm.
         planted: the name of a fault in all processes, see :mod:`tests.chaos.planted`.
+        faults: of all wires, one that takes a seed.
+        networks: of the prefill engines, and of the decode engines; None: all are on this host.
     """
 
     def __init__(
@@ -115,14 +162,21 @@ class Fleet:
         settings: Mapping[str, Any] | None = None,
         device: str = "cpu",
         planted: str = "",
+        faults: str = "",
+        networks: Networks | None = None,
     ) -> None:
-        self._folder, self._seed, self._planted = folder, seed, planted
+        self._networks = networks
+        self._folder, self._seed = folder, seed
+        self._planted, self.faults = planted, faults
         self._model = tiny_model(folder, num_kv_heads=NUM_KV_HEADS)
         base = {**IMPATIENT, **(STREAM if wire != "shm" else {}), **(settings or {})}
         self._settings = {"transport": wire, **base}
+        num_streams = max(1, self._settings.get("zmq_streams", 1))
+        self.most_growth_nbytes = MOST_GROWTH_NBYTES * num_streams
         self._device = device
         self.members: dict[str, Member] = {}
         self.had_pids: set[int] = set()
+        self._claims: list[socket.socket] = []
         try:
             for shape in shapes:
                 config = self._config(shape)
@@ -144,7 +198,11 @@ class Fleet:
         return iter(self.members.values())
 
     def _config(self, shape: Shape) -> EngineConfig:
-        settings = {**self._settings, "port": free_port() if shape.is_prefill else 0}
+        settings = {**self._settings, "port": self._claimed_port() if shape.is_prefill else 0}
+        if self._networks is not None:
+            own, other = self._networks if shape.is_prefill else self._networks[::-1]
+            settings |= {"host": own.address, "allowed_peers": [other.address]}
+            settings["trust_network"] = True
         devices: tuple[int, ...] = ()
         if self._device == "cuda":
             import torch
@@ -168,6 +226,21 @@ class Fleet:
             kv=load_config(self._settings | settings, environ={}).config,
         )
 
+    def _claimed_port(self) -> int:
+        """A free one that no other storm takes as long as this fleet is there: while an engine is
+        dead, its port is free.
+        """
+        while True:
+            port = free_port()
+            claim = socket.socket(socket.AF_UNIX)
+            try:
+                claim.bind(f"\0kvxfer-stormport-{port}")
+            except OSError:
+                claim.close()
+                continue
+            self._claims.append(claim)
+            return port
+
     def _started(self, config: EngineConfig, shape: Shape) -> EngineGroup:
         spec = Spec(
             folder=str(self._folder),
@@ -175,6 +248,8 @@ class Fleet:
             seed=self._seed + len(self.had_pids),
             slow_s=shape.slow_s if self._device == "cpu" else 0.0,
             planted=self._planted,
+            faults=self.faults,
+            network=self._networks[not shape.is_prefill].pid if self._networks else 0,
         )
         group = EngineGroup(config, set_up=partial(set_up, spec))
         self.had_pids.update(group.pids)
@@ -186,12 +261,19 @@ class Fleet:
         """Wait until it serves. Raises KvxferError."""
         endpoint = member.group.endpoint
         member.client = RpcClient(endpoint, connect_timeout_s=CONNECT_S)
+        self._read_facts(member)
+        return member.client
+
+    def _read_facts(self, member: Member) -> None:
         member.facts = {}
         for pid in member.pids:
             path = self._folder / f"{pid}.facts"
             facts = msgspec.json.decode(path.read_bytes(), type=Facts)
             member.facts[facts.rank] = facts
-        return member.client
+
+    def answer(self, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+        """What is right."""
+        return answer_of(prompt, num_tokens)
 
     def serves(self, member: Member) -> bool:
         """Has its new life reported? Never waits."""
@@ -254,6 +336,28 @@ class Fleet:
                 return f"{kind} thread {tid}"
         return ""
 
+    def cut(self, kind: Kind) -> None:
+        """The network, until it heals. A host that is cut off from the other one sends to an
+        address that nobody has: what it sends is lost, and it is told nothing.
+        """
+        assert self._networks is not None
+        first, second = self._networks
+        if kind is Kind.UNPLUG:
+            first.ip(f"link set {DEVICE} down")
+        for own, other, cutting in (
+            (first, second, (Kind.CUT_WHOLE, Kind.CUT_PREFILL)),
+            (second, first, (Kind.CUT_WHOLE, Kind.CUT_DECODE)),
+        ):
+            if kind in cutting:
+                own.ip(f"neigh replace {other.address} lladdr {NOBODY} nud permanent dev {DEVICE}")
+
+    def heal(self) -> None:
+        """The network is whole."""
+        assert self._networks is not None
+        for own in self._networks:
+            own.ip(f"link set {DEVICE} up")
+            own.ip(f"neigh flush dev {DEVICE} nud permanent")
+
     def tell(self, member: Member, rank: int, order: Order) -> bool:
         """Through the door of a rank."""
         facts = member.facts.get(rank)
@@ -267,6 +371,19 @@ class Fleet:
             for rank, pid in enumerate(member.pids)
         }
 
+    def pools_of_the_gone(self) -> dict[tuple[str, int], int]:
+        """How many pools a rank still maps whose owners have ended, by engine and rank; those that
+        map none are left out.
+        """
+        pools = {
+            (member.name, rank): Pools.of(pid)
+            for member in self
+            for rank, pid in enumerate(member.pids)
+        }
+        alive = frozenset[int]().union(*(each.own for each in pools.values()))
+        gone = {rank: len(each.mapped - alive) for rank, each in pools.items()}
+        return {rank: number for rank, number in gone.items() if number}
+
     def close(self) -> None:
         """End all of them."""
         for member in self.members.values():
@@ -275,6 +392,8 @@ class Fleet:
             self.go_on(member)
         for member in self.members.values():
             member.group.close()
+        for claim in self._claims:
+            claim.close()
 
 
 def _is_kind(name: str, kind: str) -> bool:

@@ -29,11 +29,13 @@ plan, session, sink_session, source_session = (
     _room(f"transfer.{name}") for name in ("plan", "session", "sink_session", "source_session")
 )
 shm_direct, stream_machine = (_room(f"transports.{n}") for n in ("shm_direct", "stream_machine"))
+shared_memory = _room("tensors.shared_memory")
 
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """One fault. ``room``: where it is; ``wire``, ``kinds``, ``settings``, ``fleet``: of the storm.
+    """One fault. ``room``: where it is; ``wire``, ``kinds``, ``settings``, ``fleet``, ``victims``:
+    of the storm.
 
     ``test``: what finds it instead of a storm, as pytest names it.
     """
@@ -45,6 +47,7 @@ class Planted:
     settings: Mapping[str, Any] = field(default_factory=dict)
     fleet: tuple[Shape, ...] = FLEET
     test: str = ""
+    victims: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -180,6 +183,15 @@ def half_a_nonce_is_enough() -> None:
         return bool(self._words[slot + 1] == first and self._words[slot] == board._OPEN)
 
     board.BoardView._is_at = is_at
+
+
+# ------------------------------------------------------------------ memory
+
+
+def a_mapping_is_never_closed() -> None:
+    """The pools of engines that have gone stay mapped."""
+    kept: list[Any] = []
+    shared_memory.MappedPool.close = lambda self: kept.append(self._tensor)
 
 
 # ------------------------------------------------------------------ plan
@@ -322,6 +334,12 @@ PLANTED: Sequence[Planted] = (
     ),
     Planted(
         half_a_nonce_is_enough, "board", test=f"{_BOARD_TESTS}test_both_words_of_a_nonce_count"
+    ),
+    Planted(
+        a_mapping_is_never_closed,
+        "memory",
+        kinds=(Kind.KILL_SCHEDULER, Kind.OTHER_LIFE),
+        victims=("p0", "p1"),  # where the sinks die, too, their mappings go with them
     ),
     Planted(a_token_is_left_out, "plan"),
     Planted(heads_begin_at_the_first, "plan", wire="zmq"),

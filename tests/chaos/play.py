@@ -31,9 +31,9 @@ from kvxfer.engine.rpc import (
     Token,
 )
 from kvxfer.errors import KvxferError, PeerLost
+from kvxfer.transfer.wire import Reason
 from tests.chaos.attackers import besiege
-from tests.chaos.child import Order
-from tests.chaos.content import answer_of
+from tests.chaos.child import FLIPS, Order
 from tests.chaos.fleet import IMPATIENT, Fleet, Member, Usage, left_behind, wait_for_end
 from tests.chaos.storm import Ask, Injection, Kind, Plan, Twist
 from tests.hostile.cases import Target
@@ -45,9 +45,14 @@ REST_S = 30.0
 """In which everything comes back after a storm: twice the longest lease and stop."""
 NUM_CALM = 6
 """Requests from each prefill to each decode engine, before and after the storm."""
-MOST_GROWTH_NBYTES = 64 << 20
-"""Of resident memory. A flood of messages is 150 MB, of which an allocator keeps parts."""
+REMEMBERED_S = 1.5
+"""A contact that failed is remembered for a second: what failed in the storm fails in the calm."""
 NUM_STALE = 64
+COUNTED = (
+    *("requests.loaded", "requests.in_step", "verify.equal", "verify.differing"),
+    "preemptions",
+)
+"""Counters of engines: what a setting was for has happened."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +65,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, kw_only=True):
-    """What came of a storm. ``wrong``, ``lost``, ``hung``, ``leaked``: one line each."""
+    """What came of a storm. ``flipped``: how requests ended of whose KV a bit was flipped;
+    ``counts``: of the lives that are there at the end; ``wrong``, ``lost``, ``hung``, ``leaked``:
+    one line each.
+    """
 
     seed: int
     wire: str
@@ -69,6 +77,8 @@ class Summary(msgspec.Struct, kw_only=True):
     injections: dict[str, int] = {}
     prefills: dict[str, int] = {}
     ends: dict[str, int] = {}
+    flipped: dict[str, int] = {}
+    counts: dict[str, int] = {}
     lives: dict[str, int] = {}
     wrong: list[str] = []
     lost: list[str] = []
@@ -91,7 +101,9 @@ class Summary(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Sent:
-    """A request at one engine. ``end``: how it has ended there, "" while it has not."""
+    """A request at one engine. ``end``: how it has ended there, "" while it has not; ``load``: the
+    nonce of the offer that it loads, if any, and the engine's incarnation.
+    """
 
     ask: Ask
     request_id: str
@@ -103,6 +115,7 @@ class Sent:
     has_params: bool
     is_foreign: bool
     sent_s: float
+    load: tuple[str, str]
     tokens: list[int] = field(default_factory=list)
     end: str = ""
 
@@ -146,10 +159,19 @@ class Play:
         self._say("end")
         self._come_to_rest()
         if not self.summary.hung:
+            self._count()
+            time.sleep(REMEMBERED_S)
             self._calm("after")
             self._come_to_rest()
             self._compare(usages)
         return self._close()
+
+    def _count(self) -> None:
+        counts: Counter[str] = Counter()
+        for member in self._fleet:
+            if member.client is not None:
+                counts.update(member.client.ask(10.0).counts)
+        self.summary.counts = {name: counts[name] for name in COUNTED if counts[name]}
 
     def _close(self) -> Summary:
         summary = self.summary
@@ -161,6 +183,7 @@ class Play:
         wait_for_end(self._fleet.had_pids)
         summary.leaked += left_behind(self._fleet.had_pids, self._folder)
         self._look_for_wrong()
+        self._look_at_flips()
         for kind in ("wrong", "lost", "hung", "leaked"):
             for line in getattr(summary, kind):
                 self._say(kind, detail=line)
@@ -217,7 +240,10 @@ class Play:
         while self._open or self._due:
             self._go_round()
         moved = self._ends - expected
-        if set(moved) - {"loaded", "cached"}:
+        allowed = {"loaded", "cached"}
+        if self._fleet.faults:  # of two ranks the one that finds a flip ends the offer of both
+            allowed |= {f"computed: {reason}" for reason in (Reason.CORRUPT, Reason.ENDED)}
+        if set(moved) - allowed or not moved["loaded"]:
             self.summary.lost.append(
                 f"calm {when} the storm: expected all loaded, got {dict(moved)}"
             )
@@ -328,6 +354,10 @@ class Play:
             has_params=params is not None,
             is_foreign=is_foreign,
             sent_s=time.monotonic(),
+            load=(
+                (params or {}).get("kvxfer", {}).get("nonce", ""),
+                member.facts[0].incarnation.hex(),
+            ),
         )
         key = _key(member, request_id)
         self._sent[key] = self._open[key] = sent
@@ -396,7 +426,7 @@ class Play:
 
     def _done(self, sent: Sent, done: Done) -> None:
         is_whole = done.status == "FINISHED_LENGTH_CAPPED"
-        expected = answer_of(sent.prompt, sent.num_new if is_whole else len(sent.tokens))
+        expected = self._fleet.answer(sent.prompt, sent.num_new if is_whole else len(sent.tokens))
         if tuple(sent.tokens) != expected:
             self.summary.wrong.append(f"{_who(sent)}: answered {sent.tokens}, expected {expected}")
         if sent.is_prefill:
@@ -428,6 +458,24 @@ class Play:
             self.summary.wrong += lines[self._wrong_seen :]
             self._wrong_seen = len(lines)
 
+    def _look_at_flips(self) -> None:
+        """KV of which a bit was flipped is never taken, and no other is refused for that."""
+        path = self._folder / FLIPS
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        flipped = {tuple(json.loads(line)) for line in lines}
+        loading = [sent for sent in self._sent.values() if sent.load[0] and not sent.is_prefill]
+        num_of = Counter(sent.load for sent in loading)
+        ends: Counter[str] = Counter()
+        for sent in loading:
+            is_flipped = sent.load in flipped
+            ends[sent.end] += is_flipped
+            # Of two requests with one offer at one engine only one may be the flipped one
+            if sent.end == "loaded" and is_flipped and num_of[sent.load] == 1:
+                self.summary.wrong.append(f"{_who(sent)}: loaded KV of which a bit was flipped")
+            if sent.end == f"computed: {Reason.CORRUPT}" and not is_flipped:
+                self.summary.wrong.append(f"{_who(sent)}: right KV was taken for corrupt")
+        self.summary.flipped = {end: ends[end] for end in sorted(+ends)}
+
     # ------------------------------------------------------------------ what befalls engines
 
     def _befall(self, injection: Injection) -> None:
@@ -450,6 +498,9 @@ class Play:
                 which = _THREADS[injection.kind]
                 stood = self._fleet.stop_thread(member, injection.rank, which, injection.duration_s)
                 self._say("stands" if stood else "nothing to stop", member.name, stood)
+            case Kind.CUT_WHOLE | Kind.CUT_PREFILL | Kind.CUT_DECODE | Kind.UNPLUG:
+                self._fleet.cut(injection.kind)
+                self._later(injection.duration_s, self._fleet.heal)
             case Kind.HOSTILE:
                 self._besiege(member, injection)
             case _:
@@ -561,10 +612,14 @@ class Play:
             for what in ("threads", "descriptors", "mappings"):
                 if getattr(now, what) > getattr(was, what):
                     words = f"{getattr(was, what)} {what} became {getattr(now, what)}"
+                    if what == "descriptors":
+                        words += f" {dict(now.kinds - was.kinds)}"
                     found.append(f"{name} rank {rank}: {words}")
             grown = now.resident_nbytes - was.resident_nbytes
-            if grown > MOST_GROWTH_NBYTES:
+            if grown > self._fleet.most_growth_nbytes:
                 found.append(f"{name} rank {rank}: {grown >> 20} MB more")
+        for (name, rank), number in self._fleet.pools_of_the_gone().items():
+            found.append(f"{name} rank {rank}: maps {number} pools of engines that have gone")
         return found
 
     def _say(self, what: str, of: str = "", detail: str = "") -> None:

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import Fleet, Networks
 from tests.chaos.play import Play, Summary
 from tests.chaos.storm import Plan
 
@@ -26,10 +26,11 @@ def weather(
     device: str = "cpu",
     settings: Mapping[str, Any] | None = None,
     planted: str = "",
-    in_flight: int = 120,
+    faults: str = "",
+    networks: Networks | None = None,
 ) -> Summary:
     """Start the fleet, play the storm, and end everything. ``folder``: for logs,
-    made here.
+    made here; ``planted``, ``faults``, ``networks``: as :class:`Fleet` has them.
     """
     folder.mkdir(parents=True)  # what another storm has written would be taken for this one's
     with Fleet(
@@ -40,8 +41,10 @@ def weather(
         settings={**QUIET, **(settings or {})},
         device=device,
         planted=planted,
+        faults=faults,
+        networks=networks,
     ) as fleet:
-        return Play(plan, fleet, folder, wire, in_flight=in_flight).run()
+        return Play(plan, fleet, folder, wire).run()
 
 
 def hardware() -> str:
@@ -64,7 +67,7 @@ def hardware() -> str:
 def versions() -> dict[str, str]:
     """Of what a storm depends on, where it is installed."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "pyzmq", "ucxx-cu13", "nixl", "msgspec"):
+    for name in ("torch", "pyzmq", "ucxx-cu13", "nixl", "msgspec", "vllm"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

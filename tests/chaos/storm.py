@@ -61,6 +61,20 @@ class Kind(enum.StrEnum):
     WALL_CLOCK = "wall clock jumps"
     RESET = "cache reset"
     HOSTILE = "hostile peers"
+    CUT_WHOLE = "network cut both ways"
+    CUT_PREFILL = "network cut from prefill to decode"
+    CUT_DECODE = "network cut from decode to prefill"
+    UNPLUG = "network cable pulled"
+
+
+CUTS = (Kind.CUT_WHOLE, Kind.CUT_PREFILL, Kind.CUT_DECODE, Kind.UNPLUG)
+"""What befalls the network between the sides, where they have hosts of their own."""
+ON_ONE_HOST = tuple(kind for kind in Kind if kind not in CUTS)
+BETWEEN_HOSTS = (
+    *(*CUTS, *CUTS),
+    *(Kind.KILL_RANK, Kind.KILL_SCHEDULER, Kind.STOP_ENGINE, Kind.STOP_IO, Kind.STOP_ZMQ),
+    *(Kind.MANGLE, Kind.CLOCK, Kind.RESET),
+)
 
 
 class Shape(msgspec.Struct, frozen=True):
@@ -145,11 +159,14 @@ def make_plan(
     num_requests: int,
     *,
     fleet: Sequence[Shape] = FLEET,
-    kinds: Sequence[Kind] = tuple(Kind),
+    kinds: Sequence[Kind] = ON_ONE_HOST,
     every: int = 40,
     longest_stop_s: float = 5.0,
+    victims: Sequence[str] = (),
 ) -> Plan:
-    """``every``: a storm has one injection for so many requests, each kind in turn."""
+    """``every``: a storm has one injection for so many requests, each kind in turn; ``victims``:
+    the engines that they befall, all if there are none.
+    """
     drawn = random.Random(seed)
     prefills = [each.name for each in fleet if each.is_prefill]
     decodes = [each.name for each in fleet if not each.is_prefill]
@@ -171,8 +188,9 @@ def make_plan(
     order = [
         kind for _ in range(-(-count // max(1, len(kinds)))) for kind in _shuffled(kinds, drawn)
     ]
+    hit = [each for each in fleet if each.name in victims or not victims]
     injections = tuple(
-        _injection(at, kind, drawn, fleet, longest_stop_s)
+        _injection(at, kind, drawn, hit, longest_stop_s)
         for at, kind in zip(_moments(count, num_requests, drawn), order, strict=False)
     )
     return Plan(seed=seed, fleet=tuple(fleet), asks=asks, injections=injections)

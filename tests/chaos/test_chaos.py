@@ -4,7 +4,9 @@ nothing is left. ``scripts/chaos.py`` has the long ones.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,10 +14,20 @@ from kvxfer.transfer.manifest import RankId
 from tests.builders import EngineShape, build_regions
 from tests.chaos.content import answer_of, kv_of, names_of
 from tests.chaos.finding import look_for
+from tests.chaos.fleet import Networks
 from tests.chaos.planted import PLANTED, Planted
+from tests.chaos.play import Summary
 from tests.chaos.running import weather
-from tests.chaos.storm import Kind, Twist, make_plan
+from tests.chaos.storm import BETWEEN_HOSTS, CUTS, ON_ONE_HOST, Plan, Twist, make_plan
 from tests.connector.rig import NIXL, UCX
+from tests.two_hosts import HostsUnavailable, two_networks
+
+
+def slow(wire: Any) -> Any:
+    """A wire, or a parameter with its marks, as one that only long runs take."""
+    values, marks = (wire.values, wire.marks) if hasattr(wire, "marks") else ((wire,), ())
+    return pytest.param(*values, marks=(*marks, pytest.mark.slow))
+
 
 FEW = 160
 SHORT = 1.2
@@ -27,7 +39,7 @@ def test_a_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
     plan = make_plan(5, FEW, every=FEW, longest_stop_s=SHORT)
     summary = weather(plan, tmp_path / "storm", wire)
     assert summary.problems() == []
-    assert sum(summary.injections.values()) == len(Kind)
+    assert sum(summary.injections.values()) == len(ON_ONE_HOST)
     assert summary.ends["loaded"] > FEW / 5
     assert max(summary.lives.values()) > 1
 
@@ -38,6 +50,95 @@ def test_a_long_storm_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
     summary = weather(make_plan(3, 1500), tmp_path / "storm", wire)
     assert summary.problems() == []
     assert summary.ends["loaded"] > 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wire", "settings", "counter"),
+    [
+        ("shm", {"load_in_step_s": 0.5}, "requests.in_step"),
+        ("shm", {"verify": "sample"}, "verify.equal"),
+        ("zmq", {"zmq_streams": 4}, "requests.loaded"),
+        ("zmq", {"zmq_streams": 4, "verify": "all"}, "verify.equal"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else value,
+)
+def test_a_storm_with_settings_leaves_nothing_behind(
+    wire: str, settings: dict[str, Any], counter: str, tmp_path: Path
+) -> None:
+    summary = weather(make_plan(6, 800), tmp_path / "storm", wire, settings=settings)
+    assert summary.problems() == []
+    assert summary.counts[counter] > 20
+
+
+# ------------------------------------------------------------------ partitions
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    try:
+        with two_networks() as both:
+            yield both
+    except HostsUnavailable as e:
+        pytest.skip(str(e))
+
+
+def test_engines_serve_again_when_the_network_is_whole(networks: Networks, tmp_path: Path) -> None:
+    """Cut both ways, one way, the other way, and unplugged: longer than some time-outs."""
+    plan = make_plan(12, FEW, kinds=CUTS, every=FEW, longest_stop_s=SHORT)
+    summary = weather(plan, tmp_path / "storm", "zmq", networks=networks)
+    assert summary.problems() == []
+    assert summary.injections.keys() == {kind.value for kind in CUTS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["zmq", UCX])
+def test_a_storm_between_hosts_leaves_nothing_behind(
+    wire: str, networks: Networks, tmp_path: Path
+) -> None:
+    """The network between prefill and decode is cut, one way or both, and heals."""
+    plan = make_plan(11, 600, kinds=BETWEEN_HOSTS, every=30)
+    summary = weather(plan, tmp_path / "storm", wire, networks=networks)
+    assert summary.problems() == []
+    assert summary.injections.keys() == {kind.value for kind in BETWEEN_HOSTS}
+    assert summary.ends["loaded"] > 100
+
+
+# ------------------------------------------------------------------ flipped bits of KV
+
+FLIPS = {"shm": "read:flip=0.1", "zmq": "chunk:flip=0.02"}
+"""A chunk of a storm is 8 KiB, a load has many. The other streams are as ZeroMQ's."""
+
+
+def flipped(wire: str, plan: Plan, folder: Path, verify: str) -> Summary:
+    fault = FLIPS.get(wire, FLIPS["zmq"])
+    return weather(plan, folder / "storm", wire, settings={"verify": verify}, faults=fault)
+
+
+@pytest.mark.parametrize("wire", ["zmq", *(slow(each) for each in ("shm", UCX, NIXL))])
+def test_kv_with_a_flipped_bit_is_corrupt_and_never_taken(wire: str, tmp_path: Path) -> None:
+    """Nothing else befalls the engines."""
+    summary = flipped(wire, make_plan(8, FEW, kinds=()), tmp_path, "all")
+    assert summary.problems() == []
+    assert summary.flipped["computed: corrupt"] > 5
+    assert summary.ends["loaded"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["shm", "zmq", UCX, NIXL])
+def test_a_storm_with_flipped_bits_leaves_nothing_behind(wire: str, tmp_path: Path) -> None:
+    summary = flipped(wire, make_plan(9, 800), tmp_path, "all")
+    assert summary.problems() == []
+    assert summary.flipped["computed: corrupt"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_without_digests_a_flipped_bit_is_not_found(wire: str, tmp_path: Path) -> None:
+    """So it is said of it. The oracle sees each of them."""
+    summary = flipped(wire, make_plan(8, FEW, kinds=()), tmp_path, "off")
+    assert "computed: corrupt" not in summary.ends
+    assert len([line for line in summary.wrong if "of which a bit was flipped" in line]) > 5
 
 
 @pytest.mark.slow
@@ -52,7 +153,7 @@ def test_a_seed_is_the_whole_plan() -> None:
     assert make_plan(7, 300) != make_plan(8, 300)
     plan = make_plan(7, 3000)
     assert {ask.twist for ask in plan.asks} == set(Twist)
-    assert {each.kind for each in plan.injections} == set(Kind)
+    assert {each.kind for each in plan.injections} == set(ON_ONE_HOST)
 
 
 def test_kv_says_whose_it_is() -> None:

@@ -49,7 +49,7 @@ def test_all_needs_together_have_to_fit_and_the_largest_is_named() -> None:
     with pytest.raises(ConfigError) as refused:
         check_memory(needs, 6 * GIB - 1)
     assert str(refused.value) == (
-        "--b: expected engines that fit into 6.0 GiB of free memory, got 6.0 GiB, 3.0 GiB of it "
+        "--b: expected engines that fit into 6 GiB of free memory, got 6 GiB, 3 GiB of it "
         "for b; choose less"
     )
 

@@ -19,7 +19,7 @@ from kvxfer.cli.outcome import (
     judge,
     summarise,
 )
-from kvxfer.cli.report import facts, nbytes_text, show, versions, write_json
+from kvxfer.cli.report import facts, show, versions, write_json
 from kvxfer.config import Config
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.errors import ConfigError
@@ -62,13 +62,13 @@ def shown(*results: Result, tokens_decide: bool = True) -> list[str]:
 
 def test_table_and_summary() -> None:
     assert shown(GOOD, LOCAL) == [
-        "            prompt  cached       KV  waited  read         tokens     KV",
-        "request     tokens     P/D    bytes      ms    ms   GB/s   equal  equal",
-        "good           300   16/32  3.0 MiB   500.0  12.5  0.252     yes    yes",
-        "all cached     300     0/0        -       -     -      -     yes      -",
+        "            prompt  cached     KV  waited  read         tokens     KV",
+        "request     tokens     P/D  bytes      ms    ms   GB/s   equal  equal",
+        "good           300   16/32  3 MiB   500.0  12.5  0.252     yes    yes",
+        "all cached     300     0/0      -       -     -      -     yes      -",
         "",
         "2 requests, 600 prompt tokens (16 cached at prefill, 32 at decode), 4 new tokens, 2.5 s",
-        "wire shm: 3.0 MiB in 1 transfers, 0.252 GB/s in 12.5 ms of reading",
+        "wire shm: 3 MiB in 1 transfers, 0.252 GB/s in 12.5 ms of reading",
         "waited before reading: median 500.0 ms, most 500.0 ms",
         "tokens equal to the single engine's: 2 of 2; KV equal to the source's: 1 of 1",
     ]
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_shown() -> None:
         ["[bad]", "300", "0/0", "1000", "B", "0.0", "1.0", "0.001", "NO", "NO"]
     )
     assert lines[6:] == [
-        "wire shm+zmq: 3.0 MiB in 2 transfers, 0.233 GB/s in 13.5 ms of reading",
+        "wire shm+zmq: 3 MiB in 2 transfers, 0.233 GB/s in 13.5 ms of reading",
         "waited before reading: median 250.0 ms, most 500.0 ms",
         "KV not used: peer_lost x 1",
         "  no word [for] 3 s",
@@ -133,7 +133,7 @@ def test_everything_is_whole_at_80_columns(is_terminal: bool) -> None:
     plain = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())
     table, _, rest = plain.partition("\n\n")
     assert max(map(len, table.splitlines())) <= 80
-    for cell in ("131072", "99999/99999", "1023.0 GiB", "99900", "1000.0", "1098", "NO", "prompt"):
+    for cell in ("131072", "99999/99999", "1023 GiB", "99900", "1000.0", "1098", "NO", "prompt"):
         assert cell in table
     assert "".join(line.split("  ")[0] for line in table.splitlines()[2:]).replace(" ", "") == (
         "arequestwithalongname"
@@ -173,20 +173,6 @@ def test_nothing_moved_nothing_compared() -> None:
     assert lines[-2] == "wire none: nothing was moved"
     assert lines[-1] == "1 requests failed"
     assert shown(result("a"))[-1] == "nothing was compared"
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (3 << 19, "1.5 MiB"),
-        (5 << 40, "5120.0 GiB"),
-    ],
-)
-def test_bytes(nbytes: int, text: str) -> None:
-    assert nbytes_text(nbytes) == text
 
 
 def test_facts_are_json_and_keep_secrets(tmp_path: Path) -> None:

@@ -35,15 +35,14 @@ from kvxfer.connector.records import (
 )
 from kvxfer.connector.source import IsReady
 from kvxfer.connector.worker_side import WorkerConnector
-from kvxfer.tensors.shared_memory import SharedPool
+from kvxfer.tensors.shared_memory import PlainPool, SharedPool, make_pool
 from kvxfer.testing.faults import injected
-from kvxfer.testing.peers import DevicePool, make_pool
 from kvxfer.transfer.manifest import EngineManifest
 from kvxfer.transfer.windows import group_keepings, held_ids
 from kvxfer.transfer.wire import BIND_TOKENS, VERIFY, OfferRef, Reason
 from kvxfer.transports.base import LocalMemory, SinkTransport
 from kvxfer.transports.visitors import Backlog
-from tests.builders import EngineShape, build_manifest, build_regions, identity_of
+from tests.builders import EngineShape, build_manifest, identity_of
 from tests.conftest import HAS_CUDA
 from tests.helpers import needs_nixl, needs_ucxx
 from tests.oracle import oracle_copy
@@ -104,18 +103,21 @@ class Engine:
         announce: bool = True,
         can_leave_unhashed: bool = True,
         faults: str = "",
+        base: EngineManifest | None = None,
         **settings: Any,
     ) -> None:
-        """``faults``: what its wires do wrong, see kvxfer.testing.faults."""
+        """``faults``: what its wires do wrong, see kvxfer.testing.faults. ``base``: other regions
+        than those of the shape.
+        """
         settings.setdefault("port", 0)
         self.config = Config(**settings)
         self.shape = shape
         self.engine_id = engine_id
         self.incarnation = incarnation or secrets.token_bytes(16)
-        base = build_manifest(shape, engine_id)
+        base = base or build_manifest(shape, engine_id)
         self.facts = msgspec.structs.replace(base.facts, **(facts or {}))
         self.workers: list[WorkerConnector] = []
-        self.pools: list[SharedPool | DevicePool] = []
+        self.pools: list[SharedPool | PlainPool] = []
         on_gpu = HAS_CUDA and self.config.transport == "cuda_ipc"
         device = torch.device("cuda:0" if on_gpu else "cpu")
         self.results: list[Results] = []
@@ -126,8 +128,8 @@ class Engine:
         rng = np.random.default_rng(7)
         engine = identity_of(base, incarnation=self.incarnation, facts=self.facts)
         for entry in base.ranks:
-            regions, nbytes = build_regions(shape, entry.rank)
-            pool = make_pool(str(device), nbytes)
+            regions, nbytes = entry.regions, entry.memories[0].nbytes
+            pool = make_pool(device, nbytes)
             if fill is None:
                 content = rng.integers(0, 256, nbytes, dtype=np.uint8)
                 pool.tensor.copy_(torch.from_numpy(content))
@@ -228,6 +230,7 @@ class Engine:
             open_tokens=cached,
             name=name,
         )
+        self.last_offer = order
         self.nonces[request_id] = order.nonce
         self.num_offered[request_id] = num_tokens
         blocks = self._blocks(request_id, table)

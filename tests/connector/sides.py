@@ -14,7 +14,7 @@ import numpy as np
 from kvxfer.connector.aggregator import KVOutputAggregator
 from kvxfer.connector.records import KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
-from tests.builders import EngineShape
+from tests.builders import EngineShape, identity_of
 from tests.connector.rig import Engine, Table, until
 
 UNCOMPUTED = 0x77
@@ -65,17 +65,9 @@ class Side:
     def __post_init__(self) -> None:
         engine = self.engine
         self._aggregator = KVOutputAggregator(len(engine.workers))
+        identity = identity_of(engine.manifest, incarnation=engine.incarnation, facts=engine.facts)
         self.scheduler = SchedulerConnector(
-            engine.config,
-            engine_id=engine.engine_id,
-            incarnation=engine.incarnation,
-            facts=engine.facts,
-            tp_size=engine.shape.tp_size,
-            pp_size=engine.shape.pp_size,
-            block_tokens=engine.shape.block_tokens,
-            layout=engine.shape.layout,
-            can_send=True,
-            can_receive=True,
+            engine.config, identity, can_send=True, can_receive=True
         )
         ranks = {(r.rank.pp, r.rank.tp): r for r in engine.manifest.ranks}
         self.scheduler.set_xfer_handshake_metadata_pp_aware(ranks)

@@ -5,33 +5,39 @@ blocks is poison until its step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvxfer.connector.control import ControlServer
 from kvxfer.connector.records import ConnectorMetadata, SourceRef
+from kvxfer.connector.source import IsReady
 from kvxfer.transfer.layout import Interior
+from kvxfer.transfer.wire import Grant, OfferRef, Reason, ToSink
 from tests.builders import MAMBA2, EngineShape
 from tests.connector.rig import (
+    NIXL,
     PATIENT,
     POISON,
+    UCX,
     WIRES,
     Engine,
     Table,
     expect_moved,
+    num_pulls,
+    stuck,
     until,
 )
+from tests.connector.sides import UNCOMPUTED, first_blocks, table_of
 from tests.oracle import oracle_copy
 
-UNCOMPUTED = 0x77
 SETTINGS: dict[str, Any] = {**PATIENT, "early_wait_s": 60.0, "chunk_nbytes": 4096}
 LARGE = EngineShape(num_blocks=24, inner_nbytes=128)
 """128 bytes of one head and token: a chunk of 4 KiB has 16 tokens of one region."""
@@ -63,17 +69,6 @@ PAIRS = {
         for outermost in ("blocks", "blocks")
     ),
 }
-
-
-def table_of(shape: EngineShape, num_tokens: int, seed: int) -> Table:
-    """Ids in no order, that no two groups share."""
-    num = -(-num_tokens // shape.block_tokens)
-    ids = np.random.default_rng(seed).permutation(np.arange(1, shape.num_blocks)).tolist()
-    return tuple(tuple(ids[g * num : (g + 1) * num]) for g in range(shape.num_groups))
-
-
-def first_blocks(shape: EngineShape, table: Table, num_tokens: int) -> Table:
-    return tuple(ids[: -(-num_tokens // shape.block_tokens)] for ids in table)
 
 
 @dataclass
@@ -154,14 +149,6 @@ def _kept(num_tokens: int, window: int, sink: Engine) -> int:
     return max(0, num_tokens - window + 1) // sink.shape.block_tokens * sink.shape.block_tokens
 
 
-def has_arrived(prefill: Prefill, sink: Engine, taken: Table, span: tuple[int, int]) -> bool:
-    try:
-        expect_loaded(prefill, sink, taken, span)
-    except AssertionError:
-        return False
-    return True
-
-
 @pytest.fixture(params=[(pair, wire) for pair in PAIRS for wire in WIRES], ids="-".join)
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     """Of one pair of shapes over one wire, for many loads."""
@@ -214,3 +201,243 @@ def test_whatever_the_steps_what_was_read_is_whole(
     assert sink.reasons(f"d{name}") == {None}
     expect_loaded(prefill, sink, taken, (lo, hi))
     until(lambda: source.sent(name))
+
+
+# ------------------------------------------------------------------ one load, step by step
+
+TOKENS = 80
+HALF, SPAN = 48, (0, 80)
+
+
+@contextmanager
+def loading(
+    wire: str = "shm",
+    shapes: tuple[EngineShape, EngineShape] = (LARGE, LARGE),
+    faults: str = "",
+    ready_event: Callable[[], IsReady] | None = None,
+    **given: Any,
+) -> Iterator[tuple[Prefill, Engine, Table]]:
+    """A growing load, of which the first half is open."""
+    given = {**SETTINGS, "transport": wire, **given}
+    with (
+        Engine(shapes[0], "prefill", fill=None, ready_event=ready_event, **given) as source,
+        Engine(shapes[1], "decode", fill=POISON, faults=faults, **given) as sink,
+    ):
+        prefill = Prefill(source, "p", TOKENS, table_of(shapes[0], TOKENS, seed=1))
+        taken = table_of(shapes[1], TOKENS, seed=2)
+        ref = prefill.begin()
+        sink.load_groups("d", ref, taken, SPAN, grows=True)
+        prefill.step(HALF)
+        yield prefill, sink, taken
+
+
+def has_first_half(prefill: Prefill, sink: Engine, taken: Table) -> bool:
+    try:
+        expect_loaded(prefill, sink, taken, (0, HALF))
+    except AssertionError:
+        return False
+    return True
+
+
+def end_of(prefill: Prefill, sink: Engine) -> set[str | None]:
+    """The load's reasons, once it and the offer are reported."""
+    until(lambda: sink.received("d"))
+    until(lambda: prefill.engine.sent("p"))
+    return sink.reasons("d")
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq", "cuda_ipc", UCX, NIXL])
+def test_what_is_open_has_left_before_the_rest_is_computed(wire: str) -> None:
+    with loading(wire) as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        assert not sink.received("d")
+        prefill.step(TOKENS)
+        assert end_of(prefill, sink) == {None}
+        expect_loaded(prefill, sink, taken, SPAN)
+
+
+@pytest.mark.parametrize("wire", WIRES)
+def test_growth_is_told_when_the_event_of_its_step_has_completed(wire: str) -> None:
+    gates: list[bool] = []
+
+    def event() -> IsReady:
+        number = len(gates)
+        gates.append(False)
+        return lambda: gates[number]
+
+    with loading(wire, ready_event=event) as (prefill, sink, taken):
+        until(lambda: num_pulls(prefill.engine, prefill.engine.nonces["p"]))
+        sink.step(ConnectorMetadata())
+        assert (sink.pools[0].tensor == POISON).all()
+        gates[0] = True
+        until(lambda: has_first_half(prefill, sink, taken))
+        prefill.step(TOKENS)
+        assert has_first_half(prefill, sink, taken)
+        gates[1] = True
+        assert end_of(prefill, sink) == {None}
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+@pytest.mark.parametrize("how", ["ended", "stuck", "expired"])
+def test_an_offer_that_breaks_in_mid_growth_fails_the_load(wire: str, how: str) -> None:
+    with loading(wire) as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        source = prefill.engine
+        if how == "stuck":
+            with stuck(source):  # the engine's end counts, whatever its IO thread does
+                source.end("p", Reason.PREEMPTED)
+                prefill.engine.pools[0].tensor.fill_(POISON)
+                source.step(ConnectorMetadata(computed=("p",), delayed=("p",)))
+        else:
+            reason = Reason.PREEMPTED if how == "ended" else Reason.EXPIRED
+            source.step(ConnectorMetadata(ended=(source.end_of("p", reason),), delayed=("p",)))
+        expected = "expired" if how == "expired" else "preempted"
+        assert end_of(prefill, sink) == {expected}
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_a_sink_of_protocol_1_waits_until_the_same_offer_is_complete(wire: str) -> None:
+    with (
+        loading(wire) as (prefill, sink, taken),
+        Engine(LARGE, "other", fill=POISON, **SETTINGS, transport=wire) as other,
+    ):
+        source = prefill.engine
+        ref = SourceRef(
+            engine_id="prefill",
+            endpoint=source.endpoint,
+            offer=OfferRef(source.nonces["p"], source.incarnation),
+            num_tokens=TOKENS,
+        )
+        other.load_groups("o", ref, taken, SPAN)
+        until(lambda: num_pulls(source, source.nonces["p"]) == 2)
+        until(lambda: has_first_half(prefill, sink, taken))
+        assert (other.pools[0].tensor == POISON).all()
+        prefill.step(TOKENS)
+        until(lambda: other.received("o"))
+        assert other.reasons("o") == {None}
+        expect_loaded(prefill, other, taken, SPAN)
+        assert end_of(prefill, sink) == {None}
+
+
+def test_grants_that_are_lost_come_twice_or_too_late_do_no_harm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first ones are lost; all later ones come twice, and the one before them once more."""
+    send, kept = ControlServer.send, list[ToSink]()
+
+    def unreliable(self: ControlServer, identity: bytes, answer: Any) -> None:  # noqa: ANN401
+        if not isinstance(answer, Grant):
+            send(self, identity, answer)
+            return
+        kept.append(answer)
+        if len(kept) > 2:
+            for each in (answer, kept[-2], answer):
+                send(self, identity, each)
+
+    monkeypatch.setattr(ControlServer, "send", unreliable)
+    with loading() as (prefill, sink, taken):
+        until(lambda: len(kept) > 2)  # it was asked again
+        until(lambda: has_first_half(prefill, sink, taken))
+        for num_tokens in (56, 64, TOKENS):
+            prefill.step(num_tokens)
+        assert end_of(prefill, sink) == {None}
+        expect_loaded(prefill, sink, taken, SPAN)
+
+
+def test_block_ids_are_appended_and_never_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    send = ControlServer.send
+
+    def change(self: ControlServer, identity: bytes, answer: Any) -> None:  # noqa: ANN401
+        if isinstance(answer, Grant) and answer.open_tokens == 64:
+            (ids,) = answer.block_ids
+            answer = msgspec.structs.replace(answer, block_ids=((ids[1], ids[0], *ids[2:]),))
+        send(self, identity, answer)
+
+    monkeypatch.setattr(ControlServer, "send", change)
+    with loading() as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        prefill.step(64)
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") == {"plan"}
+        (report,) = sink.reports("d")
+        assert "expected the block ids of the Grant before" in report.detail
+
+
+def test_a_pull_may_overtake_its_offer_at_another_rank() -> None:
+    """A sink that was told the nonce by the front door asks rank 1, which has not heard of it."""
+    shapes = replace(LARGE, tp_size=2), replace(LARGE, tp_size=2)
+    given = {**SETTINGS, "transport": "shm"}
+    with (
+        Engine(shapes[0], "prefill", fill=None, **given) as source,
+        Engine(shapes[1], "decode", fill=POISON, **given) as sink,
+    ):
+        prefill = Prefill(source, "p", TOKENS, table_of(shapes[0], TOKENS, seed=1))
+        taken = table_of(shapes[1], TOKENS, seed=2)
+        late = source.workers.pop()
+        ref = prefill.begin()
+        order = source.last_offer
+        sink.load_groups("d", ref, taken, SPAN, grows=True)
+        until(lambda: sink.count("peers.ready") == 2)
+        until(lambda: num_pulls(source, ref.offer.nonce))
+        source.workers.append(late)
+        late.bind_connector_metadata(ConnectorMetadata(offers=(order,)))
+        prefill.step(TOKENS)
+        assert end_of(prefill, sink) == {None}
+        expect_loaded(prefill, sink, taken, SPAN)
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_digests_are_of_the_whole_at_the_end(wire: str) -> None:
+    with loading(wire, verify="all") as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        prefill.step(TOKENS)
+        assert end_of(prefill, sink) == {None}
+        assert sink.count("verify.equal") == 1
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_a_first_half_that_was_not_written_is_noticed_at_the_end(wire: str) -> None:
+    with loading(wire, verify="all", faults="read:blank") as (prefill, sink, _):
+        prefill.step(TOKENS)
+        assert end_of(prefill, sink) == {"corrupt"}
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_a_sink_that_dies_in_mid_growth_leaves_nothing_behind(wire: str) -> None:
+    with loading(wire, keep_s=0.2, peer_silent_s=0.2, lease_s=1.0) as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        sink.close()
+        prefill.step(TOKENS)
+        until(lambda: prefill.engine.sent("p"))
+
+
+def test_a_source_that_dies_in_mid_growth_fails_the_load_by_name() -> None:
+    with loading(peer_silent_s=0.5) as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        prefill.engine.close()
+        until(lambda: sink.received("d"))
+        assert sink.reasons("d") <= {"shutdown", "peer_lost"}
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_a_load_that_is_aborted_in_mid_growth_writes_nothing_more(wire: str) -> None:
+    with loading(wire) as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        sink.abort("d")
+        until(lambda: sink.received("d"))
+        for pool in sink.pools:
+            pool.tensor.fill_(POISON)
+        prefill.step(TOKENS)
+        assert end_of(prefill, sink) == {"cancelled"}
+        assert all((pool.tensor == POISON).all() for pool in sink.pools)
+
+
+def test_a_prompt_that_grows_no_further_misses_the_deadline_and_not_before() -> None:
+    with loading(early_wait_s=1.5, pull_timeout_s=0.2) as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        until(lambda: sink.count("loads.failed"))
+        (report,) = sink.reports("d")
+        assert report.reason == "deadline"
+        assert report.finished_s - report.spans[-1][0] >= 1.4
+        prefill.step(TOKENS)
+        until(lambda: prefill.engine.sent("p"))

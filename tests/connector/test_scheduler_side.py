@@ -13,7 +13,13 @@ import msgspec
 import pytest
 
 from kvxfer.config import Config
-from kvxfer.connector.params import LoadWanted, Plain, make_params, parse_params
+from kvxfer.connector.params import (
+    LoadWanted,
+    Plain,
+    make_params,
+    parse_params,
+    prefill_params,
+)
 from kvxfer.connector.records import (
     NO_ORDERS,
     AbortLoad,
@@ -185,6 +191,55 @@ def test_an_offer_is_minted_grows_and_is_computed_in_chunks() -> None:
     assert c.has_orders()
     assert c.build_connector_meta(step()) == ConnectorMetadata(delayed=("r",))
     assert not c.has_orders()
+
+
+@pytest.mark.parametrize(
+    ("num_cached", "num_computed", "num_open"),
+    [
+        (None, 32, 0),  # nobody has asked for it: another connector may have loaded these tokens
+        (16, 16, 16),
+        (16, 32, 16),  # the other 16 are loaded by the step itself
+        (32, 16, 16),  # a shorter hit when it was admitted
+    ],
+)
+def test_what_prefill_has_cached_opens_before_its_first_step(
+    num_cached: int | None, num_computed: int, num_open: int
+) -> None:
+    c = connector()
+    request = Request(kv_transfer_params=prefill_params("0f" * 16))
+    c.on_new_request(request)
+    if num_cached is not None:
+        assert c.get_num_new_matched_tokens(request, num_cached) == (0, False)
+    told = c.build_connector_meta(step(new=(("r", [3, 4, 5], num_computed),), counts={"r": 4}))
+    (offer,) = told.offers
+    assert (offer.open_tokens, offer.name) == (num_open, b"\x0f" * 16)
+    assert told.grown == (("r", num_computed + 4),)
+
+
+def test_a_preempted_offer_begins_anew_under_its_name() -> None:
+    c = connector()
+    request = Request(kv_transfer_params=prefill_params("0f" * 16))
+    c.on_new_request(request)
+    first = c.build_connector_meta(step(new=(("r", [3, 4], 0),), counts={"r": 32}))
+    told = c.build_connector_meta(step(preempted=frozenset("r")))
+    assert told.ended == (EndOffer("r", first.offers[0].nonce, Reason.PREEMPTED),)
+    assert told.grown == ()
+    c.get_num_new_matched_tokens(request, 16)
+    again = c.build_connector_meta(
+        step(cached=(("r", [7, 8], 16),), counts={"r": 8}, resumed=frozenset("r"))
+    )
+    (offer,) = again.offers
+    assert (offer.open_tokens, offer.name) == (16, b"\x0f" * 16)
+    assert offer.nonce != first.offers[0].nonce
+    assert again.grown == (("r", 24),)
+
+
+def test_offers_do_not_grow_where_they_are_not_to() -> None:
+    c = connector(grow_offers=False)
+    c.on_new_request(offering())
+    c.get_num_new_matched_tokens(offering(), 16)
+    told = c.build_connector_meta(step(new=(("r", [3, 4], 16),), counts={"r": 8}))
+    assert (told.offers[0].open_tokens, told.grown) == (0, ())
 
 
 def test_blocks_after_the_offered_tokens_are_not_told() -> None:

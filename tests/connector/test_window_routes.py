@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace as Bag
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -256,6 +256,36 @@ def test_every_pair_moves_what_a_simulation_says(
         pools = given_ids, given_bytes
         assert moved(plan, source, order, pools, target, wire, growth) == incomplete
         np.testing.assert_array_equal(taken_bytes[taker.rank][0], expected[taker.rank][0])
+
+
+def test_what_grows_is_sent_in_small_chunks() -> None:
+    shape, rank = EngineShape(num_blocks=200, inner_nbytes=1 << 14), RankId(0, 0)
+    engine = build_manifest(shape, "p")
+    plan = make_plan(engine, build_manifest(shape, "d"))
+    addressing = Addressing(Consumer(b"k" * 16, rank), SINKS, can_leave_unhashed=True)
+    peer = cast("Any", peer_of(plan, engine, rank, "zmq"))
+    peer.choices[rank].chunk_nbytes = lambda nbytes: 32 << 20
+    ways = ways_of(peer, addressing)
+    sizes: list[int] = []
+    for num_tokens, grows in ((3000, False), (3000, True), (100, True)):
+        order = NewLoad(
+            request_id="r",
+            source=SourceRef(
+                engine_id="p",
+                endpoint="",
+                offer=OfferRef(b"n" * 16, LIFE),
+                num_tokens=num_tokens,
+            ),
+            token_lo=0,
+            token_hi=num_tokens,
+            block_ids=(tuple(range(200)),),
+            grows=grows,
+        )
+        (run,) = make_routes(order, ways, addressing).values()
+        assert run.pull.grows is (True if grows else msgspec.UNSET)
+        sizes.append(run.pull.chunk_nbytes)
+    # 128 KiB a token: a sixteenth of 3,000 is 24 MB, of 100 less than the least
+    assert sizes == [32 << 20, 3000 * (1 << 17) // 16, 1 << 20]
 
 
 def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:

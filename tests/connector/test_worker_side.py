@@ -330,3 +330,14 @@ def test_an_empty_digest_is_another_one_and_no_wild_card() -> None:
         sink.load("d", ref, [3], (0, 16), digest=b"")
         until(lambda: sink.received("d"))
         assert sink.reasons("d") == {"tokens"}
+
+
+@pytest.mark.parametrize(
+    "change", [{"block_tokens": 48}, {"engine_id": "another"}, {"incarnation": b"a" * 16}], ids=str
+)
+def test_a_scheduler_of_another_engine_is_refused_by_field(change: dict[str, object]) -> None:
+    with Engine(ONE, "prefill", fill=1) as source:
+        manifest = msgspec.structs.replace(source.manifest, **change)
+        ((field, said),) = change.items()
+        with pytest.raises(ConfigError, match=rf"{field}: the worker expected .*says {said!r}"):
+            source.workers[0].bind_connector_metadata(ConnectorMetadata(manifest=manifest))

@@ -164,13 +164,14 @@ def test_other_devices_take_other_processes() -> None:
 WATCHER = """
 import time
 from subprocess import DEVNULL, PIPE, Popen
-from kvxfer.engine.collectives import end_with_peers
+from kvxfer.engine import collectives
+collectives._PEER_GRACE_S = 0.2
 # Each ends with this process at the latest, and has none of its pipes.
 peers = [Popen(["cat"], stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL) for _ in range(2)]
-end_with_peers([peer.pid for peer in peers], lambda: {is_ending})
+collectives.end_with_peers([peer.pid for peer in peers], lambda: {is_ending})
 time.sleep(0.1)
 peers[1].kill()
-time.sleep(4)
+time.sleep(2 if {is_ending} else 20)
 """
 
 
@@ -194,8 +195,8 @@ def test_a_peer_that_has_gone_before_is_noticed_too() -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     code = (
-        "import time\nfrom kvxfer.engine.collectives import end_with_peers\n"
-        f"end_with_peers([{gone.pid}], lambda: False)\ntime.sleep(20)\n"
+        "import time\nfrom kvxfer.engine import collectives\ncollectives._PEER_GRACE_S = 0.2\n"
+        f"collectives.end_with_peers([{gone.pid}], lambda: False)\ntime.sleep(20)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
     assert ran.returncode == 1

@@ -234,12 +234,14 @@ def test_stop_ends_every_rank_of_a_new_life() -> None:
 
 PARENT = """
     import time, msgspec
+    from functools import partial
     from kvxfer.engine.config import EngineConfig, Role
     from kvxfer.engine.group import EngineGroup
 
     config = EngineConfig(role=Role.ALONE, engine_id="alone", tp_size=2, num_blocks=32)
     if __name__ == "__main__":
-        group = EngineGroup(config)
+        hurry = partial(exec, "import kvxfer.engine.rank as rank; rank._LAST_GRACE_S = 2.0")
+        group = EngineGroup(config, set_up=hurry)
         group.reconfigure(msgspec.structs.replace(config, block_size=8))
         print(group.endpoint, *group.pids, flush=True)
         time.sleep(60)
@@ -248,7 +250,7 @@ PARENT = """
 
 @pytest.mark.parametrize("is_stuck", [False, True])
 def test_ranks_end_when_their_parent_is_killed(is_stuck: bool) -> None:
-    """Also one that waits in a step for a rank that stands still: within the grace of 8 s."""
+    """Also one that waits in a step for a rank that stands still: after its grace, here of 2 s."""
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT)],
         stdout=subprocess.PIPE,

@@ -23,6 +23,7 @@ from kvxfer.transfer.wire import (
     Cancel,
     Consumer,
     Drain,
+    Find,
     Hello,
     Keep,
     OfferRef,
@@ -150,6 +151,20 @@ def _about_nothing(_: Target) -> Iterator[bytes]:
     """The same of an offer that is not there."""
     nobody = Target(control="", data="", nonce=b"n" * 16, incarnation=_LIFE, sink_life=_LIFE)
     return _forged(nobody)
+
+
+def _finds(target: Target) -> Iterator[bytes]:
+    """More than one connection may wait for."""
+    for number in range(2000):
+        yield zmtp.frame(encode(Find(b"%016d" % number, _LIFE, b"d" * 32)))
+
+
+def _early_pulls(target: Target) -> Iterator[bytes]:
+    for number in range(2000):
+        pull = _pull(target, _LIFE)
+        offer = OfferRef(b"%016d" % number, target.incarnation)
+        early = msgspec.structs.replace(pull, offer=offer, grows=True)
+        yield zmtp.frame(encode(early))
 
 
 def _long_claim(target: Target) -> Iterator[bytes]:
@@ -307,6 +322,10 @@ CASES = (
          counts=("refused.tokens", "verdict.plan", "cancel.not_granted", "keep.not_granted")),
     Case(name="forged messages about nothing", fate=_ANSWERED, sends=_about_nothing,
          counts=("refused.incarnation", "cancel.incarnation", "keep.incarnation")),
+    Case(name="finds of what never comes", fate=_ANSWERED, sends=_finds,
+         counts=("refused.unknown",)),
+    Case(name="early pulls of what never comes", fate=_ANSWERED, sends=_early_pulls,
+         counts=("refused.unknown",)),
     Case(name="a stolen identity", fate=_ANSWERED,
          sends=lambda target: iter([zmtp.frame(encode(_pull(target, target.sink_life)))] * 50),
          counts=("refused.tokens",)),

@@ -29,7 +29,13 @@ from kvxfer.config import Config, load_config
 from kvxfer.connector.access import Listeners, check_host, check_introduction
 from kvxfer.connector.board import SLOT_NBYTES, Board, BoardView, Posted
 from kvxfer.connector.given_offer import PullRefused, read_pull
-from kvxfer.connector.params import LoadWanted, make_params, parse_params
+from kvxfer.connector.params import (
+    LoadWanted,
+    early_params,
+    make_params,
+    parse_params,
+    prefill_params,
+)
 from kvxfer.connector.records import ConnectorMetadata, SourceRef, Unhold
 from kvxfer.engine.model_config import load_model_config
 from kvxfer.engine.rpc import Abort, Ask, Generate, RpcClient, RpcServer, Token
@@ -251,7 +257,9 @@ def _params_seeds() -> Iterator[bytes]:
     for key in (None, _KEY):
         made = make_params(SOURCE, request_id="r1", number=3, tp_size=2, pp_size=1, key=key)
         yield json.dumps(made).encode()
+        yield json.dumps(early_params(made, "0f" * 16)).encode()
     yield json.dumps({"do_remote_decode": True, "do_remote_prefill": False}).encode()
+    yield json.dumps(prefill_params("0f" * 16)).encode()
 
 
 def _client_body(frame: bytes, _: Path) -> object:
@@ -562,7 +570,7 @@ DECODERS = (
         _REFUSED,
         (
             "connector/params.py:parse_params",
-            "connector/params.py:_source",
+            "connector/params.py:_engine",
             "connector/params.py:_hex",
         ),
     ),

@@ -241,10 +241,11 @@ def test_as_many_pairs_at_a_time_as_there_are(num_heads: int, pairs: int, progra
 
 @pytest.mark.parametrize("inner", [256, 16, 144])
 def test_on_a_whole_gpu_each_tile_of_a_pair_has_a_program(inner: int) -> None:
-    work = work_of(hnd(64, 16, inner), nhd(16, 16, inner), 200, 16, inner)
+    heads = 5
+    work = work_of(hnd(64, heads, inner), nhd(16, heads, inner), 200, heads, inner)
     launch = plan_launch(work, NUM_REGIONS, WHOLE_GPU)
     tiles = -(-200 * inner // 16 // launch.lanes)
-    assert (launch.pairs, launch.num_programs) == (1, tiles * 16 * NUM_REGIONS)
+    assert (launch.pairs, launch.num_programs) == (1, tiles * heads * NUM_REGIONS)
     check(work, programs=WHOLE_GPU)
 
 

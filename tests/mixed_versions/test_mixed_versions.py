@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvxfer.connector.params import early_params, mint_request
 from kvxfer.transfer import wire
 from kvxfer.transports import stream_wire
 from tests.mixed_versions.record import WIRES, Said, converse, read_lines
@@ -193,7 +194,7 @@ def versions(previous_tree: Path) -> Iterator[dict[str, VersionProcess]]:
         for process, block_size, layout in ((previous, 16, "HND"), (this, 32, "NHD")):
             assert Path(process.hear("where")).is_relative_to(process.tree)
             for transport in WIRES:
-                given = {"role": "both", "transport": transport}
+                given = {"role": "both", "transport": transport, "max_num_batched_tokens": 64}
                 process.ask("start", name=transport, block_size=block_size, layout=layout, **given)
         this.ask("start", name="alone", role="alone", transport="auto")
         yield {"previous": previous, "this": this}
@@ -217,7 +218,8 @@ def test_what_this_version_says_is_understood_by_the_previous_one(
 
 
 @pytest.mark.parametrize("transport", WIRES)
-@pytest.mark.parametrize(("source", "sink"), [("previous", "this"), ("this", "previous")])
+@pytest.mark.parametrize("source", ["previous", "this"])
+@pytest.mark.parametrize("sink", ["previous", "this"])
 def test_kv_moves_between_the_versions(
     versions: dict[str, VersionProcess], source: str, sink: str, transport: str
 ) -> None:
@@ -225,11 +227,13 @@ def test_kv_moves_between_the_versions(
         given = {"name": name, "prompt": prompt, "num_tokens": num, "params": params}
         return versions[version].ask("generate", **given)
 
-    # Of its own, so that no prefix cache has it: the seed of text is the same in every process
-    prompt = random.Random(f"{source} {transport}").choices(range(500), k=200)
+    # Of its own, so that no prefix cache has it: the seed of text is the same in every process.
+    # Four steps of 64 tokens: this version's offers grow, and the previous one waits for the end.
+    prompt = random.Random(f"{source} {sink} {transport}").choices(range(500), k=200)
     other = prompt[::-1]
     for asked, failure in ((prompt, None), (other, "tokens")):
         params = generate(source, transport, prompt, 1, {"do_remote_decode": True})["params"]
+        assert (early_params(params, mint_request()) is not None) == (source == "this")
         answer = generate(sink, transport, asked, 6, params)
         assert answer["failure"] == failure
         assert (answer["nbytes"] > 0) == (failure is None)

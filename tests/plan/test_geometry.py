@@ -292,7 +292,7 @@ def test_planes_are_those_of_vllm_s_cells(layout: str, is_latent: bool) -> None:
     inside = look_inside("layer", spec, cells)
     assert isinstance(inside, Named)
     for region, plane in zip(regions, inside.planes, strict=True):
-        assert (region.plane, region.offset) == (plane.name, plane.offset)
+        assert (region.plane, region.offset) == (plane.plane, plane.offset)
         assert (region.inner_nbytes, region.stride_token) == (
             plane.inner_nbytes,
             plane.stride_token,

@@ -49,14 +49,6 @@ def engines(
 ) -> Iterator[tuple[Engine, Engine]]:
     """A pair with the plan's manifests."""
     patch.setattr(rig, "build_manifest", lambda manifest, engine_id: manifest)
-    patch.setattr(
-        rig,
-        "build_regions",
-        lambda manifest, rank: (
-            manifest.rank(rank).regions,
-            manifest.rank(rank).memories[0].nbytes,
-        ),
-    )
     given, taken = (
         make_manifest(option, geometry, NUM_TOKENS)
         for option, geometry in (("--source", source), ("--sink", sink))

@@ -13,7 +13,7 @@ import pytest
 from kvxfer.bench import command
 from kvxfer.bench.core import Report, Timing, head_of, line_of
 from kvxfer.bench.frame import Progress, Session, words_of
-from kvxfer.bench.plots import MOST_LINES, Line, Plot, bytes_words, draw, plot_of
+from kvxfer.bench.plots import MOST_LINES, Line, Plot, draw, plot_of
 from kvxfer.bench.pools import TINY, request_of
 from kvxfer.bench.transfer_report import SHOWN, WATCHED, Cell, cells_of, speed_plot
 
@@ -165,18 +165,12 @@ def test_a_picture_has_its_limit_and_few_lines() -> None:
     for lines in ((some(1),), (*[some(1)] * MOST_LINES, some(2, is_limit=True))):
         with pytest.raises(ValueError, match="plot: expected at most 8 lines, a limit among them"):
             Plot("title", "x", "y", lines)
-    assert [bytes_words(n) for n in (512, 2**11, 2**24, 2**31)] == [
-        "512 B",
-        "2 KiB",
-        "16 MiB",
-        "2 GiB",
-    ]
 
 
 def cells(layouts: str, ways: list[str]) -> list[Cell]:
     request = request_of(TINY, layouts, 64, 64)
     taken = {way: [Timing(number + 1.0)] for number, way in enumerate(ways)}
-    return list(cells_of(request, taken, "sockets", lambda *_: None))
+    return list(cells_of(request, taken, lambda _: "sockets", lambda *_: None))
 
 
 def test_a_picture_of_wires_has_ours_before_others(tmp_path: Path) -> None:

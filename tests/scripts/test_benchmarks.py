@@ -326,7 +326,7 @@ def test_cells_are_medians_beside_memcpy() -> None:
         MEMCPY: [Timing(s, 0.0, 0.0) for s in (1.0, 2.0, 3.0)],
         "kvxfer cuda_ipc": [Timing(s, 0.5, 0.25) for s in (2.0, 2.5, 4.0)],
     }
-    cells = {cell.way: cell for cell in cells_of(request, taken, MEMCPY, peer_aim)}
+    cells = {cell.way: cell for cell in cells_of(request, taken, lambda _: MEMCPY, peer_aim)}
     ours = cells["kvxfer cuda_ipc"]
     assert (ours.speed.ms[1], ours.post_ms, ours.cpu_ms) == (2500.0, 500.0, 250.0)
     assert ours.ratios is not None

@@ -45,7 +45,7 @@ def test_ratios_are_to_the_same_quantile_of_the_socket() -> None:
         "kvxfer zmq": timings(0.04, 0.05, 0.16),
         NIXL_DEFAULT: timings(0.1, 0.1, 0.1),
     }
-    cells = {cell.way: cell for cell in cells_of(request, taken, SOCKETS, host_aim)}
+    cells = {cell.way: cell for cell in cells_of(request, taken, lambda _: SOCKETS, host_aim)}
     ours = cells["kvxfer zmq"]
     assert ours.speed.gbps[1] == pytest.approx(0.064 * 1.048576 / 0.05)
     assert ours.ratios is not None
@@ -105,7 +105,7 @@ def test_a_report_is_written_case_by_case(tmp_path: Path) -> None:
     request = request_of(TINY, "HND16->NHD64", 64, 64)
     report.lost["kvxfer ucx"] = "not installed"
     report.begin(request.name, SHOWN)
-    for cell in cells_of(request, {"sockets": timings(0.1, 0.2)}, SOCKETS, host_aim):
+    for cell in cells_of(request, {"sockets": timings(0.1, 0.2)}, lambda _: SOCKETS, host_aim):
         report.add(WATCHED, cell)
     report.write()
     text = next(tmp_path.glob("speed_*.md")).read_text()

@@ -16,6 +16,7 @@ from kvxfer.transfer.costs import (
     Workload,
     fit_costs,
     plan_staging,
+    size_text,
 )
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -247,3 +248,19 @@ def test_what_was_not_measured_is_refused(
 def test_a_rate_that_is_none_is_refused(rate: float) -> None:
     with pytest.raises(ValueError, match="costs: expected"):
         WireCosts(0.0, 0.0, rate)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1023 << 10, "1023 KiB"),
+        (3 << 19, "1.5 MiB"),
+        (13 << 27, "1.6 GiB"),
+        (5 << 40, "5120 GiB"),
+    ],
+)
+def test_bytes_as_text(nbytes: int, text: str) -> None:
+    assert size_text(nbytes) == text

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.plan import Chunk
+from kvxfer.transfer.plan import ALL, Chunk
 from kvxfer.transports.base import (
     Packed,
     Progress,
@@ -63,6 +63,7 @@ class Scenario:
     drops: int = 0
     failures: int = 0
     may_end: bool = False
+    grows: bool = False  # the tokens of the last chunk open first
     sends: type[Sends] = Sends
     reads: type[Reads] = Reads
     source_slots: type[SourceSlots] = SourceSlots
@@ -78,19 +79,20 @@ def key_of(number: int) -> TransferKey:
     return TransferKey(b"n%d" % number, b"i", "k", "s")
 
 
-def chunks_of(count: int) -> tuple[Chunk, ...]:
+def chunks_of(count: int, *, is_reversed: bool = False) -> tuple[Chunk, ...]:
+    tokens = range(count)[::-1] if is_reversed else range(count)
     return tuple(
         Chunk(
             sequence=n,
             class_index=0,
             region_lo=0,
             region_hi=1,
-            token_lo=n,
-            token_hi=n + 1,
-            opens_at=n + 1,
+            token_lo=token,
+            token_hi=token + 1,
+            opens_at=token + 1,
             nbytes=NBYTES,
         )
-        for n in range(count)
+        for n, token in enumerate(tokens)
     )
 
 
@@ -125,6 +127,7 @@ class World:
     send_ends: dict[TransferKey, str] = field(default_factory=dict)
     read_ends: dict[TransferKey, str] = field(default_factory=dict)
     dropped: set[TransferKey] = field(default_factory=set)
+    num_open: dict[TransferKey, int] = field(default_factory=dict)
     is_source_lost: bool = False
     is_sink_lost: bool = False
 
@@ -152,8 +155,13 @@ def first_world(scenario: Scenario) -> World:
         scenario.failures,
     )
     for key, count in world.num_chunks.items():
-        world.reads.begin(key, chunks_of(count))
-        world.sends.begin(key, chunks_of(count))
+        chunks = chunks_of(count, is_reversed=scenario.grows)
+        world.reads.begin(key, chunks)
+        if scenario.grows:
+            world.num_open[key] = 0
+            world.sends.begin(key, chunks, 0)
+        else:
+            world.sends.begin(key, chunks)
     return world
 
 
@@ -167,6 +175,9 @@ def local_moves(world: World, scenario: Scenario) -> Iterator[Move]:
     for slot in world.unpacking:
         yield "unpack ends", slot
     if not world.is_source_lost:
+        for key, num_open in world.num_open.items():
+            if num_open < world.num_chunks[key] and key not in world.send_ends:
+                yield "grow", key
         if world.sends.has_more:
             yield "pack", None
         for name in world.packed:
@@ -231,6 +242,8 @@ def apply(world: World, label: str, what: object) -> None:  # one case for each 
             if fill is not None:
                 _check(fill.slot not in world.packing, "two jobs write one slot")
                 _check(fill.key not in world.dropped, "more is packed beside a dropped chunk")
+                num_open = world.num_open.get(fill.key, fill.chunk.token_hi)
+                _check(fill.chunk.token_hi <= num_open, "a chunk is packed before it is open")
                 world.packing[fill.slot] = (fill.key, fill.chunk.sequence)
                 world.source_bytes[fill.slot] = None  # it is being written
         case (("pack ends" | "pack fails"), int(slot)):
@@ -293,6 +306,10 @@ def apply(world: World, label: str, what: object) -> None:  # one case for each 
             num = sends.slots.num
             num_owed = num[SourceSlot.LEAVING] + num[SourceSlot.IN_FLIGHT]
             _check(sum(sends.slots.owed) == num_owed, "a stream owes what was credited")
+        case "grow", TransferKey() as key:
+            world.num_open[key] += 1
+            is_all = world.num_open[key] == world.num_chunks[key]
+            sends.grow(key, ALL if is_all else world.num_open[key])
         case "stream joins", None:
             sends.slots.owed.append(0)
             world.to_sink.append([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -43,6 +44,8 @@ def _pair(wire: str, *, source: str = "", sink: str = "") -> Iterator[Pair]:
         ("read:blank", (Fault("read:blank", 0.0),)),
         ("chunk:drop=0.1;seed=3", (Fault("chunk:drop", 0.1, seed=3),)),
         ("chunk:corrupt_header", (Fault("chunk:corrupt_header", 1.0),)),
+        ("chunk:flip=0.1;seed=3", (Fault("chunk:flip", 0.1, seed=3),)),
+        ("read:flip", (Fault("read:flip", 1.0),)),
         ("send:die_after=3", (Fault("send:die_after", 3.0),)),
         (
             "read:slow=1ms, chunk:duplicate=0.5",
@@ -146,6 +149,39 @@ def test_blank_reads_end_well_and_write_nothing(wire: str) -> None:
         assert isinstance(pair.end(key_of(1)), ReadDone)
         assert pair.content() == before
         assert before != pair.expected(a_move())
+
+
+@pytest.mark.parametrize(
+    ("wire", "side", "fault", "num_flips"),
+    [
+        ("zmq", "source", "chunk:flip", 9),
+        ("zmq", "sink", "read:flip", 9),
+        ("shm", "sink", "read:flip", 1),
+    ],
+)
+def test_a_flip_changes_one_bit_of_a_piece_and_is_logged_before_it_is_seen(
+    wire: str, side: str, fault: str, num_flips: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvxfer.testing")
+    with _pair(wire, **{side: f"{fault};seed=5"}) as pair:
+        pair.start(key_of(1), a_move())
+        assert isinstance(pair.end(key_of(1)), ReadDone)
+        got, want = pair.content(), pair.expected(a_move())
+    flips = [a ^ b for a, b in zip(got, want, strict=True) if a != b]
+    assert len(flips) == num_flips
+    assert all(flip.bit_count() == 1 for flip in flips)
+    key = key_of(1)
+    assert [each.args for each in caplog.records] == [
+        (key.nonce.hex(), key.incarnation.hex())
+    ] * num_flips
+
+
+@pytest.mark.parametrize("wire", ["zmq", "shm"])
+def test_a_rare_flip_leaves_most_pieces_alone(wire: str) -> None:
+    with _pair(wire, source="chunk:flip=0", sink="read:flip=0") as pair:
+        pair.start(key_of(1), a_move())
+        assert isinstance(pair.end(key_of(1)), ReadDone)
+        assert pair.content() == pair.expected(a_move())
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvxfer.errors import ProtocolError
+from kvxfer.transfer.plan import ALL
 from kvxfer.transfer.wire import Reason
 from kvxfer.transports.base import (
     Packed,
@@ -47,6 +48,7 @@ DROPPED = Scenario(1, (2, 1), drops=1)
 FAILING = Scenario(2, (2,), failures=1)
 ENDING = Scenario(2, (2,), may_end=True)
 STREAMS = Scenario(2, (2,), num_streams=2, may_end=True)
+GROWING = Scenario(2, (2, 1), grows=True)
 
 # Worlds of each, and those that are over with every read done. Another number of worlds is a change
 # of the machine; few would mean that the exploration has gone blind.
@@ -61,6 +63,13 @@ SCENARIOS = {
     "the connection ends, and stops": (Scenario(1, (2,), stops=1, may_end=True), 456, 13),
     "two reads and a stop": (replace(PLAIN, stops=1), 4849, 7),
     "a second stream joins, the connection ends": (STREAMS, 2588, 274),
+    "two reads that grow": (GROWING, 2580, 16),
+    "one that grows, a stop, the connection ends": (
+        Scenario(1, (2,), grows=True, stops=1, may_end=True),
+        708,
+        13,
+    ),
+    "one that grows, and a chunk is dropped": (Scenario(1, (2,), grows=True, drops=1), 53, 1),
     "everything once": (Scenario(2, (2,), stops=1, failures=1, may_end=True), 4532, 75),
 }
 
@@ -225,7 +234,28 @@ class PacksForTheStopped(Sends):
         return [Packed(key, sequence)]
 
 
+class PacksWhatIsNotOpen(Sends):
+    def begin(self, key: Any, chunks: Any, open_tokens: int = ALL) -> None:
+        super().begin(key, chunks)
+
+
+class PacksInTheOrderOfSequences(Sends):
+    def begin(self, key: Any, chunks: Any, open_tokens: int = ALL) -> None:
+        super().begin(key, chunks, open_tokens)
+        self._sends[key].order = chunks
+
+
+class ForgetsWhatHasGrown(Sends):
+    def grow(self, key: Any, open_tokens: int) -> None:
+        send = self._sends[key]
+        if send in self._turns or not send.num_started:
+            super().grow(key, open_tokens)
+
+
 PLANTED: list[tuple[Scenario, str]] = [
+    (replace(GROWING, sends=PacksWhatIsNotOpen), "a chunk is packed before it is open"),
+    (replace(GROWING, sends=PacksInTheOrderOfSequences), "a chunk is packed before it is open"),
+    (replace(GROWING, sends=ForgetsWhatHasGrown), "no end without help"),
     (replace(PLAIN, sink_slots=CreditsTwice), "a credit of nobody"),
     (replace(PLAIN, sink_slots=CreditsBeforeUnpacking), "a slot is written while it is read"),
     (replace(STOPPED, reads=CopiesForEndedReads), "of a read that has ended is copied"),

@@ -279,11 +279,19 @@ def test_caches_that_cannot_move(
         cache_facts(engine(Model(folder)), cache(group(spec, "a")))
 
 
-def test_a_state_and_a_group_of_its_own_are_refused(folder: Path) -> None:
+def test_a_states_types_are_a_fact(folder: Path) -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-    state = interface.MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,))
-    with pytest.raises(ConfigError, match="a: .* got MambaSpec: it keeps a state"):
-        cache_facts(engine(Model(folder)), cache(group(state, "a")))
+    shape: dict[str, Any] = {"block_size": 64, "shapes": ((3, 4), (2, 2, 2))}
+    state = interface.MambaSpec(**shape, dtypes=(torch.bfloat16, torch.float32))
+    groups = (group(full_spec(), "a"), group(state, "b"))
+    found = cache_facts(engine(Model(folder)), cache(*groups))
+    assert found.dtype == "float32, state bfloat16 float32"
+    drafted = interface.MambaSpec(**shape, dtypes=state.dtypes, num_speculative_blocks=2)
+    with pytest.raises(ConfigError, match="b: expected one state of a request, got 2 more"):
+        cache_facts(engine(Model(folder)), cache(group(drafted, "b")))
+
+
+def test_a_group_of_its_own_is_refused(folder: Path) -> None:
     hidden = group(full_spec(), "a")
     hidden.enable_kv_transfer = False
     with pytest.raises(ConfigError, match="KV cache group 0: .*not transferable"):

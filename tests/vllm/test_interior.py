@@ -15,6 +15,7 @@ from kvxfer.integrations.vllm.interior import (
     Named,
     Opaque,
     Plane,
+    Trace,
     Write,
     look_inside,
     trace_writes,
@@ -79,35 +80,41 @@ def inside(write: Write, spec: LayerSpec | None = None) -> Named | Opaque:
     return look_inside("layer", spec, cells_of(spec), trace=trace)
 
 
+def tiles_of_view() -> Trace:
+    """Tiles, in blocks that have the order of the registered view."""
+    traced = trace_writes(TILES_16, spec=spec_of(), num_tokens=TOKENS, dtype=torch.float32)
+    return Trace(traced.at, is_of_view=True)
+
+
 @pytest.mark.parametrize(
     ("write", "planes"),
     [
         (
             PLAIN,
             (
-                Plane(name="k", offset=0, inner_nbytes=128, stride_token=256),
-                Plane(name="v", offset=128, inner_nbytes=128, stride_token=256),
+                Plane(plane="k", offset=0, inner_nbytes=128, stride_token=256),
+                Plane(plane="v", offset=128, inner_nbytes=128, stride_token=256),
             ),
         ),
         (
             PLANES,
             (
-                Plane(name="k", offset=0, inner_nbytes=128, stride_token=128),
-                Plane(name="v", offset=4096, inner_nbytes=128, stride_token=128),
+                Plane(plane="k", offset=0, inner_nbytes=128, stride_token=128),
+                Plane(plane="v", offset=4096, inner_nbytes=128, stride_token=128),
             ),
         ),
         (
             TRANSPOSED,
             (
                 Plane(
-                    name="k",
+                    plane="k",
                     offset=0,
                     inner_nbytes=128,
                     stride_token=4,
                     channel_nbytes=4,
                     stride_channel=128,
                 ),
-                Plane(name="v", offset=4096, inner_nbytes=128, stride_token=128),
+                Plane(plane="v", offset=4096, inner_nbytes=128, stride_token=128),
             ),
         ),
     ],
@@ -136,8 +143,8 @@ def test_a_quantised_cache_is_read_by_what_its_codes_look_like() -> None:
 
     assert inside(write, spec) == Named(
         (
-            Plane(name="k", offset=0, inner_nbytes=32, stride_token=32),
-            Plane(name="v", offset=1024, inner_nbytes=32, stride_token=32),
+            Plane(plane="k", offset=0, inner_nbytes=32, stride_token=32),
+            Plane(plane="v", offset=1024, inner_nbytes=32, stride_token=32),
         )
     )
 
@@ -146,7 +153,7 @@ def test_a_latent_is_one_plane() -> None:
     spec = spec_of(num_kv_heads=1, head_size=40, head_size_v=0, is_latent=True)
     latent = writer(lambda k, v: [k])
     assert inside(latent, spec) == Named(
-        (Plane(name="latent", offset=0, inner_nbytes=160, stride_token=160),)
+        (Plane(plane="latent", offset=0, inner_nbytes=160, stride_token=160),)
     )
 
 
@@ -160,11 +167,12 @@ def test_tiles_move_whole_and_other_tiles_have_another_name() -> None:
 def test_a_fingerprint_also_tells_types_heads_and_order_apart() -> None:
     specs = [spec_of(), spec_of(dtype=torch.float16), spec_of(num_kv_heads=4)]
     assert len({str(inside(TILES_16, spec)) for spec in specs}) == 3
-    head_major, spec = cells_of(spec_of()), spec_of(num_head_slots=2)
+    head_major, spec = cells_of(spec_of()), spec_of()
     token_major = cells_of(spec, stride_slot=256, stride_token=512)
-    names = [look_inside("x", spec, cells, writer="gpu A") for cells in (head_major, token_major)]
+    names = [
+        look_inside("x", spec, cells, trace=tiles_of_view()) for cells in (head_major, token_major)
+    ]
     assert names[0] != names[1]
-    assert names[0] != look_inside("x", spec, head_major, writer="gpu B")
 
 
 def swap_heads(key: Tensor, value: Tensor) -> list[Tensor]:
@@ -207,8 +215,8 @@ def test_without_a_probe_the_spec_says_it() -> None:
     cells = cells_of(spec, stride_slot=192, stride_token=384)  # LBNHC
     assert look_inside("layer", spec, cells) == Named(
         (
-            Plane(name="k", offset=0, inner_nbytes=128, stride_token=384),
-            Plane(name="v", offset=128, inner_nbytes=64, stride_token=384),
+            Plane(plane="k", offset=0, inner_nbytes=128, stride_token=384),
+            Plane(plane="v", offset=128, inner_nbytes=64, stride_token=384),
         )
     )
 
@@ -238,11 +246,6 @@ def test_what_the_spec_does_not_name(
         look_inside("layer", spec, cells_of(spec, **cells))
 
 
-def test_what_is_not_named_moves_whole_where_its_writer_is_known() -> None:
-    spec = spec_of(num_head_slots=2, cell_nbytes=256)
-    assert isinstance(look_inside("layer", spec, cells_of(spec), writer="backend"), Opaque)
-
-
 def test_compressed_states_are_refused() -> None:
     spec = spec_of(tokens_per_state=4)
     with pytest.raises(ConfigError, match="tokens_per_state: expected one state .* got 4"):
@@ -250,9 +253,10 @@ def test_compressed_states_are_refused() -> None:
 
 
 def test_blocks_with_gaps_cannot_move_whole() -> None:
-    spec = spec_of(num_head_slots=2)
+    spec = spec_of()
+    cells = cells_of(spec, stride_slot=TOKENS * 256 + 64)
     with pytest.raises(ConfigError, match="layer: expected blocks without gaps"):
-        look_inside("layer", spec, cells_of(spec, stride_slot=TOKENS * 256 + 64), writer="x")
+        look_inside("layer", spec, cells, trace=tiles_of_view())
 
 
 def test_a_probed_layout_needs_a_head_s_cells_side_by_side() -> None:

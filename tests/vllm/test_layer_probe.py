@@ -101,7 +101,7 @@ def planes_of(view: Tensor) -> Named:
     stride_token = view.stride(2) * 2
     return Named(
         tuple(
-            Plane(name=name, offset=offset, inner_nbytes=2 * CHANNELS, stride_token=stride_token)
+            Plane(plane=name, offset=offset, inner_nbytes=2 * CHANNELS, stride_token=stride_token)
             for name, offset in PLANES
         )
     )

@@ -25,7 +25,7 @@ from kvxfer.integrations.vllm.regions import Located, heads_of, locate
 from kvxfer.integrations.vllm.specs import LayerSpec
 from kvxfer.integrations.vllm.states import Rank
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
-from kvxfer.transfer.layout import Interior, Region
+from kvxfer.transfer.layout import Elements, Interior, Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import make_plan
 
@@ -119,9 +119,11 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> ByHand:
     return ByHand(monkeypatch)
 
 
-def view(pool: Tensor, *, layer: int = 0, num_layers: int = 1, blocks: int = 6) -> Tensor:
+def view(
+    pool: Tensor, *, layer: int = 0, num_layers: int = 1, blocks: int = 6, cell: int = 8
+) -> Tensor:
     """One layer's [B, H, N, C] of layers that lie one behind the other (LBHNC)."""
-    return pool.reshape(num_layers, blocks, 2, -1, 8)[layer]
+    return pool.reshape(num_layers, blocks, 2, -1, cell)[layer]
 
 
 def test_two_layers_of_one_allocation(by_hand: ByHand) -> None:
@@ -139,6 +141,7 @@ def test_two_layers_of_one_allocation(by_hand: ByHand) -> None:
         "stride_block": 1024,
         "stride_head": 512,
         "stride_token": 32,
+        "elements": Elements("float32"),
     }
     assert located.regions == (
         Region(layer="a", plane="k", group=0, offset=0, **common),
@@ -152,6 +155,65 @@ def test_two_layers_of_one_allocation(by_hand: ByHand) -> None:
         *(torch.uint8, (12288,), pool.data_ptr()),
     )
     assert (info.device, info.nbytes, info.handle) == ("cpu", 12288, None)
+
+
+FP8: dict[str, Any] = {"dtype": torch.uint8, "quantisation": "fp8_per_tensor"}
+
+
+def module(k_scale: Tensor, v_scale: Tensor) -> SimpleNamespace:
+    return SimpleNamespace(_k_scale=k_scale, _v_scale=v_scale)
+
+
+@pytest.mark.parametrize(
+    ("k_scale", "v_scale"),
+    [
+        pytest.param(torch.tensor(0.5), torch.tensor(0.25), id="of the layer"),
+        pytest.param(torch.tensor([0.5, 2.0]), torch.tensor([0.25, 0.75]), id="of each head"),
+    ],
+)
+def test_scales_are_those_of_the_layers_module(
+    by_hand: ByHand, k_scale: Tensor, v_scale: Tensor
+) -> None:
+    pool = torch.zeros(6 * 2 * 16 * 8, dtype=torch.uint8)
+    model = model_of(cache_dtype="fp8_e5m2", layers={"a": module(k_scale, v_scale)})
+    k, v = by_hand.locate({"a": view(pool)}, {"a": (0, spec_of(**FP8))}, model=model).regions
+    assert k.elements == Elements("float8_e5m2", tuple(k_scale.reshape(-1).tolist()))
+    assert v.elements == Elements("float8_e5m2", tuple(v_scale.reshape(-1).tolist()))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [{}, {"a": module(torch.tensor(0.0), torch.tensor(0.0))}, {"a": module(*torch.ones(2, 3))}],
+    ids=["no module", "zero", "of other heads"],
+)
+def test_elements_whose_scales_are_not_known_are_not_stated(
+    by_hand: ByHand, layers: dict[str, Any]
+) -> None:
+    pool = torch.zeros(6 * 2 * 16 * 8, dtype=torch.uint8)
+    model = model_of(cache_dtype="fp8_e5m2", layers=layers)
+    k, v = by_hand.locate({"a": view(pool)}, {"a": (0, spec_of(**FP8))}, model=model).regions
+    assert not k.elements
+    assert not v.elements
+
+
+def test_cells_that_end_in_a_scale_of_each_token(by_hand: ByHand) -> None:
+    """vLLM's [K | scale | V | scale]."""
+    pool = torch.zeros(6 * 2 * 16 * 16, dtype=torch.uint8)
+    spec = spec_of(dtype=torch.uint8, quantisation="fp8_per_token_head", cell_nbytes=16)
+    model = model_of(cache_dtype="fp8_e5m2")
+    found = by_hand.locate({"a": view(pool, cell=16)}, {"a": (0, spec)}, model=model).regions
+    assert [(r.plane, r.offset, r.inner_nbytes, r.stride_token) for r in found] == [
+        ("k", 0, 4, 16),
+        ("k_scale", 4, 4, 16),
+        ("v", 8, 4, 16),
+        ("v_scale", 12, 4, 16),
+    ]
+    assert [r.elements for r in found] == [
+        Elements("float8_e5m2", scale_plane="k_scale"),
+        Elements("float32"),
+        Elements("float8_e5m2", scale_plane="v_scale"),
+        Elements("float32"),
+    ]
 
 
 def test_k_transposed(by_hand: ByHand) -> None:

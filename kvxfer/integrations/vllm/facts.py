@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -45,13 +46,8 @@ _NOT_THE_MODEL = frozenset(
 def weights_identity(
     model_config: Any, load_config: Any = None, revision: str | None = None
 ) -> str:
-    """The name of the weights of a vLLM ``ModelConfig``.
-
-    Args:
-        revision: overrides the model's own.
-
-    Raises:
-        ConfigError: a directory or file without weights.
+    """The name of the weights of a vLLM ``ModelConfig``. ``revision``: overrides the model's own.
+    Raises ConfigError for a directory or file without weights.
     """
     model = getattr(model_config, "model_weights", "") or model_config.model
     revision = revision or getattr(model_config, "revision", None)
@@ -138,7 +134,6 @@ class CacheModel:
     """What the place of a layer's cache depends on, besides its view and its spec.
 
     Attributes:
-        dtype: in which K and V come to the cache.
         num_kv_heads: of the model, the most of any layer.
         head_counts: every number of KV heads that a layer of the model or its draft has.
         cache_dtype: vLLM's name for what the cache keeps of K and V; "auto" keeps them as they are.
@@ -181,10 +176,8 @@ def cache_model(vllm_config: Any) -> CacheModel:
 
 
 def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
-    """The facts of an engine for its manifest; none of them is unknown.
-
-    Raises:
-        ConfigError: a cache or weights that cannot be described.
+    """The facts of an engine for its manifest; none of them is unknown. Raises ConfigError for a
+    cache or weights that cannot be described.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     text_config = model.hf_text_config
@@ -299,11 +292,8 @@ def _number(value: Any) -> str:
 
 def _runs(letters: Sequence[str]) -> str:
     """Run lengths as text: the letters ``sssF`` give ``3sF``."""
-    found: list[tuple[str, int]] = []
-    for letter in letters:
-        count = found.pop()[1] if found and found[-1][0] == letter else 0
-        found.append((letter, count + 1))
-    return "".join(f"{count if count > 1 else ''}{letter}" for letter, count in found)
+    runs = ((letter, len(list(run))) for letter, run in itertools.groupby(letters))
+    return "".join(f"{count if count > 1 else ''}{letter}" for letter, count in runs)
 
 
 def _short(text: str) -> str:
@@ -336,6 +326,13 @@ def _quantisation(vllm_config: Any, modes: set[str]) -> str:
     if skipped:
         parts.append(f"without layers {_joined(map(str, skipped))}")
     return _short(" ".join(parts))
+
+
+def element_type(dtype: torch.dtype, quantisation: str, cache_dtype: str) -> str:
+    """What a layer's cache keeps, by PyTorch's name."""
+    if not quantisation.startswith("fp8"):
+        return str(dtype).removeprefix("torch.")
+    return "float8_e5m2" if cache_dtype == "fp8_e5m2" else _fp8_type(cache_dtype)
 
 
 def _fp8_type(cache_dtype: str) -> str:

@@ -33,11 +33,15 @@ from torch import Tensor
 
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.specs import LayerSpec
+from kvxfer.transfer.layout import SCALE_NBYTES
 
 Write = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 """(K ``[T, H, D]``, V the same, cache ``[B, H, N, C]``, slots ``[T]``): an operator that writes a
 cache as the platform does; a latent's has D elements in K and none in V."""
 
+FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
+"""vLLM's mode in which each cell is [K | its scale | V | its scale], scales of float32."""
+SCALE_SUFFIX = "_scale"
 _BASE = 8
 """Codes are 1 to 8, which every floating type holds exactly, also those of one byte."""
 _BLOCK = 1  # of three: what is written before or behind it shows
@@ -75,12 +79,12 @@ class Cells:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plane:
-    """One named plane of a kernel block; bytes, from the block's first one.
+    """One named plane of a kernel block, in the words of a Region; bytes, from the block's first.
 
     ``channel_nbytes`` 0: the ``inner_nbytes`` of a token are contiguous.
     """
 
-    name: str
+    plane: str
     offset: int
     inner_nbytes: int
     stride_token: int
@@ -118,31 +122,23 @@ class Trace:
     is_of_view: bool = False
 
 
-def look_inside(
-    layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | None = None, writer: str = ""
-) -> Inside:
-    """The interior of a layer's kernel blocks.
-
-    Args:
-        trace: of the platform's writer for these cells; None where the spec says it all.
-        writer: who writes the cache, a text that is compared and never interpreted (device,
-            attention backend); "" where that is not known.
-
-    Raises:
-        ConfigError: an interior that can neither be named nor be told from others.
+def look_inside(layer: str, spec: LayerSpec, cells: Cells, *, trace: Trace | None = None) -> Inside:
+    """The interior of a layer's kernel blocks. ``trace``: of the platform's writer for these cells;
+    None where the spec says it all. Raises ConfigError for an interior that can neither be named
+    nor be told from others.
     """
     if spec.tokens_per_state != 1:
         raise ConfigError(
             f"{layer}: tokens_per_state: expected one state for each token, got "
             f"{spec.tokens_per_state}; serve this model without disaggregation"
         )
+    if scaled := _scaled_planes(spec, cells):
+        return Named(scaled)
     if problem := _unnamed(spec, cells):
-        if not writer:
-            raise ConfigError(
-                f"{layer}: interior: expected plain K and V in every cell, got {problem}; choose "
-                "another attention backend or KV cache type"
-            )
-        return _whole(layer, spec, cells, writer)
+        raise ConfigError(
+            f"{layer}: interior: expected plain K and V in every cell, got {problem}; choose "
+            "another attention backend or KV cache type"
+        )
     if trace is None:
         return Named(_stated_planes(spec, cells))
     if trace.is_of_view:
@@ -173,7 +169,6 @@ def trace_writes(
     code looks like in the cache is learnt first, so quantised caches are read as well.
 
     Args:
-        dtype: of the K and V that the writer is given.
         pool: three scratch blocks ``[3, H, N, C]`` in the order of a registered view; without it
             they are made here, on the host.
 
@@ -256,7 +251,7 @@ def _traced_planes(spec: LayerSpec, trace: Trace) -> tuple[Plane, ...] | None:
         apart = by_channel != 1
         planes.append(
             Plane(
-                name=name,
+                plane=name,
                 offset=first * itemsize,
                 inner_nbytes=num_channels * itemsize,
                 stride_token=by_token * itemsize,
@@ -279,12 +274,40 @@ def _stated_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
     sizes = (spec.head_size, spec.head_size_v)
     return tuple(
         Plane(
-            name=name,
+            plane=name,
             offset=index * spec.head_size * itemsize,
             inner_nbytes=size * itemsize,
             stride_token=cells.stride_token,
         )
         for index, (name, size) in enumerate(zip(_names(spec), sizes, strict=False))
+    )
+
+
+def _scaled_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
+    """Of cells with a scale behind K and one behind V, as vLLM 0.32 packs them; else none."""
+    half_nbytes = spec.head_size * spec.dtype.itemsize + SCALE_NBYTES
+    is_packed = (
+        spec.quantisation == FP8_PER_TOKEN_HEAD
+        and not spec.is_latent
+        and spec.head_size == spec.head_size_v
+        and spec.num_head_slots is None
+        and cells.num_slots == spec.num_kv_heads
+        and spec.cell_nbytes == cells.cell_nbytes == 2 * half_nbytes
+    )
+    if not is_packed:
+        return ()
+    return tuple(
+        Plane(
+            plane=name + suffix,
+            offset=half * half_nbytes + offset,
+            inner_nbytes=nbytes,
+            stride_token=cells.stride_token,
+        )
+        for half, name in enumerate(_names(spec))
+        for suffix, offset, nbytes in (
+            ("", 0, half_nbytes - SCALE_NBYTES),
+            (SCALE_SUFFIX, half_nbytes - SCALE_NBYTES, SCALE_NBYTES),
+        )
     )
 
 

@@ -20,14 +20,8 @@ from kvxfer.integrations.vllm.specs import LayerSpec
 def trace_cpu(
     layer: str, spec: LayerSpec, *, num_tokens: int, dtype: torch.dtype, cache_dtype: str = "auto"
 ) -> Trace:
-    """The trace of this platform's writer for kernel blocks of ``num_tokens``.
-
-    Args:
-        dtype: the model's, in which K and V come.
-        cache_dtype: vLLM's name for what the cache keeps of them.
-
-    Raises:
-        ConfigError: a cache that this build of vLLM, or this machine, cannot write.
+    """The trace of this platform's writer for kernel blocks of ``num_tokens``. Raises ConfigError
+    for a cache that this build of vLLM, or this machine, cannot write.
     """
     if not spec.is_latent and spec.head_size_v != spec.head_size:
         raise ConfigError(
@@ -120,10 +114,6 @@ def trace_layer(
     cell of a quantised cache depends on scales that the spec does not promise. Nor can those be
     asked whose backend writes the cache within its attention, or that this version has no module
     of. The spec is then believed.
-
-    Args:
-        modules: vLLM's attention layers by name.
-        dtype: the model's, in which K and V come.
 
     Raises:
         ConfigError: a writer that mixes or drops elements.

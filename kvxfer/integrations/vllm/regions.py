@@ -8,21 +8,30 @@ kernel blocks. What lies inside a block is the business of :mod:`.interior`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from kvxfer.errors import ConfigError
-from kvxfer.integrations.vllm.facts import CacheModel
-from kvxfer.integrations.vllm.interior import Cells, Named, Opaque, Trace, look_inside
+from kvxfer.integrations.vllm.facts import CacheModel, element_type
+from kvxfer.integrations.vllm.interior import (
+    FP8_PER_TOKEN_HEAD,
+    SCALE_SUFFIX,
+    Cells,
+    Named,
+    Opaque,
+    Trace,
+    look_inside,
+)
 from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer
 from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
 from kvxfer.integrations.vllm.states import Rank, regions_of_state
 from kvxfer.tensors.shared_memory import plain_info
-from kvxfer.transfer.layout import Interior, Region, check_region
+from kvxfer.transfer.layout import Elements, Interior, Region, check_region, is_scale
 from kvxfer.transports.base import LocalMemory
 
 READABLE_DEVICES = frozenset({"cpu", "cuda"})
@@ -45,19 +54,11 @@ def locate(
     tp_size: int,
     model: CacheModel,
 ) -> Located:
-    """Regions and memory of the views that vLLM registers with a connector.
-
-    Args:
-        kv_caches: each layer's view ``[B, H, N, C]``, with those layers that use another one's KV.
-        kv_cache_config: vLLM's ``KVCacheConfig`` of this rank.
-        model: of :func:`~kvxfer.integrations.vllm.facts.cache_model`.
-
-    Returns:
-        One region for every plane, layer by layer in the groups' order: "k" and "v", "latent", or
-        one "page:" with a fingerprint for blocks that can only move whole.
-
-    Raises:
-        ConfigError: a layer whose cache cannot be moved, with the reason.
+    """Regions and memory of the views that vLLM registers with a connector. ``kv_caches``: each
+    layer's view ``[B, H, N, C]``, with those layers that use another one's KV. Returns one region
+    for every plane, layer by layer in the groups' order: "k" and "v", "k_scale" and "v_scale" where
+    each token has scales, "latent", or one "page:" with a fingerprint for blocks that can only move
+    whole. Raises ConfigError for a layer whose cache cannot be moved, with the reason.
     """
     specs = layer_specs(kv_cache_config)
     for layer in specs:
@@ -192,15 +193,35 @@ def _regions(
             return tuple(
                 replace(
                     common,
-                    plane=plane.name,
-                    offset=start + plane.offset,
-                    inner_nbytes=plane.inner_nbytes,
-                    stride_token=plane.stride_token,
-                    channel_nbytes=plane.channel_nbytes,
-                    stride_channel=plane.stride_channel,
+                    **asdict(plane) | {"offset": start + plane.offset},
+                    elements=_elements(view, spec, plane.plane, common.num_heads, model),
                 )
                 for plane in planes
             )
+
+
+def _elements(
+    view: _View, spec: LayerSpec, plane: str, num_heads: int, model: CacheModel
+) -> Elements | msgspec.UnsetType:
+    """What vLLM says of a plane's elements; a layer's scales stand in its module. Unset where there
+    is no module, or its scales are not those of these heads.
+    """
+    if plane.endswith(SCALE_SUFFIX):
+        return Elements("float32")
+    dtype = element_type(spec.dtype, spec.quantisation, model.cache_dtype)
+    if spec.quantisation == "none":
+        return Elements(dtype)
+    if spec.quantisation == FP8_PER_TOKEN_HEAD:
+        return Elements(dtype, scale_plane=plane + SCALE_SUFFIX)
+    module = model.layers.get(view.layer)
+    module = model.layers.get(getattr(module, "kv_sharing_target_layer_name", None) or view.layer)
+    found = getattr(module, "_v_scale" if plane == "v" else "_k_scale", None)
+    if found is None:
+        return msgspec.UNSET
+    scales = tuple(map(float, found.flatten().tolist()))
+    if len(scales) not in (1, num_heads) or not all(map(is_scale, scales)):
+        return msgspec.UNSET
+    return Elements(dtype, scales)
 
 
 def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | None:
@@ -271,10 +292,8 @@ def heads_of(layer: str, spec: LayerSpec, rank: Rank, model: CacheModel) -> tupl
     """The layer's KV heads ``[lo, hi)`` that this rank holds, of all that it has.
 
     vLLM gives each rank an equal share, or one head to several ranks in a row where there are more
-    ranks than heads. The spec says the share; the total is what makes it.
-
-    Raises:
-        ConfigError: a single head on each of several ranks, of a layer of unknown total.
+    ranks than heads. The spec says the share; the total is what makes it. Raises ConfigError for a
+    single head on each of several ranks, of a layer of unknown total.
     """
     if spec.is_latent:
         return 0, 1

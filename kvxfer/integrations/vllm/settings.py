@@ -87,9 +87,7 @@ class Settings:
     """What both sides of the plugin need to know of their engine.
 
     Attributes:
-        config: kvxfer's own settings, with the ports of this data parallel rank.
         can_send, can_receive: may requests offer KV, may they load it.
-        block_tokens: of vLLM's cache config.
         is_in_step: data-parallel ranks compute every step together (those of a mixture of experts).
         switch_interval_s: see :class:`PluginSettings`.
     """
@@ -118,11 +116,9 @@ class Settings:
 
 
 def read_settings(vllm_config: Any) -> Settings:
-    """The settings of an engine with this ``VllmConfig``.
-
-    Raises:
-        ConfigError: settings that are unknown or cannot work, or a kind of engine whose KV cannot
-            be moved; the message says what to change.
+    """The settings of an engine with this ``VllmConfig``. Raises ConfigError for settings that are
+    unknown or cannot work, or a kind of engine whose KV cannot be moved; the message says what to
+    change.
     """
     transfer = _transfer_config(vllm_config)
     for refuse in (_refuse_model, _refuse_parallel, _refuse_draft):

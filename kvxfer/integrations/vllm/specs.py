@@ -32,8 +32,6 @@ class LayerSpec:
     """One layer's cache as its spec states it; bytes of a *cell* are one head slot's of one token.
 
     Attributes:
-        block_tokens: tokens of a block of the cache manager.
-        num_kv_heads: KV heads on this rank.
         head_size, head_size_v: elements of K and of V; a latent has no V.
         is_latent: one latent for all heads (MLA), replicated on all ranks.
         window: tokens that the group keeps; None all. A layer that only *looks* at a window, while

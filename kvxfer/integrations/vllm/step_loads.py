@@ -64,10 +64,8 @@ class _Open:
 
 
 class UnprovenKV:
-    """The loads of steps whose output is to come.
-
-    Args:
-        pool: vLLM's BlockPool; None without a prefix cache.
+    """The loads of steps whose output is to come. ``pool``: vLLM's BlockPool; None without a prefix
+    cache.
     """
 
     def __init__(self, pool: Any) -> None:

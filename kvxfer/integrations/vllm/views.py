@@ -168,12 +168,9 @@ def pins_of(pool: Any) -> Pins | None:
 class Pins:
     """The pinned blocks of an engine, by request. True while there are some.
 
-    While vLLM itself keeps a finished request it steps without pause. A pin is one reference
-    more to the blocks alone, so that vLLM can forget the request and sleep. A block that a window
-    has left behind is kept likewise.
-
-    Args:
-        pool: vLLM's BlockPool, of all KV cache groups together.
+    While vLLM itself keeps a finished request it steps without pause. A pin is one reference more
+    to the blocks alone, so that vLLM can forget the request and sleep. A block that a window has
+    left behind is kept likewise. ``pool``: vLLM's BlockPool, of all KV cache groups together.
     """
 
     def __init__(self, pool: Any) -> None:

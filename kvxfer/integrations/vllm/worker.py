@@ -37,11 +37,8 @@ _Locate = Callable[[Mapping[str, Tensor]], Located]
 
 
 class WorkerSide:
-    """One per rank.
-
-    Args:
-        incarnation: 16 random bytes that all ranks agreed on.
-        locate: finds the regions of the caches that vLLM registers.
+    """One per rank. ``incarnation``: 16 random bytes that all ranks agreed on. ``locate``: finds
+    the regions of the caches that vLLM registers.
     """
 
     def __init__(

@@ -1,0 +1,44 @@
+"""Reference engines of other types: the prefill engine computes in float32, decode in bfloat16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvxfer.engine.config import OnLoadFailure, Role
+from tests.end_to_end.harness import DECODE, PREFILL, engine_config, pair, prompt
+
+NUM_TOKENS = (17, 65, 200)
+
+
+@pytest.mark.parametrize(
+    ("transport", "given", "taken"),
+    [
+        ("zmq", "float32", "bfloat16"),
+        pytest.param("shm", "float32", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("shm", "bfloat16", "float32", marks=pytest.mark.slow),
+        pytest.param("zmq", "bfloat16", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_engines_of_other_types_load_from_each_other(
+    transport: str, given: str, taken: str
+) -> None:
+    kv: dict[str, Any] = {"transport": transport, "log_level": "WARNING", "allow_cast": True}
+    configs = (
+        engine_config(Role.PREFILL, None, kv=kv, dtype=given, tp_size=2, **PREFILL),
+        engine_config(
+            Role.DECODE,
+            None,
+            kv=kv,
+            dtype=taken,
+            on_load_failure=OnLoadFailure.FAIL,
+            enable_prefix_caching=False,
+            **DECODE,
+        ),
+    )
+    with pair(*configs) as engines:
+        for num_tokens in NUM_TOKENS:
+            answer = engines.run(prompt(num_tokens), 8)
+            assert answer.done.failure is None
+            assert answer.done.num_external_tokens == num_tokens - 1
