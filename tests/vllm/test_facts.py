@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -304,3 +306,18 @@ def test_a_group_of_unlike_layers(folder: Path) -> None:
     spec = interface.UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=layers)
     found = cache_facts(engine(Model(folder)), cache(group(spec, "a", "b")))
     assert found.dtype == "bfloat16, float32"
+
+
+class _Greedy(ModuleType):
+    """Fails on every name that is looked for in it, as lazy packages do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{name} needs what is not installed")
+
+
+def test_what_is_pickled_looks_into_no_other_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat = pytest.importorskip("kvxfer.integrations.vllm.compat")
+
+    modules = {"a_lazy_package": _Greedy("a_lazy_package"), **sys.modules}
+    monkeypatch.setattr(sys, "modules", modules)  # it comes first
+    assert compat.msgspec.UNSET is pickle.loads(pickle.dumps(compat.msgspec.UNSET))
