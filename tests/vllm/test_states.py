@@ -65,3 +65,33 @@ def test_states_move_with_the_rest(
     prompts = list(concurrent_prompts(16))
     assert token_ids(pair.run_all(prompts)) == expected(fleet, prompts)
     pair.assert_at_rest()
+
+
+def test_a_prefix_that_decode_has(fleet: Fleet) -> None:
+    """In its own cache, with the state after it; prefill computes in chunks of 64 tokens."""
+    prefill = side(128)
+    chunked = replace(prefill, label="prefill", more=NO_CACHE | {"max_num_batched_tokens": 64})
+    pair = Pair(*fleet.engines(chunked, side(128, cached=True)))
+    for num_tokens in (255, 256, 257, 385):
+        first = prompt(num_tokens, seed=num_tokens)
+        answer = pair.run(first)
+        before = Sources.of(pair.decode)
+        second = first + tuple(answer.token_ids) + prompt(200, seed=1)
+        assert [pair.run(second).token_ids] == expected(fleet, [second])
+        # A state is cached where a step or a load ended at the end of a block.
+        hit = {257: 256, 385: 384}.get(num_tokens, 0)
+        moved = Sources.of(pair.decode) - before
+        assert moved == Sources(len(second) - hit - 1, hit, 1)
+    pair.assert_at_rest()
+
+
+def test_prefill_with_a_prefix_cache(fleet: Fleet) -> None:
+    """A state in each block at both sides. A prompt of one token is not offered."""
+    both = side(128, cached=True)
+    pair = Pair(*fleet.engines(replace(both, label="prefill"), both))
+    for num_tokens in (2, 100, 128):
+        tokens = prompt(num_tokens)
+        before = Sources.of(pair.decode)
+        assert [pair.run(tokens).token_ids] == expected(fleet, [tokens])
+        assert Sources.of(pair.decode) - before == Sources(num_tokens - 1, 0, 1)
+    pair.assert_at_rest()
