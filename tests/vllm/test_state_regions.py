@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.facts import CacheModel
-from kvxfer.integrations.vllm.regions import Located, locate
+from kvxfer.integrations.vllm.regions import ClearedGroup, Located, locate
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
 from kvxfer.transfer.manifest import EngineManifest, RankManifest
 from kvxfer.transfer.plan import make_plan
@@ -221,3 +221,16 @@ def test_the_ranks_of_a_part() -> None:
         ("recurrence", 4, 8, 96),
     }
     assert {r.state_tokens for r in regions} == {64}
+
+
+def test_what_a_load_leaves_of_a_block_is_cleared() -> None:
+    """And nothing else: 2 kernel blocks of 8 tokens are one of 16."""
+    views = tuple(torch.full((2 * NUM_BLOCKS, 1, 8, 4), float("nan")) for _ in LAYERS)
+    group = ClearedGroup(0, 16, NUM_BLOCKS, views)
+    group.clear(((4, 1, 3),), 32)  # ends with a block
+    assert all(view.isnan().all() for view in views)
+    group.clear(((4, 1, 3),), 33)
+    for view in views:
+        assert not view[6:8].any()
+        assert view[:6].isnan().all()
+        assert view[8:].isnan().all()

@@ -7,7 +7,7 @@ kernel blocks. What lies inside a block is the business of :mod:`.interior`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -44,6 +44,29 @@ class Located:
 
     regions: tuple[Region, ...]
     memory: LocalMemory
+    cleared: tuple[ClearedGroup, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClearedGroup:
+    """Attention layers beside layers that keep a state. A block may have been a state's before, and
+    as KV those bytes may be no numbers: an attention that multiplies them by 0 gives none either.
+    vLLM clears the blocks that it gives out, but not those of a load.
+    """
+
+    group: int
+    block_tokens: int
+    num_blocks: int
+    views: tuple[Tensor, ...]
+
+    def clear(self, block_ids: Sequence[Sequence[int]], token_hi: int) -> None:
+        """The block that a load up to this token fills only in part, before it is filled."""
+        position, is_part = divmod(token_hi, self.block_tokens)
+        ids = block_ids[self.group]
+        if is_part and position < len(ids) and ids[position] >= 0:
+            for view in self.views:
+                kernel_blocks = view.shape[0] // self.num_blocks
+                view[ids[position] * kernel_blocks : (ids[position] + 1) * kernel_blocks].zero_()
 
 
 def locate(
@@ -77,7 +100,20 @@ def locate(
     )
     for region in regions:
         _check(region, memory)
-    return Located(regions, memory.local)
+    return Located(regions, memory.local, _cleared(views, num_blocks))
+
+
+def _cleared(views: Iterable[_View], num_blocks: int) -> tuple[ClearedGroup, ...]:
+    found: dict[tuple[int, int], list[Tensor]] = {}
+    has_states = False
+    for view in views:
+        if isinstance(view.spec, StateSpec):
+            has_states = True
+        else:
+            found.setdefault((view.group, view.spec.block_tokens), []).append(view.tensor)
+    return tuple(
+        ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items() if has_states
+    )
 
 
 @dataclass(frozen=True, slots=True)
