@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from kvxfer.transfer.layout import Interior, Region
@@ -17,12 +18,52 @@ from kvxfer.transfer.manifest import (
     RankId,
     RankManifest,
 )
+from kvxfer.transfer.states import StatePart, part_heads, state_regions
 
 Bytes = NDArray[np.uint8]
 LayoutName = Literal["HND", "NHD"]
 Outermost = Literal["planes", "blocks", "inner"]
 
 HEADER_NBYTES = 64  # nothing of a cache lies at offset 0, so a forgotten offset shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """Layers that keep a state, behind those of attention: in a block the last ``steps`` inputs of
+    the convolution, [step][channel] ("SD") or [channel][step] ("DS"), in elements of 2 bytes, then
+    the recurrence in elements of 4, then padding.
+    """
+
+    conv: tuple[StatePart, ...]
+    recurrence: StatePart
+    conv_layout: Literal["SD", "DS"] = "SD"
+    steps: int = 3
+    state_tokens: int = 16
+    num_layers: int = 2
+    padding_nbytes: int = 4
+
+    def num_channels(self, tp_rank: int, tp_size: int) -> int:
+        """Of the convolution, on a rank."""
+        bounds = [(part, part_heads(part, tp_rank, tp_size)) for part in self.conv]
+        return sum((hi - lo) * part.num_channels for part, (lo, hi) in bounds)
+
+    def block_nbytes(self, tp_rank: int, tp_size: int) -> int:
+        """Of one layer, with padding."""
+        lo, hi = part_heads(self.recurrence, tp_rank, tp_size)
+        recurrence = (hi - lo) * self.recurrence.num_channels * 4
+        conv = self.num_channels(tp_rank, tp_size) * self.steps * 2
+        return conv + recurrence + self.padding_nbytes
+
+
+MAMBA1 = StateShape(conv=(StatePart("x", 8, 2),), recurrence=StatePart("ssm", 16, 3))
+MAMBA2 = StateShape(
+    conv=(StatePart("x", 8, 4), StatePart("B", 2, 6), StatePart("C", 2, 6)),
+    recurrence=StatePart("ssm", 8, 24),
+)
+DELTA_NET = StateShape(
+    conv=(StatePart("q", 4, 3), StatePart("k", 4, 3), StatePart("v", 8, 2)),
+    recurrence=StatePart("ssm", 8, 6),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +77,8 @@ class EngineShape:
     ``turned`` planes are held [head][channel][token] in every kernel block, in channels of
     ``channel_nbytes``; with ``inner`` each head then has all of K before all of V.
     ``groups``: one number per layer, default all 0. ``windows``: by group, default none.
-    ``shares``: (layer, layer whose memory it uses).
+    ``shares``: (layer, layer whose memory it uses). ``state``: layers that keep one, the last
+    group.
     """
 
     tp_size: int = 1
@@ -57,6 +99,7 @@ class EngineShape:
     windows: tuple[int | None, ...] = ()
     shares: tuple[tuple[int, int], ...] = ()
     interior: Interior = Interior.PLAIN
+    state: StateShape | None = None
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -66,7 +109,7 @@ class EngineShape:
     @property
     def num_groups(self) -> int:
         """How many block tables a request has."""
-        return max(self.groups, default=0) + 1
+        return max(self.groups, default=0) + 1 + (self.state is not None)
 
     def group_of(self, layer: int) -> int:
         """The group of a layer."""
@@ -149,7 +192,55 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
         for layer in layers
         for plane_index, plane in enumerate(shape.planes)
     )
-    return regions, HEADER_NBYTES + len(layers) * layer_nbytes
+    nbytes = HEADER_NBYTES + len(layers) * layer_nbytes
+    if shape.state is None:
+        return regions, nbytes
+    states = _state_regions(shape, shape.state, rank, nbytes)
+    block_nbytes = shape.state.block_nbytes(rank.tp, shape.tp_size)
+    return regions + states, nbytes + shape.state.num_layers * shape.num_blocks * block_nbytes
+
+
+def _state_regions(
+    shape: EngineShape, state: StateShape, rank: RankId, offset: int
+) -> tuple[Region, ...]:
+    """Of the layers behind those of attention; the first lies at ``offset``."""
+    num_channels = state.num_channels(rank.tp, shape.tp_size)
+    block_nbytes = state.block_nbytes(rank.tp, shape.tp_size)
+    conv_nbytes = num_channels * state.steps * 2
+    lo, hi = part_heads(state.recurrence, rank.tp, shape.tp_size)
+    found: list[Region] = []
+    for layer in range(state.num_layers):
+        conv = Region(
+            layer=layer_name(shape.num_layers + layer),
+            plane="conv",
+            group=shape.num_groups - 1,
+            memory=0,
+            offset=offset + layer * shape.num_blocks * block_nbytes,
+            num_blocks=shape.num_blocks,
+            block_tokens=state.steps,
+            head_lo=0,
+            head_hi=1,
+            inner_nbytes=num_channels * 2,
+            stride_block=block_nbytes,
+            stride_head=1,
+            stride_token=num_channels * 2 if state.conv_layout == "SD" else 2,
+            channel_nbytes=2,
+            stride_channel=2 if state.conv_layout == "SD" else state.steps * 2,
+            state_tokens=state.state_tokens,
+        )
+        nbytes = (hi - lo) * state.recurrence.num_channels * 4
+        recurrence = replace(
+            conv,
+            offset=conv.offset + conv_nbytes,
+            block_tokens=1,
+            inner_nbytes=nbytes,
+            stride_token=nbytes,
+            channel_nbytes=4,
+            stride_channel=4,
+        )
+        found += state_regions(conv, state.conv, rank.tp, shape.tp_size)
+        found += state_regions(recurrence, (state.recurrence,), rank.tp, shape.tp_size)
+    return tuple(found)
 
 
 def build_manifest(shape: EngineShape, engine_id: str = "engine") -> EngineManifest:

@@ -156,15 +156,30 @@ def oracle_copy(
         source = sources.get((sink.layer, sink.plane))
         if source is None or sink.group not in spans:
             continue
-        for position in range(*spans[sink.group]):
+        (lo, hi), given_ids, taken_ids = (
+            spans[sink.group],
+            source_ids[source.group],
+            sink_ids[sink.group],
+        )
+        if sink.is_state:  # after the span's last token, whatever it begins with
+            lo, hi = 0, sink.block_tokens if lo < hi else 0
+            given_ids, taken_ids = (
+                _state_block(r, i, spans[sink.group][1])
+                for r, i in ((source, given_ids), (sink, taken_ids))
+            )
+        for position in range(lo, hi):
             for head in range(sink.head_lo, sink.head_hi):
                 if not source.head_lo <= head < source.head_hi:
                     continue
-                given = oracle_bytes(
-                    source, source_memories, source_ids[source.group], position, head
-                )
-                taken = oracle_pieces(sink, sink_memories, sink_ids[sink.group], position, head)
+                given = oracle_bytes(source, source_memories, given_ids, position, head)
+                taken = oracle_pieces(sink, sink_memories, taken_ids, position, head)
                 oracle_write(taken, given)
+
+
+def _state_block(region: Region, ids: Sequence[int], num_tokens: int) -> Sequence[int]:
+    """The block of a positional table with the state after so many tokens."""
+    assert isinstance(region.state_tokens, int)
+    return (ids[(num_tokens - 1) // region.state_tokens],)
 
 
 def oracle_fill(

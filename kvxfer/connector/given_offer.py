@@ -22,7 +22,7 @@ from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
 from kvxfer.transfer.chunks import check_chunks
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import ALL, PullClass, Side
-from kvxfer.transfer.pull import PullResolver, check_table
+from kvxfer.transfer.pull import PullResolver, check_table, open_to
 from kvxfer.transfer.session import (
     Break,
     ClaimantLost,
@@ -165,7 +165,8 @@ def read_pull(
         _check_verified(pull.verify.classes, resolver, num_tokens)
     if wire_of(pull, transports) is Wire.DIRECT:
         return Wire.DIRECT
-    beyond = [wanted.token_hi for wanted in pull.classes if wanted.token_hi > num_tokens]
+    _check_states(pull.classes, num_tokens)
+    beyond = [w.token_hi for w in pull.classes if w.token_hi > num_tokens and not w.is_state]
     if beyond and not _is_padding(resolver.manifest, pull, num_tokens):
         raise PullRefused(
             Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
@@ -179,9 +180,21 @@ def read_pull(
     return Wire.STREAM
 
 
+def _check_states(classes: Sequence[PullClass], num_tokens: int) -> None:
+    """Raises PullRefused for the state of another number of tokens than are offered."""
+    for wanted in classes:
+        if wanted.is_state and wanted.token_hi and wanted.state_of != num_tokens:
+            raise PullRefused(
+                Reason.PLAN,
+                f"{wanted.regions[0].layer}: expected to be asked for the state of the offered "
+                f"{num_tokens} tokens, got of {wanted.state_of}",
+            )
+
+
 def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int) -> None:
     """Raises PullRefused for what cannot be verified of an offer."""
-    most = max((wanted.token_hi for wanted in classes), default=0)
+    _check_states(classes, num_tokens)
+    most = max((wanted.token_hi for wanted in classes if not wanted.is_state), default=0)
     if most > num_tokens:
         raise PullRefused(
             Reason.PLAN, f"verify: expected at most the offered {num_tokens} tokens, got {most}"
@@ -219,7 +232,7 @@ def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:
         if region.interior != "plain"
     }
     for wanted in pull.classes:
-        if wanted.token_hi <= num_tokens:
+        if wanted.token_hi <= num_tokens or wanted.is_state:
             continue
         for name in wanted.regions:
             sizes = {blocks.get((name.layer, plane), 1) for plane in name.planes}
@@ -237,7 +250,7 @@ def checked_sides(
     """
     sides = resolver.resolve(pull.classes)
     for side, wanted in zip(sides, pull.classes, strict=True):
-        token_hi = min(wanted.token_hi, open_tokens)
+        token_hi = open_to(wanted, open_tokens)
         if wanted.token_lo < token_hi:
             check_table(side, block_ids, wanted.token_lo, token_hi)
     return sides
@@ -262,13 +275,16 @@ def own_ids(
     block_ids: GroupBlockIds, keepings: Mapping[int, Keeping], num_tokens: int
 ) -> GroupBlockIds:
     """The blocks of the first ``num_tokens`` in the groups of one rank. ``keepings`` are what these
-    groups keep. The table leaves out blocks that windows have dropped; other groups of the table
-    are left out.
+    groups keep. The table leaves out blocks that windows have dropped, and has one block of a
+    state, or none yet; other groups of the table are left out.
 
     Raises ValueError if some are missing.
     """
     own: list[tuple[int, ...]] = [()] * len(block_ids)
     for group, keeping in keepings.items():
+        if keeping.is_state:
+            own[group] = block_ids[group] if group < len(block_ids) else ()
+            continue
         num_blocks = -(-num_tokens // keeping.block_tokens)
         if group >= len(block_ids) or len(block_ids[group]) < num_blocks:
             got = len(block_ids[group]) if group < len(block_ids) else "no such group"

@@ -21,11 +21,12 @@ from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Route
 from kvxfer.transfer.pull import (
     block_chunk_nbytes,
     check_table,
+    open_to,
     pull_class,
     route_nbytes,
     token_nbytes,
 )
-from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move
+from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move, held_ids
 from kvxfer.transfer.wire import Consumer, Grant, Pull, Verify
 from kvxfer.transports.base import (
     DirectSink,
@@ -151,16 +152,18 @@ def _make_run(
     nbytes = route_nbytes(wanted)
     choice = way.choice if nbytes else None  # with windows a load may need nothing of the offer
     request: ReadRequest | None = None
+    states = {c.sink.group: c.sink.keeping for c in route.classes if c.sink.state_tokens}
+    sink_ids = held_ids(order.block_ids, states, order.token_hi) if states else order.block_ids
     if choice is not None:
         for copied, asked in zip(route.classes, wanted, strict=True):
-            check_table(copied.sink, order.block_ids, asked.token_lo, asked.token_hi)
+            check_table(copied.sink, sink_ids, asked.token_lo, asked.token_hi)
         request = ReadRequest(
             key=key,
             source=way.source,
             classes=route.classes,
             pull_classes=wanted,
             source_ids=(),
-            sink_ids=order.block_ids,
+            sink_ids=sink_ids,
             chunk_nbytes=_chunk_nbytes(order, choice, nbytes, wanted),
             after=after,
         )
@@ -231,6 +234,12 @@ def _wanted(
     asked: list[PullClass] = []
     incomplete: set[tuple[int, int]] = set()
     for copied in route.classes:
+        if copied.sink.state_tokens and order.token_hi != order.source.num_tokens:
+            raise ProtocolError(
+                f"{copied.names[0].layer}: expected to load the state of the "
+                f"{order.source.num_tokens} tokens that are offered, got a load of "
+                f"{order.token_hi}: a state cannot be cut"
+            )
         if copied.source.window is copied.sink.window is None:  # both sides keep everything
             asked.append(pull_class(copied, order.token_lo, order.token_hi))
             continue
@@ -316,15 +325,20 @@ def _open_to(copied: CopyClass, asked: PullClass, open_tokens: int) -> int:
     """Where the open part of a class ends."""
     if copied.interior is Interior.OPAQUE and open_tokens < ALL:
         open_tokens -= open_tokens % copied.sink.tile.block_tokens
-    return max(asked.token_lo, min(asked.token_hi, open_tokens))
+    return open_to(asked, open_tokens)
 
 
-def check_granted(order: NewLoad, grant: Grant) -> None:
+def check_granted(order: NewLoad, grant: Grant, run: RouteRun) -> None:
     """Check that the source has offered the tokens that this load wants; the request's params do
     not prove it.
 
     Raises ProtocolError.
     """
+    has_state = run.request and any(each.is_state for each in run.request.pull_classes)
+    if has_state and grant.num_tokens not in (0, order.token_hi):
+        raise ProtocolError(
+            f"grant: expected a state of {order.token_hi} tokens, got one of {grant.num_tokens}"
+        )
     if 0 < grant.num_tokens < order.token_hi:
         raise ProtocolError(
             f"grant: expected at least the {order.token_hi} tokens that the params offer, "

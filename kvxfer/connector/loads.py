@@ -118,14 +118,16 @@ class LoadBook:
         self._growing: dict[str, int] = {}
         """Tokens of the loads that have blocks here, of offers that are not complete."""
         self.most_growing_tokens = 0.0
+        self.has_states = False
+        """Layers keep a state, which moves only of the offered tokens, all of them."""
 
     def find(self, request: RequestLike, source: SourceRef) -> None:
         """Look for the offer of a request that came early."""
-        num_tokens = request.num_prompt_tokens
+        num_tokens = request.num_prompt_tokens - self.has_states
         source = _with_digest(request, msgspec.structs.replace(source, num_tokens=num_tokens))
         self._by_id[request.request_id] = Load(
             source=source,
-            num_usable_tokens=num_tokens - 1,
+            num_usable_tokens=request.num_prompt_tokens - 1,
             state=LoadState.FINDING,
             trace=trace_of(request),
             early=source,
@@ -183,7 +185,7 @@ class LoadBook:
         If it cannot, the source is told nothing: the offer belongs to another request, which may
         still come.
         """
-        if source.num_tokens > request.num_prompt_tokens:
+        if source.num_tokens > request.num_prompt_tokens - self.has_states:
             return Reason.TOKENS
         if source.offer in self._asked and source.offer not in self._users:
             return Reason.ENDED

@@ -33,12 +33,17 @@ WINDOW_GONE = "window"
 """Why a request that ended well is not offered: its engine has let go of a block that the window of
 the offer's end needs.
 """
+STATE_PASSED = "state"
+"""Why a request that ended well is not offered: its engine has computed more tokens than the offer
+has, so it holds the state after those.
+"""
 
 
 @dataclass(slots=True)
 class Offer:
     """One offered request; ``nonce`` is empty until it is minted. ``name``: the router's id of it,
-    or empty. ``num_cached_tokens``: that are there before its first step.
+    or empty. ``num_cached_tokens``: that are there before its first step. ``is_passed``: the
+    engine goes on beyond its tokens, and keeps a state.
     """
 
     num_tokens: int
@@ -50,6 +55,7 @@ class Offer:
     block_ids: list[list[int]] = field(default_factory=list)
     is_computed: bool = False
     is_reset: bool = False
+    is_passed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,7 @@ class OfferBook:
         self._grows = grows
         self._num_minted = 0
         self._keepings: Mapping[int, Keeping] = {}
+        self._has_states = False
         self._offers: dict[str, Offer] = {}
         self._forgotten: dict[str, Offer] = {}
         # Only these offers change from step to step; the others wait for their end.
@@ -86,6 +93,7 @@ class OfferBook:
         dropped.
         """
         self._keepings = keepings
+        self._has_states = any(keeping.is_state for keeping in keepings.values())
 
     def want(self, request: RequestLike, name: bytes = b"") -> bool:
         """Offer the whole prompt of this request, once it is computed. False: the request is not
@@ -100,6 +108,9 @@ class OfferBook:
         )
         self._computing.add(request.request_id)
         return True
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._offers
 
     def cached(self, request_id: str, num_tokens: int) -> None:
         """So many tokens of a request's prompt are in the engine's own prefix cache, by its last
@@ -121,7 +132,7 @@ class OfferBook:
             return Finish(keep_blocks=False)  # the workers do not know the offer
         self._delayed.append(request_id)
         if offer.is_reset:
-            return Finish(keep_blocks=True)
+            return Finish(keep_blocks=True, reason=STATE_PASSED if offer.is_passed else None)
         reason: str | None = None
         if offer.is_computed and status_name(request) in FINISHED_WELL:
             if self._holds(offer, block_ids):
@@ -134,6 +145,7 @@ class OfferBook:
     def _holds(self, offer: Offer, block_ids: Sequence[Sequence[int]]) -> bool:
         """Whether every block that the offer's table names is still there."""
         table = self._table(offer)
+        block_ids = held_ids(block_ids, self._keepings, offer.num_tokens)
         return all(
             has == told
             for told_ids, has_ids in zip(table, block_ids, strict=False)
@@ -194,6 +206,8 @@ class OfferBook:
         """
         if self._offers:
             self._preempt(scheduler_output)
+            if self._has_states:
+                self._pass(scheduler_output)
         if not self._computing and not self.has_orders():
             return NO_ORDERS
         offers: tuple[NewOffer, ...] = ()
@@ -232,6 +246,14 @@ class OfferBook:
                     offer.num_tokens, offer.digest, offer.name, offer.num_cached_tokens
                 )
                 self._computing.add(request_id)
+
+    def _pass(self, scheduler_output: SchedulerOutputLike) -> None:
+        # The step writes the state of later tokens over that of the offered ones.
+        for request_id in scheduler_output.num_scheduled_tokens:
+            offer = self._offers.get(request_id)
+            if offer is not None and offer.is_computed and not offer.is_reset:
+                offer.is_reset = offer.is_passed = True
+                self._ended.append(EndOffer(request_id, offer.nonce, Reason.ABORTED))
 
     def _mint(self, request_id: str, num_computed: int) -> NewOffer:
         self._num_minted += 1

@@ -21,7 +21,7 @@ import msgspec
 from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
 from kvxfer.connector.loads import READ_BEFORE, LoadBook, LoadState
-from kvxfer.connector.offers import Offer, OfferBook
+from kvxfer.connector.offers import STATE_PASSED, Offer, OfferBook
 from kvxfer.connector.params import (
     NOT_OFFERED_PARAMS,
     LoadWanted,
@@ -42,7 +42,15 @@ from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
 from kvxfer.transfer.windows import group_keepings
-from kvxfer.transfer.wire import BIND_TOKENS, PROTOCOL_MAX, PROTOCOL_MIN, VERIFY, OfferRef, Reason
+from kvxfer.transfer.wire import (
+    BIND_TOKENS,
+    PROTOCOL_MAX,
+    PROTOCOL_MIN,
+    STATES,
+    VERIFY,
+    OfferRef,
+    Reason,
+)
 
 _DRAINS = Plain("draining", "this engine drains, and takes nothing new")
 
@@ -108,18 +116,30 @@ class SchedulerConnector:
         except ValueError as e:
             raise ConfigError(f"the ranks' regions: {e}") from e
         self._offers.keep(keepings)
+        has_states = any(keeping.is_state for keeping in keepings.values())
+        self._loads.has_states = has_states
         regions = [region for rank in ranks.values() for region in rank.regions]
-        kept = [region for region in regions if region.window is None] or regions
+        kept = [each for each in regions if each.window is None and not each.is_state] or regions
         most_tokens = min((region.num_blocks * region.block_tokens for region in kept), default=0)
         self._loads.most_growing_tokens = self._config.early_share * most_tokens
         self._manifest = EngineManifest(
             **msgspec.structs.asdict(engine),
-            protocol=(PROTOCOL_MIN, PROTOCOL_MAX),
+            protocol=(STATES if has_states else PROTOCOL_MIN, PROTOCOL_MAX),
             capabilities=(*((BIND_TOKENS,) if self._config.bind_tokens else ()), VERIFY),
             ranks=tuple(ranks[key] for key in sorted(ranks)),
         )
         self._manifest_is_new = True
         self._ranks = frozenset(str(rank.rank) for rank in ranks.values())
+
+    @property
+    def keeps_states(self) -> bool:
+        """Layers keep a state: a request must be offered without its last token, and computed no
+        further. The sink computes that token, from the state before it.
+        """
+        return self._loads.has_states
+
+    def is_offered(self, request_id: str) -> bool:
+        return request_id in self._offers
 
     def drain(self) -> None:
         """Offer and load nothing new from now on. What was asked for before goes on to its end:
@@ -210,6 +230,8 @@ class SchedulerConnector:
         if reason is Reason.TOKENS:
             num_tokens = request.num_prompt_tokens
             detail = f"{source.num_tokens} tokens offered, the prompt has {num_tokens}"
+            if source.num_tokens == num_tokens:
+                detail += ": a state moves only of fewer, for this side computes the last token"
         return Plain(reason, detail)
 
     def get_num_new_matched_tokens(
@@ -291,8 +313,10 @@ class SchedulerConnector:
             self._count(request, reason, "ended before its KV was loaded")
         finish = self._offers.finish(request, block_ids)
         if finish.reason is not None:
-            plain = Plain(finish.reason, "its window's first block is gone")
-            self._warn(request, plain, what=NOT_OFFERED)
+            detail = "its window's first block is gone"
+            if finish.reason == STATE_PASSED:
+                detail = "its engine went on, and holds the state of more tokens; ask for one token"
+            self._warn(request, Plain(finish.reason, detail), what=NOT_OFFERED)
         if finish.offer is None or self._manifest is None:
             return finish.keep_blocks, None
         return finish.keep_blocks, make_params(

@@ -411,7 +411,7 @@ class Sink:
             open_tokens > run.open_tokens and load.is_in(source, RouteState.READING)
         ):
             try:
-                check_granted(load.order, grant)
+                check_granted(load.order, grant, run)
                 take_granted_ids(run, grant.block_ids, open_tokens)
             except (KvxferError, ValueError) as e:
                 load.note(str(e))

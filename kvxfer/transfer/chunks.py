@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvxfer.errors import ProtocolError
-from kvxfer.transfer.plan import Chunk, PullClass
+from kvxfer.transfer.plan import ALL, Chunk, PullClass
 from kvxfer.transfer.pull import MAX_CHUNK_NBYTES, check_sizes, token_nbytes
 
 CHUNK_TOKENS = 512
@@ -113,6 +113,7 @@ def _append_chunks(
                     token_lo=token_lo,
                     token_hi=token_hi,
                     nbytes=(region_hi - region_lo) * piece_nbytes,
+                    opens_at=ALL if wanted.is_state else token_hi,
                 )
             )
         token_lo = token_hi

@@ -13,7 +13,7 @@ from typing import TypeVar
 from kvxfer.errors import IncompatiblePeer
 from kvxfer.transfer.layout import Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest
-from kvxfer.transfer.windows import Keeping, may_clip
+from kvxfer.transfer.windows import Keeping, keeping_of, may_clip
 
 _SHOWN_LAYERS = 4
 _T = TypeVar("_T")
@@ -189,10 +189,7 @@ def _kept_pairs(
     source: EngineManifest, sink: EngineManifest
 ) -> Iterator[tuple[str, Keeping, Keeping]]:
     """(layer, what the source keeps, what the sink keeps), each that occurs once."""
-    ours, theirs = (
-        _by_plane(each, lambda region: Keeping(region.block_tokens, region.window))
-        for each in (source, sink)
-    )
+    ours, theirs = (_by_plane(each, keeping_of) for each in (source, sink))
     pairs = {
         (layer, given, taken): None
         for (layer, plane), kept in theirs.items()

@@ -13,6 +13,12 @@ NHD, K/V outermost, blocks outermost, blocks across layers and packed K and V ar
 Where the *channels* of one head and one token lie apart, as in a K plane stored
 ``[head][channel][token]``, the inner bytes are elements of ``channel_nbytes``, each
 ``stride_channel`` bytes behind the one before.
+
+A *state* region is one plane of what a recurrent layer keeps of a request: the recurrence, or one
+projection's part of the convolution. Its unit is the request. The state after n tokens is in one
+block, number ``(n - 1) // state_tokens`` of the request's table, and a "token" of that block is a
+step of the convolution, oldest first; a recurrence has one. "Heads" are its heads or groups of
+channels, counted over all ranks, so each projection is sharded by itself.
 """
 
 from __future__ import annotations
@@ -73,6 +79,8 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     block once none of its tokens is among the W that the next token looks at, itself included.
 
     ``elements``: of an engine that allows casts, where it knows them.
+
+    ``state_tokens``: of a state region, how many tokens lie between two blocks of its table.
     """
 
     layer: str
@@ -94,6 +102,11 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     channel_nbytes: int = 0
     stride_channel: int = 0
     elements: Elements | msgspec.UnsetType = msgspec.UNSET
+    state_tokens: int | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def is_state(self) -> bool:
+        return self.state_tokens is not msgspec.UNSET
 
     @property
     def kernel_tokens(self) -> int:
@@ -190,6 +203,8 @@ def check_region(region: Region, memory_nbytes: int) -> None:
             f"{name}: heads: expected head_lo < head_hi, got [{region.head_lo}, {region.head_hi})"
         )
     _check_channels(region, name)
+    if not isinstance(region.state_tokens, msgspec.UnsetType):
+        _check_state(region, region.state_tokens, name)
     if region.elements and len(region.elements.scales) not in (0, 1, region.num_heads):
         raise ValueError(
             f"{name}: scales: expected none, one or one for each of {region.num_heads} heads, got "
@@ -250,6 +265,21 @@ def _block_dimensions(region: Region) -> list[tuple[int, int, str]]:
             (region.stride_head, region.num_heads, "stride_head"),
         )
     )
+
+
+def _check_state(region: Region, state_tokens: int, name: str) -> None:
+    if state_tokens < 1:
+        raise ValueError(f"{name}: state_tokens: expected 1 or more, got {state_tokens}")
+    if region.window is not None or region.kernel_blocks != 1:
+        raise ValueError(
+            f"{name}: expected a state without a window, in one kernel block, got a window of "
+            f"{region.window} in {region.kernel_blocks}"
+        )
+    if region.interior is not Interior.PLAIN or region.elements:
+        raise ValueError(
+            f"{name}: expected a state with interior plain and no elements to cast, got interior "
+            f"{region.interior.value} and {region.elements}"
+        )
 
 
 def _check_channels(region: Region, name: str) -> None:

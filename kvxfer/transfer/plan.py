@@ -91,7 +91,8 @@ class Base(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps.
+    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps;
+    ``state_tokens``: as the regions have it, 0 where they keep tokens.
 
     Of a class that is cast, ``values`` says what lies in the pool, ``chunk`` what lies in a dense
     piece, and ``scale`` where each token has its scale.
@@ -101,12 +102,15 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     tile: Tile
     bases: tuple[Base, ...]
     window: int | None = None
+    state_tokens: int = 0
     values: Values | None = None
     chunk: Values | None = None
     scale: Side | None = None
 
     @property
     def keeping(self) -> Keeping:
+        if self.state_tokens:
+            return Keeping(self.state_tokens, is_state=True)
         return Keeping(self.tile.block_tokens, self.window)
 
     @property
@@ -137,7 +141,8 @@ class RegionName(msgspec.Struct, frozen=True, array_like=True):
 
 class PullClass(msgspec.Struct, frozen=True, kw_only=True):
     """What a stream source needs to pack chunks of one geometry class; travels in the Pull.
-    ``cast``: to what the source casts its elements before they travel.
+    ``cast``: to what the source casts its elements before they travel. ``state_of``: a state after
+    so many tokens is asked for, and ``[token_lo, token_hi)`` are the steps of its one block.
     """
 
     regions: tuple[RegionName, ...]
@@ -148,6 +153,11 @@ class PullClass(msgspec.Struct, frozen=True, kw_only=True):
     token_lo: int
     token_hi: int
     cast: Values | msgspec.UnsetType = msgspec.UNSET
+    state_of: int | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def is_state(self) -> bool:
+        return self.state_of is not msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +202,10 @@ class Plan:
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One dense piece: a token range of regions ``[region_lo, region_hi)`` of one class."""
+    """One dense piece: a token range of regions ``[region_lo, region_hi)`` of one class.
+    ``opens_at``: how many tokens of a growing offer have to be open; ALL: a state's, which has the
+    offered tokens only when all are computed.
+    """
 
     sequence: int
     class_index: int
@@ -201,6 +214,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     token_lo: int
     token_hi: int
     nbytes: int
+    opens_at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +399,11 @@ def _inconvertible(pair: _Pair, *, is_one_type: bool) -> str | None:
     ``is_one_type``: of what both engines say of all their planes.
     """
     source, sink = pair.source, pair.sink
+    if source.is_state != sink.is_state:
+        kept = ["a state" if region.is_state else "tokens" for region in (source, sink)]
+        return f"source keeps {kept[0]}, sink {kept[1]}"
+    if source.is_state and source.block_tokens != sink.block_tokens:
+        return f"source has a state of {source.block_tokens} steps, sink of {sink.block_tokens}"
     if pair.is_cast:
         return cast_problem(source, sink) or next(
             (
@@ -468,14 +487,15 @@ def _classes(pairs: Sequence[_Pair]) -> tuple[CopyClass, ...]:
             pair.sink.interior,
         )
         found.setdefault(key, []).append((pair, source, sink))
-    return tuple(_class(members) for members in found.values())
+    classes = [_class(members) for members in found.values()]
+    return tuple(sorted(classes, key=lambda each: each.sink.state_tokens > 0))  # states come last
 
 
 def geometry_of(side: Side) -> tuple[object, ...]:
     """What all regions of a class have in common at one side."""
     dtype = side.values.dtype if side.values else ""
     scale_tile = side.scale.tile if side.scale else None
-    return side.tile, side.group, side.window, dtype, scale_tile
+    return side.tile, side.group, side.window, side.state_tokens, dtype, scale_tile
 
 
 def _sides(pair: _Pair) -> tuple[Side, Side]:
@@ -520,6 +540,7 @@ def plain_side(region: Region, head_lo: int, head_hi: int, channel_nbytes: int =
         tile=side_tile(region, head_lo, head_hi, channel_nbytes),
         bases=(side_base(region, head_lo),),
         window=region.window,
+        state_tokens=region.state_tokens or 0,
     )
 
 

@@ -17,6 +17,7 @@ from kvxfer.transfer.casts import cast_nbytes, elements_problem, scale_problem
 from kvxfer.transfer.layout import Interior, Region, join_planes
 from kvxfer.transfer.manifest import RankManifest
 from kvxfer.transfer.plan import (
+    ALL,
     CopyClass,
     PullClass,
     RegionName,
@@ -48,7 +49,8 @@ def pull_classes(route: Route, span: Mapping[int, tuple[int, int]]) -> tuple[Pul
 
     ``span``: request tokens ``[lo, hi)`` by sink group. A class with nothing to move stays, with an
     empty range, so that positions agree. An opaque class moves whole blocks: its last one is
-    rounded up, its first must begin at a block. Raises ValueError that names the group.
+    rounded up, its first must begin at a block. A state moves whole, that after the span's last
+    token. Raises ValueError that names the group.
     """
     classes: list[PullClass] = []
     for copy_class in route.classes:
@@ -75,7 +77,12 @@ class PullResolver:
         """This rank's side of each. Raises ProtocolError for what it does not give."""
         for index, wanted in enumerate(classes):
             check_sizes(f"class {index}", wanted)
-        found = self._found(tuple(replace(wanted, token_lo=0, token_hi=0) for wanted in classes))
+        found = self._found(
+            tuple(
+                replace(wanted, token_lo=0, token_hi=0, state_of=0 if wanted.is_state else UNSET)
+                for wanted in classes
+            )
+        )
         for index, ((_, first), wanted) in enumerate(zip(found, classes, strict=True)):
             _check_tokens(_name(f"class {index}", wanted.regions[0]), first, wanted)
         return tuple(side for side, _ in found)
@@ -146,6 +153,9 @@ def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
     tile, group = copy_class.sink.tile, copy_class.sink.group
     if not 0 <= lo <= hi <= _MAX_TOKENS:
         raise ValueError(f"span of group {group}: expected 0 <= lo <= hi, got [{lo}, {hi})")
+    state_of = hi if copy_class.sink.state_tokens else UNSET
+    if copy_class.sink.state_tokens:
+        lo, hi = 0, tile.block_tokens if lo < hi else 0
     if copy_class.interior is Interior.OPAQUE and lo < hi:
         if lo % tile.block_tokens:
             raise ValueError(
@@ -163,7 +173,17 @@ def pull_class(copy_class: CopyClass, lo: int, hi: int) -> PullClass:
         token_lo=lo,
         token_hi=hi,
         cast=chunk if chunk is not None and copy_class.source.is_cast else UNSET,
+        state_of=state_of,
     )
+
+
+def open_to(asked: PullClass, open_tokens: int) -> int:
+    """Where the part of a class ends that is there with so many tokens of an offer, ALL: with all
+    of them. A state is there with the last one.
+    """
+    if asked.is_state and open_tokens < ALL:
+        return asked.token_lo
+    return max(asked.token_lo, min(asked.token_hi, open_tokens))
 
 
 def _resolve(
@@ -332,6 +352,19 @@ def _check_against(name: str, region: Region, wanted: PullClass) -> None:
 
 def _check_tokens(name: str, region: Region, wanted: PullClass) -> None:
     """Against one region of the class: all have blocks of one size, and as many."""
+    if region.is_state != wanted.is_state:
+        kept, asked = (
+            "a state" if each else "tokens" for each in (region.is_state, wanted.is_state)
+        )
+        raise ProtocolError(f"{name}: expected to be asked for {kept}, got {asked}")
+    if region.is_state and (wanted.token_lo, wanted.token_hi) not in (
+        (0, 0),
+        (0, region.block_tokens),
+    ):
+        raise ProtocolError(
+            f"{name}: states move whole: expected steps [0, {region.block_tokens}), got "
+            f"[{wanted.token_lo}, {wanted.token_hi})"
+        )
     num_tokens = wanted.token_hi - wanted.token_lo
     pool_tokens = region.num_blocks * region.block_tokens
     if num_tokens > pool_tokens:

@@ -20,17 +20,21 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec import UnsetType
+
 from kvxfer.transfer.layout import Region
 
 
 @dataclass(frozen=True, slots=True)
 class Keeping:
     """What an engine keeps of a request in one group: ``window`` None everything, else the blocks
-    that its window has not left behind.
+    that its window has not left behind. ``is_state``: one block, which has the state after the last
+    token.
     """
 
     block_tokens: int
     window: int | None = None
+    is_state: bool = False
 
     def kept_start(self, num_computed_tokens: int) -> int:
         """The first token of the first kept block; a block goes when the window of the next token
@@ -61,6 +65,8 @@ class Keeping:
         return range(held, gone)
 
     def __str__(self) -> str:
+        if self.is_state:
+            return f"a state in each {self.block_tokens} tokens"
         kept = "everything" if self.window is None else f"a window of {self.window} tokens"
         return f"{kept} in blocks of {self.block_tokens}"
 
@@ -139,11 +145,17 @@ def may_clip(sink: Keeping, source: Keeping) -> bool:
     return difference + math.gcd(source.block_tokens, sink.block_tokens) < sink.block_tokens
 
 
+def keeping_of(region: Region) -> Keeping:
+    if isinstance(region.state_tokens, UnsetType):
+        return Keeping(region.block_tokens, region.window)
+    return Keeping(region.state_tokens, is_state=True)
+
+
 def group_keepings(regions: Iterable[Region]) -> dict[int, Keeping]:
     """What is kept, by group. Raises ValueError where two regions of a group disagree."""
     found: dict[int, Keeping] = {}
     for region in regions:
-        keeping = Keeping(region.block_tokens, region.window)
+        keeping = keeping_of(region)
         first = found.setdefault(region.group, keeping)
         if first != keeping:
             raise ValueError(
@@ -158,8 +170,9 @@ def held_ids(
 ) -> tuple[tuple[int, ...], ...]:
     """A block table as an offer may tell it: -1 for every block that the windows let go of.
 
-    Its id may stand in the table still, and be another request's by now. Groups that are not in
-    ``keepings`` stay as they are.
+    Its id may stand in the table still, and be another request's by now. Of a state one id is left,
+    that of the block with the state after the last offered token, once it is in the table. Groups
+    that are not in ``keepings`` stay as they are.
     """
     return tuple(
         _held_ids(ids, keepings[group], num_offered_tokens) if group in keepings else tuple(ids)
@@ -184,6 +197,9 @@ def edge_ids(
 
 
 def _held_ids(ids: Sequence[int], keeping: Keeping, num_offered_tokens: int) -> tuple[int, ...]:
+    if keeping.is_state:
+        position = (num_offered_tokens - 1) // keeping.block_tokens
+        return tuple(ids[position : position + 1])
     num_gone = min(keeping.held_start(num_offered_tokens) // keeping.block_tokens, len(ids))
     return (-1,) * num_gone + tuple(ids[num_gone:])
 

@@ -24,6 +24,9 @@ PROTOCOL_MIN: Final = 1
 PROTOCOL_MAX: Final = 2
 GROWING: Final = 2
 """The first version in which offers grow, and are found by their requests' ids."""
+STATES: Final = 2
+"""The first version in which regions may be states: an engine that has some speaks no earlier one.
+"""
 BIND_TOKENS: Final = "bind_tokens"
 """The capability of an engine that compares digests of the token ids before it gives any KV."""
 VERIFY: Final = "verify"

@@ -98,7 +98,7 @@ class SlotEvent(enum.Enum):
 
 
 S = TypeVar("S", bound=enum.Enum)
-_TOKEN_HI = attrgetter("token_hi")
+_OPENS_AT = attrgetter("opens_at")
 
 SOURCE_SLOT: Mapping[tuple[SourceSlot, SlotEvent], SourceSlot] = {
     (SourceSlot.FREE, SlotEvent.FILL): SourceSlot.FILLING,
@@ -250,15 +250,15 @@ class Sends:
         """The sink expects this one. Chunks of tokens from ``open_tokens`` on have to wait."""
         order, num_open = chunks, len(chunks)
         if open_tokens < ALL:
-            order = sorted(chunks, key=_TOKEN_HI)
-            num_open = bisect_right(order, open_tokens, key=_TOKEN_HI)
+            order = sorted(chunks, key=_OPENS_AT)
+            num_open = bisect_right(order, open_tokens, key=_OPENS_AT)
         send = self._sends[key] = Send(key, chunks, order, num_open)
         self._turns.append(send)
 
     def grow(self, key: TransferKey, open_tokens: int) -> None:
         """More tokens are open to one that is known."""
         send = self._sends[key]
-        send.num_open = max(send.num_open, bisect_right(send.order, open_tokens, key=_TOKEN_HI))
+        send.num_open = max(send.num_open, bisect_right(send.order, open_tokens, key=_OPENS_AT))
         if send.num_started < send.num_open and send not in self._turns:
             self._turns.append(send)
 

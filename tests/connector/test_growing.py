@@ -21,7 +21,7 @@ from kvxfer.connector.records import ConnectorMetadata, SourceRef
 from kvxfer.connector.source import IsReady
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.wire import Grant, OfferRef, Reason, ToSink
-from tests.builders import EngineShape
+from tests.builders import MAMBA2, EngineShape
 from tests.conftest import HAS_CUDA
 from tests.connector.rig import (
     NIXL,
@@ -61,6 +61,10 @@ PAIRS = {
         )
         for window, block in ((40, 16), (32, 8))
     ),
+    "states": (
+        replace(LARGE, tp_size=2, state=replace(MAMBA2, conv_layout="DS")),
+        replace(LARGE, block_tokens=8, num_blocks=48, state=replace(MAMBA2, state_tokens=8)),
+    ),
     "opaque": tuple(
         replace(LARGE, interior=Interior.OPAQUE, kernel_blocks=2, outermost=outermost)
         for outermost in ("blocks", "blocks")
@@ -86,6 +90,8 @@ class Prefill:
     def write(self, num_tokens: int) -> None:
         """Compute the tokens from the last step's on."""
         groups = range(self.engine.shape.num_groups)
+        if self.engine.shape.state and num_tokens < self.num_tokens:
+            groups = range(self.engine.shape.num_groups - 1)  # the state is another one still
         span = (self.num_computed, num_tokens)
         for entry, pool, truth in zip(
             self.engine.manifest.ranks, self.engine.pools, self.truth, strict=True
@@ -182,9 +188,9 @@ def test_whatever_the_steps_what_was_read_is_whole(
     steps = sorted(data.draw(st.sets(st.integers(1, num_tokens - 1), max_size=4), "steps"))
     cached = data.draw(st.sampled_from((0, *steps)), "cached")
     steps = [n for n in steps if n > cached]
-    # A source with windows has only what follows the end of its offer
+    # A source with windows has only what follows the end of its offer; a state cannot be cut
     least = num_tokens - 1 if source.shape.windows else 1
-    hi = data.draw(st.integers(least, num_tokens), "hi")
+    hi = num_tokens if sink.shape.state else data.draw(st.integers(least, num_tokens), "hi")
     lo = data.draw(st.integers(0, hi - 1), "lo")
     if sink.shape.interior is Interior.OPAQUE:
         lo -= lo % sink.shape.block_tokens

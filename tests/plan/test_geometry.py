@@ -215,7 +215,10 @@ def test_configs_that_say_too_little_are_named(saved: Any, config: Any, says: st
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"layer_types": ["linear_attention"] * 32}, "got MambaSpec: it keeps a state, not tokens"),
+        (
+            {"layer_types": ["linear_attention"] * 32},
+            "got MambaSpec: it keeps a state, whose shape",
+        ),
         ({"layer_types": ["chunked_attention"] * 32}, "depends on where the request's chunk ends"),
         ({"index_topk": 2048}, "index_topk: expected one kind of K and V in all layers, got 2048"),
     ],

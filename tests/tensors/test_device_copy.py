@@ -31,7 +31,7 @@ from kvxfer.tensors.device_launch import Slot, Stream
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
 from kvxfer.tensors.strided_index import Ids, are_blocks
-from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Tile
+from kvxfer.transfer.plan import Base, CopyClass, DenseOrder, Tile, make_plan
 from tests.conftest import HAS_CUDA
 from tests.tensors.strided_cases import (
     NUM_LAYERS,
@@ -47,6 +47,7 @@ from tests.tensors.strided_cases import (
     naive_dense,
     plain,
 )
+from tests.transfer.test_states import KINDS, StateCase, shape_of
 
 Bytes = NDArray[np.uint8]
 DEVICE = torch.device("cuda" if HAS_CUDA else "cpu")
@@ -69,8 +70,8 @@ class OnDevice:
         return [tensor.cpu().numpy() for tensor in self.tensors]
 
 
-def on_device(pool: Pool) -> OnDevice:
-    return OnDevice([torch.from_numpy(memory.copy()).to(DEVICE) for memory in pool.memories])
+def on_device(memories: Sequence[Bytes]) -> OnDevice:
+    return OnDevice([torch.from_numpy(memory.copy()).to(DEVICE) for memory in memories])
 
 
 def new_stream() -> torch.cuda.Stream | None:
@@ -86,7 +87,7 @@ def check_direct(case: Case, copier: DeviceCopier | None = None, programs: int =
     source = make_pool(case.source, case, poison=False, seed=case.seed)
     sink = make_pool(case.sink, case, poison=True, seed=case.seed + 1)
     want = expected(case, source, sink)
-    given_pool, taken = on_device(source), on_device(sink)
+    given_pool, taken = on_device(source.memories), on_device(sink.memories)
     copier = copier or DeviceCopier(DEVICE)
     stream = new_stream()
     for planes, copy_class in copy_classes_of(case, source, sink).items():
@@ -106,7 +107,7 @@ def check_chunks(case: Case, chunk_tokens: int) -> None:
     """Pack and unpack by chunks of two regions and ``chunk_tokens`` tokens, any cut."""
     source = make_pool(case.source, case, poison=False, seed=case.seed)
     sink = make_pool(case.sink, case, poison=True, seed=case.seed + 1)
-    given_pool, taken = on_device(source), on_device(sink)
+    given_pool, taken = on_device(source.memories), on_device(sink.memories)
     copier = DeviceCopier(DEVICE)
     for planes, copy_class in copy_classes_of(case, source, sink).items():
         num_regions = len(copy_class.names)
@@ -227,12 +228,43 @@ class Small:
     taken: OnDevice
 
 
+@pytest.mark.parametrize(
+    ("kind", "layouts", "sizes"),
+    [
+        ("mamba1", ("SD", "SD"), (2, 1)),
+        ("mamba2", ("SD", "DS"), (1, 2)),
+        ("mamba2, one group", ("DS", "DS"), (4, 2)),
+        ("gated delta net", ("DS", "SD"), (2, 4)),
+    ],
+)
+def test_states(kind: str, layouts: tuple[str, str], sizes: tuple[int, int]) -> None:
+    shapes = [
+        shape_of(KINDS[kind], size, conv_layout=layout)
+        for size, layout in zip(sizes, layouts, strict=True)
+    ]
+    state = StateCase(shapes[0], shapes[1], 37)
+    given_pools = {rank: on_device(m) for rank, m in state.given.items()}
+    taken = {rank: on_device(m) for rank, m in state.poisoned().items()}
+    copier, stream = DeviceCopier(DEVICE), new_stream()
+    for route in make_plan(state.source, state.sink).routes:
+        pools = given_pools[route.source_rank].memories, taken[route.sink_rank].memories
+        for copy_class, span in state.moves(route):
+            given_ids = state.array(0, copy_class.source.group)
+            taken_ids = state.array(1, copy_class.sink.group)
+            bound = bind_copy(copy_class, *pools)
+            done = copier.copy(bound, given_ids, taken_ids, span, stream=stream, programs=3)
+            if done.event:
+                done.event.synchronize()
+    for rank, memories in state.expected().items():
+        assert_same_bytes(taken[rank].arrays, memories)
+
+
 def small_copy(source_layout: str = "HND 16", sink_layout: str = "NHD 32") -> Small:
     case = one_case(source_layout, sink_layout)
     source = make_pool(case.source, case, poison=False, seed=1)
     sink = make_pool(case.sink, case, poison=True, seed=2)
     copy_class = copy_class_of(case, source, sink)
-    return Small(source, sink, copy_class, on_device(source), on_device(sink))
+    return Small(source, sink, copy_class, on_device(source.memories), on_device(sink.memories))
 
 
 def test_launches_are_cut_and_made_one_by_one() -> None:
@@ -497,7 +529,7 @@ def test_the_ring_under_many_launches_on_two_streams() -> None:
     case = one_case("HND 16", "NHD 16", span=(0, 16), inner=64)
     source = make_pool(case.source, case, poison=False, seed=1)
     sink = make_pool(case.sink, case, poison=True, seed=2)
-    given_pool, taken = on_device(source), on_device(sink)
+    given_pool, taken = on_device(source.memories), on_device(sink.memories)
     bound = bind_copy(copy_class_of(case, source, sink), given_pool.memories, taken.memories)
     copier = DeviceCopier(DEVICE, CopySettings(ring_nbytes=4096))
     streams = [new_stream(), new_stream()]

@@ -89,6 +89,7 @@ def chunks_of(count: int, *, is_reversed: bool = False) -> tuple[Chunk, ...]:
             region_hi=1,
             token_lo=token,
             token_hi=token + 1,
+            opens_at=token + 1,
             nbytes=NBYTES,
         )
         for n, token in enumerate(tokens)

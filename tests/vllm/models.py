@@ -61,10 +61,56 @@ def _hybrid() -> Any:
     return Gemma3ForCausalLM(config)
 
 
+def _state() -> Any:
+    """Two layers of Mamba2, whose heads share one group of B and C, and two of attention."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    config = GraniteMoeHybridConfig(
+        **shape,
+        num_hidden_layers=4,
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=8,
+        mamba_d_head=64,
+        mamba_n_groups=1,
+        mamba_d_state=32,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=512,
+        position_embedding_type="rope",
+    )
+    return GraniteMoeHybridForCausalLM(config)
+
+
+def _delta_net() -> Any:
+    """Two layers with a gated delta net and two of attention, experts in each."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **_SHAPE,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention"] * 2,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,  # vLLM's kernel for CPUs has no smaller ones
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return Qwen3NextForCausalLM(config)
+
+
 _MAKERS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "hybrid": _hybrid,
     "experts": _experts,
+    "state": _state,
+    "delta-net": _delta_net,
 }
 NAMES = tuple(_MAKERS)
 

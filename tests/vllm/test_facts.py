@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,11 +281,19 @@ def test_caches_that_cannot_move(
         cache_facts(engine(Model(folder)), cache(group(spec, "a")))
 
 
-def test_a_state_and_a_group_of_its_own_are_refused(folder: Path) -> None:
+def test_a_states_types_are_a_fact(folder: Path) -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-    state = interface.MambaSpec(block_size=64, shapes=((4, 4),), dtypes=(torch.float32,))
-    with pytest.raises(ConfigError, match="a: .* got MambaSpec: it keeps a state"):
-        cache_facts(engine(Model(folder)), cache(group(state, "a")))
+    shape: dict[str, Any] = {"block_size": 64, "shapes": ((3, 4), (2, 2, 2))}
+    state = interface.MambaSpec(**shape, dtypes=(torch.bfloat16, torch.float32))
+    groups = (group(full_spec(), "a"), group(state, "b"))
+    found = cache_facts(engine(Model(folder)), cache(*groups))
+    assert found.dtype == "float32, state bfloat16 float32"
+    drafted = interface.MambaSpec(**shape, dtypes=state.dtypes, num_speculative_blocks=2)
+    with pytest.raises(ConfigError, match="b: expected one state of a request, got 2 more"):
+        cache_facts(engine(Model(folder)), cache(group(drafted, "b")))
+
+
+def test_a_group_of_its_own_is_refused(folder: Path) -> None:
     hidden = group(full_spec(), "a")
     hidden.enable_kv_transfer = False
     with pytest.raises(ConfigError, match="KV cache group 0: .*not transferable"):
@@ -296,3 +306,18 @@ def test_a_group_of_unlike_layers(folder: Path) -> None:
     spec = interface.UniformTypeKVCacheSpecs(block_size=64, kv_cache_specs=layers)
     found = cache_facts(engine(Model(folder)), cache(group(spec, "a", "b")))
     assert found.dtype == "bfloat16, float32"
+
+
+class _Greedy(ModuleType):
+    """Fails on every name that is looked for in it, as lazy packages do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(f"{name} needs what is not installed")
+
+
+def test_what_is_pickled_looks_into_no_other_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    compat = pytest.importorskip("kvxfer.integrations.vllm.compat")
+
+    modules = {"a_lazy_package": _Greedy("a_lazy_package"), **sys.modules}
+    monkeypatch.setattr(sys, "modules", modules)  # it comes first
+    assert compat.msgspec.UNSET is pickle.loads(pickle.dumps(compat.msgspec.UNSET))

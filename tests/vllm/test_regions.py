@@ -21,8 +21,9 @@ from kvxfer.errors import ConfigError, IncompatiblePeer
 from kvxfer.integrations.vllm import regions as regions_module
 from kvxfer.integrations.vllm.facts import CacheModel
 from kvxfer.integrations.vllm.interior import Trace, Write, trace_writes
-from kvxfer.integrations.vllm.regions import Located, Rank, heads_of, locate
+from kvxfer.integrations.vllm.regions import Located, heads_of, locate
 from kvxfer.integrations.vllm.specs import LayerSpec
+from kvxfer.integrations.vllm.states import Rank
 from kvxfer.tensors.strided_copy import Scratch, strided_copy
 from kvxfer.transfer.layout import Elements, Interior, Region
 from kvxfer.transfer.manifest import CacheFacts, EngineManifest, RankId, RankManifest

@@ -6,14 +6,25 @@ Where a version lacks a name, a stand-in takes its place that this version will 
 
 from __future__ import annotations
 
+import copyreg
 from abc import ABC
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvxfer.connector.records import ConnectorMetadata, FoundOffer, NearSources
 from kvxfer.transfer.manifest import CacheFacts, RankManifest
+
+
+def _unset() -> msgspec.UnsetType:
+    return msgspec.UNSET
+
+
+# UNSET names no module: pickle looks for it in every one that is loaded, by which transformers
+# imports what is not installed.
+copyreg.pickle(msgspec.UnsetType, lambda _: (_unset, ()))
 
 KVConnectorBase = base.KVConnectorBase_V1
 KVConnectorMetadata: Any = base.KVConnectorMetadata

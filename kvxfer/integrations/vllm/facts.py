@@ -27,7 +27,7 @@ import torch
 
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.settings import plugin_settings
-from kvxfer.integrations.vllm.specs import layer_specs
+from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
 from kvxfer.transfer.manifest import CacheFacts
 
 _INDEX_NAME = "model.safetensors.index.json"
@@ -137,6 +137,7 @@ class CacheModel:
         num_kv_heads: of the model, the most of any layer.
         head_counts: every number of KV heads that a layer of the model or its draft has.
         cache_dtype: vLLM's name for what the cache keeps of K and V; "auto" keeps them as they are.
+        num_state_groups: of B and C of Mamba2's layers, where the model's config says so.
         layers: vLLM's modules of attention by the layer's name, those of this rank; empty where
             there are none, as in the scheduler.
     """
@@ -145,6 +146,7 @@ class CacheModel:
     num_kv_heads: int
     head_counts: frozenset[int]
     cache_dtype: str = "auto"
+    num_state_groups: int | None = None
     is_context_parallel: bool = False
     layers: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
@@ -167,6 +169,7 @@ def cache_model(vllm_config: Any) -> CacheModel:
         num_kv_heads=max(counts),
         head_counts=counts,
         cache_dtype=vllm_config.cache_config.cache_dtype,
+        num_state_groups=_num_state_groups(model.hf_text_config),
         is_context_parallel=max(sizes) > 1,
         layers=getattr(compilation, "static_forward_context", None) or {},
     )
@@ -185,8 +188,10 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         model=" ".join((model.hf_config.model_type, *architectures)),
         weights=named or weights_identity(model, vllm_config.load_config),
         rope=rope_text(text_config, model.max_model_len),
-        dtype=_joined(str(spec.dtype).removeprefix("torch.") for spec in specs),
-        quantisation=_quantisation(vllm_config, {spec.quantisation for spec in specs}),
+        dtype=_joined(_dtype_text(spec) for spec in specs),
+        quantisation=_quantisation(
+            vllm_config, {spec.quantisation for spec in specs if isinstance(spec, LayerSpec)}
+        ),
         num_kv_heads=1 if model.use_mla else cache_model(vllm_config).num_kv_heads,
         head_size=model.get_head_size(),
         num_layers=model.get_total_num_hidden_layers(),
@@ -196,6 +201,12 @@ def cache_facts(vllm_config: Any, kv_cache_config: Any) -> CacheFacts:
         pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
         attention=attention_text(text_config),
     )
+
+
+def _dtype_text(spec: LayerSpec | StateSpec) -> str:
+    if isinstance(spec, LayerSpec):
+        return str(spec.dtype).removeprefix("torch.")
+    return f"state {' '.join(str(dtype).removeprefix('torch.') for dtype in spec.dtypes)}"
 
 
 def rope_text(config: Any, max_model_len: int) -> str:
@@ -345,6 +356,12 @@ def _head_counts(model: Any) -> frozenset[int]:
         counts.add(int(other))
     counts |= {int(count) for count in getattr(config, "num_key_value_heads_per_layer", None) or ()}
     return frozenset(counts)
+
+
+def _num_state_groups(config: Any) -> int | None:
+    counts = (getattr(config, name, None) for name in ("mamba_n_groups", "n_groups"))
+    found = {int(count) for count in counts if count is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def _draft(vllm_config: Any) -> Any | None:

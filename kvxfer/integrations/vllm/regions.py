@@ -7,7 +7,7 @@ kernel blocks. What lies inside a block is the business of :mod:`.interior`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ from kvxfer.integrations.vllm.interior import (
     look_inside,
 )
 from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer
-from kvxfer.integrations.vllm.specs import LayerSpec, layer_specs
+from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
+from kvxfer.integrations.vllm.states import Rank, regions_of_state
 from kvxfer.tensors.shared_memory import plain_info
 from kvxfer.transfer.layout import Elements, Interior, Region, check_region, is_scale
 from kvxfer.transports.base import LocalMemory
@@ -43,12 +44,29 @@ class Located:
 
     regions: tuple[Region, ...]
     memory: LocalMemory
+    cleared: tuple[ClearedGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Rank:
-    tp_rank: int
-    tp_size: int
+class ClearedGroup:
+    """Attention layers beside layers that keep a state. A block may have been a state's before, and
+    as KV those bytes may be no numbers: an attention that multiplies them by 0 gives none either.
+    vLLM clears the blocks that it gives out, but not those of a load.
+    """
+
+    group: int
+    block_tokens: int
+    num_blocks: int
+    views: tuple[Tensor, ...]
+
+    def clear(self, block_ids: Sequence[Sequence[int]], token_hi: int) -> None:
+        """The block that a load up to this token fills only in part, before it is filled."""
+        position, is_part = divmod(token_hi, self.block_tokens)
+        ids = block_ids[self.group]
+        if is_part and position < len(ids) and ids[position] >= 0:
+            for view in self.views:
+                kernel_blocks = view.shape[0] // self.num_blocks
+                view[ids[position] * kernel_blocks : (ids[position] + 1) * kernel_blocks].zero_()
 
 
 def locate(
@@ -82,7 +100,20 @@ def locate(
     )
     for region in regions:
         _check(region, memory)
-    return Located(regions, memory.local)
+    return Located(regions, memory.local, _cleared(views, num_blocks))
+
+
+def _cleared(views: Iterable[_View], num_blocks: int) -> tuple[ClearedGroup, ...]:
+    found: dict[tuple[int, int], list[Tensor]] = {}
+    has_states = False
+    for view in views:
+        if isinstance(view.spec, StateSpec):
+            has_states = True
+        else:
+            found.setdefault((view.group, view.spec.block_tokens), []).append(view.tensor)
+    return tuple(
+        ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items() if has_states
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +123,11 @@ class _View:
     layer: str
     tensor: Tensor
     group: int
-    spec: LayerSpec
+    spec: LayerSpec | StateSpec
 
 
 def _views(
-    kv_caches: Mapping[str, Tensor], specs: Mapping[str, tuple[int, LayerSpec]]
+    kv_caches: Mapping[str, Tensor], specs: Mapping[str, tuple[int, LayerSpec | StateSpec]]
 ) -> list[_View]:
     """Every registered layer; one that no group names reads the KV of one that a group does."""
     found = [_View(layer, kv_caches[layer], *of) for layer, of in specs.items()]
@@ -160,6 +191,11 @@ def _regions(
     view: _View, memory: _Memory, num_blocks: int, rank: Rank, model: CacheModel
 ) -> Iterable[Region]:
     layer, tensor, spec = view.layer, view.tensor, view.spec
+    if isinstance(spec, StateSpec):
+        number, start = memory.find(tensor)
+        return regions_of_state(
+            layer, tensor, spec, rank, model, group=view.group, memory=number, offset=start
+        )
     if spec.is_context_sharded and model.is_context_parallel:
         raise ConfigError(
             f"{layer}: expected all tokens on every rank, got a cache that context parallelism "
@@ -168,7 +204,7 @@ def _regions(
     cells, kernel_blocks = _cells(layer, tensor, spec, num_blocks)
     head_lo, head_hi = heads_of(layer, spec, rank, model)
     number, start = memory.find(tensor)
-    inside = look_inside(layer, spec, cells, trace=_trace(view, cells, model))
+    inside = look_inside(layer, spec, cells, trace=_trace(view, spec, cells, model))
     common = Region(
         layer=layer,
         plane="",
@@ -194,19 +230,18 @@ def _regions(
                 replace(
                     common,
                     **asdict(plane) | {"offset": start + plane.offset},
-                    elements=_elements(view, plane.plane, common.num_heads, model),
+                    elements=_elements(view, spec, plane.plane, common.num_heads, model),
                 )
                 for plane in planes
             )
 
 
 def _elements(
-    view: _View, plane: str, num_heads: int, model: CacheModel
+    view: _View, spec: LayerSpec, plane: str, num_heads: int, model: CacheModel
 ) -> Elements | msgspec.UnsetType:
     """What vLLM says of a plane's elements; a layer's scales stand in its module. Unset where there
     is no module, or its scales are not those of these heads.
     """
-    spec = view.spec
     if plane.endswith(SCALE_SUFFIX):
         return Elements("float32")
     dtype = element_type(spec.dtype, spec.quantisation, model.cache_dtype)
@@ -225,13 +260,13 @@ def _elements(
     return Elements(dtype, scales)
 
 
-def _trace(view: _View, cells: Cells, model: CacheModel) -> Trace | None:
+def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | None:
     """What the writer of the platform says of these cells; None where it cannot be asked."""
     if view.tensor.device.type != "cpu":
-        return trace_layer(view.layer, view.spec, view.tensor, model.layers, dtype=model.dtype)
+        return trace_layer(view.layer, spec, view.tensor, model.layers, dtype=model.dtype)
     return trace_cpu(
         view.layer,
-        view.spec,
+        spec,
         num_tokens=cells.num_tokens,
         dtype=model.dtype,
         cache_dtype=model.cache_dtype,

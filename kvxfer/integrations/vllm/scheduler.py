@@ -39,8 +39,10 @@ from kvxfer.integrations.vllm.views import (
     Pins,
     StepView,
     Tables,
+    drop_last_token,
     pins_of,
     view_request,
+    without_last_token,
     without_null,
 )
 from kvxfer.transfer.wire import Reason
@@ -179,8 +181,14 @@ class SchedulerSide:
         elif self._no_early and is_early(request.kv_transfer_params):
             self._core.refuse_request(view, _EARLY, self._no_early)
         else:
+            is_shorter = self._core.keeps_states and view.wants_offer
+            if is_shorter and view.num_prompt_tokens < 2:
+                self._core.refuse_request(view, "state", "its prompt has one token")
+                return
             try:
-                self._core.on_new_request(view)
+                self._core.on_new_request(without_last_token(view) if is_shorter else view)
+                if is_shorter and self._core.is_offered(view.request_id):
+                    drop_last_token(request)
             except (AttributeError, TypeError, ValueError) as e:
                 # From whoever made the request: the engine must not end for it.
                 self._core.refuse_request(view, Reason.BAD_PARAMS, str(e))

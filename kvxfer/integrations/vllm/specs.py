@@ -14,7 +14,7 @@ import torch
 from kvxfer.errors import ConfigError
 
 _REFUSED = {
-    "MambaSpec": "it keeps a state, not tokens",
+    "MambaSpec": "it keeps a state, whose shape only a running engine says",
     "ChunkedLocalAttentionSpec": "what it keeps depends on where the request's chunk ends",
     "CrossAttentionSpec": "it keeps what an encoder made, which no prompt token says",
     "EncoderOnlyAttentionSpec": "it keeps nothing that another engine could use",
@@ -63,7 +63,25 @@ class LayerSpec:
         return (self.head_size + self.head_size_v) * self.dtype.itemsize
 
 
-def layer_specs(kv_cache_config: Any) -> dict[str, tuple[int, LayerSpec]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """A layer that keeps a state: its tensors lie one behind the other in a block.
+
+    Attributes:
+        state_tokens: tokens from one block of the table to the next.
+        kind: vLLM's ``mamba_type`` by name.
+        shapes, dtypes: of each tensor, on this rank.
+        is_replicated: each rank holds all of it.
+    """
+
+    state_tokens: int
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    is_replicated: bool = False
+
+
+def layer_specs(kv_cache_config: Any) -> dict[str, tuple[int, LayerSpec | StateSpec]]:
     """(group number, spec) of every layer in vLLM's ``KVCacheConfig``, in the groups' order.
 
     Raises ConfigError, naming the layer, for a cache that cannot move.
@@ -87,7 +105,7 @@ def _specs_of(group: Any, number: int) -> dict[str, Any]:
     return {layer: members[layer] for layer in group.layer_names}
 
 
-def _read(layer: str, spec: Any) -> LayerSpec:
+def _read(layer: str, spec: Any) -> LayerSpec | StateSpec:
     from vllm.v1 import kv_cache_interface as interface
 
     # Subclasses mean something else (a state, a ring, tokens that are not the request's), so kinds
@@ -98,6 +116,8 @@ def _read(layer: str, spec: Any) -> LayerSpec:
         return _record(spec)
     if kind is interface.MLAAttentionSpec:
         return _record(spec, is_latent=True)
+    if kind is interface.MambaSpec:
+        return _state(layer, spec)
     if kind is interface.SlidingWindowSpec:
         return _record(spec, window=_kept_tokens(spec))
     if kind is window_latent and not getattr(spec, "bounded_replay", False):
@@ -109,8 +129,23 @@ def cannot_move(layer: str, kind: str) -> ConfigError:
     """Of a layer whose spec is of a kind that does not move, by the name of its class."""
     reason = _REFUSED.get(kind, "what it keeps has no description here")
     return ConfigError(
-        f"{layer}: expected full, sliding-window or latent attention, got {kind}: {reason}; serve "
-        "this model without disaggregation"
+        f"{layer}: expected full, sliding-window or latent attention, or a state, got {kind}: "
+        f"{reason}; serve this model without disaggregation"
+    )
+
+
+def _state(layer: str, spec: Any) -> StateSpec:
+    if getattr(spec, "num_speculative_blocks", 0):
+        raise ConfigError(
+            f"{layer}: expected one state of a request, got {spec.num_speculative_blocks} more for "
+            "tokens that may be rejected; serve this model without speculative decoding"
+        )
+    return StateSpec(
+        state_tokens=spec.block_size,
+        kind=getattr(spec.mamba_type, "name", str(spec.mamba_type)).upper(),
+        shapes=tuple(map(tuple, spec.shapes)),
+        dtypes=tuple(spec.dtypes),
+        is_replicated=getattr(spec, "tp_replicated", False),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 _NULL_BLOCK = 0
@@ -42,6 +42,10 @@ class _RequestView:
     has_embeddings: bool
     is_rejected: bool
 
+    @property
+    def wants_offer(self) -> bool:
+        return bool((self.kv_transfer_params or {}).get("do_remote_decode"))
+
 
 def view_request(request: Any) -> _RequestView:
     token_ids = request.prompt_token_ids
@@ -57,6 +61,22 @@ def view_request(request: Any) -> _RequestView:
         has_embeddings=token_ids is None or getattr(request, "prompt_embeds", None) is not None,
         is_rejected=bool(getattr(request, "abort_immediately", False)),
     )
+
+
+def without_last_token(view: _RequestView) -> _RequestView:
+    """What is offered of a request whose state moves: decode computes the last token itself."""
+    tokens = view.prompt_token_ids[:-1]
+    return replace(view, prompt_token_ids=tokens, num_prompt_tokens=len(tokens))
+
+
+def drop_last_token(request: Any) -> None:
+    """Have a request computed up to its last prompt token, and no further: its answer is one token,
+    which nobody uses. The caller's own list of tokens stays as it is.
+    """
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1]  # noqa: SLF001  # as vLLM's own connector does it
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
 
 
 @dataclass(frozen=True, slots=True)

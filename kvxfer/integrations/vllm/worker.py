@@ -19,7 +19,7 @@ from kvxfer.integrations.vllm.compat import (
     KvxferMetadata,
     KvxferWorkerMetadata,
 )
-from kvxfer.integrations.vllm.regions import Located
+from kvxfer.integrations.vllm.regions import ClearedGroup, Located
 from kvxfer.integrations.vllm.settings import Settings
 from kvxfer.integrations.vllm.stats import KvxferStats, of_worker
 from kvxfer.transfer.manifest import CacheFacts, RankId
@@ -56,6 +56,7 @@ class WorkerSide:
         self._incarnation = incarnation
         self._locate = locate
         self._core: WorkerConnector | None = None
+        self._cleared: tuple[ClearedGroup, ...] = ()
         self._is_idle_step = False
         self._has_orders = False
         self._wants_answer = False
@@ -80,7 +81,7 @@ class WorkerSide:
             device=located.memory.device,
         )
         core.register_kv_caches(located.regions, located.memory)
-        self._core = core
+        self._core, self._cleared = core, located.cleared
 
     def get_handshake_metadata(self) -> KvxferHandshake:
         """What the scheduler side needs to know of this rank."""
@@ -103,6 +104,9 @@ class WorkerSide:
             self._still_since_s = None
         if self._has_orders:
             self._in_flight.begin(metadata.orders.loads)
+            for load in metadata.orders.loads:
+                for group in self._cleared:
+                    group.clear(load.block_ids, load.token_hi)
             core = self._running()
             core.bind_connector_metadata(metadata.orders)
             # vLLM's own call comes after the forward from 0.32 on, unless a load is part of the
