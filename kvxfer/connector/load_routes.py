@@ -18,7 +18,14 @@ from kvxfer.tensors.kv_digest import Cells, cells_of, seed_of
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import RankId, RankManifest
 from kvxfer.transfer.plan import ALL, CopyClass, PullClass, Route
-from kvxfer.transfer.pull import check_table, open_to, pull_class, route_nbytes
+from kvxfer.transfer.pull import (
+    block_chunk_nbytes,
+    check_table,
+    open_to,
+    pull_class,
+    route_nbytes,
+    token_nbytes,
+)
 from kvxfer.transfer.windows import Clipped, Missing, Whole, group_move, held_ids
 from kvxfer.transfer.wire import Consumer, Grant, Pull, Verify
 from kvxfer.transports.base import (
@@ -30,8 +37,9 @@ from kvxfer.transports.base import (
 )
 from kvxfer.transports.choice import Choice
 
-GROWING_CHUNKS, LEAST_GROWING_NBYTES = 16, 1 << 20
-"""A growing offer is sent in so many chunks at least, unless they would be smaller than that."""
+GROWING_CHUNKS, LEAST_GROWING_NBYTES = 16, 64 << 10
+"""A growing offer is sent in chunks of at most this part of its tokens, unless they would have less
+than that."""
 NULL_TRANSPORT = "null"
 """What the Pull of a null route names: nothing is read."""
 
@@ -156,7 +164,7 @@ def _make_run(
             pull_classes=wanted,
             source_ids=(),
             sink_ids=sink_ids,
-            chunk_nbytes=_chunk_nbytes(order, choice, nbytes),
+            chunk_nbytes=_chunk_nbytes(order, choice, nbytes, wanted),
             after=after,
         )
     pull = Pull(
@@ -174,14 +182,20 @@ def _make_run(
     return RouteRun(pull, key, request, incomplete, is_growing=order.grows)
 
 
-def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int) -> int:
+def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int, wanted: Sequence[PullClass]) -> int:
     """Of an offer that grows the chunks are small: one leaves when its last token is open, and the
     last one is waited for.
     """
     best_nbytes = choice.chunk_nbytes(nbytes)
     if not order.grows:
         return best_nbytes
-    return min(best_nbytes, max(LEAST_GROWING_NBYTES, nbytes // GROWING_CHUNKS))
+    # A chunk of one region has the more tokens: so many of one alone are less than those of all.
+    spans_nbytes = [
+        token_nbytes(each) * -(-(each.token_hi - each.token_lo) // GROWING_CHUNKS)
+        for each in wanted
+    ]
+    least_nbytes = max(LEAST_GROWING_NBYTES, block_chunk_nbytes(wanted))
+    return min(best_nbytes, max(least_nbytes, *spans_nbytes))
 
 
 def _verify(order: NewLoad, way: Way, wanted: Sequence[PullClass]) -> Verify | UnsetType:
