@@ -95,6 +95,9 @@ def test_prefill_with_a_prefix_cache(fleet: Fleet) -> None:
         before = Sources.of(pair.decode)
         assert [pair.run(tokens).token_ids] == expected(fleet, [tokens])
         assert Sources.of(pair.decode) - before == Sources(num_tokens - 1, 0, 1)
+    single = prompt(1)
+    assert pair.prefill.prefill(single).params is None
+    assert [pair.run(single).token_ids] == expected(fleet, [single])
     pair.assert_at_rest()
 
 
