@@ -10,12 +10,15 @@ Writes vllm_load_DATE.json, .md and .png. Ctrl-C keeps what was measured. Exit
 status 1 where a contender was lost, gave other tokens or failed requests.
 
 contenders (--contender, may be repeated):
-  nixl  kvxfer  kvxfer,wire=zmq  plain  floor
+  nixl  kvxfer  kvxfer,wire=zmq  early,wire=zmq  plain  floor
   kvxfer,name=mine,wire=cuda_ipc,lease_s=5  settings of the connector
   nixl,UCX_TLS=tcp                          capitals: environment variables
   kvxfer,decode.block_size=64,decode.VLLM_KV_CACHE_LAYOUT=NHD
                                             engine., prefill. or decode.: an
                                             argument of vLLM's engines
+
+early is kvxfer whose decode hears of a request together with prefill. With --link
+the engines, on CPUs, have a network each, joined by a slow link (root).
 
 loads (--load, may be repeated; "/" separates alternatives):
   rate=2/4,prompt=1000-8000,output=64-128   Poisson arrivals, even lengths
@@ -52,6 +55,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # runs uninstal
 from kvxfer.bench.contenders import is_installed
 from kvxfer.bench.core import ContenderLost, Report, WrongBytes, facts_of, tell_lost
 from kvxfer.bench.frame import words_of
+from kvxfer.bench.slow_link import ADDRESSES, LinkUnavailable, SlowLink, Speed
 from scripts.benchmarks.load_pairs import Pair
 from scripts.benchmarks.load_plan import (
     MODELS,
@@ -121,6 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--block-tokens", type=count, help="default 16, on CPUs 32")
     add("--pairs", type=count, help="engine pairs that are there together (default: what fits)")
     add("--engine", action="append", default=[], metavar="ARG=VALUE", help="for all engines")
+    add("--link", type=link_speed, metavar="GBIT,MS", help="between both engines, as in 1,1")
     add("--seed", type=int, default=1, help="of arrivals, lengths and prompts")
     add("--out", type=Path, default=Path("scripts/results"), help="folder of the results")
     add("--note", default="", help="of this machine, for the report")
@@ -135,6 +140,12 @@ def positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
 
 
+def link_speed(text: str) -> Speed:
+    """Gbit/s, and milliseconds one way. Raises ArgumentTypeError."""
+    gbit, _, delay_ms = text.partition(",")
+    return Speed(positive(gbit) * 1e9, positive(delay_ms) / 1e3)
+
+
 def count(text: str) -> int:
     """Raises ArgumentTypeError."""
     if not text.isdigit() or not int(text):
@@ -145,7 +156,8 @@ def count(text: str) -> int:
 def usual_contenders(*, on_gpus: bool, quick: bool) -> tuple[list[str], dict[str, str]]:
     """Those that this machine can run, and why others cannot."""
     wires = GPU_WIRES[: 1 if quick else None] if on_gpus else ("zmq",)
-    names = ["nixl", *(f"kvxfer,wire={wire}" for wire in wires), "plain", "floor"]
+    both = [f"{kind},wire={wire}" for wire in wires for kind in ("kvxfer", "early")]
+    names = ["nixl", *both, "plain", "floor"]
     missing = {
         name: f"expected the package {library}, found none"
         for name in names
@@ -168,6 +180,8 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str
     """The plan, and what is left out with why. Raises SystemExit for what cannot be."""
     free_nbytes = free_nbytes_of_gpus()
     num_gpus = min(2, len(free_nbytes)) if arguments.gpus is None else arguments.gpus
+    if arguments.link is not None:
+        num_gpus = 0
     if num_gpus > len(free_nbytes):
         raise SystemExit(f"--gpus: expected at most {len(free_nbytes)}, got {num_gpus}")
     quick, left_out = arguments.quick, dict[str, str]()
@@ -197,6 +211,7 @@ def plan_of(arguments: argparse.Namespace, folder: Path) -> tuple[Plan, dict[str
         seed=arguments.seed,
         ends_s=time.monotonic() + arguments.limit_s,
         engine=engine_settings(arguments.engine),
+        hosts=ADDRESSES if arguments.link is not None else (),
     )
     if not model.path:
         (folder / "config.json").write_text(json.dumps(model.config(plan.longest), indent=1))
@@ -245,6 +260,7 @@ class Run:
     folder: Path
     served: list[Served] = field(default_factory=list)
     tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    link: SlowLink | None = None
 
     def all(self) -> None:
         """Groups of pairs that have room together; the floor's pair first, whose tokens the others
@@ -265,7 +281,7 @@ class Run:
         try:
             for contender in contenders:
                 if contender.pair_key not in pairs:
-                    pairs[contender.pair_key] = Pair(self.plan, contender, self.folder)
+                    pairs[contender.pair_key] = Pair(self.plan, contender, self.folder, self.link)
             names = ", ".join(each.name for each in contenders)
             say(fill(f"starting {2 * len(pairs)} engines: {names}", 70, subsequent_indent=" " * 10))
             self.warm_up(contenders, pairs)
@@ -421,6 +437,14 @@ def report_of(plan: Plan, arguments: argparse.Namespace, objective: Objective) -
     return report
 
 
+def link_of(speed: Speed) -> SlowLink:
+    """Raises SystemExit where this machine cannot have it."""
+    try:
+        return SlowLink(speed)
+    except LinkUnavailable as exc:
+        raise SystemExit(f"--link: {exc}") from None
+
+
 def tokens_told(checks: list[Check]) -> list[str]:
     """Whose tokens before timing were not the reference's: of a plain engine the first is of its
     prefill, which rounds otherwise than a step of decode.
@@ -460,12 +484,18 @@ def main() -> int:
             get_context("forkserver").set_forkserver_preload(list(PRELOADED))
             forkserver.ensure_running()
         run = Run(plan, report, objective, folder)
+        if arguments.link is not None:
+            run.link = link_of(arguments.link)
+            report.facts["link"] = arguments.link.words
         say(f"{plan.model.name}; {report.facts['engines']}; results: {arguments.out}")
         try:
             run.all()
         except KeyboardInterrupt:
             say("stopped; what was measured until now is kept")
             status = STOPPED
+        finally:
+            if run.link is not None:
+                run.link.close()
         run.write(is_last=True)
     print("\n".join([*tokens_told(report.records["checks"]), *summary(report.records["cells"])]))
     for what, why in report.lost.items():

@@ -46,6 +46,7 @@ BENCHMARKS = {
     "kernels": Named("the copying kernel, and the link (a GPU)", 200, 60),
     "postprocess": Named("rewriting and zeroing blocks (a GPU)", 60, 30),
     "link": Named("each wire over a slow link that it makes (root)", 150, 40, True),
+    "early": Named("prefill and decode asked at once, over a slow link (root)", 150, 40, True),
     "soak": Named("what many small transfers leave behind", 300, 30, True),
 }
 

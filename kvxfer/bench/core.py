@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from kvxfer.bench.plots import Plot, draw
+from kvxfer.bench.plots import Plot, Timeline, draw
 
 WARM_ROUNDS = 2
 LEAST_ROUNDS = 3
@@ -324,7 +324,7 @@ class Report:
     title: str
     facts: dict[str, str]
     tables: Callable[[Report], list[Table]]
-    plot: Callable[[Report], Plot | None] = lambda report: None
+    plot: Callable[[Report], Plot | Timeline | None] = lambda report: None
     records: dict[str, Any] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     date: str = field(default_factory=lambda: today())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.bench.core import Report, Table, facts_of
-from kvxfer.bench.plots import Plot
+from kvxfer.bench.plots import Plot, Timeline
 from kvxfer.bench.pools import SHAPES, TINY, request_of
 
 
@@ -100,7 +100,7 @@ class Session:
         name: str,
         title: str,
         tables: Callable[[Report], list[Table]],
-        plot: Callable[[Report], Plot | None] | None = None,
+        plot: Callable[[Report], Plot | Timeline | None] | None = None,
         packages: tuple[str, ...] = (),
         **facts: str,
     ) -> Report:

@@ -56,7 +56,7 @@ def measure(session: Session, options: argparse.Namespace, link: SlowLink, speed
         speed_tables("speed", HOST_TEXT),
         speed_plot(SOCKETS),
         WIRE_PACKAGES,
-        link=f"{gbit:g} Gbit/s, {delay_ms:g} ms each way",
+        link=speed.words,
     )
     report.facts["round trip of 8 bytes"] = f"{round_trip_ms(link):.2f} ms"
     report.facts["congestion control"] = _CONGESTION_CONTROL.read_text().strip()

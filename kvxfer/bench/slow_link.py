@@ -41,6 +41,7 @@ _FRAME_OVERHEAD_NBYTES = 24
 """Preamble, checksum and gap around each Ethernet frame."""
 _NUM_TRIPS = 50
 _MESSAGE = bytes(8)
+_KEPT_FRAMES = 1 << 16
 QUEUE_S = 0.01
 """How much may wait before the link; a switch has about as much for each port."""
 START_S = 20.0
@@ -68,16 +69,22 @@ class Speed:
     bits_per_s: float
     delay_s: float
 
+    @property
+    def words(self) -> str:
+        return f"{self.bits_per_s / 1e9:g} Gbit/s, {self.delay_s * 1e3:g} ms each way"
+
 
 @dataclass(frozen=True, slots=True)
 class _Relayed:
     """Frames that the link has carried and dropped, both ways; a frame may be 64 KiB long.
-    ``latest_s``: how late the latest one was handed over, at most.
+    ``latest_s``: how late the latest one was handed over, at most. ``frames``: when each one of the
+    source's was on the link to its end, and its bytes; since the last time, as many as are kept.
     """
 
     num_carried: int
     num_dropped: int
     latest_s: float
+    frames: tuple[tuple[float, int], ...]
 
 
 class SlowLink:
@@ -155,6 +162,7 @@ class Queue:
         self._under_way: deque[tuple[float, bytes]] = deque()
         self.num_carried = self.num_dropped = 0
         self.latest_s = 0.0
+        self.frames: deque[tuple[float, int]] = deque(maxlen=_KEPT_FRAMES)
 
     def take(self, frame: bytes, now_s: float) -> None:
         """It stands in the queue now, or is dropped."""
@@ -164,6 +172,7 @@ class Queue:
             return
         self._free_s = begin_s + wire_nbytes(frame) * 8 / self._speed.bits_per_s
         self._under_way.append((self._free_s + self._speed.delay_s, frame))
+        self.frames.append((self._free_s, len(frame)))
 
     def deliver(self, now_s: float) -> None:
         """Whatever has come to the end."""
@@ -229,8 +238,10 @@ def _relay(pipe: Connection, speed: Speed) -> None:
                     sum(way.num_carried for way in ways.values()),
                     sum(way.num_dropped for way in ways.values()),
                     max(way.latest_s for way in ways.values()),
+                    tuple(ways[first].frames),
                 )
             )
+            ways[first].frames.clear()
 
 
 def _namespace(address: str) -> tuple[int, int]:

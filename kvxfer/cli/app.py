@@ -119,7 +119,7 @@ def plan(options: PlanOptions) -> None:
 def proxy(options: ProxyOptions) -> None:
     """Serve OpenAI requests with prefill and decode engines of vLLM, until ctrl-C.
 
-    Each request is prefilled by one engine and decoded by another, in turn. Needs the extra proxy.
+    Each request is prefilled by one engine and decoded by another. Needs the extra proxy.
     """
     address = parse_address("--listen", options.listen, everywhere=True)
     settings = ProxySettings(
@@ -128,6 +128,7 @@ def proxy(options: ProxyOptions) -> None:
         host=address.host.strip("[]"),
         port=address.port,
         on_missing_kv=options.on_missing_kv,
+        dispatch=options.dispatch,
         prefill_timeout_s=options.timeout_s,
         connect_timeout_s=options.connect_timeout_s,
         health_interval_s=options.health_interval_s,

@@ -213,6 +213,7 @@ def _run(options: RunOptions, setup: _Setup, wait_s: float = 0.0) -> bool:
                 single=engines.get("single"),
                 on_load_failure=options.on_load_failure,
                 progress=progress,
+                dispatch=options.dispatch,
             )
             try:
                 replay.run()

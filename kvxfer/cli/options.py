@@ -18,7 +18,7 @@ from typer import Argument, Option
 from kvxfer.config import ENV_PREFIX
 from kvxfer.engine.config import CPU, CUDA, OnLoadFailure, check_device, place_ranks
 from kvxfer.errors import ConfigError, KvxferError
-from kvxfer.proxy.settings import MAX_BODY_NBYTES, OnMissingKv
+from kvxfer.proxy.settings import MAX_BODY_NBYTES, Dispatch, OnMissingKv
 
 
 def own_version() -> str:
@@ -69,6 +69,13 @@ _Devices = Annotated[
         help="With --device cuda: the GPU of each rank, as in 0,1; those that are free of other "
         "ranks first if not given.",
         metavar="N,N,...",
+    ),
+]
+_Dispatch = Annotated[
+    Dispatch,
+    Option(
+        help="When decode hears of a request: after prefill's answer, or together with prefill, "
+        "so that KV moves while prefill computes."
     ),
 ]
 _PORTS = "N, N-M or N+rank"
@@ -145,6 +152,10 @@ class EngineOptions:
         Dtype.FLOAT32
     )
     transport: Annotated[Wire | None, Option(help="The wire; auto if not given.")] = None
+    step_tokens: Annotated[
+        int,
+        Option(min=1, help="Tokens of a step, at most; longer prompts are computed in chunks."),
+    ] = 2048
     log_level: Annotated[
         str | None, Option(help="DEBUG, INFO, WARNING, ERROR or CRITICAL, on standard error.")
     ] = None
@@ -173,6 +184,7 @@ class RunOptions(EngineOptions):
     limit: Annotated[int | None, Option(help="Only the first so many prompts.")] = None
     max_new_tokens: Annotated[int, Option(help="Tokens to decode for each prompt, at most.")] = 32
     in_flight: Annotated[int, Option(help="Requests that run at once.")] = 8
+    dispatch: _Dispatch = Dispatch.IN_TURN
     on_load_failure: Annotated[
         OnLoadFailure, Option(help="What happens to a request whose KV cannot be loaded.")
     ] = OnLoadFailure.RECOMPUTE
@@ -371,6 +383,7 @@ class ProxyOptions:
             "to decode without KV and counted. One whose prefill offers no KV goes there always."
         ),
     ] = OnMissingKv.REFUSE
+    dispatch: _Dispatch = Dispatch.IN_TURN
     timeout_s: Annotated[float, Option(help="Seconds for a whole prefill.")] = 300.0
     connect_timeout_s: Annotated[float, Option(help="Seconds to connect to an engine.")] = 5.0
     health_interval_s: Annotated[

@@ -77,8 +77,8 @@ class TokenDifference(msgspec.Struct, frozen=True):
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """One request. ``tokens_equal`` and ``kv`` are None where nothing was compared; ``failure``:
-    why KV was not used, ``detail``: the same at length. ``text``: of the tokens, where there is a
-    tokenizer.
+    why KV was not used, ``detail``: the same at length. ``ttft_s``: from sending it to decode's
+    first token. ``text``: of the tokens, where there is a tokenizer.
     """
 
     name: str
@@ -89,6 +89,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     num_external_tokens: int
     token_ids: tuple[int, ...]
     transfer: Transfer | None
+    ttft_s: float | None
     failure: str | None
     detail: str
     tokens_equal: bool | None
@@ -113,14 +114,23 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Answers:
-    """Of one request, so far. ``single``: the single engine's tokens, None without one."""
+    """Of one request, so far. ``single``: the single engine's tokens, None without one. Moments
+    are of this host's clock, 0 for none: sent to prefill, decode's first token heard.
+    """
 
     prefill: Done | None = None
     prefill_tokens: list[Token] = field(default_factory=list)
     decode: Done | None = None
     tokens: list[Token] = field(default_factory=list)
     single: list[Token] | None = None
+    sent_s: float = 0.0
+    first_token_s: float = 0.0
     failure: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        both = self.sent_s and self.first_token_s
+        return self.first_token_s - self.sent_s if both else None
 
 
 def judge(name: str, num_prompt_tokens: int, answers: Answers) -> Result:
@@ -140,6 +150,7 @@ def judge(name: str, num_prompt_tokens: int, answers: Answers) -> Result:
         num_external_tokens=decode.num_external_tokens if decode else 0,
         token_ids=tuple(token.token_id for token in answers.tokens),
         transfer=transfer(loads),
+        ttft_s=answers.ttft_s,
         failure=answers.failure or (decode.failure if decode else None),
         detail=_detail(decode) or _detail(prefill),
         tokens_equal=None if answers.single is None else difference is None,
@@ -238,6 +249,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     gbps: float | None
     median_wait_s: float | None
     most_wait_s: float | None
+    median_ttft_s: float | None
+    most_ttft_s: float | None
     wires: tuple[str, ...]
     num_checked_tokens: int
     num_equal_tokens: int
@@ -268,6 +281,7 @@ def summarise(
     nbytes = sum(each.nbytes for each in transfers)
     read_s = busy_s((each.granted_s, each.placed_s) for each in transfers)
     waits_s = [each.wait_s for each in transfers]
+    ttfts_s = [result.ttft_s for result in results if result.ttft_s is not None]
     checked_kv = [result.kv for result in results if result.kv is not None]
     return Summary(
         num_requests=len(results),
@@ -283,6 +297,8 @@ def summarise(
         gbps=nbytes / read_s / 1e9 if read_s > 0 else None,
         median_wait_s=statistics.median(waits_s) if waits_s else None,
         most_wait_s=max(waits_s, default=None),
+        median_ttft_s=statistics.median(ttfts_s) if ttfts_s else None,
+        most_ttft_s=max(ttfts_s, default=None),
         wires=tuple(sorted({wire for each in transfers for wire in each.wires})),
         num_checked_tokens=sum(result.tokens_equal is not None for result in results),
         num_equal_tokens=sum(result.tokens_equal is True for result in results),

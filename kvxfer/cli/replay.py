@@ -1,7 +1,8 @@
 """Send every prompt through prefill and then decode, several at once, and hear what becomes of it.
 
 A request is queued, at prefill, at decode, or over; beside that, the single-engine run takes the
-prompts one by one.
+prompts one by one. With ``Dispatch.TOGETHER`` it is at both at once, from the first answer of the
+prefill engine on; without an offer decode is asked again, for the prompt alone.
 """
 
 from __future__ import annotations
@@ -13,16 +14,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import zmq
 
 from kvxfer.cli.outcome import Answers, Result, judge, why_unused
 from kvxfer.cli.prompts import Prompt
 from kvxfer.cli.sides import Work
+from kvxfer.connector.params import early_params, mint_request
 from kvxfer.engine import rpc
 from kvxfer.engine.config import OnLoadFailure
 from kvxfer.engine.group import EngineGroup
+from kvxfer.engine.request import Status
 from kvxfer.errors import KvxferError, PeerLost, ProtocolError
+from kvxfer.proxy.settings import Dispatch
 
 log = logging.getLogger("kvxfer.cli")
 
@@ -57,6 +62,9 @@ class _Job:
     prompt: Prompt
     answers: Answers = field(default_factory=Answers)
     is_at_prefill: bool = False
+    is_at_decode: bool = False
+    is_asked_again: bool = False
+    """Decode is told to end it; when it has, it is asked for it without KV."""
     is_over: bool = False
     is_compared: bool = False
     """The single engine has said all of it."""
@@ -76,11 +84,15 @@ class Replay:
         single: RunEngine | None,
         on_load_failure: OnLoadFailure,
         progress: Progress,
+        dispatch: Dispatch = Dispatch.IN_TURN,
     ) -> None:
         self._prefill, self._decode, self._single = prefill, decode, single
         self._in_flight = work.in_flight
         self._on_load_failure = on_load_failure
         self._progress = progress
+        self._dispatch = dispatch
+        # The prefill engine's last answer; it names the engine to who comes before the next.
+        self._learned: dict[str, Any] | None = None
         # Ids are unique per engine, and an engine may have served other runs.
         run = secrets.token_hex(4)
         self._jobs = {f"{run}-{i}": _Job(prompt) for i, prompt in enumerate(work.prompts)}
@@ -131,26 +143,40 @@ class Replay:
 
     def _ask_prefill(self, request_id: str) -> None:
         job = self._jobs[request_id]
+        job.answers.sent_s = time.monotonic()
         if self._prefill.lost_at_s is not None:
             self._without_prefill(request_id, _PREFILL_LOST)
             return
         job.is_at_prefill = True
-        params = {"do_remote_decode": True, "do_remote_prefill": False}
+        params: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
+        name, is_together = mint_request(), self._dispatch is Dispatch.TOGETHER
+        early = early_params(self._learned, name) if is_together else None
+        if early is not None:
+            params["kvxfer"] = {"request": name}
         self._prefill.client.send(rpc.Generate(request_id, job.prompt.token_ids, 1, params))
+        if early is not None:
+            self._ask_decode(request_id, early)
 
-    def _ask_decode(self, request_id: str) -> None:
+    def _ask_decode(self, request_id: str, params: dict[str, Any] | None) -> None:
         job = self._jobs[request_id]
-        prompt, prefill = job.prompt, job.answers.prefill
-        params = prefill.kv_transfer_params if prefill else None
+        prompt, job.is_at_decode = job.prompt, True
         self._decode.client.send(
             rpc.Generate(request_id, prompt.token_ids, prompt.max_new_tokens, params)
         )
 
     def _without_prefill(self, request_id: str, reason: str) -> None:
         job = self._jobs[request_id]
-        job.answers.failure, job.is_at_prefill = reason, False
-        if self._on_load_failure is OnLoadFailure.RECOMPUTE:
-            self._ask_decode(request_id)
+        job.is_at_prefill = False
+        if job.answers.decode is not None:
+            self._over(request_id)
+            return
+        job.answers.failure = reason
+        may_ask = self._on_load_failure is OnLoadFailure.RECOMPUTE
+        if job.is_at_decode:  # it waits there for an offer that will never be
+            job.is_asked_again = may_ask
+            self._decode.client.send(rpc.Abort(request_id))
+        elif may_ask:
+            self._ask_decode(request_id, None)
         else:
             self._over(request_id)
 
@@ -236,20 +262,39 @@ class Replay:
             job.answers.prefill_tokens.append(message)
             return
         job.answers.prefill = message
-        if message.kv_transfer_params is None:
+        params = message.kv_transfer_params
+        if params is None:
             self._without_prefill(message.request_id, message.failure or _NO_OFFER)
-        else:
-            job.is_at_prefill = False
-            self._ask_decode(message.request_id)
+            return
+        job.is_at_prefill, self._learned = False, params
+        if job.answers.decode is not None:
+            self._decoded(message.request_id)
+        elif not job.is_at_decode:
+            self._ask_decode(message.request_id, params)
 
     def _decode_said(self, message: rpc.Token | rpc.Done) -> None:
-        answers = self._jobs[message.request_id].answers
+        job = self._jobs[message.request_id]
+        answers = job.answers
         if isinstance(message, rpc.Token):
+            if not answers.tokens:
+                answers.first_token_s = time.monotonic()
             answers.tokens.append(message)
-        else:
-            answers.decode = message
-            self._tell_prefill(message)
-            self._over(message.request_id)
+            return
+        job.is_at_decode = False
+        if job.is_asked_again and message.status == Status.FINISHED_ABORTED.name:
+            answers.tokens.clear()
+            self._ask_decode(message.request_id, None)
+            return
+        answers.decode = message
+        if not job.is_at_prefill:
+            self._decoded(message.request_id)
+
+    def _decoded(self, request_id: str) -> None:
+        """Both have said all of it."""
+        done = self._jobs[request_id].answers.decode
+        assert done is not None
+        self._tell_prefill(done)
+        self._over(request_id)
 
     def _tell_prefill(self, done: rpc.Done) -> None:
         """What was offered in vain comes back at once, and a log elsewhere says why."""
@@ -278,7 +323,7 @@ class Replay:
             raise PeerLost(
                 f"engine at {engine.client.endpoint}: the connection ended; is it running?"
             )
-        engine.lost_at_s = time.monotonic()
+        engine.lost_at_s, self._learned = time.monotonic(), None
         engine.client.close()
         log.warning(
             "engine %s at %s has gone; waiting up to %g s for it to come back",

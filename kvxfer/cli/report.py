@@ -99,6 +99,11 @@ def _summary_lines(results: Sequence[Result], summary: Summary) -> list[str]:
     else:
         nothing = "wire none: nothing was moved"
         lines.append(f"[{_bad(summary)}]{nothing}[/]" if summary.reasons else nothing)
+    if summary.median_ttft_s is not None and summary.most_ttft_s is not None:
+        lines.append(
+            f"first token: median {_ms(summary.median_ttft_s)} ms after the request was sent, "
+            f"most {_ms(summary.most_ttft_s)} ms"
+        )
     lines += _unused_lines(results, summary)
     lines += _difference_lines(results)
     lines.append(_verdict(summary))

@@ -120,6 +120,7 @@ def transfer_engine(
             tp_size=side.tp_size,
             block_size=side.block_size,
             layout=side.layout.value,
+            max_num_batched_tokens=options.step_tokens,
             enable_prefix_caching=side.prefix_caching,
             device=side.device,
             devices=side.devices,
@@ -131,7 +132,7 @@ def fitted(
     engine: EngineConfig, side: SideOptions, options: RunOptions, model: ModelConfig, work: Work
 ) -> EngineConfig:
     with naming_options(side.option_names):
-        num_blocks = pool_blocks(side, model, work)
+        num_blocks = pool_blocks(side, model, work, engine.max_num_batched_tokens)
     return msgspec.structs.replace(
         engine,
         num_blocks=num_blocks,
@@ -157,6 +158,7 @@ def single_engine(
         num_kv_heads=options.kv_heads,
         dtype=model.dtype,
         max_model_len=work.max_tokens(),
+        max_num_batched_tokens=options.step_tokens,
         enable_prefix_caching=False,
         device=device,
         kv=Config(log_level="WARNING"),
@@ -166,11 +168,15 @@ def single_engine(
     return msgspec.structs.replace(config, num_blocks=num_blocks)
 
 
-def pool_blocks(side: SideOptions, model: ModelConfig, work: Work) -> int:
+def pool_blocks(side: SideOptions, model: ModelConfig, work: Work, step_tokens: int = 2048) -> int:
     if side.num_blocks is not None:
         return side.num_blocks
     config = EngineConfig(
-        role=Role.BOTH, engine_id="sizing", tp_size=side.tp_size, block_size=side.block_size
+        role=Role.BOTH,
+        engine_id="sizing",
+        tp_size=side.tp_size,
+        block_size=side.block_size,
+        max_num_batched_tokens=step_tokens,
     )
     sizing, block_nbytes = _sizing(config, model)
     return work.num_blocks(sizing, _KEPT_NBYTES // block_nbytes)

@@ -257,12 +257,13 @@ def _wanted(
     return tuple(asked), frozenset(incomplete)
 
 
-def open_tokens_of(grant: Grant, order: NewLoad) -> int:
-    """Up to where a Grant opens what this load wants; ALL: all of it."""
+def open_tokens_of(grant: Grant, run: RouteRun) -> int:
+    """Up to where a Grant opens what this route wants; ALL: all of it, whole opaque blocks too."""
     open_tokens = grant.open_tokens
-    if isinstance(open_tokens, UnsetType) or open_tokens >= order.token_hi:
+    wanted = run.request.pull_classes if run.request is not None else ()
+    if isinstance(open_tokens, UnsetType):
         return ALL
-    return open_tokens
+    return ALL if all(asked.token_hi <= open_tokens for asked in wanted) else open_tokens
 
 
 def take_granted_ids(run: RouteRun, block_ids: GroupBlockIds, open_tokens: int) -> None:

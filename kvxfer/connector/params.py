@@ -293,5 +293,11 @@ def early_params(answer: Mapping[str, Any] | None, request: str) -> dict[str, An
     }
 
 
+def is_early(params: Mapping[str, Any]) -> bool:
+    """Whether these are params of :func:`early_params`, or look like them."""
+    ours = params.get("kvxfer")
+    return bool(params.get("do_remote_prefill")) and isinstance(ours, Mapping) and "request" in ours
+
+
 def _if_set(name: str, value: str | None) -> dict[str, str]:
     return {} if value is None else {name: value}

@@ -363,8 +363,11 @@ class SchedulerConnector:
             orders = msgspec.structs.replace(orders, manifest=self._manifest)
         return orders
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Take the aggregated reports of the ranks."""
+    def update_connector_output(self, output: KVConnectorOutput) -> dict[str, Plain]:
+        """Take the aggregated reports of the ranks. Returns why requests will run plain whose offer
+        was looked for in vain.
+        """
+        missed: dict[str, Plain] = {}
         if output.must_drain:
             self.drain()
         if output.near:
@@ -372,6 +375,7 @@ class SchedulerConnector:
         for name, found in (output.found or {}).items():
             for request_id, source, plain in self._loads.found(name, found):
                 self._not_loaded(request_id, plain, source)
+                missed[request_id] = plain
         failed = output.failed_recving or {}
         details = output.failure_details or {}
         for request_id in output.finished_recving or ():
@@ -396,6 +400,7 @@ class SchedulerConnector:
             self._tell(self._unused.note(self._now(), request_id, reason, detail, load.source))
         for request_id in output.finished_sending or ():
             self._offers.sent(request_id)
+        return missed
 
     def has_orders(self) -> bool:
         """Whether something waits for the next metadata: an idle engine should then run one

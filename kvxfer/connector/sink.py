@@ -406,7 +406,7 @@ class Sink:
         """
         run = load.routes[source]
         is_complete = grant.open_tokens is UNSET
-        open_tokens = ALL if is_complete else open_tokens_of(grant, load.order)
+        open_tokens = ALL if is_complete else open_tokens_of(grant, run)
         if load.is_in(source, RouteState.ASKED) or (
             open_tokens > run.open_tokens and load.is_in(source, RouteState.READING)
         ):

@@ -211,7 +211,7 @@ class Source:
     def _name(self, offer: GivenOffer, name: bytes) -> None:
         """An offer under the id that a router gave its request; the first one has it."""
         named = self._by_name.get(name)
-        if named is not None and named.nonce in self._live:
+        if named is not None and named.state in (OfferState.PENDING, OfferState.OPEN):
             self._ledger.count("control.name_taken")
         elif name:
             offer.name = name

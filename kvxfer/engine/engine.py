@@ -119,6 +119,15 @@ class Engine:
             raise KvxferError(f"engine {self.config.engine_id} refused: {result.error}")
         return result
 
+    def first_token(self, request_id: str, timeout_s: float = 60.0) -> None:
+        """Wait for it, or for the request's end. Raises as :meth:`result` does."""
+        deadline_s = time.monotonic() + timeout_s
+        while request_id not in self._results and not self._tokens[request_id]:
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise PeerLost(f"request {request_id}: no token within {timeout_s:g} s")
+            self._hear(left_s)
+
     def generate(
         self,
         prompt_token_ids: Sequence[int],

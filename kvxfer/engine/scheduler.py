@@ -236,6 +236,8 @@ class Scheduler:
         if not self._blocks.admit(request, hit, num_external):
             return False
         request.num_cached_tokens = request.num_computed_tokens = hit.num_tokens
+        if num_external:
+            request.failure = None  # of a load before this one
         if request.failure is None:
             # After a failed load it stays what was to be loaded.
             request.num_external_tokens = num_external
@@ -263,9 +265,10 @@ class Scheduler:
         # The last token must be computed, to sample from. A shorter hit is another one, not a part
         # of this: a group with a window needs older blocks for it, which may be gone.
         hit = self._blocks.find_hit(request, request.num_prompt_tokens - 1)
+        external = self._num_external_tokens(request, hit.num_tokens)
         if request.num_prompt_tokens - hit.num_tokens <= self._config.block_size:
-            return hit, (0, False)  # the last block is computed again: nothing is worth moving
-        return hit, self._num_external_tokens(request, hit.num_tokens)
+            external = 0, False  # the last block is computed again: nothing is worth moving
+        return hit, external
 
     def _num_external_tokens(
         self, request: Request, num_hit_tokens: int
@@ -289,7 +292,11 @@ class Scheduler:
 
     def _update_transfers(self, output: KVConnectorOutput, events: list[Event]) -> None:
         if self._connector is not None:
-            self._connector.update_connector_output(output)
+            missed = self._connector.update_connector_output(output)
+            for request_id in missed.keys() & self._live.keys():
+                self._live[request_id].plain = missed[request_id]
+            if output.found:
+                self._is_blocked = False  # who was answered "ask again" may have its load now
         for report in output.kv_connector_stats.loads if output.kv_connector_stats else ():
             if report.request_id in self._live:
                 self._live[report.request_id].reports.append(report)

@@ -138,19 +138,22 @@ class ClientBody:
     path: str
     fields: Mapping[str, msgspec.Raw]
 
-    def for_prefill(self) -> bytes:
-        """The same request for one token, not streamed, its KV kept for somebody else."""
+    def for_prefill(self, offer: str | None = None) -> bytes:
+        """The same request for one token, not streamed, its KV kept for somebody else. ``offer``:
+        the name by which a decode engine asks for it before there is an answer.
+        """
         fields: dict[str, object] = {
             name: value for name, value in self.fields.items() if name not in _DROPPED_FOR_PREFILL
         }
-        fields |= {"max_tokens": 1, "stream": False, _KV_PARAMS: dict(_PREFILL_PARAMS)}
+        params = dict(_PREFILL_PARAMS) | ({} if offer is None else {"kvxfer": {"request": offer}})
+        fields |= {"max_tokens": 1, "stream": False, _KV_PARAMS: params}
         if self.path == CHAT and "max_completion_tokens" in fields:
             fields["max_completion_tokens"] = 1
         return msgspec.json.encode(fields)
 
-    def for_decode(self, params: msgspec.Raw | None) -> bytes:
-        """The client's request with the prefill engine's params, byte for byte; None: without."""
-        fields = dict(self.fields)
+    def for_decode(self, params: msgspec.Raw | Mapping[str, Any] | None) -> bytes:
+        """The client's request with params; a prefill engine's byte for byte. None: without."""
+        fields: dict[str, object] = dict(self.fields)
         if params is not None:
             fields[_KV_PARAMS] = params
         return msgspec.json.encode(fields)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvxfer.proxy.bodies import Reason
-from kvxfer.proxy.settings import Engine
+from kvxfer.proxy.settings import Dispatch, Engine
 
 CONTENT_TYPE: Final = CONTENT_TYPE_LATEST
 _PREFIX = "kvxfer_proxy_"
@@ -35,6 +35,12 @@ class Metrics:
         self.retries = self._counter(
             "retries", "reason", "Requests that another engine took after one was gone, by reason."
         )
+        self.dispatched = Counter(
+            _PREFIX + "dispatched",
+            "Prefill requests, by whether decode was asked together with prefill or in turn.",
+            ["how"],
+            registry=self._registry,
+        )
         self.in_flight = Gauge(
             _PREFIX + "in_flight", "Requests being served now.", registry=self._registry
         )
@@ -50,6 +56,8 @@ class Metrics:
             ["side", "engine"],
             registry=self._registry,
         )
+        for how in Dispatch:
+            self.dispatched.labels(how.value)
         for reason in Reason:  # a rate over a series that begins at 1 misses it
             self.failures.labels(reason.value)
             self.retries.labels(reason.value)

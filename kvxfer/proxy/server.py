@@ -7,6 +7,10 @@ close. A prefill engine keeps the prompt's blocks until a decode engine has take
 up. So one of them hears of every request whose prefill has answered, also when nobody waits for the
 answer any more, and gives it up when the proxy hangs up. Where no decode engine can be reached, the
 prefill engine's own lease ends it.
+
+With ``Dispatch.TOGETHER`` both are asked at once, once the prefill engine's last answer tells how
+decode finds an offer that is not there yet. The client gets nothing before decode has a piece of
+its answer. Until then what one side fails ends the other's work, and the request goes on in turn.
 """
 
 from __future__ import annotations
@@ -19,11 +23,13 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
+from kvxfer.connector.params import early_params, mint_request
 from kvxfer.errors import ConfigError
 from kvxfer.log_limit import LogLimit
 from kvxfer.proxy.bodies import (
@@ -45,7 +51,7 @@ from kvxfer.proxy.bodies import (
 )
 from kvxfer.proxy.metrics import CONTENT_TYPE, Metrics
 from kvxfer.proxy.pool import UP, EnginePool, Seen, State
-from kvxfer.proxy.settings import Engine, OnMissingKv, ProxySettings, Side
+from kvxfer.proxy.settings import Dispatch, Engine, OnMissingKv, ProxySettings, Side
 
 MODELS = "/v1/models"
 _HEALTH = "/health"
@@ -79,6 +85,7 @@ class Proxy:
         self._without_kv: LogLimit[tuple[Engine, Reason]] = LogLimit()
         self._abandoned: set[asyncio.Task[None]] = set()
         self._drains_until_s: dict[Engine, float] = {}
+        self._learned: dict[Engine, dict[str, Any]] = {}
         for engine in settings.engines:
             self.metrics.see(engine, is_up=False)
 
@@ -133,7 +140,10 @@ class Proxy:
             for left in reversed(range(MOST_TRIES)):
                 try:
                     if asked is None:
-                        asked = await self._prepare(request, body, request_id)
+                        prepared = await self._prepare(request, body, request_id)
+                        if not isinstance(prepared, ForDecode):
+                            return prepared
+                        asked = prepared
                     return await self._relay("POST", request, request_id, asked)
                 except EngineGone as e:
                     side = Side.PREFILL if asked is None else Side.DECODE
@@ -147,15 +157,26 @@ class Proxy:
                         asked = replace(asked, is_doubtful=asked.has_kv and e.was_asked)
             raise AssertionError("the last try returns or raises")
 
-    async def _prepare(self, request: web.Request, body: ClientBody, request_id: str) -> ForDecode:
-        """Have the prompt computed. Raises EngineGone where another engine may do it, ErrorReply
-        for a request that is not to be served.
+    async def _prepare(
+        self, request: web.Request, body: ClientBody, request_id: str
+    ) -> ForDecode | web.StreamResponse:
+        """Have the prompt computed; the answer itself where decode was asked together with prefill.
+        Raises EngineGone where another engine may do it, ErrorReply for a request that is not to be
+        served.
         """
         # Nobody computes a prompt that nobody can go on with.
         self.pool.require(Side.DECODE)
         prefill = self.pool.pick(Side.PREFILL)
+        name = mint_request()
+        early = early_params(self._learned.get(prefill), name)
+        how = Dispatch.IN_TURN if early is None else Dispatch.TOGETHER
+        self.metrics.dispatched.labels(how.value).inc()
+        sent = body.for_prefill(None if early is None else name)
+        prefilling = asyncio.create_task(self._prefill(prefill, request, sent, request_id))
         try:
-            params = await self._prefill(prefill, request, body, request_id)
+            if early is not None:
+                return await self._together(request, body, request_id, early, prefilling)
+            params = await prefilling
         except (NoKv, ErrorReply) as e:
             if isinstance(e, Drains):
                 self._drains_until_s[prefill] = time.monotonic() + DRAINING_S
@@ -168,6 +189,55 @@ class Proxy:
             self._go_on_without_kv(prefill, e)
             return ForDecode(body.for_decode(None), has_kv=False)
         return ForDecode(body.for_decode(params), has_kv=True)
+
+    async def _together(
+        self,
+        request: web.Request,
+        body: ClientBody,
+        request_id: str,
+        early: dict[str, Any],
+        prefilling: asyncio.Task[msgspec.Raw],
+    ) -> ForDecode | web.StreamResponse:
+        """Decode's answer, or what to ask of another engine where that one has gone. Raises as
+        :meth:`_prefill` does, as long as the client has got nothing.
+        """
+        engine = self.pool.pick(Side.DECODE)
+        until_s = asyncio.get_running_loop().time() + ABANDONED_S
+        asking = self._ask(engine, "POST", request, request_id, body.for_decode(early))
+        beginning = asyncio.create_task(self._begin(engine, asking))
+        try:
+            await asyncio.wait((prefilling, beginning), return_when=asyncio.FIRST_COMPLETED)
+            if not beginning.done():
+                prefilling.result()  # raises where nothing will come
+            try:
+                answer, first = await beginning
+            except EngineGone as e:
+                self.metrics.retries.labels(e.reason.value).inc()
+                log.info("another engine takes request %s: %s", request_id, e)
+                params = await prefilling
+                return ForDecode(body.for_decode(params), has_kv=True, is_doubtful=e.was_asked)
+            return await self._pass_on(engine, answer, first, request, request_id)
+        finally:
+            # Once decode has answered, or failed, nobody needs what prefill still does.
+            beginning.cancel()
+            prefilling.cancel()
+            await asyncio.gather(beginning, prefilling, return_exceptions=True)
+            self._abandon(asking, until_s)
+
+    async def _begin(
+        self, engine: Engine, asking: asyncio.Task[aiohttp.ClientResponse]
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """An answer with the first piece of its body. Raises EngineGone."""
+        try:
+            answer = await asyncio.shield(asking)
+            first = await _next_chunk(answer)
+        except (aiohttp.ClientError, OSError) as e:
+            raise self._unreachable(engine, Reason.DECODE_UNREACHABLE, e) from e
+        except _AnswerCut as e:
+            gone = f"{engine}: {e}"
+            raise EngineGone(Reason.DECODE_CUT, gone, was_asked=True) from e
+        self._check_gone(engine, answer, is_doubtful=False)
+        return answer, first
 
     def _go_on_without_kv(self, prefill: Engine, e: NoKv | ErrorReply) -> None:
         self.metrics.without_kv.labels(e.reason.value).inc()
@@ -211,6 +281,8 @@ class Proxy:
     def _see(self, engine: Engine, seen: Seen) -> None:
         if seen.state is State.UP and time.monotonic() < self._drains_until_s.get(engine, 0.0):
             return  # it serves, and would offer nothing
+        if seen.state is State.DOWN:
+            self._learned.pop(engine, None)  # it comes back as another incarnation
         if seen.state is not State.DRAINING:
             self._drains_until_s.pop(engine, None)
         self.metrics.see(engine, is_up=seen.state is State.UP)
@@ -242,7 +314,7 @@ class Proxy:
         return bytes(body)
 
     async def _prefill(
-        self, engine: Engine, request: web.Request, body: ClientBody, request_id: str
+        self, engine: Engine, request: web.Request, body: bytes, request_id: str
     ) -> msgspec.Raw:
         """The params of the prompt's KV. Raises NoKv or ErrorReply, naming the engine."""
         sent_s = time.monotonic()
@@ -250,8 +322,8 @@ class Proxy:
         try:
             async with asyncio.timeout(limit_s) as timeout:
                 async with self._session.post(
-                    engine.url + body.path,
-                    data=body.for_prefill(),
+                    engine.url + request.path,
+                    data=body,
                     headers=to_prefill(request.headers.items(), request_id),
                     allow_redirects=False,
                 ) as answer:
@@ -266,7 +338,10 @@ class Proxy:
             raise self._unreachable(engine, Reason.PREFILL_UNREACHABLE, e) from e
         self.metrics.prefill_s.observe(time.monotonic() - sent_s)
         self._note_status(engine, answer.status)
-        return read_params(str(engine), answer.status, raw)
+        params = read_params(str(engine), answer.status, raw)
+        if self._settings.dispatch is Dispatch.TOGETHER:
+            self._learned[engine] = msgspec.json.decode(params)
+        return params
 
     async def _relay(
         self,
@@ -290,19 +365,19 @@ class Proxy:
         except (aiohttp.ClientError, OSError) as e:
             raise self._unreachable(engine, Reason.DECODE_UNREACHABLE, e) from e
         try:
-            self._note_status(engine, answer.status)
-            is_gone = answer.status == UNAVAILABLE and self.pool.has_another(engine)
-            if is_gone or (asked.is_doubtful and answer.status >= 500):
-                raise EngineGone(Reason.DECODE_ERROR, f"{engine}: answered {answer.status}")
-            if answer.status >= 400:
-                self.metrics.fail(Reason.DECODE_ERROR)
-            reply = web.StreamResponse(status=answer.status, reason=answer.reason)
-            reply.headers.extend(to_client(answer.headers.items()))
-            reply.headers.setdefault(REQUEST_ID, request_id)
-            await self._pass_on(engine, answer, reply, request)
+            self._check_gone(engine, answer, is_doubtful=asked.is_doubtful)
+            return await self._pass_on(engine, answer, b"", request, request_id)
         finally:
             answer.close()  # not release: an answer that was not read to its end must be aborted
-        return reply
+
+    def _check_gone(
+        self, engine: Engine, answer: aiohttp.ClientResponse, *, is_doubtful: bool
+    ) -> None:
+        """Raises EngineGone for an answer that leaves the request to another engine."""
+        self._note_status(engine, answer.status)
+        is_gone = answer.status == UNAVAILABLE and self.pool.has_another(engine)
+        if is_gone or (is_doubtful and answer.status >= 500):
+            raise EngineGone(Reason.DECODE_ERROR, f"{engine}: answered {answer.status}")
 
     def _ask(
         self,
@@ -335,11 +410,20 @@ class Proxy:
         self,
         engine: Engine,
         answer: aiohttp.ClientResponse,
-        reply: web.StreamResponse,
+        first: bytes,
         request: web.Request,
-    ) -> None:
+        request_id: str,
+    ) -> web.StreamResponse:
+        """``first``: what was read of it."""
+        if answer.status >= 400:
+            self.metrics.fail(Reason.DECODE_ERROR)
+        reply = web.StreamResponse(status=answer.status, reason=answer.reason)
+        reply.headers.extend(to_client(answer.headers.items()))
+        reply.headers.setdefault(REQUEST_ID, request_id)
         try:
             await reply.prepare(request)
+            if first:
+                await reply.write(first)
             while chunk := await _next_chunk(answer):
                 await reply.write(chunk)
             await reply.write_eof()
@@ -352,6 +436,7 @@ class Proxy:
         except ConnectionError:
             # Found by a write before the server noticed; it knows what to do with such a reply.
             self.metrics.fail(Reason.CLIENT_GONE)
+        return reply
 
     def _note_status(self, engine: Engine, status: int) -> None:
         if status == UNAVAILABLE:

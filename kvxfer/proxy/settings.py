@@ -22,6 +22,16 @@ class Side(enum.StrEnum):
     DECODE = "decode"
 
 
+class Dispatch(enum.StrEnum):
+    """When decode hears of a request: when prefill has answered, or at the same time. Together it
+    takes KV while prefill computes; requests go in turn to a prefill engine until its first answer
+    has taught how to find its offers.
+    """
+
+    IN_TURN = "in-turn"
+    TOGETHER = "together"
+
+
 class OnMissingKv(enum.StrEnum):
     """What happens to a request whose prefill failed. One whose prefill engine answers well and
     offers no KV always goes on to decode, which computes the prompt.
@@ -56,6 +66,7 @@ class ProxySettings:
     host: str = "127.0.0.1"
     port: int = 8000
     on_missing_kv: OnMissingKv = OnMissingKv.REFUSE
+    dispatch: Dispatch = Dispatch.IN_TURN
     prefill_timeout_s: float = 300.0
     connect_timeout_s: float = 5.0
     health_interval_s: float = 0.5

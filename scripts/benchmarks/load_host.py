@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from kvxfer.connector.params import early_params, mint_request
 from scripts.benchmarks.load_plan import Job, prompt_of
 from scripts.benchmarks.load_stats import Answer
 
@@ -48,6 +49,7 @@ class Part:
         salt: of the prefix cache. Requests with other salts find nothing of each other.
         is_salt_shared: all requests have that one salt, and find what was primed with it.
         moves_kv: prefill offers its KV, decode is sent the params.
+        is_early: decode hears of a request together with prefill.
         begins_s, ends_s: on the shared clock; what has not ended then is cancelled.
     """
 
@@ -59,6 +61,7 @@ class Part:
     salt: str
     is_salt_shared: bool = False
     moves_kv: bool = False
+    is_early: bool = False
     begins_s: float = 0.0
     ends_s: float = 0.0
 
@@ -120,6 +123,7 @@ class EngineHost:
         os.dup2(out, 1)
         os.dup2(out, 2)
         self._handed = handed
+        self._learned: dict[str, Any] | None = None
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         self._engine = self._loop.run_until_complete(_started(engine_args, is_seeded))
@@ -152,6 +156,11 @@ class EngineHost:
         await asyncio.sleep(max(0.0, part.begins_s + job.arrival_s - time.perf_counter()))
         is_prefill = part.role == PREFILL
         params = OFFER if part.moves_kv else None
+        name = mint_request()
+        early = early_params(self._learned, name) if part.is_early else None
+        if params is not None and early is not None:
+            params = params | {"kvxfer": {"request": name}}
+            self._handed.send((part.segment, job, early, False))
         max_tokens = 1 if is_prefill else job.output_tokens
         ask = _Ask([], [])
         error = await self._ask(ask, part.id_of(job), prompt, max_tokens, params)
@@ -160,8 +169,10 @@ class EngineHost:
             error = "prefill offered no KV"
         if ask.params:  # else decode's own count of what it did not compute is not told
             ask.params.pop("remote_prefill_cached_tokens", None)
+            self._learned = ask.params
         if is_prefill:
-            self._handed.send((part.segment, job, ask.params, bool(error)))
+            if early is None:
+                self._handed.send((part.segment, job, ask.params, bool(error)))
             answers.append(_answer(job, _Ask([], []), error, ended_s, ask.params))
         else:
             answers.append(_answer(job, ask, error))

@@ -7,7 +7,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvxfer.bench.core import ContenderLost
+from kvxfer.bench.slow_link import SlowLink
 from kvxfer.bench.workers import Worker, method_for
 from scripts.benchmarks.load_host import DECODE, PREFILL, WARM_OUTPUT, WHOLE, EngineHost, Part
 from scripts.benchmarks.load_plan import SIDES, Contender, Job, Plan, engine_args
@@ -37,8 +38,10 @@ ON_CPUS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 class Pair:
     """A prefill and a decode engine, with what contenders do on them. Starts at once."""
 
-    def __init__(self, plan: Plan, contender: Contender, folder: Path) -> None:
-        self.plan, self.name = plan, contender.name
+    def __init__(
+        self, plan: Plan, contender: Contender, folder: Path, link: SlowLink | None = None
+    ) -> None:
+        self.link, self.plan, self.name = link, plan, contender.name
         self.logs = [folder / f"{side}_{_file_name(contender.name)}.log" for side in SIDES]
         reader, writer = get_context("spawn").Pipe(duplex=False)
         with reader, writer:
@@ -50,8 +53,14 @@ class Pair:
         side, gpus, port = SIDES[at], self.plan.gpus, _free_port()
         environment = ENVIRONMENT | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}
         environment |= {"CUDA_VISIBLE_DEVICES": str(gpus[at])} if gpus else ON_CPUS
+        make: Callable[..., object] = EngineHost
+        if self.link is not None:
+            host = self.plan.hosts[at]
+            make = self.link.inside(at, EngineHost)
+            environment |= {"VLLM_HOST_IP": host, "UCX_TLS": "tcp"}
+            environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host}
         return Worker(
-            f"{contender.name}, {side}", EngineHost,
+            f"{contender.name}, {side}", make,
             engine_args(self.plan, contender, side, port), self.logs[at], handed, bool(gpus),
             environment=environment | contender.environment[side],
             method=method_for("cuda" if gpus else "cpu"), is_daemon=False,
@@ -98,7 +107,13 @@ class Pair:
         parts = {
             "plain": (replace(part, jobs=jobs[::2]), replace(part, jobs=jobs[1::2])),
             FLOOR: (replace(part, role=PREFILL), primed),
-        }.get(contender.kind, [replace(part, role=r, moves_kv=True) for r in (PREFILL, DECODE)])
+        }.get(
+            contender.kind,
+            [
+                replace(part, role=role, moves_kv=True, is_early=contender.kind == "early")
+                for role in (PREFILL, DECODE)
+            ],
+        )
         timed = [replace(each, begins_s=begins_s, ends_s=begins_s + limit_s) for each in parts]
         found = self.both(*(("run", each) for each in timed), timeout_s=limit_s + 30)
         return begins_s, [answer for answers in found for answer in answers]

@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 
 SIDES = ("prefill", "decode")
-KINDS = ("nixl", "kvxfer", "plain", "floor")
-"""plain: two engines without a connector, each serves every other request whole. floor: the same
-two; decode has each prompt's KV in its own prefix cache, so that a hand-over moves nothing."""
+KINDS = ("nixl", "kvxfer", "early", "plain", "floor")
+"""early: kvxfer, on the same engines; decode hears of a request together with prefill. plain: two
+engines without a connector, each serves every other request whole. floor: the same two; decode has
+each prompt's KV in its own prefix cache, so that a hand-over moves nothing."""
 _PAIRS = re.compile(r",(?=[\w.]+=)")  # a comma inside a JSON value is not followed by name=
 _FIRST_TOKEN_ID = 3
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -249,12 +250,12 @@ class Contender:
 
     @property
     def has_connector(self) -> bool:
-        return self.kind in {"nixl", "kvxfer"}
+        return self.kind in {"nixl", "kvxfer", "early"}
 
     @property
     def pair_key(self) -> str:
         """Equal for contenders that run on the same two engines."""
-        kind = self.kind if self.has_connector else "plain"
+        kind = "nixl" if self.kind == "nixl" else "kvxfer" if self.has_connector else "plain"
         return f"{kind} {self.extra} {self.engine} {self.environment}"
 
 
@@ -391,7 +392,9 @@ _GRAPHS = (1, 2, 4, 8, 16, 32)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run, and where. ``gpus``: of prefill and decode; none: CPUs."""
+    """What is run, and where. ``gpus``: of prefill and decode; none: CPUs. ``hosts``: addresses of
+    both engines, where each has a network of its own.
+    """
 
     contenders: tuple[Contender, ...]
     loads: tuple[Load, ...]
@@ -407,6 +410,7 @@ class Plan:
     seed: int
     ends_s: float
     engine: dict[str, Any] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -440,11 +444,13 @@ def engine_args(plan: Plan, contender: Contender, side: str, port: int) -> dict[
             graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [*_GRAPHS]}
             found |= {"enforce_eager": False, "compilation_config": {"mode": 0} | graphs}
     if contender.has_connector:
-        found["kv_transfer_config"] = _transfer_config(contender, side, port)
+        found["kv_transfer_config"] = _transfer_config(contender, side, port, plan.hosts)
     return found | plan.engine | contender.engine[side]
 
 
-def _transfer_config(contender: Contender, side: str, port: int) -> dict[str, Any]:
+def _transfer_config(
+    contender: Contender, side: str, port: int, hosts: tuple[str, ...]
+) -> dict[str, Any]:
     if contender.kind == "nixl":
         return {
             **{"kv_connector": "NixlConnector", "kv_role": "kv_both"},
@@ -454,5 +460,7 @@ def _transfer_config(contender: Contender, side: str, port: int) -> dict[str, An
         "kv_connector": "KvxferConnector",
         "kv_connector_module_path": "kvxfer.integrations.vllm",
         "kv_role": "kv_producer" if side == "prefill" else "kv_consumer",
-        "kv_connector_extra_config": {"port": port, "log_level": "INFO"} | contender.extra,
+        "kv_connector_extra_config": {"port": port, "log_level": "INFO"}
+        | ({"host": hosts[SIDES.index(side)], "allowed_peers": [*hosts]} if hosts else {})
+        | contender.extra,
     }

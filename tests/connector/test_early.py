@@ -16,8 +16,18 @@ from kvxfer.connector import parked
 from kvxfer.connector.params import early_params, make_params, mint_request, prefill_params
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.wire import OfferRef
+from kvxfer.transports.base import TransferKey
+from kvxfer.transports.stream_source import StreamSource
 from tests.builders import EngineShape
-from tests.connector.rig import PATIENT, POISON, Engine, expect_moved, until
+from tests.connector.rig import (
+    PATIENT,
+    POISON,
+    Engine,
+    expect_moved,
+    num_pulls,
+    service_of,
+    until,
+)
 from tests.connector.sides import Request, Side, table_of
 
 SETTINGS: dict[str, Any] = {**PATIENT, "early_wait_s": 60.0, "load_in_step_s": 0.0}
@@ -298,6 +308,33 @@ def test_a_prefill_that_is_preempted_is_found_again(wire: str) -> None:
         assert sink.finished == {decode.request_id: None}
         expect_moved(source.engine, sink.engine, prefill.table, decode.table, {0: (0, HI)})
         source.until(lambda: prefill.request_id in source.sent)
+
+
+def test_a_name_passes_on_while_the_stream_of_the_offer_before_is_stopping(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, stopped = StreamSource.stop_send, list[tuple[StreamSource, TransferKey]]()
+    monkeypatch.setattr(StreamSource, "stop_send", lambda *given: stopped.append(given))
+    with sides(transport="zmq", chunk_nbytes=4096) as (source, sink):
+        prefill, decode = pair_of(source, sink)
+        begin(source, prefill)
+        sink.scheduler.on_new_request(decode)
+        source.step([(prefill, 48)])
+        sink.until(lambda: is_found(sink, decode))
+        sink.load(decode)
+        nonce = source.scheduler._offers._offers[prefill.request_id].nonce
+        until(lambda: num_pulls(source.engine, nonce))
+        source.step(preempted=frozenset({prefill.request_id}))
+        sink.until(lambda: decode.request_id in sink.finished)
+        assert sink.finished == {decode.request_id: "preempted"}
+        prefill.computed = prefill.num_told = 0
+        source.step([(prefill, 48)])
+        sink.until(lambda: is_found(sink, decode))
+        assert sink.ask(decode) == (HI, True)
+        assert stopped
+        service = service_of(source.engine)
+        for given in stopped:
+            service.io.post(stop, *given)
 
 
 def test_a_prefill_that_is_aborted_fails_the_load_by_name() -> None:

@@ -303,9 +303,12 @@ def test_a_sample_finds_whole_blocks(
 def test_a_sample_finds_one_bit_in_16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bit is always of the same token, and each offer has another sample."""
     plant_in_shm("a flipped bit", monkeypatch)
+    found: list[set[str | None]] = []
     with engines("shm", "sample") as (source, sink):
-        found = [load(source, sink, f"d{number}") for number in range(60)]
-    assert 0 < found.count({"corrupt"}) < 20  # 7 and 3.7 on average of one rank, two of both
+        # None of 60 finds it once in 50 runs of this test
+        while len(found) < 60 or ({"corrupt"} not in found and len(found) < 400):
+            found.append(load(source, sink, f"d{len(found)}"))
+    assert 0 < found.count({"corrupt"}) < len(found) / 3
 
 
 def test_without_the_setting_nothing_is_asked_or_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from kvxfer.connector.records import NewLoad, SourceRef
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.compatibility import check_compatible
+from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import ALL, Plan, make_plan
 from kvxfer.transfer.pull import PullResolver
@@ -178,7 +179,7 @@ def read_as_it_grows(
         is_all = open_tokens == offered
         grant = Grant(order.source.offer, run.pull.consumer, ids, offered)
         grant = grant if is_all else msgspec.structs.replace(grant, open_tokens=open_tokens)
-        hi = open_tokens_of(grant, order)
+        hi = open_tokens_of(grant, run)
         if hi == lo:
             continue
         take_granted_ids(run, ids, hi)
@@ -256,6 +257,35 @@ def test_every_pair_moves_what_a_simulation_says(
         pools = given_ids, given_bytes
         assert moved(plan, source, order, pools, target, wire, growth) == incomplete
         np.testing.assert_array_equal(taken_bytes[taker.rank][0], expected[taker.rank][0])
+
+
+def test_opaque_blocks_are_read_when_they_are_full_or_at_the_end() -> None:
+    shape, rank = EngineShape(num_blocks=20, interior=Interior.OPAQUE), RankId(0, 0)
+    engine = build_manifest(shape, "p")
+    plan = make_plan(engine, build_manifest(shape, "d"))
+    addressing = Addressing(Consumer(b"k" * 16, rank), SINKS, can_leave_unhashed=True)
+    source = SourceRef(engine_id="p", endpoint="", offer=OfferRef(b"n" * 16, LIFE), num_tokens=70)
+    order = NewLoad(
+        request_id="r",
+        source=source,
+        token_lo=16,
+        token_hi=69,
+        block_ids=((1, 2, 3, 4, 5),),
+        grows=True,
+    )
+    ways = ways_of(peer_of(plan, engine, rank, "shm"), addressing)
+    (run,) = make_routes(order, ways, addressing).values()
+    spans: list[tuple[int, int] | None] = []
+    grant = Grant(source.offer, run.pull.consumer, (), 70)
+    assert [
+        open_tokens_of(msgspec.structs.replace(grant, open_tokens=num), run) for num in (69, 79, 80)
+    ] == [69, 79, ALL]  # the last block is not full before
+    for lo, hi in ((0, 20), (20, 40), (40, 47), (47, 65), (65, ALL)):
+        take_granted_ids(run, ((1, 2, 3, 4, 5),), hi)
+        request = next_read(run, lo, hi)
+        asked = request.pull_classes[0] if request else None
+        spans.append((asked.token_lo, asked.token_hi) if asked else None)
+    assert spans == [None, (16, 32), None, (32, 64), (64, 80)]
 
 
 def test_what_grows_is_sent_in_small_chunks() -> None:

@@ -311,11 +311,11 @@ def test_a_peer_of_another_protocol() -> None:
     with engine(announce=False) as source:
         rows = look(source.endpoint, connect_timeout_s=2.0)
         assert "it is starting" in rows["peer engine"].seen
-        later = msgspec.structs.replace(source.manifest, protocol=(2, 3))
+        later = msgspec.structs.replace(source.manifest, protocol=(3, 4))
         source.step(ConnectorMetadata(manifest=later))
         rows = look(source.endpoint)
     assert "choice" in failing(rows)
-    assert "protocol: source has versions 2 to 3, sink has versions 1 to 1" in rows["choice"].seen
+    assert "protocol: source has versions 3 to 4, sink has versions 1 to 2" in rows["choice"].seen
     assert rows["choice"].remedy == "upgrade the older side"
 
 

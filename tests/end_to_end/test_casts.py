@@ -12,14 +12,10 @@ from tests.end_to_end.harness import DECODE, PREFILL, engine_config, pair, promp
 NUM_TOKENS = (17, 65, 200)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize(
-    ("transport", "given", "taken"),
-    [
-        ("zmq", "float32", "bfloat16"),
-        pytest.param("shm", "float32", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("shm", "bfloat16", "float32", marks=pytest.mark.slow),
-        pytest.param("zmq", "bfloat16", "float32", marks=pytest.mark.slow),
-    ],
+    ("given", "taken"), [("float32", "bfloat16"), ("bfloat16", "float32")], ids=str
 )
 def test_engines_of_other_types_load_from_each_other(
     transport: str, given: str, taken: str

@@ -14,8 +14,10 @@ from kvxfer.cache.kv_events import BlockRemoved, BlockStored
 from kvxfer.cache.specs import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from kvxfer.config import Config
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
+from kvxfer.connector.params import Plain
 from kvxfer.connector.records import (
     ConnectorMetadata,
+    FoundOffer,
     KVConnectorOutput,
     KVConnectorStats,
     LoadReport,
@@ -39,6 +41,7 @@ class FakeConnector:
     def __init__(self) -> None:
         self.offered_tokens: dict[str, int] = {}
         self.in_step = False
+        self.finding: set[str] = set()
         self.kept: set[str] = set()
         self.params: dict[str, dict[str, Any]] = {}
         self.allocated: list[tuple[str, list[list[int]], int]] = []
@@ -55,6 +58,8 @@ class FakeConnector:
     def get_num_new_matched_tokens(
         self, request: RequestLike, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if request.request_id in self.finding:
+            return None, False
         more = max(0, self.offered_tokens.get(request.request_id, 0) - num_computed_tokens)
         return more, more > 0 and not self.in_step
 
@@ -74,9 +79,11 @@ class FakeConnector:
         self.has_more = False
         return ConnectorMetadata()
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
+    def update_connector_output(self, output: KVConnectorOutput) -> dict[str, Plain]:
         for request_id in output.finished_recving or ():
             self.offered_tokens.pop(request_id, None)  # never asked for twice
+        self.finding.difference_update(output.found or ())
+        return {}
 
     def has_orders(self) -> bool:
         return self.has_more
@@ -626,3 +633,50 @@ def test_block_names_follow_the_configured_seed() -> None:
     first = hashlib.sha256(hashlib.sha256(b"0").digest() + struct.pack("<8I", *range(1, 9)))
     second = hashlib.sha256(first.digest() + struct.pack("<8I", *range(9, 17)))
     assert request.block_hashes == [first.digest(), second.digest()]
+
+
+def test_who_looks_for_an_offer_holds_nothing_and_lets_others_pass() -> None:
+    rig = Rig(with_connector=True, role=Role.DECODE, max_num_seqs=1)
+    rig.connector.finding = {"early"}
+    early = rig.add("early", range(40))
+    other = rig.add("other", range(100, 120))
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"other": 20}
+    assert (early.status, other.status) == (Status.WAITING, Status.FINISHED_LENGTH_CAPPED)
+    assert rig.free == 10
+    rig.step()  # tells the ranks that the other one has ended
+    assert not rig.scheduler.has_work()  # an idle engine does not ask for ever
+    rig.connector.offered_tokens["early"] = 39
+    rig.step(KVConnectorOutput(found={"early": FoundOffer(None)}))
+    assert rig.scheduler.has_work()
+    rig.step()
+    assert early.status is Status.WAITING_FOR_REMOTE_KVS
+    assert rig.free == 5
+
+
+def test_a_load_that_was_found_again_counts_as_loaded() -> None:
+    """A prefill that was preempted offers anew. The second load begins behind what is cached by
+    then.
+    """
+    rig = Rig(with_connector=True, role=Role.DECODE)
+    rig.connector.offered_tokens["early"] = 39
+    early = rig.add("early", range(40))
+    rig.step()
+    lost = KVConnectorOutput(
+        finished_recving={"early"}, failed_recving={"early": Reason.PREEMPTED.value}
+    )
+    rig.connector.finding = {"early"}
+    rig.step(lost)
+    assert (early.status, early.failure) == (Status.WAITING, "preempted")
+    rig.add("other", range(16), max_new=1)  # two of its blocks are cached from now on
+    rig.step()
+    rig.connector.offered_tokens["early"] = 39
+    rig.step(KVConnectorOutput(found={"early": FoundOffer(None)}))
+    rig.step()
+    assert (early.num_cached_tokens, early.num_external_tokens) == (16, 23)
+    rig.step(KVConnectorOutput(finished_recving={"early"}))
+    assert early.failure is None
+    assert early.num_computed_tokens == 39
+    step, _ = rig.step()
+    assert step.num_scheduled_tokens == {"early": 1}
+    assert early.status is Status.FINISHED_LENGTH_CAPPED

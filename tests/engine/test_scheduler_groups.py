@@ -17,6 +17,7 @@ from kvxfer.cache.specs import (
     SlidingWindowSpec,
 )
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
+from kvxfer.connector.params import Plain
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, Role
@@ -65,8 +66,8 @@ class FakeConnector:
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
         return ConnectorMetadata()
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        pass
+    def update_connector_output(self, output: KVConnectorOutput) -> dict[str, Plain]:
+        return {}
 
     def has_orders(self) -> bool:
         return False
@@ -345,8 +346,8 @@ def test_a_fully_cached_prompt_computes_its_last_block() -> None:
     rig.connector.offered_tokens["b"] = 47
     rig.add("b", range(48))
     assert rig.step().num_scheduled_tokens == {"b": 8}
-    assert ("b", 40) not in rig.connector.asked  # nothing is worth moving
-    assert rig.requests["b"].num_external_tokens == 0
+    assert ("b", 40) in rig.connector.asked  # an offer opens with the tokens of this hit
+    assert rig.requests["b"].num_external_tokens == 0  # nothing is worth moving
 
 
 def test_what_can_never_fit_is_refused_with_both_numbers() -> None:

@@ -21,6 +21,7 @@ from kvxfer.cache.specs import (
     SlidingWindowSpec,
 )
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
+from kvxfer.connector.params import Plain
 from kvxfer.connector.records import ConnectorMetadata, KVConnectorOutput
 from kvxfer.connector.scheduler_side import SchedulerConnector
 from kvxfer.engine.config import EngineConfig, OnLoadFailure, Role
@@ -88,8 +89,8 @@ class Connector:
         self.offered |= {name for name in started if name.startswith("o")}
         return ConnectorMetadata()
 
-    def update_connector_output(self, output: KVConnectorOutput) -> None:
-        pass
+    def update_connector_output(self, output: KVConnectorOutput) -> dict[str, Plain]:
+        return {}
 
     def has_orders(self) -> bool:
         return False

@@ -521,7 +521,9 @@ def test_a_plan_fits_the_gpus_that_are_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     one = planned(monkeypatch, tmp_path, [79], "--quick", "--engine", "async_scheduling=false")
-    assert [each.name for each in one.contenders] == ["nixl", "kvxfer:cuda_ipc", "plain", "floor"]
+    assert [each.name for each in one.contenders] == [
+        *("nixl", "kvxfer:cuda_ipc", "early:cuda_ipc", "plain", "floor")
+    ]
     assert (one.gpus, one.model.name, one.rounds, one.pairs_at_once) == ((0, 0), "llama-1b", 2, 5)
     assert [str(load) for load in one.loads] == [
         f"rate={rate},prompt=1000-8000,output=64-128" for rate in (2, 4)
@@ -534,9 +536,8 @@ def test_a_plan_fits_the_gpus_that_are_there(
     assert (two.gpus, two.pairs_at_once, two.duration_s) == ((0, 1), 5, 15)
     many = planned(monkeypatch, tmp_path, [139, 139])
     assert [c.name for c in many.contenders][1:-2] == [
-        "kvxfer:cuda_ipc",
-        "kvxfer:nixl",
-        "kvxfer:zmq",
+        *("kvxfer:cuda_ipc", "early:cuda_ipc", "kvxfer:nixl", "early:nixl"),
+        *("kvxfer:zmq", "early:zmq"),
     ]
     assert many.model.name == "llama-8b"
 
@@ -559,7 +560,7 @@ def test_a_plan_that_is_none(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--contender", "ucx"), "ucx: expected one of nixl, kvxfer, plain, floor"),
+        (("--contender", "ucx"), "ucx: expected one of nixl, kvxfer, early, plain, floor"),
         (("--model", "gpt"), "invalid choice: 'gpt'"),
         (("--duration-s", "0"), "expected a number above 0, got 0"),
         (("--rounds", "x"), "expected at least 1, got x"),

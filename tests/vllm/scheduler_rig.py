@@ -54,7 +54,7 @@ with warnings.catch_warnings():
     from kvxfer.integrations.vllm.connector import KvxferConnector
     from kvxfer.integrations.vllm.regions import Located
     from kvxfer.integrations.vllm.settings import read_settings
-    from kvxfer.integrations.vllm.step_loads import UnprovenKV, why_never
+    from kvxfer.integrations.vllm.step_loads import UnprovenKV, why_never, why_not_heard
     from kvxfer.integrations.vllm.worker import WorkerSide, failed_block_ids
 
 Status = RequestStatus
@@ -68,6 +68,7 @@ __all__ = [
     "init_none_hash",
     "sha256",
     "why_never",
+    "why_not_heard",
 ]
 
 BLOCK = 16

@@ -10,6 +10,7 @@ import pickle
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,23 @@ class ComputingEngine(Engine):
             if len(self._to_come) < self._depth:
                 return
         self.take_output()
+
+    def run_if_any(self) -> None:
+        """A step, if something is to be done."""
+        if self.scheduler.has_requests() or self._to_come:
+            self.run()
+
+    def preempt(self) -> None:
+        """Every running request loses its blocks, and begins again."""
+        while self._to_come:
+            self.take_output()
+        with suppress(RuntimeError):  # offers keep blocks: the cache does not become empty
+            self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def blocks_of(self, name: str) -> list[int]:
+        """The blocks that a request has, those of the first group."""
+        blocks: tuple[list[int], ...] = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return blocks[0]
 
     def take_output(self) -> None:
         """Of the oldest step that has none."""

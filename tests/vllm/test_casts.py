@@ -29,7 +29,7 @@ def config(cache_dtype: str = "auto", **extra: Any) -> EngineConfig:
     )
 
 
-@pytest.mark.parametrize("cache_dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("cache_dtype", ["fp8", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
 def test_fp8_that_was_float32_meanwhile_is_the_same(cache_dtype: str, fleet: Fleet) -> None:
     """From fp8 to float32 and back: every byte comes back, so the tokens are those of the engine
     that had it all the time.
@@ -58,6 +58,7 @@ def test_float32_is_prefilled_for_fp8(fleet: Fleet) -> None:
     Pair(wide, small).assert_at_rest()
 
 
+@pytest.mark.slow
 def test_without_allow_cast_on_both_sides_nothing_is_loaded(fleet: Fleet) -> None:
     small, wide = fleet.engines(config("fp8"), config(**ALLOWED))
     before = Sources.of(small)

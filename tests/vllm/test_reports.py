@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvxfer.connector.params import early_params, mint_request
 from kvxfer.connector.records import NO_ORDERS
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.wire import Reason
@@ -650,3 +651,19 @@ def test_foreign_handshake_is_refused(make_rig: MakeRig) -> None:
     rig = make_rig()
     with pytest.raises(ConfigError, match="put KvxferConnector before it"):
         rig.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): object()})
+
+
+def test_an_early_request_is_plain_where_nobody_hears_what_is_found(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be asked for, step after step, for ever."""
+    monkeypatch.setattr("kvxfer.integrations.vllm.step_loads.PASSES_WORKER_METADATA", False)
+    engine = {"incarnation": "74" * 16, "endpoint": "tcp://127.0.0.1:5700", "protocol": 2}
+    early = early_params({"remote_engine_id": "e", "kvxfer": engine}, mint_request())
+    rig = make_rig()
+    request = rig.request("d", prompt(40), early, max_tokens=1)
+    assert rig.step().finds == ()
+    assert len(request.output_token_ids) == 1
+    assert rig.stats["requests_plain"] == {"early": 1}
+    rig.step()
+    assert rig.is_quiet()

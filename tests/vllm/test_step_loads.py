@@ -29,6 +29,7 @@ from tests.vllm.scheduler_rig import (
     init_none_hash,
     sha256,
     why_never,
+    why_not_heard,
 )
 from tests.vllm.step_rig import ComputingEngine, expected_tokens
 
@@ -299,6 +300,7 @@ def test_where_a_failed_load_could_not_be_handled_there_is_none(
 def test_a_version_that_does_not_pass_on_what_workers_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvxfer.integrations.vllm.step_loads.PASSES_WORKER_METADATA", False)
     assert "workers say" in str(why_never(config_of(), 1))
+    assert "workers say" in str(why_not_heard())
 
 
 # ------------------------------------------------------------------ the names in vLLM's pool

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
-from kvxfer.connector.records import ConnectorMetadata, NearSources
+from kvxfer.connector.records import ConnectorMetadata, FoundOffer, NearSources
 from kvxfer.transfer.manifest import CacheFacts, RankManifest
 
 
@@ -100,8 +100,8 @@ class KvxferHandshake(_KVConnectorHandshakeMetadata):  # type: ignore[misc]
 class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Why loads failed on a rank in this step, by request; empty where an answer was wanted.
     ``details``: the same requests, why in words. ``in_step``: loads that were part of this step,
-    good or not. ``near``: as :class:`~kvxfer.connector.records.KVConnectorOutput` has it.
-    ``must_drain``: an operator has told a rank that the engine is to drain.
+    good or not. ``near`` and ``found``: as :class:`~kvxfer.connector.records.KVConnectorOutput` has
+    them. ``must_drain``: an operator has told a rank that the engine is to drain.
     """
 
     failures: dict[str, str]
@@ -109,10 +109,11 @@ class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
     in_step: tuple[str, ...] = ()
     near: dict[str, NearSources] = field(default_factory=dict)
     must_drain: bool = False
+    found: dict[str, FoundOffer] = field(default_factory=dict)
 
     @property
     def has_news(self) -> bool:
-        return bool(self.failures or self.in_step or self.near or self.must_drain)
+        return bool(self.failures or self.in_step or self.near or self.must_drain or self.found)
 
     def aggregate(self, other: object) -> KvxferWorkerMetadata:
         """Both together; the first reason for a request counts."""
@@ -124,4 +125,5 @@ class KvxferWorkerMetadata(_KVConnectorWorkerMetadata):  # type: ignore[misc]
             tuple({*self.in_step, *other.in_step}),
             {**self.near, **other.near},
             self.must_drain or other.must_drain,
+            {**self.found, **other.found},
         )

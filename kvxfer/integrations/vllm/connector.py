@@ -29,7 +29,7 @@ from kvxfer.integrations.vllm.regions import locate
 from kvxfer.integrations.vllm.scheduler import SchedulerSide
 from kvxfer.integrations.vllm.settings import Settings, read_settings
 from kvxfer.integrations.vllm.stats import KvxferPromMetrics, KvxferStats, rebuilt
-from kvxfer.integrations.vllm.step_loads import why_never
+from kvxfer.integrations.vllm.step_loads import why_never, why_not_heard
 from kvxfer.integrations.vllm.worker import WorkerSide
 from kvxfer.transfer.manifest import RankId
 
@@ -55,6 +55,7 @@ class KvxferConnector(KVConnectorBase, SupportsHMA):  # type: ignore[misc]  # vL
                 len(kv_cache_config.kv_cache_groups),
                 can_pin=counts_no_references(vllm_config),
                 no_step_loads=why_never(vllm_config, len(kv_cache_config.kv_cache_groups)),
+                no_early=why_not_heard(),
             )
         else:
             self._worker = _make_worker(settings, vllm_config, kv_cache_config)

@@ -14,9 +14,11 @@ from typing import Any
 import msgspec
 
 from kvxfer.config import Config
+from kvxfer.connector.params import is_early
 from kvxfer.connector.records import (
     NO_ORDERS,
     ConnectorMetadata,
+    FoundOffer,
     KVConnectorOutput,
     KVConnectorStats,
     NearSources,
@@ -45,6 +47,8 @@ from kvxfer.integrations.vllm.views import (
 )
 from kvxfer.transfer.wire import Reason
 
+_EARLY = "early"
+"""Why a request runs plain that came with prefill's, where nobody hears whether it is found."""
 _EMBEDDINGS = "prompt_embeds"
 """Why a request runs plain whose prompt is not only tokens: nothing could bind its KV to them."""
 PIN_AFTER_S = 0.1
@@ -79,6 +83,7 @@ class SchedulerSide:
         num_groups: KV cache groups of the model.
         can_pin: one more reference to a block means nothing else to this vLLM.
         no_step_loads: why no load can be part of a step; None if some can.
+        no_early: why no offer can be looked for; None if it can.
         now: seconds of a clock that never goes back.
 
     Raises:
@@ -92,6 +97,7 @@ class SchedulerSide:
         *,
         can_pin: bool = True,
         no_step_loads: str | None = None,
+        no_early: str | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_groups > 1 and not REPORTS_FAILED_REQUESTS:
@@ -110,7 +116,7 @@ class SchedulerSide:
         self._now = now
         self._pins: Pins | None = None
         self._edges: Pins | None = None
-        self._no_step_loads = no_step_loads
+        self._no_step_loads, self._no_early = no_step_loads, no_early
         self._unproven: UnprovenKV | None = None
         self._held: dict[str, _KeptRequest] = {}
         self._num_pinned = 0
@@ -172,6 +178,8 @@ class SchedulerSide:
             self._core.reject_request(view)
         elif view.has_embeddings:
             self._core.refuse_request(view, _EMBEDDINGS, "its prompt is not only tokens")
+        elif self._no_early and is_early(request.kv_transfer_params):
+            self._core.refuse_request(view, _EARLY, self._no_early)
         else:
             is_shorter = self._core.keeps_states and view.wants_offer
             if is_shorter and view.num_prompt_tokens < 2:
@@ -251,12 +259,13 @@ class SchedulerSide:
             return  # nothing was reported, and nothing is pinned while the engine computes
         received = output.finished_recving or set()
         near: dict[str, NearSources] = {}
+        found: dict[str, FoundOffer] = {}
         must_drain = False
         if isinstance(said, KvxferWorkerMetadata):
             self._failures.update(said.failures)
             self._details.update(said.details)
             received, near = received.union(said.in_step), said.near
-            must_drain = said.must_drain
+            must_drain, found = said.must_drain, said.found
         failed = self._failed(received, getattr(output, "failed_recving", None) or set())
         details = {i: self._details.pop(i) for i in failed if i in self._details}
         sent = set(output.finished_sending or ())
@@ -268,6 +277,7 @@ class SchedulerSide:
                 failure_details=details,
                 must_drain=must_drain,
                 near=near,
+                found=found,
             )
         )
         if self._unproven is not None:

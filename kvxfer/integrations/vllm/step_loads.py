@@ -28,13 +28,17 @@ block has beside its first one, and what a router is told.
 """
 
 
+def why_not_heard() -> str | None:
+    """Why the scheduler side hears nothing of what the workers say in their own words."""
+    return None if PASSES_WORKER_METADATA else "this vLLM does not pass on what its workers say"
+
+
 def why_never(vllm_config: Any, num_groups: int) -> str | None:
     """Why no load of this engine can be part of a step, and what to do; None if some can."""
     transfer = vllm_config.kv_transfer_config
     recomputes = getattr(transfer, "kv_load_failure_policy", "fail") == "recompute"
     is_async = bool(vllm_config.scheduler_config.async_scheduling)
     found = {
-        "this vLLM does not pass on what its workers say": not PASSES_WORKER_METADATA,
         f"vLLM cannot be told of a failed block in {num_groups} KV cache groups": num_groups > 1,
         "pipeline stages do not end a step together": (
             vllm_config.parallel_config.pipeline_parallel_size > 1
@@ -50,7 +54,7 @@ def why_never(vllm_config: Any, num_groups: int) -> str | None:
         "vLLM's V2 model runner cannot compute a failed load again; set kv_load_failure_policy to "
         "fail": recomputes and bool(getattr(vllm_config, "use_v2_model_runner", False)),
     }
-    return next((why for why, is_so in found.items() if is_so), None)
+    return why_not_heard() or next((why for why, is_so in found.items() if is_so), None)
 
 
 @dataclass(slots=True)

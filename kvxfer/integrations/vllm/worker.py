@@ -178,10 +178,12 @@ class WorkerSide:
 
     def build_connector_worker_meta(self) -> KvxferWorkerMetadata | None:
         """What vLLM has no word for, each once; nothing but an answer where one is wanted."""
-        near = self._running().take_near()
+        near, found = self._running().take_near(), self._running().take_found()
         said, self._said = self._said, KvxferWorkerMetadata({})
         if near is not None:
             said = replace(said, near={str(self._rank): near})
+        if found:
+            said = replace(said, found=found)
         return said if said.has_news or self._wants_answer else None
 
     def get_kv_connector_stats(self) -> KvxferStats | None:

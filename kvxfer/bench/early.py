@@ -1,0 +1,429 @@
+"""What a request gains whose decode engine hears of it together with prefill, over a slow link:
+1 Gbit/s with 1 ms of delay each way.
+
+Two reference engines, each in a network namespace of its own (root needed; see slow_link.py). A
+prompt is computed in chunks. In turn, decode is asked when prefill has answered, and all of the
+prompt's KV moves then. Together, both are asked at once, and KV moves while prefill computes.
+Tokens are compared with those that prefill's engine gives alone. The aim: the first token after at
+most 1.1 of the longer of prefill and transfer, and one chunk's transfer. With some of the prompt in
+prefill's cache: how soon after its first step begins the first of these bytes is on the link.
+
+The picture shows one request's life, of the case in which prefill and transfer are most alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from kvxfer.bench.core import WIRE_PACKAGES, ContenderLost, Report, Table, WrongBytes, table
+from kvxfer.bench.frame import Benchmark, Session, option
+from kvxfer.bench.plots import Bar, Timeline
+from kvxfer.bench.slow_link import ADDRESSES, LinkUnavailable, SlowLink, Speed, round_trip_ms
+from kvxfer.bench.workers import Worker, close_all
+from kvxfer.config import load_config
+from kvxfer.connector.params import early_params, mint_request
+from kvxfer.connector.records import LoadReport
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.engine import Engine
+from kvxfer.engine.runner import Runner
+from kvxfer.engine.steps import SchedulerOutput, StepOutput
+
+WIRES = ("zmq", "ucx", "nixl")
+IN_TURN, TOGETHER = "in turn", "together"
+AIM = 1.1
+LAYERS, HEADS = 4, 8
+_VOCAB_SIZE = 512
+_NEW_TOKENS = 4
+_REST_S = 0.2
+"""Between two requests: releases have arrived, and blocks are back."""
+_DATA_NBYTES = 4096
+"""A frame with more than this has KV in it; control messages have some hundred bytes."""
+_START_S = 120.0
+
+
+def note_steps(path: str) -> None:
+    """Have a rank write when each of its steps began and ended, and of how many tokens."""
+    execute = Runner.execute
+
+    def noted(self: Runner, step: SchedulerOutput) -> StepOutput:
+        begin_s = time.monotonic()
+        output = execute(self, step)
+        num_tokens = sum(step.num_scheduled_tokens.values())
+        if num_tokens:
+            with open(path, "a") as log:
+                log.write(f"[{begin_s}, {time.monotonic()}, {num_tokens}]\n")
+        return output
+
+    Runner.execute = noted  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request at one engine; ``begin_s``: it was sent, ``first_s``: its first token came."""
+
+    begin_s: float
+    first_s: float
+    end_s: float
+    token_ids: tuple[int, ...]
+    params: dict[str, Any] | None
+    failure: str | None
+    loads: tuple[LoadReport, ...]
+
+
+class EngineSide:
+    """An engine and its client, in this process's namespace."""
+
+    def __init__(self, config: EngineConfig, steps: str) -> None:
+        self._steps = Path(steps)
+        host = config.kv.host
+        self._engine = Engine(config, host=host, set_up=partial(note_steps, steps))
+        self._engine.info()
+
+    def ask(
+        self, prompt: tuple[int, ...], max_new_tokens: int, params: dict[str, Any] | None
+    ) -> Asked:
+        """Raises KvxferError."""
+        begin_s = time.monotonic()
+        request_id = self._engine.submit(prompt, max_new_tokens, params)
+        self._engine.first_token(request_id)
+        first_s = time.monotonic()
+        result = self._engine.result(request_id)
+        done = result.done
+        return Asked(
+            *(begin_s, first_s, time.monotonic(), result.token_ids),
+            *(done.kv_transfer_params, done.failure, done.loads),
+        )
+
+    def free_blocks(self) -> int:
+        return self._engine.info().num_free_blocks
+
+    def steps(self) -> list[tuple[float, float, int]]:
+        """Since the last call: begin, end and tokens of each step that computed."""
+        if not self._steps.exists():
+            return []
+        lines = self._steps.read_text().splitlines()
+        self._steps.unlink()
+        return [tuple(json.loads(line)) for line in lines]
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One request through both engines. Moments are seconds since it was sent."""
+
+    how: str
+    prefill_s: float
+    ttft_s: float
+    transfer_s: float
+    nbytes: int
+    steps: tuple[tuple[float, float, int], ...]
+    spans: tuple[tuple[float, int], ...]
+    frames: tuple[tuple[float, int], ...]
+    load: tuple[float, float, float, float]
+    """Ordered, allowed to read, last byte in its place, verdict."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Medians of a case, in milliseconds. ``bound_ms``: the aim of the first token, together.
+    ``cached_ms``: with most of the prompt in prefill's cache, from its first step's begin to the
+    first of these bytes on the link.
+    """
+
+    wire: str
+    head_size: int
+    nbytes: int
+    prefill_ms: float
+    transfer_ms: float
+    in_turn_ms: float
+    together_ms: float
+    bound_ms: float
+    cached_ms: float
+
+    @property
+    def is_met(self) -> bool:
+        return self.together_ms <= self.bound_ms
+
+
+COLUMNS = {
+    "wire": lambda c: c.wire,
+    "KV of the prompt": lambda c: f"{c.nbytes / 2**20:.0f} MiB",
+    "prefill ms": lambda c: f"{c.prefill_ms:.0f}",
+    "transfer ms": lambda c: f"{c.transfer_ms:.0f}",
+    "TTFT in turn": lambda c: f"{c.in_turn_ms:.0f}",
+    "together": lambda c: f"{c.together_ms:.0f}",
+    "aim": lambda c: f"{c.bound_ms:.0f}",
+    "met": lambda c: "yes" if c.is_met else "no",
+    "cached leave after": lambda c: f"{c.cached_ms:.1f}",
+}
+TEXT = (
+    "Milliseconds, medians. *TTFT*: from sending the request to decode's first token. *prefill*, "
+    "*transfer*: of requests in turn, where each has the machine for itself. *aim*: of together, "
+    f"{AIM:g} of the longer of these two, and one chunk's transfer. *cached leave after*: 0.9 of "
+    "the prompt is in prefill's cache; from the begin of its first step to these bytes on the link."
+)
+
+
+def tables(report: Report) -> list[Table]:
+    return [table("first token", TEXT, COLUMNS, report.records.get("cells", []))]
+
+
+class Pair:
+    """Both engines of a case, joined by the link."""
+
+    def __init__(self, link: SlowLink, folder: Path, wire: str, head_size: int, chunk: int) -> None:
+        self._link = link
+        model = folder / f"model-{head_size}.json"
+        model.write_text(json.dumps(_model(head_size)))
+        self._sides = []
+        for at, role in enumerate((Role.PREFILL, Role.DECODE)):
+            kv = load_config(
+                {
+                    **{"host": ADDRESSES[at], "port": 0, "transport": wire},
+                    **{
+                        "log_level": "ERROR",
+                        "allowed_peers": list(ADDRESSES),
+                    },
+                }
+            ).config
+            config = EngineConfig(
+                role=role,
+                engine_id=role.value,
+                model=str(model),
+                num_blocks=1 + 40 * chunk // 16,
+                max_model_len=16 * chunk,
+                max_num_batched_tokens=chunk,
+                kv=kv,
+            )
+            steps = str(folder / f"steps-{wire}-{head_size}-{role.value}")
+            make = link.inside(at, EngineSide)
+            environment = {"UCX_TLS": "tcp", "OMP_NUM_THREADS": "1"}
+            name = f"{role.value} over {wire}"
+            self._sides.append(
+                Worker(name, make, config, steps, environment=environment, is_daemon=False)
+            )
+        self._pool = ThreadPoolExecutor(2)
+        self._learned: Mapping[str, Any] | None = None
+        for side in self._sides:
+            side.ready(_START_S)
+
+    def run(self, how: str, prompt: tuple[int, ...]) -> Life:
+        """Raises ContenderLost, also for KV that was not used and for tokens that differ."""
+        time.sleep(_REST_S)
+        prefill, decode = self._sides
+        prefill.call(list, "steps")
+        self._link.relayed()
+        params: dict[str, Any] = {"do_remote_decode": True}
+        name = mint_request()
+        early = early_params(self._learned, name) if how == TOGETHER else None
+        if early is not None:
+            params["kvxfer"] = {"request": name}
+            later = self._pool.submit(decode.call, Asked, "ask", prompt, _NEW_TOKENS, early)
+            first = prefill.call(Asked, "ask", prompt, 1, params)
+            second = later.result()
+        else:
+            first = prefill.call(Asked, "ask", prompt, 1, params)
+            second = decode.call(Asked, "ask", prompt, _NEW_TOKENS, first.params)
+        self._learned = first.params
+        if second.failure or not second.loads:
+            raise ContenderLost(f"{how}: expected KV to move, got {second.failure or 'none moved'}")
+        life = self._life(how, first, second)
+        expected = self.alone(prompt, _NEW_TOKENS)
+        if second.token_ids != expected:
+            raise WrongBytes(f"{how}: expected tokens {expected}, got {second.token_ids}")
+        return life
+
+    def _life(self, how: str, first: Asked, second: Asked) -> Life:
+        begin_s = min(first.begin_s, second.begin_s)
+        (load,) = second.loads
+        moments = (load.handed_s, load.granted_s, load.placed_s, load.finished_s)
+        return Life(
+            how=how,
+            prefill_s=first.end_s - first.begin_s,
+            ttft_s=second.first_s - begin_s,
+            transfer_s=load.placed_s - load.handed_s,
+            nbytes=load.nbytes,
+            steps=tuple(
+                (b - begin_s, e - begin_s, n) for b, e, n in self._sides[0].call(list, "steps")
+            ),
+            spans=tuple((s - begin_s, n) for s, n in load.spans),
+            frames=tuple((s - begin_s, n) for s, n in self._link.relayed().frames),
+            load=tuple(moment - begin_s for moment in moments),  # type: ignore[arg-type]  # four
+        )
+
+    def alone(self, prompt: tuple[int, ...], max_new_tokens: int) -> tuple[int, ...]:
+        """The tokens of prefill's engine, which keeps the prompt in its cache."""
+        asked = self._sides[0].call(Asked, "ask", prompt, max_new_tokens, None)
+        return asked.token_ids
+
+    def close(self) -> None:
+        close_all(self._sides)
+        self._pool.shutdown()
+
+
+def _model(head_size: int) -> dict[str, Any]:
+    return {
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
+        **{"vocab_size": _VOCAB_SIZE, "hidden_size": 256, "intermediate_size": 512},
+        **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "head_dim": head_size},
+        **{"num_key_value_heads": HEADS, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+        **{"max_position_embeddings": 65536, "tie_word_embeddings": False},
+    }
+
+
+def prompt_of(number: int, num_tokens: int) -> tuple[int, ...]:
+    """Prompts of other numbers share no block."""
+    return tuple((number * 7919 + at * at * 31 + at * 17) % _VOCAB_SIZE for at in range(num_tokens))
+
+
+def measure(pair: Pair, options: argparse.Namespace, case: tuple[str, int]) -> tuple[Cell, Life]:
+    """A cell, and the life of the request, both asked at once, that took the median time."""
+    num_tokens = options.chunks * options.chunk_tokens
+    lives: dict[str, list[Life]] = {IN_TURN: [], TOGETHER: []}
+    number = 0
+    for warm in (True, *[False] * options.rounds):
+        for how, found in lives.items():
+            number += 1
+            life = pair.run(how, prompt_of(number, num_tokens))
+            if not warm:
+                found.append(life)
+    cached_ms = []
+    for _ in range(options.rounds):
+        number += 1
+        prompt = prompt_of(number, num_tokens)
+        pair.alone(prompt[: num_tokens * 9 // 10], 1)
+        life = pair.run(TOGETHER, prompt)
+        data_s = [moment for moment, nbytes in life.frames if nbytes > _DATA_NBYTES]
+        begins_s = life.steps[0][0]
+        cached_ms.append(1e3 * (min(s for s in data_s if s >= begins_s) - begins_s))
+    turns, both = lives[IN_TURN], lives[TOGETHER]
+    prefill_s = statistics.median(life.prefill_s for life in turns)
+    transfer_s = statistics.median(life.transfer_s for life in turns)
+    bound_s = AIM * max(prefill_s, transfer_s) + transfer_s / options.chunks
+    ordered = sorted(both, key=lambda life: life.ttft_s)
+    median = ordered[len(ordered) // 2]
+    cell = Cell(
+        wire=case[0],
+        head_size=case[1],
+        nbytes=both[0].nbytes,
+        prefill_ms=1e3 * prefill_s,
+        transfer_ms=1e3 * transfer_s,
+        in_turn_ms=1e3 * statistics.median(life.ttft_s for life in turns),
+        together_ms=1e3 * median.ttft_s,
+        bound_ms=1e3 * bound_s,
+        cached_ms=statistics.median(cached_ms),
+    )
+    return cell, median
+
+
+def timeline(report: Report) -> Timeline | None:
+    """Of the case in which prefill and transfer are most alike."""
+    cells, lives = report.records.get("cells", []), report.records.get("lives", [])
+    if not cells:
+        return None
+    at = min(range(len(cells)), key=lambda i: abs(cells[i].prefill_ms - cells[i].transfer_ms))
+    cell, life = cells[at], lives[at]
+    handed_s, _, placed_s, finished_s = life.load
+    nbytes = accumulate(nbytes for _, nbytes in life.frames)
+    sent = tuple((s, n / 2**20) for (s, _), n in zip(life.frames, nbytes, strict=True))
+    return Timeline(
+        title=f"One request's life, both engines asked at once ({cell.wire})",
+        rows=(
+            ("prefill computes", tuple(Bar(b, e, str(n)) for b, e, n in life.steps)),
+            ("KV on the link", pieces(life.frames)),
+            ("decode's load", (Bar(handed_s, placed_s), Bar(placed_s, finished_s))),
+            ("decode computes", (Bar(finished_s, life.ttft_s),)),
+        ),
+        marks=(("prefill answers", life.prefill_s), ("first token", life.ttft_s)),
+        steps=sent,
+        steps_name="MiB of KV that have left",
+        limit=("in turn", cell.in_turn_ms / 1e3),
+    )
+
+
+def pieces(frames: tuple[tuple[float, int], ...], gap_s: float = 0.002) -> tuple[Bar, ...]:
+    """What is on the link without a pause of ``gap_s``, with its MiB."""
+    found: list[list[float]] = []
+    for moment, nbytes in frames:
+        if nbytes <= _DATA_NBYTES:
+            continue
+        if found and moment - found[-1][1] < gap_s:
+            found[-1][1:] = [moment, found[-1][2] + nbytes]
+        else:
+            found.append([moment, moment, nbytes])
+    return tuple(Bar(b, e, f"{n / 2**20:.1f} MiB") for b, e, n in found)
+
+
+@contextmanager
+def _link(speed: Speed) -> Iterator[SlowLink]:
+    try:
+        link = SlowLink(speed)
+    except LinkUnavailable as exc:
+        raise SystemExit(f"bench early: {exc}") from None
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+def run(session: Session, options: argparse.Namespace) -> int:
+    """1 if a case has not met its aim."""
+    speed = Speed(options.gbit * 1e9, options.delay_ms / 1e3)
+    with _link(speed) as link, tempfile.TemporaryDirectory() as folder:
+        report = session.report(
+            "early_link",
+            f"Both engines asked at once, over {speed.words}",
+            tables,
+            timeline,
+            WIRE_PACKAGES,
+            link=speed.words,
+            prompts=f"{options.chunks} chunks of {options.chunk_tokens} tokens",
+        )
+        report.facts["round trip of 8 bytes"] = f"{round_trip_ms(link):.2f} ms"
+        report.records = {"cells": [], "lives": []}
+        cases = [(wire, size) for wire in options.transport for size in options.head_size]
+        session.progress.plan(len(cases))
+        for case in cases:
+            report.begin(f"{case[0]}, heads of {case[1]}", tuple(COLUMNS)[1:])
+            pair = Pair(link, Path(folder), *case, options.chunk_tokens)
+            try:
+                cell, life = measure(pair, options, case)
+                report.add(COLUMNS, cell)
+                report.records["lives"].append(life)
+            except ContenderLost as exc:
+                report.lost[f"{case[0]}, heads of {case[1]}"] = str(exc)
+                print(f"  not measured: {exc}", flush=True)
+            finally:
+                pair.close()
+            session.progress.step()
+            report.write()
+        report.write(is_last=True)
+        return int(bool(report.lost) or not all(cell.is_met for cell in report.records["cells"]))
+
+
+BENCHMARK = Benchmark(
+    (
+        option("--transport", ["zmq"], nargs="+", choices=WIRES, help="some of the wires"),
+        option("--head-size", [256, 128, 64], [128], type=int, nargs="+", help="of the model"),
+        option("--chunks", 8, type=int, help="of a prompt (default 8)"),
+        option("--chunk-tokens", 128, type=int, help="of a step of prefill (default 128)"),
+        option("--rounds", 7, 3, type=int, help="of each case (default 7)"),
+        option("--gbit", 1.0, type=float, help="of the link, a second (default 1)"),
+        option("--delay-ms", 1.0, type=float, help="one way (default 1)"),
+    ),
+    run,
+)
