@@ -159,6 +159,10 @@ class Router:
         """
         return self._visitors.take_gone()
 
+    def has_gone(self, identity: bytes) -> bool:
+        """Whether it is among those that ``take_gone`` will return."""
+        return self._visitors.has_gone(identity)
+
     def send(self, identity: bytes, *frames: bytes | zmq.Frame) -> bool:
         """Send one message. False if the peer has gone, or its queue is full: who does not read is
         sent away after some of these. A :class:`zmq.Frame` is not copied: one buffer serves all

@@ -300,6 +300,10 @@ class Visitors:
         gone, self._gone = self._gone, []
         return gone
 
+    def has_gone(self, name: bytes) -> bool:
+        """Whether it is among those that ``take_gone`` will return."""
+        return name in self._gone
+
     def take_num_failed(self) -> int:
         """How many handshakes have failed since the last call."""
         num_failed, self._num_failed = self._num_failed, 0
