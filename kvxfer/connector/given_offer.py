@@ -257,8 +257,10 @@ def checked_sides(
 
 
 def may_grow(pull: Pull, transports: Mapping[str, SourceTransport]) -> bool:
-    """Whether this consumer can be given what is open while the rest is computed."""
-    wire = None if pull.is_null else transports[pull.transport]
+    """Whether this consumer can be given what is open while the rest is computed; of a Pull that
+    will be refused the wire need not be one of ours.
+    """
+    wire = None if pull.is_null else transports.get(pull.transport)
     return pull.grows is True and not (isinstance(wire, SendingSource) and not wire.can_grow)
 
 

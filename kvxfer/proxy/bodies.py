@@ -309,6 +309,16 @@ _OF_THE_BODY = {"host", "content-length", "content-type", "content-encoding", "e
 _ENCODING = "accept-encoding"
 
 
+def learned_params(params: msgspec.Raw) -> dict[str, Any]:
+    """The same as a mapping, from which later requests learn where that engine is; empty if it
+    cannot be read.
+    """
+    try:
+        return msgspec.json.decode(params, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return {}
+
+
 def to_prefill(headers: Iterable[tuple[str, str]], request_id: str) -> Headers:
     """For the prefill engine, whose answer the proxy itself reads: not compressed."""
     kept = _to_engine(headers, request_id, _ENCODING, "accept")

@@ -43,6 +43,7 @@ from kvxfer.proxy.bodies import (
     NoKv,
     Reason,
     find,
+    learned_params,
     parse_body,
     read_params,
     to_client,
@@ -340,7 +341,7 @@ class Proxy:
         self._note_status(engine, answer.status)
         params = read_params(str(engine), answer.status, raw)
         if self._settings.dispatch is Dispatch.TOGETHER:
-            self._learned[engine] = msgspec.json.decode(params)
+            self._learned[engine] = learned_params(params)
         return params
 
     async def _relay(

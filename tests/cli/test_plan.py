@@ -97,7 +97,9 @@ def test_a_model_that_does_not_move_is_refused(tmp_path: Path) -> None:
     )
     done = run("--source", str(tmp_path), "--sink", "tp=1")
     assert done.exit_code == 1
-    assert "it keeps a state, not tokens" in " ".join(done.stdout.split())
+    assert "it keeps a state, whose shape only a running engine says" in " ".join(
+        done.stdout.split()
+    )
 
 
 @pytest.mark.parametrize(

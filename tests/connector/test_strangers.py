@@ -28,6 +28,8 @@ from kvxfer.transfer.wire import (
     Ping,
     Pong,
     Pull,
+    Reason,
+    Refuse,
     decode_to_sink,
     decode_to_source,
     encode,
@@ -500,3 +502,22 @@ def test_a_ping_is_answered_behind_a_message_of_many_parts(engine: Engine) -> No
         for _ in range(3):
             assert honest.poll(30_000)
             assert isinstance(decode_to_sink(honest.recv()), Pong)
+
+
+def test_a_pull_over_an_unknown_wire_is_refused_for_what_is_looked_at_first(engine: Engine) -> None:
+    """Its tokens here, also where it grows with the offer."""
+    ref = engine.offer("r", 16, range(1)).offer
+    pull = Pull(
+        offer=ref,
+        consumer=Consumer(b"s" * 16, RankId(0, 0)),
+        claim=(RankId(0, 0),),
+        digest=b"of other tokens",
+        transport="none of ours",
+        grows=True,
+    )
+    with dealer(engine.endpoint) as stranger:
+        stranger.send(encode(pull))
+        assert stranger.poll(30_000)
+        answer = decode_to_sink(stranger.recv())
+    assert isinstance(answer, Refuse)
+    assert answer.reason is Reason.TOKENS

@@ -50,7 +50,14 @@ from kvxfer.errors import (
 )
 from kvxfer.integrations.vllm.settings import _split
 from kvxfer.plan.geometry import parse_geometry
-from kvxfer.proxy.bodies import COMPLETIONS, ErrorReply, NoKv, parse_body, read_params
+from kvxfer.proxy.bodies import (
+    COMPLETIONS,
+    ErrorReply,
+    NoKv,
+    learned_params,
+    parse_body,
+    read_params,
+)
 from kvxfer.proxy.settings import Side, parse_engines
 from kvxfer.tensors.shared_memory import SharedPool, open_shared
 from kvxfer.transfer import wire
@@ -268,7 +275,8 @@ def _client_body(frame: bytes, _: Path) -> object:
 
 
 def _prefill_answer(frame: bytes, _: Path) -> object:
-    return read_params("http://e:1", 200, frame)
+    params = read_params("http://e:1", 200, frame)
+    return early_params(learned_params(params), "0f" * 16)
 
 
 # ------------------------------------------------------------------ requests of the engine
@@ -598,7 +606,7 @@ DECODERS = (
         ),
         _prefill_answer,
         (ErrorReply, NoKv),
-        ("proxy/bodies.py:read_params",),
+        ("proxy/bodies.py:read_params", "proxy/bodies.py:learned_params"),
     ),
     Decoder(
         "request to an engine",
@@ -724,6 +732,7 @@ DECODERS = (
 )
 
 NO_INPUT: Mapping[str, str] = {
+    "bench/early.py:EngineSide.steps": "the other end of a benchmark",
     "bench/nixl_ways.py:NixlMember.meet": "the other end of a benchmark",
     "bench/slow_link.py:wire_nbytes": "a benchmark's own device",
     "bench/sockets.py:SocketSource._serve": "the other end of a benchmark",
