@@ -314,8 +314,8 @@ def test_what_grows_is_sent_in_small_chunks() -> None:
         (run,) = make_routes(order, ways, addressing).values()
         assert run.pull.grows is (True if grows else msgspec.UNSET)
         sizes.append(run.pull.chunk_nbytes)
-    # 128 KiB a token: a sixteenth of 3,000 is 24 MB, of 100 less than the least
-    assert sizes == [32 << 20, 3000 * (1 << 17) // 16, 1 << 20]
+    # 32 KiB a token of one region: a sixteenth of 3,000 tokens; that of 100 is less than a block
+    assert sizes == [32 << 20, -(-3000 // 16) * (1 << 15), 16 * (1 << 15)]
 
 
 def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:

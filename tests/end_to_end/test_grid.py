@@ -267,6 +267,7 @@ def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_script_runs_the_cells_that_are_asked_for(tmp_path: Path) -> None:
     facts = tmp_path / "facts.json"
     sample = pairwise_cells(("hybrid",))

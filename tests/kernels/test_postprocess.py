@@ -296,6 +296,7 @@ for unit, word, row_units in ((16, module.tl.int64, 16), (4, module.tl.int32, 33
 """
 
 
+@pytest.mark.slow
 def test_the_compiler_sees_units() -> None:
     """Compiled for a GPU, which need not be there: 16 and 4 bytes an access."""
     assert printed_without_interpreter(PTX).splitlines() == ["8 v2.b64", "8 b32"]

@@ -113,6 +113,7 @@ def test_a_call_that_raises_is_kept_and_raises(modules: dict[str, ModuleType]) -
     assert [entry for entry in kept if entry[1] != "nap"] == [(0, "Sleeper.sleep")] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--first"]])
 def test_a_load_is_shown_from_both_sides(options: list[str]) -> None:
     done = subprocess.run(
