@@ -4,6 +4,7 @@ on both sides or on one. The copies are the oracle's, byte for byte.
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import product
 
 import pytest
@@ -59,8 +60,8 @@ def case_of(
     tp_sizes: tuple[int, int], source: EngineShape | None, sink: EngineShape | None
 ) -> Case:
     """``source``, ``sink``: their drafts, None without."""
-    shapes = [changed_shape(tp_size) for tp_size in tp_sizes]
-    case = Case(*shapes, NUM_TOKENS)
+    given, taken = (dataclasses.replace(MODEL, tp_size=tp_size) for tp_size in tp_sizes)
+    case = Case(given, taken, NUM_TOKENS)
     if source is not None:
         case.source = with_draft(case.source, source)
         ids = scattered_ids(NUM_TOKENS, source.block_tokens, source.num_blocks, seed=3)
@@ -76,10 +77,6 @@ def case_of(
         validate_manifest(engine)
     assert not differences(case.source, case.sink)
     return case
-
-
-def changed_shape(tp_size: int) -> EngineShape:
-    return EngineShape(tp_size=tp_size, num_kv_heads=MODEL.num_kv_heads, num_layers=2, num_blocks=8)
 
 
 def check(case: Case, expected_empty: tuple[str, ...]) -> None:
