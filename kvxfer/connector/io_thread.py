@@ -23,7 +23,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -284,12 +284,13 @@ class IoThread:
         finally:
             self._turn.acquire()
         self._awake, self._is_wanted = True, False  # before the inbox is read
+        readable = dict(ready)  # in the order of watching
         self._enter()
         try:
-            num_posted = self._handle(ready)
+            num_posted = self._handle(readable)
         finally:
             self._leave()
-        if any(socket == self._wake_up.fd for socket, _ in ready):
+        if self._wake_up.fd in readable:
             self._wake_up.clear()
         return bool(ready or num_posted)
 
@@ -309,18 +310,17 @@ class IoThread:
         if entered is not None:
             entered.__exit__(None, None, None)
 
-    def _handle(self, ready: Sequence[tuple[Any, int]]) -> int:
+    def _handle(self, readable: Mapping[Any, int]) -> int:
         """Handle what one poll has found. Returns how many posted calls were run."""
         num_posted = self.run_posted()
-        for socket, _ in ready:
+        for socket in readable:
             handler = self._handlers.get(socket)  # None if another handler has unwatched it
             if handler is not None:
                 self.guard(handler)
-        readable = {socket for socket, _ in ready}
         for group in self._groups:
             # With auto most wires of a rank are idle, and each costs a round 10 us, 40 on a cold
             # processor
-            if not (group.member.is_idle and readable.isdisjoint(group.polled)):
+            if not (group.member.is_idle and readable.keys().isdisjoint(group.polled)):
                 self.guard(group.handler, group.member)
         self.run_deferred()
         return num_posted

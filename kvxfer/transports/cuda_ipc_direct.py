@@ -52,9 +52,9 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import Context
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyJob
 from kvxfer.transports.launches import Flight, Launches
+from kvxfer.transports.wake_up import Completions
 
 MAX_BOUND = 1024
 """Geometry classes of one attachment whose addresses are kept; a plan has a handful."""
@@ -376,7 +376,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
             pull.num_in_flight -= 1
             pull.nbytes += flight.nbytes
             if pull.launches is not None:
-                self._completions.note(Progress(pull.key, pull.nbytes))
+                self._completions.append(Progress(pull.key, pull.nbytes))
 
     def _finish(self) -> bool:
         """End the reads that have nothing in flight and launch no more; True if there was one."""
@@ -387,7 +387,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         ]
         for pull in over:
             del self._pulls[pull.key]
-            self._completions.note(pull.end or ReadDone(pull.key, pull.nbytes, certified=False))
+            self._completions.append(pull.end or ReadDone(pull.key, pull.nbytes, certified=False))
         return bool(over)
 
     def _break(self, detail: str) -> None:

@@ -44,8 +44,8 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import Context
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd, CopyJob, Mailbox, work_of
+from kvxfer.transports.wake_up import Completions
 
 NUM_TIMED = 4
 """Copies of a trial, 0.3 ms each: one alone, when another thread is given the core, was seen to

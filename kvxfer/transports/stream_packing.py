@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,14 +48,14 @@ MAX_BOUND = 1024
 Ids = NDArray[np.int64]
 
 
-@dataclass(slots=True, eq=False)
-class ChunkJob:
-    """One chunk of a transfer, from this rank's pool to staging or back, in one piece.
+@dataclass(eq=False)
+class ChunkJob(CopyJob):
+    """One chunk of a transfer, from this rank's pool to staging or back, in one piece. It is a job
+    of the copy thread in host memory; on a GPU it is launched.
 
     ``owner``: the connection whose slot it is. ``order``: of the packed bytes; None where they are
     unpacked, for they come in the order of ``side``. ``dense``: where they lie; a lane, where they
-    are to lie. ``after``: what a GPU must have done before the pool is written. ``end`` and
-    ``error`` say how it ended.
+    are to lie. ``after``: what a GPU must have done before the pool is written.
     """
 
     owner: object
@@ -67,8 +67,25 @@ class ChunkJob:
     dense: Tensor | SourceLane | None
     order: DenseOrder | None = None
     after: torch.cuda.Event | None = None
-    end: CopyEnd | None = None
-    error: BaseException | None = None
+    packer: HostPacker | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        chunk = self.chunk
+        super().__init__(self.key, work_of(chunk.nbytes, chunk.region_hi - chunk.region_lo))
+
+    def run(self) -> bool:
+        assert self.packer is not None
+        tensors, dense = self.packer.tensors, self.take_dense()
+        if self.order is not None:
+            gather(tensors, self.side, self.block_ids, self.order, *self.span, dense)
+        else:
+            scatter(tensors, self.side, self.block_ids, *self.span, dense)
+        return False
+
+    def on_end(self) -> None:
+        self.dense = None  # also of a job that never ran
+        assert self.packer is not None
+        self.packer.ended.put(self, more_follows=self.has_successor)
 
     def take_dense(self) -> Tensor:
         """Take the chunk's memory out of the job, once, so that it is freed with the copy."""
@@ -99,65 +116,31 @@ class HostPacker:
     num_at_once = sys.maxsize  # a queue takes them all
 
     def __init__(self, memory: LocalMemory, copy_thread: Copier, wake: Wake) -> None:
-        self._tensors = memory.tensors
-        self._copy_thread = copy_thread
-        self._running: dict[ChunkJob, _HostCopy] = {}
-        self._ended: Mailbox[ChunkJob] = Mailbox(wake)
+        self.tensors, self._copy_thread = memory.tensors, copy_thread
+        self.ended: Mailbox[ChunkJob] = Mailbox(wake)
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
         """Nothing: a copy on the CPU needs no compiling."""
 
     def submit(self, job: ChunkJob) -> None:
         """Queue it, or copy it now; never blocks."""
-        running = self._running[job] = _HostCopy(job, self._tensors, self._ended)
-        self._copy_thread.submit(running)
+        job.packer = self
+        self._copy_thread.submit(job)
 
     def cancel(self, job: ChunkJob) -> None:
-        """Cancel a job: it ends now, or when its copy is through."""
-        running = self._running.get(job)
-        if running is not None:
-            self._copy_thread.cancel(running)
+        """It ends now, or when its copy is through."""
+        self._copy_thread.cancel(job)
 
-    def drain(self) -> Iterator[ChunkJob]:
+    def drain(self) -> Iterable[ChunkJob]:
         """Jobs that have ended: nothing of them runs."""
-        for job in self._ended.drain():
-            del self._running[job]
-            yield job
+        return self.ended.drain()
 
     def take(self) -> ChunkJob:
         """Wait for one of them, at shutdown."""
-        job = self._ended.take()
-        del self._running[job]
-        return job
+        return self.ended.take()
 
     def close(self) -> None:
         """The copy thread is the worker's."""
-
-
-class _HostCopy(CopyJob):
-    """A chunk as it is copied, straight from or into the pool."""
-
-    __slots__ = ("_ended", "_job", "_tensors")
-
-    def __init__(self, job: ChunkJob, tensors: Sequence[Tensor], ended: Mailbox[ChunkJob]) -> None:
-        chunk = job.chunk
-        super().__init__(job.key, work_of(chunk.nbytes, chunk.region_hi - chunk.region_lo))
-        self._job = job
-        self._tensors = tensors
-        self._ended = ended
-
-    def run(self) -> bool:
-        job, dense = self._job, self._job.take_dense()
-        if job.order is not None:
-            gather(self._tensors, job.side, job.block_ids, job.order, *job.span, dense)
-        else:
-            scatter(self._tensors, job.side, job.block_ids, *job.span, dense)
-        return False
-
-    def on_end(self) -> None:
-        self._job.dense = None  # also of a job that never ran
-        self._job.end, self._job.error = self.end, self.error
-        self._ended.put(self._job, more_follows=self.has_successor)
 
 
 # ------------------------------------------------------------------ memory of a GPU
@@ -268,16 +251,14 @@ class DevicePacker:
         if self._ended:
             self._wake()
 
-    def drain(self) -> Iterator[ChunkJob]:
-        """Jobs that have ended since the last call: nothing of them runs."""
+    def drain(self) -> Iterable[ChunkJob]:
         for copied in self._copied.drain():
             self._on_copied(copied)
         self._advance()
         ended, self._ended = self._ended, deque()
-        yield from ended
+        return ended
 
     def take(self) -> ChunkJob:
-        """Wait for one of them."""
         while not self._ended:
             if len(self._in_flight):
                 try:

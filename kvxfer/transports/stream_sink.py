@@ -41,7 +41,6 @@ from kvxfer.transports.base import (
     kind_of,
 )
 from kvxfer.transports.channel import Context, Dealer, Socket
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.guard import nearest_endpoint
 from kvxfer.transports.native_peers import check_own_devices, needs_own_user, refusal
@@ -64,7 +63,7 @@ from kvxfer.transports.stream_wire import (
     make_poller,
     readable,
 )
-from kvxfer.transports.wake_up import WakeUp
+from kvxfer.transports.wake_up import Completions, WakeUp
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -290,7 +289,7 @@ class StreamSink(ReceivingSink):
         self._progress()
         self._take_unpacked()
         self._send_credits()
-        told = self._completions.since(num_before)
+        told = self._completions[num_before:]
         return bool(told) and all(isinstance(each, Progress) for each in told)
 
     def inspect(self) -> None:
@@ -456,7 +455,7 @@ class StreamSink(ReceivingSink):
                 case Cancel(slot):
                     self._packer.cancel(link.jobs[slot])
                 case Progress():
-                    self._completions.note(action)
+                    self._completions.append(action)
                 case _:
                     del self._reading[action.key]
                     self._completions.tell(action)
@@ -498,7 +497,7 @@ class StreamSink(ReceivingSink):
     def _end_link(self, link: Link, detail: str) -> None:
         if not link.is_lost:
             self._drop_link(link, detail)
-            self._completions.note(PeerGone(link.control_endpoint))
+            self._completions.append(PeerGone(link.control_endpoint))
 
     def _drop_link(self, link: Link, detail: str) -> None:
         del self._links[link.control_endpoint]

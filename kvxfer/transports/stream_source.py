@@ -34,7 +34,6 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import IN_USE, Bounds, Context, Router
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
@@ -69,6 +68,7 @@ from kvxfer.transports.stream_wire import (
     encode,
     num_queued,
 )
+from kvxfer.transports.wake_up import Completions
 
 _log = logging.getLogger("kvxfer.transports")
 
@@ -264,7 +264,7 @@ class StreamSource(SendingSource):
                 case Cancel(slot):
                     self._packer.cancel(connection.jobs[slot])
                 case Packed():
-                    self._completions.note(action)
+                    self._completions.append(action)
                 case _:
                     self._connections.forget(self._transfers.pop(action.key).name)
                     self._completions.tell(action)
@@ -377,8 +377,9 @@ class StreamSource(SendingSource):
             self._on_message(frames)
         self._lose_gone()
         self._take_packed()
-        for connection, header in self._trials.drain():
-            self._on_trial_filled(connection, header)
+        if self._trials.is_busy:
+            for connection, header in self._trials.drain():
+                self._on_trial_filled(connection, header)
         self._progress()
         self._hear()
         self._pump_more()

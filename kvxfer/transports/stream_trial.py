@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 
@@ -168,18 +168,17 @@ class TrialGiver:
         self._num_filling += 1
         self._copy_thread.submit(_Fill(connection, header, self._filled))
 
-    def drain(self) -> Iterator[Filled]:
+    def drain(self) -> list[Filled]:
         """Slots that were filled since the last call."""
         ready, self._ready = self._ready, []
-        yield from ready
-        for job in self._filled.drain():
-            yield self._take(job)
+        return [*ready, *map(self._take, self._filled.drain())]
 
-    def close(self) -> Iterator[Filled]:
+    def close(self) -> list[Filled]:
         """The last ones, waited for."""
-        yield from self.drain()
+        last = self.drain()
         while self._num_filling:
-            yield self._take(self._filled.take())
+            last.append(self._take(self._filled.take()))
+        return last
 
     def _take(self, job: _Fill) -> Filled:
         self._num_filling -= 1
