@@ -32,7 +32,7 @@ from kvxfer.connector.access import (
     check_verifiable,
 )
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.peer import Peer, Surroundings, Waiter
+from kvxfer.connector.peer import Choices, Peer, Surroundings, Waiter, discard, start_trial
 from kvxfer.connector.peer_session import (
     Attach,
     Attached,
@@ -56,7 +56,6 @@ from kvxfer.connector.peer_session import (
     WiresTried,
     step,
 )
-from kvxfer.connector.peer_trial import Choices, discard, start_trial
 from kvxfer.connector.records import SourceRef
 from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest

@@ -14,20 +14,18 @@ import torch
 import zmq
 
 from kvxfer.config import Config
+from kvxfer.connector.access import protection
 from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
-from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.finder import Finder
 from kvxfer.connector.io_thread import IoThread
-from kvxfer.connector.keeper import Keeper
+from kvxfer.connector.keeper import Finder, Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
 from kvxfer.connector.metrics import key, peer_label
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.protection import protection
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
@@ -68,7 +66,7 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import SMALL_NBYTES
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.key_folder import with_folder_keys
-from kvxfer.transports.parallel import make_context, make_copier
+from kvxfer.transports.parallel import make_context, make_copier, make_room
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.visitors import LOOK_S
 

@@ -3,7 +3,7 @@
 Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
 translation. Orders go to the IO thread; what has ended comes back through
 :class:`~kvxfer.connector.ledger.Ledger`. No call waits, but for a load that is part of the step
-(:mod:`~kvxfer.connector.step_loads`), which has been promised to be there. An offer whose blocks
+(:mod:`~kvxfer.connector.loads`), which has been promised to be there. An offer whose blocks
 are taken back ends at once, in memory that the IO thread and the sinks read
 (:class:`~kvxfer.connector.board.Ends`).
 """

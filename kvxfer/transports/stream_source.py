@@ -37,12 +37,12 @@ from kvxfer.transports.channel import IN_USE, Bounds, Context, Router
 from kvxfer.transports.copy_thread import Copier, CopyEnd
 from kvxfer.transports.native_peers import is_own_user, needs_own_user, refusal
 from kvxfer.transports.pipe import MakePipe, Parts, PipeBroken
-from kvxfer.transports.stream_admission import Admission
 from kvxfer.transports.stream_connections import (
     MAX_CONNECTIONS,
     MAX_STAGING_NBYTES,
     MAX_TRIAL_NBYTES,
     TRIAL_S,
+    Admission,
     Connection,
     Connections,
     ReadName,
@@ -633,7 +633,7 @@ class StreamSource(SendingSource):
         connection.close_lane()
 
     def _lose_gone(self) -> None:
-        for identity in self._router.take_gone():
+        for identity in self._router.visitors.take_gone():
             connection = self._connections.get(identity)
             if connection is None:
                 continue

@@ -296,7 +296,9 @@ class Visitors:
         return self._events.take_empty()
 
     def take_gone(self) -> list[bytes]:
-        """The names of connections that have ended since the last call, and had sent a message."""
+        """The names of connections that have ended since the last call, and had sent a message. If
+        a last message of one is read later, its name is returned once more.
+        """
         gone, self._gone = self._gone, []
         return gone
 

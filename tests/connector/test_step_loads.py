@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kvxfer.connector import worker_side
 from kvxfer.connector.board import Board, Posted
+from kvxfer.connector.loads import DISTRUST_S, StepLoads
 from kvxfer.connector.records import ConnectorMetadata, NearSource, NewLoad, SourceRef
 from kvxfer.connector.sink import Sink
-from kvxfer.connector.step_loads import DISTRUST_S, StepLoads
 from kvxfer.tensors.strided_copy import strided_copy
 from kvxfer.transfer.wire import OfferRef
 from kvxfer.transports import shm_direct

@@ -70,11 +70,10 @@ from kvxfer.transports.guard import user_of, why_refused
 from kvxfer.transports.key_folder import CURRENT, read_keys
 from kvxfer.transports.native_peers import parse_address
 from kvxfer.transports.nixl_agent import Area
-from kvxfer.transports.nixl_ends import Address
+from kvxfer.transports.nixl_pipe import Address
 from kvxfer.transports.pipe import PipeBroken
 from kvxfer.transports.stream_wire import data_endpoint_of
-from kvxfer.transports.ucx_end import MOST_NBYTES, UcxMail
-from kvxfer.transports.ucx_pipe import SinkAddress, SourceAddress
+from kvxfer.transports.ucx_pipe import MOST_NBYTES, SinkAddress, SourceAddress, UcxMail
 from tests.hostile.mutation import Form
 from tests.rpc_messages import DONE, INFO
 from tests.transfer.test_wire import MANIFEST, OFFER, PULL, TO_SINK, TO_SOURCE, golden

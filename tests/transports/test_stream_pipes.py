@@ -38,10 +38,10 @@ from kvxfer.transports.base import (
     SendStopped,
     Sent,
 )
+from kvxfer.transports.pipe import CHUNK_S
 from kvxfer.transports.stream_machine import SinkSlot
 from kvxfer.transports.stream_sink import StreamSink
 from kvxfer.transports.stream_source import StreamSource
-from kvxfer.transports.stream_trial import CHUNK_S
 from kvxfer.transports.stream_wire import (
     AskTrial,
     Attach,
