@@ -65,7 +65,6 @@ class _Tally:
         self._completed: dict[str, _Open] = {}
 
     def at(self, request_id: str) -> _Open:
-        """The open request of that id."""
         one = self._open.get(request_id)
         if one is None:
             one = self._open[request_id] = _Open()
@@ -74,7 +73,6 @@ class _Tally:
         return one
 
     def report(self, request_id: str, position: int, expected: int) -> None:
-        """Count one report of a rank; a repeated one is dropped."""
         one = None if request_id in self._completed else self.at(request_id)
         if one is None or position in one.reported:
             self._drop(request_id, position)
@@ -85,7 +83,6 @@ class _Tally:
             self._completed[request_id] = self._open.pop(request_id)
 
     def take_completed(self) -> dict[str, _Open]:
-        """The requests that were completed since the last call."""
         completed, self._completed = self._completed, {}
         return completed
 

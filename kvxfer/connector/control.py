@@ -146,7 +146,6 @@ class ControlServer:
             )
 
     def close(self) -> None:
-        """Stop listening and close every connection."""
         self._io.unwatch(self.router.monitor)
         self._io.unwatch(self.router.socket)
         self.router.close()
@@ -245,7 +244,6 @@ class ControlClient:
             self._ledger.count("control.dropped")
 
     def close(self) -> None:
-        """End the connection; messages that were sent may still leave. Idempotent."""
         if not self._closed:
             self._closed = True
             self._inspecting.cancel()
@@ -271,7 +269,6 @@ class ControlClient:
                 return
 
     def _inspect(self) -> None:
-        """Drop a source that sends more than this rank reads."""
         self._inspecting = self._io.after(LOOK_S, self._inspect)
         try:
             self.dealer.inspect()
@@ -279,7 +276,6 @@ class ControlClient:
             self._on_gone(str(e))
 
     def _look(self) -> None:
-        """Handle the events of the monitor."""
         why = self.dealer.why_ended()
         if why is not None:
             self._read()  # messages that it sent before it went still count

@@ -94,7 +94,6 @@ class GivenOffer:
 
     @property
     def state(self) -> OfferState:
-        """The session's state: PENDING, OPEN, DONE or BROKEN."""
         return self.session.snapshot.state
 
     @property
@@ -125,13 +124,11 @@ class GivenOffer:
             self.heard_s[incarnation] = now_s
 
     def extend(self, now_s: float, lease_s: float, max_hold_s: float) -> None:
-        """Extend the lease. Before the offer opens there is no lease to extend."""
         if self.opened_s:
             until_s = min(now_s + lease_s, self.opened_s + max_hold_s)
             self.lease_until_s = max(self.lease_until_s, until_s)
 
     def due(self, now_s: float, lease_s: float) -> list[ClaimantLost | Break]:
-        """The events that the clocks cause now."""
         if self.lease_until_s <= now_s:
             return [Break(Reason.EXPIRED)]
         return [
@@ -158,7 +155,6 @@ class PullRefused(Exception):
 
 
 def wire_of(pull: Pull, transports: Mapping[str, SourceTransport]) -> Wire:
-    """How the consumer reads, by a wire that this rank serves."""
     is_sent = not pull.is_null and isinstance(transports[pull.transport], SendingSource)
     return Wire.STREAM if is_sent else Wire.DIRECT
 
@@ -359,7 +355,6 @@ class Parked:
         return [(identity, _decoded(frame)) for identity, frame in items]
 
     def gone(self, identity: bytes) -> None:
-        """A connection has ended: nothing waits for it any more."""
         if self._num_of[identity]:
             for key in list(self._waiting):
                 for item in [each for each in self._waiting[key] if each[0] == identity]:
@@ -389,5 +384,4 @@ class Parked:
 
 
 def _decoded(frame: bytes) -> Early:
-    """It was encoded here."""
     return cast("Early", decode_to_source(frame))

@@ -77,7 +77,6 @@ class Timer:
         self.call: _Later | None = call
 
     def cancel(self) -> None:
-        """Keep the timer from firing, if it has not fired yet."""
         self.call = None
 
 
@@ -145,7 +144,6 @@ class IoThread:
         return not self._stopping
 
     def wake(self) -> None:
-        """Make the loop go round once."""
         self._is_wanted = True  # first: the thread reads this after it has announced that it sleeps
         if self._awake:
             return
@@ -193,7 +191,6 @@ class IoThread:
     # -------------------------------------------------- on the thread or in its place (or before)
 
     def after(self, delay_s: float, call: Callable[[*Args], object], *args: *Args) -> Timer:
-        """Run ``call(*args)`` once, ``delay_s`` seconds from now."""
         timer = Timer((call, args))
         heapq.heappush(self._timers, (self.now() + delay_s, next(self._order), timer))
         return timer
@@ -250,7 +247,6 @@ class IoThread:
         return num_posted
 
     def guard(self, call: Callable[[*Args], object], *args: *Args) -> None:
-        """Run a handler. Its exception goes to ``on_error`` and does not end the loop."""
         try:
             call(*args)
         except Exception:  # noqa: BLE001  # whatever it is, the loop goes on

@@ -80,12 +80,10 @@ class Keeper:
             self._io.defer(self._tell_ranks, peer, source)
 
     def hold_at(self, request_id: str, source: SourceRef, ranks: frozenset[RankId]) -> None:
-        """Keep an offer at these source ranks, unless it is held at all of them already."""
         self._kept.setdefault(request_id, _Kept(source, ranks))
         self._start()
 
     def release(self, request_id: str) -> None:
-        """Stop keeping the offer of this request; unknown requests are ignored."""
         self._kept.pop(request_id, None)
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
@@ -111,7 +109,6 @@ class Keeper:
         self._peers.want(owed.source, needs_wire=False, ready=ready, failed=failed)
 
     def _settle(self) -> None:
-        """Retry every Cancel that is owed: those to one engine wait for the same contact."""
         waiting, self._owed = self._owed, []
         for owed in waiting:
             self._io.guard(self._cancel, owed)
@@ -122,7 +119,6 @@ class Keeper:
             self._io.after(self._config.keep_s, self._keep)
 
     def _keep(self) -> None:
-        """Send each source rank one Keep with all offers that are kept there."""
         self._is_ticking = False
         if not self._kept:
             return
@@ -201,7 +197,6 @@ class Finder:
         self._wanted: OrderedDict[OfferRef, _Wanted] = OrderedDict()
 
     def find(self, order: FindOffer) -> None:
-        """Look for a request; what becomes of it is told to the ledger."""
         source = order.source
         self._drop(source.offer)
         until_s = self._io.now() + self._config.early_wait_s + BEYOND_S
@@ -211,7 +206,6 @@ class Finder:
         self._ask(source.offer)
 
     def on_message(self, peer: Peer, found: Found) -> None:
-        """An answer of a source's front door."""
         life = peer.manifest.incarnation if peer.manifest is not None else b""
         name = OfferRef(found.request, life)
         wanted = self._wanted.get(name)
@@ -230,7 +224,6 @@ class Finder:
                 self._drop(name)
 
     def _ask(self, name: OfferRef) -> None:
-        """Ask the source as soon as it is known, and again in time."""
         wanted = self._wanted.get(name)
         if wanted is None:
             return

@@ -81,7 +81,6 @@ class Load:
 
     @property
     def is_in_step(self) -> bool:
-        """The step that orders it computes with its KV."""
         return self.in_step_s is not None
 
 
@@ -95,13 +94,11 @@ class AskedOffers:
         return offer in self._offers
 
     def add(self, offer: OfferRef) -> None:
-        """Remember an offer; the oldest is forgotten when there are too many."""
         self._offers[offer] = None
         while len(self._offers) > REMEMBERED:
             self._offers.popitem(last=False)
 
     def forget(self, offer: OfferRef) -> None:
-        """Forget an offer, so that it may be asked for again."""
         self._offers.pop(offer, None)
 
 
@@ -126,7 +123,6 @@ class LoadBook:
         """Layers keep a state, which moves only of the offered tokens, all of them."""
 
     def find(self, request: RequestLike, source: SourceRef) -> None:
-        """Look for the offer of a request that came early."""
         num_tokens = request.num_prompt_tokens - self.has_states
         source = _with_digest(request, msgspec.structs.replace(source, num_tokens=num_tokens))
         self._by_id[request.request_id] = Load(
@@ -233,7 +229,6 @@ class LoadBook:
         return load.num_usable_tokens - num_local_tokens
 
     def _has_room(self, load: Load) -> bool:
-        """Whether this load of a growing offer may have blocks, beside others of such."""
         num_held = sum(self._growing.values())
         return num_held + load.source.num_tokens <= self.most_growing_tokens
 
@@ -342,15 +337,12 @@ class LoadBook:
 
     @property
     def num_open(self) -> int:
-        """Loads that are wanted, or handed to the workers, and are not over."""
         return sum(load.state is not LoadState.ENDED for load in self._by_id.values())
 
     def has_orders(self) -> bool:
-        """Whether something waits for the next step's metadata."""
         return bool(self._loads or self._aborts or self._holds or self._unholds or self._finds)
 
     def step(self, orders: ConnectorMetadata = NO_ORDERS) -> ConnectorMetadata:
-        """Add to a step's orders what was decided here since the last step."""
         if not self.has_orders():
             return orders
         orders = msgspec.structs.replace(
@@ -372,7 +364,6 @@ class LoadBook:
         return reason
 
     def _leave(self, request_id: str, load: Load) -> bool:
-        """This request does not use its offer any more. Returns whether no other request does."""
         users = self._users.get(load.source.offer, [])
         if request_id in users:
             users.remove(request_id)
@@ -382,7 +373,6 @@ class LoadBook:
 
 
 def _with_digest(request: RequestLike, source: SourceRef) -> SourceRef:
-    """The source with the digest of the offered tokens, as this request has them."""
     digest = token_digest(
         request.prompt_token_ids[: source.num_tokens], digest_keys(request, source.num_tokens)
     )
@@ -453,20 +443,16 @@ class StepLoads:
         return time_s if all(self._shows(handle, source) for handle in boards) else None
 
     def promise(self, time_s: float) -> None:
-        """This much of the step is taken."""
         self._promised_s += time_s
 
     def begin_step(self) -> None:
-        """Nothing of the next step is promised yet."""
         self._promised_s = 0.0
 
     def was_late(self, source: SourceRef, now_s: float) -> None:
-        """A step has waited in vain for a load."""
         self._until_s = {life: s for life, s in self._until_s.items() if s > now_s}
         self._until_s[source.offer.incarnation] = now_s + DISTRUST_S
 
     def close(self) -> None:
-        """Unmap the boards. Idempotent."""
         for handle in list(self._boards):
             self._close(handle)
         self._near = {}

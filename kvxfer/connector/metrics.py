@@ -190,7 +190,6 @@ def place_of(count: str) -> tuple[str, str] | None:
 
 @lru_cache(4096)
 def key(*labels: str) -> str:
-    """The values of labels as tables have them."""
     return SEPARATOR.join(each.replace(SEPARATOR, " ")[:MAX_LABEL_CHARS] for each in labels)
 
 
@@ -208,7 +207,6 @@ def wire_label(report: LoadReport) -> str:
 
 
 def of_worker(stats: KVConnectorStats, collected_s: float) -> Tables:
-    """What ranks counted. ``collected_s``: when the engine collected their reports."""
     tables = _counted(stats.counts)
     broken = dict(stats.reasons)  # the ledger counts failed loads under the same names
     for report in stats.loads:
@@ -234,7 +232,6 @@ def of_worker(stats: KVConnectorStats, collected_s: float) -> Tables:
 
 
 def of_scheduler(stats: KVConnectorStats) -> Tables:
-    """What the scheduler side counted."""
     tables = _counted(stats.counts)
     for reason, number in stats.reasons.items():
         num_failed = stats.failed.get(reason, 0)
@@ -286,7 +283,6 @@ def _count(tables: Tables, name: str, labels: str, number: float = 1) -> None:
 
 
 def bucket_of(seconds: float) -> int:
-    """The number of the bucket that this duration belongs to."""
     if seconds <= _FIRST_S:
         return 0
     return min(int(math.log2(seconds / _FIRST_S) * _STEPS_PER_OCTAVE), _LAST_BUCKET)

@@ -164,7 +164,6 @@ class Peer:
 
     @property
     def slowest(self) -> Choice | None:
-        """Of the chosen wires; None where there is nothing to read."""
         choices = list(self.choices.values())
         return max(choices, key=lambda choice: choice.duration_s, default=None)
 
@@ -194,17 +193,14 @@ class Peer:
         return manifest.rank(rank)
 
     def transport(self, rank: RankId) -> SinkTransport:
-        """The chosen wire to one of its ranks."""
         return self._around.transports[self.choices[rank].transport]
 
     def board(self, rank: RankId) -> BoardView | None:
-        """The offer board of one of its ranks, if that can be mapped here."""
         return self.boards.get(rank)
 
     # -------------------------------------------------- what is said to it
 
     def send(self, rank: RankId, message: ToSource) -> None:
-        """Send to one of its ranks; dropped if the peer is over."""
         self._send(self.source(rank).control_endpoint, message)
 
     def send_later(self, rank: RankId, message: ToSource) -> None:
@@ -255,7 +251,6 @@ class Peer:
         return self.curve_public_key
 
     def close(self) -> None:
-        """End all connections; messages that were sent may still leave."""
         self._is_closed = True
         self._num_loads = 0
         if self._watch is not None:
@@ -270,7 +265,6 @@ class Peer:
         self._step(self, Ended(failure))
 
     def lost(self, detail: str) -> None:
-        """A connection has ended, was refused or stayed silent."""
         self.end(self.failure(detail))
 
     def failure(self, detail: str) -> Failure:

@@ -131,7 +131,6 @@ class Peers:
         return waiter
 
     def known(self, source: SourceRef) -> Peer | None:
-        """The peer that made this offer, if it is known in the life of the offer."""
         peer = self._peers.get(_key(source))
         return peer if peer is not None and peer.is_alive_as(source) else None
 
@@ -145,20 +144,17 @@ class Peers:
         return [peer for peer in list(self._peers.values()) if peer.state is PeerState.READY]
 
     def forget(self, waiter: Waiter) -> None:
-        """Do not call this waiter any more."""
         peer = self._peers.get(_key(waiter.source))
         if peer is not None and waiter in peer.waiters:
             peer.waiters.remove(waiter)
 
     def lost(self, control_endpoint: str, detail: str) -> None:
-        """A wire reports that the connection to this rank ended."""
         for peer in list(self._peers.values()):
             ranks = peer.manifest.ranks if peer.manifest is not None else ()
             if any(entry.control_endpoint == control_endpoint for entry in ranks):
                 peer.end(Failure(Reason.PEER_LOST, f"{control_endpoint}: {detail}"))
 
     def shutdown(self, failure: Failure) -> None:
-        """End every peer and make no new one."""
         self._closed = failure
         self._close(failure)
 

@@ -181,7 +181,6 @@ class Source:
 
     @property
     def num_offers(self) -> int:
-        """Those that have not ended."""
         return len(self._live)
 
     @property
@@ -249,7 +248,6 @@ class Source:
                 self._extend(offer, self._config.lease_s)  # only now a sink can hear of it
 
     def end(self, orders: Sequence[EndOffer]) -> None:
-        """Handle the offers that the engine has ended (:class:`Ends`)."""
         for order in orders:
             offer = self._live.get(order.nonce)
             if offer is not None:
@@ -308,7 +306,6 @@ class Source:
             self._break(offer, Reason.PEER_LOST)
 
     def on_completion(self, transport: SendingSource, completion: SourceCompletion) -> None:
-        """A chunk was packed, a stream was sent or has stopped."""
         stream = self._streams.get(completion.key)
         if isinstance(completion, Packed):
             if stream is None:
@@ -328,7 +325,6 @@ class Source:
             self._step(stream.offer, StreamDrained(stream.consumer))
 
     def _find(self, ref: OfferRef) -> GivenOffer | Reason:
-        """The offer, or why there is none."""
         if ref.incarnation != self._incarnation:
             return Reason.INCARNATION
         return self._live.get(ref.nonce) or self._over.get(ref.nonce) or Reason.UNKNOWN

@@ -91,12 +91,10 @@ class UnusedKV:
         return lines
 
     def works(self, source: SourceRef) -> None:
-        """A load from this engine succeeded."""
         if self._never_works:
             self._never_works.discard(Peer(source.engine_id, source.endpoint))
 
     def due(self, now_s: float) -> list[Line]:
-        """The summaries that are due."""
         return [
             _line(logging.WARNING, f"{kind.what}: {kind.reason}: {num} more like this{kind.peer}")
             for kind, num in self._limit.due(now_s)
@@ -151,7 +149,6 @@ class UntakenKV:
         self._limit: LogLimit[str] = LogLimit(MAX_KINDS)
 
     def note(self, now_s: float, request_id: str, why: str) -> str | None:
-        """The KV of this request was not used; the line, if one is to be written."""
         why = printable(why)
         num = self._limit.note(why, now_s)
         more = f" ({num - 1} more like this)" if num > 1 else ""

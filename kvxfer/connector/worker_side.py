@@ -145,7 +145,6 @@ class WorkerConnector:
         )
 
     def get_handshake_metadata(self) -> RankManifest:
-        """This rank's manifest; the scheduler side joins those of all ranks."""
         return self._running().manifest
 
     # -------------------------------------------------- one step
@@ -237,7 +236,6 @@ class WorkerConnector:
         return _is_ready if event is None else event.query
 
     def clear_connector_metadata(self) -> None:
-        """Forget the step's orders: the step is over."""
         self._metadata = NO_ORDERS
 
     # -------------------------------------------------- what has ended
@@ -285,9 +283,6 @@ class WorkerConnector:
         return incomplete
 
     def get_failure_details(self) -> dict[str, str]:
-        """Why loads failed, in words: of those that the last :meth:`get_transfer_results` has
-        returned, each once.
-        """
         details, self._details = self._details, {}
         return details
 
@@ -335,7 +330,6 @@ class WorkerConnector:
         return found or None
 
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
-        """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
         stats, near = self.get_kv_connector_stats(), self.take_near()
         must_drain, found = self.take_must_drain(), self.take_found()
@@ -390,9 +384,6 @@ class WorkerConnector:
         return not service.source.num_readable
 
     def shutdown(self) -> None:
-        """Break all offers, tell their consumers, end all loads, threads and sockets.
-        Idempotent.
-        """
         service, self._service = self._service, None
         if service is not None:
             service.shutdown()

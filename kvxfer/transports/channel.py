@@ -168,7 +168,6 @@ class Router:
         return self.visitors.take_num_failed()
 
     def close(self) -> None:
-        """Stop listening and end every connection. Idempotent."""
         self.visitors.close()
         self.socket.close()
 
@@ -287,7 +286,6 @@ class Dealer:
             raise ProtocolError(f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def close(self) -> None:
-        """Close; sent messages may still leave, for ``linger_ms`` of the bounds. Idempotent."""
         if not self.monitor.closed:
             with contextlib.suppress(zmq.ZMQError):  # refused when the engine ends at that moment
                 self.socket.disable_monitor()
@@ -360,7 +358,6 @@ def ask_guard(socket: Socket, config: Config) -> None:
 
 
 def _bind(socket: Socket, config: Config, ports: Ports) -> str:
-    """Listen with the guard at the door, on the first port that is free; the endpoint."""
     address = bind_address(config.host)
     host = f"[{address}]" if ":" in address else address
     socket.setsockopt(zmq.IPV6, int(":" in address))

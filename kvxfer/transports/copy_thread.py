@@ -241,19 +241,13 @@ class CopyThreads:
         self._threads = [CopyThread(small_nbytes=small_nbytes) for _ in range(number)]
 
     def submit(self, job: CopyJob) -> None:
-        """As :meth:`CopyThread.submit`."""
         min(self._threads, key=lambda thread: thread.num_jobs).submit(job)
 
     def cancel(self, job: CopyJob) -> None:
-        """As :meth:`CopyThread.cancel`: the thread that has the job ends it."""
         for thread in self._threads:
             thread.cancel(job)
 
     def close(self) -> None:
-        """Wait for the running pieces, end all other jobs as cancelled, end the threads.
-
-        Idempotent.
-        """
         for thread in self._threads:
             thread.close()
 

@@ -78,7 +78,6 @@ class NixlSourceLane(SourceLane):
         self.address = end.address(operation)
 
     def staging(self, slot: int, nbytes: int) -> torch.Tensor:
-        """The beginning of the slot."""
         return self._parts[slot][:nbytes]
 
     def send(self, slot: int, generation: int, nbytes: int) -> Parts:
@@ -122,7 +121,6 @@ class NixlSinkLane(SinkLane):
         self.address = end.address(operation)
 
     def connected(self, address: bytes) -> None:
-        """Reading or being written may begin."""
         theirs = Address.decode(address)
         if (theirs.connection, theirs.operation) != (self._end.connection, self._operation):
             raise PipeBroken(
@@ -133,7 +131,6 @@ class NixlSinkLane(SinkLane):
     def announced(
         self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
     ) -> None:
-        """A READ begins; what was written is there."""
         check_no_parts(parts)
         self._nbytes[slot] = nbytes
         if self._mover is not None:
@@ -142,14 +139,12 @@ class NixlSinkLane(SinkLane):
             self._written.append(slot)
 
     def poll(self) -> Sequence[int]:
-        """Slots whose payload has come since the last call, in any order."""
         if self._mover is not None:
             return self._mover.moved()
         written, self._written = self._written, []
         return written
 
     def payload(self, slot: int) -> torch.Tensor:
-        """The beginning of the slot."""
         return self._parts[slot][: self._nbytes[slot]]
 
     def free(self, slot: int) -> None:
@@ -202,11 +197,9 @@ class NixlPipe(Pipe):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no closed end is still in use."""
         return not self._ends
 
     def open_source(self, address: bytes, slots: Slots) -> NixlSourceLane:
-        """For either operation, as the sink says."""
         try:
             theirs = Address.decode(address)
             end = self._source_end(theirs, slots)
@@ -232,7 +225,6 @@ class NixlPipe(Pipe):
         return end
 
     def open_sink(self, slots: Slots, way: str = "") -> NixlSinkLane:
-        """The end asks its source for the operation of ``way``."""
         operation: Operation = "READ" if self.way_named(way) == "READ" else "WRITE"
         connection, host = secrets.token_bytes(16), self._host
         end: End
@@ -244,7 +236,6 @@ class NixlPipe(Pipe):
         return NixlSinkLane(self, end, operation)
 
     def progress(self) -> None:
-        """Notes of the peers, and ends that were closed."""
         if not self._is_open or not self._ends:
             return
         for peer, note in self._host.agent.notes():
@@ -330,11 +321,9 @@ class Staging:
         self.parts = [self.memory[n * nbytes :][:nbytes] for n in range(slots.num_slots)]
 
     def metadata(self) -> bytes:
-        """What a peer needs to reach this staging."""
         return self._agent.metadata(self._registered)
 
     def slot(self, slot: int, nbytes: int) -> Area:
-        """The first ``nbytes`` of a slot."""
         return self.area.part(slot * self.slots.slot_nbytes, nbytes)
 
     def deregister(self) -> None:
@@ -344,7 +333,6 @@ class Staging:
         self._agent.deregister(self._registered)
 
     def give_back(self) -> None:
-        """Nobody reaches it. The memory goes with its last tensor."""
         self.deregister()
         del self.memory, self.parts
 
@@ -399,7 +387,6 @@ class NixlHost:
         self._kept.append(staging)
 
     def close(self) -> None:
-        """Nothing goes on any more."""
         self.alarm.close()
         for staging in self._kept:
             staging.deregister()
@@ -440,7 +427,6 @@ class End(ABC):
         self.peer = self.host.add_peer(theirs.metadata)
 
     def address(self, operation: Operation) -> bytes:
-        """What the other end needs to reach this one, as msgpack."""
         staging = self.staging
         nbytes = staging.slots.slot_nbytes
         return msgspec.msgpack.encode(
@@ -460,7 +446,6 @@ class End(ABC):
         """Whether nothing can touch the staging any more."""
 
     def let_go(self) -> None:
-        """Drop this end's hold on the peer."""
         if self.peer:
             self.host.remove_peer(self.peer)
 

@@ -59,7 +59,6 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Staging of one connection, on each side."""
         return self.num_slots * self.slot_nbytes
 
 

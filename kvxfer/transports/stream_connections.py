@@ -85,16 +85,13 @@ class Connection:
         self.streams.append(self.identity)
 
     def identity_for(self, slot: int) -> bytes:
-        """Of the stream that carries the chunk of this slot."""
         return self.streams[self.table.stream_of[slot]]
 
     @property
     def is_idle(self) -> bool:
-        """Whether the connection has no transfer and none of its slots is in use."""
         return self.table.is_idle and not len(self.sends)
 
     def close_lane(self) -> None:
-        """Close the lane, once the connection is lost and no job writes its slots any more."""
         if self.is_lost and not self.table.num[SourceSlot.FILLING] and self.lane is not None:
             self.lane.close()
             self.lane = None
@@ -124,7 +121,6 @@ class Connections:
         return self._by_identity.get(identity) or self._by_stream.get(identity)
 
     def of_read(self, name: ReadName) -> Connection | None:
-        """The connection that named this read."""
         return self._by_read.get(name)
 
     def with_staging(self, *, of_trials: bool = False) -> list[Connection]:
@@ -140,13 +136,11 @@ class Connections:
     def add(
         self, identity: bytes, slots: Slots, address: bytes, *, is_trial: bool = False
     ) -> Connection:
-        """Add a new connection, all of whose slots are granted."""
         connection = self._by_identity[identity] = Connection(identity, slots, address, is_trial)
         return connection
 
     @property
     def num_further(self) -> int:
-        """Streams beyond the first of each connection, joined or not."""
         return sum(each.num_streams - 1 for each in self._by_token.values())
 
     def admit_streams(self, connection: Connection, num_streams: int) -> bytes:
@@ -166,7 +160,6 @@ class Connections:
         return connection
 
     def remove(self, connection: Connection) -> None:
-        """Remove a connection with its streams, and the reads that it named."""
         self._by_identity.pop(connection.identity, None)
         self._by_token.pop(connection.token, None)
         for identity in connection.streams:
@@ -186,7 +179,6 @@ class Connections:
         return had_room
 
     def forget(self, name: ReadName) -> None:
-        """From now on the read belongs to no connection."""
         connection = self._by_read.pop(name, None)
         if connection is not None:
             connection.expected.pop(name, None)

@@ -128,7 +128,6 @@ class HostPacker:
         self._copy_thread.submit(job)
 
     def cancel(self, job: ChunkJob) -> None:
-        """It ends now, or when its copy is through."""
         self._copy_thread.cancel(job)
 
     def drain(self) -> Iterable[ChunkJob]:
@@ -136,7 +135,6 @@ class HostPacker:
         return self.ended.drain()
 
     def take(self) -> ChunkJob:
-        """Wait for one of them, at shutdown."""
         return self.ended.take()
 
     def close(self) -> None:
@@ -217,7 +215,6 @@ class DevicePacker:
         self._copier.warm(flat_copy(0, 0, 1 << 20), self._stream, WHOLE_GPU).synchronize()
 
     def prepare(self, classes: Sequence[CopyClass]) -> None:
-        """Compile what unpacks these classes."""
         from kvxfer.tensors.device_copy import bind_side
 
         copier = _make_copier(self._gpu)  # this thread's
@@ -227,7 +224,6 @@ class DevicePacker:
             copier.warm_unpack(side, stream).synchronize()
 
     def submit(self, job: ChunkJob) -> None:
-        """Launch it, or let it wait for a pinned buffer."""
         dense = job.take_dense()
         step = self._steps[job] = _Step(job, dense, dense.numel(), is_by_host=dense.is_cpu)
         if self._gpu.reaches(dense):
@@ -271,13 +267,11 @@ class DevicePacker:
         return self._ended.popleft()
 
     def close(self) -> None:
-        """End the thread that waits for the GPU."""
         self._in_flight.close()
 
     # -- kernels
 
     def _launch(self, step: _Step, dense: Tensor) -> None:
-        """The chunk lies, or is to lie, in ``dense``."""
         job = step.job
         if self._broken:
             self._end(step, CopyEnd.FAILED, RuntimeError(self._broken))
@@ -312,7 +306,6 @@ class DevicePacker:
         return known[1]
 
     def _advance(self) -> None:
-        """See what is over, and begin what waits for it."""
         try:
             landed = self._in_flight.land()
             while landed:
@@ -349,7 +342,6 @@ class DevicePacker:
     # -- pinned buffers
 
     def _start_waiting(self) -> None:
-        """Those that wait for a buffer, as far as there are any."""
         while self._waiting and self._has_bounce():
             step = self._waiting.popleft()
             step.bounce = self._take_bounce(step.nbytes)
@@ -372,7 +364,6 @@ class DevicePacker:
         return self._gpu.pinned(nbytes)
 
     def _copy(self, step: _Step) -> None:
-        """On the copy thread: from the buffer to the staging, or back."""
         step.copying = _BounceJob(step, self._copied)
         self._copy_thread.submit(step.copying)
 

@@ -105,7 +105,6 @@ class TrialGiver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is, or will be, something to drain."""
         return bool(self._ready or self._num_filling)
 
     def check(self, connection: Connection, message: AskTrial) -> int | None:
@@ -143,12 +142,10 @@ class TrialGiver:
         self._copy_thread.submit(_Fill(connection, header, self._filled))
 
     def drain(self) -> list[Filled]:
-        """Slots that were filled since the last call."""
         ready, self._ready = self._ready, []
         return [*ready, *map(self._take, self._filled.drain())]
 
     def close(self) -> list[Filled]:
-        """The last ones, waited for."""
         last = self.drain()
         while self._num_filling:
             last.append(self._take(self._filled.take()))
@@ -313,7 +310,6 @@ class TrialTaker:
         return max(duration_s, 1e-9)
 
     def _wait(self, nbytes: int) -> int:
-        """The slot in which the answer lies."""
         link = self._link
         while True:
             if not self._arrived:

@@ -126,7 +126,6 @@ class ChunkHeader(msgspec.Struct, frozen=True, tag="chunk"):
 
     @property
     def key(self) -> TransferKey:
-        """The transfer that it belongs to."""
         return TransferKey(self.nonce, self.incarnation, self.sink_rank, self.source_rank)
 
 
@@ -183,7 +182,6 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], what: str, frame: memoryview) -
 
 
 def make_poller(sockets: Sequence[Readable]) -> zmq.Poller:
-    """A poller of these sockets for :func:`readable`."""
     poller = zmq.Poller()
     for socket in sockets:
         poller.register(socket, zmq.POLLIN)

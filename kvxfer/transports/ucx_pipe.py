@@ -87,7 +87,6 @@ class UcxLane(Lane):
             return self._mail.send(message)
 
     def heard(self) -> Sequence[bytes]:
-        """Messages of the other end that have arrived."""
         if not (self._is_open and self._mail.has_arrived):
             return ()
         with self._pipe.on_device():
@@ -95,7 +94,6 @@ class UcxLane(Lane):
 
     @property
     def has_arrivals(self) -> bool:
-        """Is there something that the wire would take now?"""
         return self._mail.has_arrived
 
     def expects_soon(self, now_s: float) -> bool:
@@ -120,18 +118,15 @@ class UcxSourceLane(UcxLane, SourceLane):
         self.address = msgspec.msgpack.encode(SourceAddress(end.worker.address.tobytes()))
 
     def staging(self, slot: int, nbytes: int) -> torch.Tensor:
-        """The beginning of the slot."""
         return self.end.beginning(slot, nbytes)
 
     def send(self, slot: int, generation: int, nbytes: int) -> Parts:
-        """A tag message; nothing travels with the announcement."""
         with self._pipe.on_device():
             self.end.send(slot, tag_of(self._connection, slot, generation), nbytes)
         self._sent.append(slot)
         return ()
 
     def poll(self) -> Sequence[int]:
-        """At once: the sink's UCX tells when a payload is there."""
         if self._is_open:
             self.end.check()
         sent, self._sent = self._sent, []
@@ -165,7 +160,6 @@ class UcxSinkLane(UcxLane, SinkLane):
     def announced(
         self, slot: int, generation: int, nbytes: int, parts: Sequence[zmq.Frame]
     ) -> None:
-        """It is there when its receive has completed."""
         check_no_parts(parts)
         self._announced[slot] = nbytes
         self._look_until_s = time.perf_counter() + LOOK_S + nbytes / LOOK_BYTES_PER_S
@@ -188,11 +182,9 @@ class UcxSinkLane(UcxLane, SinkLane):
 
     @property
     def has_arrivals(self) -> bool:
-        """Would ``heard`` return anything, or ``poll`` name a slot?"""
         return self._mail.has_arrived or any(self._is_there(slot) for slot in self._announced)
 
     def expects_soon(self, now_s: float) -> bool:
-        """Whether to sleep would take longer than what is on its way."""
         return self._pipe.is_fast and bool(self._announced) and now_s < self._look_until_s
 
     def _is_there(self, slot: int) -> bool:
@@ -200,7 +192,6 @@ class UcxSinkLane(UcxLane, SinkLane):
         return request is not None and bool(request.completed)
 
     def payload(self, slot: int) -> torch.Tensor:
-        """The beginning of the slot."""
         return self.end.beginning(slot, self._nbytes[slot])
 
     def free(self, slot: int) -> None:
@@ -214,7 +205,6 @@ class UcxSinkLane(UcxLane, SinkLane):
         self._posted[slot] = self.end.receive(slot, tag)
 
     def close(self) -> None:
-        """The same; nobody asks for what was posted."""
         self._posted.clear()
         super().close()
 
@@ -253,7 +243,6 @@ class UcxPipe(Pipe):
         return current_context(self._device) if self._device.type == "cuda" else nullcontext()
 
     def open_source(self, address: bytes, slots: Slots) -> UcxSourceLane:
-        """Begins to connect to the sink's worker."""
         try:
             sink = parse_address("ucx", address, SinkAddress)
         except PipeBroken as exc:
@@ -272,7 +261,6 @@ class UcxPipe(Pipe):
         return lane
 
     def open_sink(self, slots: Slots, way: str = "") -> UcxSinkLane:
-        """A worker that waits for the source's address."""
         self.way_named(way)
         with self.on_device():
             end = self._new_end(slots)
@@ -287,7 +275,6 @@ class UcxPipe(Pipe):
         return end
 
     def fds(self) -> Sequence[int]:
-        """One, whatever connections there are."""
         return () if self._epoll.closed else (self._epoll.fileno(),)
 
     def drive_soon(self, *ends: UcxEnd) -> None:
@@ -325,7 +312,6 @@ class UcxPipe(Pipe):
         self.drive_soon(*(lane.end for lane in lanes))
 
     def finish(self, end: UcxEnd) -> None:
-        """This end of a connection is over."""
         self._lanes.pop(end.fd, None)
         self._restless.discard(end.fd)
         self._epoll.unregister(end.fd)
@@ -338,7 +324,6 @@ class UcxPipe(Pipe):
                 )
 
     def close(self) -> None:
-        """Close what is open, and UCX. Idempotent."""
         for lane in list(self._lanes.values()):
             lane.close()
         _quarantine.extend(self._quarantined)
@@ -407,7 +392,6 @@ class UcxEnd:
         self._endpoint = self.ucx.connect(self.worker, address)
 
     def beginning(self, slot: int, nbytes: int) -> torch.Tensor:
-        """So much of the slot."""
         return self._cut(slot, nbytes)[0]
 
     def send(self, slot: int, tag: int, nbytes: int) -> Request:
@@ -427,7 +411,6 @@ class UcxEnd:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the peer's address is known."""
         return self._endpoint is not None
 
     @property
@@ -508,7 +491,6 @@ class UcxMail:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether ``receive`` would return a message."""
         return self._posted is not None and bool(self._posted.completed)
 
     def send(self, message: bytes) -> bool:

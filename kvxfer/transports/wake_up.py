@@ -36,7 +36,6 @@ class WakeUp:
         self._file.read(8)
 
     def close(self) -> None:
-        """Close the descriptor; later wakes do nothing."""
         self._file.close()
 
 
@@ -82,7 +81,6 @@ class Alarm:
             self._changed.notify()
 
     def close(self) -> None:
-        """It wakes nobody any more. Idempotent."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
