@@ -41,7 +41,7 @@ from kvxfer.transports.pipe import (
     check_no_parts,
     make_staging,
 )
-from kvxfer.transports.ucx_library import Endpoint, Request, StartsOperation, Ucx
+from kvxfer.transports.ucx_library import Endpoint, Request, Ucx
 
 SPIN_S = 30e-6
 """How long ``progress`` looks on after something has happened. What belongs to it follows within
@@ -420,7 +420,9 @@ class UcxEnd:
             raise PipeBroken("ucx: expected the peer's address before any chunk, got none")
         return self._endpoint
 
-    def start(self, operation: StartsOperation, array: object, tag: int) -> Request:
+    def start(
+        self, operation: Callable[[object, object], Request], array: object, tag: int
+    ) -> Request:
         """One of the endpoint's, on an array of ``ucx``. Raises PipeBroken."""
         try:
             request = operation(array, self.ucx.tag(tag))

@@ -523,7 +523,7 @@ DECODERS = (
         tuple(len(f).to_bytes(2, "little") + f for f in _STREAM_TO_SOURCE[2:3]),
         _ucx_mail,
         (ProtocolError, PipeBroken),
-        ("transports/ucx_end.py:UcxMail.receive",),
+        ("transports/ucx_pipe.py:UcxMail.receive",),
     ),
     Decoder(
         "ucx address of a sink",
@@ -741,7 +741,7 @@ NO_INPUT: Mapping[str, str] = {
     "cli/doctor.py:as_json": "what it has encoded itself",
     "cli/prompts.py:text_decoder": "tokens of this process",
     "cli/terminal.py:_print_lines": "lines of its own child",
-    "connector/protection.py:protection": "settings have been parsed",
+    "connector/access.py:protection": "settings have been parsed",
     "tensors/kv_digest.py:region_keys": "a hash that it has made itself",
     "tensors/kv_digest.py:seed_of": "a hash that it has made itself",
     "transports/external.py:_loaded": "code that an installed package names",
