@@ -18,12 +18,12 @@ import logging
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from kvxfer.config import Config, not_admitted
+from kvxfer.connector.unused_kv import Line
 from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.manifest import (
@@ -222,29 +222,21 @@ def _read_table(path: Path) -> Table:
 # ------------------------------------------------------------------ what strangers could read
 
 
-@dataclass(frozen=True, slots=True)
-class Protection:
-    """``level``: of ``logging``."""
-
-    level: int
-    text: str
-
-
-def protection(config: Config, endpoint: str, wires: Iterable[str]) -> Protection:
+def protection(config: Config, endpoint: str, wires: Iterable[str]) -> Line:
     """What a stranger on the network could read of an engine that listens at ``endpoint`` and gives
     KV by these wires, in the one line that its start logs.
     """
     if config.curve_public_key is not None:
-        return Protection(logging.INFO, _with_keys(config, [w for w in wires if w in PIPES]))
+        return Line(logging.INFO, _with_keys(config, [w for w in wires if w in PIPES]))
     if ipaddress.ip_address(parse_endpoint(endpoint)[0].partition("%")[0]).is_loopback:
         text = "no CURVE keys: control and data travel in clear, on this host's loopback only"
-        return Protection(logging.DEBUG, text)
+        return Line(logging.DEBUG, text)
     text = (
         f"host: {config.host} can be reached from other hosts, and there are no CURVE keys: who is "
         "on the network can read KV and change it; make keys with kvxfer keys make DIR, and set "
         "curve_keys_dir on every engine"
     )
-    return Protection(logging.WARNING, text)
+    return Line(logging.WARNING, text)
 
 
 def _with_keys(config: Config, streams: list[str]) -> str:

@@ -185,9 +185,6 @@ class IoThread:
         self._wake_up.close()
         return True
 
-    def is_current(self) -> bool:
-        return threading.current_thread() is self._thread
-
     # -------------------------------------------------- on the thread or in its place (or before)
 
     def after(self, delay_s: float, call: Callable[[*Args], object], *args: *Args) -> Timer:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvxfer.connector.records import SourceRef
@@ -43,8 +42,7 @@ class Peer(NamedTuple):
 ANY_PEER = Peer()
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(NamedTuple):
     """For the log. ``level`` is one of the logging module's."""
 
     level: int

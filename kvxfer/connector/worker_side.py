@@ -21,7 +21,7 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
-from kvxfer.connector.rank_service import Identity, RankService
+from kvxfer.connector.rank_service import LATE_S, Identity, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
     BlockPlaces,
@@ -43,10 +43,6 @@ from kvxfer.transports.base import LocalMemory
 
 HOST = torch.device("cpu")
 _LOOK_S = 0.01
-LATE_S = 1.0
-"""A load that is part of a step and has not ended by then is given up. It was promised because its
-offer stood on the board: it ends in milliseconds, unless its source or this host stands still.
-"""
 LOOK_AGAIN_S = 0.0002
 """How soon the engine's thread looks again whether such a load has ended."""
 
@@ -191,10 +187,7 @@ class WorkerConnector:
         self._loading.update(load.request_id for load in metadata.loads)
         self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
         service, written, begun = self._running(), self._written, self._begun
-        if not self._in_step:
-            service.carry_out(metadata, written, begun)
-            return
-        copied = service.carry_out_now(metadata, written, begun, self._in_step, LATE_S)
+        copied = service.carry_out(metadata, written, begun, in_step=self._in_step)
         if copied is None:
             self._settle()
         for event in copied or ():
