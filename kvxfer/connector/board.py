@@ -102,7 +102,6 @@ class Board:
 
     @property
     def handle(self) -> MemfdHandle:
-        """How a sink on this host maps the board; stands in the manifest."""
         handle = self._pool.info.handle
         assert isinstance(handle, MemfdHandle)
         return handle
@@ -131,12 +130,10 @@ class Board:
             self._words[slot] = _OVER
 
     def end_all(self) -> None:
-        """End every offer that is shown."""
         for nonce in list(self._posted):
             self.end(nonce)
 
     def close(self) -> None:
-        """End every offer, and let nobody map the board any more."""
         self.end_all()
         self._words.release()
         self._bytes.release()
@@ -166,7 +163,6 @@ class Ends:
 
     @property
     def has_board(self) -> bool:
-        """Whether open offers are shown."""
         return self._board is not None
 
     def end(self, nonce: bytes, reason: Reason) -> None:
@@ -176,14 +172,12 @@ class Ends:
             self._take_down(nonce)
 
     def end_all(self, reason: Reason) -> None:
-        """End every offer, later ones too."""
         with self._lock:
             self._all = self._all or reason
             if self._board is not None:
                 self._board.end_all()
 
     def reason(self, nonce: bytes) -> Reason | None:
-        """Why the engine ended this offer; None if it has not."""
         return self._reasons.get(nonce, self._all)
 
     # -------------------------------------------------- on the IO thread
@@ -206,7 +200,6 @@ class Ends:
                 self._take_down(nonce)
 
     def forget(self, nonce: bytes) -> None:
-        """Drop the record of an end that the source has handled."""
         self._reasons.pop(nonce, None)
 
     def _take_down(self, nonce: bytes) -> None:
@@ -242,7 +235,6 @@ class BoardView:
             return None
 
     def find(self, nonce: bytes) -> Posted | None:
-        """The offer, if it is open."""
         slot = self._find(nonce)
         if slot is None:
             return None
@@ -266,7 +258,6 @@ class BoardView:
         return self._find(nonce) is not None
 
     def close(self) -> None:
-        """Unmap the board. Idempotent."""
         self._words.release()
         self._bytes.release()
         self._pool.close()

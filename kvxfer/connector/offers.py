@@ -113,9 +113,6 @@ class OfferBook:
         return request_id in self._offers
 
     def cached(self, request_id: str, num_tokens: int) -> None:
-        """So many tokens of a request's prompt are in the engine's own prefix cache, by its last
-        look.
-        """
         offer = self._offers.get(request_id)
         if offer is not None:
             offer.num_cached_tokens = num_tokens
@@ -143,7 +140,6 @@ class OfferBook:
         return Finish(keep_blocks=True, reason=reason)
 
     def _holds(self, offer: Offer, block_ids: Sequence[Sequence[int]]) -> bool:
-        """Whether every block that the offer's table names is still there."""
         table = self._table(offer)
         block_ids = held_ids(block_ids, self._keepings, offer.num_tokens)
         return all(
@@ -180,12 +176,10 @@ class OfferBook:
         self._forgotten[request_id] = self._offers.pop(request_id)
 
     def sent(self, request_id: str) -> None:
-        """Every rank has reported finished_sending."""
         if self._forgotten.pop(request_id, None) is None:
             self._offers.pop(request_id, None)
 
     def reset(self) -> None:
-        """Break every offer; kept blocks come back through finished_sending."""
         for request_id, offer in (*self._offers.items(), *self._forgotten.items()):
             if offer.nonce and not offer.is_reset:
                 offer.is_reset = True
@@ -193,11 +187,9 @@ class OfferBook:
 
     @property
     def num_open(self) -> int:
-        """Requests that will be offered, or are, and are not over."""
         return len(self._offers) + len(self._forgotten)
 
     def has_orders(self) -> bool:
-        """Whether something waits for the next step's metadata."""
         return bool(self._ended or self._delayed)
 
     def step(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:

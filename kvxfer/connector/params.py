@@ -265,12 +265,10 @@ def make_params(
 
 
 def mint_request() -> str:
-    """A new id of a request that is sent to both engines at once: 16 random bytes in hex."""
     return secrets.token_hex(NONCE_NBYTES)
 
 
 def prefill_params(request: str) -> dict[str, Any]:
-    """For the prefill engine of a request that is sent to both at once."""
     return {"do_remote_prefill": False, "do_remote_decode": True, "kvxfer": {"request": request}}
 
 

@@ -32,7 +32,7 @@ from kvxfer.connector.access import (
     check_verifiable,
 )
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.peer import Peer, Surroundings, Waiter
+from kvxfer.connector.peer import Choices, Peer, Surroundings, Waiter, discard, start_trial
 from kvxfer.connector.peer_session import (
     Attach,
     Attached,
@@ -56,7 +56,6 @@ from kvxfer.connector.peer_session import (
     WiresTried,
     step,
 )
-from kvxfer.connector.peer_trial import Choices, discard, start_trial
 from kvxfer.connector.records import SourceRef
 from kvxfer.errors import IncompatiblePeer, UnknownEngine
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
@@ -132,7 +131,6 @@ class Peers:
         return waiter
 
     def known(self, source: SourceRef) -> Peer | None:
-        """The peer that made this offer, if it is known in the life of the offer."""
         peer = self._peers.get(_key(source))
         return peer if peer is not None and peer.is_alive_as(source) else None
 
@@ -146,20 +144,17 @@ class Peers:
         return [peer for peer in list(self._peers.values()) if peer.state is PeerState.READY]
 
     def forget(self, waiter: Waiter) -> None:
-        """Do not call this waiter any more."""
         peer = self._peers.get(_key(waiter.source))
         if peer is not None and waiter in peer.waiters:
             peer.waiters.remove(waiter)
 
     def lost(self, control_endpoint: str, detail: str) -> None:
-        """A wire reports that the connection to this rank ended."""
         for peer in list(self._peers.values()):
             ranks = peer.manifest.ranks if peer.manifest is not None else ()
             if any(entry.control_endpoint == control_endpoint for entry in ranks):
                 peer.end(Failure(Reason.PEER_LOST, f"{control_endpoint}: {detail}"))
 
     def shutdown(self, failure: Failure) -> None:
-        """End every peer and make no new one."""
         self._closed = failure
         self._close(failure)
 

@@ -14,20 +14,18 @@ import torch
 import zmq
 
 from kvxfer.config import Config
+from kvxfer.connector.access import protection
 from kvxfer.connector.board import Board, Ends
 from kvxfer.connector.borrower import Borrower
 from kvxfer.connector.control import ControlServer
-from kvxfer.connector.descriptors import make_room
-from kvxfer.connector.finder import Finder
 from kvxfer.connector.io_thread import IoThread
-from kvxfer.connector.keeper import Keeper
+from kvxfer.connector.keeper import Finder, Keeper
 from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import Addressing
 from kvxfer.connector.metrics import key, peer_label
 from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
-from kvxfer.connector.protection import protection
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
@@ -68,10 +66,14 @@ from kvxfer.transports.base import (
 from kvxfer.transports.copy_thread import SMALL_NBYTES
 from kvxfer.transports.guard import Guard
 from kvxfer.transports.key_folder import with_folder_keys
-from kvxfer.transports.parallel import make_context, make_copier
+from kvxfer.transports.parallel import make_context, make_copier, make_room
 from kvxfer.transports.registry import data_endpoints, make_sinks, make_sources, published_infos
 from kvxfer.transports.visitors import LOOK_S
 
+LATE_S = 1.0
+"""A load that is part of a step and has not ended by then is given up. It was promised because its
+offer stood on the board: it ends in milliseconds, unless its source or this host stands still.
+"""
 DRAIN_S = 2.0
 """How long shutdown waits for what is in flight, and then for its threads: a job is 10 ms, a last
 word 200 ms.
@@ -333,28 +335,13 @@ class RankService:
         orders: ConnectorMetadata,
         after: torch.cuda.Event | None = None,
         begun: IsReady | None = None,
-    ) -> None:
+        *,
+        in_step: Sequence[str] = (),
+    ) -> list[torch.cuda.Event] | None:
         """Have a step's orders carried out by the IO thread; or on this thread at once, if the IO
         thread sleeps and the orders are quick and touch no socket. ``after``: as :meth:`Sink.load`
-        has it. ``begun``: whether all is over that was launched before this step.
-        """
-        handed_s = self.io.now()
-
-        def order() -> None:
-            self._take(orders, handed_s, after, begun)
-
-        if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
-            self.io.post(order)
-
-    def carry_out_now(
-        self,
-        orders: ConnectorMetadata,
-        after: torch.cuda.Event | None,
-        begun: IsReady | None,
-        request_ids: Sequence[str],
-        timeout_s: float,
-    ) -> list[torch.cuda.Event] | None:
-        """:meth:`carry_out`, and wait until the IO thread has begun these loads: their copies, as
+        has it. ``begun``: whether all is over that was launched before this step. ``in_step``:
+        loads that are waited for, LATE_S at most, until they have begun. Returns their copies, as
         :meth:`Sink.copied` has them.
         """
         copied: SimpleQueue[list[torch.cuda.Event] | None] = SimpleQueue()
@@ -362,12 +349,14 @@ class RankService:
 
         def order() -> None:
             self._take(orders, handed_s, after, begun)
-            copied.put(self.sink.copied(request_ids))
+            if in_step:
+                copied.put(self.sink.copied(in_step))
 
         if not (orders.has_only_loads and self.borrower.begin(orders.loads, order)):
             self.io.post(order)
-        with suppress(Empty):
-            return copied.get(timeout=timeout_s)
+        if in_step:
+            with suppress(Empty):
+                return copied.get(timeout=LATE_S)
         return None
 
     def abort(self, request_ids: Iterable[str], reason: Reason) -> None:

@@ -69,7 +69,7 @@ class SourceRef(msgspec.Struct, frozen=True, kw_only=True):
 class NewLoad(msgspec.Struct, frozen=True, kw_only=True):
     """Read tokens ``[token_lo, token_hi)`` of an offer into these blocks. ``trace``: headers of the
     request's trace, see :mod:`kvxfer.connector.tracing`. ``in_step``: the step that orders it
-    computes with its KV, and reports it (:mod:`kvxfer.connector.step_loads`). ``grows``: the source
+    computes with its KV, and reports it (:mod:`kvxfer.connector.loads`). ``grows``: the source
     may compute them still.
     """
 

@@ -20,7 +20,7 @@ import msgspec
 
 from kvxfer.config import Config, not_admitted
 from kvxfer.connector.contract import BlocksLike, RequestLike, SchedulerOutputLike
-from kvxfer.connector.loads import READ_BEFORE, LoadBook, LoadState
+from kvxfer.connector.loads import READ_BEFORE, LoadBook, LoadState, StepLoads
 from kvxfer.connector.offers import STATE_PASSED, Offer, OfferBook
 from kvxfer.connector.params import (
     NOT_OFFERED_PARAMS,
@@ -37,7 +37,6 @@ from kvxfer.connector.records import (
     KVConnectorStats,
     SourceRef,
 )
-from kvxfer.connector.step_loads import StepLoads
 from kvxfer.connector.unused_kv import NOT_OFFERED, NOT_USED, Line, UnusedKV
 from kvxfer.errors import ConfigError
 from kvxfer.transfer.manifest import EngineIdentity, EngineManifest, RankId, RankManifest
@@ -239,7 +238,7 @@ class SchedulerConnector:
     ) -> tuple[int | None, bool]:
         """How many tokens beyond the locally cached ones can be loaded, and whether that is
         asynchronous. If not, the load is part of this step: see
-        :mod:`~kvxfer.connector.step_loads`. None: another request loads them, or they are not to be
+        :mod:`~kvxfer.connector.loads`. None: another request loads them, or they are not to be
         had yet; ask again later.
 
         For a request that is to be offered: what is cached can be read before its first step.

@@ -204,7 +204,6 @@ class Sink:
 
     @property
     def num_loads(self) -> int:
-        """Those that have not ended."""
         return len(self._by_request)
 
     # -------------------------------------------------- orders of the engine
@@ -474,7 +473,6 @@ class Sink:
         self._step(load, event)
 
     def on_completion(self, completion: SinkCompletion) -> None:
-        """Handle a completion of a wire."""
         if isinstance(completion, PeerGone):
             self._peers.lost(completion.control_endpoint, "the data connection ended")
             return
@@ -650,7 +648,6 @@ class Sink:
             self._ledger.count("board.grants")
 
     def _report(self, load: SinkLoad, reason: Reason | None) -> None:
-        """The one report of a load."""
         order = load.order
         if self._by_request.get(order.request_id) is not load:
             return

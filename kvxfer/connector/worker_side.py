@@ -3,7 +3,7 @@
 Method names and semantics are those of vLLM's V1 connector contract, so that the plugin is
 translation. Orders go to the IO thread; what has ended comes back through
 :class:`~kvxfer.connector.ledger.Ledger`. No call waits, but for a load that is part of the step
-(:mod:`~kvxfer.connector.step_loads`), which has been promised to be there. An offer whose blocks
+(:mod:`~kvxfer.connector.loads`), which has been promised to be there. An offer whose blocks
 are taken back ends at once, in memory that the IO thread and the sinks read
 (:class:`~kvxfer.connector.board.Ends`).
 """
@@ -21,7 +21,7 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
-from kvxfer.connector.rank_service import Identity, RankService
+from kvxfer.connector.rank_service import LATE_S, Identity, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
     BlockPlaces,
@@ -43,10 +43,6 @@ from kvxfer.transports.base import LocalMemory
 
 HOST = torch.device("cpu")
 _LOOK_S = 0.01
-LATE_S = 1.0
-"""A load that is part of a step and has not ended by then is given up. It was promised because its
-offer stood on the board: it ends in milliseconds, unless its source or this host stands still.
-"""
 LOOK_AGAIN_S = 0.0002
 """How soon the engine's thread looks again whether such a load has ended."""
 
@@ -145,7 +141,6 @@ class WorkerConnector:
         )
 
     def get_handshake_metadata(self) -> RankManifest:
-        """This rank's manifest; the scheduler side joins those of all ranks."""
         return self._running().manifest
 
     # -------------------------------------------------- one step
@@ -192,10 +187,7 @@ class WorkerConnector:
         self._loading.update(load.request_id for load in metadata.loads)
         self._in_step = tuple(load.request_id for load in metadata.loads if load.in_step)
         service, written, begun = self._running(), self._written, self._begun
-        if not self._in_step:
-            service.carry_out(metadata, written, begun)
-            return
-        copied = service.carry_out_now(metadata, written, begun, self._in_step, LATE_S)
+        copied = service.carry_out(metadata, written, begun, in_step=self._in_step)
         if copied is None:
             self._settle()
         for event in copied or ():
@@ -237,7 +229,6 @@ class WorkerConnector:
         return _is_ready if event is None else event.query
 
     def clear_connector_metadata(self) -> None:
-        """Forget the step's orders: the step is over."""
         self._metadata = NO_ORDERS
 
     # -------------------------------------------------- what has ended
@@ -285,9 +276,6 @@ class WorkerConnector:
         return incomplete
 
     def get_failure_details(self) -> dict[str, str]:
-        """Why loads failed, in words: of those that the last :meth:`get_transfer_results` has
-        returned, each once.
-        """
         details, self._details = self._details, {}
         return details
 
@@ -335,7 +323,6 @@ class WorkerConnector:
         return found or None
 
     def build_output(self, finished_req_ids: Iterable[str]) -> KVConnectorOutput | None:
-        """The results above for this step's output; None if there are none."""
         sending, recving, failed = self.get_transfer_results(finished_req_ids)
         stats, near = self.get_kv_connector_stats(), self.take_near()
         must_drain, found = self.take_must_drain(), self.take_found()
@@ -390,9 +377,6 @@ class WorkerConnector:
         return not service.source.num_readable
 
     def shutdown(self) -> None:
-        """Break all offers, tell their consumers, end all loads, threads and sockets.
-        Idempotent.
-        """
         service, self._service = self._service, None
         if service is not None:
             service.shutdown()

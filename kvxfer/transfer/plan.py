@@ -90,28 +90,16 @@ class Base(msgspec.Struct, frozen=True):
     offset: int
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps;
-    ``state_tokens``: as the regions have it, 0 where they keep tokens.
-
-    Of a class that is cast, ``values`` says what lies in the pool, ``chunk`` what lies in a dense
-    piece, and ``scale`` where each token has its scale.
+class Cells(msgspec.Struct, frozen=True, kw_only=True):
+    """How all regions of one side of a geometry class lie. Of a class that is cast, ``values`` says
+    what lies in the pool, ``chunk`` what lies in a dense piece, and ``scale`` where each token has
+    its scale.
     """
 
-    group: int
     tile: Tile
-    bases: tuple[Base, ...]
-    window: int | None = None
-    state_tokens: int = 0
     values: Values | None = None
     chunk: Values | None = None
-    scale: Side | None = None
-
-    @property
-    def keeping(self) -> Keeping:
-        if self.state_tokens:
-            return Keeping(self.state_tokens, is_state=True)
-        return Keeping(self.tile.block_tokens, self.window)
+    scale: Cells | None = None
 
     @property
     def is_cast(self) -> bool:
@@ -130,6 +118,24 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
         if self.values is None or self.chunk is None:
             return inner_nbytes
         return inner_nbytes // self.values.item_nbytes * self.chunk.item_nbytes
+
+
+class Side(Cells, frozen=True, kw_only=True):
+    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps;
+    ``state_tokens``: as the regions have it, 0 where they keep tokens.
+    """
+
+    group: int
+    bases: tuple[Base, ...]
+    window: int | None = None
+    state_tokens: int = 0
+    scale: Side | None = None
+
+    @property
+    def keeping(self) -> Keeping:
+        if self.state_tokens:
+            return Keeping(self.state_tokens, is_state=True)
+        return Keeping(self.tile.block_tokens, self.window)
 
 
 class RegionName(msgspec.Struct, frozen=True, array_like=True):

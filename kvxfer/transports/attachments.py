@@ -82,9 +82,6 @@ class MappingSink(DirectSink, Generic[M]):
         )
 
     def detach(self, control_endpoint: str) -> None:
-        """Forget a rank. Its unfinished reads break; a mapping closes with the last copy that runs
-        on it.
-        """
         attached = self._by_endpoint.pop(control_endpoint, None)
         if attached is not None:
             self._let_go(attached)

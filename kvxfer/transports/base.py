@@ -351,7 +351,6 @@ class TakingSide(ABC):
         """
 
     def pollables(self) -> Sequence[Readable]:
-        """What the IO thread polls for reading."""
         return ()
 
     @property

@@ -54,7 +54,6 @@ class Choice:
         return self.staging.chunk_nbytes(self.costs, nbytes) if self.staging is not None else 0
 
     def __str__(self) -> str:
-        """For the one log line of a peer."""
         path = f" over {self.trial.path}" if self.trial.path else ""
         cut = ""
         if (staging := self.staging) is not None:

@@ -52,9 +52,9 @@ from kvxfer.transports.base import (
     Wake,
 )
 from kvxfer.transports.channel import Context
-from kvxfer.transports.completions import Completions
 from kvxfer.transports.copy_thread import Copier, CopyJob
 from kvxfer.transports.launches import Flight, Launches
+from kvxfer.transports.wake_up import Completions
 
 MAX_BOUND = 1024
 """Geometry classes of one attachment whose addresses are kept; a plan has a handful."""
@@ -252,7 +252,6 @@ class CudaIpcSink(MappingSink[MappedMemory]):
             self._wake()
 
     def copied(self, keys: Collection[TransferKey]) -> torch.cuda.Event | None:
-        """An event behind the reads' copies; None if some are still to be launched."""
         pulls = [self._pulls.get(key) for key in keys]
         if self._stream is None or any(pull is None or pull.launches is not None for pull in pulls):
             return None
@@ -276,7 +275,6 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         return self._done()
 
     def look(self) -> list[SinkCompletion]:
-        """Progress and ends of the copies that are over now."""
         try:
             self._land(self._in_flight.land())
             if self._launch():
@@ -287,11 +285,9 @@ class CudaIpcSink(MappingSink[MappedMemory]):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way, and nothing has to be told or unmapped."""
         return not (self._pulls or self._completions or self._leaving)
 
     def close(self) -> None:
-        """Launch no more, wait for what runs, unmap."""
         for pull in self._pulls.values():
             pull.end_as(ReadStopped(pull.key))
         try:
@@ -370,16 +366,14 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         return has_launched
 
     def _land(self, landed: Sequence[Flight[_Pull]]) -> None:
-        """Note launches that are over."""
         for flight in landed:
             pull = flight.owner
             pull.num_in_flight -= 1
             pull.nbytes += flight.nbytes
             if pull.launches is not None:
-                self._completions.note(Progress(pull.key, pull.nbytes))
+                self._completions.append(Progress(pull.key, pull.nbytes))
 
     def _finish(self) -> bool:
-        """End the reads that have nothing in flight and launch no more; True if there was one."""
         over = [
             pull
             for pull in self._pulls.values()
@@ -387,7 +381,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         ]
         for pull in over:
             del self._pulls[pull.key]
-            self._completions.note(pull.end or ReadDone(pull.key, pull.nbytes, certified=False))
+            self._completions.append(pull.end or ReadDone(pull.key, pull.nbytes, certified=False))
         return bool(over)
 
     def _break(self, detail: str) -> None:
@@ -403,7 +397,6 @@ class CudaIpcSink(MappingSink[MappedMemory]):
 
 
 def _events_of(classes: Sequence[Iterator[Launched]]) -> Iterator[tuple[Event, int]]:
-    """Event and bytes of each launch, one class after the other."""
     for launches in classes:
         nbytes = 0
         for launched in launches:

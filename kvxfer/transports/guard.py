@@ -150,7 +150,6 @@ class Penalties:
         return max(late.items(), key=lambda item: item[1], default=("", 0))
 
     def add(self, address: str, now_s: float) -> None:
-        """A connection of this address has misbehaved."""
         last = self._by_address.pop(address, None)
         length_s = PENALTY_S
         if last is not None and now_s < last.until_s + FORGET_S:
@@ -160,7 +159,6 @@ class Penalties:
         self._by_address[address] = _Penalty(now_s + length_s, length_s)
 
     def holds(self, address: str, now_s: float) -> bool:
-        """Whether this address has to wait."""
         penalty = self._by_address.get(address)
         return penalty is not None and now_s < penalty.until_s
 
@@ -201,7 +199,6 @@ class Guard:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of its thread; call it after the context was ended."""
         self._thread.join()
 
     def _main(self) -> None:
@@ -236,7 +233,6 @@ class Guard:
         return [b"1.0", request_id, status, text, (key or "").encode(), b""]
 
     def _has_to_wait(self, address: str, now_s: float) -> bool:
-        """Whether it has a penalty, or gets one for one connection too many."""
         if self._penalties.holds(address, now_s):
             return True
         if user_of(address) is not None or self._penalties.begun(address, now_s) <= MOST_BEGUN:

@@ -182,7 +182,6 @@ def _make(
 
 
 def data_endpoints(sources: Mapping[str, SourceTransport]) -> dict[str, str]:
-    """For the manifest: where sinks attach, by wire."""
     return {
         name: source.data_endpoint()
         for name, source in sources.items()

@@ -72,7 +72,6 @@ class Link:
 
     @property
     def dealers(self) -> tuple[Dealer, ...]:
-        """Of every stream, the first one first."""
         return (self.dealer, *self.further)
 
     def add_streams(self, message: Streams) -> None:
@@ -114,7 +113,6 @@ class Link:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether a payload was announced and is not there yet."""
         return self.table.num[SinkSlot.AWAITED] > 0
 
     def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
@@ -149,11 +147,9 @@ class Link:
         return self.lane.tell(credit) or self.latest.send(credit)
 
     def send(self, message: ToSource) -> bool:
-        """By ZeroMQ. False if it does not take it; the monitor tells the rest."""
         return self.dealer.send(encode(message))
 
     def close(self) -> None:
-        """The connection ends now, the lane when nobody reads its slots any more."""
         if not self.is_lost:
             self.is_lost = True
             for dealer in self.dealers:
@@ -161,7 +157,6 @@ class Link:
             self.close_lane()
 
     def close_lane(self) -> None:
-        """Once the link is lost and nobody reads its slots any more."""
         if self.is_lost and not self.jobs:
             self.lane.close()
 

@@ -172,7 +172,6 @@ class Inbox:
         return was_empty
 
     def receive(self) -> Iterator[list[zmq.Frame]]:
-        """What lies there, whole and not copied, for one turn."""
         until_s = time.perf_counter() + TURN_S
         try:
             for _ in range(MESSAGES_PER_TURN):
@@ -296,16 +295,16 @@ class Visitors:
         return self._events.take_empty()
 
     def take_gone(self) -> list[bytes]:
-        """The names of connections that have ended since the last call, and had sent a message."""
+        """The names of connections that have ended since the last call, and had sent a message. If
+        a last message of one is read later, its name is returned once more.
+        """
         gone, self._gone = self._gone, []
         return gone
 
     def has_gone(self, name: bytes) -> bool:
-        """Whether it is among those that ``take_gone`` will return."""
         return name in self._gone
 
     def take_num_failed(self) -> int:
-        """How many handshakes have failed since the last call."""
         num_failed, self._num_failed = self._num_failed, 0
         return num_failed
 
@@ -357,7 +356,6 @@ class Visitors:
             self._penalise(visitor.address)
 
     def unread(self, name: bytes) -> None:
-        """An answer to this connection was dropped, because it does not read."""
         fd = self._fds.get(name)
         if fd is None:  # it has ended
             return
@@ -385,7 +383,6 @@ class Visitors:
             self._punish(fd, f"it has sent {nbytes} bytes that are no messages, or too many")
 
     def close(self) -> None:
-        """End the watch, before the listener is closed. Idempotent."""
         if not self.monitor.closed:
             self._socket.disable_monitor()
             self.monitor.close(linger=0)
@@ -396,7 +393,6 @@ class Visitors:
     # -- names
 
     def name_of(self, fd: int) -> bytes | None:
-        """What a connection that has sent a message and has not ended is called."""
         visitor = self._visitors.get(fd)
         return None if visitor is None else visitor.name
 
@@ -535,7 +531,6 @@ class Visitors:
         return self.endpoint.endswith(f":{name[1]}")
 
     def _tell_failed(self, fd: int) -> None:
-        """The connection has ended in its handshake, if it has failed."""
         error, self._failed_with = self._failed_with, 0
         if error == errno.EPIPE:
             # Of two sides of which one has keys the first to see it ends the connection
@@ -567,7 +562,6 @@ def _is_given(name: bytes) -> bool:
 
 
 def most_connections() -> int:
-    """Of one listener, by how many descriptors the process may have."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(2, (soft if soft > 0 else 1 << 16) // _SHARE)
 
