@@ -81,6 +81,9 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     ``elements``: of an engine that allows casts, where it knows them.
 
     ``state_tokens``: of a state region, how many tokens lie between two blocks of its table.
+
+    ``is_draft``: of a draft's layer, which only says what the model may say. It stays empty where
+    the source has no draft.
     """
 
     layer: str
@@ -103,6 +106,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     stride_channel: int = 0
     elements: Elements | msgspec.UnsetType = msgspec.UNSET
     state_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    is_draft: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_state(self) -> bool:
@@ -251,9 +255,10 @@ def same_bytes(first: Region, second: Region) -> bool:
 
 def _contiguous(region: Region) -> Region:
     """The region as bytes, in the one spelling that those without channels apart have."""
+    region = replace(region, elements=msgspec.UNSET, is_draft=msgspec.UNSET)
     if region.has_channels_apart:
-        return replace(region, elements=msgspec.UNSET)
-    return replace(region, channel_nbytes=0, stride_channel=0, elements=msgspec.UNSET)
+        return region
+    return replace(region, channel_nbytes=0, stride_channel=0)
 
 
 def _block_dimensions(region: Region) -> list[tuple[int, int, str]]:

@@ -194,9 +194,12 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All routes between a source engine and a sink engine."""
+    """All routes between a source engine and a sink engine. ``empty_layers``: of the sink's draft,
+    which the source does not have.
+    """
 
     routes: tuple[Route, ...]
+    empty_layers: tuple[str, ...] = ()
 
     def of_sink(self, rank: RankId) -> tuple[Route, ...]:
         """The routes that end at one sink rank, null routes too."""
@@ -254,8 +257,8 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     """Who sends what to whom between two compatible engines whose manifests are valid.
 
     Every head of every plane that a sink rank holds comes from exactly one source rank, once per
-    set of layers that share their memory. Every source rank has at least one consumer, by a null
-    route where nothing is wanted from it.
+    set of layers that share their memory; but for a draft's where the source has none. Every source
+    rank has at least one consumer, by a null route where nothing is wanted from it.
 
     Raises IncompatiblePeer that names the layers, planes and heads that the source does not have,
     and those whose bytes cannot be converted.
@@ -266,11 +269,15 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     by_tp = max(source.facts.dcp_size, source.facts.pcp_size) > 1
     pairs: dict[tuple[RankId, RankId], list[_Pair]] = {}
     problems: dict[str, None] = {}
+    empty: dict[str, None] = {}
     for entry in sorted(sink.ranks, key=lambda entry: entry.rank):
         for aliases in _aliases(entry.regions):
             region = next((r for r in aliases if (r.layer, r.plane) in holders), aliases[0])
             name = (region.layer, region.plane)
             if name in made:
+                continue
+            if name not in holders and all(region.is_draft for region in aliases):
+                empty[region.layer] = None
                 continue
             givers = holders.get(name, [])
             if by_tp:  # each rank holds its own interleaved tokens
@@ -300,7 +307,8 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
         )
     routes = [Route(*ranks, _classes(_joined(members))) for ranks, members in pairs.items()]
     routes += _null_routes(source, sink, {source_rank for source_rank, _ in pairs})
-    return Plan(tuple(sorted(routes, key=lambda route: (route.sink_rank, route.source_rank))))
+    routes.sort(key=lambda route: (route.sink_rank, route.source_rank))
+    return Plan(tuple(routes), tuple(empty))
 
 
 def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 0) -> Tile:

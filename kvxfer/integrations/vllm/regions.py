@@ -45,13 +45,15 @@ class Located:
     regions: tuple[Region, ...]
     memory: LocalMemory
     cleared: tuple[ClearedGroup, ...] = ()
+    drafts: tuple[ClearedGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ClearedGroup:
-    """Attention layers beside layers that keep a state. A block may have been a state's before, and
-    as KV those bytes may be no numbers: an attention that multiplies them by 0 gives none either.
-    vLLM clears the blocks that it gives out, but not those of a load.
+    """Attention layers beside layers that keep a state, or of a draft. A block may have been a
+    state's or another layer's before, and as KV those bytes may be no numbers: an attention that
+    multiplies them by 0 gives none either. vLLM clears the blocks that it gives out, but not those
+    of a load.
     """
 
     group: int
@@ -67,6 +69,15 @@ class ClearedGroup:
             for view in self.views:
                 kernel_blocks = view.shape[0] // self.num_blocks
                 view[ids[position] * kernel_blocks : (ids[position] + 1) * kernel_blocks].zero_()
+
+    def clear_all(self, block_ids: Sequence[Sequence[int]], token_lo: int, token_hi: int) -> None:
+        """Every block with one of these tokens, in one launch for each layer."""
+        first, end = token_lo // self.block_tokens, -(-token_hi // self.block_tokens)
+        ids = torch.tensor([i for i in block_ids[self.group][first:end] if i >= 0])
+        for view in self.views:
+            raw = view.view(torch.uint8)
+            blocks = raw.view(self.num_blocks, -1, *raw.shape[1:])
+            blocks.index_fill_(0, ids.to(view.device), 0)
 
 
 def locate(
@@ -100,20 +111,22 @@ def locate(
     )
     for region in regions:
         _check(region, memory)
-    return Located(regions, memory.local, _cleared(views, num_blocks))
+    has_states = any(isinstance(view.spec, StateSpec) for view in views)
+    drafts = [view for view in views if model.is_draft(view.layer)]
+    return Located(
+        regions,
+        memory.local,
+        cleared=_cleared(views, num_blocks) if has_states else (),
+        drafts=_cleared(drafts, num_blocks),
+    )
 
 
 def _cleared(views: Iterable[_View], num_blocks: int) -> tuple[ClearedGroup, ...]:
     found: dict[tuple[int, int], list[Tensor]] = {}
-    has_states = False
     for view in views:
-        if isinstance(view.spec, StateSpec):
-            has_states = True
-        else:
+        if isinstance(view.spec, LayerSpec):
             found.setdefault((view.group, view.spec.block_tokens), []).append(view.tensor)
-    return tuple(
-        ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items() if has_states
-    )
+    return tuple(ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +234,7 @@ def _regions(
         stride_token=cells.stride_token,
         kernel_blocks=kernel_blocks,
         window=spec.window,
+        is_draft=model.is_draft(layer) or msgspec.UNSET,
     )
     match inside:
         case Opaque(fingerprint):
@@ -328,20 +342,24 @@ def heads_of(layer: str, spec: LayerSpec, rank: Rank, model: CacheModel) -> tupl
     """The layer's KV heads ``[lo, hi)`` that this rank holds, of all that it has.
 
     vLLM gives each rank an equal share, or one head to several ranks in a row where there are more
-    ranks than heads. The spec says the share; the total is what makes it. Raises ConfigError for a
-    single head on each of several ranks, of a layer of unknown total.
+    ranks than heads; a draft that is not parallel has all heads on each. The spec says the share;
+    the total is what makes it. Raises ConfigError for a single head on each of several ranks, of a
+    layer of unknown total.
     """
     if spec.is_latent:
         return 0, 1
-    share = spec.num_kv_heads
+    share, is_draft = spec.num_kv_heads, model.is_draft(layer)
+    head_counts = model.draft_counts if is_draft else model.head_counts
+    if is_draft and head_counts == {share}:
+        return 0, share
     if spec.num_shards is not None:
         total = share * min(spec.num_shards, rank.tp_size)
     elif share > 1 or rank.tp_size == 1:
         total = share * rank.tp_size
-    elif len(model.head_counts) == 1:
-        (total,) = model.head_counts
+    elif len(head_counts) == 1:
+        (total,) = head_counts
     else:
-        counts = " or ".join(map(str, sorted(model.head_counts)))
+        counts = " or ".join(map(str, sorted(head_counts)))
         raise ConfigError(
             f"{layer}: KV heads: expected one number of them in all layers when {rank.tp_size} "
             f"ranks hold one each, got {counts}; choose a smaller tensor parallel size"
