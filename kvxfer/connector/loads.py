@@ -202,9 +202,7 @@ class LoadBook:
         return None
 
     def reject(self, request_id: str, source: SourceRef, *, is_early: bool = False) -> None:
-        """Give up an offer whose request this engine will never run. ``is_early``: it is found
-        first, so that it can be.
-        """
+        """Its request will never run here. ``is_early``: the offer is found first."""
         if is_early:
             self._by_name.setdefault(source.offer.nonce.hex(), [])
             self._finds.append(FindOffer(source))
@@ -235,9 +233,7 @@ class LoadBook:
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> Reason | None:
-        """Blocks are allocated. Hand the load to the workers, or give the offer up if no tokens are
-        needed; then return the reason.
-        """
+        """Hand the load to the workers; without tokens give the offer up: the reason."""
         load = self.wanted(request_id)
         if load is None:
             return None

@@ -196,9 +196,7 @@ def _hex(text: str, name: str, nbytes: int = NONCE_NBYTES) -> bytes:
 
 
 def _signature(source: SourceRef, number: int, key: str) -> str:
-    """Signature over every field that the sink follows; in msgpack no two sets of values are
-    encoded alike.
-    """
+    """Of every field that the sink follows; msgpack encodes no two sets alike."""
     signed = msgspec.msgpack.encode(
         ("kvxfer.params.v1", source.engine_id, source.endpoint)
         + (source.offer.incarnation, source.offer.nonce, source.num_tokens, source.digest, number)

@@ -204,9 +204,7 @@ class Peer:
         self._send(self.source(rank).control_endpoint, message)
 
     def send_later(self, rank: RankId, message: ToSource) -> None:
-        """Send a message that nobody waits for: it leaves with the deferred calls, after the loads
-        that end in this round were reported.
-        """
+        """One that nobody waits for: behind the reports of loads that end in this round."""
         self._around.io.defer(self.send, rank, message)
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
@@ -375,9 +373,7 @@ def start_trial(
 
 
 def discard(choices: Choices) -> None:
-    """Discard choices that will not be attached. A thread closes what they hold open: CUDA may wait
-    for other work of the GPU first.
-    """
+    """A thread closes what they hold open: CUDA may wait for the GPU's work first."""
     if any(choice.trial.held for choice in choices.values()):
         threading.Thread(target=_close, args=(choices,), name="kvxfer-probe", daemon=True).start()
 

@@ -184,9 +184,7 @@ class Peers:
         self._step(peer, Wanted())
 
     def _failure_of(self, key: Key, source: SourceRef) -> Failure | None:
-        """Why the last contact with the maker of this offer failed, if that is less than a second
-        ago.
-        """
+        """Why the last contact with the offer's maker failed, less than a second ago."""
         known = self._failed.get(key)
         if known is not None and known.until_s <= self._io.now():
             del self._failed[key]

@@ -202,9 +202,7 @@ class RankService:
         return sources, sinks
 
     def _make_board(self, config: Config, sources: Mapping[str, SourceTransport]) -> Board | None:
-        """Make the offer board, for sinks with a direct wire; sinks of a stream wire do not look at
-        it.
-        """
+        """For sinks with a direct wire; those of a stream wire do not look at it."""
         is_direct = any(isinstance(source, DirectSource) for source in sources.values())
         if not (config.offer_board and is_direct):
             return None
@@ -278,9 +276,7 @@ class RankService:
                 self.source.handle(identity, message)
 
     def drain(self) -> None:
-        """Have the engine's scheduler hear that it is to offer and load nothing new. May be called
-        from any thread.
-        """
+        """Have the scheduler hear that it is to take nothing new. From any thread."""
         self.is_draining = self.has_looked = True
         if self._num_open is None:
             self._ledger.drain()
@@ -365,9 +361,7 @@ class RankService:
             self.io.post(self.sink.abort, AbortLoad(request_id, reason))
 
     def near(self) -> NearSources:
-        """The sources that this rank can load from within a step. On the engine thread, as
-        :meth:`gauges`.
-        """
+        """What this rank can load from within a step. On the engine thread, as :meth:`gauges`."""
         near = ((peer.manifest, near_source(peer)) for peer in self._peers.all_ready())
         return {of.incarnation: source for of, source in near if of and source}
 
@@ -378,9 +372,7 @@ class RankService:
         after: torch.cuda.Event | None,
         begun: IsReady | None,
     ) -> None:
-        """Carry out each order, even if others fail. Aborts come last: they may name a load of the
-        same step.
-        """
+        """Each order, even if others fail; aborts last: of a load of this step, perhaps."""
         guard = self.io.guard
         if orders.manifest is not None:
             guard(self._set_engine, orders.manifest)
@@ -455,9 +447,7 @@ class RankService:
     # -------------------------------------------------- the end, on the engine thread
 
     def shutdown(self) -> None:
-        """Break all offers, abort all loads, wait for what is in flight (bounded), give everything
-        back.
-        """
+        """Break all offers, abort all loads, wait for what is in flight (bounded)."""
         if self.is_draining:
             settled = threading.Event()
             self.io.post(self._when_settled, settled.set)
@@ -477,18 +467,14 @@ class RankService:
         self._end_context()
 
     def _when_settled(self, done: Callable[[], object]) -> None:
-        """The last chunks of what was served may be on their way: with the process they would be
-        lost, and their loads.
-        """
+        """The last chunks may be on their way: with the process they would be lost."""
         if all(stream.is_settled for stream in self._sending):
             done()
         else:
             self.io.after(SETTLE_LOOK_S, self._when_settled, done)
 
     def _end_context(self) -> None:
-        """End the ZeroMQ context once the last messages have left; a trial that still waits for an
-        answer is cut short.
-        """
+        """When the last messages have left; a trial that still waits is cut short."""
         thread = threading.Thread(target=self._context.term, daemon=True)
         thread.start()
         thread.join(DRAIN_S)
@@ -497,9 +483,7 @@ class RankService:
 
 
 def near_source(peer: Peer) -> NearSource | None:
-    """How long loads from a peer that is ready take within a step; None where they need a message
-    or a stream.
-    """
+    """How long loads take within a step; None where they need a message or a stream."""
     choices, boards = list(peer.choices.values()), []
     for route in peer.routes():
         board = peer.source(route.source_rank).board

@@ -151,9 +151,7 @@ class SchedulerConnector:
 
     @property
     def num_open(self) -> int:
-        """Requests whose KV is still to be offered, given or taken. 0 after :meth:`drain`: the
-        engine may end.
-        """
+        """Requests whose KV is still to be offered, given or taken."""
         return self._offers.num_open + self._loads.num_open
 
     def get_finished_count(self) -> int | None:
@@ -161,9 +159,7 @@ class SchedulerConnector:
         return None
 
     def reject_request(self, request: RequestLike) -> None:
-        """Give up the offer of a request that will not run here, at once and whatever its
-        tokens.
-        """
+        """This request will not run here: give up its offer, whatever its tokens."""
         params = parse_params(request.kv_transfer_params, self._config.params_key)
         if not isinstance(params, LoadWanted):
             return
@@ -261,9 +257,7 @@ class SchedulerConnector:
         return num_tokens, load.in_step_s is None
 
     def loaded_in_step(self, request_id: str) -> int | None:
-        """The first token of a request's load that is part of the step whose output is to come;
-        None if its load is no such one.
-        """
+        """The first token of a request's load that is part of the step; None: no such."""
         load = self._loads.handed(request_id)
         return load.num_local_tokens if load is not None and load.is_in_step else None
 
@@ -349,9 +343,7 @@ class SchedulerConnector:
         self._offers.forget(request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
-        """This step's orders, NO_ORDERS itself where there are none. Reads ``scheduler_output``,
-        changes nothing in it.
-        """
+        """NO_ORDERS itself where there are none. ``scheduler_output`` is only read."""
         self._step_loads.begin_step()
         orders = self._loads.step(self._offers.step(scheduler_output))
         if self._must_tell():
@@ -402,9 +394,7 @@ class SchedulerConnector:
         return missed
 
     def has_orders(self) -> bool:
-        """Whether something waits for the next metadata: an idle engine should then run one
-        step.
-        """
+        """Something waits for the next metadata: an idle engine should run one step."""
         has_news = self._manifest_is_new or self._must_tell()
         return has_news or self._offers.has_orders() or self._loads.has_orders()
 

@@ -361,9 +361,7 @@ class Sink:
             self._step(load, Start())
 
     def _fail(self, load: SinkLoad, failure: Failure, *, cancel: bool) -> None:
-        """End a load that never got a session. ``cancel``: tell its source that the offer will not
-        be read.
-        """
+        """End a load that never got a session. ``cancel``: tell its source."""
         if load.waiter is not None:
             self._peers.forget(load.waiter)
             load.waiter = None
@@ -513,9 +511,7 @@ class Sink:
         return ReadCompleted(source, certified)
 
     def on_over(self, peer: Peer, failure: Failure) -> None:
-        """A source engine cannot be used any more: its loads fail, and are reported when they have
-        drained.
-        """
+        """Its loads fail, and are reported when they have drained."""
         self._ways.pop(peer, None)
         for load in [load for load in self._by_request.values() if load.peer is peer]:
             load.note(failure.detail)
@@ -638,9 +634,7 @@ class Sink:
         return VerdictArrived(source, True, None)
 
     def _send_owed(self, load: SinkLoad, source: RankId) -> None:
-        """Send the Pull that the board has answered: behind the read, which need not wait for
-        it.
-        """
+        """The Pull that the board has answered: behind the read, which need not wait for it."""
         run = load.routes[source]
         if run.owes_pull:
             run.owes_pull = False
@@ -740,7 +734,5 @@ class Sink:
 
 
 def _board(run: RouteRun, peer: Peer, source: RankId) -> BoardView | None:
-    """The board that shows whether the offer is open. None for a stream: its source certifies each
-    chunk by sending it.
-    """
+    """None for a stream: its source certifies each chunk by sending it."""
     return None if run.pull.classes else peer.board(source)

@@ -134,9 +134,7 @@ def _check_speed(trial: Trial, min_gbps: float | None) -> None:
 def make_choice(
     name: str, bounds: StagingBounds | None, trial: Trial, workload: Workload
 ) -> Choice:
-    """The choice of this wire: its time for the workload, and its staging. Raises
-    TransportUnavailable where the settings leave no room for the staging.
-    """
+    """Raises TransportUnavailable where the settings leave no room for the staging."""
     costs = trial.costs
     if bounds is None:
         return Choice(name, trial, workload, costs.direct_s(workload.nbytes))

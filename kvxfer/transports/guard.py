@@ -167,9 +167,7 @@ _penalties: WeakKeyDictionary[zmq.Context[zmq.Socket[bytes]], Penalties] = WeakK
 
 
 def penalties_of(context: zmq.Context[zmq.Socket[bytes]]) -> Penalties:
-    """The penalties of a context. Its listeners add to them and its guard reads them, on different
-    threads.
-    """
+    """Listeners add to them and the guard reads them, on different threads."""
     return _penalties.setdefault(context, Penalties())
 
 

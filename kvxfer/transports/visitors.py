@@ -278,9 +278,7 @@ class Visitors:
         return len(self._visitors)
 
     def meet(self) -> bool:
-        """Note new and ended connections by ``monitor``, for a turn. Returns whether those were
-        all.
-        """
+        """By ``monitor``, for a turn. Returns whether those were all."""
         for event, at, *_ in self._events.receive():
             kind, fd = EVENT.unpack(event.buffer)
             if kind == zmq.EVENT_ACCEPTED:
@@ -401,9 +399,7 @@ class Visitors:
         return part in self._fds or _is_given(part)
 
     def is_name(self, part: bytes, *, of: bytes | None) -> bool:
-        """Whether a message of the connection that is called ``of`` (None: not yet) has this name
-        in front.
-        """
+        """Whether it stands before messages of the connection ``of`` (None: without a name)."""
         return part == of if of is not None else part not in self._fds
 
     def _has_ended(self, name: bytes, visitor: _Visitor | None) -> bool:
@@ -569,9 +565,7 @@ def most_connections() -> int:
 def _make_monitor(
     context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]
 ) -> zmq.Socket[bytes]:
-    """With room for whatever happens: ZeroMQ's thread would wait for room, and with it all others'
-    messages.
-    """
+    """With room for whatever happens: ZeroMQ's thread would wait for room."""
     name = f"inproc://kvxfer-visitors-{next(_numbers)}"
     socket.monitor(name, _EVENTS)
     monitor = context.socket(zmq.PAIR)
