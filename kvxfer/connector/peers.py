@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import assert_never
 
 import zmq
@@ -302,7 +301,7 @@ class Peers:
         routes = [
             (route, peer.source(route.source_rank)) for route in peer.routes() if not route.is_null
         ]
-        start_trial(self._around, routes, peer.until_s, partial(self._on_tried, peer))
+        start_trial(self._around, routes, peer.until_s, self._on_tried, peer)
 
     def _on_tried(self, peer: Peer, result: Choices | Failure) -> None:
         if isinstance(result, Failure):

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 import msgspec
@@ -29,6 +28,7 @@ from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import (
     AbortLoad,
     ConnectorMetadata,
+    Identity,
     NearSource,
     NearSources,
     SourceRef,
@@ -81,15 +81,6 @@ word 200 ms.
 
 SETTLE_LOOK_S = 0.002
 _log = logging.getLogger("kvxfer.connector")
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Which rank of which engine, in which life."""
-
-    engine_id: str
-    incarnation: bytes
-    rank: RankId
 
 
 class RankService:
@@ -223,26 +214,20 @@ class RankService:
         consumer = Consumer(identity.incarnation, identity.rank)
         every = EVERY.get(config.verify, 0)
         addressing = Addressing(consumer, transports, can_leave_unhashed, every)
-        self._peers = Peers(
-            Surroundings(
-                io=self.io,
-                context=self._context,
-                config=config,
-                ledger=self._ledger,
-                engine_id=identity.engine_id,
-                incarnation=identity.incarnation,
-                rank=identity.rank,
-                transports=transports,
-                can_leave_unhashed=can_leave_unhashed,
-                on_message=self._on_answer,
-                on_over=self._on_over,
-            )
+        around = Surroundings(
+            io=self.io,
+            context=self._context,
+            config=config,
+            ledger=self._ledger,
+            identity=identity,
+            transports=transports,
+            can_leave_unhashed=can_leave_unhashed,
+            on_message=self._on_answer,
+            on_over=self._on_over,
         )
-        self.keeper = Keeper(self.io, config, identity.incarnation, self._peers)
-        self.finder = Finder(self.io, config, identity.incarnation, self._peers, self._ledger)
-        self.sink = Sink(
-            self.io, config, self._ledger, addressing, self._peers, self.keeper, verifier
-        )
+        self._peers = Peers(around)
+        self.keeper, self.finder = Keeper(around, self._peers), Finder(around, self._peers)
+        self.sink = Sink(around, addressing, self._peers, self.keeper, verifier)
 
     # -------------------------------------------------- on the IO thread
 

@@ -20,11 +20,9 @@ from typing import assert_never
 import torch
 from msgspec import UNSET, UnsetType
 
-from kvxfer.config import Config
 from kvxfer.connector.board import BoardView
-from kvxfer.connector.io_thread import IoThread, Timer
+from kvxfer.connector.io_thread import Timer
 from kvxfer.connector.keeper import Keeper
-from kvxfer.connector.ledger import Ledger
 from kvxfer.connector.load_routes import (
     Addressing,
     RouteRun,
@@ -38,7 +36,7 @@ from kvxfer.connector.load_routes import (
     ways_of,
 )
 from kvxfer.connector.loads import AskedOffers
-from kvxfer.connector.peer import Peer, Waiter
+from kvxfer.connector.peer import Peer, Surroundings, Waiter
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
 from kvxfer.connector.records import AbortLoad, LoadReport, NewLoad
@@ -179,22 +177,17 @@ class Sink:
 
     def __init__(
         self,
-        io: IoThread,
-        config: Config,
-        ledger: Ledger,
+        around: Surroundings,
         addressing: Addressing,
         peers: Peers,
         keeper: Keeper,
         verifier: Verifier,
     ) -> None:
-        self._io = io
-        self._timeout_s = config.pull_timeout_s
-        self._early_wait_s = config.early_wait_s
-        self._ledger = ledger
-        self._addressing = addressing
-        self._peers = peers
-        self._keeper = keeper
-        self._verifier = verifier
+        self._io, self._ledger = around.io, around.ledger
+        self._timeout_s = around.config.pull_timeout_s
+        self._early_wait_s = around.config.early_wait_s
+        self._addressing, self._peers = addressing, peers
+        self._keeper, self._verifier = keeper, verifier
         self._by_request: dict[str, SinkLoad] = {}
         self._by_offer: dict[OfferRef, SinkLoad] = {}
         self._by_key: dict[TransferKey, tuple[SinkLoad, RankId]] = {}

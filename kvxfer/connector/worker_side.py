@@ -21,12 +21,13 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
-from kvxfer.connector.rank_service import LATE_S, Identity, RankService
+from kvxfer.connector.rank_service import LATE_S, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
     BlockPlaces,
     ConnectorMetadata,
     FoundOffer,
+    Identity,
     KVConnectorOutput,
     KVConnectorStats,
     NearSources,

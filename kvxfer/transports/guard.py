@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
@@ -147,7 +148,7 @@ class Penalties:
             for address, (since_s, number) in list(self._begun.items())
             if now_s - since_s < BEGUN_S
         }
-        return max(late.items(), key=lambda item: item[1], default=("", 0))
+        return max(late.items(), key=itemgetter(1), default=("", 0))
 
     def add(self, address: str, now_s: float) -> None:
         last = self._by_address.pop(address, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError
@@ -128,7 +129,7 @@ class Connections:
         found = (each for each in self._by_identity.values() if each.lane is not None)
         return sorted(
             (each for each in found if each.is_trial or not of_trials),
-            key=lambda connection: connection.moved_s,
+            key=attrgetter("moved_s"),
         )
 
     def add(

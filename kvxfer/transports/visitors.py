@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 
 import zmq
 
@@ -374,7 +375,7 @@ class Visitors:
             fd: visitor.backlog.look(was_empty=was_empty) for fd, visitor in self._visitors.items()
         }
         left_nbytes = sum(backlogs.values())
-        for fd, nbytes in sorted(backlogs.items(), key=lambda item: -item[1]):
+        for fd, nbytes in sorted(backlogs.items(), key=itemgetter(1), reverse=True):
             if nbytes <= self._most_nbytes and left_nbytes <= MAX_WAITING * self._most_nbytes:
                 break
             left_nbytes -= nbytes
