@@ -171,7 +171,7 @@ class SchedulerConnector:
 
     def refuse_request(self, request: RequestLike, reason: str, detail: str) -> None:
         """Run this request without transferred KV, whatever its params ask for; counted."""
-        self._warn(request, Plain(reason, detail))
+        self._warn(request.request_id, Plain(reason, detail))
 
     def on_new_request(self, request: RequestLike) -> Plain | None:
         """A request has arrived: from now on its offer at the source is kept alive.
@@ -184,10 +184,10 @@ class SchedulerConnector:
                 self._count(request, params.reason, params.detail)
             if params.reason in ("no_params", "null_params"):
                 return None
-            return self._warn(request, params)
+            return self._warn(request.request_id, params)
         if isinstance(params, OfferWanted):
             plain = self._offer(request, params.name)
-            return plain and self._warn(request, plain, what=NOT_OFFERED)
+            return plain and self._warn(request.request_id, plain, what=NOT_OFFERED)
         plain = self._refusal(params.source)
         if plain is None and self.is_draining:
             self._loads.reject(request.request_id, params.source, is_early=params.is_early)
@@ -196,7 +196,7 @@ class SchedulerConnector:
             self._loads.find(request, params.source)
             return None
         plain = plain or self._want(request, params.source)
-        return plain and self._warn(request, plain, params.source)
+        return plain and self._warn(request.request_id, plain, params.source)
 
     def _offer(self, request: RequestLike, name: bytes) -> Plain | None:
         if not self._can_send:
@@ -277,7 +277,7 @@ class SchedulerConnector:
         )
         if reason is Reason.ENDED:
             plain = Plain(reason, READ_BEFORE)
-            return self._warn(request, plain, load.source)
+            return self._warn(request.request_id, plain, load.source)
         if reason is not None:
             self._count(request, reason, "")
         return None
@@ -309,7 +309,7 @@ class SchedulerConnector:
             detail = "its window's first block is gone"
             if finish.reason == STATE_PASSED:
                 detail = "its engine went on, and holds the state of more tokens; ask for one token"
-            self._warn(request, Plain(finish.reason, detail), what=NOT_OFFERED)
+            self._warn(request.request_id, Plain(finish.reason, detail), what=NOT_OFFERED)
         if finish.offer is None or self._manifest is None:
             return finish.keep_blocks, None
         return finish.keep_blocks, make_params(
@@ -365,8 +365,7 @@ class SchedulerConnector:
             self._step_loads.learn(output.near)
         for name, found in (output.found or {}).items():
             for request_id, source, plain in self._loads.found(name, found):
-                self._not_loaded(request_id, plain, source)
-                missed[request_id] = plain
+                missed[request_id] = self._warn(request_id, plain, source)
         failed = output.failed_recving or {}
         details = output.failure_details or {}
         for request_id in output.finished_recving or ():
@@ -456,21 +455,15 @@ class SchedulerConnector:
 
     def _warn(
         self,
-        request: RequestLike,
+        request_id: str,
         plain: Plain,
         source: SourceRef | None = None,
         what: str = NOT_USED,
     ) -> Plain:
-        self._not_loaded(request.request_id, plain, source, what)
-        return plain
-
-    def _not_loaded(
-        self, request_id: str, plain: Plain, source: SourceRef | None, what: str = NOT_USED
-    ) -> None:
-        reason = str(plain.reason)
+        reason, now_s = str(plain.reason), self._now()
         self._reasons[reason] += 1
-        now_s = self._now()
         self._tell(self._unused.note(now_s, request_id, reason, plain.detail, source, what))
+        return plain
 
     def _tell(self, lines: Iterable[Line]) -> None:
         for line in lines:
