@@ -18,12 +18,12 @@ source is told to drop the offer when no request wants it any more.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from kvxfer.bounded import Bounded
 from kvxfer.connector.board import BoardView
 from kvxfer.connector.contract import RequestLike
 from kvxfer.connector.params import Plain
@@ -84,22 +84,9 @@ class Load:
         return self.in_step_s is not None
 
 
-class AskedOffers:
+def asked_offers() -> Bounded[OfferRef, None]:
     """The offers that were asked for, as many as are remembered."""
-
-    def __init__(self) -> None:
-        self._offers: OrderedDict[OfferRef, None] = OrderedDict()
-
-    def __contains__(self, offer: OfferRef) -> bool:
-        return offer in self._offers
-
-    def add(self, offer: OfferRef) -> None:
-        self._offers[offer] = None
-        while len(self._offers) > REMEMBERED:
-            self._offers.popitem(last=False)
-
-    def forget(self, offer: OfferRef) -> None:
-        self._offers.pop(offer, None)
+    return Bounded(REMEMBERED)
 
 
 class LoadBook:
@@ -108,7 +95,7 @@ class LoadBook:
     def __init__(self) -> None:
         self._by_id: dict[str, Load] = {}
         self._users: dict[OfferRef, list[str]] = {}
-        self._asked = AskedOffers()
+        self._asked = asked_offers()
         self._loads: list[NewLoad] = []
         self._aborts: list[AbortLoad] = []
         self._holds: list[Hold] = []
@@ -243,7 +230,7 @@ class LoadBook:
         load.state = LoadState.HANDED
         if load.is_growing:
             self._growing[request_id] = load.source.num_tokens
-        self._asked.add(load.source.offer)
+        self._asked[load.source.offer] = None
         self._loads.append(
             NewLoad(
                 request_id=request_id,
@@ -285,7 +272,7 @@ class LoadBook:
             self._forget(request_id, load)
         load.state, source = LoadState.ENDED, load.source
         if failure == Reason.TOKENS:
-            self._asked.forget(load.source.offer)
+            self._asked.pop(load.source.offer, None)
             self._leave(request_id, load)
             return True
         others = [i for i in self._users.pop(load.source.offer, ()) if i != request_id]

@@ -35,7 +35,7 @@ from kvxfer.connector.load_routes import (
     take_granted_ids,
     ways_of,
 )
-from kvxfer.connector.loads import AskedOffers
+from kvxfer.connector.loads import asked_offers
 from kvxfer.connector.peer import Peer, Surroundings, Waiter
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import Peers
@@ -191,7 +191,7 @@ class Sink:
         self._by_request: dict[str, SinkLoad] = {}
         self._by_offer: dict[OfferRef, SinkLoad] = {}
         self._by_key: dict[TransferKey, tuple[SinkLoad, RankId]] = {}
-        self._asked = AskedOffers()
+        self._asked = asked_offers()
         self._ways: dict[Peer, tuple[Way, ...]] = {}
         self._on_idle: Callable[[], object] | None = None
 
@@ -342,7 +342,7 @@ class Sink:
         for rank, run in routes.items():
             run.progressed_s = load.started_s
             self._by_key[run.key] = (load, rank)
-        self._asked.add(order.source.offer)
+        self._asked[order.source.offer] = None
         # First: from here on the load ends, whatever fails
         self._look_in(load, min(RETRY_S, self._timeout_s))
         self._keeper.hold_at(order.request_id, order.source, frozenset(routes))
@@ -645,7 +645,7 @@ class Sink:
             self._by_key.pop(run.key, None)
         if reason is Reason.TOKENS:
             # The offer belongs to another request, which may still come.
-            self._asked.forget(order.source.offer)
+            self._asked.pop(order.source.offer, None)
         if load.timer is not None:
             load.timer.cancel()
         if load.peer is not None and load.is_begun:

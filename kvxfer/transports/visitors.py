@@ -30,6 +30,7 @@ from operator import itemgetter
 
 import zmq
 
+from kvxfer.bounded import Bounded
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.guard import MAX_WARNED, penalties_of, unix_name
 from kvxfer.transports.key_folder import short
@@ -271,7 +272,7 @@ class Visitors:
         self._failed_with = 0
         self._num_failed = 0
         self._gone: list[bytes] = []
-        self._ended: dict[bytes, None] = {}
+        self._ended: Bounded[bytes, None] = Bounded(_MAX_ENDED)
         self._penalties = penalties_of(context)
         self._warned: LogLimit[tuple[str, int]] = LogLimit(MAX_WARNED)
 
@@ -326,12 +327,12 @@ class Visitors:
             if visitor is None:
                 if is_all:  # it has ended already, and now it had sent a message
                     self._gone.append(name)
-                    self._note_ended(name)
+                    self._ended[name] = None
                 return fd
             self._forget_name(fd, visitor)
             if visitor.name is not None:  # of an untold one whose descriptor this one has now
                 self._gone.append(visitor.name)
-                self._note_ended(visitor.name)
+                self._ended[visitor.name] = None
             visitor.name, visitor.num_unread, self._fds[name] = name, 0, fd
         visitor.backlog.note(frames[1:])
         return fd
@@ -416,11 +417,6 @@ class Visitors:
         ahead = int.from_bytes(visitor.name[1:], "big") - int.from_bytes(name[1:], "big")
         return 0 < ahead % (1 << 32) < 1 << 31
 
-    def _note_ended(self, name: bytes) -> None:
-        if len(self._ended) >= _MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
-        self._ended[name] = None
-
     def _forget_name(self, fd: int, visitor: _Visitor) -> None:
         if visitor.name is not None and self._fds.get(visitor.name) == fd:
             del self._fds[visitor.name]
@@ -466,7 +462,7 @@ class Visitors:
         if visitor.name is not None:
             self._gone.append(visitor.name)
             self._forget_name(fd, visitor)
-            self._note_ended(visitor.name)
+            self._ended[visitor.name] = None
         self._num_of[visitor.address] -= 1
         if not self._num_of[visitor.address]:
             del self._num_of[visitor.address]
