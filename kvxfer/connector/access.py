@@ -159,9 +159,7 @@ def check_partner(
 
 
 def check_verifiable(config: Config, plan: Plan, manifest: EngineManifest) -> None:
-    """Check that nothing that is verified is cast: digests are of bytes, which a cast changes.
-    Raises IncompatiblePeer.
-    """
+    """Raises IncompatiblePeer where KV that is cast were verified: digests are of bytes."""
     casts = [c for route in plan.routes for c in route.classes if c.source.values is not None]
     if config.verify != "off" and casts:
         source, sink = casts[0].source.values, casts[0].sink.values
@@ -187,9 +185,7 @@ class Listeners:
         self._tables: dict[int, Table] = {}
 
     def users(self, endpoint: str) -> frozenset[int]:
-        """The ids of the users that listen at exactly this ``tcp://host:port``; none if nobody
-        does.
-        """
+        """The ids of the users that listen at exactly this ``tcp://host:port``."""
         try:
             host, port = parse_endpoint(endpoint)
             address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)

@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from kvxfer.bounded import Bounded
 from kvxfer.connector.records import FoundOffer, KVConnectorOutput, NearSources
 
 log = logging.getLogger("kvxfer.connector")
@@ -61,15 +62,13 @@ class _Tally:
     def __init__(self, direction: str) -> None:
         self.num_dropped = 0
         self._direction = direction
-        self._open: dict[str, _Open] = {}
+        self._open: Bounded[str, _Open] = Bounded(MOST_OPEN_IDS)
         self._completed: dict[str, _Open] = {}
 
     def at(self, request_id: str) -> _Open:
         one = self._open.get(request_id)
         if one is None:
             one = self._open[request_id] = _Open()
-            if len(self._open) > MOST_OPEN_IDS:
-                del self._open[next(iter(self._open))]
         return one
 
     def report(self, request_id: str, position: int, expected: int) -> None:

@@ -69,9 +69,7 @@ _decoder = msgspec.msgpack.Decoder(Posted)
 
 
 def _slots(first: int) -> Iterator[int]:
-    """The slots in which an entry may be whose nonce begins with this word; each as the position of
-    its first word.
-    """
+    """Where an entry may be whose nonce begins with this word: positions of first words."""
     for i in range(PROBES):
         yield (first + i) % NUM_SLOTS * _WORDS
 
@@ -183,18 +181,14 @@ class Ends:
     # -------------------------------------------------- on the IO thread
 
     def show(self, nonce: bytes, posted: Posted) -> bool | None:
-        """Show an open offer. False: the board has no room for it. None: there is no board, or the
-        engine has ended the offer meanwhile.
-        """
+        """False: the board is full. None: there is none, or the engine has ended the offer."""
         with self._lock:
             if self._board is None or self.reason(nonce) is not None:
                 return None
             return self._board.post(nonce, posted)
 
     def hide(self, nonce: bytes) -> None:
-        """Take an offer off the board that the source itself has ended, before any block of it is
-        freed.
-        """
+        """The source itself has ended an offer, before any block of it is freed."""
         if self._board is not None:
             with self._lock:
                 self._take_down(nonce)
@@ -223,9 +217,7 @@ class BoardView:
 
     @classmethod
     def open(cls, handle: MemfdHandle | None) -> BoardView | None:
-        """Map the board of a source rank; None if it has no board or the board cannot be mapped
-        here.
-        """
+        """None for a source rank without a board, or one that cannot be mapped here."""
         if handle is None:
             return None
         try:
@@ -252,9 +244,7 @@ class BoardView:
             return None
 
     def is_open(self, nonce: bytes) -> bool:
-        """The offer is open: all bytes that were read of it before this call are whole and
-        unchanged.
-        """
+        """If so, all bytes that were read of the offer before this call are whole."""
         return self._find(nonce) is not None
 
     def close(self) -> None:

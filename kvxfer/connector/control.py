@@ -121,9 +121,7 @@ class ControlServer:
         io.watch(self.router.socket, self._read)
 
     def send(self, identity: bytes, answer: ToSink | zmq.Frame) -> None:
-        """Send an answer, which may be encoded already. It is dropped if the peer is gone or does
-        not read.
-        """
+        """``answer`` may be encoded already. Dropped if the peer is gone or does not read."""
         frame = answer if isinstance(answer, zmq.Frame) else encode(answer)
         if not self.router.send(identity, frame):
             self._ledger.count("control.dropped")
@@ -134,9 +132,7 @@ class ControlServer:
         return "" if user_of(address) is not None else address
 
     def check_own(self) -> None:
-        """Raises ProtocolError unless the message that is being handled is this engine's
-        operator's.
-        """
+        """Raises ProtocolError unless this engine's operator sent what is being handled."""
         stated = (str(self._handled.get(name)) for name in ("Peer-Address", "User-Id"))
         if not is_own(self._config, *stated):
             self._ledger.count("control.not_own")

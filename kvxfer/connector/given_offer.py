@@ -108,9 +108,7 @@ class GivenOffer:
         return self.session.snapshot.reason is Reason.PREEMPTED
 
     def refuses(self, pull: Pull) -> bool:
-        """Whether the session will refuse this Pull, or repeat its last answer, whatever the Pull
-        asks for. Then the checks of the Pull would be wasted work.
-        """
+        """Whether the session refuses this Pull, whatever it asks for: no check is worth it."""
         offer = self.session.snapshot
         return (
             offer.state not in (OfferState.PENDING, OfferState.OPEN)

@@ -60,9 +60,7 @@ class Pollable(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can have happened on the transport unless one of its pollables is
-        readable.
-        """
+        """Nothing can have happened unless one of its pollables is readable."""
 
 
 _Member = TypeVar("_Member", bound=Pollable)
@@ -162,9 +160,7 @@ class IoThread:
         return True
 
     def give_back(self) -> None:
-        """Return the turn. The thread goes on with the calls that were deferred or posted
-        meanwhile.
-        """
+        """The thread goes on with the calls that were deferred or posted meanwhile."""
         self._leave()
         self.is_lent = self._awake = False
         self._turn.release()
@@ -288,9 +284,7 @@ class IoThread:
         return bool(ready or num_posted)
 
     def _enter(self) -> None:
-        """Enter ``within``. If that fails, :meth:`_leave` does not exit it, and the handlers that
-        need it raise.
-        """
+        """If it fails, :meth:`_leave` does not exit, and the handlers that need it raise."""
         try:
             if self._within is not None:
                 self._within.__enter__()
@@ -330,9 +324,7 @@ class IoThread:
             group.polled = wanted
 
     def _wait_ms(self) -> int:
-        """Milliseconds until the first timer; -1 without one. Rounded up: a timer never fires
-        early.
-        """
+        """Until the first timer; -1 without one. Rounded up: a timer never fires early."""
         while self._timers and self._timers[0][2].call is None:
             heapq.heappop(self._timers)
         if not self._timers:

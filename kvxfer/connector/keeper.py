@@ -15,10 +15,8 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from kvxfer.config import Config
-from kvxfer.connector.io_thread import IoThread, Timer
-from kvxfer.connector.ledger import Ledger
-from kvxfer.connector.peer import Peer
+from kvxfer.connector.io_thread import Timer
+from kvxfer.connector.peer import Peer, Surroundings
 from kvxfer.connector.peer_session import Failure
 from kvxfer.connector.peers import BACK_OFF_S, Peers
 from kvxfer.connector.records import FindOffer, FoundOffer, SourceRef
@@ -60,11 +58,9 @@ class _Owed:
 class Keeper:
     """The offers that are kept, by request id."""
 
-    def __init__(self, io: IoThread, config: Config, incarnation: bytes, peers: Peers) -> None:
-        self._io = io
-        self._config = config
-        self._incarnation = incarnation
-        self._peers = peers
+    def __init__(self, around: Surroundings, peers: Peers) -> None:
+        self._io, self._config, self._peers = around.io, around.config, peers
+        self._incarnation = around.identity.incarnation
         self._kept: dict[str, _Kept] = {}
         self._owed: list[_Owed] = []
         self._is_ticking = False
@@ -189,11 +185,9 @@ class Finder:
     is asked again until it is answered: the connection may have been replaced.
     """
 
-    def __init__(
-        self, io: IoThread, config: Config, incarnation: bytes, peers: Peers, ledger: Ledger
-    ) -> None:
-        self._io, self._config, self._incarnation = io, config, incarnation
-        self._peers, self._ledger = peers, ledger
+    def __init__(self, around: Surroundings, peers: Peers) -> None:
+        self._io, self._config, self._peers = around.io, around.config, peers
+        self._incarnation, self._ledger = around.identity.incarnation, around.ledger
         self._wanted: OrderedDict[OfferRef, _Wanted] = OrderedDict()
 
     def find(self, order: FindOffer) -> None:

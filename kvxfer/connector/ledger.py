@@ -128,9 +128,7 @@ class Ledger:
         return stats
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until something has ended that :meth:`take_finished` would return; False
-        after ``timeout_s``.
-        """
+        """Sleep until :meth:`take_finished` has something; False after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(self._has_news, timeout_s)
 
@@ -144,9 +142,7 @@ class Ledger:
             return self._changed.wait_for(have_ended, timeout_s)
 
     def fileno(self) -> int:
-        """A descriptor that is readable while something has ended that :meth:`take_finished`
-        would return.
-        """
+        """A descriptor that is readable while :meth:`take_finished` has something."""
         with self._lock:
             if self._signal is None:
                 self._signal = os.eventfd(int(self._has_news()), os.EFD_NONBLOCK | os.EFD_CLOEXEC)

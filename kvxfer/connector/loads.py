@@ -18,12 +18,12 @@ source is told to drop the offer when no request wants it any more.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from kvxfer.bounded import Bounded
 from kvxfer.connector.board import BoardView
 from kvxfer.connector.contract import RequestLike
 from kvxfer.connector.params import Plain
@@ -84,22 +84,9 @@ class Load:
         return self.in_step_s is not None
 
 
-class AskedOffers:
+def asked_offers() -> Bounded[OfferRef, None]:
     """The offers that were asked for, as many as are remembered."""
-
-    def __init__(self) -> None:
-        self._offers: OrderedDict[OfferRef, None] = OrderedDict()
-
-    def __contains__(self, offer: OfferRef) -> bool:
-        return offer in self._offers
-
-    def add(self, offer: OfferRef) -> None:
-        self._offers[offer] = None
-        while len(self._offers) > REMEMBERED:
-            self._offers.popitem(last=False)
-
-    def forget(self, offer: OfferRef) -> None:
-        self._offers.pop(offer, None)
+    return Bounded(REMEMBERED)
 
 
 class LoadBook:
@@ -108,7 +95,7 @@ class LoadBook:
     def __init__(self) -> None:
         self._by_id: dict[str, Load] = {}
         self._users: dict[OfferRef, list[str]] = {}
-        self._asked = AskedOffers()
+        self._asked = asked_offers()
         self._loads: list[NewLoad] = []
         self._aborts: list[AbortLoad] = []
         self._holds: list[Hold] = []
@@ -205,9 +192,7 @@ class LoadBook:
         return None
 
     def reject(self, request_id: str, source: SourceRef, *, is_early: bool = False) -> None:
-        """Give up an offer whose request this engine will never run. ``is_early``: it is found
-        first, so that it can be.
-        """
+        """Its request will never run here. ``is_early``: the offer is found first."""
         if is_early:
             self._by_name.setdefault(source.offer.nonce.hex(), [])
             self._finds.append(FindOffer(source))
@@ -238,9 +223,7 @@ class LoadBook:
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int
     ) -> Reason | None:
-        """Blocks are allocated. Hand the load to the workers, or give the offer up if no tokens are
-        needed; then return the reason.
-        """
+        """Hand the load to the workers; without tokens give the offer up: the reason."""
         load = self.wanted(request_id)
         if load is None:
             return None
@@ -250,7 +233,7 @@ class LoadBook:
         load.state = LoadState.HANDED
         if load.is_growing:
             self._growing[request_id] = load.source.num_tokens
-        self._asked.add(load.source.offer)
+        self._asked[load.source.offer] = None
         self._loads.append(
             NewLoad(
                 request_id=request_id,
@@ -292,7 +275,7 @@ class LoadBook:
             self._forget(request_id, load)
         load.state, source = LoadState.ENDED, load.source
         if failure == Reason.TOKENS:
-            self._asked.forget(load.source.offer)
+            self._asked.pop(load.source.offer, None)
             self._leave(request_id, load)
             return True
         others = [i for i in self._users.pop(load.source.offer, ()) if i != request_id]

@@ -368,7 +368,7 @@ class Exporter:
         self, tables: Mapping[str, Mapping[str, float]], engine: Sequence[object] = ()
     ) -> None:
         """Add what one engine counted since the last time. What is no metric is left out."""
-        for name in sorted(tables, key=lambda name: name not in _MEETS):
+        for name in sorted(tables, key=_MEETS.__contains__, reverse=True):
             if name not in self._metrics:
                 continue
             metric = self._metrics[name][0]

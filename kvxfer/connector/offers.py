@@ -89,9 +89,7 @@ class OfferBook:
         self._delayed: list[str] = []
 
     def keep(self, keepings: Mapping[int, Keeping]) -> None:
-        """Set what each group keeps: tables go to the workers without the blocks that a window has
-        dropped.
-        """
+        """What each group keeps: workers get no blocks that a window has dropped."""
         self._keepings = keepings
         self._has_states = any(keeping.is_state for keeping in keepings.values())
 
@@ -161,9 +159,7 @@ class OfferBook:
         return edge_ids(offer.block_ids, self._keepings, offer.num_tokens)
 
     def withdraw(self, request_id: str) -> None:
-        """No sink will read the KV of this finished request: end its offer; its blocks come back
-        through finished_sending.
-        """
+        """No sink will read it: its blocks come back through finished_sending."""
         offer = self._offers.get(request_id) or self._forgotten.get(request_id)
         if offer is not None and offer.nonce and not offer.is_reset:
             offer.is_reset = True
@@ -193,9 +189,7 @@ class OfferBook:
         return bool(self._ended or self._delayed)
 
     def step(self, scheduler_output: SchedulerOutputLike) -> ConnectorMetadata:
-        """This step's orders about offers; NO_ORDERS itself where there are none.
-        ``scheduler_output`` is only read.
-        """
+        """NO_ORDERS itself where there are none. ``scheduler_output`` is only read."""
         if self._offers:
             self._preempt(scheduler_output)
             if self._has_states:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import zmq
 
@@ -30,7 +31,7 @@ from kvxfer.connector.peer_session import (
     PeerSnapshot,
     PeerState,
 )
-from kvxfer.connector.records import SourceRef
+from kvxfer.connector.records import Identity, SourceRef
 from kvxfer.errors import TransportUnavailable
 from kvxfer.transfer.costs import REFERENCE_TOKENS, Workload
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
@@ -71,9 +72,7 @@ class Surroundings:
     context: zmq.Context[ZmqSocket]
     config: Config
     ledger: Ledger
-    engine_id: str
-    incarnation: bytes
-    rank: RankId
+    identity: Identity
     transports: Mapping[str, SinkTransport]
     can_leave_unhashed: bool
     on_message: Callable[[Peer, RankId, ToSink], None]
@@ -165,7 +164,7 @@ class Peer:
     @property
     def slowest(self) -> Choice | None:
         choices = list(self.choices.values())
-        return max(choices, key=lambda choice: choice.duration_s, default=None)
+        return max(choices, key=attrgetter("duration_s"), default=None)
 
     @property
     def wire(self) -> str:
@@ -184,7 +183,7 @@ class Peer:
 
     def routes(self) -> tuple[Route, ...]:
         """The routes that end here, null routes too."""
-        return self.plan.of_sink(self._around.rank)
+        return self.plan.of_sink(self._around.identity.rank)
 
     def source(self, rank: RankId) -> RankManifest:
         manifest = self.snapshot.manifest
@@ -204,15 +203,14 @@ class Peer:
         self._send(self.source(rank).control_endpoint, message)
 
     def send_later(self, rank: RankId, message: ToSource) -> None:
-        """Send a message that nobody waits for: it leaves with the deferred calls, after the loads
-        that end in this round were reported.
-        """
+        """One that nobody waits for: behind the reports of loads that end in this round."""
         self._around.io.defer(self.send, rank, message)
 
     def cancel(self, source: SourceRef, reason: Reason) -> None:
         """Give an offer up at every rank."""
         if self.is_alive_as(source):
-            message = Cancel(source.offer, self._around.incarnation, reason, source.digest)
+            life = self._around.identity.incarnation
+            message = Cancel(source.offer, life, reason, source.digest)
             for rank in self.ranks():
                 self.send(rank, message)
 
@@ -220,7 +218,7 @@ class Peer:
         around = self._around
         names = (BIND_TOKENS,) if around.config.bind_tokens else ()
         versions = (PROTOCOL_MIN, PROTOCOL_MAX)
-        self._send(endpoint, Hello(versions, names, around.engine_id, around.incarnation))
+        self._send(endpoint, Hello(versions, names, *around.identity[:2]))
 
     def _send(self, endpoint: str, message: ToSource) -> None:
         if self._around.io.is_lent:  # a borrower of the IO thread's turn touches no socket
@@ -352,7 +350,8 @@ def start_trial(
     around: Surroundings,
     routes: Sequence[tuple[Route, RankManifest]],
     until_s: float,
-    done: Callable[[Choices | Failure], object],
+    done: Callable[[Peer, Choices | Failure], object],
+    peer: Peer,
 ) -> None:
     """Try the wires to the source rank of each route, one after the other: trials side by side
     would share the link and measure too low a rate. On a thread of its own: a trial may wait for
@@ -367,7 +366,7 @@ def start_trial(
     def run() -> None:
         choices: Choices = {}
         result = _try_all(around, routes, until_s, choices)
-        is_told = result is not None and around.io.post(done, result)
+        is_told = result is not None and around.io.post(done, peer, result)
         if not is_told or result is not choices:
             _close(choices)
 
@@ -375,9 +374,7 @@ def start_trial(
 
 
 def discard(choices: Choices) -> None:
-    """Discard choices that will not be attached. A thread closes what they hold open: CUDA may wait
-    for other work of the GPU first.
-    """
+    """A thread closes what they hold open: CUDA may wait for the GPU's work first."""
     if any(choice.trial.held for choice in choices.values()):
         threading.Thread(target=_close, args=(choices,), name="kvxfer-probe", daemon=True).start()
 

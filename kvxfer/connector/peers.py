@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import assert_never
 
 import zmq
@@ -184,9 +183,7 @@ class Peers:
         self._step(peer, Wanted())
 
     def _failure_of(self, key: Key, source: SourceRef) -> Failure | None:
-        """Why the last contact with the maker of this offer failed, if that is less than a second
-        ago.
-        """
+        """Why the last contact with the offer's maker failed, less than a second ago."""
         known = self._failed.get(key)
         if known is not None and known.until_s <= self._io.now():
             del self._failed[key]
@@ -311,7 +308,7 @@ class Peers:
         routes = [
             (route, peer.source(route.source_rank)) for route in peer.routes() if not route.is_null
         ]
-        start_trial(self._around, routes, peer.until_s, partial(self._on_tried, peer))
+        start_trial(self._around, routes, peer.until_s, self._on_tried, peer)
 
     def _on_tried(self, peer: Peer, result: Choices | Failure) -> None:
         if isinstance(result, Failure):

@@ -4,12 +4,21 @@ records, msgpack-ready.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from kvxfer.transfer.manifest import EngineManifest, MemfdHandle
+from kvxfer.transfer.manifest import EngineManifest, MemfdHandle, RankId
 from kvxfer.transfer.wire import OfferRef, Reason
+
+
+class Identity(NamedTuple):
+    """Which rank of which engine, in which life."""
+
+    engine_id: str
+    incarnation: bytes
+    rank: RankId
+
 
 GroupBlockIds = tuple[tuple[int, ...], ...]
 """Block ids by KV cache group, positional from the request's first token, -1 where there is no

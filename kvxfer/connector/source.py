@@ -234,9 +234,7 @@ class Source:
             self._open_ready()
 
     def delay(self, request_ids: Sequence[str]) -> None:
-        """The engine keeps these requests' blocks until they are reported; at once if the offer is
-        over.
-        """
+        """Their blocks are kept until they are reported; at once if the offer is over."""
         for request_id in request_ids:
             offer = self._by_request.get(request_id)
             if offer is None:
@@ -264,9 +262,7 @@ class Source:
     # -------------------------------------------------- messages and completions
 
     def handle(self, identity: bytes, message: Pull | Release | Cancel | Keep | Find) -> None:
-        """A message about offers. Raises ProtocolError for one that the offer's state does not
-        allow.
-        """
+        """Raises ProtocolError for a message that the offer's state does not allow."""
         match message:
             case Keep():
                 for ref in message.offers:
@@ -716,9 +712,7 @@ class Source:
         offer.timer = self._io.after(at_s - self._io.now(), self._look, offer)
 
     def _look(self, offer: GivenOffer) -> None:
-        """Drop the claims of silent engines, break the offer if its lease is over, and look again
-        in time.
-        """
+        """Take what is due: claims of silent engines, a lease that is over."""
         now_s, lease_s = self._io.now(), self._config.lease_s
         self._look_at(offer, now_s + lease_s)  # first: a failure below must not stop the clock
         for event in offer.due(now_s, lease_s):
@@ -731,9 +725,7 @@ class Source:
             offer.timer.cancel()
 
     def _finish(self, offer: GivenOffer, reason: Reason | None) -> None:
-        """The offer is over and drained: report it if its blocks are kept, and remember its session
-        for repeated messages.
-        """
+        """Report it if its blocks are kept; the session answers repeated messages."""
         if reason is Reason.EXPIRED:
             endpoint, lease_s = self._resolver.manifest.control_endpoint, self._config.lease_s
             was_wanted = bool(offer.identities or offer.speakers)

@@ -154,9 +154,7 @@ class UntakenKV:
 
 
 def why_lapsed(endpoint: str, lease_s: float, *, was_wanted: bool) -> str:
-    """The lease of an offer of the front door ``endpoint`` has ended. ``was_wanted``: a sink had
-    said that it wants it.
-    """
+    """``endpoint``: of the front door. ``was_wanted``: a sink had said that it wants it."""
     if was_wanted:
         return "a decode engine wanted it, and has not read it in time (lease_s, max_hold_s)"
     return (

@@ -21,12 +21,13 @@ import torch
 
 from kvxfer.config import Config
 from kvxfer.connector.ledger import NONE_FINISHED, Ledger
-from kvxfer.connector.rank_service import LATE_S, Identity, RankService
+from kvxfer.connector.rank_service import LATE_S, RankService
 from kvxfer.connector.records import (
     NO_ORDERS,
     BlockPlaces,
     ConnectorMetadata,
     FoundOffer,
+    Identity,
     KVConnectorOutput,
     KVConnectorStats,
     NearSources,
@@ -216,9 +217,7 @@ class WorkerConnector:
         """Nothing: sinks fetch KV from the pool."""
 
     def wait_for_save(self) -> None:
-        """End of the forward pass: record the ready event of the offers of which it has computed
-        something.
-        """
+        """Record the ready event of the offers that this forward pass has computed."""
         metadata = self._metadata
         if metadata.computed or metadata.grown:
             service, is_ready = self._running(), self._ready_event()
@@ -290,9 +289,7 @@ class WorkerConnector:
         return details
 
     def take_must_drain(self) -> bool:
-        """Whether the engine was told to drain since the last call: tell
-        :meth:`SchedulerConnector.drain`.
-        """
+        """Was the engine told to drain? Then :meth:`SchedulerConnector.drain` is due."""
         must_drain, self._must_drain = self._must_drain, False
         return must_drain
 
@@ -319,16 +316,12 @@ class WorkerConnector:
         return msgspec.structs.replace(stats or KVConnectorStats(), gauges=changed)
 
     def take_near(self) -> NearSources | None:
-        """The sources from which loads may be part of a step, where :meth:`get_kv_connector_stats`
-        has found others than before.
-        """
+        """Where :meth:`get_kv_connector_stats` has found others than before."""
         near, self._near_news = self._near_news, None
         return near
 
     def take_found(self) -> dict[str, FoundOffer] | None:
-        """What has become of the offers that :class:`FindOffer` has named, since the last call; of
-        those that the last :meth:`get_transfer_results` has found.
-        """
+        """What the last :meth:`get_transfer_results` has found of :class:`FindOffer`."""
         found, self._found = self._found, {}
         return found or None
 
@@ -361,15 +354,11 @@ class WorkerConnector:
         return self._ledger.wait(timeout_s)
 
     def activity_fileno(self) -> int:
-        """A descriptor to poll for reading: readable until the next step has collected what
-        has ended.
-        """
+        """Readable until the next step has collected what has ended."""
         return self._ledger.fileno()
 
     def drain(self) -> None:
-        """The engine is to offer and load nothing new, as if an operator had told this rank. May be
-        called from any thread.
-        """
+        """As if an operator had told this rank. From any thread."""
         self._running().drain()
 
     def serve_open(self, timeout_s: float) -> bool:

@@ -44,9 +44,7 @@ class MappingSink(DirectSink, Generic[M]):
         """
 
     def _check_has_memories(self, source: RankManifest) -> None:
-        """Check a rank that is to be tried. Raises TransportUnavailable for one without
-        memories.
-        """
+        """Raises TransportUnavailable for a rank without memories."""
         if not source.memories:
             raise TransportUnavailable(
                 f"{self.name}: expected memories of {source.control_endpoint}, got none"

@@ -243,9 +243,7 @@ class Dealer:
             yield frames
 
     def why_ended(self) -> str | None:
-        """Why the connection has ended for good, by the monitor. None: it is established, or may
-        still be.
-        """
+        """For good, by the monitor. None: it is established, or may still be."""
         while not self.monitor.closed and self.monitor.poll(0):
             kind, value = EVENT.unpack(self.monitor.recv_multipart()[0])
             if kind == zmq.EVENT_CONNECTED:  # which a thread may say after its first messages
@@ -264,9 +262,7 @@ class Dealer:
         return None
 
     def send(self, frame: bytes) -> bool:
-        """One message, which leaves when the connection stands. False if it is not taken; the
-        monitor tells the rest.
-        """
+        """It leaves when the connection stands. False if it is not taken."""
         self._said_s = time.monotonic()
         try:
             self.socket.send(frame, _NOBLOCK)
@@ -316,9 +312,7 @@ class Dealer:
 
 
 def bind_address(host: str) -> str:
-    """The address that a listener binds and announces. Raises ConfigError for one that peers cannot
-    use.
-    """
+    """Also announced. Raises ConfigError for one that peers cannot use."""
     try:
         found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
     except OSError as e:
@@ -336,9 +330,7 @@ def bind_address(host: str) -> str:
 
 
 def bind_unix(socket: Socket, endpoint: str) -> bool:
-    """Also listen on the Unix socket beside ``endpoint``, without CURVE. False if that is not
-    possible, which costs nothing but speed.
-    """
+    """Listen beside ``endpoint``, too, without CURVE. False: not possible, which costs speed."""
     socket.curve_server = False  # for this listener only; earlier ones keep their setting
     try:
         socket.bind(unix_endpoint(endpoint))

@@ -17,6 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -241,7 +242,7 @@ class CopyThreads:
         self._threads = [CopyThread(small_nbytes=small_nbytes) for _ in range(number)]
 
     def submit(self, job: CopyJob) -> None:
-        min(self._threads, key=lambda thread: thread.num_jobs).submit(job)
+        min(self._threads, key=attrgetter("num_jobs")).submit(job)
 
     def cancel(self, job: CopyJob) -> None:
         for thread in self._threads:

@@ -73,9 +73,7 @@ processes take turns on the GPU another may be interrupted.
 
 
 def cuda_ipc_source(memory: LocalMemory, *_: object, gpu: Gpu | None = None) -> DirectSource:
-    """Export this rank's memories. Raises TransportUnavailable for memory that cannot be
-    exported.
-    """
+    """Raises TransportUnavailable for memory that cannot be exported."""
     gpu = gpu or Gpu(memory.device)
     return DirectSource("cuda_ipc", tuple(gpu.export(tensor) for tensor in memory.tensors))
 
@@ -310,9 +308,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
     def _launches(
         self, request: ReadRequest, attached: Attached[MappedMemory]
     ) -> list[Iterator[Launched]]:
-        """The launches of each class that is read; everything is checked at once. Raises
-        ValueError.
-        """
+        """Of each class that is read; all is checked at once. Raises ValueError."""
         source_ids = [np.asarray(ids, dtype=np.int64) for ids in request.source_ids]
         sink_ids = [np.asarray(ids, dtype=np.int64) for ids in request.sink_ids]
         return [
@@ -385,9 +381,7 @@ class CudaIpcSink(MappingSink[MappedMemory]):
         return bool(over)
 
     def _break(self, detail: str) -> None:
-        """Break all reads after an error of CUDA's: nothing runs in this process's context any
-        more.
-        """
+        """After an error of CUDA's nothing runs in this process's context any more."""
         self._broken = f"this GPU cannot be used any more: {detail}"
         self.counts["gpu_broken"] += 1
         self._in_flight.forget()

@@ -94,9 +94,7 @@ class Launches(Generic[T]):
         return landed
 
     def land_close(self) -> list[Flight[T]]:
-        """Wait for launches that will be over in a moment; none if none will. Raises
-        RuntimeError.
-        """
+        """Wait for launches that will be over in a moment. Raises RuntimeError."""
         while self._flights:
             early_s = self._flights[0].due_s - time.perf_counter()
             if not -CLOSE_S <= early_s <= CLOSE_S + WAKE_S:

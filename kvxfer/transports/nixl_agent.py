@@ -65,9 +65,7 @@ class Request:
         self._nixl, self._agent, self._handle = nixl, agent, handle
 
     def post(self) -> bool:
-        """Begin the transfer. True if it is done already, as on one host, where this process copies
-        by itself.
-        """
+        """True if it is done already, as on one host, where this process copies by itself."""
         return self._state(self._agent.postXferReq)
 
     def is_done(self) -> bool:
@@ -142,9 +140,7 @@ class NixlAgent:
             return self._agent.createBackend("UCX", {})
 
     def register(self, area: Area) -> _Foreign:
-        """Register memory for peers, until ``deregister`` gets what this returns. Raises
-        TransportUnavailable.
-        """
+        """``deregister`` gets what this returns. Raises TransportUnavailable."""
         descriptor = (area.address, area.nbytes, area.device, "")
         registered = self._nixl.bindings.nixlRegDList(self._nixl.kinds[area.kind], [descriptor])
         try:

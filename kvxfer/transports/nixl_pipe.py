@@ -179,9 +179,7 @@ class NixlPipe(Pipe):
 
     @property
     def quarantined_nbytes(self) -> int:
-        """Staging that was closed some time ago and that a peer may still reach, or that an
-        operation still goes on with.
-        """
+        """Staging that was closed some time ago and that a peer may still reach."""
         before_s = time.monotonic() - KEPT_S
         late = (end for end in self._closing if (end.closed_s or 0.0) < before_s)
         return sum(end.staging.slots.nbytes for end in late)
@@ -254,9 +252,7 @@ class NixlPipe(Pipe):
         return True
 
     def close(self) -> None:
-        """Wait a moment for operations in flight. Memory of those that do not end is kept until the
-        process ends.
-        """
+        """Memory of operations that do not end is kept until the process ends."""
         if not self._is_open:
             return
         for end in list(self._ends.values()):
@@ -327,9 +323,7 @@ class Staging:
         return self.area.part(slot * self.slots.slot_nbytes, nbytes)
 
     def deregister(self) -> None:
-        """Undo the registration: peers cannot reach the staging any more, where the hardware checks
-        it.
-        """
+        """Peers cannot reach it any more, where the hardware checks it."""
         self._agent.deregister(self._registered)
 
     def give_back(self) -> None:
@@ -371,9 +365,7 @@ class NixlHost:
         self._peers[peer] -= 1
 
     def staging_to_reach(self, slots: Slots) -> Staging:
-        """For a peer to read or write; some that was kept if there is any. Raises
-        TransportUnavailable.
-        """
+        """For a peer to read or write; perhaps kept. Raises TransportUnavailable."""
         for staging in self._kept:
             if staging.slots == slots:
                 self._kept.remove(staging)
@@ -381,9 +373,7 @@ class NixlHost:
         return Staging(self, slots)
 
     def keep(self, staging: Staging) -> None:
-        """For another peer: it stays registered where it is, so what a peer knows of an address
-        does not change.
-        """
+        """It stays registered where it is: what a peer knows of an address does not change."""
         self._kept.append(staging)
 
     def close(self) -> None:
@@ -487,9 +477,7 @@ class Mover(End):
         self.host.alarm.after(FIRST_LOOK_S)
 
     def moved(self) -> list[int]:
-        """Slots whose transfer is over, each once; those before what has failed. Raises
-        PipeBroken.
-        """
+        """Slots whose transfer is over; those before what has failed. Raises PipeBroken."""
         if self._moving:
             try:
                 self._look_at_all()

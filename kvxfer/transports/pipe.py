@@ -43,9 +43,7 @@ class PipeBroken(KvxferError):
 
 
 def check_no_parts(parts: Sequence[zmq.Frame]) -> None:
-    """Raises ProtocolError for an announcement with frames, on a pipe whose payload comes another
-    way.
-    """
+    """Raises ProtocolError for frames on a pipe whose payload comes another way."""
     if parts:
         raise ProtocolError(f"chunk: expected nothing beside its header, got {len(parts)} frames")
 
@@ -73,9 +71,7 @@ class StagingSize:
     busy_slots: int = BUSY_SLOTS
 
     def over(self, num_streams: int) -> StagingSize:
-        """Of a connection with so many streams: each has three chunks, and so have both sides'
-        copies.
-        """
+        """For so many streams: each has three chunks, and so have both sides' copies."""
         busy_slots = self.busy_slots * (num_streams + 1) // 2
         return StagingSize(self.nbytes * num_streams, self.most_slot_nbytes, busy_slots)
 
@@ -89,9 +85,7 @@ DEVICE_STAGING = StagingSize(256 << 20, 64 << 20, busy_slots=4)
 
 
 def staging_bounds(config: Config, sizes: Sequence[StagingSize]) -> StagingBounds:
-    """The bounds for the staging of a connection: the settings, and what is usual for the memory of
-    both sides.
-    """
+    """The settings, and what is usual for the memory of both sides."""
     return StagingBounds(
         nbytes=config.staging_nbytes or min(size.nbytes for size in sizes),
         most_chunk_nbytes=min(size.most_slot_nbytes for size in sizes),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from kvxfer.config import Config
 from kvxfer.errors import ProtocolError
@@ -124,13 +125,11 @@ class Connections:
         return self._by_read.get(name)
 
     def with_staging(self, *, of_trials: bool = False) -> list[Connection]:
-        """The connections that have staging, the longest-waiting first; ``of_trials``: those of
-        trials only.
-        """
+        """The longest-waiting first; ``of_trials``: those of trials only."""
         found = (each for each in self._by_identity.values() if each.lane is not None)
         return sorted(
             (each for each in found if each.is_trial or not of_trials),
-            key=lambda connection: connection.moved_s,
+            key=attrgetter("moved_s"),
         )
 
     def add(
@@ -168,9 +167,7 @@ class Connections:
             self.forget(name)
 
     def expect(self, connection: Connection, name: ReadName) -> bool:
-        """Note that this connection has named the read. False if its oldest read was forgotten to
-        make room.
-        """
+        """It has named the read. False if its oldest one was forgotten to make room."""
         had_room = name in connection.expected or len(connection.expected) < MAX_EXPECTED
         if not had_room:
             self.forget(next(iter(connection.expected)))

@@ -116,9 +116,7 @@ class Link:
         return self.table.num[SinkSlot.AWAITED] > 0
 
     def connect(self, message: Attached, frame: zmq.Frame | None) -> None:
-        """The source's end is open. ``frame``: what ZeroMQ brought it in. Raises ProtocolError,
-        PipeBroken.
-        """
+        """``frame``: what ZeroMQ brought it in. Raises ProtocolError, PipeBroken."""
         if self.is_connected and self.further:
             return  # another stream was sooner
         if self.is_connected:
@@ -130,9 +128,7 @@ class Link:
         self.is_connected = True
 
     def announce(self, header: Header, parts: Sequence[zmq.Frame]) -> None:
-        """The pipe is told of a payload that will come, before the slots are. Raises ProtocolError,
-        PipeBroken.
-        """
+        """The pipe hears of it before the slots do. Raises ProtocolError, PipeBroken."""
         if not self.is_connected:
             raise ProtocolError("chunk: expected attached first")
         self.table.check(header)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 import zmq
@@ -243,7 +244,7 @@ def _time_in_turn(
 
 def best_way(takers: Sequence[TrialTaker]) -> TrialTaker:
     """The first way, unless another is faster by more than chance explains."""
-    best = min(takers, key=lambda taker: taker.large_s)
+    best = min(takers, key=attrgetter("large_s"))
     return best if best.large_s <= WAY_MARGIN * takers[0].large_s else takers[0]
 
 

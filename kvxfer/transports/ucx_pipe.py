@@ -167,9 +167,7 @@ class UcxSinkLane(UcxLane, SinkLane):
             self._pipe.drive_soon(self.end)
 
     def poll(self) -> Sequence[int]:
-        """Both announced and received. A payload that is there counts, even if the peer has died
-        since.
-        """
+        """A payload that is there counts, even if the peer has died since."""
         if not self._is_open:
             return ()
         arrived = [slot for slot in self._announced if self._is_there(slot)]
@@ -218,9 +216,7 @@ class UcxPipe(Pipe):
     reads_peers = True
 
     def __init__(self, device: torch.device, config: Config, wake: Wake) -> None:
-        """Staging lies on ``device``. Raises TransportUnavailable: what is missing, and what to
-        install.
-        """
+        """Staging lies on ``device``. Raises TransportUnavailable: what is missing."""
         self._device, self._wake = device, wake
         self.is_fast = device.type == "cuda"
         self._ucx = Ucx()
@@ -455,9 +451,7 @@ class UcxEnd:
             raise PipeBroken(f"ucx: expected a chunk to get through, got {exc!r}") from exc
 
     def finish(self) -> bool:
-        """Cancel everything and let go of UCX's part. False if an operation has no end: then
-        nothing is let go of.
-        """
+        """Let go of UCX's part. False if an operation has no end: then of nothing."""
         if self._endpoint is not None:
             self._endpoint.close_blocking()
         self.worker.cancel_inflight_requests()  # those of an endpoint that had failed before

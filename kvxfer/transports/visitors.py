@@ -26,9 +26,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 
 import zmq
 
+from kvxfer.bounded import Bounded
 from kvxfer.log_limit import LogLimit
 from kvxfer.transports.guard import MAX_WARNED, penalties_of, unix_name
 from kvxfer.transports.key_folder import short
@@ -270,7 +272,7 @@ class Visitors:
         self._failed_with = 0
         self._num_failed = 0
         self._gone: list[bytes] = []
-        self._ended: dict[bytes, None] = {}
+        self._ended: Bounded[bytes, None] = Bounded(_MAX_ENDED)
         self._penalties = penalties_of(context)
         self._warned: LogLimit[tuple[str, int]] = LogLimit(MAX_WARNED)
 
@@ -278,9 +280,7 @@ class Visitors:
         return len(self._visitors)
 
     def meet(self) -> bool:
-        """Note new and ended connections by ``monitor``, for a turn. Returns whether those were
-        all.
-        """
+        """By ``monitor``, for a turn. Returns whether those were all."""
         for event, at, *_ in self._events.receive():
             kind, fd = EVENT.unpack(event.buffer)
             if kind == zmq.EVENT_ACCEPTED:
@@ -327,12 +327,12 @@ class Visitors:
             if visitor is None:
                 if is_all:  # it has ended already, and now it had sent a message
                     self._gone.append(name)
-                    self._note_ended(name)
+                    self._ended[name] = None
                 return fd
             self._forget_name(fd, visitor)
             if visitor.name is not None:  # of an untold one whose descriptor this one has now
                 self._gone.append(visitor.name)
-                self._note_ended(visitor.name)
+                self._ended[visitor.name] = None
             visitor.name, visitor.num_unread, self._fds[name] = name, 0, fd
         visitor.backlog.note(frames[1:])
         return fd
@@ -376,7 +376,7 @@ class Visitors:
             fd: visitor.backlog.look(was_empty=was_empty) for fd, visitor in self._visitors.items()
         }
         left_nbytes = sum(backlogs.values())
-        for fd, nbytes in sorted(backlogs.items(), key=lambda item: -item[1]):
+        for fd, nbytes in sorted(backlogs.items(), key=itemgetter(1), reverse=True):
             if nbytes <= self._most_nbytes and left_nbytes <= MAX_WAITING * self._most_nbytes:
                 break
             left_nbytes -= nbytes
@@ -401,9 +401,7 @@ class Visitors:
         return part in self._fds or _is_given(part)
 
     def is_name(self, part: bytes, *, of: bytes | None) -> bool:
-        """Whether a message of the connection that is called ``of`` (None: not yet) has this name
-        in front.
-        """
+        """Whether it stands before messages of the connection ``of`` (None: without a name)."""
         return part == of if of is not None else part not in self._fds
 
     def _has_ended(self, name: bytes, visitor: _Visitor | None) -> bool:
@@ -418,11 +416,6 @@ class Visitors:
             return False
         ahead = int.from_bytes(visitor.name[1:], "big") - int.from_bytes(name[1:], "big")
         return 0 < ahead % (1 << 32) < 1 << 31
-
-    def _note_ended(self, name: bytes) -> None:
-        if len(self._ended) >= _MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
-        self._ended[name] = None
 
     def _forget_name(self, fd: int, visitor: _Visitor) -> None:
         if visitor.name is not None and self._fds.get(visitor.name) == fd:
@@ -469,7 +462,7 @@ class Visitors:
         if visitor.name is not None:
             self._gone.append(visitor.name)
             self._forget_name(fd, visitor)
-            self._note_ended(visitor.name)
+            self._ended[visitor.name] = None
         self._num_of[visitor.address] -= 1
         if not self._num_of[visitor.address]:
             del self._num_of[visitor.address]
@@ -569,9 +562,7 @@ def most_connections() -> int:
 def _make_monitor(
     context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]
 ) -> zmq.Socket[bytes]:
-    """With room for whatever happens: ZeroMQ's thread would wait for room, and with it all others'
-    messages.
-    """
+    """With room for whatever happens: ZeroMQ's thread would wait for room."""
     name = f"inproc://kvxfer-visitors-{next(_numbers)}"
     socket.monitor(name, _EVENTS)
     monitor = context.socket(zmq.PAIR)
