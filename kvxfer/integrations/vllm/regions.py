@@ -24,10 +24,12 @@ from kvxfer.integrations.vllm.interior import (
     Cells,
     Named,
     Opaque,
+    Rows,
     Trace,
     look_inside,
+    packed_planes,
 )
-from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer
+from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer, trace_packed
 from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
 from kvxfer.integrations.vllm.states import Rank, regions_of_state
 from kvxfer.tensors.shared_memory import plain_info
@@ -49,9 +51,10 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class ClearedGroup:
-    """Attention layers beside layers that keep a state. A block may have been a state's before, and
-    as KV those bytes may be no numbers: an attention that multiplies them by 0 gives none either.
-    vLLM clears the blocks that it gives out, but not those of a load.
+    """Attention layers beside layers that keep a state, or groups of several types. A block may
+    have been another group's before, and as KV those bytes may be no numbers: an attention that
+    multiplies them by 0 gives none either. vLLM clears the blocks that it gives out, but not those
+    of a load.
     """
 
     group: int
@@ -105,15 +108,16 @@ def locate(
 
 def _cleared(views: Iterable[_View], num_blocks: int) -> tuple[ClearedGroup, ...]:
     found: dict[tuple[int, int], list[Tensor]] = {}
-    has_states = False
+    kinds: set[object] = set()
     for view in views:
         if isinstance(view.spec, StateSpec):
-            has_states = True
+            kinds.add("state")
         else:
+            kinds.add((view.spec.dtype, view.spec.quantisation))
             found.setdefault((view.group, view.spec.block_tokens), []).append(view.tensor)
-    return tuple(
-        ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items() if has_states
-    )
+    if "state" not in kinds and (len(kinds) == 1 or len(found) == 1):
+        return ()  # what lies in a block was always one type of KV
+    return tuple(ClearedGroup(*of, num_blocks, tuple(tensors)) for of, tensors in found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +225,7 @@ def _regions(
         stride_token=cells.stride_token,
         kernel_blocks=kernel_blocks,
         window=spec.window,
+        cell_tokens=spec.cell_tokens if spec.cell_tokens > 1 else msgspec.UNSET,
     )
     match inside:
         case Opaque(fingerprint):
@@ -244,6 +249,8 @@ def _elements(
     """
     if plane.endswith(SCALE_SUFFIX):
         return Elements("float32")
+    if spec.quantisation.endswith("_ds_mla"):
+        return Elements(spec.quantisation)
     dtype = element_type(spec.dtype, spec.quantisation, model.cache_dtype)
     if spec.quantisation == "none":
         return Elements(dtype)
@@ -260,8 +267,11 @@ def _elements(
     return Elements(dtype, scales)
 
 
-def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | None:
+def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | Rows | None:
     """What the writer of the platform says of these cells; None where it cannot be asked."""
+    if packed_planes(spec, cells):
+        kind = (spec.quantisation, cells.num_tokens, cells.cell_nbytes)
+        return trace_packed(*kind, view.tensor.device)
     if view.tensor.device.type != "cpu":
         return trace_layer(view.layer, spec, view.tensor, model.layers, dtype=model.dtype)
     return trace_cpu(
@@ -302,7 +312,10 @@ def _cells(layer: str, tensor: Tensor, spec: LayerSpec, num_blocks: int) -> tupl
             f"shape {shape}; use a version of vLLM from 0.26 to 0.33"
         )
     kernel_blocks = shape[0] // num_blocks
-    if kernel_blocks * shape[2] != spec.block_tokens or tensor.dtype != spec.dtype:
+    if (kernel_blocks * shape[2] * spec.cell_tokens, tensor.dtype) != (
+        spec.block_tokens,
+        spec.dtype,
+    ):
         raise ConfigError(
             f"{layer}: expected {kernel_blocks} kernel blocks to hold {spec.block_tokens} tokens "
             f"of {spec.dtype}, got {shape[2]} tokens each, of {tensor.dtype}; serve this model "
