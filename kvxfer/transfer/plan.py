@@ -44,8 +44,8 @@ class DenseOrder(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Tile(msgspec.Struct, frozen=True, kw_only=True):
-    """How one geometry class lies on one side; strides in bytes. What the tokens are of a state or a
-    compressed region, :class:`Side` says.
+    """How one geometry class lies on one side; strides in bytes. What the tokens are of a state or
+    a compressed region, :class:`Side` says.
 
     Token t of logical block b is in kernel block ``b * (block_tokens // kernel_tokens) + t //
     kernel_tokens``, which starts at that number times ``stride_block``.

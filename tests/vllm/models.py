@@ -125,7 +125,6 @@ def _latent() -> Any:
         n_group=1,
         topk_group=1,
         num_experts_per_tok=2,
-        rope_scaling=None,
     )
     return DeepseekV3ForCausalLM(config)
 

@@ -55,7 +55,7 @@ _PACKED = {
     ("none", 132): (128, 4),  # the indexer's key: 128 fp8; a scale of float32
     ("none", 68): (64, 4),  # the same: 128 fp4; 4 scales
 }
-"""By type and bytes of a cell: the bytes of a row of values, and of one of scales if these lie apart
+"""By type and bytes of a cell: bytes of a row of values, and of one of scales if these lie apart
 (vLLM 0.32, ``flashmla_sparse.py``, ``fused_compress_quant_cache.py``).
 """
 _BASE = 8
@@ -152,9 +152,9 @@ def look_inside(
     None where the spec says it all. Raises ConfigError for an interior that can neither be named
     nor be told from others.
     """
-    if planes := packed_planes(spec, cells):
-        if not isinstance(trace, Rows) or _holds(planes, trace):
-            return Named(planes)
+    if rows := packed_planes(spec, cells):
+        if not isinstance(trace, Rows) or _holds(rows, trace):
+            return Named(rows)
         return _whole(layer, spec, cells, _digest(trace.written))
     assert not isinstance(trace, Rows)
     if scaled := _scaled_planes(spec, cells):
