@@ -46,7 +46,7 @@ cache as the platform does; a latent's has D elements in K and none in V."""
 FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
 """vLLM's mode in which each cell is [K | its scale | V | its scale], scales of float32."""
 SCALE_SUFFIX = "_scale"
-_SCALES = "latent_scales"
+SCALES = "latent_scales"
 _PACKED = {
     ("fp8_ds_mla", 656): (656,),  # DeepSeek V3.2: 512 fp8, 4 scales of float32, 64 bfloat16
     ("nvfp4_ds_mla", 352): (352,),  # 512 fp4, 64 fp8, 32 scales of fp8
@@ -187,7 +187,7 @@ def packed_planes(spec: LayerSpec, cells: Cells) -> tuple[Plane, ...]:
     if not spec.is_latent or spec.dtype != torch.uint8 or not is_row:
         return ()
     planes, offset = [], 0
-    for name, nbytes in zip(("latent", _SCALES), parts, strict=False):
+    for name, nbytes in zip(("latent", SCALES), parts, strict=False):
         planes.append(Plane(plane=name, offset=offset, inner_nbytes=nbytes, stride_token=nbytes))
         offset += cells.num_tokens * nbytes
     return tuple(planes)
