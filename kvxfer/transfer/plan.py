@@ -91,8 +91,8 @@ class Base(msgspec.Struct, frozen=True):
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps;
-    ``state_tokens``: as the regions have it, 0 where they keep tokens.
+    """One side of a geometry class: one tile, many regions. ``window``, ``is_chunk``: what the
+    group keeps; ``state_tokens``: as the regions have it, 0 where they keep tokens.
 
     Of a class that is cast, ``values`` says what lies in the pool, ``chunk`` what lies in a dense
     piece, and ``scale`` where each token has its scale.
@@ -106,12 +106,13 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     values: Values | None = None
     chunk: Values | None = None
     scale: Side | None = None
+    is_chunk: bool = False
 
     @property
     def keeping(self) -> Keeping:
         if self.state_tokens:
             return Keeping(self.state_tokens, is_state=True)
-        return Keeping(self.tile.block_tokens, self.window)
+        return Keeping(self.tile.block_tokens, self.window, is_chunk=self.is_chunk)
 
     @property
     def is_cast(self) -> bool:
@@ -495,7 +496,7 @@ def geometry_of(side: Side) -> tuple[object, ...]:
     """What all regions of a class have in common at one side."""
     dtype = side.values.dtype if side.values else ""
     scale_tile = side.scale.tile if side.scale else None
-    return side.tile, side.group, side.window, side.state_tokens, dtype, scale_tile
+    return side.tile, side.group, side.keeping, dtype, scale_tile
 
 
 def _sides(pair: _Pair) -> tuple[Side, Side]:
@@ -541,6 +542,7 @@ def plain_side(region: Region, head_lo: int, head_hi: int, channel_nbytes: int =
         bases=(side_base(region, head_lo),),
         window=region.window,
         state_tokens=region.state_tokens or 0,
+        is_chunk=region.is_chunk is True,
     )
 
 
