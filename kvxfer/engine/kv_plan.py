@@ -75,6 +75,7 @@ def kv_cache_specs(
             head_size=model.head_size,
             dtype=model.dtype,
             sliding_window=layer.window,
+            attention_chunk_size=layer.chunk,
         )
         for layer in attention_layers(model)
         if layer.target is None

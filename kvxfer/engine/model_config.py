@@ -1,7 +1,7 @@
 """The configuration of a Llama-family model, and how it is read from files.
 
-Layers may differ in what they see (all tokens, or a sliding window) and in whose KV they read
-(their own, or that of an earlier layer).
+Layers may differ in what they see (all tokens, a sliding window, or a chunk) and in whose KV they
+read (their own, or that of an earlier layer).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     ``weights``: the folder of the safetensors files, or None for seeded random weights.
     ``windows``: for each layer how many tokens a token sees, itself among them, None for all; empty
     where every layer sees all. ``num_kv_shared_layers``: the last so many layers keep no KV.
+    ``has_chunks``: the windows are chunks, a token sees those of its own up to itself.
     """
 
     # omit_defaults: the name of the weights is a hash of these fields, and must not change for
@@ -55,13 +56,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     weights: Path | None
     windows: tuple[int | None, ...] = ()
     num_kv_shared_layers: int = 0
+    has_chunks: bool = False
 
 
 class LayerAttention(msgspec.Struct, frozen=True, kw_only=True):
-    """``window``: tokens seen, itself among them; None: all. ``target``: whose KV it reads."""
+    """``window``: tokens seen, itself among them; None: all. ``chunk``: of its own chunk of so many
+    tokens instead. ``target``: whose KV it reads.
+    """
 
     name: str
     window: int | None = None
+    chunk: int | None = None
     target: str | None = None
 
 
@@ -110,9 +115,12 @@ BUILT_IN_MODELS = {
         windows=(_WINDOW_TOKENS, None) * 3,
         num_kv_shared_layers=2,
     ),
+    "chunked": msgspec.structs.replace(
+        DEFAULT_MODEL, model_type="chunked", windows=(_WINDOW_TOKENS, None) * 2, has_chunks=True
+    ),
 }
-"""Models by name, with seeded random weights: sliding and full layers in turn, and the same with
-two layers that read the KV of the two before them."""
+"""Models by name, with seeded random weights: sliding and full layers in turn, the same with two
+layers that read the KV of the two before them, and chunks in place of the windows."""
 
 
 def layer_names(config: ModelConfig) -> tuple[str, ...]:
@@ -148,24 +156,28 @@ def attention_layers(config: ModelConfig) -> tuple[LayerAttention, ...]:
                 f"first {num_own}, got none; share fewer layers"
             )
     return tuple(
-        LayerAttention(name=name, window=window, target=None if index < num_own else own[window])
+        LayerAttention(
+            name=name,
+            window=None if config.has_chunks else window,
+            chunk=window if config.has_chunks else None,
+            target=None if index < num_own else own[window],
+        )
         for index, (name, window) in enumerate(zip(names, windows, strict=True))
     )
 
 
 def attention_pattern(config: ModelConfig) -> str:
     """What the layers see and share, as both sides of a transfer must have it: "full", or layer by
-    layer ("48, full, 48, full=1": the last one reads the KV of layer 1).
+    layer ("48, full, 48, full=1": the last one reads the KV of layer 1; "chunk 48").
     """
     layers = attention_layers(config)
-    if all(layer.window is None and layer.target is None for layer in layers):
-        return "full"
     index = {layer.name: number for number, layer in enumerate(layers)}
-    return ", ".join(
-        ("full" if layer.window is None else str(layer.window))
+    seen = [
+        (f"chunk {layer.chunk}" if layer.chunk else str(layer.window or "full"))
         + ("" if layer.target is None else f"={index[layer.target]}")
         for layer in layers
-    )
+    ]
+    return "full" if set(seen) == {"full"} else ", ".join(seen)
 
 
 def shard_for(config: ModelConfig, tp_rank: int, tp_size: int) -> TpShard:

@@ -12,12 +12,19 @@ import torch
 from torch import Tensor
 
 from kvxfer.cache.manager import NO_BLOCK
-from kvxfer.cache.specs import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, SlidingWindowSpec
+from kvxfer.cache.specs import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from kvxfer.engine.attention import (
     AttentionMetadata,
     ForwardContext,
     PagedAttention,
     PagedBackend,
+    Sight,
     paged_layers,
     sharing_layers,
 )
@@ -135,7 +142,9 @@ def _check(index: int, request: RequestStep, groups: Sequence[KVCacheGroupSpec])
 def _first_seen(num_computed_tokens: int, spec: KVCacheSpec) -> int:
     """The first position that the next token sees, of a layer that keeps what ``spec`` says."""
     if isinstance(spec, SlidingWindowSpec):
-        return max(0, num_computed_tokens - spec.sliding_window + 1)
+        return Sight(window=spec.sliding_window).first_seen(num_computed_tokens)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return Sight(chunk=spec.attention_chunk_size).first_seen(num_computed_tokens)
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvxfer.engine.attention import attention_backend
+from kvxfer.engine.attention import Sight, attention_backend
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.model import LlamaModel
 from kvxfer.engine.model_config import ModelConfig, shard_for
@@ -109,10 +109,11 @@ class Ranks:
             )
 
     @property
-    def windows(self) -> list[int | None]:
-        """What each group keeps."""
+    def sights(self) -> list[Sight]:
+        """What the next token looks at, by group."""
         groups = self.caches[0].config.kv_cache_groups
-        return [getattr(group.kv_cache_spec, "sliding_window", None) for group in groups]
+        layers = self.caches[0].layers
+        return [layers[group.layer_names[0]].sight for group in groups]
 
     def tables(self, num_tokens: int) -> Tables:
         """Scattered block ids for every group: 31, 26, 21, ... (32 blocks, step of 5 is coprime);
@@ -121,14 +122,12 @@ class Ranks:
         num_blocks = self.caches[0].config.num_blocks
         ids = iter((num_blocks - 1 - 5 * index) % num_blocks for index in range(num_blocks))
         needed = range(-(-num_tokens // self.block_tokens))
-        return [[next(ids) for _ in needed] for _ in self.windows]
+        return [[next(ids) for _ in needed] for _ in self.caches[0].config.kv_cache_groups]
 
     def drop(self, tables: Tables, num_computed_tokens: int) -> None:
         """Poison the blocks that no later token sees, in all layers, and forget them."""
-        for table, window in zip(tables, self.windows, strict=True):
-            if window is None:
-                continue
-            for position in range(max(0, num_computed_tokens - window + 1) // self.block_tokens):
+        for table, sight in zip(tables, self.sights, strict=True):
+            for position in range(sight.first_seen(num_computed_tokens) // self.block_tokens):
                 if table[position] >= 0:
                     for cache in self.caches:
                         fill_block(cache, table[position], self.block_tokens)
