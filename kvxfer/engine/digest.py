@@ -228,8 +228,11 @@ def _inner_bytes(region: Region, memory: memoryview, address: int) -> bytes:
 
 
 def _shares_no_token(ours: PlaneDigest, theirs: PlaneDigest) -> bool:
-    """Is nothing compared, though there is something to compare?"""
-    is_empty = ours.end == 0 and theirs.end == 0
+    """Is nothing compared, though there is something to compare? Not where a side holds no token
+    because a chunk begins with the next one.
+    """
+    pairs = (ours, theirs), (theirs, ours)
+    is_empty = any(not one.tokens and one.first_token >= other.end for one, other in pairs)
     return not is_empty and max(ours.first_token, theirs.first_token) >= min(ours.end, theirs.end)
 
 
