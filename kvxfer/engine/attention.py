@@ -186,7 +186,7 @@ class _NhdBackend(PagedBackend):
 
     name = "NHD"
     stride_order = (1, 0, 2, 3, 4)
-    kernel_block_sizes = (8, 16, 32, 64)
+    kernel_block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (8, 16, 32, 64)
 
     @classmethod
     def _gather(cls, kv_cache: Tensor, kernel_block_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,6 +197,16 @@ class _NhdBackend(PagedBackend):
         return key, value
 
 
+class _HndPagesBackend(_NhdBackend):
+    """HND with all of a block in one place, [blocks, 2, heads, block tokens, head_size]: so that a
+    block of the same buffer can be a state's.
+    """
+
+    name = "HND"
+    stride_order = (1, 0, 3, 2, 4)
+    kernel_block_sizes = (MultipleOf(8),)
+
+
 _BACKENDS: dict[str, type[PagedBackend]] = {"HND": _HndBackend, "NHD": _NhdBackend}
 
 
@@ -204,6 +214,10 @@ def attention_backend(name: str) -> type[PagedBackend]:
     if name not in _BACKENDS:
         raise ModelError(f"layout: expected {' or '.join(_BACKENDS)}, got {name!r}")
     return _BACKENDS[name]
+
+
+def beside_states(backend: type[PagedBackend]) -> type[PagedBackend]:
+    return _HndPagesBackend if backend is _HndBackend else backend
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
@@ -281,6 +295,8 @@ class PagedAttention:
 def paged_layers(
     model: ModelConfig, shard: TpShard, backend: type[PagedBackend]
 ) -> dict[str, PagedAttention]:
+    """The layers of attention, by name."""
+    backend = beside_states(backend) if model.state_layers else backend
     return {
         layer.name: PagedAttention(
             num_kv_heads=shard.kv_hi - shard.kv_lo,
@@ -291,6 +307,7 @@ def paged_layers(
             kv_sharing_target_layer_name=layer.target,
         )
         for layer in attention_layers(model)
+        if not layer.is_state
     }
 
 
@@ -310,7 +327,7 @@ class ForwardContext:
 
     cache_config: EngineConfig
     model_config: ModelConfig
-    static_forward_context: dict[str, PagedAttention]
+    static_forward_context: Mapping[str, object]
 
     @property
     def compilation_config(self) -> ForwardContext:

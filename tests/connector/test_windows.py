@@ -127,9 +127,7 @@ CASES = {
     "chunks, clipped": Case(
         CHUNK16, CHUNK32, 73, 0, (0, 1, 2), (0,), {0: (48, 72), 1: (0, 72)}, ((0, 1),)
     ),
-    "chunks, 32 to 16": Case(
-        CHUNK32, CHUNK16, 73, 0, (0,), (0, 1, 2), {0: (48, 72), 1: (0, 72)}
-    ),
+    "chunks, 32 to 16": Case(CHUNK32, CHUNK16, 73, 0, (0,), (0, 1, 2), {0: (48, 72), 1: (0, 72)}),
     # 96 offered: token 95 is computed again, so the source holds the chunk from 48 on
     "the chunk ends with the offer": Case(
         CHUNK16, CHUNK32, 96, 0, (0, 1, 2), (0,), {0: (48, 95), 1: (0, 95)}, ((0, 1),)

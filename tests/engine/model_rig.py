@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvxfer.engine.attention import Sight, attention_backend
+from kvxfer.engine.attention import PagedAttention, Sight, attention_backend
 from kvxfer.engine.config import EngineConfig, Role
 from kvxfer.engine.model import LlamaModel
 from kvxfer.engine.model_config import ModelConfig, shard_for
@@ -94,8 +94,7 @@ class Ranks:
         for rank in range(tp_size):
             shard = shard_for(config, rank, tp_size)
             cache = RankCache(engine, config, shard, attention_backend(layout))
-            for layer in cache.layers.values():
-                layer.kv_cache.fill_(float("nan"))
+            cache.buffer.fill_(0xFF)  # NaN in each type
             self.caches.append(cache)
             self._models.append(
                 LlamaModel(
@@ -110,10 +109,10 @@ class Ranks:
 
     @property
     def sights(self) -> list[Sight]:
-        """What the next token looks at, by group."""
+        """What the next token looks at, by group; the rig keeps all of a state's blocks."""
         groups = self.caches[0].config.kv_cache_groups
-        layers = self.caches[0].layers
-        return [layers[group.layer_names[0]].sight for group in groups]
+        layers = [self.caches[0].layers[group.layer_names[0]] for group in groups]
+        return [layer.sight if isinstance(layer, PagedAttention) else Sight() for layer in layers]
 
     def tables(self, num_tokens: int) -> Tables:
         """Scattered block ids for every group: 31, 26, 21, ... (32 blocks, step of 5 is coprime);
@@ -164,6 +163,7 @@ class Ranks:
 def fill_block(cache: RankCache, block: int, block_tokens: int) -> None:
     """NaN in one block of every layer."""
     for layer in cache.layers.values():
+        assert isinstance(layer, PagedAttention)
         ratio = block_tokens // layer.kv_cache.shape[2]
         layer.kv_cache[:, block * ratio : (block + 1) * ratio] = float("nan")
 

@@ -210,6 +210,8 @@ def test_shared_kv_equals_a_naive_recomputation(
     layers = ranks.caches[0].layers
     for sharer, target in ((4, 2), (5, 3)):
         mine, own = (layers[f"model.layers.{n}.self_attn"].kv_cache for n in (sharer, target))
+        assert isinstance(mine, Tensor)
+        assert isinstance(own, Tensor)
         assert mine.data_ptr() == own.data_ptr()
     assert_logits(run_chunks(ranks, prompt, chunks), logits)
 

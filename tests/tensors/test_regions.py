@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvxfer.cache.specs import (
     AttentionSpec,
-    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
