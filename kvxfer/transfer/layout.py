@@ -80,6 +80,9 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
     ``window`` is what the group keeps of a request, in tokens: None everything; W lets go of a
     block once none of its tokens is among the W that the next token looks at, itself included.
+    ``is_chunk``: the next token looks at its own chunk of W tokens instead, up to itself. That is
+    never more than the window, so a peer that does not know the field takes it for a window, and is
+    refused where it would need more.
 
     ``elements``: of an engine that allows casts, where it knows them.
 
@@ -113,6 +116,7 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     state_tokens: int | msgspec.UnsetType = msgspec.UNSET
     is_draft: bool | msgspec.UnsetType = msgspec.UNSET
     cell_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    is_chunk: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_state(self) -> bool:
@@ -209,6 +213,8 @@ def check_region(region: Region, memory_nbytes: int) -> None:
             raise ValueError(f"{name}: {field}: expected 1 or more, got {getattr(region, field)}")
     if region.window is not None and region.window < 1:
         raise ValueError(f"{name}: window: expected 1 or more tokens, got {region.window}")
+    if region.is_chunk and region.window is None:
+        raise ValueError(f"{name}: window: expected the tokens of a chunk, got none")
     if region.block_tokens % region.kernel_blocks:
         raise ValueError(
             f"{name}: block_tokens: expected a multiple of {region.kernel_blocks} kernel blocks, "

@@ -122,9 +122,9 @@ class AnySide(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Side(AnySide, frozen=True, kw_only=True):
-    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps;
-    ``state_tokens``: as the regions have it, 0 where they keep tokens; ``cell_tokens``: how many
-    tokens of the request each token of the tile stands for.
+    """One side of a geometry class: one tile, many regions. ``window``, ``is_chunk``: what the
+    group keeps; ``state_tokens``: as the regions have it, 0 where they keep tokens;
+    ``cell_tokens``: how many tokens of the request each token of the tile stands for.
     """
 
     group: int
@@ -132,13 +132,15 @@ class Side(AnySide, frozen=True, kw_only=True):
     window: int | None = None
     state_tokens: int = 0
     cell_tokens: int = 1
+    is_chunk: bool = False
     scale: Side | None = None
 
     @property
     def keeping(self) -> Keeping:
         if self.state_tokens:
             return Keeping(self.state_tokens, is_state=True)
-        return Keeping(self.tile.block_tokens * self.cell_tokens, self.window)
+        block_tokens = self.tile.block_tokens * self.cell_tokens
+        return Keeping(block_tokens, self.window, is_chunk=self.is_chunk)
 
 
 class RegionName(msgspec.Struct, frozen=True, array_like=True):
@@ -523,8 +525,7 @@ def geometry_of(side: Side) -> tuple[object, ...]:
     """What all regions of a class have in common at one side."""
     dtype = side.values.dtype if side.values else ""
     scale_tile = side.scale.tile if side.scale else None
-    kept = (side.window, side.state_tokens, side.cell_tokens)
-    return side.tile, side.group, kept, dtype, scale_tile
+    return side.tile, side.group, side.keeping, side.cell_tokens, dtype, scale_tile
 
 
 def _sides(pair: _Pair) -> tuple[Side, Side]:
@@ -571,6 +572,7 @@ def plain_side(region: Region, head_lo: int, head_hi: int, channel_nbytes: int =
         window=region.window,
         state_tokens=region.state_tokens or 0,
         cell_tokens=region.cell_tokens or 1,
+        is_chunk=region.is_chunk is True,
     )
 
 
