@@ -86,7 +86,9 @@ def unhashable(source: EngineManifest, sink: EngineManifest) -> tuple[Difference
     alike: dict[tuple[str, str], list[str]] = {}
     for layer, given, taken in _kept_pairs(source, sink):
         if may_clip(taken, given):
-            ours, theirs = (f"{k.block_tokens} with a window of {k.window}" for k in (given, taken))
+            ours, theirs = (
+                f"{k.block_tokens} with {k.kept.removesuffix(' tokens')}" for k in (given, taken)
+            )
             alike.setdefault((ours, theirs), []).append(layer)
     advice = (
         "the window can begin within a sink block, which must then not be named for prefix reuse, "
@@ -177,18 +179,23 @@ def _region_differences(
 
 def _window_differences(source: EngineManifest, sink: EngineManifest) -> Iterator[Difference]:
     """A sink can keep less of a layer than its source does, never more."""
-    alike: dict[tuple[int, int | None], list[str]] = {}
+    alike: dict[tuple[str, str], list[str]] = {}
     for layer, given, taken in _kept_pairs(source, sink):
-        if given.window is not None and (taken.window is None or taken.window > given.window):
-            alike.setdefault((given.window, taken.window), []).append(layer)
-    for (given_tokens, taken_tokens), layers in alike.items():
+        if not given.includes(taken):
+            alike.setdefault((_window(given), _window(taken)), []).append(layer)
+    for values, layers in alike.items():
         yield Difference(
             f"window of {_layers(layers)}",
-            f"{given_tokens} tokens",
-            "all tokens" if taken_tokens is None else f"{taken_tokens} tokens",
+            *values,
             "make the source keep at least what the sink keeps: the same windows on both sides, or "
             "none at the source",
         )
+
+
+def _window(keeping: Keeping) -> str:
+    if keeping.window is None:
+        return "all tokens"
+    return f"{'chunks of ' if keeping.is_chunk else ''}{keeping.window} tokens"
 
 
 def _kept_pairs(

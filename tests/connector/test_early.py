@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvxfer.connector import parked
+from kvxfer.connector import given_offer
 from kvxfer.connector.params import early_params, make_params, mint_request, prefill_params
 from kvxfer.connector.records import SourceRef
 from kvxfer.transfer.wire import OfferRef
@@ -250,7 +250,7 @@ def test_an_engine_of_protocol_1_is_not_asked() -> None:
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parked, "MAX_OF_PEER", 2)
+    monkeypatch.setattr(given_offer, "MAX_OF_PEER", 2)
     with sides() as (source, sink):
         decodes = [pair_of(source, sink)[1] for _ in range(3)]
         for decode in decodes:

@@ -204,6 +204,30 @@ def _modules() -> _Checkpoint:
     return _mtp(2)
 
 
+def _latent() -> Any:
+    """DeepSeek V3 without experts: one latent of 576 elements for all heads in each of 4 layers,
+    which is the one size that vLLM's kernel for CPUs has.
+    """
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
+    config = DeepseekV3Config(
+        **shape | {"num_key_value_heads": 8},
+        num_hidden_layers=4,
+        first_k_dense_replace=4,
+        q_lora_rank=64,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+    )
+    return DeepseekV3ForCausalLM(config)
+
+
 _MAKERS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "hybrid": _hybrid,
@@ -215,6 +239,7 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     "wide-eagle": _wide_eagle,
     "mtp": _mtp,
     "modules": _modules,
+    "latent": _latent,
 }
 NAMES = tuple(_MAKERS)
 

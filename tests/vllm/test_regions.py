@@ -228,7 +228,7 @@ def test_a_block_of_several_kernel_blocks(by_hand: ByHand) -> None:
     pool = torch.zeros(6 * 4 * 2 * 4 * 8)
     views = {"a": view(pool, blocks=24)}
     k, v = by_hand.locate(views, {"a": (0, spec_of())}, write=transposed).regions
-    assert (k.num_blocks, k.block_tokens, k.kernel_blocks, k.kernel_tokens) == (6, 16, 4, 4)
+    assert (k.num_blocks, k.block_tokens, k.kernel_blocks, k.kernel_cells) == (6, 16, 4, 4)
     assert (k.stride_block, k.stride_head, k.stride_channel) == (256, 128, 16)
     assert v.offset == 64
 

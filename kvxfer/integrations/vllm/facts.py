@@ -344,7 +344,7 @@ def _quantisation(vllm_config: Any, modes: set[str]) -> str:
             "calculate_kv_scales=False"
         )
     parts = sorted(modes)
-    if any(mode.startswith("fp8") for mode in modes):
+    if any(mode.startswith("fp8_per_") for mode in modes):  # the others are named by their type
         parts.append(_fp8_type(cache.cache_dtype))
     skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
     if skipped:

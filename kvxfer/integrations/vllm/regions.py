@@ -24,10 +24,12 @@ from kvxfer.integrations.vllm.interior import (
     Cells,
     Named,
     Opaque,
+    Rows,
     Trace,
     look_inside,
+    packed_planes,
 )
-from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer
+from kvxfer.integrations.vllm.probes import trace_cpu, trace_layer, trace_packed
 from kvxfer.integrations.vllm.specs import LayerSpec, StateSpec, layer_specs
 from kvxfer.integrations.vllm.states import Rank, regions_of_state
 from kvxfer.tensors.shared_memory import plain_info
@@ -50,10 +52,10 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class ClearedGroup:
-    """Attention layers beside layers that keep a state, or of a draft. A block may have been a
-    state's or another layer's before, and as KV those bytes may be no numbers: an attention that
-    multiplies them by 0 gives none either. vLLM clears the blocks that it gives out, but not those
-    of a load.
+    """Attention layers beside layers that keep a state, of a draft, or in groups of several types.
+    A block may have been another group's before, and as KV those bytes may be no numbers: an
+    attention that multiplies them by 0 gives none either. vLLM clears the blocks that it gives out,
+    but not those of a load.
     """
 
     group: int
@@ -111,14 +113,24 @@ def locate(
     )
     for region in regions:
         _check(region, memory)
-    has_states = any(isinstance(view.spec, StateSpec) for view in views)
     drafts = [view for view in views if model.is_draft(view.layer)]
     return Located(
         regions,
         memory.local,
-        cleared=_cleared(views, num_blocks) if has_states else (),
+        cleared=_cleared(views, num_blocks) if _are_mixed(views) else (),
         drafts=_cleared(drafts, num_blocks),
     )
+
+
+def _are_mixed(views: Sequence[_View]) -> bool:
+    """Can a block have been something else than one type of KV?"""
+    kinds, groups = set[object](), set[object]()
+    for view in views:
+        if isinstance(view.spec, StateSpec):
+            return True
+        kinds.add((view.spec.dtype, view.spec.quantisation))
+        groups.add((view.group, view.spec.block_tokens))
+    return len(kinds) > 1 and len(groups) > 1
 
 
 def _cleared(views: Iterable[_View], num_blocks: int) -> tuple[ClearedGroup, ...]:
@@ -235,6 +247,7 @@ def _regions(
         kernel_blocks=kernel_blocks,
         window=spec.window,
         is_draft=model.is_draft(layer) or msgspec.UNSET,
+        cell_tokens=spec.cell_tokens if spec.cell_tokens > 1 else msgspec.UNSET,
     )
     match inside:
         case Opaque(fingerprint):
@@ -258,6 +271,8 @@ def _elements(
     """
     if plane.endswith(SCALE_SUFFIX):
         return Elements("float32")
+    if spec.quantisation.endswith("_ds_mla"):
+        return Elements(spec.quantisation)
     dtype = element_type(spec.dtype, spec.quantisation, model.cache_dtype)
     if spec.quantisation == "none":
         return Elements(dtype)
@@ -274,8 +289,11 @@ def _elements(
     return Elements(dtype, scales)
 
 
-def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | None:
+def _trace(view: _View, spec: LayerSpec, cells: Cells, model: CacheModel) -> Trace | Rows | None:
     """What the writer of the platform says of these cells; None where it cannot be asked."""
+    if packed_planes(spec, cells):
+        kind = (spec.quantisation, cells.num_tokens, cells.cell_nbytes)
+        return trace_packed(*kind, view.tensor.device)
     if view.tensor.device.type != "cpu":
         return trace_layer(view.layer, spec, view.tensor, model.layers, dtype=model.dtype)
     return trace_cpu(
@@ -316,7 +334,10 @@ def _cells(layer: str, tensor: Tensor, spec: LayerSpec, num_blocks: int) -> tupl
             f"shape {shape}; use a version of vLLM from 0.26 to 0.33"
         )
     kernel_blocks = shape[0] // num_blocks
-    if kernel_blocks * shape[2] != spec.block_tokens or tensor.dtype != spec.dtype:
+    if (kernel_blocks * shape[2] * spec.cell_tokens, tensor.dtype) != (
+        spec.block_tokens,
+        spec.dtype,
+    ):
         raise ConfigError(
             f"{layer}: expected {kernel_blocks} kernel blocks to hold {spec.block_tokens} tokens "
             f"of {spec.dtype}, got {shape[2]} tokens each, of {tensor.dtype}; serve this model "
