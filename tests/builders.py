@@ -77,7 +77,8 @@ class EngineShape:
     ``padding_nbytes`` lies behind every plane of a kernel block.
     ``turned`` planes are held [head][channel][token] in every kernel block, in channels of
     ``channel_nbytes``; with ``inner`` each head then has all of K before all of V.
-    ``groups``: one number per layer, default all 0. ``windows``: by group, default none.
+    ``groups``: one number per layer, default all 0. ``windows``: by group, default none; they are
+    chunks if ``has_chunks``.
     ``shares``: (layer, layer whose memory it uses). ``state``: layers that keep one, the last
     group. ``cell_tokens``: how many tokens share a cell.
     """
@@ -98,6 +99,7 @@ class EngineShape:
     channel_nbytes: int = 2
     groups: tuple[int, ...] = ()
     windows: tuple[int | None, ...] = ()
+    has_chunks: bool = False
     shares: tuple[tuple[int, int], ...] = ()
     interior: Interior = Interior.PLAIN
     state: StateShape | None = None
@@ -191,6 +193,7 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
             interior=shape.interior,
             window=shape.window_of(layer),
             cell_tokens=UNSET if shape.cell_tokens == 1 else shape.cell_tokens,
+            is_chunk=(shape.has_chunks and shape.window_of(layer) is not None) or UNSET,
         )
         for layer in layers
         for plane_index, plane in enumerate(shape.planes)

@@ -80,10 +80,16 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
 
     ``window`` is what the group keeps of a request, in tokens: None everything; W lets go of a
     block once none of its tokens is among the W that the next token looks at, itself included.
+    ``is_chunk``: the next token looks at its own chunk of W tokens instead, up to itself. That is
+    never more than the window, so a peer that does not know the field takes it for a window, and is
+    refused where it would need more.
 
     ``elements``: of an engine that allows casts, where it knows them.
 
     ``state_tokens``: of a state region, how many tokens lie between two blocks of its table.
+
+    ``is_draft``: of a draft's layer, which only says what the model may say. It stays empty where
+    the source has no draft.
 
     ``cell_tokens``: of a compressed region, how many tokens share one cell.
     """
@@ -108,7 +114,9 @@ class Region(msgspec.Struct, frozen=True, kw_only=True):
     stride_channel: int = 0
     elements: Elements | msgspec.UnsetType = msgspec.UNSET
     state_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    is_draft: bool | msgspec.UnsetType = msgspec.UNSET
     cell_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    is_chunk: bool | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_state(self) -> bool:
@@ -205,6 +213,8 @@ def check_region(region: Region, memory_nbytes: int) -> None:
             raise ValueError(f"{name}: {field}: expected 1 or more, got {getattr(region, field)}")
     if region.window is not None and region.window < 1:
         raise ValueError(f"{name}: window: expected 1 or more tokens, got {region.window}")
+    if region.is_chunk and region.window is None:
+        raise ValueError(f"{name}: window: expected the tokens of a chunk, got none")
     if region.block_tokens % region.kernel_blocks:
         raise ValueError(
             f"{name}: block_tokens: expected a multiple of {region.kernel_blocks} kernel blocks, "
@@ -265,9 +275,10 @@ def same_bytes(first: Region, second: Region) -> bool:
 
 def _contiguous(region: Region) -> Region:
     """The region as bytes, in the one spelling that those without channels apart have."""
+    region = replace(region, elements=msgspec.UNSET, is_draft=msgspec.UNSET)
     if region.has_channels_apart:
-        return replace(region, elements=msgspec.UNSET)
-    return replace(region, channel_nbytes=0, stride_channel=0, elements=msgspec.UNSET)
+        return region
+    return replace(region, channel_nbytes=0, stride_channel=0)
 
 
 def _block_dimensions(region: Region) -> list[tuple[int, int, str]]:

@@ -91,30 +91,16 @@ class Base(msgspec.Struct, frozen=True):
     offset: int
 
 
-class Side(msgspec.Struct, frozen=True, kw_only=True):
-    """One side of a geometry class: one tile, many regions. ``window``: what the group keeps;
-    ``state_tokens``: as the regions have it, 0 where they keep tokens; ``cell_tokens``: how many
-    tokens of the request each token of the tile stands for.
-
-    Of a class that is cast, ``values`` says what lies in the pool, ``chunk`` what lies in a dense
-    piece, and ``scale`` where each token has its scale.
+class AnySide(msgspec.Struct, frozen=True, kw_only=True):
+    """How all regions of one side of a geometry class lie. Of a class that is cast, ``values`` says
+    what lies in the pool, ``chunk`` what lies in a dense piece, and ``scale`` where each token has
+    its scale.
     """
 
-    group: int
     tile: Tile
-    bases: tuple[Base, ...]
-    window: int | None = None
-    state_tokens: int = 0
-    cell_tokens: int = 1
     values: Values | None = None
     chunk: Values | None = None
-    scale: Side | None = None
-
-    @property
-    def keeping(self) -> Keeping:
-        if self.state_tokens:
-            return Keeping(self.state_tokens, is_state=True)
-        return Keeping(self.tile.block_tokens * self.cell_tokens, self.window)
+    scale: AnySide | None = None
 
     @property
     def is_cast(self) -> bool:
@@ -133,6 +119,28 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
         if self.values is None or self.chunk is None:
             return inner_nbytes
         return inner_nbytes // self.values.item_nbytes * self.chunk.item_nbytes
+
+
+class Side(AnySide, frozen=True, kw_only=True):
+    """One side of a geometry class: one tile, many regions. ``window``, ``is_chunk``: what the
+    group keeps; ``state_tokens``: as the regions have it, 0 where they keep tokens;
+    ``cell_tokens``: how many tokens of the request each token of the tile stands for.
+    """
+
+    group: int
+    bases: tuple[Base, ...]
+    window: int | None = None
+    state_tokens: int = 0
+    cell_tokens: int = 1
+    is_chunk: bool = False
+    scale: Side | None = None
+
+    @property
+    def keeping(self) -> Keeping:
+        if self.state_tokens:
+            return Keeping(self.state_tokens, is_state=True)
+        block_tokens = self.tile.block_tokens * self.cell_tokens
+        return Keeping(block_tokens, self.window, is_chunk=self.is_chunk)
 
 
 class RegionName(msgspec.Struct, frozen=True, array_like=True):
@@ -199,9 +207,12 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All routes between a source engine and a sink engine."""
+    """All routes between a source engine and a sink engine. ``empty_layers``: of the sink's draft,
+    which the source does not have.
+    """
 
     routes: tuple[Route, ...]
+    empty_layers: tuple[str, ...] = ()
 
     def of_sink(self, rank: RankId) -> tuple[Route, ...]:
         """The routes that end at one sink rank, null routes too."""
@@ -259,8 +270,8 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     """Who sends what to whom between two compatible engines whose manifests are valid.
 
     Every head of every plane that a sink rank holds comes from exactly one source rank, once per
-    set of layers that share their memory. Every source rank has at least one consumer, by a null
-    route where nothing is wanted from it.
+    set of layers that share their memory; but for a draft's where the source has none. Every source
+    rank has at least one consumer, by a null route where nothing is wanted from it.
 
     Raises IncompatiblePeer that names the layers, planes and heads that the source does not have,
     and those whose bytes cannot be converted.
@@ -271,11 +282,15 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
     by_tp = max(source.facts.dcp_size, source.facts.pcp_size) > 1
     pairs: dict[tuple[RankId, RankId], list[_Pair]] = {}
     problems: dict[str, None] = {}
+    empty: dict[str, None] = {}
     for entry in sorted(sink.ranks, key=lambda entry: entry.rank):
         for aliases in _aliases(entry.regions):
             region = next((r for r in aliases if (r.layer, r.plane) in holders), aliases[0])
             name = (region.layer, region.plane)
             if name in made:
+                continue
+            if name not in holders and all(region.is_draft for region in aliases):
+                empty[region.layer] = None
                 continue
             givers = holders.get(name, [])
             if by_tp:  # each rank holds its own interleaved tokens
@@ -305,7 +320,8 @@ def make_plan(source: EngineManifest, sink: EngineManifest) -> Plan:
         )
     routes = [Route(*ranks, _classes(_joined(members))) for ranks, members in pairs.items()]
     routes += _null_routes(source, sink, {source_rank for source_rank, _ in pairs})
-    return Plan(tuple(sorted(routes, key=lambda route: (route.sink_rank, route.source_rank))))
+    routes.sort(key=lambda route: (route.sink_rank, route.source_rank))
+    return Plan(tuple(routes), tuple(empty))
 
 
 def side_tile(region: Region, head_lo: int, head_hi: int, channel_nbytes: int = 0) -> Tile:
@@ -509,8 +525,7 @@ def geometry_of(side: Side) -> tuple[object, ...]:
     """What all regions of a class have in common at one side."""
     dtype = side.values.dtype if side.values else ""
     scale_tile = side.scale.tile if side.scale else None
-    kept = (side.window, side.state_tokens, side.cell_tokens)
-    return side.tile, side.group, kept, dtype, scale_tile
+    return side.tile, side.group, side.keeping, side.cell_tokens, dtype, scale_tile
 
 
 def _sides(pair: _Pair) -> tuple[Side, Side]:
@@ -557,6 +572,7 @@ def plain_side(region: Region, head_lo: int, head_hi: int, channel_nbytes: int =
         window=region.window,
         state_tokens=region.state_tokens or 0,
         cell_tokens=region.cell_tokens or 1,
+        is_chunk=region.is_chunk is True,
     )
 
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from kvxfer.plan.geometry import Geometry
 from kvxfer.plan.transfer_plan import Refusal, TransferPlan, load_figures, plan_transfer
 from kvxfer.transfer.costs import WireCosts
+from kvxfer.transfer.windows import Keeping
 from tests.transfer.naive_windows import kept_tokens
 
 Cell = tuple[int, int, int]
@@ -44,16 +45,17 @@ def ranks(geometry: Geometry) -> list[str]:
     return [f"pp{pp}tp{tp}" for pp in range(geometry.pp) for tp in range(geometry.tp)]
 
 
-def window_of(geometry: Geometry, layer: int) -> int | None:
+def keeping_of(geometry: Geometry, layer: int) -> Keeping:
     pattern = geometry.windows.split("/")
     word = pattern[layer % len(pattern)]
-    return None if word == "full" else int(word)
+    is_chunk, tokens = word.startswith("chunk"), word.removeprefix("chunk")
+    return Keeping(geometry.block, None if word == "full" else int(tokens), is_chunk=is_chunk)
 
 
 def wanted_tokens(source: Geometry, sink: Geometry, layer: int, num_tokens: int) -> set[int]:
     """What the sink keeps and the source still has, which may have computed one token less."""
-    held = kept_tokens(num_tokens - 1, window_of(source, layer), source.block) | {num_tokens - 1}
-    return kept_tokens(num_tokens, window_of(sink, layer), sink.block) & held
+    held = kept_tokens(num_tokens - 1, keeping_of(source, layer)) | {num_tokens - 1}
+    return kept_tokens(num_tokens, keeping_of(sink, layer)) & held
 
 
 def cells_of(plan: TransferPlan, source_rank: str, sink_rank: str) -> Iterator[Cell]:

@@ -369,6 +369,22 @@ def test_a_stated_number_of_shards_wins() -> None:
 
 
 @pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (1, [(0, 1), (0, 1), (1, 2), (1, 2)]),  # with more ranks than heads
+        (2, [(0, 2)] * 4),  # not parallel
+    ],
+)
+def test_heads_of_a_draft(share: int, expected: list[tuple[int, int]]) -> None:
+    """Two, where the model has eight and two on each of four ranks."""
+    model = model_of(8, draft_counts=frozenset({2}), num_layers=2)
+    ranks = [Rank(rank, 4) for rank in range(4)]
+    spec, drafts = spec_of(num_kv_heads=2), spec_of(num_kv_heads=share)
+    assert [heads_of("a.layers.2.b", drafts, rank, model) for rank in ranks] == expected
+    assert heads_of("a.layers.1.b", spec, ranks[3], model) == (6, 8)
+
+
+@pytest.mark.parametrize(
     ("share", "tp_size", "model", "message"),
     [
         (1, 4, model_of(4, 2), "expected one number of them .* got 2 or 4"),
