@@ -272,7 +272,8 @@ def test_what_is_open_has_left_before_the_rest_is_computed(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", ["shm", "zmq"])
 def test_a_shared_cell_leaves_with_its_last_token(wire: str) -> None:
-    with loading(wire, PAIRS["compressed"]) as (prefill, sink, taken):
+    source, other = PAIRS["compressed"]
+    with loading(wire, (source, other)) as (prefill, sink, taken):
         until(lambda: has_first_half(prefill, sink, taken))
         prefill.step(HALF + 3)
         sink.step(ConnectorMetadata())

@@ -346,6 +346,20 @@ def test_every_pair_of_tensor_parallel_sizes(model: str) -> None:
         case.check()
 
 
+def test_blocks_that_were_another_type_s_are_cleared_before_they_are_filled_in_part() -> None:
+    """Groups of V4 share their memory, and the layers of V3.2 do not."""
+    pytest.importorskip("vllm")
+    assert not make_rank(V32_BF16, 64, (0, 1)).located.cleared
+    rank = make_rank(V4, 256, (0, 1))
+    blocks = {(each.group, each.block_tokens): each for each in rank.located.cleared}
+    assert list(blocks) == [(0, 256), (1, 64), (2, 4)]
+    blocks[0, 256].clear(((3, 1), (), ()), 300)
+    for layer in V4[:3]:
+        view = rank.views[layer.name]
+        assert not view[1].any()
+        assert (view[3] == torch.tensor(POISON, dtype=torch.uint8)).all()
+
+
 def test_rows_of_values_and_scales_side_by_side_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the indexer's 132 bytes a row, the oracle would tell, between unlike kernel blocks."""
     pytest.importorskip("vllm")
