@@ -2,9 +2,9 @@
 
 Of that model vLLM 0.32 has all attention kernels for CPUs, and makes its metadata with Triton, for
 which it wants a build with a CPU backend that no package index has. Here Triton's interpreter makes
-them: in a process that imports it before vLLM's modules do. Two more things are put right there: a
-table of vLLM's CPU backend lacks the kinds of layers that came with V4.1, and random weights of
-0.001 would let no token depend on any KV.
+them: in a process that imports it before vLLM's modules do. Three more things are put right there.
+A table of vLLM's CPU backend lacks the kinds of layers that came with V4.1, prefix caching is off
+without AMX, and random weights of 0.001 would let no token depend on any KV.
 """
 
 from __future__ import annotations
@@ -107,7 +107,28 @@ def serve(sock: socket.socket, engine_args: dict[str, Any], idle_step_s: float) 
         collections.defaultdict(lambda: None)
     )
     dummy_loader.initialize_single_dummy_weight = _random
+    _allow_prefix_caching()
     engine_worker.serve(sock, engine_args, idle_step_s)
+
+
+def _allow_prefix_caching() -> None:
+    """And chunks of prompts: vLLM has both of this model on CPUs with AMX, where its kernels are
+    faster, and these take what other CPUs have.
+    """
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config
+
+    def checked(vllm_config: Any) -> None:
+        asked = torch.cpu._is_amx_tile_supported
+        torch.cpu._is_amx_tile_supported = lambda: True
+        try:
+            check(vllm_config)
+        finally:
+            torch.cpu._is_amx_tile_supported = asked
+
+    CpuPlatform.check_and_update_config = staticmethod(checked)
 
 
 def _random(tensor: Any) -> None:

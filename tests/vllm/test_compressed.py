@@ -1,8 +1,8 @@
 """DeepSeek V4 on real engines: pages of states that 4 and 128 tokens share, an indexer's pages,
 windows of latents, and the compressors' windows from which the next state is made.
 
-vLLM's CPU build computes it in blocks of 256 tokens, whole prompts at a time and without prefix
-caching; other block sizes are in test_latent_regions.py.
+Prefill computes in chunks of 128 tokens. vLLM's CPU build has blocks of 256 tokens for it; other
+sizes are in test_latent_regions.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.vllm.cases import Pair, Sources, prompt, token_ids
+from tests.vllm.cases import Pair, Sources, Tokens, prompt, token_ids
 from tests.vllm.engines import Connector, Engine, EngineConfig
 from tests.vllm.interpreted import HAS_TRITON, TRITON_FOLDER, InterpretedEngine, model_folder
 
@@ -37,22 +37,40 @@ def pair() -> Iterator[Pair]:
     more = SIDE.more | {"model": str(model_folder())}
     with ExitStack() as stack:
         engines: list[Engine] = []
-        for _ in ("prefill", "decode"):
-            engines.append(InterpretedEngine(replace(SIDE, more=more)))
+        for own in ({"max_num_batched_tokens": 128}, {}):
+            engines.append(InterpretedEngine(replace(SIDE, more=more | own)))
             stack.callback(engines[-1].close)
         yield Pair(*(engine.wait_ready(START_TIMEOUT_S) for engine in engines))
 
 
+def alone(pair: Pair, tokens: Tokens) -> list[int]:
+    """What decode answers by itself, of whose cache nothing is left then."""
+    pair.decode.reset()
+    answer = pair.decode.generate(tokens, NEW_TOKENS).token_ids
+    pair.decode.reset()
+    return answer
+
+
 def test_compressed_pages_move_with_what_the_next_state_is_made_of(pair: Pair) -> None:
-    """As decode answers by itself, which keeps nothing of one request for the next."""
     assert {"UniformTypeKVCacheSpecs", "SlidingWindowMLASpec"} & set(pair.decode.groups())
     prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
-    answers = [pair.run(each, NEW_TOKENS) for each in prompts]
-    expected = [pair.decode.generate(each, NEW_TOKENS).token_ids for each in prompts]
+    expected = [alone(pair, each) for each in prompts]
     assert len({tuple(each) for each in expected}) == len(prompts)
-    assert token_ids(answers) == expected
-    num_tokens = sum(PROMPT_TOKENS)
-    assert Sources.of(pair.decode) == Sources(
-        num_tokens - len(prompts), 0, len(prompts) + num_tokens
-    )
+    before = Sources.of(pair.decode)
+    assert token_ids([pair.run(each, NEW_TOKENS) for each in prompts]) == expected
+    moved = Sources.of(pair.decode) - before
+    assert moved == Sources(sum(PROMPT_TOKENS) - len(prompts), 0, len(prompts))
+    pair.assert_at_rest()
+
+
+def test_a_prefix_that_decode_has(pair: Pair) -> None:
+    """Two blocks of 256, which a load brought."""
+    first = prompt(515)
+    second = first + prompt(60, seed=1)
+    expected = alone(pair, second)
+    pair.run(first, NEW_TOKENS)
+    before = Sources.of(pair.decode)
+    assert pair.run(second, NEW_TOKENS).token_ids == expected
+    moved = Sources.of(pair.decode) - before
+    assert moved == Sources(len(second) - 512 - 1, 512, 1)
     pair.assert_at_rest()
