@@ -310,6 +310,8 @@ def test_draft_layers_are_named_by_method_and_weights(folder: Path) -> None:
         ("RSWASpec", {"rswa_window": 64}, "not one window"),
         ("SinkFullAttentionSpec", {"sink_len": 4}, "not the request's"),
         ("HiddenStateCacheSpec", {}, "hidden states"),
+        ("CircularBufferSpec", {}, "keeps a ring"),
+        ("SlidingWindowMLASpec", {"sliding_window": 64, "bounded_replay": True}, "bounded replay"),
     ],
 )
 def test_caches_that_cannot_move(
