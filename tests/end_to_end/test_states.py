@@ -33,8 +33,8 @@ def fleet() -> Iterator[Fleet]:
 
 
 def bench_of(fleet: Fleet, shape: Shape, prefill: Any = None, decode: Any = None) -> Bench:
-    sides = {"prefill": STEPS | (prefill or {}), "decode": STEPS | (decode or {})}
-    return Bench(fleet, shape, fleet.pair(shape, **sides))
+    sides = (STEPS | (prefill or {}), STEPS | (decode or {}))
+    return Bench(fleet, shape, fleet.pair(shape, prefill=sides[0], decode=sides[1]))
 
 
 @pytest.mark.parametrize(

@@ -263,7 +263,6 @@ def test_draft_layers_are_named_by_method_and_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "fields", "reason"),
     [
-        ("ChunkedLocalAttentionSpec", {"attention_chunk_size": 64}, "request's chunk ends"),
         ("CrossAttentionSpec", {}, "what an encoder made"),
         ("EncoderOnlyAttentionSpec", {}, "keeps nothing"),
         ("RSWASpec", {"rswa_window": 64}, "not one window"),

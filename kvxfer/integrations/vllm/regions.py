@@ -221,6 +221,7 @@ def _regions(
         stride_token=cells.stride_token,
         kernel_blocks=kernel_blocks,
         window=spec.window,
+        is_chunk=spec.is_chunk or msgspec.UNSET,
     )
     match inside:
         case Opaque(fingerprint):

@@ -15,7 +15,6 @@ from kvxfer.errors import ConfigError
 
 _REFUSED = {
     "MambaSpec": "it keeps a state, whose shape only a running engine says",
-    "ChunkedLocalAttentionSpec": "what it keeps depends on where the request's chunk ends",
     "CrossAttentionSpec": "it keeps what an encoder made, which no prompt token says",
     "EncoderOnlyAttentionSpec": "it keeps nothing that another engine could use",
     "RSWASpec": "what it keeps is not one window",
@@ -36,6 +35,7 @@ class LayerSpec:
         is_latent: one latent for all heads (MLA), replicated on all ranks.
         window: tokens that the group keeps; None all. A layer that only *looks* at a window, while
             its blocks are kept (the hybrid cache manager is off), has None.
+        is_chunk: the window is the chunk of the next token.
         quantisation: vLLM's mode by name, in small letters; "none".
         num_head_slots: slots of a block if they are not the heads; None: one for each head.
         cell_nbytes: bytes of a cell if they are packed in a backend's own way; None: K and V dense.
@@ -50,6 +50,7 @@ class LayerSpec:
     dtype: torch.dtype
     is_latent: bool = False
     window: int | None = None
+    is_chunk: bool = False
     quantisation: str = "none"
     num_head_slots: int | None = None
     cell_nbytes: int | None = None
@@ -120,6 +121,8 @@ def _read(layer: str, spec: Any) -> LayerSpec | StateSpec:
         return _state(layer, spec)
     if kind is interface.SlidingWindowSpec:
         return _record(spec, window=_kept_tokens(spec))
+    if kind is interface.ChunkedLocalAttentionSpec:
+        return _record(spec, window=spec.attention_chunk_size, is_chunk=True)
     if kind is window_latent and not getattr(spec, "bounded_replay", False):
         return _record(spec, is_latent=True, window=_kept_tokens(spec))
     raise cannot_move(layer, kind.__name__)
@@ -129,7 +132,8 @@ def cannot_move(layer: str, kind: str) -> ConfigError:
     """Of a layer whose spec is of a kind that does not move, by the name of its class."""
     reason = _REFUSED.get(kind, "what it keeps has no description here")
     return ConfigError(
-        f"{layer}: expected full, sliding-window or latent attention, or a state, got {kind}: "
+        f"{layer}: expected full, sliding-window, chunked or latent attention, or a state, got "
+        f"{kind}: "
         f"{reason}; serve this model without disaggregation"
     )
 
@@ -154,7 +158,9 @@ def _kept_tokens(spec: Any) -> int:
     return int(spec.sliding_window + getattr(spec, "extra_retained_tokens", 0))
 
 
-def _record(spec: Any, *, is_latent: bool = False, window: int | None = None) -> LayerSpec:
+def _record(
+    spec: Any, *, is_latent: bool = False, window: int | None = None, is_chunk: bool = False
+) -> LayerSpec:
     head_size_v = 0 if is_latent else getattr(spec, "head_size_v", None)
     mode = getattr(spec, "kv_quant_mode", None)
     return LayerSpec(
@@ -165,6 +171,7 @@ def _record(spec: Any, *, is_latent: bool = False, window: int | None = None) ->
         dtype=spec.dtype,
         is_latent=is_latent,
         window=window,
+        is_chunk=is_chunk,
         quantisation="none" if mode is None else mode.name.lower(),
         num_head_slots=getattr(spec, "num_head_slots", None),
         cell_nbytes=getattr(spec, "state_content_bytes", None),
