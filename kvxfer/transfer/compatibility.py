@@ -43,22 +43,25 @@ _FACTS: Mapping[str, str] = {
     "head_size": _SAME_MODEL,
     "num_layers": _SAME_MODEL,
     "is_mla": _SAME_MODEL,
-    "draft_layers": "use the same draft layers on both sides, or none",
+    "draft_layers": "use the same draft on both sides, or none on one",
     "dcp_size": "use the same decode context parallel size on both sides",
     "pcp_size": "use the same prefill context parallel size on both sides",
     "attention": _SAME_MODEL,
 }
 """Every field of CacheFacts, and what to do where it differs."""
-_CAST_FACTS = ("dtype", "quantisation")
+_CAST_FACTS = frozenset({"dtype", "quantisation"})
 """What may differ where both sides allow casts."""
+_DRAFT_FACTS = frozenset({"draft_layers", "num_kv_heads"})
+"""What may differ where one side has no draft, whose heads count among the engine's."""
 
 
 def differences(source: EngineManifest, sink: EngineManifest) -> tuple[Difference, ...]:
     """Every field in which KV of ``source`` is not KV for ``sink``; empty if they can exchange it.
 
-    TP and PP sizes, block sizes, layouts, KV cache groups and engine versions may differ, and the
-    source may keep more of a layer than the sink. Which layers and heads are there is the plan's
-    question, and so is where both allow casts which elements can be cast.
+    TP and PP sizes, block sizes, layouts, KV cache groups and engine versions may differ, one side
+    may have a draft and the other none, and the source may keep more of a layer than the sink.
+    Which layers and heads are there is the plan's question, and so is where both allow casts which
+    elements can be cast.
     """
     may_cast = allows_cast(source) and allows_cast(sink)
     return (
@@ -129,12 +132,15 @@ def _protocol_differences(source: EngineManifest, sink: EngineManifest) -> Itera
 def _facts_differences(
     source: CacheFacts, sink: CacheFacts, *, may_cast: bool
 ) -> Iterator[Difference]:
+    may_differ = _CAST_FACTS if may_cast else frozenset()
+    if bool(source.draft_layers) != bool(sink.draft_layers):
+        may_differ |= _DRAFT_FACTS
     for field, advice in _FACTS.items():
         ours, theirs = getattr(source, field), getattr(sink, field)
         if ours == "" or theirs == "":
             unknown = "the side that does not know it must state it"
             yield Difference(field, _shown(ours), _shown(theirs), unknown)
-        elif ours != theirs and not (may_cast and field in _CAST_FACTS):
+        elif ours != theirs and field not in may_differ:
             yield Difference(field, _shown(ours), _shown(theirs), advice)
 
 

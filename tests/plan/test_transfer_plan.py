@@ -174,10 +174,11 @@ def test_the_count_finds_planted_faults(fault: str) -> None:
 
 def test_replicas_share_the_reading() -> None:
     """Of a latent that all ranks hold, and of heads that two ranks hold."""
-    latent = Geometry(layers=4, head_dim=576, mla=True, tp=8)
+    latent = Geometry(layers=4, head_dim=576, mla=True, tp=8, indexer=128)
     moves = planned(latent, replace(latent, tp=4)).moves
     assert [move.source for move in moves if move.layers] == [f"pp0tp{tp}" for tp in (0, 2, 4, 6)]
     assert [move.source for move in moves if not move.layers] == [f"pp0tp{n}" for n in (1, 3, 5, 7)]
+    assert {move.nbytes for move in moves if move.layers} == {2048 * 4 * (576 * 2 + 132)}
     heads = Geometry(layers=4, kv_heads=2, head_dim=64, tp=4)
     moves = planned(heads, replace(heads, tp=4)).moves
     assert [(move.source, move.sink) for move in moves] == [(f"pp0tp{n}",) * 2 for n in range(4)]
