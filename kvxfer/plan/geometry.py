@@ -65,8 +65,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ``windows``: those of the layers in turn, as in "1024/1024/full" or "chunk8192/full".
     ``shared_layers``: the last so many read the KV of earlier ones. ``engine``: whose order of
     bytes and whose prefix cache. ``kernel_block``: tokens of an attention backend's block in vLLM;
-    0: a block's. ``hybrid``: layers with windows have groups of their own. ``indexer``: elements of a sparse indexer's key
-    beside each latent; 0: none.
+    0: a block's. ``hybrid``: layers with windows have groups of their own. ``indexer``: elements of
+    a sparse indexer's key beside each latent; 0: none.
     """
 
     layers: _Size
