@@ -5,14 +5,18 @@ token, over all heads, from the full weights.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import Tensor
 
-from kvxfer.engine.model_config import ModelConfig, load_model_config
+from kvxfer.engine.config import EngineConfig, Role
+from kvxfer.engine.kv_plan import plan_kv_caches
+from kvxfer.engine.model_config import ModelConfig, attention_pattern, load_model_config
 from kvxfer.engine.weights import Part, RandomWeights
+from kvxfer.errors import ConfigError, ModelError
 from tests.engine.model_rig import Ranks, assert_logits, run_chunks
 
 NUM_TOKENS = 70
@@ -118,6 +122,28 @@ def naive_logits(config: ModelConfig, prompt: list[int]) -> Tensor:
         up = normed @ weight(f"{name}.mlp.up_proj", mlp, hidden_size).T
         x = x + (gate * gate.sigmoid() * up) @ weight(f"{name}.mlp.down_proj", hidden_size, mlp).T
     return norm(x) @ weight("lm_head", config.vocab_size, hidden_size).T
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"windows": (48, None, None, None)}, "state_layers: expected neither windows nor"),
+        ({"num_state_heads": 6, "num_state_groups": 6}, "tp_size: x: expected a number of heads"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(changes: dict[str, Any], says: str) -> None:
+    config = msgspec.structs.replace(load_model_config("states"), **changes)
+    engine = EngineConfig(role=Role.ALONE, engine_id="e", tp_size=4)
+    with pytest.raises(ModelError, match=says):
+        plan_kv_caches(engine, config)
+
+
+def test_a_state_needs_a_group_of_its_own() -> None:
+    config = load_model_config("states")
+    assert attention_pattern(config) == "state, full, state, full"
+    engine = EngineConfig(role=Role.ALONE, engine_id="e", disable_hybrid_kv_cache_manager=True)
+    with pytest.raises(ConfigError, match="expected attention, which can keep all tokens, got Mam"):
+        plan_kv_caches(engine, config)
 
 
 @cache

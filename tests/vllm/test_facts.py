@@ -306,6 +306,9 @@ def test_draft_layers_are_named_by_method_and_weights(folder: Path) -> None:
         ("RSWASpec", {"rswa_window": 64}, "not one window"),
         ("SinkFullAttentionSpec", {"sink_len": 4}, "not the request's"),
         ("HiddenStateCacheSpec", {}, "hidden states"),
+        ("CircularBufferSpec", {}, "a ring"),
+        ("HiSparseHotSpec", {"page_size": 64, "blocks_per_request": 2}, "a copy that only this"),
+        ("HiSparseResidentSpec", {"page_size": 64}, "a copy that only this"),
     ],
 )
 def test_caches_that_cannot_move(
@@ -313,6 +316,8 @@ def test_caches_that_cannot_move(
 ) -> None:
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     defaults = {"block_size": 64, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    if kind.startswith("HiSparse"):
+        defaults = {"block_size": 64}
     spec = getattr(interface, kind)(**(defaults | fields))
     with pytest.raises(ConfigError, match=f"a: expected full, .* got {kind}: .*{reason}"):
         cache_facts(engine(Model(folder)), cache(group(spec, "a")))
