@@ -153,18 +153,21 @@ def case() -> tuple[ModelConfig, list[int], Tensor]:
     return config, prompt.tolist(), naive_logits(config, prompt.tolist())
 
 
-@pytest.mark.parametrize("chunks", [(NUM_TOKENS,), (2, 1, 29, 16, 21, 1), (60, *[1] * 10)])
+@pytest.mark.parametrize("chunks", [(NUM_TOKENS,), (2, 1, 29, 16, 20, 1, 1)])
 @pytest.mark.parametrize(
-    ("layout", "block_tokens", "tp_size"),
-    [("HND", 16, 1), ("NHD", 24, 2), ("HND", 8, 4), ("NHD", 8, 4)],
+    ("layout", "block_tokens", "tp_size"), [("HND", 16, 1), ("NHD", 24, 2), ("HND", 8, 4)]
 )
 @pytest.mark.parametrize("cached", [True, False])
 def test_logits_and_states_are_the_naive_ones(
     chunks: tuple[int, ...], layout: str, block_tokens: int, tp_size: int, cached: bool
 ) -> None:
-    """A state in each block, or one for a request; pools full of what is no number."""
+    """A state in each block, or one for a request; pools full of another one's."""
     config, prompt, logits = case()
     ranks = Ranks(config, tp_size, layout, block_tokens, enable_prefix_caching=cached)
+    for rank in ranks.caches:
+        for layer in config.state_layers:
+            for view in rank.layers[f"model.layers.{layer}.mixer"].kv_cache:
+                view.fill_(7)
     assert_logits(run_chunks(ranks, prompt, chunks), logits)
     (state_group,) = (
         number
