@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from msgspec import UNSET
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.layout import Interior, Region
 from kvxfer.transfer.manifest import (
     CacheFacts,
@@ -78,7 +80,8 @@ class EngineShape:
     ``channel_nbytes``; with ``inner`` each head then has all of K before all of V.
     ``groups``: one number per layer, default all 0. ``windows``: by group, default none.
     ``shares``: (layer, layer whose memory it uses). ``state``: layers that keep one, the last
-    group.
+    group. ``cp_size``: tensor-parallel ranks that hold the same heads take the tokens in turns,
+    ``cp_run`` of them at a time; ``block_tokens`` are a rank's own.
     """
 
     tp_size: int = 1
@@ -100,6 +103,14 @@ class EngineShape:
     shares: tuple[tuple[int, int], ...] = ()
     interior: Interior = Interior.PLAIN
     state: StateShape | None = None
+    cp_size: int = 1
+    cp_run: int = 1
+    protocol: tuple[int, int] = (1, 1)
+
+    @property
+    def table_tokens(self) -> int:
+        """Tokens of a request that a block of its table stands for."""
+        return self.block_tokens * self.cp_size
 
     @property
     def planes(self) -> tuple[str, ...]:
@@ -188,6 +199,9 @@ def build_regions(shape: EngineShape, rank: RankId) -> tuple[tuple[Region, ...],
             kernel_blocks=shape.kernel_blocks,
             interior=shape.interior,
             window=shape.window_of(layer),
+            interleave=Interleave(shape.cp_size, rank.tp % shape.cp_size, shape.cp_run)
+            if shape.cp_size > 1
+            else UNSET,
         )
         for layer in layers
         for plane_index, plane in enumerate(shape.planes)
@@ -262,7 +276,7 @@ def build_manifest(shape: EngineShape, engine_id: str = "engine") -> EngineManif
     return EngineManifest(
         engine_id=engine_id,
         incarnation=engine_id.encode().ljust(16, b"\0")[:16],
-        protocol=(1, 1),
+        protocol=(3, 3) if shape.cp_size > 1 else shape.protocol,
         capabilities=(),
         facts=CacheFacts(
             model="llama-test",
@@ -274,10 +288,11 @@ def build_manifest(shape: EngineShape, engine_id: str = "engine") -> EngineManif
             head_size=shape.inner_nbytes // 4,
             num_layers=shape.num_layers,
             is_mla=shape.is_mla,
+            dcp_size=shape.cp_size,
         ),
         tp_size=shape.tp_size,
         pp_size=shape.pp_size,
-        block_tokens=shape.block_tokens,
+        block_tokens=shape.table_tokens,
         layout=shape.layout,
         ranks=tuple(ranks),
     )

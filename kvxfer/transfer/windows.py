@@ -147,7 +147,7 @@ def may_clip(sink: Keeping, source: Keeping) -> bool:
 
 def keeping_of(region: Region) -> Keeping:
     if isinstance(region.state_tokens, UnsetType):
-        return Keeping(region.block_tokens, region.window)
+        return Keeping(region.table_tokens, region.window)
     return Keeping(region.state_tokens, is_state=True)
 
 
