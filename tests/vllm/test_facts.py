@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import UNSET, UnsetType
 
 from kvxfer.errors import ConfigError
 from kvxfer.integrations.vllm.facts import (
@@ -19,6 +20,7 @@ from kvxfer.integrations.vllm.facts import (
     cache_model,
     rope_text,
 )
+from kvxfer.transfer.interleave import Interleave
 from kvxfer.transfer.manifest import CacheFacts
 
 # vLLM loads parts of torch that other parts of torch call deprecated.
@@ -170,6 +172,32 @@ def test_the_counts_of_heads_that_layers_have(folder: Path) -> None:
     assert cache_model(engine(unlike)).head_counts == frozenset({2, 4})
     draft = cache_model(engine(Model(folder), speculative_config=eagle(folder, num_kv_heads=8)))
     assert (draft.num_kv_heads, draft.head_counts) == (8, frozenset({4, 8}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"decode_context_parallel_size": 1, "cp_kv_cache_interleave_size": 8}, UNSET),
+        ({"decode_context_parallel_size": 2}, Interleave(2, 1, 1)),
+        (
+            {"decode_context_parallel_size": 4, "cp_kv_cache_interleave_size": 8},
+            Interleave(4, 1, 8),
+        ),
+        (
+            {
+                "decode_context_parallel_size": 2,
+                "cp_kv_cache_interleave_size": 1,
+                "dcp_kv_cache_interleave_size": 16,
+            },
+            Interleave(2, 1, 16),
+        ),
+    ],
+)
+def test_which_tokens_a_rank_keeps(
+    folder: Path, sizes: dict[str, int], expected: Interleave | UnsetType
+) -> None:
+    config = engine(Model(folder), parallel_config=SimpleNamespace(**sizes))
+    assert cache_model(config, cp_rank=1).interleave == expected
 
 
 def group(spec: Any, *layers: str) -> SimpleNamespace:

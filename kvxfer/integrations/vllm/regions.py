@@ -196,10 +196,12 @@ def _regions(
         return regions_of_state(
             layer, tensor, spec, rank, model, group=view.group, memory=number, offset=start
         )
-    if spec.is_context_sharded and model.is_context_parallel:
+    interleave = model.interleave if spec.is_context_sharded else msgspec.UNSET
+    if interleave and (spec.window is not None or spec.tokens_per_state != 1):
+        kept = "compressed" if spec.window is None else f"of a window of {spec.window}"
         raise ConfigError(
-            f"{layer}: expected all tokens on every rank, got a cache that context parallelism "
-            "spreads over ranks; set decode_context_parallel_size to 1"
+            f"{layer}: expected all tokens where decode_context_parallel_size is "
+            f"{interleave.size}, got a cache {kept} tokens that ranks share; set it to 1"
         )
     cells, kernel_blocks = _cells(layer, tensor, spec, num_blocks)
     head_lo, head_hi = heads_of(layer, spec, rank, model)
@@ -221,6 +223,7 @@ def _regions(
         stride_token=cells.stride_token,
         kernel_blocks=kernel_blocks,
         window=spec.window,
+        interleave=interleave,
     )
     match inside:
         case Opaque(fingerprint):
