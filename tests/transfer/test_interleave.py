@@ -14,11 +14,13 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvxfer.errors import IncompatiblePeer, ProtocolError
+from kvxfer.tensors.strided_index import side_ids
+from kvxfer.transfer.chunks import chunk_list
 from kvxfer.transfer.interleave import MAX_PERIOD, WHOLE, Interleave, shared
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, validate_manifest
 from kvxfer.transfer.plan import make_plan
-from kvxfer.transfer.pull import PullResolver, open_to, pull_class
+from kvxfer.transfer.pull import PullResolver, check_table, open_to, pull_class
 from kvxfer.transfer.wire import INTERLEAVES, PROTOCOL_MIN, STATES, first_protocol
 from tests.builders import DELTA_NET, EngineShape, build_manifest
 from tests.transfer.naive import Case, same
@@ -193,6 +195,49 @@ def test_of_a_growing_offer_the_open_tokens_are_the_ranks_own(open_tokens: int) 
         tokens = [asked.token(number) for number in range(asked.token_lo, hi)]
         kept = Interleave(2, route.source_rank.tp, 4)
         assert tokens == [p for p in range(3, min(50, open_tokens)) if keeps(kept, p)]
+
+
+def test_a_chunk_leaves_when_its_last_token_is_open() -> None:
+    source, sink = (
+        build_manifest(EngineShape(tp_size=2, num_kv_heads=1, cp_size=size, cp_run=run))
+        for size, run in ((2, 4), (1, 1))
+    )
+    for route in make_plan(source, sink).of_sink(RankId(0, 0)):
+        asked = pull_class(route.classes[0], 0, 50)
+        kept = Interleave(2, route.source_rank.tp, 4)
+        tokens = [p for p in range(50) if keeps(kept, p)]
+        chunks = chunk_list((asked,), 4096 // 64)
+        assert len(chunks) > 2
+        assert [each.opens_at for each in chunks] == [tokens[c.token_hi - 1] + 1 for c in chunks]
+
+
+def test_ids_of_a_striped_side_are_looked_at_where_its_tokens_lie() -> None:
+    """Tokens 0 to 15 of two ranks that share them lie in the first block of 8 of each; rank 1's
+    part of token 17 in the second one.
+    """
+    source, sink = (
+        build_manifest(
+            EngineShape(tp_size=2, num_kv_heads=1, cp_size=size, block_tokens=tokens, num_blocks=9)
+        )
+        for size, tokens in ((2, 8), (1, 4))
+    )
+    (_, route) = make_plan(source, sink).of_sink(RankId(0, 0))
+    side = route.classes[0].sink
+    assert side.stripe is not None
+    asked = pull_class(route.classes[0], 0, 18)
+    assert (asked.token_lo, asked.token_hi) == (0, 9)
+    check_table(side, [(3, 1, 2, 5, 7)], 0, 9)
+    check_table(side, [(-1, -1, -1, -1, 7)], 8, 9)
+    for ids, span in (
+        ((3, 1, 2, 5), (0, 9)),
+        ((3, -1, 2, 5, 7), (0, 9)),
+        ((3, 1, 2, 5, 9), (0, 9)),
+        ((-1, 1, 2, 5, -1), (8, 9)),
+    ):
+        with pytest.raises(ProtocolError, match="block ids of group 0"):
+            check_table(side, [ids], *span)
+    assert side_ids(side, [(3, -1, 2)]).tolist()[2:4] == [-1, -1]
+    assert min(side_ids(side, [(3, 1, 2)]).tolist()) >= 0
 
 
 EQUAL = EngineShape(tp_size=2, num_kv_heads=1, cp_size=2, interior=Interior.OPAQUE)
