@@ -153,7 +153,7 @@ class Stripe(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def unit_tokens(kept: Interleave, tokens: Shared, kernel_tokens: int) -> int | None:
-    """The longest unit of which all shared tokens are made at this rank. None: it keeps no others."""
+    """The longest unit of which shared tokens are made at this rank; None: it keeps no others."""
     if tokens.num_tokens * kept.size == tokens.period:
         return None
     own = _joined((kept.own(lo), kept.own(hi - 1) + 1) for lo, hi in tokens.runs)

@@ -92,5 +92,3 @@ def test_a_token_lies_where_vllms_kernel_writes_it(size: int, run: int) -> None:
             if token // run % size == rank
         }
         assert dict(enumerate(slots.tolist())) == dict.fromkeys(range(num_tokens), -1) | found
-
-

@@ -167,9 +167,7 @@ def cache_model(vllm_config: Any, cp_rank: int = 0) -> CacheModel:
         counts |= _head_counts(draft.draft_model_config)
     cp_size = getattr(parallel, "decode_context_parallel_size", 1)
     # The older name counts where it is set, as in vLLM, which may not have compared them yet.
-    runs = (
-        getattr(parallel, f"{prefix}_kv_cache_interleave_size", 1) for prefix in ("dcp", "cp")
-    )
+    runs = (getattr(parallel, f"{prefix}_kv_cache_interleave_size", 1) for prefix in ("dcp", "cp"))
     run = next((each for each in runs if each > 1), 1)
     return CacheModel(
         dtype=model.dtype,
