@@ -183,9 +183,7 @@ def _make_run(
 
 
 def _chunk_nbytes(order: NewLoad, choice: Choice, nbytes: int, wanted: Sequence[PullClass]) -> int:
-    """Of an offer that grows the chunks are small: one leaves when its last token is open, and the
-    last one is waited for.
-    """
+    """Small for an offer that grows: a chunk leaves when its last token is open."""
     best_nbytes = choice.chunk_nbytes(nbytes)
     if not order.grows:
         return best_nbytes
