@@ -205,8 +205,8 @@ def _refuse_parallel(vllm_config: Any) -> None:
     size = getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1)
     if size != 1:  # In vLLM 0.32 these ranks hold the same tokens; beside DCP each its own.
         raise ConfigError(
-            f"prefill_context_parallel_size: expected 1, got {size}; vLLM does not say of its cache "
-            "which tokens a rank then holds; use decode_context_parallel_size"
+            f"prefill_context_parallel_size: expected 1, got {size}; vLLM does not say which "
+            "tokens a rank then holds; use decode_context_parallel_size"
         )
 
 
