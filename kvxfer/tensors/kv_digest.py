@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvxfer.tensors.strided_copy import Bytes, void
-from kvxfer.tensors.strided_index import Ids, check_bases, check_flat, check_span
+from kvxfer.tensors.strided_index import Ids, check_bases, check_flat, check_span, side_ids
 from kvxfer.transfer.plan import PullClass, RegionName, Side, Tile
 
 PIECE_NBYTES = 256 << 10
@@ -70,7 +70,7 @@ def cells_of(
     """The cells of a class at one side; ``block_ids`` by the side's groups. Raises ValueError for
     tokens without a block of the pool.
     """
-    ids = np.asarray(block_ids[side.group], dtype=np.int64)
+    ids = side_ids(side, block_ids)
     check_span(side.tile, ids, wanted.token_lo, wanted.token_hi)
     tokens = picked_tokens(wanted.token_lo, wanted.token_hi, every, seed)
     return Cells(side, wanted.regions, wanted.head_lo, ids, tokens)

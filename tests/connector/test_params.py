@@ -60,7 +60,7 @@ def test_made_params_are_the_fields_that_routers_know() -> None:
             "tokens": 77,
             "endpoint": "tcp://10.0.0.7:5700",
             "digest": "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f",
-            "protocol": 2,
+            "protocol": 3,
         },
     }
 

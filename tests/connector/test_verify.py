@@ -96,6 +96,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a window": (HYBRID, {**HYBRID, "layout": "NHD"}),
     "opaque blocks": ({"interior": Interior.OPAQUE}, {"interior": Interior.OPAQUE}),
     "compressed": ({"cell_tokens": 8, "kernel_blocks": 2}, {"cell_tokens": 8, "layout": "NHD"}),
+    "tokens of 2 ranks": (
+        {"num_kv_heads": 1, "tp_size": 2, "cp_size": 2, "block_tokens": 8},
+        {"num_kv_heads": 1, "layout": "NHD", "protocol": (1, 3)},
+    ),
     "kernel blocks": ({"block_tokens": 32, "kernel_blocks": 2}, {"block_tokens": 32}),
 }
 
