@@ -171,7 +171,7 @@ def read_pull(
     if wire_of(pull, transports) is Wire.DIRECT:
         return Wire.DIRECT
     _check_states(pull.classes, num_tokens)
-    beyond = [w.token_hi for w in pull.classes if w.token_hi > num_tokens and not w.is_state]
+    beyond = [w.span[1] for w in pull.classes if w.span[1] > num_tokens and not w.is_state]
     if beyond and not _is_padding(resolver.manifest, pull, num_tokens):
         raise PullRefused(
             Reason.PLAN, f"tokens: expected at most the offered {num_tokens}, got {max(beyond)}"
@@ -199,7 +199,7 @@ def _check_states(classes: Sequence[PullClass], num_tokens: int) -> None:
 def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_tokens: int) -> None:
     """Raises PullRefused for what cannot be verified of an offer."""
     _check_states(classes, num_tokens)
-    most = max((wanted.token_hi for wanted in classes if not wanted.is_state), default=0)
+    most = max((wanted.span[1] for wanted in classes if not wanted.is_state), default=0)
     if most > num_tokens:
         raise PullRefused(
             Reason.PLAN, f"verify: expected at most the offered {num_tokens} tokens, got {most}"
@@ -213,12 +213,12 @@ def _check_verified(classes: Sequence[PullClass], resolver: PullResolver, num_to
 def _check_held(sides: Sequence[Side], classes: Sequence[PullClass], num_tokens: int) -> None:
     """Raises PullRefused for tokens that this source no longer keeps at the end of the offer."""
     for side, wanted in zip(sides, classes, strict=True):
-        held_start = side.keeping.held_start(num_tokens)
-        if wanted.token_lo < min(held_start, wanted.token_hi):
+        held_start, (token_lo, token_hi) = side.keeping.held_start(num_tokens), wanted.span
+        if token_lo < min(held_start, token_hi):
             raise PullRefused(
                 Reason.PLAN,
                 f"{wanted.regions[0].layer}: tokens: expected from {held_start} on, got "
-                f"{wanted.token_lo}; of {num_tokens} offered tokens this source keeps "
+                f"{token_lo}; of {num_tokens} offered tokens this source keeps "
                 f"{side.keeping}",
             )
 
@@ -237,11 +237,11 @@ def _is_padding(manifest: RankManifest, pull: Pull, num_tokens: int) -> bool:
         if region.interior != "plain"
     }
     for wanted in pull.classes:
-        if wanted.token_hi <= num_tokens or wanted.is_state:
+        if wanted.span[1] <= num_tokens or wanted.is_state:
             continue
         for name in wanted.regions:
             sizes = {blocks.get((name.layer, plane), 1) for plane in name.planes}
-            if any(wanted.token_hi > -(-num_tokens // size) * size for size in sizes):
+            if any(wanted.span[1] > -(-num_tokens // size) * size for size in sizes):
                 return False
     return True
 

@@ -275,7 +275,7 @@ def open_tokens_of(grant: Grant, run: RouteRun) -> int:
     wanted = run.request.pull_classes if run.request is not None else ()
     if isinstance(open_tokens, UnsetType):
         return ALL
-    return ALL if all(asked.token_hi <= open_tokens for asked in wanted) else open_tokens
+    return ALL if all(asked.span[1] <= open_tokens for asked in wanted) else open_tokens
 
 
 def take_granted_ids(run: RouteRun, block_ids: GroupBlockIds, open_tokens: int) -> None:

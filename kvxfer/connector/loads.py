@@ -108,13 +108,16 @@ class LoadBook:
         self.most_growing_tokens = 0.0
         self.has_states = False
         """Layers keep a state, which moves only of the offered tokens, all of them."""
+        self.num_own_tokens = 1
+        """Tokens at the end of a prompt that are always computed here: the last one, to sample from
+        it, and those before it whose draft looks at tokens behind the prompt."""
 
     def find(self, request: RequestLike, source: SourceRef) -> None:
         num_tokens = request.num_prompt_tokens - self.has_states
         source = _with_digest(request, msgspec.structs.replace(source, num_tokens=num_tokens))
         self._by_id[request.request_id] = Load(
             source=source,
-            num_usable_tokens=request.num_prompt_tokens - 1,
+            num_usable_tokens=max(0, request.num_prompt_tokens - self.num_own_tokens),
             state=LoadState.FINDING,
             trace=trace_of(request),
             early=source,
@@ -179,9 +182,9 @@ class LoadBook:
         source = _with_digest(request, source)
         self._by_id[request.request_id] = Load(
             source=source,
-            # The last prompt token is always computed here, to sample from: its KV is never worth
-            # moving.
-            num_usable_tokens=min(source.num_tokens, request.num_prompt_tokens - 1),
+            num_usable_tokens=min(
+                source.num_tokens, max(0, request.num_prompt_tokens - self.num_own_tokens)
+            ),
             trace=trace_of(request),
         )
         self._users.setdefault(source.offer, []).append(request.request_id)

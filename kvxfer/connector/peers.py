@@ -294,6 +294,13 @@ class Peers:
         )
         peer.plan = make_plan(peer.manifest, own)
         check_verifiable(around.config, peer.plan, peer.manifest)
+        if peer.plan.empty_layers:
+            _log.warning(
+                "engine %s at %s: expected the draft of this engine, got none: the draft begins "
+                "with empty KV (%d layers), so fewer of its tokens are accepted; use the same "
+                "draft on both sides",
+                *(peer.engine_id, peer.endpoint, len(peer.plan.empty_layers)),
+            )
         peer.moments.end("plan")
         return Matched(tuple(peer.source(route.source_rank) for route in peer.routes()))
 

@@ -190,7 +190,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     ``finished_s``: the last verdict came. ``spans``: of an offer that grew, when this rank heard
     how many tokens are open. ``peer``: the front door of the source engine.
     ``incomplete_blocks``: (group, position) of blocks that were filled only partly, because the
-    source had let go of their first tokens.
+    source had let go of their first tokens. ``has_empty_draft``: the source has no draft, this
+    rank's engine has one.
     """
 
     request_id: str
@@ -205,6 +206,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     transports: tuple[str, ...] = ()
     incomplete_blocks: BlockPlaces = ()
+    has_empty_draft: bool = False
     trace: TraceHeaders = ()
     spans: tuple[tuple[float, int], ...] = ()
 

@@ -61,6 +61,7 @@ class SchedulerConnector:
 
     Args:
         can_send, can_receive: the role; params of the other role make a plain request, counted.
+        num_own_tokens: at the end of a prompt, which this engine computes itself.
         now: seconds of a clock that does not go back.
 
     A request that does not get the KV that it asked for is logged as a warning, limited by
@@ -75,6 +76,7 @@ class SchedulerConnector:
         *,
         can_send: bool,
         can_receive: bool,
+        num_own_tokens: int = 1,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
@@ -84,6 +86,7 @@ class SchedulerConnector:
         self._manifest_is_new = False
         self._offers = OfferBook(grows=config.grow_offers)
         self._loads = LoadBook()
+        self._loads.num_own_tokens = num_own_tokens
         self._step_loads = StepLoads(config.load_in_step_s)
         self._ranks: frozenset[str] = frozenset()
         self._reasons: Counter[str] = Counter()

@@ -167,6 +167,7 @@ class SinkLoad:
             peer=self.order.source.endpoint,
             transports=tuple(sorted({r.pull.transport for r in runs if not r.pull.is_null})),
             incomplete_blocks=tuple(sorted(places)),
+            has_empty_draft=self.peer is not None and bool(self.peer.plan.empty_layers),
             trace=self.order.trace,
             spans=tuple(self.spans),
         )

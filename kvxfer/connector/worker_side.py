@@ -106,6 +106,7 @@ class WorkerConnector:
         self._begun: IsReady | None = None
         self._ended: ConnectorMetadata | None = None
         self._incomplete: dict[str, BlockPlaces] = {}
+        self._with_empty_draft: set[str] = set()
         self._details: dict[str, str] = {}
         self._loading: set[str] = set()
         self._in_step: tuple[str, ...] = ()
@@ -244,7 +245,7 @@ class WorkerConnector:
         self._must_drain |= finished.must_drain
         self._found |= finished.found
         self._finding.difference_update(finished.found)
-        self._incomplete, self._details = {}, {}
+        self._incomplete, self._details, self._with_empty_draft = {}, {}, set()
         if finished is NONE_FINISHED:
             return None, None, {}
         received: set[str] = set()
@@ -254,8 +255,11 @@ class WorkerConnector:
             if report.reason is not None:
                 failed[report.request_id] = report.reason.value
                 self._details[report.request_id] = report.detail
-            elif report.incomplete_blocks:
+                continue
+            if report.incomplete_blocks:
                 self._incomplete[report.request_id] = report.incomplete_blocks
+            if report.has_empty_draft:
+                self._with_empty_draft.add(report.request_id)
         self._sending -= finished.sent
         self._loading -= received
         return set(finished.sent) or None, received or None, failed
@@ -273,6 +277,12 @@ class WorkerConnector:
         """
         incomplete, self._incomplete = self._incomplete, {}
         return incomplete
+
+    def get_loads_with_empty_draft(self) -> set[str]:
+        """The good loads among those that the last :meth:`get_transfer_results` has returned whose
+        source has no draft: nothing was written where the draft keeps its KV.
+        """
+        return self._with_empty_draft
 
     def get_failure_details(self) -> dict[str, str]:
         details, self._details = self._details, {}

@@ -39,13 +39,13 @@ from kvxfer.tensors.device_launch import (
 from kvxfer.tensors.device_memory import DeviceMemory
 from kvxfer.tensors.strided_index import Ids, are_blocks
 from kvxfer.transfer.casts import Values
-from kvxfer.transfer.plan import Base, Cells, CopyClass, DenseOrder, Side, Tile
+from kvxfer.transfer.plan import AnySide, Base, CopyClass, DenseOrder, Side, Tile
 
 # The widest access of the kernel; alignment beyond it does not matter
 _ALIGN_NBYTES = 16
 
 
-class BoundSide(Cells, frozen=True, kw_only=True):
+class BoundSide(AnySide, frozen=True, kw_only=True):
     """A side of a geometry class in memories known to hold it: an address for each region.
     ``align_nbytes`` divides all of them; 0: to be found.
     """

@@ -109,7 +109,7 @@ def _append_chunks(
                     token_lo=token_lo,
                     token_hi=token_hi,
                     nbytes=(region_hi - region_lo) * piece_nbytes,
-                    opens_at=ALL if wanted.is_state else token_hi,
+                    opens_at=ALL if wanted.is_state else token_hi * (wanted.cell_tokens or 1),
                 )
             )
         token_lo = token_hi
