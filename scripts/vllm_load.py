@@ -58,7 +58,7 @@ from kvxfer.bench.frame import words_of
 from kvxfer.bench.slow_link import ADDRESSES, LinkUnavailable, SlowLink, Speed
 from scripts.benchmarks.load_pairs import Pair
 from scripts.benchmarks.load_plan import (
-    MODELS,
+    BY_NAME,
     TINY,
     Contender,
     Job,
@@ -118,7 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--limit-s", type=positive, default=540.0, help="of the whole run; what is left is told")
     objective = Objective(ttft=500, tpot=20)
     add("--objective", type=Objective.parse, default=objective, help=f"default {objective}")
-    models = (*MODELS, "tiny", "auto")
+    models = (*BY_NAME, "tiny", "auto")
     add("--model", choices=models, default="auto", help="default auto: the largest that fits")
     add("--gpus", type=int, choices=(0, 1, 2), help="default: what is there; 0: CPUs")
     add("--kv-tokens", type=count, help="of each pool (default: five of the longest requests)")
@@ -227,7 +227,7 @@ def model_of(
         return tiny(), len(contenders)
     usable_nbytes, engines = int(0.95 * min(free_nbytes)), 2 // len(free_nbytes)
     num_engines = engines * len({contender.pair_key for contender in contenders})
-    model = MODELS.get(name) or largest_that_fits(num_engines, kv_tokens, usable_nbytes)
+    model = BY_NAME.get(name) or largest_that_fits(num_engines, kv_tokens, usable_nbytes)
     return model, usable_nbytes // (engines * engine_nbytes(model, kv_tokens))
 
 

@@ -217,7 +217,9 @@ def pairs(bench: Bench, blocks: Sequence[int]) -> None:
 
 
 def inner(bench: Bench, blocks: Sequence[int]) -> None:
-    for inner_nbytes, (given, taken) in product((1152, 656, 132), ((64, 64), (64, 16), (16, 24))):
+    for inner_nbytes, (given, taken) in product(
+        (1152, 656, 128, 4), ((64, 64), (64, 16), (16, 24))
+    ):
         shape = Shape("odd", 61, 1, inner_nbytes)
         # One token more than whole blocks, so that they cannot be joined to wider words
         for num_tokens in (8192, 8193):

@@ -353,12 +353,47 @@ class Model:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class SparseLatentModel(Model):
+    """Geometry of DeepSeek V3.2 without experts: latents, an indexer beside each. ``head_size``:
+    of a latent with its rotary part.
+    """
+
+    @property
+    def kv_nbytes(self) -> int:
+        return self.layers * (self.head_size * self.dtype_nbytes + 132)
+
+    @property
+    def weights_nbytes(self) -> int:
+        heads = self.heads * (1536 * 192 + 512 * 256 + 128 * self.hidden)
+        layer = heads + self.hidden * (1536 + self.head_size + 3 * self.intermediate)
+        return (self.layers * layer + 2 * self.vocab_size * self.hidden) * self.dtype_nbytes
+
+    def config(self, max_tokens: int) -> dict[str, Any]:
+        return {
+            **Model.config(self, max_tokens),
+            **{"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+            **{"num_key_value_heads": self.heads, "first_k_dense_replace": self.layers},
+            **{"q_lora_rank": 1536, "kv_lora_rank": self.head_size - 64, "qk_rope_head_dim": 64},
+            **{"qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64},
+            **{"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            **{"moe_intermediate_size": 2048, "n_shared_experts": 1, "moe_layer_freq": 1},
+            **{"norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+            **{"routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0},
+        }
+
+
 MODELS = {
     "llama-8b": Model("llama-8b", 32, 4096, 32, 8, 128, 14336),
     "llama-3b": Model("llama-3b", 28, 3072, 24, 8, 128, 8192),
     "llama-1b": Model("llama-1b", 16, 2048, 32, 8, 64, 8192),
 }
 """Largest first."""
+BY_NAME = MODELS | {
+    "deepseek-v3.2": SparseLatentModel("deepseek-v3.2", 12, 7168, 128, 1, 576, 18432)
+}
+"""With those that are taken only if they are named: 12 of the model's 61 layers."""
 TINY = Model("tiny", 4, 256, 8, 4, 32, 512, vocab_size=1000, dtype_nbytes=4)
 """That of the vLLM tests, which has weights."""
 OVERHEAD_NBYTES = 2 << 30

@@ -66,8 +66,8 @@ PAIRS = {
         replace(LARGE, block_tokens=8, num_blocks=48, state=replace(MAMBA2, state_tokens=8)),
     ),
     "compressed": (
-        replace(LARGE, tp_size=2, cell_tokens=4),
-        replace(LARGE, block_tokens=24, cell_tokens=4, layout="NHD"),
+        replace(LARGE, tp_size=2, cell_tokens=4, inner_nbytes=512),
+        replace(LARGE, block_tokens=24, cell_tokens=4, inner_nbytes=512, layout="NHD"),
     ),
     "opaque": tuple(
         replace(LARGE, interior=Interior.OPAQUE, kernel_blocks=2, outermost=outermost)
@@ -265,6 +265,19 @@ def test_what_is_open_has_left_before_the_rest_is_computed(wire: str) -> None:
     with loading(wire) as (prefill, sink, taken):
         until(lambda: has_first_half(prefill, sink, taken))
         assert not sink.received("d")
+        prefill.step(TOKENS)
+        assert end_of(prefill, sink) == {None}
+        expect_loaded(prefill, sink, taken, SPAN)
+
+
+@pytest.mark.parametrize("wire", ["shm", "zmq"])
+def test_a_shared_cell_leaves_with_its_last_token(wire: str) -> None:
+    source, other = PAIRS["compressed"]
+    with loading(wire, (source, other)) as (prefill, sink, taken):
+        until(lambda: has_first_half(prefill, sink, taken))
+        prefill.step(HALF + 3)
+        sink.step(ConnectorMetadata())
+        assert has_first_half(prefill, sink, taken)
         prefill.step(TOKENS)
         assert end_of(prefill, sink) == {None}
         expect_loaded(prefill, sink, taken, SPAN)

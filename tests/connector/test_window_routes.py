@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvxfer.connector.given_offer import own_ids, read_pull
+from kvxfer.connector.given_offer import PullRefused, own_ids, read_pull
 from kvxfer.connector.load_routes import (
     Addressing,
     RouteRun,
@@ -32,10 +32,10 @@ from kvxfer.transfer.compatibility import check_compatible
 from kvxfer.transfer.layout import Interior
 from kvxfer.transfer.manifest import EngineManifest, RankId, RankManifest
 from kvxfer.transfer.plan import ALL, Plan, make_plan
-from kvxfer.transfer.pull import PullResolver
+from kvxfer.transfer.pull import PullResolver, pull_classes
 from kvxfer.transfer.session import Wire
 from kvxfer.transfer.windows import Clipped, Keeping, Missing, group_keepings
-from kvxfer.transfer.wire import Consumer, Grant, OfferRef
+from kvxfer.transfer.wire import Consumer, Grant, OfferRef, Pull, Verify
 from kvxfer.transports.base import DirectSource, SinkTransport, SourceTransport
 from kvxfer.transports.shm_direct import ShmSink
 from kvxfer.transports.stream_sink import StreamSink
@@ -60,7 +60,7 @@ SOURCES: dict[str, SourceTransport] = {
 Table = tuple[tuple[int, ...], ...]
 
 
-def hybrid(draw: st.DrawFn, window: int, tp_size: int) -> EngineShape:
+def hybrid(draw: st.DrawFn, window: int, tp_size: int, cell_tokens: int) -> EngineShape:
     """Two layers, one with a window, in the same bytes; any block size and layout."""
     kernel_blocks = draw(st.sampled_from((1, 2)))
     return EngineShape(
@@ -69,11 +69,12 @@ def hybrid(draw: st.DrawFn, window: int, tp_size: int) -> EngineShape:
         windows=(window, None),
         shares=((1, 0),),
         kernel_blocks=kernel_blocks,
-        block_tokens=kernel_blocks * draw(st.sampled_from((1, 2, 3, 4, 6))),
+        block_tokens=kernel_blocks * cell_tokens * draw(st.sampled_from((1, 2, 3, 4, 6))),
         layout=draw(st.sampled_from(("HND", "NHD"))),
         outermost=draw(st.sampled_from(("planes", "blocks", "inner"))),
         num_blocks=NUM_BLOCKS,
         inner_nbytes=4,
+        cell_tokens=cell_tokens,
     )
 
 
@@ -82,7 +83,8 @@ def pairs(draw: st.DrawFn) -> tuple[EngineShape, EngineShape]:
     window = draw(st.integers(1, 14))
     tp_sizes = draw(st.sampled_from(((1, 1), (2, 1), (1, 2))))
     more = draw(st.sampled_from((0, 0, 1, 5)))
-    return hybrid(draw, window + more, tp_sizes[0]), hybrid(draw, window, tp_sizes[1])
+    cells = draw(st.sampled_from((1, 1, 2, 3)))
+    return hybrid(draw, window + more, tp_sizes[0], cells), hybrid(draw, window, tp_sizes[1], cells)
 
 
 def tables(shape: EngineShape, num_tokens: int, kept: list[set[int]], seed: int) -> Table:
@@ -354,3 +356,26 @@ def test_layers_of_one_sink_group_may_come_from_several_source_groups() -> None:
             ways,
             addressing,
         )
+
+
+def test_cells_beyond_the_offer_are_refused() -> None:
+    """11 cells of 4 tokens are 44 tokens."""
+    shape = EngineShape(cell_tokens=4)
+    entry = build_manifest(shape).ranks[0]
+    (route,) = make_plan(build_manifest(shape, "p"), build_manifest(shape, "d")).routes
+    wanted = pull_classes(route, {0: (0, 44)})
+    pull = Pull(
+        offer=OfferRef(b"n" * 16, LIFE),
+        consumer=Consumer(b"k" * 16, RankId(0, 0)),
+        claim=(RankId(0, 0),),
+        digest=b"",
+        transport="zmq",
+        is_null=False,
+        classes=wanted,
+        chunk_nbytes=4096,
+    )
+    verified = msgspec.structs.replace(pull, classes=(), verify=Verify(1, wanted))
+    for asked in (pull, verified):
+        with pytest.raises(PullRefused, match="expected at most the offered 43.*got 44"):
+            read_pull(asked, PullResolver(entry), SOURCES, 43)
+    assert read_pull(pull, PullResolver(entry), SOURCES, 44) is Wire.STREAM

@@ -27,6 +27,7 @@ from kvxfer.bench.core import Report
 from scripts import vllm_load
 from scripts.benchmarks.load_host import DECODE, PREFILL, WHOLE, EngineHost, Part
 from scripts.benchmarks.load_plan import (
+    BY_NAME,
     MODELS,
     TINY,
     Job,
@@ -243,6 +244,10 @@ def test_decode_runs_graphs_on_gpus_and_settings_reach_the_engine() -> None:
 def test_the_largest_model_that_fits_is_taken_and_pairs_come_in_groups() -> None:
     assert 15e9 < MODELS["llama-8b"].weights_nbytes < 17e9
     assert MODELS["llama-8b"].kv_nbytes == 131072
+    latents = BY_NAME["deepseek-v3.2"]
+    assert latents.kv_nbytes == 12 * (1152 + 132)
+    assert 14e9 < latents.weights_nbytes < 19e9
+    assert latents.config(64)["architectures"] == ["DeepseekV32ForCausalLM"]
     for model in MODELS.values():
         assert largest_that_fits(4, 1000, 4 * engine_nbytes(model, 1000)) is model
     assert largest_that_fits(4, 1000, 1).name == "llama-1b"

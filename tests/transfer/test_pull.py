@@ -10,18 +10,29 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from kvxfer.errors import ProtocolError
 from kvxfer.transfer import chunks as chunk_lists
 from kvxfer.transfer.chunks import check_chunks, chunk_list, num_chunks
-from kvxfer.transfer.layout import Interior
+from kvxfer.transfer.layout import Interior, check_region
 from kvxfer.transfer.manifest import RankId, RankManifest
-from kvxfer.transfer.plan import Base, DenseOrder, PullClass, RegionName, Route, Side, make_plan
+from kvxfer.transfer.plan import (
+    ALL,
+    Base,
+    DenseOrder,
+    PullClass,
+    RegionName,
+    Route,
+    Side,
+    make_plan,
+)
 from kvxfer.transfer.pull import (
     BlockIdsError,
     PullResolver,
     check_ids,
+    open_to,
     pull_classes,
     route_nbytes,
 )
@@ -541,3 +552,39 @@ def test_nonsense_is_refused_by_a_resolver_that_knows_better(
         with pytest.raises(ProtocolError) as e:
             resolver.resolve((asked,))
         assert message in str(e.value)
+
+
+# ---------------------------------------------------------------- cells that tokens share
+
+
+def test_a_shared_cell_is_asked_for_and_opens_with_its_last_token() -> None:
+    shared = EngineShape(cell_tokens=4)
+    route = route_of(shared, EngineShape(cell_tokens=4, block_tokens=24))
+    (asked,) = pull_classes(route, {0: (6, 43)})
+    assert (asked.token_lo, asked.token_hi, asked.span) == (1, 10, (4, 40))
+    assert [open_to(asked, n) for n in (0, 7, 8, 39, 40, 43, ALL)] == [1, 1, 2, 9, 10, 10, 10]
+    assert {c.opens_at - 4 * c.token_hi for c in chunk_list((asked,), 64)} == {0}
+    resolver = PullResolver(build_manifest(shared).ranks[0])
+    assert resolver.resolve((asked,))[0].keeping.block_tokens == 16
+    for other in (UNSET, 8):
+        with pytest.raises(ProtocolError, match="cell_tokens: expected 4 tokens to share a cell"):
+            resolver.resolve((replace(asked, cell_tokens=other),))
+    with pytest.raises(ProtocolError, match="tokens: expected at most the pool's 32, got 33"):
+        resolver.resolve((replace(asked, token_lo=0, token_hi=33),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"cell_tokens": 1}, "cell_tokens: expected 2 or more that divide the 16 tokens"),
+        ({"cell_tokens": 3}, "cell_tokens: expected 2 or more that divide the 16 tokens"),
+        ({"cell_tokens": 16, "kernel_blocks": 2}, "that divide the 8 tokens of a kernel block"),
+        ({"interior": Interior.OPAQUE}, "cell_tokens: expected none of a state or an interior"),
+        ({"cell_tokens": UNSET}, "expected at least the 128 bytes it steps over, got 32"),
+    ],
+)
+def test_shared_cells_are_checked(changes: dict[str, Any], says: str) -> None:
+    """An engine that does not know the field finds blocks that lie over each other (the last)."""
+    region = build_manifest(EngineShape(cell_tokens=4)).ranks[0].regions[0]
+    with pytest.raises(ValueError, match=says):
+        check_region(replace(region, **changes), 1 << 30)

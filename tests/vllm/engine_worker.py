@@ -142,7 +142,7 @@ class Worker:
 
     def do_poison(self, layers: list[str], value: float) -> int:
         """Fill the KV cache of layers, those with such a word in the name; how many there are."""
-        context = self._core.vllm_config.compilation_config.static_forward_context
+        context = self._scheduler().vllm_config.compilation_config.static_forward_context
         caches = [
             layer.kv_cache
             for name, layer in context.items()

@@ -212,12 +212,14 @@ def _wide_eagle() -> _Checkpoint:
 
 
 def _mtp(num_modules: int = 1) -> _Checkpoint:
-    """A model of one layer with modules for multi-token prediction that say what it says."""
+    """A model with modules for multi-token prediction that have its first layer: one says what a
+    model of one layer says. With several the model has as many layers, as vLLM's loader wants.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     shape = {name: value for name, value in _SHAPE.items() if name != "head_dim"}
-    config = Qwen2Config(**shape, num_hidden_layers=1, architectures=["MiMoForCausalLM"])
+    config = Qwen2Config(**shape, num_hidden_layers=num_modules, architectures=["MiMoForCausalLM"])
     model = _with_equal_embeddings(Qwen2ForCausalLM(config))
     weights = {name: weight.clone() for name, weight in model.state_dict().items()}
     size = _SHAPE["hidden_size"]

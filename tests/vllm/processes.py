@@ -45,11 +45,29 @@ class Process:
         cls, target: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
     ) -> Process:
         """Call a function of a module in a fork of the process that has imported vLLM."""
-        log_path = _new_log()
         ctx = mp.get_context("forkserver")
         ctx.set_forkserver_preload(PRELOADED)
         with _environment(environment):  # what OpenMP reads when torch is loaded
             forkserver.ensure_running()
+        return cls._started(ctx, target, arguments, environment)
+
+    @classmethod
+    def spawn(
+        cls, target: Callable[..., None], arguments: tuple[Any, ...], environment: dict[str, str]
+    ) -> Process:
+        """Call a function of a module in a new interpreter."""
+        with _environment(environment):
+            return cls._started(mp.get_context("spawn"), target, arguments, environment)
+
+    @classmethod
+    def _started(
+        cls,
+        ctx: mp.context.ForkServerContext | mp.context.SpawnContext,
+        target: Callable[..., None],
+        arguments: tuple[Any, ...],
+        environment: dict[str, str],
+    ) -> Process:
+        log_path = _new_log()
         process = ctx.Process(target=_run, args=(target, arguments, environment, str(log_path)))
         process.start()
         assert process.pid is not None

@@ -103,9 +103,14 @@ class Drafting:
 
 
 def drafting(fleet: Fleet, prefill: EngineConfig, decode: EngineConfig) -> Drafting:
-    """Prefill, decode whose pool is full of other KV, and prefill's like without a connector."""
-    alone = replace(prefill, connector=None, tp_size=1, label="alone")
-    first, second, single = fleet.engines(replace(prefill, label="prefill"), decode, alone)
+    """Prefill, decode whose pool is full of other KV, and one with a draft and without a connector
+    that computes prompts as prefill does.
+    """
+    drafted = prefill if "speculative_config" in prefill.more else decode
+    more = {name: prefill.more[name] for name in CHUNKS if name in prefill.more}
+    alone = replace(drafted, connector=None, tp_size=1, more=drafted.more | more, label="alone")
+    label = "prefill" if prefill == decode else ""
+    first, second, single = fleet.engines(replace(prefill, label=label), decode, alone)
     if decode.in_process and decode.tp_size == 1:
         poison(second, 7.0, "self_attn")
     return Drafting(Pair(first, second), single)
@@ -143,21 +148,48 @@ def assert_all_is_equal(engines: Drafting, *, is_chunked: bool) -> None:
     pair.assert_at_rest()
 
 
+def test_a_draft_at_prefill_alone(fleet: Fleet) -> None:
+    """Its layers are not read."""
+    engines = drafting(fleet, side(eagle(), more=CHUNKS), side({}))
+    prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
+    before = Sources.of(engines.pair.decode)
+    answers, _ = engines.moved(prompts)
+    assert answers == engines.expected(prompts)[0]
+    moved = Sources.of(engines.pair.decode) - before
+    assert moved == Sources(sum(PROMPT_TOKENS) - len(prompts), 0, len(prompts))
+
+
+def test_as_much_is_accepted_as_in_one_engine(fleet: Fleet) -> None:
+    prefill = side(eagle(), more=CHUNKS)
+    assert_all_is_equal(drafting(fleet, prefill, side(eagle())), is_chunked=True)
+
+
+def test_a_draft_at_decode_alone(fleet: Fleet) -> None:
+    """It begins with KV of zeros: the tokens are right, and fewer guesses are accepted."""
+    engines = drafting(fleet, side({}, more=CHUNKS), side(eagle()))
+    prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
+    expected, _ = engines.expected(prompts)
+    found = []
+    for value in (7.0, -50.0):
+        engines.pair.decode.reset()
+        poison(engines.pair.decode, value, "layers.2.", "layers.3.")  # the draft's
+        before = Sources.of(engines.pair.decode)
+        answers, guessed = engines.moved(prompts)
+        assert answers == expected
+        moved = Sources.of(engines.pair.decode) - before
+        assert moved == Sources(sum(PROMPT_TOKENS) - len(prompts), 0, len(prompts))
+        found.append(guessed)
+    assert found[0] == found[1]
+    assert 1 < found[0].acceptance_length < 1.5
+    assert "expected the draft of this engine, got none" in engines.pair.decode.process.log()
+
+
 MTP = _speculative("mtp", 2)
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        pytest.param(side(eagle(), more=CHUNKS), side(eagle()), id="eagle"),
-        pytest.param(side(MTP, "mtp", more=WHOLE), side(MTP, "mtp"), id="mtp"),
-    ],
-)
-def test_as_much_is_accepted_as_in_one_engine(
-    fleet: Fleet, prefill: EngineConfig, decode: EngineConfig
-) -> None:
-    engines = drafting(fleet, prefill, decode)
-    assert_all_is_equal(engines, is_chunked=prefill.more.items() >= CHUNKS.items())
+def test_as_much_is_accepted_of_multi_token_prediction(fleet: Fleet) -> None:
+    config = side(MTP, "mtp", more=WHOLE)
+    assert_all_is_equal(drafting(fleet, config, config), is_chunked=False)
 
 
 DRAFT_MODEL = _speculative("draft_model", model=str(models.make("drafted")))
@@ -197,35 +229,3 @@ def test_decode_computes_what_later_modules_look_behind(fleet: Fleet) -> None:
     assert answers == expected
     moved = Sources.of(engines.pair.decode) - before
     assert moved == Sources(sum(map(len, prompts)) - 2 * len(prompts), 0, 2 * len(prompts))
-
-
-def test_a_draft_at_prefill_alone(fleet: Fleet) -> None:
-    """Its layers are not read."""
-    engines = drafting(fleet, side(eagle(), more=CHUNKS), side({}))
-    prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
-    before = Sources.of(engines.pair.decode)
-    answers, _ = engines.moved(prompts)
-    assert answers == engines.expected(prompts)[0]
-    moved = Sources.of(engines.pair.decode) - before
-    assert moved == Sources(sum(PROMPT_TOKENS) - len(prompts), 0, len(prompts))
-
-
-def test_a_draft_at_decode_alone(fleet: Fleet) -> None:
-    """It begins with KV of zeros: the tokens are right, and fewer guesses are accepted."""
-    decode = side(eagle(), label="decode alone")
-    engines = drafting(fleet, side({}), decode)
-    prompts = [prompt(num_tokens) for num_tokens in PROMPT_TOKENS]
-    expected, _ = engines.expected(prompts)
-    found = []
-    for value in (7.0, -50.0):
-        engines.pair.decode.reset()
-        poison(engines.pair.decode, value, "layers.2.", "layers.3.")  # the draft's
-        before = Sources.of(engines.pair.decode)
-        answers, guessed = engines.moved(prompts)
-        assert answers == expected
-        moved = Sources.of(engines.pair.decode) - before
-        assert moved == Sources(sum(PROMPT_TOKENS) - len(prompts), 0, len(prompts))
-        found.append(guessed)
-    assert found[0] == found[1]
-    assert 1 < found[0].acceptance_length < 1.5
-    assert "expected the draft of this engine, got none" in engines.pair.decode.process.log()

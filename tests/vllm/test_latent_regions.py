@@ -24,6 +24,7 @@ from torch import Tensor
 from kvxfer.errors import ConfigError, IncompatiblePeer
 from kvxfer.integrations.vllm import interior
 from kvxfer.integrations.vllm.interior import Cells, Named, Opaque, Rows, look_inside, trace_rows
+from kvxfer.integrations.vllm.probes import trace_packed
 from kvxfer.integrations.vllm.regions import Located, locate
 from kvxfer.integrations.vllm.specs import LayerSpec, layer_specs
 from kvxfer.tensors.strided_copy import Scratch, gather, scatter, strided_copy
@@ -345,6 +346,20 @@ def test_every_pair_of_tensor_parallel_sizes(model: str) -> None:
         case.check()
 
 
+def test_blocks_that_were_another_type_s_are_cleared_before_they_are_filled_in_part() -> None:
+    """Groups of V4 share their memory, and the layers of V3.2 do not."""
+    pytest.importorskip("vllm")
+    assert not make_rank(V32_BF16, 64, (0, 1)).located.cleared
+    rank = make_rank(V4, 256, (0, 1))
+    blocks = {(each.group, each.block_tokens): each for each in rank.located.cleared}
+    assert list(blocks) == [(0, 256), (1, 64), (2, 4)]
+    blocks[0, 256].clear(((3, 1), (), ()), 300)
+    for layer in V4[:3]:
+        view = rank.views[layer.name]
+        assert not view[1].any()
+        assert (view[3] == torch.tensor(POISON, dtype=torch.uint8)).all()
+
+
 def test_rows_of_values_and_scales_side_by_side_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were the indexer's 132 bytes a row, the oracle would tell, between unlike kernel blocks."""
     pytest.importorskip("vllm")
@@ -406,6 +421,31 @@ def test_a_block_that_states_do_not_divide_is_refused() -> None:
 # ------------------------------------------------------------------ what a writer is seen to do
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="vLLM has these operators on GPUs only")
+@pytest.mark.parametrize(("quantisation", "cell_nbytes"), [("none", 132), ("fp8_ds_mla", 656)])
+def test_vllm_s_operators_write_the_rows(quantisation: str, cell_nbytes: int) -> None:
+    """Those of the indexer and of FlashMLA's latents."""
+    rows = trace_packed(quantisation, 64, cell_nbytes, torch.device("cuda", 0))
+    assert rows is not None, "the operator could not be asked"
+    head_size = 576 if cell_nbytes == 656 else cell_nbytes
+    spec = replace(INDEXER, block_tokens=64, head_size=head_size, quantisation=quantisation)
+    cells = replace(INDEXER_CELLS, num_tokens=64, cell_nbytes=cell_nbytes, stride_token=cell_nbytes)
+    assert isinstance(look_inside("l", spec, cells, trace=rows), Named)
+
+
+INDEXER = LayerSpec(
+    block_tokens=8,
+    num_kv_heads=1,
+    head_size=132,
+    head_size_v=0,
+    dtype=torch.uint8,
+    is_latent=True,
+)
+INDEXER_CELLS = Cells(
+    num_slots=1, num_tokens=8, cell_nbytes=132, stride_slot=8 * 132, stride_token=132
+)
+
+
 def written(rows: tuple[int, ...], num_tokens: int = 8) -> Rows:
     """Of a writer with these rows; it leaves the last byte of a row out."""
     pool = torch.empty(3, num_tokens, sum(rows), dtype=torch.uint8)
@@ -422,15 +462,7 @@ def written(rows: tuple[int, ...], num_tokens: int = 8) -> Rows:
 
 
 def test_a_writer_confirms_the_rows_or_its_blocks_move_whole() -> None:
-    spec = LayerSpec(
-        block_tokens=8,
-        num_kv_heads=1,
-        head_size=132,
-        head_size_v=0,
-        dtype=torch.uint8,
-        is_latent=True,
-    )
-    cells = Cells(num_slots=1, num_tokens=8, cell_nbytes=132, stride_slot=8 * 132, stride_token=132)
+    spec, cells = INDEXER, INDEXER_CELLS
     stated = look_inside("l", spec, cells)
     assert isinstance(stated, Named)
     assert [(p.offset, p.inner_nbytes, p.stride_token) for p in stated.planes] == [

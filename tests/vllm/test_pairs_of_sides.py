@@ -140,7 +140,7 @@ def test_a_step_that_vllm_does_not_end_is_ended_by_the_next(pair: tuple[Engine, 
     def is_running() -> bool:
         if source.scheduler.has_requests():
             source.run()
-        return request.status == Status.RUNNING
+        return bool(request.status == Status.RUNNING)
 
     sink.run_until(is_running)
     finish_both(source, sink)

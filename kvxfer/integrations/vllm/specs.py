@@ -21,6 +21,7 @@ _REFUSED = {
     "SinkFullAttentionSpec": "it keeps tokens that are not the request's",
     "HiddenStateCacheSpec": "it keeps hidden states, not KV",
     "CircularBufferSpec": "it keeps a ring, not the request's tokens",
+    "SlidingWindowMLASpec": "with bounded replay it is computed again, not kept",
     "HiSparseHotSpec": "it is a copy that only this engine can address",
     "HiSparseResidentSpec": "it is a copy that only this engine can address",
 }
