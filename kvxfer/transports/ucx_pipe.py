@@ -329,6 +329,7 @@ class UcxPipe(Pipe):
         self._restless.discard(end.fd)
         self._epoll.unregister(end.fd)
         with self.on_device():
+            self._quarantined = [kept for kept in self._quarantined if not kept.finish()]
             if not end.finish():
                 self._quarantined.append(end)
                 _log.warning(
